@@ -1,0 +1,219 @@
+"""Mapped files that outlive processes: one checked header, then raw bytes.
+
+An arena is a plain file on tmpfs, reserved in full with `posix_fallocate` when it is created
+(an unreserved map ends in SIGBUS, which Python cannot catch) and placed by rename, so that nobody
+ever sees half a header.  The first 4096 bytes are the header; its one writer is the creator.
+
+    offset  size  field
+    0       8     magic          b"STARLING"
+    8       4     layout         version of the layout named by `kind`
+    12      4     header_bytes   4096
+    16      8     size           of the file, bytes
+    24      8     generation     grows when the owner starts the contents afresh
+    32      8     owner_pid
+    40      8     owner_ticks    /proc/PID/stat field 22: with the pid, names the owner for ever
+    48      16    kind           ASCII, zero padded: "steps", "kv", "activations", ...
+    64      32    digest         of the model (raw SHA-256), zeros when there is none
+    96      4     meta_bytes
+    100     ...   meta           msgpack: the geometry; what `attach` compares
+
+The owner of the bytes is said by the module that lays them out (`steps.py`, `pages.py`, ...).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+MAGIC = b"STARLING"
+HEADER_BYTES = 4096
+_FIXED = struct.Struct("<8sIIQQQQ16s32sI")
+_META_ROOM = HEADER_BYTES - _FIXED.size
+_GENERATION_OFFSET = 24
+
+
+class ArenaError(RuntimeError):
+    """An arena cannot be created or must not be used; the message says why and what to do."""
+
+
+def align(n: int, to: int = 64) -> int:
+    """The smallest multiple of `to` that is at least `n`."""
+    return -(-n // to) * to
+
+
+def process_ticks(pid: int) -> int:
+    """Start time of a process (clock ticks since boot); 0 when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            # The command name may hold spaces and brackets: count fields after the last one.
+            return int(f.read().rsplit(b")", 1)[1].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+class Arena:
+    """A mapped arena. `buffer` is everything after the header, as uint8.
+
+    Use `create` or `attach`; `close` unmaps (views handed out keep the map alive until they go),
+    `unlink` removes the file.
+    """
+
+    def __init__(self, path: Path, fd: int, map_: mmap.mmap, fields: tuple[Any, ...]) -> None:
+        self.path = path
+        self._fd = fd
+        self._map = map_
+        (_, self.layout, _, self.size, self.generation, self.owner_pid, self.owner_ticks,
+         kind, self.digest, meta_bytes) = fields
+        self.kind = kind.rstrip(b"\0").decode()
+        self.meta: dict[str, Any] = msgspec.msgpack.decode(
+            map_[_FIXED.size : _FIXED.size + meta_bytes]
+        )
+        self.buffer: np.ndarray = np.frombuffer(map_, np.uint8, offset=HEADER_BYTES)
+
+    # -------------------------------------------------------------- making and finding
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        kind: str,
+        layout: int,
+        nbytes: int,
+        meta: dict[str, Any],
+        digest: bytes = bytes(32),
+        generation: int = 1,
+    ) -> Arena:
+        """A fresh arena of `nbytes` zero bytes, owned (and flocked) by this process.
+
+        Replaces a file of that name; a process that still maps the old one keeps the old bytes.
+        Raises `ArenaError` when the file system cannot hold it, with the numbers.
+        """
+        packed = msgspec.msgpack.encode(meta)
+        if len(packed) > _META_ROOM:
+            raise ArenaError(f"{path}: geometry of {len(packed)} bytes exceeds {_META_ROOM}")
+        size = HEADER_BYTES + align(nbytes, 4096)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            room = os.statvfs(path.parent)
+            free = room.f_bavail * room.f_frsize
+            try:
+                if free < size:
+                    raise OSError(errno.ENOSPC, "")
+                os.posix_fallocate(fd, 0, size)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                    raise
+                raise ArenaError(
+                    f"{path}: needs {size:,} bytes but {path.parent} has {free:,} free; make "
+                    f"the arena smaller (kv_cache_mb, max_batch_size) or free space there"
+                ) from None
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fields = (
+                MAGIC, layout, HEADER_BYTES, size, generation, os.getpid(),
+                process_ticks(os.getpid()), kind.encode(), digest, len(packed),
+            )
+            os.pwrite(fd, _FIXED.pack(*fields) + packed, 0)
+            map_ = mmap.mmap(fd, size)
+            os.rename(temporary, path)
+        except BaseException:
+            os.close(fd)
+            temporary.unlink(missing_ok=True)
+            raise
+        return cls(path, fd, map_, fields)
+
+    @classmethod
+    def attach(
+        cls,
+        path: Path,
+        kind: str,
+        layout: int,
+        meta: dict[str, Any] | None = None,
+        digest: bytes | None = None,
+        own: bool = False,
+    ) -> Arena:
+        """Map an existing arena after checking every header field.
+
+        `meta` and `digest`, when given, must be equal.  `own` takes the writer's lock and writes
+        this process into the header (a successor, whose predecessor must be dead).
+        Raises `FileNotFoundError`, or `ArenaError` with the field, the value and what was expected.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if own:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ArenaError(f"{path}: its writer is alive (file is locked)") from None
+            head = os.pread(fd, HEADER_BYTES, 0)
+            if len(head) < HEADER_BYTES:
+                raise ArenaError(f"{path}: {len(head)} bytes, too short for a header")
+            fields = _FIXED.unpack_from(head)
+            actual = os.fstat(fd).st_size
+            found_kind = fields[7].rstrip(b"\0").decode("ascii", "replace")
+            for name, value, expected in (
+                ("magic", fields[0], MAGIC),
+                ("kind", found_kind, kind),
+                ("layout", fields[1], layout),
+                ("header_bytes", fields[2], HEADER_BYTES),
+                ("size", fields[3], actual),
+            ):
+                if value != expected:
+                    raise ArenaError(f"{path}: {name} is {value!r}, expected {expected!r}")
+            if fields[9] > _META_ROOM:
+                raise ArenaError(f"{path}: meta_bytes is {fields[9]}, at most {_META_ROOM}")
+            if digest is not None and fields[8] != digest:
+                raise ArenaError(f"{path}: belongs to model {fields[8].hex()[:16]}")
+            map_ = mmap.mmap(fd, actual)
+            arena = cls(path, fd, map_, fields)
+            if meta is not None and arena.meta != meta:
+                differing = sorted(
+                    k for k in arena.meta.keys() | meta.keys() if arena.meta.get(k) != meta.get(k)
+                )
+                raise ArenaError(
+                    f"{path}: geometry differs in "
+                    + ", ".join(f"{k} ({arena.meta.get(k)!r}, not {meta.get(k)!r})" for k in differing)
+                )
+            if own:
+                struct.pack_into("<QQ", map_, 32, os.getpid(), process_ticks(os.getpid()))
+            return arena
+        except BaseException:
+            os.close(fd)
+            raise
+
+    # -------------------------------------------------------------- use
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """An array over `buffer[offset:]`; bounds are checked here, once."""
+        dtype = np.dtype(dtype)
+        count = int(np.prod(shape, dtype=np.int64))
+        end = offset + count * dtype.itemsize
+        if offset < 0 or end > self.buffer.size:
+            raise ArenaError(f"{self.path}: bytes {offset}..{end} outside 0..{self.buffer.size}")
+        return self.buffer[offset:end].view(dtype).reshape(shape)
+
+    def bump_generation(self) -> int:
+        """Owner only: the contents start afresh."""
+        self.generation += 1
+        struct.pack_into("<Q", self._map, _GENERATION_OFFSET, self.generation)
+        return self.generation
+
+    def close(self) -> None:
+        """Let go of the lock and of this handle. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            self.buffer = np.empty(0, np.uint8)
+
+    def unlink(self) -> None:
+        """Remove the file; maps of it stay valid until they are closed."""
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,86 @@
+"""Geometry of KV pages: where the bytes of a position are. Knows nothing of who owns a page.
+
+A page holds `page_tokens` positions of all layers, contiguous, so that it is spilled, checked and
+moved as one run of bytes.  For each layer and kv head, in this order (kv_type f16 or f32):
+
+    K  [head_dim][page_tokens]   tokens innermost: a score needs no horizontal sum
+    V  [page_tokens][head_dim]   head_dim innermost: neither does the weighted sum
+
+and for int8:  K codes [head_dim][page_tokens], K scales f16 [head_dim/32][page_tokens],
+V codes [page_tokens][head_dim], V scales f16 [page_tokens][head_dim/32].  A scale covers 32 values
+of one position, so appending a position changes no other.
+
+The arena `kv`: [page headers: n_pages x PAGE_HEADER bytes] [pages, 4096-aligned].  A header is two
+cache lines: the first is written by the `kv` stage, the second is the worker's.  Page contents are
+written by the worker, only while the page is leased to a sequence of a published step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from shm.arena import Arena, ArenaError, align
+
+KIND = "kv"
+LAYOUT = 1
+PAGE_HEADER = 256
+KV_TYPES = {"f16": 2, "f32": 4, "int8": 1}
+SEGMENT = 256  # positions of an attention segment; page_tokens divides it
+
+
+class KvGeometry(NamedTuple):
+    """What the kv stage and the ranks must agree on; stands in the arena's header."""
+
+    n_layers: int
+    n_kv_heads: int
+    head_dim: int  # multiple of 32
+    page_tokens: int  # 16, 32, 64, 128 or 256
+    kv_type: str
+
+    def check(self) -> None:
+        if self.kv_type not in KV_TYPES:
+            raise ArenaError(f"kv_type is {self.kv_type!r}, expected one of {sorted(KV_TYPES)}")
+        if self.page_tokens not in (16, 32, 64, 128, 256):
+            raise ArenaError(f"page_tokens is {self.page_tokens}, expected 16, 32, 64, 128 or 256")
+        if self.head_dim % 16 or (self.kv_type == "int8" and self.head_dim % 32):
+            raise ArenaError(f"head_dim is {self.head_dim}, expected a multiple of 16 (int8: 32)")
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of K and V of one (layer, kv head) in a page."""
+        values = self.head_dim * self.page_tokens
+        size = 2 * values * KV_TYPES[self.kv_type]
+        if self.kv_type == "int8":
+            size += 2 * (values // 32) * 2
+        return size
+
+    @property
+    def page_bytes(self) -> int:
+        return align(self.n_layers * self.n_kv_heads * self.head_bytes, 4096)
+
+
+class KvArena(NamedTuple):
+    """headers (n_pages, PAGE_HEADER) u8; pages (n_pages, page_bytes) u8."""
+
+    headers: np.ndarray
+    pages: np.ndarray
+
+
+def kv_arena_bytes(g: KvGeometry, n_pages: int) -> int:
+    return align(n_pages * PAGE_HEADER, 4096) + n_pages * g.page_bytes
+
+
+def pages_that_fit(g: KvGeometry, budget_bytes: int) -> int:
+    """How many pages an arena file of at most `budget_bytes` holds, headers included."""
+    n = max(0, (budget_bytes - 8192) // (g.page_bytes + PAGE_HEADER))
+    return n
+
+
+def kv_views(arena: Arena, g: KvGeometry, n_pages: int) -> KvArena:
+    pages_at = align(n_pages * PAGE_HEADER, 4096)
+    return KvArena(
+        arena.view(0, (n_pages, PAGE_HEADER), np.uint8),
+        arena.view(pages_at, (n_pages, g.page_bytes), np.uint8),
+    )
