@@ -1,0 +1,170 @@
+"""Everything that can go wrong, by name: one tree of exceptions, one table of codes.
+
+    StarlingError                any code; what crosses a wire is (code, message, param)
+    ├── ConfigError              CONFIG                 500  a setting is wrong; the server does not start
+    ├── InvalidRequest           INVALID_REQUEST        400  the request is wrong; `param` names the field
+    ├── Unauthenticated          INVALID_API_KEY        401  no key, or one that is not known
+    ├── Forbidden                FORBIDDEN              403  the key is known and may not do this
+    ├── NotFound                 NOT_FOUND              404  no such thing (any more)
+    │   └── ModelNotFound        MODEL_NOT_FOUND        404
+    ├── Conflict                 CONFLICT               409  it is in use by another request
+    ├── TooLarge                 REQUEST_TOO_LARGE      413  the body exceeds `server.max_body_mb`
+    ├── RateLimited              RATE_LIMITED           429  the tenant's quota is used up
+    ├── Overloaded               OVERLOADED             429  a queue is full
+    ├── ModelUnavailable         MODEL_UNAVAILABLE      503  loading, draining, or its workers are down
+    ├── ResourceError            INSUFFICIENT_RESOURCES 507  it can never fit (memory, disk, pages)
+    ├── InferenceError           INFERENCE              500  the computation failed
+    ├── CacheError               CACHE                  500  the KV manager failed
+    └── InternalError            INTERNAL               500  a fault of the server
+
+`CODES` has the HTTP status and the OpenAI-style `type` of each code, and some that need no class of
+their own.  Messages name the field, the value, the bound and what to do.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+
+class Code(NamedTuple):
+    status: int  # HTTP
+    type: str  # the `type` of the HTTP error body
+    retry: bool = False  # the same request may succeed later: send Retry-After
+
+
+CODES: dict[str, Code] = {
+    "INVALID_REQUEST": Code(400, "invalid_request_error"),
+    "CONTEXT_LENGTH_EXCEEDED": Code(400, "invalid_request_error"),
+    "INVALID_API_KEY": Code(401, "authentication_error"),
+    "FORBIDDEN": Code(403, "permission_error"),
+    "NOT_FOUND": Code(404, "not_found_error"),
+    "MODEL_NOT_FOUND": Code(404, "not_found_error"),
+    "METHOD_NOT_ALLOWED": Code(405, "invalid_request_error"),
+    "CONFLICT": Code(409, "conflict_error"),
+    "REQUEST_TOO_LARGE": Code(413, "invalid_request_error"),
+    "RATE_LIMITED": Code(429, "rate_limit_error", True),
+    "OVERLOADED": Code(429, "overloaded_error", True),
+    "MODEL_UNAVAILABLE": Code(503, "unavailable_error", True),
+    "DRAINING": Code(503, "unavailable_error", True),
+    "TIMEOUT": Code(503, "timeout_error"),
+    "INSUFFICIENT_RESOURCES": Code(507, "resource_error"),
+    "INFERENCE": Code(500, "inference_error"),
+    "CACHE": Code(500, "cache_error"),
+    "CONFIG": Code(500, "config_error"),
+    "INTERNAL": Code(500, "internal_error"),
+}
+
+
+class StarlingError(Exception):
+    """An error with a code of `CODES`.
+
+    `param` is the dotted name of the field at fault, "" when there is none.  `status` overrides the
+    code's HTTP status (0: does not).  `retry_after_s` goes into `Retry-After`; 0: unknown.
+    An unknown code (a newer peer) is treated as INTERNAL.
+    """
+
+    def __init__(
+        self, code: str, message: str, param: str = "", *, status: int = 0, retry_after_s: float = 0.0
+    ) -> None:
+        super().__init__(message)
+        known = CODES.get(code, CODES["INTERNAL"])
+        self.code = code
+        self.message = message
+        self.param = param
+        self.status = status or known.status
+        self.type = known.type
+        self.retry_after_s = retry_after_s
+
+    def __repr__(self) -> str:
+        where = f", param={self.param!r}" if self.param else ""
+        return f"{type(self).__name__}({self.code}: {self.message}{where})"
+
+    def body(self) -> dict[str, Any]:
+        """The HTTP body: `{"error": {"message", "type", "code", "param"}}`."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "code": self.code,
+                "param": self.param or None,
+            }
+        }
+
+    def headers(self) -> dict[str, str]:
+        """`Retry-After` in whole seconds (at least 1) where trying again makes sense."""
+        retry = CODES.get(self.code, CODES["INTERNAL"]).retry
+        if not retry and not self.retry_after_s:
+            return {}
+        return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+class _Kind(StarlingError):
+    """A category with a code of its own; `code` may name a finer one."""
+
+    CODE = "INTERNAL"
+
+    def __init__(
+        self, message: str, param: str = "", *, code: str = "", status: int = 0, retry_after_s: float = 0.0
+    ) -> None:
+        super().__init__(code or self.CODE, message, param, status=status, retry_after_s=retry_after_s)
+
+
+class ConfigError(_Kind):
+    CODE = "CONFIG"
+
+
+class InvalidRequest(_Kind):
+    CODE = "INVALID_REQUEST"
+
+
+class Unauthenticated(_Kind):
+    CODE = "INVALID_API_KEY"
+
+
+class Forbidden(_Kind):
+    CODE = "FORBIDDEN"
+
+
+class NotFound(_Kind):
+    CODE = "NOT_FOUND"
+
+
+class ModelNotFound(NotFound):
+    CODE = "MODEL_NOT_FOUND"
+
+
+class Conflict(_Kind):
+    CODE = "CONFLICT"
+
+
+class TooLarge(_Kind):
+    CODE = "REQUEST_TOO_LARGE"
+
+
+class RateLimited(_Kind):
+    CODE = "RATE_LIMITED"
+
+
+class Overloaded(_Kind):
+    CODE = "OVERLOADED"
+
+
+class ModelUnavailable(_Kind):
+    CODE = "MODEL_UNAVAILABLE"
+
+
+class ResourceError(_Kind):
+    CODE = "INSUFFICIENT_RESOURCES"
+
+
+class InferenceError(_Kind):
+    CODE = "INFERENCE"
+
+
+class CacheError(_Kind):
+    CODE = "CACHE"
+
+
+class InternalError(_Kind):
+    CODE = "INTERNAL"
