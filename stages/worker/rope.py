@@ -1,0 +1,156 @@
+"""RoPE tables from integer arithmetic alone, so that their bits depend on no libm and no CPU.
+
+Angle of pair i at position p: `p * freq_i`, `freq_i = base^(-2i/n_rot) / (factor_i * scale)`.  Everything is
+computed in fixed point with `FRACTION_BITS` fractional bits: logarithm and exponential of the base by
+series, cosine and sine of `freq_i` by series, then rotations by it.  The error is below 2^-160, the one
+rounding is to f32 at the end (half to even).  docs/numerics.md says how kernels combine the two tables.
+
+Called once at ingest, and by the exact twin.  Knows nothing of models or files.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import ldexp
+from typing import NamedTuple
+
+import numpy as np
+
+FRACTION_BITS = 192
+SPAN = 256  # positions of the low table; the high table steps by it
+_ONE = 1 << FRACTION_BITS
+
+
+class RopeTables(NamedTuple):
+    """Row r of the `lo` tables belongs to position r, row r of the `hi` tables to position 256 r.
+
+    cos_lo, sin_lo  (256, n_rot / 2) f32
+    cos_hi, sin_hi  (ceil(context_length / 256), n_rot / 2) f32
+    """
+
+    cos_lo: np.ndarray
+    sin_lo: np.ndarray
+    cos_hi: np.ndarray
+    sin_hi: np.ndarray
+
+
+def _fixed(value: Fraction) -> int:
+    return (value.numerator << FRACTION_BITS) // value.denominator
+
+
+def _multiply(a: int, b: int) -> int:
+    return (a * b) >> FRACTION_BITS
+
+
+def _log_near_one(value: Fraction) -> int:
+    """ln of a value in [2/3, 2], by 2 atanh((v - 1) / (v + 1)); fixed point."""
+    z = _fixed((value - 1) / (value + 1))
+    square, power, total, k = _multiply(z, z), z, 0, 1
+    while power not in (0, -1):  # an arithmetic shift ends at -1, not at 0
+        total += power // k
+        power = _multiply(power, square)
+        k += 2
+    return 2 * total
+
+
+_LN2 = _log_near_one(Fraction(2))
+
+
+def _log(value: Fraction) -> int:
+    """ln(value) for value > 0; fixed point."""
+    exponent = value.numerator.bit_length() - value.denominator.bit_length()
+    mantissa = value / Fraction(2) ** exponent
+    if mantissa < 1:
+        mantissa, exponent = mantissa * 2, exponent - 1
+    return exponent * _LN2 + _log_near_one(mantissa)
+
+
+def _exp(x: int) -> int:
+    """exp of a fixed-point number; fixed point."""
+    k, r = divmod(x, _LN2)
+    term, total, n = _ONE, 0, 1
+    while term:
+        total += term
+        term = _multiply(term, r) // n
+        n += 1
+    return total << k if k >= 0 else total >> -k
+
+
+def _cos_sin(x: int) -> tuple[int, int]:
+    """Cosine and sine of a fixed-point angle by their series (no reduction: |x| is small here)."""
+    square = _multiply(x, x)
+    sums = []
+    for term, n in ((_ONE, 1), (x, 2)):
+        total = 0
+        while term not in (0, -1):
+            total += term
+            term = -_multiply(term, square) // (n * (n + 1))
+            n += 2
+        sums.append(total)
+    return sums[0], sums[1]
+
+
+def _round_f32(x: int) -> float:
+    """The f32 nearest to a fixed-point number, half to even (magnitudes here are never subnormal)."""
+    magnitude = abs(x)
+    shift = magnitude.bit_length() - 24
+    if shift > 0:
+        kept, rest, half = magnitude >> shift, magnitude & ((1 << shift) - 1), 1 << (shift - 1)
+        if rest > half or (rest == half and kept & 1):
+            kept += 1
+        result = ldexp(kept, shift - FRACTION_BITS)
+    else:
+        result = ldexp(magnitude, -FRACTION_BITS)
+    return -result if x < 0 else result
+
+
+def _turns(cosine: int, sine: int, n: int) -> tuple[list[float], list[float], tuple[int, int]]:
+    """Cosines and sines of 0, 1, ... n-1 times an angle in f32, and the fixed-point pair of n times it."""
+    c, s = _ONE, 0
+    cosines, sines = [], []
+    for _ in range(n):
+        cosines.append(_round_f32(c))
+        sines.append(_round_f32(s))
+        c, s = (c * cosine - s * sine) >> FRACTION_BITS, (s * cosine + c * sine) >> FRACTION_BITS
+    return cosines, sines, (c, s)
+
+
+def rope_frequencies(base: float, n_rot: int, factors: np.ndarray | None = None, scale: float = 1.0) -> list[int]:
+    """Angle per position of each pair (n_rot / 2 of them), fixed point with `FRACTION_BITS`.
+
+    `factors` are the f32 divisors of a `rope_freqs` tensor (n_rot / 2), `scale` the linear scaling factor.
+    Floats are taken at their exact value.  Raises `ValueError` for what has no frequency.
+    """
+    if n_rot <= 0 or n_rot % 2:
+        raise ValueError(f"n_rot is {n_rot}, expected an even number above 0")
+    divisors = [1.0] * (n_rot // 2) if factors is None else [float(f) for f in np.asarray(factors).ravel()]
+    if len(divisors) != n_rot // 2:
+        raise ValueError(f"rope factors: {len(divisors)} values, expected {n_rot // 2}")
+    # The series of `_cos_sin` wants angles of a few turns at most: with these bounds they are below 16.
+    for name, value, least in (("base", base, 1.0), ("scale", scale, 0.25), *(("factor", f, 0.25) for f in divisors)):
+        if not least <= value < 1e30:
+            raise ValueError(f"rope {name} is {value}, expected a number from {least} to 1e30")
+    log_base = _log(Fraction(base))
+    return [
+        _fixed(Fraction(_exp(-log_base * 2 * i // n_rot), _ONE) / (Fraction(f) * Fraction(scale)))
+        for i, f in enumerate(divisors)
+    ]
+
+
+def rope_tables(
+    base: float,
+    n_rot: int,
+    context_length: int,
+    factors: np.ndarray | None = None,
+    scale: float = 1.0,
+) -> RopeTables:
+    """The tables for positions 0 .. context_length - 1; arguments as in `rope_frequencies`."""
+    n_hi = max(1, -(-context_length // SPAN))
+    frequencies = rope_frequencies(base, n_rot, factors, scale)
+    tables = RopeTables(*(np.empty((n, n_rot // 2), np.float32) for n in (SPAN, SPAN, n_hi, n_hi)))
+    for i, frequency in enumerate(frequencies):
+        low_cos, low_sin, by_span = _turns(*_cos_sin(frequency), SPAN)
+        high_cos, high_sin, _ = _turns(*by_span, n_hi)
+        for table, column in zip(tables, (low_cos, low_sin, high_cos, high_sin), strict=True):
+            table[:, i] = column
+    return tables
