@@ -1,0 +1,147 @@
+"""Frames in, frames out: what the tokenizer stage answers. No sockets, no threads, no clock.
+
+Decoders of streams are soft state: bounded, forgotten on request, and lost with the process.  A frame
+that continues a stream whose decoder is not here is answered with `lost`, and the gateway sends the
+stream again from its first token; the text comes out the same.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pipeline import messages as m
+from pipeline.errors import InvalidRequest, ModelNotFound, StarlingError
+from stages.tokenizer.incremental import StreamDecoder
+from stages.tokenizer.template import ChatTemplate
+from stages.tokenizer.vocabulary import Vocabulary
+
+MAX_STREAMS = 16384  # decoders kept; the stream longest unused is lost first
+
+
+class TokenizerModel(NamedTuple):
+    """What the stage holds of a model. `described` has an empty id."""
+
+    vocabulary: Vocabulary
+    template: ChatTemplate | None
+    described: m.Described
+
+
+class TokenizerService:
+    """`load(name)` opens a model or raises `StarlingError`; called once for each name that works."""
+
+    def __init__(self, load: Callable[[str], TokenizerModel], max_streams: int = MAX_STREAMS) -> None:
+        self._load = load
+        self._models: dict[str, TokenizerModel] = {}
+        self._streams: OrderedDict[str, StreamDecoder] = OrderedDict()
+        self._max_streams = max_streams
+        self.tokens_encoded = 0
+        self.tokens_decoded = 0
+
+    @property
+    def streams(self) -> int:
+        return len(self._streams)
+
+    def model(self, name: str) -> TokenizerModel:
+        model = self._models.get(name)
+        if model is None:
+            model = self._models[name] = self._load(name)
+        return model
+
+    def drop_model(self, name: str) -> None:
+        """Open it anew at its next use (its files have changed)."""
+        self._models.pop(name, None)
+
+    def answer(self, frame: Any) -> m.Frame | None:
+        """The reply to one frame, None where there is none. Never raises for what a client sent."""
+        if isinstance(frame, m.Forget):
+            for sequence in frame.sequences:
+                self._streams.pop(sequence, None)
+            return None
+        try:
+            match frame:
+                case m.Detokenize():
+                    return self._detokenize(frame)
+                case m.Encode():
+                    return self._encode(frame)
+                case m.Render():
+                    return self._render(frame)
+                case m.Describe():
+                    described = self.model(frame.model).described
+                    return m.Described(**{**{f: getattr(described, f) for f in described.__struct_fields__},
+                                          "id": frame.id})  # fmt: skip
+        except StarlingError as error:
+            return m.TokenizerFailed(frame.id, error.code, error.message, error.param)
+        return None
+
+    def _encode(self, frame: m.Encode) -> m.Encoded:
+        vocabulary = self.model(frame.model).vocabulary
+        tokens = vocabulary.encode(_utf8(frame.text, "prompt"), frame.parse_special, frame.add_bos)
+        self.tokens_encoded += len(tokens)
+        offsets = tuple(vocabulary.offsets(frame.text, tokens)) if frame.offsets else ()
+        return m.Encoded(frame.id, tuple(tokens), offsets)
+
+    def _render(self, frame: m.Render) -> m.Encoded:
+        model = self.model(frame.model)
+        if model.template is None:
+            raise InvalidRequest(
+                f"model {frame.model!r} has no chat template; use /v1/completions", param="model"
+            )
+        text = model.template.render(
+            frame.messages, frame.add_generation_prompt, frame.tools, frame.template_vars
+        )
+        tokens = model.vocabulary.encode(_utf8(text, "messages"), parse_special=True, add_bos=True)
+        self.tokens_encoded += len(tokens)
+        return m.Encoded(frame.id, tuple(tokens))
+
+    def _detokenize(self, frame: m.Detokenize) -> m.Detokenized:
+        vocabulary = self.model(frame.model).vocabulary
+        return m.Detokenized(frame.id, [self._advance(vocabulary, s) for s in frame.streams])
+
+    def _advance(self, vocabulary: Vocabulary, new: m.StreamTokens) -> m.StreamText:
+        streams = self._streams
+        decoder = None if new.start == 0 else streams.pop(new.sequence, None)
+        if new.start == 0:
+            streams.pop(new.sequence, None)
+            decoder = StreamDecoder(new.stop, new.include_stop)
+        if decoder is None or decoder.consumed != new.start:
+            return m.StreamText(new.sequence, 0, "", lost=True)
+        pieces: list[str] = []
+        for token in new.tokens:
+            shown = not (new.skip_special and token in vocabulary.control)
+            pieces.append(decoder.push(vocabulary.token_bytes(token) if shown else b""))
+            if decoder.stop_string:
+                break
+        self.tokens_decoded += len(new.tokens)
+        if new.final and not decoder.stop_string:
+            pieces.append(decoder.finish())
+        stopped = bool(decoder.stop_string)
+        if not new.final and not stopped:
+            streams[new.sequence] = decoder
+            if len(streams) > self._max_streams:
+                streams.popitem(last=False)
+        return m.StreamText(
+            new.sequence,
+            decoder.consumed,
+            "".join(pieces),
+            stopped,
+            decoder.stop_string,
+            decoder.consumed if stopped else 0,
+            False,
+            tuple(map(vocabulary.token_bytes, new.tokens)) if new.want_bytes else (),
+            tuple(map(vocabulary.token_bytes, new.extra)),
+        )
+
+
+def _utf8(text: str, param: str) -> str:
+    """Refuse lone surrogates: JSON can carry them, UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{param} is not valid Unicode text: lone surrogate {error.object[error.start]!r} at "
+            f"character {error.start}; send whole characters",
+            param=param,
+        ) from None
+    return text

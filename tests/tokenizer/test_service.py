@@ -1,0 +1,106 @@
+"""What the tokenizer answers, frame by frame, and that a lost decoder changes no text."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline import messages as m
+from pipeline.errors import ModelNotFound
+from stages.tokenizer.service import TokenizerModel, TokenizerService
+from stages.tokenizer.template import ChatTemplate
+from stages.tokenizer.vocabulary import Vocabulary
+from tests.tokenizer.test_vocabulary import small
+
+VOCABULARY = Vocabulary(small())
+TEMPLATE = ChatTemplate(
+    "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no bad roles') }}{% endif %}"
+    "<s>{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
+)
+
+
+def service(max_streams: int = 100) -> TokenizerService:
+    def load(name: str) -> TokenizerModel:
+        if name != "m":
+            raise ModelNotFound(f"no model {name!r}", param="model")
+        described = m.Described("", "m", "00", VOCABULARY.size, 64, VOCABULARY.eos_ids, True)
+        return TokenizerModel(VOCABULARY, TEMPLATE, described)
+
+    return TokenizerService(load, max_streams)
+
+
+def step(s: TokenizerService, start: int, tokens: list[int], **more: object) -> m.StreamText:
+    reply = s.answer(m.Detokenize("1", "m", [m.StreamTokens("a", start, tuple(tokens), **more)]))
+    assert isinstance(reply, m.Detokenized) and reply.id == "1"
+    return reply.streams[0]
+
+
+@given(st.text(st.sampled_from("he日😀. l"), max_size=30), st.data())
+def test_a_stream_whose_decoder_dies_says_the_same_text(text: str, data: st.DataObject) -> None:
+    tokens = VOCABULARY.encode(text, False)
+    s, said, at = service(), "", 0
+    while at < len(tokens):
+        n = data.draw(st.integers(1, len(tokens) - at))
+        if data.draw(st.booleans()):
+            s = service()  # a new process
+        reply = step(s, at, tokens[at : at + n])
+        if reply.lost:
+            reply = step(s, 0, tokens[: at + n])
+            assert reply.text.startswith(said)
+            said = reply.text
+        else:
+            said += reply.text
+        at += n
+        assert reply.end == at
+    reply = step(s, at, [], final=True)
+    assert said + reply.text == text
+    assert s.streams == 0
+
+
+def test_stop_strings_say_how_many_tokens_were_used() -> None:
+    tokens = VOCABULARY.encode("x. hello. he", False)
+    reply = step(service(), 0, tokens, stop=("llo",))
+    assert reply.stopped and reply.stop_string == "llo" and reply.text == "x. he"
+    assert VOCABULARY.decode(tokens[: reply.used]) == "x. hello"
+
+
+def test_streams_are_bounded_and_the_oldest_is_lost_not_wrong() -> None:
+    s = service(max_streams=2)
+    for name in "abc":
+        s.answer(m.Detokenize("1", "m", [m.StreamTokens(name, 0, (5,))]))
+    assert s.streams == 2
+    assert step(s, 1, [6]).lost
+
+
+def test_bytes_of_tokens_and_of_alternatives() -> None:
+    token = VOCABULARY.encode("he", False)[0]
+    reply = step(service(), 0, [token], want_bytes=True, extra=(1, token))
+    assert reply.token_bytes == (b"he",) and reply.extra_bytes == (b"</s>", b"he")
+
+
+def test_special_tokens_are_not_shown_unless_asked() -> None:
+    assert step(service(), 0, [1], final=True).text == ""
+    assert step(service(), 0, [1], final=True, skip_special=False).text == "</s>"
+
+
+def test_chat_is_rendered_and_its_markers_are_tokens() -> None:
+    reply = service().answer(m.Render("7", "m", [{"role": "user", "content": "he"}]))
+    assert isinstance(reply, m.Encoded) and reply.tokens[0] == 0 and reply.tokens[-1] == 0
+    assert VOCABULARY.decode(reply.tokens) == "<s>user:he<s>"
+
+
+def test_failures_name_the_field() -> None:
+    s = service()
+    for frame, code, param in (
+        (m.Encode("1", "nope", "x"), "MODEL_NOT_FOUND", "model"),
+        (m.Render("1", "m", [{"role": "bad", "content": ""}]), "INVALID_REQUEST", "messages"),
+        (m.Encode("1", "m", "a\ud800"), "INVALID_REQUEST", "prompt"),
+    ):
+        reply = s.answer(frame)
+        assert isinstance(reply, m.TokenizerFailed), frame
+        assert (reply.id, reply.code, reply.param) == ("1", code, param)
+
+
+def test_a_template_cannot_leave_its_sandbox() -> None:
+    hostile = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    s = TokenizerService(lambda _: TokenizerModel(VOCABULARY, hostile, m.Described("", "m", "", 1, 1, (), True)))
+    reply = s.answer(m.Render("1", "m", []))
+    assert isinstance(reply, m.TokenizerFailed) and reply.code == "INVALID_REQUEST"

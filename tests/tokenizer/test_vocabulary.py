@@ -1,0 +1,77 @@
+"""The demo model's vocabulary against an independent engine, and the laws of encoding."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import ModelUnavailable
+from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary, byte_alphabet
+
+CASES = json.loads((Path(__file__).parent.parent / "data" / "tokenize.json").read_text())
+ALPHABET = {byte: character for character, byte in byte_alphabet().items()}
+
+
+def small(**changes: object) -> TokenizerSpec:
+    """All 256 bytes, three merges, three special tokens."""
+    words = ["<s>", "</s>", "<tool>", *(ALPHABET[b] for b in range(256)), "he", "ll", "hell"]
+    types = [3, 3, 4] + [1] * 259
+    spec = TokenizerSpec("gpt2", "gpt-2", words, types, ["h e", "l l", "he ll"], bos=0, eos=1)
+    return spec._replace(**changes)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[repr(c["text"])[:24] for c in CASES])
+def test_demo_model_tokenizes_as_the_reference(case: dict, demo_vocabulary: Vocabulary) -> None:
+    assert demo_vocabulary.encode(case["text"], parse_special=False) == case["ids_plain"]
+    assert demo_vocabulary.encode(case["text"], parse_special=True) == case["ids_parse_special"]
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), st.booleans())
+def test_round_trip_and_offsets(text: str, parse: bool) -> None:
+    vocabulary = Vocabulary(small())
+    tokens = vocabulary.encode(text, parse)
+    assert vocabulary.decode(tokens) == text
+    data, at = text.encode(), 0
+    for token, (begin, end) in zip(tokens, vocabulary.offsets(text, tokens), strict=True):
+        assert begin == at and data[begin:end] == vocabulary.token_bytes(token)
+        at = end
+    assert at == len(data)
+
+
+def test_merges_follow_their_rank() -> None:
+    vocabulary = Vocabulary(small())
+    assert [vocabulary.token_bytes(t) for t in vocabulary.encode("hello", False)] == [b"hell", b"o"]
+
+
+def test_special_names_are_text_unless_parsed_but_user_defined_tokens_always_count() -> None:
+    vocabulary = Vocabulary(small())
+    assert vocabulary.encode("<s>", True) == [0]
+    assert 0 not in vocabulary.encode("<s>", False)
+    assert vocabulary.encode("a<tool>", False)[-1] == 2
+    assert vocabulary.decode(vocabulary.encode("a<s>b", True), skip_special=True) == "ab"
+
+
+def test_start_token_is_added_once_and_has_an_empty_range() -> None:
+    vocabulary = Vocabulary(small(add_bos=True))
+    tokens = vocabulary.encode("he", False, add_bos=True)
+    assert tokens[0] == 0 and vocabulary.offsets("he", tokens) == [(0, 0), (0, 2)]
+    assert vocabulary.encode("<s>he", True, add_bos=True)[:2] != [0, 0]
+
+
+def test_offsets_step_over_bytes_without_a_token() -> None:
+    words = [w for w in small().tokens if w != ALPHABET[0x04]]
+    vocabulary = Vocabulary(small(tokens=words, types=[3, 3, 4] + [1] * 258))
+    tokens = vocabulary.encode("a\x04b", False)
+    assert vocabulary.holes == {0x04}
+    assert vocabulary.offsets("a\x04b", tokens) == [(0, 1), (2, 3)]
+
+
+def test_vocabularies_that_cannot_be_reproduced_are_refused_by_name() -> None:
+    with pytest.raises(ModelUnavailable, match="tokenizer.ggml.model is 'llama'"):
+        Vocabulary(small(kind="llama"))
+    with pytest.raises(ModelUnavailable, match="tokenizer.ggml.pre is 'nobody'"):
+        Vocabulary(small(pre="nobody"))
+    with pytest.raises(ModelUnavailable, match="token_type has 3 entries for 262"):
+        Vocabulary(small(types=[1, 1, 1]))
