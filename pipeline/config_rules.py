@@ -1,0 +1,173 @@
+"""What the types cannot say: combinations that are impossible, and keys that are not available.
+
+Pure: a typed `Config` in, (dotted key, reason) out.  A key in `UNAVAILABLE` is in the schema, because
+configurations of this family have it, and is refused at any value but the neutral one: no key is
+accepted that changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from pipeline.config_schema import DEMO_MODEL, Config, ModelConfig
+from pipeline.edges import EDGES
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+_API_KEY = re.compile(r"[!-~]{1,256}")
+_TCP = re.compile(r"tcp://(?P<host>[^/\s]+):(?P<port>[0-9]{1,5})")
+_TENANT = re.compile(r"[A-Za-z0-9._@-]{0,64}")
+_RESERVED_PATHS = ("/v1", "/health", "/ready")
+
+Rule = tuple[str, str]  # dotted key, reason
+
+
+class Unavailable(NamedTuple):
+    neutral: Any
+    reason: str
+
+
+UNAVAILABLE = {
+    "models.*.spill_path": Unavailable(
+        "", "evicted pages are not spilled in this version, they are computed again; drop the key"
+    ),
+    "models.*.spill_mb": Unavailable(0, "evicted pages are not spilled in this version; drop the key"),
+    "models.*.speculate": Unavailable(0, "speculative decoding is not in this version; drop the key"),
+    "models.*.device": Unavailable("cpu", "the kernels run on the CPU; the only device is cpu"),
+    "performance.use_mmap": Unavailable(
+        True, "weights are always mapped: loading is mmap and nothing else; drop the key"
+    ),
+    "cache.responses.enabled": Unavailable(False, "the response cache is not in this version; drop the key"),
+}
+
+
+def check_rules(config: Config) -> Iterator[Rule]:
+    """Every rule that is broken."""
+    yield from _unavailable(config)
+    yield from _models(config)
+    yield from _limits(config)
+    yield from _auth(config)
+    yield from _edges(config)
+    yield from _server(config)
+
+
+def _unavailable(config: Config) -> Iterator[Rule]:
+    for pattern, (neutral, reason) in UNAVAILABLE.items():
+        for key, value in _values(config, pattern.split("."), ""):
+            if value != neutral:
+                yield key, f"{value!r}: {reason}"
+
+
+def _values(node: Any, parts: list[str], key: str) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) for each place that a pattern with `*` for list items names."""
+    if not parts:
+        yield key.removeprefix("."), node
+    elif parts[0] == "*":
+        for index, item in enumerate(node):
+            yield from _values(item, parts[1:], f"{key}.{index}")
+    else:
+        yield from _values(getattr(node, parts[0]), parts[1:], f"{key}.{parts[0]}")
+
+
+def _models(config: Config) -> Iterator[Rule]:
+    seen: dict[str, int] = {}
+    for index, model in enumerate(config.models):
+        at = f"models.{index}"
+        if len(model.name) > 128 or not _NAME.fullmatch(model.name):
+            yield f"{at}.name", (
+                f"{model.name!r}: expected up to 128 letters, digits, dots, dashes and underscores, "
+                "in parts joined by single slashes"
+            )
+        if model.slug in seen:
+            yield f"{at}.name", f"{model.name!r}: models.{seen[model.slug]} has this name already; rename one"
+        seen.setdefault(model.slug, index)
+        if not model.path and model.name != DEMO_MODEL:
+            yield f"{at}.path", f"missing; only the demo model ({DEMO_MODEL}) is known by name"
+        if model.sha256 and not _DIGEST.fullmatch(model.sha256):
+            yield f"{at}.sha256", f"{model.sha256!r}: expected 64 hexadecimal digits"
+        yield from _ranks(at, model)
+
+
+def _ranks(at: str, model: ModelConfig) -> Iterator[Rule]:
+    if len(set(model.cpus)) != len(model.cpus):
+        yield f"{at}.cpus", f"{list(model.cpus)}: a core is given twice; two ranks on one core would spin"
+    if model.cpus and model.ranks > len(model.cpus):
+        yield f"{at}.ranks", f"{model.ranks} ranks cannot have a core each of the {len(model.cpus)} in cpus"
+
+
+def _limits(config: Config) -> Iterator[Rule]:
+    scheduler = config.scheduler
+    for index, model in enumerate(config.models):
+        length = model.max_sequence_length
+        batch = config.max_batch_size(model)
+        if scheduler.max_step_tokens < batch:
+            where = f"models.{index}.max_batch_size" if model.max_batch_size else "performance.batch_size"
+            yield "scheduler.max_step_tokens", (
+                f"{scheduler.max_step_tokens}: less than {where} = {batch}, and each running sequence "
+                "needs one position of a step"
+            )
+        if not length:
+            continue
+        for name in ("max_prompt_tokens", "max_output_tokens"):
+            bound = getattr(scheduler, name)
+            if bound >= length:
+                yield f"scheduler.{name}", (
+                    f"{bound}: models.{index}.max_sequence_length = {length} holds prompt and output together"
+                )
+
+
+def _auth(config: Config) -> Iterator[Rule]:
+    keys: dict[str, int] = {}
+    weights: dict[str, tuple[int, float]] = {}
+    for index, key in enumerate(config.auth.api_keys):
+        at = f"auth.api_keys.{index}"
+        if not _API_KEY.fullmatch(key.key):
+            yield f"{at}.key", "expected 1 to 256 printable ASCII characters without spaces"
+        if key.key in keys:
+            yield f"{at}.key", f"the same key as auth.api_keys.{keys[key.key]}; drop one"
+        keys.setdefault(key.key, index)
+        if not _TENANT.fullmatch(key.tenant):
+            yield f"{at}.tenant", f"{key.tenant!r}: expected up to 64 letters, digits and . _ @ -"
+        first, weight = weights.setdefault(key.owner, (index, key.weight))
+        if weight != key.weight:
+            yield f"{at}.weight", (
+                f"{key.weight}: auth.api_keys.{first} gives tenant {key.owner!r} the weight {weight}"
+            )
+        named = config.scheduler.tenant_weights.get(key.owner)
+        if named is not None and key.weight not in (1.0, named):
+            yield f"{at}.weight", f"{key.weight}: scheduler.tenant_weights.{key.owner} is {named}"
+
+
+def _edges(config: Config) -> Iterator[Rule]:
+    users: dict[str, str] = {}
+    for name, address in config.edges.items():
+        at = f"edges.{name}"
+        if name not in EDGES:
+            yield at, f"no such edge; there are {', '.join(EDGES)}"
+            continue
+        tcp = _TCP.fullmatch(address)
+        if address.startswith("tcp://"):
+            if not tcp or not 1 <= int(tcp["port"]) <= 65535:
+                yield at, f"{address!r}: expected tcp://HOST:PORT with a port from 1 to 65535"
+            elif tcp["host"] in ("*", "0.0.0.0"):  # noqa: S104 - refused
+                yield at, f"{address!r}: one side connects to this address; give the host's own one"
+        elif not address.startswith("ipc:///"):
+            yield at, f"{address!r}: expected tcp://HOST:PORT or ipc:///PATH"
+        if address in users:
+            yield at, f"{address!r}: edges.{users[address]} has this address already"
+        users.setdefault(address, name)
+
+
+def _server(config: Config) -> Iterator[Rule]:
+    server = config.server
+    if not server.host or any(c.isspace() for c in server.host):
+        yield "server.host", f"{server.host!r}: expected a host name or an address to listen on"
+    if server.run_dir and server.run_dir == server.state_dir:
+        yield "server.state_dir", f"{server.state_dir!r}: the run directory is emptied at start; use another"
+    endpoint = config.metrics.endpoint
+    if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", endpoint):
+        yield "metrics.endpoint", f"{endpoint!r}: expected a path like /metrics"
+    elif any(endpoint == path or endpoint.startswith(path + "/") for path in _RESERVED_PATHS):
+        yield "metrics.endpoint", f"{endpoint!r}: this path is taken by the API"
