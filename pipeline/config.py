@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Hashable, Mapping
 from pathlib import Path
@@ -44,6 +45,16 @@ MODEL_ALIASES = {"model_path": "path", "threads": "ranks", "context": "max_seque
 FILE_NAMES = ("starling.yaml", "starling.yml", "starling.toml")
 FILE_BYTES_MAX = 1 << 20
 
+_TYPE_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "keys",
+    "null": "nothing",
+}
+
 Env = Mapping[str, str]
 Key = tuple[str, ...]  # ("models", "0", "path")
 
@@ -70,9 +81,10 @@ def load(path: str | Path | None = None, env: Env = os.environ, cwd: Path | None
     return resolve(read_file(file) if file else {}, env, str(file or "defaults"))
 
 
-def resolve(raw: dict[str, Any], env: Env = {}, source: str = "configuration") -> Config:
+def resolve(raw: dict[str, Any], env: Env, source: str = "configuration") -> Config:
     """`raw` (as a file would give it) and the environment, merged and checked."""
     problems: list[Problem] = []
+    _drop_empty(raw)
     _normalise(raw, problems)
     origins = _apply_env(raw, env, problems)
     for model in raw["models"] if isinstance(raw.get("models"), list) else ():
@@ -83,10 +95,9 @@ def resolve(raw: dict[str, Any], env: Env = {}, source: str = "configuration") -
     _check_type(Config, raw, (), origins, problems)
     if not problems:
         config = msgspec.convert(raw, Config)
-        problems += [
-            Problem(key, f"{_origin(tuple(key.split('.')), origins)}: {text}")
-            for key, text in check_rules(config)
-        ]
+        for key, value, reason in check_rules(config):
+            shown = f" = {value}" if value else ""
+            problems.append(Problem(key, f"{shown}{_origin(tuple(key.split('.')), origins)}: {reason}"))
         if not problems:
             return config
     lines = "\n".join(f"  {problem.key}{problem.text}" for problem in problems)
@@ -112,7 +123,7 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"{key!r} is given twice", key_node.start_mark
@@ -147,6 +158,12 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise ConfigError(f"{path}: expected sections (server:, models:, ...), got {_kind(parsed)}")
     return parsed
+
+
+def _drop_empty(raw: dict[str, Any]) -> None:
+    """A section whose keys are all commented out (`server:` and nothing) is as good as absent."""
+    for name in [name for name, value in raw.items() if value is None]:
+        del raw[name]
 
 
 def _normalise(raw: dict[str, Any], problems: list[Problem]) -> None:
@@ -292,7 +309,8 @@ def _check_type(kind: Any, value: Any, key: Key, origins: dict[Key, str], proble
     """Collect what does not fit: unknown and missing keys, wrong types, values out of bounds."""
     if _is_section(kind):
         if not isinstance(value, dict):
-            _refuse(key, value, f"expected keys ({', '.join(_fields(kind))}), got {_kind(value)}", origins, problems)
+            reason = f"expected keys ({', '.join(_fields(kind))}), got {_kind(value)}"
+            _refuse(key, value, reason, origins, problems)
             return
         fields = _fields(kind)
         for name in value:
@@ -328,10 +346,9 @@ def _reason(message: str, kind: Any, value: Any) -> str:
     if get_origin(kind) is Literal:
         allowed = [str(choice) for choice in get_args(kind)]
         return f"expected one of {', '.join(allowed)}" + _did_you_mean(str(value), allowed)
-    text = message.split(" - at ")[0].replace("`", "")
-    for symbol, words in ((" >= ", " of at least "), (" <= ", " of at most ")):
-        text = text.replace(symbol, words)
-    return text[0].lower() + text[1:]
+    text = message.split(" - at ")[0].replace("Expected", "expected")
+    text = text.replace(" >= ", " of at least ").replace(" <= ", " of at most ")
+    return re.sub("`([^`]+)`", lambda quoted: _TYPE_WORDS.get(quoted[1], quoted[1]), text)
 
 
 def _refuse(key: Key, value: Any, reason: str, origins: dict[Key, str], problems: list[Problem]) -> None:

@@ -1,6 +1,6 @@
 """What the types cannot say: combinations that are impossible, and keys that are not available.
 
-Pure: a typed `Config` in, (dotted key, reason) out.  A key in `UNAVAILABLE` is in the schema, because
+Pure: a typed `Config` in, broken rules out.  A key in `UNAVAILABLE` is in the schema, because
 configurations of this family have it, and is refused at any value but the neutral one: no key is
 accepted that changes nothing.
 """
@@ -21,7 +21,14 @@ _TCP = re.compile(r"tcp://(?P<host>[^/\s]+):(?P<port>[0-9]{1,5})")
 _TENANT = re.compile(r"[A-Za-z0-9._@-]{0,64}")
 _RESERVED_PATHS = ("/v1", "/health", "/ready")
 
-Rule = tuple[str, str]  # dotted key, reason
+
+
+class Rule(NamedTuple):
+    """A broken rule. `value` is as it may be shown, "" where there is none or it is a secret."""
+
+    key: str  # dotted
+    value: str
+    reason: str
 
 
 class Unavailable(NamedTuple):
@@ -57,7 +64,7 @@ def _unavailable(config: Config) -> Iterator[Rule]:
     for pattern, (neutral, reason) in UNAVAILABLE.items():
         for key, value in _values(config, pattern.split("."), ""):
             if value != neutral:
-                yield key, f"{value!r}: {reason}"
+                yield Rule(key, repr(value), reason)
 
 
 def _values(node: Any, parts: list[str], key: str) -> Iterator[tuple[str, Any]]:
@@ -76,46 +83,43 @@ def _models(config: Config) -> Iterator[Rule]:
     for index, model in enumerate(config.models):
         at = f"models.{index}"
         if len(model.name) > 128 or not _NAME.fullmatch(model.name):
-            yield f"{at}.name", (
-                f"{model.name!r}: expected up to 128 letters, digits, dots, dashes and underscores, "
-                "in parts joined by single slashes"
+            reason = (
+                "expected up to 128 letters, digits, dots, dashes and underscores, in parts joined by "
+                "single slashes"
             )
+            yield Rule(f"{at}.name", repr(model.name), reason)
         if model.slug in seen:
-            yield f"{at}.name", f"{model.name!r}: models.{seen[model.slug]} has this name already; rename one"
+            taken = f"models.{seen[model.slug]} has this name already; rename one"
+            yield Rule(f"{at}.name", repr(model.name), taken)
         seen.setdefault(model.slug, index)
         if not model.path and model.name != DEMO_MODEL:
-            yield f"{at}.path", f"missing; only the demo model ({DEMO_MODEL}) is known by name"
+            yield Rule(f"{at}.path", "", f"missing; only the demo model ({DEMO_MODEL}) is known by name")
         if model.sha256 and not _DIGEST.fullmatch(model.sha256):
-            yield f"{at}.sha256", f"{model.sha256!r}: expected 64 hexadecimal digits"
+            yield Rule(f"{at}.sha256", repr(model.sha256), "expected 64 hexadecimal digits")
         yield from _ranks(at, model)
 
 
 def _ranks(at: str, model: ModelConfig) -> Iterator[Rule]:
     if len(set(model.cpus)) != len(model.cpus):
-        yield f"{at}.cpus", f"{list(model.cpus)}: a core is given twice; two ranks on one core would spin"
+        yield Rule(f"{at}.cpus", repr(list(model.cpus)), "a core is given twice; its two ranks would spin")
     if model.cpus and model.ranks > len(model.cpus):
-        yield f"{at}.ranks", f"{model.ranks} ranks cannot have a core each of the {len(model.cpus)} in cpus"
+        yield Rule(f"{at}.ranks", str(model.ranks), f"each rank takes a core, and cpus has {len(model.cpus)}")
 
 
 def _limits(config: Config) -> Iterator[Rule]:
     scheduler = config.scheduler
     for index, model in enumerate(config.models):
-        length = model.max_sequence_length
         batch = config.max_batch_size(model)
         if scheduler.max_step_tokens < batch:
             where = f"models.{index}.max_batch_size" if model.max_batch_size else "performance.batch_size"
-            yield "scheduler.max_step_tokens", (
-                f"{scheduler.max_step_tokens}: less than {where} = {batch}, and each running sequence "
-                "needs one position of a step"
-            )
-        if not length:
-            continue
+            reason = f"less than {where} = {batch}, and each running sequence needs a position of the step"
+            yield Rule("scheduler.max_step_tokens", str(scheduler.max_step_tokens), reason)
+        length = model.max_sequence_length
         for name in ("max_prompt_tokens", "max_output_tokens"):
             bound = getattr(scheduler, name)
-            if bound >= length:
-                yield f"scheduler.{name}", (
-                    f"{bound}: models.{index}.max_sequence_length = {length} holds prompt and output together"
-                )
+            if length and bound >= length:
+                reason = f"models.{index}.max_sequence_length = {length} holds prompt and output together"
+                yield Rule(f"scheduler.{name}", str(bound), reason)
 
 
 def _auth(config: Config) -> Iterator[Rule]:
@@ -124,20 +128,20 @@ def _auth(config: Config) -> Iterator[Rule]:
     for index, key in enumerate(config.auth.api_keys):
         at = f"auth.api_keys.{index}"
         if not _API_KEY.fullmatch(key.key):
-            yield f"{at}.key", "expected 1 to 256 printable ASCII characters without spaces"
+            yield Rule(f"{at}.key", "", "expected 1 to 256 printable ASCII characters without spaces")
         if key.key in keys:
-            yield f"{at}.key", f"the same key as auth.api_keys.{keys[key.key]}; drop one"
+            yield Rule(f"{at}.key", "", f"the same key as auth.api_keys.{keys[key.key]}; drop one")
         keys.setdefault(key.key, index)
         if not _TENANT.fullmatch(key.tenant):
-            yield f"{at}.tenant", f"{key.tenant!r}: expected up to 64 letters, digits and . _ @ -"
+            yield Rule(f"{at}.tenant", repr(key.tenant), "expected up to 64 letters, digits and . _ @ -")
         first, weight = weights.setdefault(key.owner, (index, key.weight))
         if weight != key.weight:
-            yield f"{at}.weight", (
-                f"{key.weight}: auth.api_keys.{first} gives tenant {key.owner!r} the weight {weight}"
-            )
+            reason = f"auth.api_keys.{first} gives tenant {key.owner!r} the weight {weight}"
+            yield Rule(f"{at}.weight", str(key.weight), reason)
         named = config.scheduler.tenant_weights.get(key.owner)
         if named is not None and key.weight not in (1.0, named):
-            yield f"{at}.weight", f"{key.weight}: scheduler.tenant_weights.{key.owner} is {named}"
+            reason = f"scheduler.tenant_weights.{key.owner} is {named}"
+            yield Rule(f"{at}.weight", str(key.weight), reason)
 
 
 def _edges(config: Config) -> Iterator[Rule]:
@@ -145,29 +149,29 @@ def _edges(config: Config) -> Iterator[Rule]:
     for name, address in config.edges.items():
         at = f"edges.{name}"
         if name not in EDGES:
-            yield at, f"no such edge; there are {', '.join(EDGES)}"
+            yield Rule(at, repr(address), f"no such edge; there are {', '.join(EDGES)}")
             continue
         tcp = _TCP.fullmatch(address)
         if address.startswith("tcp://"):
             if not tcp or not 1 <= int(tcp["port"]) <= 65535:
-                yield at, f"{address!r}: expected tcp://HOST:PORT with a port from 1 to 65535"
+                yield Rule(at, repr(address), "expected tcp://HOST:PORT with a port from 1 to 65535")
             elif tcp["host"] in ("*", "0.0.0.0"):  # noqa: S104 - refused
-                yield at, f"{address!r}: one side connects to this address; give the host's own one"
+                yield Rule(at, repr(address), "one side connects to this address; give the host's own one")
         elif not address.startswith("ipc:///"):
-            yield at, f"{address!r}: expected tcp://HOST:PORT or ipc:///PATH"
+            yield Rule(at, repr(address), "expected tcp://HOST:PORT or ipc:///PATH")
         if address in users:
-            yield at, f"{address!r}: edges.{users[address]} has this address already"
+            yield Rule(at, repr(address), f"edges.{users[address]} has this address already")
         users.setdefault(address, name)
 
 
 def _server(config: Config) -> Iterator[Rule]:
     server = config.server
     if not server.host or any(c.isspace() for c in server.host):
-        yield "server.host", f"{server.host!r}: expected a host name or an address to listen on"
+        yield Rule("server.host", repr(server.host), "expected a host name or an address to listen on")
     if server.run_dir and server.run_dir == server.state_dir:
-        yield "server.state_dir", f"{server.state_dir!r}: the run directory is emptied at start; use another"
+        yield Rule("server.state_dir", repr(server.state_dir), "the run directory is emptied; use another")
     endpoint = config.metrics.endpoint
     if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", endpoint):
-        yield "metrics.endpoint", f"{endpoint!r}: expected a path like /metrics"
+        yield Rule("metrics.endpoint", repr(endpoint), "expected a path like /metrics")
     elif any(endpoint == path or endpoint.startswith(path + "/") for path in _RESERVED_PATHS):
-        yield "metrics.endpoint", f"{endpoint!r}: this path is taken by the API"
+        yield Rule("metrics.endpoint", repr(endpoint), "this path is taken by the API")

@@ -24,12 +24,14 @@ Seconds = Annotated[int, Meta(ge=0, le=31_536_000)]
 Weight = Annotated[float, Meta(ge=0.01, le=1000.0)]
 Policy = Literal["lru", "lfu", "fifo"]
 
+DEMO_MODEL = "smollm2-135m-instruct"  # what is served when no model is configured; see registry.py
+
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all sections: an unknown key is an error."""
 
 
-class ServerConfig(Section):
+class ServerConfig(Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Port = 8080
     request_timeout_ms: Milliseconds = 300_000  # of one request, queueing included
@@ -43,7 +45,7 @@ class ServerConfig(Section):
     heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)] = 250
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True, kw_only=True):
     """One model. `path`: a GGUF file, an http(s) or file URL, or "" for a demo model's name."""
 
     name: str
@@ -69,7 +71,7 @@ class ModelConfig(Section):
         return self.name.replace("/", "--")
 
 
-class SchedulerConfig(Section):
+class SchedulerConfig(Section, frozen=True, kw_only=True):
     max_queue_depth: Count = 1000  # waiting sequences of a model; more get 429
     batch_timeout_ms: Annotated[int, Meta(ge=0, le=1000)] = 0  # wait for company when idle
     max_prompt_tokens: CountOrNone = 0  # 0: what the context leaves
@@ -79,14 +81,14 @@ class SchedulerConfig(Section):
     tenant_weights: dict[str, Weight] = {}  # tenants not named here have weight 1
 
 
-class RateLimitsConfig(Section):
+class RateLimitsConfig(Section, frozen=True, kw_only=True):
     """Per tenant; 0: no limit."""
 
     requests_per_minute: Annotated[int, Meta(ge=0, le=100_000_000)] = 0
     tokens_per_minute: Annotated[int, Meta(ge=0, le=10_000_000_000)] = 0
 
 
-class ApiKey(Section):
+class ApiKey(Section, frozen=True, kw_only=True):
     """`api_keys: ["sk-..."]` stands for `{key: "sk-...", tenant: key-XXXXXXXX}`."""
 
     key: str
@@ -104,13 +106,13 @@ class ApiKey(Section):
         return f"ApiKey(key={mask(self.key)!r}, tenant={self.owner!r}, admin={self.admin})"
 
 
-class AuthConfig(Section):
+class AuthConfig(Section, frozen=True, kw_only=True):
     """Without keys everyone is the tenant "default"."""
 
     api_keys: tuple[ApiKey, ...] = ()
 
 
-class ResponseCacheConfig(Section):
+class ResponseCacheConfig(Section, frozen=True, kw_only=True):
     """Whole answers by everything that determines their bytes."""
 
     enabled: bool = False
@@ -120,7 +122,7 @@ class ResponseCacheConfig(Section):
     ttl_s: Seconds = 3600
 
 
-class CacheConfig(Section):
+class CacheConfig(Section, frozen=True, kw_only=True):
     """KV pages: what models take that do not say, and what goes first when the arena is full."""
 
     enabled: bool = True  # keep the pages of ended requests as a prefix cache
@@ -131,13 +133,13 @@ class CacheConfig(Section):
     responses: ResponseCacheConfig = ResponseCacheConfig()
 
 
-class PerformanceConfig(Section):
+class PerformanceConfig(Section, frozen=True, kw_only=True):
     batch_size: Annotated[int, Meta(ge=1, le=1024)] = 32  # of a step, unless a model says otherwise
     memory_pool_size_mb: MegabytesOrNone = 0  # most for a model's activations; 0: what it needs
     use_mmap: bool = True
 
 
-class LoggingConfig(Section):
+class LoggingConfig(Section, frozen=True, kw_only=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["json", "pretty"] = "pretty"
     log_requests: bool = True
@@ -145,12 +147,12 @@ class LoggingConfig(Section):
     max_files: Annotated[int, Meta(ge=1, le=100)] = 3  # kept for each stage
 
 
-class MetricsConfig(Section):
+class MetricsConfig(Section, frozen=True, kw_only=True):
     enabled: bool = True
     endpoint: str = "/metrics"
 
 
-class Config(Section):
+class Config(Section, frozen=True, kw_only=True):
     """The whole. `models` is never empty: without one, the demo model is served."""
 
     server: ServerConfig = ServerConfig()
