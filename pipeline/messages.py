@@ -34,6 +34,7 @@ class Hello(Frame, tag="H"):
     pid: int
     start_ticks: int  # /proc/PID/stat field 22: with pid, names the process for ever
     protocol: int = PROTOCOL_VERSION
+    contact: int = 0  # changes when the sender had given the receiver up, see wire.py
 
 
 class Heartbeat(Frame, tag="B"):
@@ -322,7 +323,10 @@ class Commit(Frame, tag="c"):
 
 
 class Release(Frame, tag="l"):
-    """The sequence is over (or set aside); `n_tokens` positions of it hold good."""
+    """The sequence is over (or set aside); `n_tokens` positions of it hold good.
+
+    Sent once no unacknowledged step names the sequence: its pages go to others at once.
+    """
 
     model: str
     sequence: str
@@ -330,7 +334,11 @@ class Release(Frame, tag="l"):
 
 
 class Declare(Frame, tag="y"):
-    """After a restart of `kv`: the leases the scheduler holds. Nothing is allocated before it."""
+    """After a restart of `kv` or of the scheduler: the leases the scheduler holds (all of them).
+
+    Nothing is allocated before it.  A scheduler that holds none because it is new says so once the
+    worker has let go of the old generation (`WorkerReady`): what is not declared is given away.
+    """
 
     model: str
     leases: list[tuple[str, int, int, tuple[int, ...]]]  # sequence, row, n_tokens, pages
@@ -380,7 +388,11 @@ class KvAttach(Frame, tag="t"):
 
 
 class KvReady(Frame, tag="k"):
-    """The model's KV arena stands. With `declared` False the scheduler must `Declare` first."""
+    """The model's KV arena stands. With `declared` False the scheduler must `Declare` first.
+
+    Sent again, with `declared` True, once the declaration has been read.  A declared lease that
+    kv cannot recognise is answered by `Denied` with id 0: the sequence has no pages.
+    """
 
     model: str
     digest: str
@@ -390,6 +402,7 @@ class KvReady(Frame, tag="k"):
     page_bytes: int
     declared: bool = True
     error: str = ""
+    generation: int = 0  # of the arena's contents: another one than known means all leases are gone
 
 
 SchedulerToKv = Hello | Heartbeat | KvAttach | Acquire | Extend | Commit | Release | Declare

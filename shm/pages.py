@@ -10,13 +10,36 @@ and for int8:  K codes [head_dim][page_tokens], K scales f16 [head_dim/32][page_
 V codes [page_tokens][head_dim], V scales f16 [page_tokens][head_dim/32].  A scale covers 32 values
 of one position, so appending a position changes no other.
 
-The arena `kv`: [page headers: n_pages x PAGE_HEADER bytes] [pages, 4096-aligned].  A header is two
-cache lines: the first is written by the `kv` stage, the second is the worker's.  Page contents are
-written by the worker, only while the page is leased to a sequence of a published step.
+The arena `kv`: [page headers: n_pages x PAGE_HEADER bytes] [pages, 4096-aligned].  Page contents are
+written by the worker, only while the page is leased to a sequence of a published step.  A header:
+
+    offset  size  field       writer: the kv stage
+    0       16    root        seed of the token chain: model, geometry, kv type, salt (stages/kv/prefix.py)
+    16      16    parent      chain digest of the page before this one; `root` for the first
+    32      16    digest      chain digest of all tokens up to this page's end
+    48      8     checksum    XXH3-64 of the page's bytes
+    56      4     ordinal     which page of its chain: the first position is ordinal * page_tokens
+    60      4     tokens      filled positions: page_tokens
+    64      8     check       XXH3-64 of bytes 0..64
+    72      4     state       0 free, 1 leased (contents are being written), 2 full (nobody writes)
+    76      4     refs        sequences that hold it; disbelieved after a restart of kv
+    80      8     last_use    ns since 1970
+    88      8     born        ns since 1970: when the sequence that computed it was admitted
+    96      4     uses        sequences that have held it
+    100     4     residency   copies elsewhere: 1 in the spill file, 2 in the state directory
+    104     8     serial      of the row whose sequence leases it (shm/steps.py); `root` and `serial`
+                              are what a restarted kv needs to go on with a lease
+    112     16    zero
+    128     128   zero        writer: the worker (its own cache lines; it records nothing yet)
+
+Bytes 0..72 mean something only while `state` is 2, but for `root` and `serial`, which stand before
+`state` becomes 1.  The writer may die between any two stores, so `state` leaves 2 before they change and
+becomes 2 after they stand; a reader that finds 2 and a wrong `check` has a torn header.
 """
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +50,26 @@ KIND = "kv"
 LAYOUT = 1
 PAGE_HEADER = 256
 KV_TYPES = {"f16": 2, "f32": 4, "int8": 1}
+PAGE_FREE, PAGE_LEASED, PAGE_FULL = range(3)
+PAGE_RECORD = 128  # bytes of a header that the kv stage writes; also the record of a page on disk
 SEGMENT = 256  # positions of an attention segment; page_tokens divides it
+
+# The fields of a header, as strided views over all headers: `headers.view(HEADER)[:, 0]["state"]`.
+HEADER = np.dtype(
+    {
+        "names": [
+            "root", "parent", "digest", "checksum", "ordinal", "tokens", "check", "state", "refs",
+            "last_use", "born", "uses", "residency", "serial",
+        ],
+        "formats": [
+            "V16", "V16", "V16", "<u8", "<u4", "<u4", "<u8", "<u4", "<u4", "<u8", "<u8", "<u4", "<u4", "<u8",
+        ],
+        "offsets": [0, 16, 32, 48, 56, 60, 64, 72, 76, 80, 88, 96, 100, 104],
+        "itemsize": PAGE_HEADER,
+    }
+)
+IDENTITY = struct.Struct("<16s16s16sQII")  # root, parent, digest, checksum, ordinal, tokens
+assert IDENTITY.size == HEADER.fields["check"][1] == 64  # type: ignore[index]
 
 
 class KvGeometry(NamedTuple):

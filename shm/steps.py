@@ -16,8 +16,11 @@ Writers (law 3): the scheduler writes everything, but for
     one rank    the outputs (`out_*`) of a sample, and with them `tokens[row, start + count]` for
                 an entry with `samples == 1`, before DONE moves
 A row's parameters, table and known tokens stand before the first slot that names the row is
-published; the row is used again only when no unacknowledged slot names it.  Table entries and
-tokens past those that published steps read may be appended at any time.
+published; the row is used again only when no unacknowledged slot names it.  Whoever takes a row for
+another sequence first stores a non-zero `row_ints[row, SERIAL]` that was never used before (it grows
+from the clock's ns at start) and then the tokens: a reader that copies tokens and then still finds
+the serial it knows has copied that sequence's (kv hashes pages late; with 0 it hashes none).  Table
+entries and tokens past those that published steps read may be appended at any time.
 """
 
 from __future__ import annotations
@@ -60,6 +63,7 @@ SLOT_WORDS = 8
 
 # Columns of `row_ints` (i64): parameters of a sequence
 (SEED, CHOICE, OUTPUT_START, TOP_K, LOGPROBS, MIN_TOKENS, IGNORE_EOS, N_BIAS, N_MASK, ORDER) = range(10)
+SERIAL = 10
 ROW_INTS = 16
 
 # Columns of `row_floats` (f32)
@@ -94,7 +98,8 @@ class Steps(NamedTuple):
     out_top_id  (SLOTS, max_samples, MAX_TOP) i32
     out_top_lp  (SLOTS, max_samples, MAX_TOP) f32
     timing      (SLOTS, 4) i64             CLOCK_MONOTONIC ns: seen, begun, finished; spare
-    row_ints    (max_rows, ROW_INTS) i64   ORDER: sampler steps, 4 bits each, lowest first, 0 ends
+    row_ints    (max_rows, ROW_INTS) i64   ORDER: sampler steps, 4 bits each, lowest first, 0 ends;
+                SERIAL: names the row's sequence for ever (see above)
     row_floats  (max_rows, ROW_FLOATS) f32
     mask_ids    (max_rows, MAX_MASK) i32   stop ids (masked while min_tokens or ignore_eos say so)
     bias_ids    (max_rows, MAX_BIAS) i32
