@@ -66,6 +66,10 @@ SLOT_WORDS = 8
 SERIAL = 10
 ROW_INTS = 16
 
+# Sampler steps by name (`Sampling.order`) and by the number that stands for them in ORDER
+SAMPLER_STEPS = {"mask": 1, "repetition": 2, "temperature": 3, "top_k": 4, "top_p": 5, "penalties": 6}
+DEFAULT_ORDER = ("mask", "repetition", "temperature", "top_k", "top_p", "penalties")
+
 # Columns of `row_floats` (f32)
 (TEMPERATURE, TOP_P, REPETITION, FREQUENCY, PRESENCE) = range(5)
 ROW_FLOATS = 8
@@ -145,6 +149,14 @@ def _fields(g: StepsGeometry) -> list[tuple[tuple[int, ...], type]]:
     ]
 
 
+def pack_order(names: tuple[str, ...]) -> int:
+    """Sampler steps as ORDER holds them; empty: the default order. `KeyError` names an unknown one."""
+    packed = 0
+    for place, name in enumerate(names or DEFAULT_ORDER):
+        packed |= SAMPLER_STEPS[name] << (4 * place)
+    return packed
+
+
 def steps_bytes(g: StepsGeometry) -> int:
     """Size of the arena's contents in bytes."""
     return sum(align(int(np.prod(s, dtype=np.int64)) * np.dtype(t).itemsize) for s, t in _fields(g))
@@ -157,6 +169,11 @@ def _views(arena: Arena, g: StepsGeometry) -> Steps:
         views.append(view)
         offset += align(view.nbytes)
     return Steps(*views)
+
+
+def blank_steps(g: StepsGeometry) -> Steps:
+    """The same arrays in private memory, zeroed: for simulations and tests of one process."""
+    return Steps(*(np.zeros(shape, dtype) for shape, dtype in _fields(g)))
 
 
 def create_steps(path: Path, g: StepsGeometry, digest: bytes, generation: int = 1) -> tuple[Arena, Steps]:
