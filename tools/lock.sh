@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Resolve pyproject.toml into the lock files: pinned, hashed, without index addresses, one resolution
+# for every supported Python. `make lock` runs this when dependencies change.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${1:-.venv/bin/python}
+"$python" -m uv --version >/dev/null 2>&1 || "$python" -m pip install --quiet uv
+header="# Written by tools/lock.sh (make lock) from pyproject.toml."
+lock() {
+    local out=$1
+    shift
+    "$python" -m uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
+        --no-emit-index-url --no-annotate --no-header --output-file "$out" "$@" pyproject.toml
+    printf '%s\n%s\n' "$header" "$(cat "$out")" >"$out.new"
+    mv "$out.new" "$out"
+}
+lock requirements.lock --group build
+lock requirements-dev.lock --constraint requirements.lock --group build --group dev
+lock requirements-peers.lock --constraint requirements-dev.lock --group build --group peers
