@@ -1,0 +1,71 @@
+# Starling. `make` lists what there is.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help serve setup setup-dev test test-fast test-slow check format bench peers lock clean distclean
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+export PYTHON ?=
+# Extra arguments: make test-fast ARGS="-k config -x"
+ARGS ?=
+
+##@ Use
+help: ## this list
+	@awk 'BEGIN { FS = ":.*## "; print "make TARGET" } \
+	  /^##@/ { printf "\n%s\n", substr($$0, 5) } \
+	  /^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@printf '\n%s\n' 'PYTHON=python3.12 names the Python of a new .venv; STARLING_HOME holds models and state.'
+
+serve: $(VENV)/.locked ## set up, fetch the demo model, start every stage; Ctrl-C ends it
+	@$(BIN)/starling prepare
+	@exec $(BIN)/starling up $(ARGS)
+
+setup: $(VENV)/.locked ## only the virtual environment
+
+##@ Develop
+test: test-fast test-slow ## all tests, the fast ones first
+
+test-fast: $(VENV)/.locked-dev ## tests that need no model, no compiled kernels and no processes
+	@$(BIN)/python -m pytest -q -x -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.locked-dev ## the others; fetches the demo model
+	@$(BIN)/starling prepare
+	@$(BIN)/python -m pytest -q -m slow --durations=10 $(ARGS)
+
+check: $(VENV)/.locked-dev ## ruff, mypy, the import law
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python tools/check_imports.py
+
+format: $(VENV)/.locked-dev ## what ruff can mend by itself
+	@$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.locked-dev ## figures of speed; the last line is one JSON object
+	@$(BIN)/starling prepare
+	@$(BIN)/python -m tools.bench $(ARGS)
+
+peers: $(VENV)/.locked-dev ## other engines for `make bench` to compare with
+	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r requirements-peers.lock
+
+lock: $(VENV)/.locked-dev ## resolve dependencies anew into the lock files
+	@tools/lock.sh $(BIN)/python
+
+setup-dev: $(VENV)/.locked-dev ## the virtual environment with the tools that tests need
+
+##@ Tidy
+clean: ## caches and build results; models and state stay
+	@rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean ## and the virtual environment
+	@rm -rf $(VENV)
+
+# Stamps: a lock file that is newer than its stamp is installed again.
+$(VENV)/.locked: requirements.lock pyproject.toml tools/setup_venv.sh
+	@tools/setup_venv.sh $(VENV) requirements.lock
+	@touch $@
+
+$(VENV)/.locked-dev: requirements-dev.lock pyproject.toml tools/setup_venv.sh
+	@tools/setup_venv.sh $(VENV) requirements-dev.lock
+	@touch $@ $(VENV)/.locked

@@ -1,0 +1,72 @@
+"""The import law: stages -> pipeline -> shm, stages never each other, sockets only in stage.py.
+
+    python tools/check_imports.py [ROOT]
+
+Reads the source only.  Prints one line for each broken rule and exits 1 when there is one.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+# What a top-level package may import of the project.
+MAY_IMPORT = {
+    "shm": {"shm"},
+    "pipeline": {"pipeline", "shm"},
+    "stages": {"stages", "pipeline", "shm"},
+}
+SOCKET_MODULES = {"zmq", "socket", "socketserver", "aiohttp", "http", "urllib"}
+# Project modules that hold sockets: what uses them does a stage's input and output.
+SOCKET_HOLDERS = {"pipeline.wire", "pipeline.loop", "pipeline.aio"}
+
+
+def imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of every import, relative ones made absolute; names included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *(node.module or "").split("."))).strip(".")
+            for alias in node.names:
+                yield node.lineno, f"{module}.{alias.name}".strip(".")
+
+
+def violations(path: Path, root: Path) -> Iterator[str]:
+    """One line for each rule that the file breaks."""
+    parts = path.relative_to(root).with_suffix("").parts
+    layer = parts[0]
+    stage = parts[1] if layer == "stages" and len(parts) > 2 else ""
+    is_input_output = layer != "stages" or parts[-1] == "stage"
+    where = path.relative_to(root)
+    seen: set[tuple[int, str]] = set()
+    for line, name in imports(ast.parse(path.read_text(), str(path)), parts[:-1]):
+        top, _, rest = name.partition(".")
+        rule = ""
+        if top in MAY_IMPORT or top in ("tests", "tools"):
+            if top not in MAY_IMPORT[layer]:
+                rule = f"{layer} must not import {top}"
+            elif top == "stages" and stage and rest.split(".")[0] not in (stage, ""):
+                rule = f"stage {stage} must not import stage {rest.split('.')[0]}"
+        if not is_input_output and (
+            top in SOCKET_MODULES or ".".join(name.split(".")[:2]) in SOCKET_HOLDERS
+        ):
+            rule = f"only stage.py touches sockets, and this is {top}" + (f".{rest}" if rest else "")
+        if rule and (line, rule) not in seen:
+            seen.add((line, rule))
+            yield f"{where}:{line}: {rule}"
+
+
+def main(root: Path) -> int:
+    files = [path for layer in MAY_IMPORT for path in sorted((root / layer).rglob("*.py"))]
+    broken = [line for path in files for line in violations(path, root)]
+    print("\n".join(broken) if broken else f"import law: {len(files)} files keep it")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent))

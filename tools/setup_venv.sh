@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Make (or bring up to date) a virtual environment: locked packages, hashes checked, then the project
+# itself.  Usage: setup_venv.sh VENV LOCKFILE.  Needs Python 3.11 or newer and a package index; PYTHON
+# names the interpreter.  Ends with one clear message when something is missing.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=$1 lock=$2
+log=$venv/install.log
+
+fail() {
+    printf '\nstarling: %s\n' "$@" >&2
+    exit 1
+}
+
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+find_python() {
+    local candidate
+    if [ -n "${PYTHON:-}" ]; then
+        new_enough "$PYTHON" || fail "PYTHON=$PYTHON is $("$PYTHON" -V 2>&1); Python 3.11 or newer is needed."
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.13 python3.12 python3.11 python; do
+        if new_enough "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "Python 3.11 or newer is needed; python3 here is $(python3 -V 2>&1 || echo absent)." \
+        "Install one, or name it: make PYTHON=/path/to/python3.12 ..."
+}
+
+if ! new_enough "$venv/bin/python"; then
+    python=$(find_python)
+    echo "Creating $venv with $("$python" -V)"
+    rm -rf "$venv"
+    "$python" -m venv "$venv" >/dev/null 2>&1 || {
+        rm -rf "$venv"
+        fail "$python cannot create a virtual environment." \
+            "On Debian and Ubuntu: apt install python3-venv. Or name another Python: make PYTHON=..."
+    }
+fi
+
+# One moving line on a terminal, one line a package elsewhere; everything goes into the log.
+total=$(grep -cE '^[A-Za-z0-9]' "$lock")
+show() {
+    local live=0
+    [ -t 1 ] && live=1
+    awk -v total="$total" -v live="$live" '
+        /^(Collecting|Requirement already satisfied:)/ {
+            name = /^Collecting/ ? $2 : $4
+            sub(/[=<>;].*/, "", name)
+            if (live) printf "\r\033[KFetching packages  %d/%d  %s", ++n, total, name
+            else if (/^Collecting/) print "  fetching " name
+        }
+        /^Installing collected/ { printf "%s%s\n", live ? "\r\033[K" : "", "Installing packages" }
+        { fflush() }
+        END { if (live) printf "\r\033[K" }'
+}
+
+echo "Setting up $venv from $lock ($total packages)"
+pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input)
+if ! "${pip[@]}" install --require-hashes --only-binary :all: -r "$lock" 2>&1 | tee "$log" | show; then
+    if ! grep -qiE 'THESE PACKAGES DO NOT MATCH|No matching distribution' "$log" ||
+        grep -qiE 'NewConnectionError|name resolution|Network is unreachable|timed out|ConnectionError' "$log"; then
+        tail -n 5 "$log" >&2
+        fail "Packages could not be fetched (full log: $log)." \
+            "Is there a network and a package index? PIP_INDEX_URL names another index, HTTPS_PROXY a proxy."
+    fi
+    tail -n 8 "$log" >&2
+    fail "Packages could not be installed (full log: $log)."
+fi
+"${pip[@]}" install --no-deps --no-build-isolation --editable . >>"$log" 2>&1 || {
+    tail -n 8 "$log" >&2
+    fail "The project itself could not be installed (full log: $log)."
+}
+echo "$venv is ready"
