@@ -1,0 +1,112 @@
+"""What a process of the pipeline does to live and die well: parent, descriptors, notifications.
+
+Thin, import-light wrappers over Linux calls; knows nothing of stages' work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import struct
+
+EXIT_OK = 0
+EXIT_FATAL = 1  # an error that a restart may cure
+EXIT_CONFIG = 78  # EX_CONFIG: a restart cannot cure it; the supervisor gives up at once
+EXIT_ORPHANED = 70  # the parent is gone
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+BEAT_FD_VARIABLE = "STARLING_BEAT_FD"
+_BEAT = struct.Struct("<I")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def die_with_parent(parent_pid: int | None = None) -> int:
+    """Arm SIGKILL at the parent's death, then return a pidfd of the parent.
+
+    Before anything else in a process.  The kernel watches the *thread* that forked: fork from a main
+    thread.  `parent_pid`, when the forker knows it, closes the gap before the call: a parent that is
+    gone already ends this process at once.
+    """
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = os.getppid()
+    if parent_pid is not None and parent != parent_pid:
+        os._exit(EXIT_ORPHANED)
+    try:
+        return os.pidfd_open(parent)
+    except OSError:
+        if parent in (0, os.getppid()):  # of another pid namespace: the signal alone must do
+            return -1
+        os._exit(EXIT_ORPHANED)
+
+
+def become_subreaper() -> None:
+    """Orphaned descendants become our children, to be killed and waited for."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def sd_notify(state: str) -> bool:
+    """Tell systemd (`READY=1`, `WATCHDOG=1`, ...). False without NOTIFY_SOCKET; never blocks."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return False
+    if address[0] == "@":
+        address = "\0" + address[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notify:
+        notify.setblocking(False)
+        try:
+            notify.sendto(state.encode(), address)
+        except OSError:
+            return False
+    return True
+
+
+def watchdog_interval_s() -> float:
+    """How often systemd wants `WATCHDOG=1` (half its limit); 0.0 when it does not."""
+    if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return 0.0
+    try:
+        return int(os.environ.get("WATCHDOG_USEC", "0")) / 2e6
+    except ValueError:
+        return 0.0
+
+
+def beat_fd() -> int:
+    """The pipe to the supervisor, -1 when there is none."""
+    try:
+        return int(os.environ.get(BEAT_FD_VARIABLE, "-1"))
+    except ValueError:
+        return -1
+
+
+def beat(fd: int, allowance_ms: int) -> None:
+    """To the supervisor: alive; kill me if nothing more is heard for `allowance_ms`."""
+    try:
+        os.write(fd, _BEAT.pack(min(allowance_ms, 0xFFFFFFFF)))
+    except OSError:  # full: it has enough to read; broken: the parent's pidfd says so
+        pass
+
+
+def read_beats(fd: int) -> int | None:
+    """The supervisor's end: the last allowance (ms) written, None when there is nothing new."""
+    last = None
+    while True:
+        try:
+            data = os.read(fd, 4096)
+        except BlockingIOError:
+            return last
+        if len(data) < _BEAT.size:
+            return last
+        last = _BEAT.unpack_from(data, len(data) - len(data) % _BEAT.size - _BEAT.size)[0]
+        if len(data) < 4096:
+            return last

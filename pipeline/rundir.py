@@ -1,0 +1,121 @@
+"""The run directory: sockets, status records and locks of one server; and what an address may be.
+
+It is 0700 and ours, or it is refused.  What a crash has left in it is recognised by the next start: a
+socket nobody listens on is removed, a lock falls with its holder, a status record names a process
+(pid, start_ticks) that is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import ipaddress
+import os
+import socket
+import stat
+from pathlib import Path
+
+from pipeline.errors import ConfigError
+from pipeline.paths import SOCKET_PATH_MAX
+
+
+def prepare(path: Path) -> Path:
+    """Make `path` (0700) or check it; returns it resolved. Raises `ConfigError`."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = path.resolve()
+        info = path.lstat()
+    except OSError as error:
+        raise ConfigError(f"run directory {path}: {error.strerror}") from None
+    if info.st_uid != os.getuid():
+        raise ConfigError(
+            f"run directory {path} belongs to user {info.st_uid}, this process runs as "
+            f"{os.getuid()}: set server.run_dir or STARLING_HOME to a directory of your own"
+        )
+    if stat.S_IMODE(info.st_mode) & 0o077:
+        raise ConfigError(
+            f"run directory {path} has mode {stat.S_IMODE(info.st_mode):o}, others could reach the "
+            f"sockets: chmod 700 {path}"
+        )
+    return path
+
+
+def check_address(address: str, allow_remote: bool = False) -> None:
+    """Refuse what is neither a socket path that fits nor `tcp://HOST:PORT` on a loopback host.
+
+    `allow_remote` admits other hosts: frames are neither encrypted nor authenticated.
+    """
+    scheme, _, rest = address.partition("://")
+    if scheme == "ipc":
+        if not rest.startswith("/"):
+            raise ConfigError(f"address {address!r}: the path must be absolute")
+        if len(os.fsencode(rest)) > SOCKET_PATH_MAX:
+            raise ConfigError(
+                f"address {address!r}: path of {len(os.fsencode(rest))} bytes, a socket's may have "
+                f"{SOCKET_PATH_MAX}"
+            )
+        return
+    host, colon, port = rest.rpartition(":")
+    if scheme != "tcp" or not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"address {address!r}: expected ipc:///PATH or tcp://HOST:PORT")
+    if allow_remote or host == "localhost":
+        return
+    try:
+        is_loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback:
+        raise ConfigError(
+            f"address {address!r}: {host} is not a loopback address, and frames are neither encrypted "
+            f"nor authenticated; allow it by configuration only on a network you trust"
+        )
+
+
+def clear_socket(address: str) -> None:
+    """Before binding `ipc://PATH`: remove a dead predecessor's socket, and nothing else.
+
+    libzmq would unlink whatever stands at the path, a live server's socket included.
+    """
+    path = Path(address.removeprefix("ipc://"))
+    try:
+        info = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(info.st_mode):
+        raise ConfigError(f"{path} is in the way and is no socket: remove it")
+    if info.st_uid != os.getuid():
+        raise ConfigError(f"{path} is a socket of user {info.st_uid}: choose another server.run_dir")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        code = probe.connect_ex(str(path))
+    if code in (0, errno.EAGAIN):  # EAGAIN: its backlog is full, so somebody holds it
+        raise ConfigError(f"{path} is in use by a live process: is this server running already?")
+    if code in (errno.ECONNREFUSED, errno.ENOENT):
+        path.unlink(missing_ok=True)
+        return
+    raise ConfigError(f"{path}: {os.strerror(code)}")
+
+
+class StageLock:
+    """`RUN_DIR/STAGE.lock`, held by the one process that is this stage, for as long as it lives."""
+
+    def __init__(self, run_dir: Path, stage: str) -> None:
+        self.path = run_dir / f"{stage}.lock"
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(self._fd)
+            raise ConfigError(
+                f"stage {stage} already runs in {run_dir} (pid {holder}): stop it first, or give "
+                f"this server another server.run_dir"
+            ) from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Idempotent. The file stays: unlinking a locked file would let two holders in."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

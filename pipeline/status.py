@@ -1,0 +1,84 @@
+"""`RUN_DIR/STAGE.status`: what a stage says of itself, one small JSON record placed by rename.
+
+For `starling status`, which also works when nothing answers.  A record whose process (pid, ticks) is
+gone was left by a crash: `read_all` says so, the stage's next start replaces it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from pipeline.messages import Heartbeat
+from pipeline.wire import process_epoch
+from shm.arena import process_ticks
+
+INTERVAL_S = 0.5
+
+
+class StageStatus(msgspec.Struct, frozen=True):
+    """One record."""
+
+    stage: str
+    pid: int
+    ticks: int  # /proc/PID/stat field 22
+    epoch: int  # start, ns since 1970
+    uptime_s: float
+    progress: int
+    busy: bool
+    ready: bool
+    reason: str
+    written: float  # s since 1970
+    restarts: int = 0  # by the supervisor
+    alive: bool = True  # set by the reader
+
+
+class StatusFile:
+    """The writer's side."""
+
+    def __init__(self, run_dir: Path, stage: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = run_dir / f"{stage}.status"
+        self._temporary = run_dir / f".{stage}.status.new"
+        self._clock = clock
+        self._started = clock()
+        self._ticks = process_ticks(os.getpid())
+        self._next = float("-inf")
+        self._last: tuple[bool, bool, str] | None = None
+
+    def write(self, beat: Heartbeat) -> None:
+        """At most every 500 ms, and at once when readiness changes. Errors (a full disk) are ignored."""
+        now = self._clock()
+        state = (beat.ready, beat.busy, beat.reason)
+        if now < self._next and (self._last is None or state[::2] == self._last[::2]):
+            return
+        self._next, self._last = now + INTERVAL_S, state
+        record = StageStatus(
+            beat.stage, os.getpid(), self._ticks, process_epoch(), round(now - self._started, 3),
+            beat.progress, beat.busy, beat.ready, beat.reason, round(time.time(), 3),
+            int(os.environ.get("STARLING_RESTARTS", "0")),
+        )
+        try:
+            self._temporary.write_bytes(msgspec.json.encode(record))
+            os.replace(self._temporary, self.path)
+        except OSError:
+            pass
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def read_all(run_dir: Path) -> list[StageStatus]:
+    """Every stage's last record, by name; `alive` is False for one whose process is gone."""
+    records = []
+    for path in sorted(run_dir.glob("*.status")):
+        try:
+            record = msgspec.json.decode(path.read_bytes(), type=StageStatus)
+        except (OSError, msgspec.DecodeError):
+            continue
+        alive = process_ticks(record.pid) == record.ticks
+        records.append(msgspec.structs.replace(record, alive=alive))
+    return records

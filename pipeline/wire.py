@@ -1,0 +1,507 @@
+"""Frames over ZeroMQ: one `Link` (connector, DEALER) or `Hub` (binder, ROUTER) for each edge.
+
+Both keep track of who is at the other end.  A peer is *up* from its `Hello` until its process is
+gone (a pidfd, for peers on this machine), its heartbeats stop, or a successor says `Hello`; only then
+do frames pass.  What a stage sees is an alternation `on_up`, frames, `on_down`, in that order, for
+each incarnation of the peer, so that soft state can be tied to it.
+
+    Hello.epoch    names the incarnation of the sending process
+    Hello.contact  names the sender's acquaintance with the receiver: it changes when the sender has
+                   given the receiver up (and with it all soft state) though both processes live.
+                   A change of either is `on_down(old)` and `on_up(new)` at the receiver.
+
+`fd` is an epoll descriptor over the socket's own (edge-triggered) descriptor, the pidfds of the peers
+and an eventfd with which the object wakes its own reader when something is left to be read: after a
+`send` that has swallowed the socket's edge, after a bounded batch.  So `fd` is level-triggered:
+readable means "call `receive`", in poll() and asyncio alike.
+
+Nothing here blocks, and nothing a peer sends raises: a frame that does not decode, comes from a peer
+that has not said `Hello`, or from another protocol is counted (`dropped`), logged once per peer, dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from pipeline import rundir
+from pipeline.edges import Edge
+from pipeline.errors import ConfigError
+from pipeline.messages import PROTOCOL_VERSION, Frame, Heartbeat, Hello, encode
+from shm.arena import process_ticks
+
+log = logging.getLogger("starling.wire")
+
+DEAD_AFTER_BEATS = 10  # heartbeat intervals without any frame
+BATCH_FRAMES = 1024  # most frames of one `receive`, so that one edge cannot starve the others
+MAX_FRAME_BYTES = 64 << 20
+RECONNECT_MS = 20  # a successor is up within tens of ms; a failed ipc connect costs microseconds
+FLUSH_MS = 200  # an orderly close gives queued frames this long
+
+_EPOCH = 0
+
+
+def process_epoch() -> int:
+    """Start of this process as its peers know it: ns since 1970, fixed at the first call."""
+    global _EPOCH
+    if not _EPOCH:
+        _EPOCH = time.time_ns()
+    return _EPOCH
+
+
+def _forget_epoch() -> None:
+    global _EPOCH
+    _EPOCH = 0
+
+
+os.register_at_fork(after_in_child=_forget_epoch)
+
+
+class _Peer:
+    """What is known of the process at the other end of one connection."""
+
+    __slots__ = ("contact", "hello", "last_beat", "last_seen", "pidfd")
+
+    def __init__(self, contact: int, now: float) -> None:
+        self.contact = contact  # our acquaintance's number, sent in our Hellos to it
+        self.hello: Hello | None = None
+        self.last_beat: Heartbeat | None = None
+        self.last_seen = now
+        self.pidfd = -1
+
+
+class _Endpoint:
+    """What `Link` and `Hub` share: socket, descriptor, peers by key (a Link's only key is b"")."""
+
+    def __init__(
+        self,
+        kind: int,
+        edge: Edge,
+        address: str,
+        stage: str,
+        receives: Any,
+        heartbeat_ms: float,
+        clock: Callable[[], float],
+        context: zmq.Context[zmq.Socket[bytes]] | None,
+        epoch: int,
+        allow_remote: bool,
+    ) -> None:
+        rundir.check_address(address, allow_remote)
+        self.edge = edge
+        self.address = address
+        self.stage = stage
+        self.dropped = 0  # frames received and not delivered
+        self.refused = 0  # frames not sent: peer unknown, or its queue full
+        self.epoch = epoch or process_epoch()
+        self._ticks = process_ticks(os.getpid())
+        self._interval = heartbeat_ms / 1000
+        self._clock = clock
+        self._decoder = msgspec.msgpack.Decoder(receives)
+        self._known: dict[bytes, _Peer] = {}
+        self._contacts = 0
+        self._complained: set[bytes] = set()
+        self._deferred: tuple[bytes, Hello] | None = None
+        self._gone: list[bytes] = []
+        self._last_tick = self._last_sent = float("-inf")
+        self._is_local = address.startswith("ipc://")
+        self._closed = False
+
+        socket = (context or zmq.Context.instance()).socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, edge.high_water_mark)
+        socket.setsockopt(zmq.RCVHWM, edge.high_water_mark)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket = socket
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._option(zmq.FD), select.EPOLLIN)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._pidfds: dict[int, bytes] = {}
+        self.fd: int = self._epoll.fileno()
+
+    # -------------------------------------------------------------- differs by side
+
+    def _notify_up(self, key: bytes, hello: Hello) -> None:
+        raise NotImplementedError
+
+    def _notify_down(self, key: bytes, hello: Hello) -> None:
+        raise NotImplementedError
+
+    def _split(self, parts: list[bytes]) -> tuple[bytes, bytes]:
+        raise NotImplementedError
+
+    def _post(self, key: bytes, payload: bytes) -> None:
+        raise NotImplementedError
+
+    def _option(self, option: int) -> int:
+        value = self._socket.getsockopt(option)
+        assert isinstance(value, int)
+        return value
+
+    # -------------------------------------------------------------- sending
+
+    def _send(self, key: bytes, frame: Frame) -> bool:
+        try:
+            self._post(key, encode(frame))
+        except zmq.ZMQError as error:
+            # Full, not connected, or (a ROUTER) unknown.  Anything else is a bug and must be seen.
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            self.refused += 1
+            return False
+        finally:
+            # Sending may have consumed the socket's edge: what arrived meanwhile needs a reader.
+            if self._option(zmq.EVENTS) & zmq.POLLIN:
+                os.eventfd_write(self._wake, 1)
+        return True
+
+    def _send_hello(self, key: bytes) -> bool:
+        contact = self._known[key].contact
+        return self._send(
+            key, Hello(self.stage, self.epoch, os.getpid(), self._ticks, PROTOCOL_VERSION, contact)
+        )
+
+    # -------------------------------------------------------------- receiving
+
+    def _receive(self) -> list[tuple[bytes, Frame]]:
+        """Drain the socket; stops early where the order of frames and up/down events needs it."""
+        if self._closed:
+            return []
+        frames: list[tuple[bytes, Frame]] = []
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            pass
+        if self._deferred is not None:
+            key, hello = self._deferred
+            self._deferred = None
+            self._greet(key, hello)
+        now = self._clock()
+        for _ in range(BATCH_FRAMES):
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            key, payload = self._split(parts)
+            frame = self._decode(key, payload)
+            if frame is None:
+                continue
+            if isinstance(frame, Hello):
+                if not self._is_news(key, frame):
+                    self._known[key].last_seen = now
+                    continue
+                if frames:
+                    # The frames before it belong to the old incarnation: hand them out first.
+                    self._deferred = (key, frame)
+                    os.eventfd_write(self._wake, 1)
+                    return frames
+                self._greet(key, frame)
+                continue
+            peer = self._known.get(key)
+            if peer is None or peer.hello is None:
+                self._meet_stranger(key, now)
+                continue
+            peer.last_seen = now
+            if isinstance(frame, Heartbeat):
+                peer.last_beat = frame
+            else:
+                frames.append((key, frame))
+        else:
+            os.eventfd_write(self._wake, 1)
+            return frames
+        self._reap(bool(frames))
+        return frames
+
+    def _reap(self, defer: bool) -> None:
+        """Peers whose process has ended, once all they have sent is out."""
+        for fd, _ in self._epoll.poll(0):
+            key = self._pidfds.pop(fd, None)
+            if key is not None:
+                self._epoll.unregister(fd)
+                self._gone.append(key)
+        if defer and self._gone:
+            os.eventfd_write(self._wake, 1)
+            return
+        while self._gone:
+            key = self._gone.pop()
+            peer = self._known.get(key)
+            if peer is not None and peer.pidfd >= 0 and peer.pidfd not in self._pidfds:
+                self._lose(key, "its process has ended")
+
+    def _decode(self, key: bytes, payload: bytes) -> Frame | None:
+        try:
+            frame: Frame = self._decoder.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._drop(key, f"a frame that does not decode: {error}")
+            return None
+        if isinstance(frame, Hello) and frame.protocol != PROTOCOL_VERSION:
+            self._drop(key, f"protocol {frame.protocol} of {frame.stage}, this is {PROTOCOL_VERSION}")
+            return None
+        return frame
+
+    def _drop(self, key: bytes, why: str) -> None:
+        self.dropped += 1
+        if key not in self._complained and len(self._complained) < 1024:
+            self._complained.add(key)
+            log.warning("dropped %s", why, extra={"edge": self.edge.name, "peer": key.hex()})
+
+    def _meet_stranger(self, key: bytes, now: float) -> None:
+        """A frame from one who has not said Hello, or whom we gave up: ask by saying ours."""
+        self.dropped += 1
+        if key not in self._known:
+            self._contacts += 1
+            self._known[key] = _Peer(self._contacts, now)
+            self._send_hello(key)
+
+    # -------------------------------------------------------------- peers
+
+    def _is_news(self, key: bytes, hello: Hello) -> bool:
+        peer = self._known.get(key)
+        if peer is None or peer.hello is None:
+            return True
+        return (hello.epoch, hello.contact) != (peer.hello.epoch, peer.hello.contact)
+
+    def _greet(self, key: bytes, hello: Hello) -> None:
+        """Take up a new incarnation: down with the old one, our Hello, then `on_up`."""
+        for other, peer in list(self._known.items()):
+            if peer.hello is None or peer.hello.stage != hello.stage:
+                continue
+            if hello.epoch < peer.hello.epoch and not self._is_gone(peer):
+                self._drop(key, f"Hello of {hello.stage} older than the one that is up")
+                return
+            self._lose(other, "replaced by a new incarnation", forget=other != key)
+        now = self._clock()
+        if key not in self._known:
+            self._contacts += 1
+            self._known[key] = _Peer(self._contacts, now)
+        peer = self._known[key]
+        peer.hello, peer.last_beat, peer.last_seen = hello, None, now
+        self._watch(key, peer)
+        self._send_hello(key)
+        log.info("peer up", extra={"edge": self.edge.name, "peer": hello.stage, "peer_pid": hello.pid})
+        self._notify_up(key, hello)
+
+    def _watch(self, key: bytes, peer: _Peer) -> None:
+        hello = peer.hello
+        if not self._is_local or hello is None:
+            return
+        try:
+            pidfd = os.pidfd_open(hello.pid)
+        except OSError:
+            return
+        # Another namespace's pid, or one that has been used again: heartbeats alone must tell.
+        if process_ticks(hello.pid) != hello.start_ticks:
+            os.close(pidfd)
+            return
+        peer.pidfd = pidfd
+        self._pidfds[pidfd] = key
+        self._epoll.register(pidfd, select.EPOLLIN)
+
+    def _is_gone(self, peer: _Peer) -> bool:
+        return peer.pidfd >= 0 and process_ticks(peer.hello.pid if peer.hello else 0) == 0
+
+    def _lose(self, key: bytes, why: str, forget: bool = True) -> None:
+        peer = self._known.pop(key)
+        if peer.pidfd >= 0:
+            if self._pidfds.pop(peer.pidfd, None) is not None:
+                self._epoll.unregister(peer.pidfd)
+            os.close(peer.pidfd)
+        if not forget:
+            # The other side started afresh and will hear our Hello: same acquaintance, new peer.
+            self._known[key] = _Peer(peer.contact, self._clock())
+        if peer.hello is not None:
+            log.info(
+                "peer down", extra={"edge": self.edge.name, "peer": peer.hello.stage, "reason": why}
+            )
+            self._notify_down(key, peer.hello)
+
+    def _tick(self, beat: Heartbeat) -> None:
+        now = self._clock()
+        late = now - self._last_tick - self._interval
+        self._last_tick = now
+        for key, peer in list(self._known.items()):
+            if 0 < late < float("inf"):
+                peer.last_seen += late  # we did not run (stopped, starved): not the peer's silence
+            if now - peer.last_seen > DEAD_AFTER_BEATS * self._interval:
+                if self._option(zmq.EVENTS) & zmq.POLLIN:
+                    os.eventfd_write(self._wake, 1)  # unread frames: it may live yet
+                else:
+                    self._lose(key, "its heartbeats have stopped")
+        if now - self._last_sent >= 0.9 * self._interval:
+            self._last_sent = now
+            self._beat(beat)
+
+    def _beat(self, beat: Heartbeat) -> None:
+        for key, peer in list(self._known.items()):
+            if peer.hello is None:
+                self._send_hello(key)
+            else:
+                self._send(key, beat)
+
+    def close(self, flush_ms: int = FLUSH_MS) -> None:
+        """Orderly: queued frames get `flush_ms` (the context's `term` waits for it). Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for peer in self._known.values():
+            if peer.pidfd >= 0:
+                os.close(peer.pidfd)
+        self._known.clear()
+        self._pidfds.clear()
+        self._epoll.close()
+        os.close(self._wake)
+        self._socket.close(linger=flush_ms)
+
+
+class Link(_Endpoint):
+    """The connecting side: one peer."""
+
+    def __init__(
+        self,
+        edge: Edge,
+        address: str,
+        stage: str,
+        *,
+        heartbeat_ms: float,
+        clock: Callable[[], float] = time.monotonic,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        epoch: int = 0,
+        allow_remote: bool = False,
+    ) -> None:
+        self.on_up: Callable[[Hello], None] = lambda hello: None
+        self.on_down: Callable[[Hello], None] = lambda hello: None
+        super().__init__(
+            zmq.DEALER, edge, address, stage, edge.to_connector, heartbeat_ms, clock, context, epoch,
+            allow_remote,
+        )
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        # Queue only to a connection that stands, and lose the queue with it: frames meant for a
+        # dead incarnation must not be the first thing that its successor reads.
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.connect(address)
+        self._contacts = 1
+        self._known[b""] = _Peer(1, clock())
+
+    @property
+    def peer(self) -> Hello | None:
+        known = self._known.get(b"")
+        return known.hello if known else None
+
+    @property
+    def last_beat(self) -> Heartbeat | None:
+        known = self._known.get(b"")
+        return known.last_beat if known else None
+
+    def send(self, frame: Frame) -> bool:
+        """False: the peer is not up, or its queue is full. Never blocks."""
+        if self._closed or self.peer is None:
+            self.refused += 1
+            return False
+        return self._send(b"", frame)
+
+    def receive(self) -> list[Frame]:
+        """Frames that have arrived, in order. Calls `on_up` and `on_down` at their place."""
+        return [frame for _, frame in self._receive()]
+
+    def tick(self, beat: Heartbeat) -> None:
+        """Call about every 100 ms: sends `Hello` or `beat` when due, gives up a silent peer."""
+        if self._closed:
+            return
+        if b"" not in self._known:
+            self._contacts += 1
+            self._known[b""] = _Peer(self._contacts, self._clock())
+        self._tick(beat)
+
+    def _notify_up(self, key: bytes, hello: Hello) -> None:
+        self.on_up(hello)
+
+    def _notify_down(self, key: bytes, hello: Hello) -> None:
+        self.on_down(hello)
+
+    def _split(self, parts: list[bytes]) -> tuple[bytes, bytes]:
+        return b"", parts[-1]
+
+    def _post(self, key: bytes, payload: bytes) -> None:
+        self._socket.send(payload, zmq.NOBLOCK)
+
+
+class Hub(_Endpoint):
+    """The binding side: peers by ZeroMQ identity, which changes with every connection.
+
+    At most one peer of a stage name is up.  Stages that run several times give themselves names
+    of their own (`worker:MODEL`).
+    """
+
+    def __init__(
+        self,
+        edge: Edge,
+        address: str,
+        stage: str,
+        *,
+        heartbeat_ms: float,
+        clock: Callable[[], float] = time.monotonic,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        epoch: int = 0,
+        allow_remote: bool = False,
+    ) -> None:
+        self.on_up: Callable[[bytes, Hello], None] = lambda peer, hello: None
+        self.on_down: Callable[[bytes, Hello], None] = lambda peer, hello: None
+        super().__init__(
+            zmq.ROUTER, edge, address, stage, edge.to_binder, heartbeat_ms, clock, context, epoch,
+            allow_remote,
+        )
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self._is_local:
+            rundir.clear_socket(address)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close(0)
+            raise ConfigError(f"cannot bind {address}: {error.strerror}") from None
+
+    @property
+    def peers(self) -> dict[bytes, Hello]:
+        return {key: peer.hello for key, peer in self._known.items() if peer.hello is not None}
+
+    @property
+    def last_beat(self) -> dict[bytes, Heartbeat]:
+        return {k: peer.last_beat for k, peer in self._known.items() if peer.last_beat is not None}
+
+    def send(self, peer: bytes, frame: Frame) -> bool:
+        """False: the peer is not up, or its queue is full. Never blocks."""
+        known = self._known.get(peer)
+        if self._closed or known is None or known.hello is None:
+            self.refused += 1
+            return False
+        return self._send(peer, frame)
+
+    def receive(self) -> list[tuple[bytes, Frame]]:
+        """(peer, frame) in order of arrival. Calls `on_up` and `on_down` at their place."""
+        return self._receive()
+
+    def tick(self, beat: Heartbeat) -> None:
+        """Call about every 100 ms: sends `beat` when due, gives up silent peers."""
+        if not self._closed:
+            self._tick(beat)
+
+    def close(self, flush_ms: int = FLUSH_MS) -> None:
+        super().close(flush_ms)
+
+    def _notify_up(self, key: bytes, hello: Hello) -> None:
+        self.on_up(key, hello)
+
+    def _notify_down(self, key: bytes, hello: Hello) -> None:
+        self.on_down(key, hello)
+
+    def _split(self, parts: list[bytes]) -> tuple[bytes, bytes]:
+        return parts[0], parts[-1]
+
+    def _post(self, key: bytes, payload: bytes) -> None:
+        self._socket.send_multipart([key, payload], zmq.NOBLOCK)
