@@ -1,0 +1,167 @@
+"""Atomic operations, waiting and clocks for jitted code, on words named by their address.
+
+Numba intrinsics: call them inside `@njit` functions.  An address is an i64 (`array.ctypes.data` in Python,
+`address_of(array)` in jitted code), 8-byte aligned for the 64-bit operations.  Processes that
+share the words may map them at different addresses; futexes here are the shared kind.
+From plain Python use `shm/words.py`.
+"""
+
+from __future__ import annotations
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_SYS_FUTEX = 202
+_FUTEX_WAIT = 0
+_FUTEX_WAKE = 1
+
+
+def _pointer(builder, address, to):
+    return builder.inttoptr(address, to.as_pointer())
+
+
+@intrinsic
+def address_of(typingctx, array):
+    """Address of an array's first element, as i64."""
+
+    def codegen(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.ptrtoint(data, _I64)
+
+    return types.int64(array), codegen
+
+
+@intrinsic
+def load_acquire(typingctx, address):
+    """The u64 at `address`, as i64; nothing after it moves before it."""
+
+    def codegen(context, builder, signature, args):
+        return builder.load_atomic(_pointer(builder, args[0], _I64), "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def store_release(typingctx, address, value):
+    """Store an i64; nothing before it moves after it."""
+
+    def codegen(context, builder, signature, args):
+        builder.store_atomic(args[1], _pointer(builder, args[0], _I64), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def atomic_add(typingctx, address, value):
+    """Add to the i64 at `address`; returns what stood there before. Sequentially consistent."""
+
+    def codegen(context, builder, signature, args):
+        return builder.atomic_rmw("add", _pointer(builder, args[0], _I64), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def exchange(typingctx, address, value):
+    """Store an i64 and return what stood there. A full fence."""
+
+    def codegen(context, builder, signature, args):
+        return builder.atomic_rmw("xchg", _pointer(builder, args[0], _I64), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def pause(typingctx):
+    """Tell the core that it spins."""
+
+    def codegen(context, builder, signature, args):
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"
+        )
+        builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def cycles(typingctx):
+    """The time stamp counter (constant rate, same on all cores), as i64."""
+
+    def codegen(context, builder, signature, args):
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_I64, []), "llvm.readcyclecounter"
+        )
+        return builder.call(function, [])
+
+    return types.int64(), codegen
+
+
+def _syscall(builder, *args):
+    """libc's `syscall`: an external symbol, so that code which calls it can be cached."""
+    function_type = ir.FunctionType(_I64, [_I64], var_arg=True)
+    function = cgutils.get_or_insert_function(builder.module, function_type, "syscall")
+    return builder.call(function, [a if isinstance(a, ir.Value) else _I64(a) for a in args])
+
+
+@intrinsic
+def futex_wait(typingctx, address, expected, timeout_ns):
+    """Sleep while the u32 at `address` is `expected`, at most `timeout_ns` (below one second)."""
+
+    def codegen(context, builder, signature, args):
+        timeout = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))
+        builder.store(ir.Constant(ir.ArrayType(_I64, 2), [0, 0]), timeout)
+        builder.store(args[2], builder.gep(timeout, [_I32(0), _I32(1)]))
+        return _syscall(
+            builder, _SYS_FUTEX, args[0], _FUTEX_WAIT, builder.and_(args[1], _I64(0xFFFFFFFF)),
+            builder.ptrtoint(timeout, _I64), 0, 0,
+        )
+
+    return types.int64(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def futex_wake(typingctx, address):
+    """Wake all that sleep on the u32 at `address`; how many."""
+
+    def codegen(context, builder, signature, args):
+        return _syscall(builder, _SYS_FUTEX, args[0], _FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def monotonic_ns(typingctx):
+    """CLOCK_MONOTONIC in ns: what `time.monotonic_ns()` gives."""
+
+    def codegen(context, builder, signature, args):
+        # The external `clock_gettime` is libc's, which reads the clock without entering the kernel.
+        now = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))
+        function_type = ir.FunctionType(_I32, [_I32, now.type])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "clock_gettime")
+        builder.call(function, [_I32(1), now])
+        seconds = builder.load(builder.gep(now, [_I32(0), _I32(0)]))
+        nanoseconds = builder.load(builder.gep(now, [_I32(0), _I32(1)]))
+        return builder.add(builder.mul(seconds, _I64(1_000_000_000)), nanoseconds)
+
+    return types.int64(), codegen
+
+
+@numba.njit(nogil=True)
+def spin_until_at_least(address, value, limit_ns):
+    """Spin until the i64 at `address` is at least `value`, for `limit_ns` at most; whether it is."""
+    if load_acquire(address) >= value:
+        return True
+    begun = monotonic_ns()
+    while monotonic_ns() - begun < limit_ns:
+        for _ in range(32):
+            if load_acquire(address) >= value:
+                return True
+            pause()
+    return load_acquire(address) >= value
