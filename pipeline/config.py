@@ -146,7 +146,7 @@ def read_file(path: Path) -> dict[str, Any]:
         if path.suffix == ".toml":
             parsed: Any = tomllib.loads(text)
         else:
-            parsed = yaml.load(text, _StrictLoader)  # noqa: S506 - a SafeLoader
+            parsed = yaml.load(text, _StrictLoader)  # a SafeLoader
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8") from None
     except tomllib.TOMLDecodeError as error:

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 from pipeline.config_schema import DEMO_MODEL, Config, ModelConfig
 from pipeline.edges import EDGES
+from pipeline.errors import ConfigError
+from pipeline.rundir import check_address
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _API_KEY = re.compile(r"[!-~]{1,256}")
-_TCP = re.compile(r"tcp://(?P<host>[^/\s]+):(?P<port>[0-9]{1,5})")
 _TENANT = re.compile(r"[A-Za-z0-9._@-]{0,64}")
 _RESERVED_PATHS = ("/v1", "/health", "/ready")
 
@@ -151,14 +152,10 @@ def _edges(config: Config) -> Iterator[Rule]:
         if name not in EDGES:
             yield Rule(at, repr(address), f"no such edge; there are {', '.join(EDGES)}")
             continue
-        tcp = _TCP.fullmatch(address)
-        if address.startswith("tcp://"):
-            if not tcp or not 1 <= int(tcp["port"]) <= 65535:
-                yield Rule(at, repr(address), "expected tcp://HOST:PORT with a port from 1 to 65535")
-            elif tcp["host"] in ("*", "0.0.0.0"):  # noqa: S104 - refused
-                yield Rule(at, repr(address), "one side connects to this address; give the host's own one")
-        elif not address.startswith("ipc:///"):
-            yield Rule(at, repr(address), "expected tcp://HOST:PORT or ipc:///PATH")
+        try:
+            check_address(address)
+        except ConfigError as error:
+            yield Rule(at, "", error.message)
         if address in users:
             yield Rule(at, repr(address), f"edges.{users[address]} has this address already")
         users.setdefault(address, name)
