@@ -391,7 +391,7 @@ class KvReady(Frame, tag="k"):
     """The model's KV arena stands. With `declared` False the scheduler must `Declare` first.
 
     Sent again, with `declared` True, once the declaration has been read.  A declared lease that
-    kv cannot recognise is answered by `Denied` with id 0: the sequence has no pages.
+    kv cannot recognise is answered by `Denied` with id 0: release the sequence and acquire it anew.
     """
 
     model: str

@@ -1,0 +1,127 @@
+"""The `kv` stage's side of the page headers (layout and states: shm/pages.py).
+
+The only writer of bytes 0..128 of a header.  Every method leaves the arena so that a successor reads
+the truth or recognises a torn header, whenever the process dies; `read` is the successor's view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from shm.pages import HEADER, IDENTITY, PAGE_FREE, PAGE_FULL, PAGE_HEADER, PAGE_LEASED, PAGE_RECORD
+from stages.kv.prefix import PageDigest
+
+_STATE = PAGE_FULL.to_bytes(4, "little")
+_STATE_AT, _CHECK_AT, _CHECK_END = 72, 64, 72
+
+
+def checksum(content: np.ndarray) -> int:
+    """XXH3-64 of a page's bytes, (page_bytes,) u8."""
+    return xxhash.xxh3_64_intdigest(content)
+
+
+class PageName(NamedTuple):
+    """What a full page is: the part of its header that never changes while it is full."""
+
+    root: PageDigest
+    parent: PageDigest
+    digest: PageDigest
+    checksum: int
+    ordinal: int
+    tokens: int
+
+    def pack(self) -> bytes:
+        """The first 72 bytes of a header: identity and its check."""
+        identity = IDENTITY.pack(*self)
+        return identity + xxhash.xxh3_64_intdigest(identity).to_bytes(8, "little")
+
+
+def unpack_name(record: bytes) -> PageName | None:
+    """The name in a header or a disk record; None when it is torn."""
+    if xxhash.xxh3_64_intdigest(record[:_CHECK_AT]) != int.from_bytes(record[_CHECK_AT:_CHECK_END], "little"):
+        return None
+    return PageName(*IDENTITY.unpack(record[:_CHECK_AT]))
+
+
+class Headers:
+    """Views over `headers` (n_pages, PAGE_HEADER) u8, contiguous."""
+
+    def __init__(self, headers: np.ndarray) -> None:
+        fields = headers.view(HEADER)[:, 0]
+        self._bytes = memoryview(headers).cast("B")
+        self._state: np.ndarray = fields["state"]
+        self._root: np.ndarray = fields["root"]
+        self._refs: np.ndarray = fields["refs"]
+        self._last_use: np.ndarray = fields["last_use"]
+        self._born: np.ndarray = fields["born"]
+        self._uses: np.ndarray = fields["uses"]
+        self._residency: np.ndarray = fields["residency"]
+        self._serial: np.ndarray = fields["serial"]
+
+    def lease(self, pages: Sequence[int], root: PageDigest, serial: int, now_ns: int) -> None:
+        """Fresh pages for a sequence: whatever they held is no longer said to be there."""
+        rows = np.array(pages, np.intp)
+        self._state[rows] = PAGE_FREE
+        self._root[rows] = np.void(root)
+        self._serial[rows] = serial
+        self._born[rows] = now_ns
+        self._last_use[rows] = now_ns
+        self._uses[rows] = 1
+        self._refs[rows] = 1
+        self._residency[rows] = 0
+        self._state[rows] = PAGE_LEASED
+
+    def publish(self, page: int, name: PageName) -> None:
+        """The page is full and its bytes are final: only now may anybody find it."""
+        at = page * PAGE_HEADER
+        self._bytes[at : at + _CHECK_END] = name.pack()
+        self._bytes[at + _STATE_AT : at + _STATE_AT + 4] = _STATE
+
+    def free(self, pages: Sequence[int]) -> None:
+        self._state[np.array(pages, np.intp)] = PAGE_FREE
+
+    def share(self, pages: Sequence[int], refs: Sequence[int], now_ns: int) -> None:
+        """A further sequence holds these pages, `refs` do now."""
+        rows = np.array(pages, np.intp)
+        self._last_use[rows] = now_ns
+        self._uses[rows] += 1
+        self._refs[rows] = refs
+
+    def unpin(self, pages: Sequence[int], refs: Sequence[int], now_ns: int) -> None:
+        """A sequence has let go of these pages, `refs` hold them still."""
+        rows = np.array(pages, np.intp)
+        self._last_use[rows] = now_ns
+        self._refs[rows] = refs
+
+    def mark_copy(self, page: int, where: int) -> None:
+        """`where`: bits of `residency`."""
+        self._residency[page] |= where
+
+    def uses(self, page: int) -> int:
+        return int(self._uses[page])
+
+    def born_ns(self, page: int) -> int:
+        return int(self._born[page])
+
+    def last_use_ns(self, page: int) -> int:
+        return int(self._last_use[page])
+
+    def lease_of(self, page: int) -> tuple[PageDigest, int]:
+        """(root, row serial) with which the page was leased."""
+        return PageDigest(self._root[page].tobytes()), int(self._serial[page])
+
+    def state(self, page: int) -> int:
+        return int(self._state[page])
+
+    def name(self, page: int) -> PageName | None:
+        """Of a full page; None when the header is torn."""
+        return unpack_name(self.record(page))
+
+    def record(self, page: int) -> bytes:
+        """The kv stage's part of the header, as it is written to disk with the page."""
+        at = page * PAGE_HEADER
+        return bytes(self._bytes[at : at + PAGE_RECORD])
