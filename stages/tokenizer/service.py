@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pipeline import messages as m
-from pipeline.errors import InvalidRequest, ModelNotFound, StarlingError
+from pipeline.errors import InvalidRequest, StarlingError
 from stages.tokenizer.incremental import StreamDecoder
 from stages.tokenizer.template import ChatTemplate
 from stages.tokenizer.vocabulary import Vocabulary

@@ -1,0 +1,198 @@
+"""A real server for tests: its own home, its own ports, every stage under honcho; and a plain client.
+
+Waits are on events: a line of the server's output, a process's pidfd, a byte of a stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import queue
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+START_S = 120  # kernels may have to be compiled
+STOP_S = 15
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """`honcho start` with a configuration of its own; ready when `__enter__` returns."""
+
+    def __init__(self, home: Path, config: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
+        self.home = home
+        self.port = free_port()
+        settings = {**config, "server": {"port": self.port, **config.get("server", {})}}
+        self.config_path = home / "starling.yaml"
+        self.config_path.write_text(yaml.safe_dump(settings))
+        self.environment = {
+            **os.environ,
+            "STARLING_HOME": str(home),
+            "STARLING_CONFIG": str(self.config_path),
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            **(environment or {}),
+        }
+        self.output: list[str] = []
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> Server:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "honcho", "--no-colour", "start"], cwd=ROOT, env=self.environment,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
+        return self
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.output.append(line)
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def wait_for(self, pattern: str, timeout_s: float = START_S) -> re.Match[str]:
+        """The next line of output that matches; fails with the output when it does not come."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                line = None
+            if line is None:
+                raise AssertionError(f"no line matched {pattern!r}:\n" + "".join(self.output[-80:]))
+            if match := re.search(pattern, line):
+                return match
+
+    def wait_ready(self) -> Server:
+        self.wait_for(rf"http://127\.0\.0\.1:{self.port}")
+        return self
+
+    def __enter__(self) -> Server:
+        try:
+            return self.start().wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        """Signal honcho as a terminal would (the whole foreground group) and wait for its end."""
+        process = self.process
+        if process is None:
+            return 0
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                raise AssertionError("the server did not stop:\n" + "".join(self.output[-60:])) from None
+        return process.returncode
+
+    # -------------------------------------------------------------- processes and leftovers
+
+    def pids(self) -> dict[int, str]:
+        """Every live process that runs with this server's home, by its environment."""
+        mark = f"STARLING_HOME={self.home}".encode()
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+        return found
+
+    def leftovers(self) -> list[str]:
+        """Sockets in the run directory and arenas that name this server."""
+        import hashlib
+
+        run = self.home / "run"
+        name = f"starling-{os.getuid()}-{hashlib.sha256(os.fsencode(os.path.realpath(run))).hexdigest()[:12]}"
+        arenas = Path("/dev/shm") / name
+        left = [str(p) for p in run.glob("*.sock")] if run.exists() else []
+        return left + ([str(p) for p in arenas.rglob("*")] if arenas.exists() else [])
+
+    # -------------------------------------------------------------- HTTP
+
+    def connect(self, timeout_s: float = 120) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, Any, dict[str, str]]:
+        """Status, decoded JSON (or text), headers."""
+        connection = self.connect()
+        try:
+            data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
+            connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
+            response = connection.getresponse()
+            raw = response.read()
+            kind = response.getheader("Content-Type", "")
+            parsed = json.loads(raw) if "json" in kind else raw.decode("utf-8", "replace")
+            return response.status, parsed, dict(response.getheaders())
+        finally:
+            connection.close()
+
+    def post(self, path: str, **body: Any) -> Any:
+        """The body of a successful answer."""
+        status, answer, _ = self.request("POST", path, body)
+        assert status == 200, (status, answer)
+        return answer
+
+    def stream(self, path: str, **body: Any) -> Iterator[dict[str, Any]]:
+        """Decoded `data:` events until `[DONE]` or the end of the body."""
+        connection = self.connect()
+        try:
+            connection.request("POST", path, json.dumps({**body, "stream": True}).encode(),
+                               {"Content-Type": "application/json"})  # fmt: skip
+            response = connection.getresponse()
+            assert response.status == 200, (response.status, response.read())
+            while line := response.readline():
+                if line.startswith(b"data: "):
+                    data = line[6:].strip()
+                    if data == b"[DONE]":
+                        return
+                    yield json.loads(data)
+        finally:
+            connection.close()
+
+
+def wait_gone(pid: int, timeout_s: float = STOP_S) -> bool:
+    """True when the process has ended."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], timeout_s)[0])
+    finally:
+        os.close(fd)
