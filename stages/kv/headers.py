@@ -15,7 +15,8 @@ import xxhash
 from shm.pages import HEADER, IDENTITY, PAGE_FREE, PAGE_FULL, PAGE_HEADER, PAGE_LEASED, PAGE_RECORD
 from stages.kv.prefix import PageDigest
 
-_STATE = PAGE_FULL.to_bytes(4, "little")
+_FREE = PAGE_FREE.to_bytes(4, "little")
+_FULL = PAGE_FULL.to_bytes(4, "little")
 _STATE_AT, _CHECK_AT, _CHECK_END = 72, 64, 72
 
 
@@ -79,10 +80,11 @@ class Headers:
         """The page is full and its bytes are final: only now may anybody find it."""
         at = page * PAGE_HEADER
         self._bytes[at : at + _CHECK_END] = name.pack()
-        self._bytes[at + _STATE_AT : at + _STATE_AT + 4] = _STATE
+        self._bytes[at + _STATE_AT : at + _STATE_AT + 4] = _FULL
 
-    def free(self, pages: Sequence[int]) -> None:
-        self._state[np.array(pages, np.intp)] = PAGE_FREE
+    def free(self, page: int) -> None:
+        at = page * PAGE_HEADER + _STATE_AT
+        self._bytes[at : at + 4] = _FREE
 
     def share(self, pages: Sequence[int], refs: Sequence[int], now_ns: int) -> None:
         """A further sequence holds these pages, `refs` do now."""

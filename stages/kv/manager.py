@@ -252,10 +252,8 @@ class Manager:
         refused = [
             c.sequence for c in kept.values() if c.sequence not in self.leases and not self._claim(c)
         ]
-        strays = self._allocator.limbo()
-        if strays:
-            self.headers.free(strays)
-        for page in strays:
+        for page in self._allocator.limbo():
+            self.headers.free(page)
             self._allocator.forget(page)
         self.declared = True
         return refused
@@ -350,16 +348,13 @@ class Manager:
     def _unpin(self, pages: Sequence[int]) -> None:
         """One hold fewer on each, the last page first."""
         now = self.clock_ns()
-        freed = []
         for page in reversed(pages):
             named = page in self._name_of
             if self._allocator.drop(page, keep=named) == 0:
                 if named:
                     self._park(page, now)
                 else:
-                    freed.append(page)
-        if freed:
-            self.headers.free(freed)
+                    self.headers.free(page)
         if pages:
             self.headers.unpin(pages, [self._allocator.refs[page] for page in pages], now)
 
@@ -437,7 +432,7 @@ class Manager:
 
     def _forget(self, page: int) -> None:
         """A cached page, already out of the evictor, becomes free."""
-        self.headers.free([page])
+        self.headers.free(page)
         del self.index[self._name_of.pop(page)]
         self._allocator.forget(page)
 
