@@ -22,6 +22,7 @@ def small(**changes: object) -> TokenizerSpec:
     return spec._replace(**changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=[repr(c["text"])[:24] for c in CASES])
 def test_demo_model_tokenizes_as_the_reference(case: dict, demo_vocabulary: Vocabulary) -> None:
     assert demo_vocabulary.encode(case["text"], parse_special=False) == case["ids_plain"]

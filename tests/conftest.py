@@ -1,0 +1,36 @@
+"""What every test may ask for: the demo model, its vocabulary, and a clean end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline import paths, registry
+from pipeline.config_schema import DEMO_MODEL, ModelConfig
+
+
+@pytest.fixture(scope="session")
+def demo_gguf() -> Path:
+    """The demo model's GGUF file, fetched at its first use (STARLING_HOME as outside of tests)."""
+    return registry.fetch(ModelConfig(name=DEMO_MODEL), paths.models_dir(os.environ)).path
+
+
+@pytest.fixture(scope="session")
+def demo_vocabulary(demo_gguf: Path):  # type: ignore[no-untyped-def]
+    from gguf import GGUFReader
+
+    from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary
+
+    fields = GGUFReader(demo_gguf).fields
+
+    def get(key: str):  # type: ignore[no-untyped-def]
+        return fields[f"tokenizer.ggml.{key}"].contents()
+
+    return Vocabulary(
+        TokenizerSpec(
+            get("model"), get("pre"), get("tokens"), get("token_type"), get("merges"),
+            get("bos_token_id"), get("eos_token_id"),
+        )
+    )
