@@ -1,0 +1,15 @@
+"""The scheduler: queues, batches and the step loop of every model.
+
+    sequence.py   one line of tokens and its state machine
+    queues.py     who waits: tenants, their shares, bounds
+    batch.py      who computes: the entries of one step under its budget
+    cost.py       what a step will cost, learned from those that ran
+    leases.py     pages: what was asked of `kv`, what was granted, what must be declared again
+    admission.py  what is refused at the door, with the reason
+    speculate.py  draft tokens by prompt lookup
+    retry.py      whose fault it is when a step kills the worker
+    ring.py       the step arena as this side writes and reads it
+    engine.py     one model: the above put together; frames and outputs in, steps and frames out
+    stats.py      counters and histograms
+    stage.py      sockets, arenas, processes
+"""

@@ -1,0 +1,565 @@
+"""One model: frames and acknowledged steps in, published steps and frames out. No I/O, no clock of its own.
+
+The step loop: `complete` what the worker has acknowledged, `plan` the next step, publish it.  Two
+steps are unacknowledged at most: one computes, the other stands ready behind it, composed before
+the first one's samples are known (shm/steps.py says why that works).  What was computed past a
+stop or a cancel is discarded; a row and its pages go only when no step names them.
+
+    submit --> queue --(row, Acquire)--> held --(Granted)--> steps --> finish
+                 ^                                    |
+                 `------------- set aside ------------'   pages ran out: the youngest goes
+
+Frames for kv gather in `leases.frames`, for the gateways in `roster.moved` and `roster.rejected`.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipeline.messages import Cancel, Denied, Granted, KvReady, Logprob, ModelState, Submit
+from stages.scheduler import retry
+from stages.scheduler.admission import Limits, Refusal, malformed, misfit
+from stages.scheduler.batch import Batch, Budget, Entry, compose
+from stages.scheduler.cost import CostModel
+from stages.scheduler.leases import BadTableError, Leases
+from stages.scheduler.queues import QueueFullError, Queues, Tenant
+from stages.scheduler.ring import Ring
+from stages.scheduler.roster import Roster, rejection
+from stages.scheduler.sequence import NEVER, Sequence, State
+from stages.scheduler.speculate import Drafter
+from stages.scheduler.stats import Stats
+
+PREFETCH = 2  # sequences that get pages before a place in the batch is free
+SPARE_SAMPLES = 64  # places for draft tokens in a step, beyond one sample for each entry
+UNAVAILABLE_S = 60.0  # without a worker for so long, what waits is refused
+
+
+class Settings(NamedTuple):
+    """Of one model, from the configuration."""
+
+    model: str
+    max_batch_size: int
+    max_queue_depth: int = 1000
+    max_tenant_depth: int = 0
+    max_step_tokens: int = 512
+    max_prompt_tokens: int = 0
+    max_output_tokens: int = 0
+    batch_timeout_s: float = 0.0
+    speculate: int = 0  # most draft tokens of a sequence that does not say
+    run_ahead: bool = True
+
+    @property
+    def n_rows(self) -> int:
+        """Twice the batch: tenants that come late find rows while another's streams fill it."""
+        return 2 * self.max_batch_size + 8
+
+    @property
+    def max_samples(self) -> int:
+        return self.max_batch_size + SPARE_SAMPLES
+
+
+@dataclass(slots=True)
+class Step:
+    """A published step."""
+
+    number: int
+    entries: list[Entry]
+    tokens: int
+    positions: int
+    samples: int
+    is_verifying: bool  # draft tokens in it: what comes after cannot be known before its end
+
+
+class Engine:
+    """Everything about one model but its sockets. `ring` is set before `attach`."""
+
+    def __init__(
+        self, settings: Settings, now: float, weight_of: Callable[[str], float] = lambda _: 1.0
+    ) -> None:
+        s = self.settings = settings
+        self.stats = Stats()
+        self.cost = CostModel()
+        self.leases = Leases(s.model)
+        self.queues = Queues(s.max_queue_depth, s.max_tenant_depth, weight_of)
+        self.roster = Roster(self.queues, self.leases, self.stats, s.n_rows)
+        self.roster.on_freed = self._pages_freed
+        self.limits = Limits(s.max_prompt_tokens, s.max_output_tokens)
+        self.budget = Budget(s.max_batch_size, max(s.max_step_tokens, s.max_batch_size), s.max_samples)
+        self.depth = 2 if s.run_ahead else 1  # most unacknowledged steps
+        self.ring: Ring | None = None
+        self.is_attached = False
+        self.unacknowledged: deque[Step] = deque()
+        self._detached_since = now
+        self._kv_generation = -1
+        self._is_short = False  # kv has denied a first lease: no new ones until pages come back
+        self._suspects = False
+
+    # ================================================================== the step loop
+
+    def turn(self, now: float) -> int:
+        """Take in what is acknowledged, publish what can be. Returns the number of steps published."""
+        published = 0
+        self.complete(now)
+        while self.plan(now):
+            published += 1
+        return published
+
+    def plan(self, now: float) -> bool:
+        """Compose and publish the next step, if there is room in the ring and work for it."""
+        if not self.is_attached or len(self.unacknowledged) >= self.depth:
+            return False
+        if self.unacknowledged and (self.unacknowledged[-1].is_verifying or self._suspects):
+            return False
+        self._take_up(now)
+        batch = self._suspect_batch() if self._suspects else None
+        if batch is None:
+            self._relieve()
+            batch = compose(self.roster.held, self.budget, self.cost, self._draft)
+        if not batch.entries:
+            return False
+        self._publish(batch, now)
+        return True
+
+    def _publish(self, batch: Batch, now: float) -> None:
+        ring = self.ring
+        assert ring is not None
+        rows: list[tuple[int, int, int, int]] = []
+        samples = 0
+        is_verifying = False
+        for entry in batch.entries:
+            sequence, start, count = entry.sequence, entry.start, entry.count
+            if entry.drafts:
+                ring.write_tokens(sequence.row, start + 1, array("i", entry.drafts))
+                sequence.drafts = entry.drafts
+                is_verifying = True
+                self.stats.drafted += len(entry.drafts)
+            elif entry.samples:
+                sequence.ahead += 1
+            if not sequence.started:
+                sequence.started = now
+                self.stats.waited_s.add(now - sequence.arrived)
+            sequence.planned = start + count
+            sequence.inflight += 1
+            tenant = sequence.tenant
+            tenant.served += count * tenant.inverse
+            tenant.computed += count
+            samples += entry.samples
+            rows.append((sequence.row, start, count, entry.samples))
+            if sequence.planned > sequence.extend_at and not sequence.ask:
+                self.leases.extend(sequence)
+        number = ring.publish(rows)
+        step = Step(number, batch.entries, batch.tokens, batch.positions, samples, is_verifying)
+        self.unacknowledged.append(step)
+        self.stats.steps += 1
+        self.stats.batch.add(len(rows))
+        self.queues.settle(batch.left)
+
+    def complete(self, now: float) -> int:  # noqa: ARG002
+        """Take in every acknowledged step. Returns their number."""
+        if not self.unacknowledged or self.ring is None:
+            return 0
+        done = self.ring.done
+        n = 0
+        while self.unacknowledged and self.unacknowledged[0].number <= done:
+            self._complete(self.unacknowledged.popleft(), self.ring)
+            n += 1
+        return n
+
+    def _complete(self, step: Step, ring: Ring) -> None:
+        took_us = ring.took_us(step.number)
+        if took_us > 0:
+            self.stats.step_s.add(took_us * 1e-6)
+            self.cost.learn(step.tokens, step.positions, took_us)
+        sampled = ring.outputs(step.number, step.samples)
+        base = 0
+        for entry in step.entries:
+            sequence = entry.sequence
+            sequence.inflight -= 1
+            sequence.strikes = 0
+            n = entry.samples
+            if sequence.is_over:
+                self.stats.discarded += n
+                if not sequence.inflight:
+                    self.roster.let_go(sequence)
+            else:
+                if sequence.computed < sequence.prompt_len:
+                    self.stats.prompt_computed += min(entry.count, sequence.prompt_len - sequence.computed)
+                if n:
+                    self._sampled(sequence, entry, ring, step.number, base, sampled)
+                else:
+                    sequence.computed = entry.start + entry.count
+                if not sequence.is_over:
+                    if sequence.computed - sequence.committed >= self.leases.page_tokens:
+                        self.leases.commit(sequence)
+                    if sequence.is_leaving and not sequence.inflight:
+                        self.roster.set_aside(sequence)
+            base += n
+        if self._suspects:
+            self._suspects = any(retry.is_suspect(s) for s in self.roster.held)
+
+    def _sampled(
+        self, sequence: Sequence, entry: Entry, ring: Ring, step: int, base: int, sampled: memoryview
+    ) -> None:
+        """Samples of one entry: tokens of the output up to a stop, the limit, or a draft that was wrong."""
+        if sequence.state is State.PREFILLING:
+            sequence.move(State.DECODING)
+        first = sequence.outputs
+        drafts = entry.drafts
+        tokens: list[int] = []
+        finish = ""
+        for i in range(entry.samples):
+            token = sampled[base + i]
+            if token < 0:
+                break
+            tokens.append(token)
+            if token in sequence.stop_ids:
+                finish = "stop"
+            elif sequence.length + len(tokens) >= sequence.end:
+                finish = "length"
+            if finish or (drafts and i < len(drafts) and drafts[i] != token):
+                break
+        n = len(tokens)
+        sequence.tokens.extend(tokens)
+        sequence.length += n
+        self.stats.generated += n
+        logprobs: tuple[Logprob, ...] = ()
+        top = sequence.sampling.logprobs
+        if top >= 0:
+            logprobs = tuple(ring.logprob(step, base + i, top) for i in range(n))
+        if drafts:
+            self._verified(sequence, entry, ring, n)
+        else:
+            sequence.computed = entry.start + entry.count
+            sequence.ahead -= 1
+        if finish:
+            self.roster.finish(sequence, finish, start=first, tokens=tuple(tokens), logprobs=logprobs)
+            return
+        if tokens:
+            self.roster.emit(sequence, first, tuple(tokens), logprobs)
+        if n < entry.samples and sampled[base + n] < 0:
+            self.roster.fail(sequence, "INFERENCE", "the model computed logits that are not finite")
+
+    def _verified(self, sequence: Sequence, entry: Entry, ring: Ring, n: int) -> None:
+        """`n` tokens came of a verification: all but the last were drafts, and their positions hold."""
+        accepted = max(0, n - 1)
+        sequence.drafts = ()
+        sequence.accepted += accepted
+        self.stats.accepted += accepted
+        sequence.computed = sequence.planned = entry.start + max(1, n)
+        if n and sequence.length < sequence.end:
+            ring.write_tokens(sequence.row, sequence.length - 1, sequence.tokens[-1:])
+        assert sequence.drafter is not None
+        sequence.drafter.result(sequence.length, len(entry.drafts), accepted)
+
+    # ================================================================== choosing
+
+    def _take_up(self, now: float) -> None:
+        """Give rows to waiting sequences and ask for their pages, within bounds and by share."""
+        roster, queues, batch = self.roster, self.queues, self.settings.max_batch_size
+        if not queues.depth or not self.leases.is_up or self._is_short:
+            return
+        if self.waits_for_company(now) > 0 or any(s.is_starved or s.is_leaving for s in roster.held):
+            return
+        while queues.depth and roster.free_rows:
+            tenant = queues.next_tenant(batch + PREFETCH - len(roster.held), batch)
+            if tenant is None:
+                return
+            sequence = queues.take(tenant)
+            refusal = misfit(sequence, self.limits)
+            if refusal is not None:
+                if sequence.outputs:
+                    roster.fail(sequence, refusal.code, refusal.message)
+                else:
+                    roster.reject(sequence, refusal)
+                continue
+            assert self.ring is not None
+            roster.hold(sequence)
+            self.ring.write_row(
+                sequence.row, sequence.tokens, sequence.prompt_len, sequence.sampling, sequence.choice,
+                tuple(sequence.stop_ids),
+            )
+            self.leases.acquire(sequence)
+
+    def waits_for_company(self, now: float) -> float:
+        """Seconds that an idle model still waits for more sequences before it starts a batch."""
+        timeout = self.settings.batch_timeout_s
+        if not timeout or self.roster.held or not self.queues.depth:
+            return 0.0
+        if self.queues.depth >= self.settings.max_batch_size:
+            return 0.0
+        return max(0.0, min(s.arrived for s in self.queues) + timeout - now)
+
+    def _suspect_batch(self) -> Batch | None:
+        """A step of one suspect, see retry.py."""
+        sequence = retry.alone(self.roster.held)
+        if sequence is None:
+            return None
+        start = sequence.planned
+        todo = sequence.length + sequence.ahead - start
+        count = min(todo, sequence.leased - start, self.budget.max_tokens)
+        positions = count * start + count * (count + 1) // 2
+        return Batch([Entry(sequence, start, count, 1 if count == todo else 0)], count, positions, [])
+
+    def _draft(self, sequence: Sequence, room: int) -> tuple[int, ...]:
+        if sequence.drafter is None:
+            sequence.drafter = Drafter(sequence.speculate)
+        return sequence.drafter.draft(sequence.tokens, room)
+
+    # ================================================================== pages
+
+    def granted(self, frame: Granted) -> None:
+        """Pages from kv."""
+        answered = self.leases.answered(frame.id)
+        if answered is None or self.ring is None:
+            self.stats.late += 1
+            return
+        sequence, is_first = answered
+        have = len(sequence.pages)
+        try:
+            self.leases.take(sequence, frame)
+        except BadTableError as error:
+            self.roster.fail(sequence, "CACHE", f"page table refused: {error}")
+            return
+        self.ring.write_table(sequence.row, have, sequence.pages[have:])
+        if is_first:
+            sequence.computed = sequence.planned = sequence.committed = frame.cached_tokens
+            if not sequence.outputs and not sequence.is_announced:
+                sequence.cached_tokens = min(frame.cached_tokens, sequence.prompt_len)
+                self.stats.prompt_cached += sequence.cached_tokens
+            sequence.move(State.PREFILLING)
+
+    def denied(self, frame: Denied) -> None:
+        """No pages from kv: not now, or never."""
+        if not frame.id:
+            self._lost_lease(frame.sequence)
+            return
+        answered = self.leases.answered(frame.id)
+        if answered is None:
+            self.stats.late += 1
+            return
+        sequence, is_first = answered
+        if not frame.fits:
+            self.roster.fail(
+                sequence, "INSUFFICIENT_RESOURCES",
+                f"needs {frame.needed_pages} KV pages, the arena has {frame.total_pages}: raise kv_cache_mb",
+            )
+        elif is_first:
+            self.roster.set_aside(sequence)
+            self._is_short = True
+        else:
+            sequence.is_starved = True
+
+    def pages_may_be_free(self) -> None:
+        """kv has said how it stands: ask again for what it denied."""
+        self._is_short = False
+        for sequence in self.roster.held:
+            if sequence.is_starved and not sequence.ask and not sequence.is_over:
+                sequence.is_starved = False
+                self.leases.extend(sequence)
+
+    def _pages_freed(self) -> None:
+        self.pages_may_be_free()
+
+    def _relieve(self) -> None:
+        """If a sequence stands still for want of pages, set the youngest one aside."""
+        held = self.roster.held
+        if not any(s.is_starved and s.planned >= s.leased for s in held):
+            return
+        holders = [s for s in held if s.pages]
+        if any(s.is_leaving or s.is_over for s in holders) or len(holders) < 2:
+            return  # pages are about to come back; or the last one waits for kv to find some
+        youngest = holders[-1]
+        self.stats.preemptions += 1
+        youngest.is_leaving = True
+        if not youngest.inflight:
+            self.roster.set_aside(youngest)
+
+    def _lost_lease(self, lease: str) -> None:
+        for sequence in list(self.roster.held):
+            if sequence.lease == lease and not sequence.is_over:
+                self._put_back(sequence)
+
+    def _put_back(self, sequence: Sequence) -> None:
+        sequence.is_leaving = True
+        if not sequence.inflight:
+            self.roster.set_aside(sequence)
+
+    # ================================================================== kv's and the worker's life
+
+    def kv_ready(self, frame: KvReady) -> bool:
+        """kv has the arena. True: its contents are others than before, the worker must attach anew."""
+        is_new = self._kv_generation not in (-1, frame.generation)
+        self._kv_generation = frame.generation
+        if is_new:
+            for sequence in list(self.roster.held):
+                sequence.pages = ()
+                if not sequence.is_over:
+                    self._put_back(sequence)
+        self.limits = self.limits._replace(
+            kv_positions=frame.pages * frame.page_tokens, page_tokens=frame.page_tokens
+        )
+        self.leases.up(frame, self.roster.held)
+        self._is_short = False
+        return is_new
+
+    def kv_down(self) -> None:
+        self.leases.down()
+
+    def attach(self, context_length: int, vocab_size: int) -> None:
+        """The worker has let go of everything before and looks at the ring from now on."""
+        self.limits = self.limits._replace(context_length=context_length, vocab_size=vocab_size)
+        self.is_attached = True
+
+    def detached(self, now: float, died: bool) -> None:
+        """The worker is in no step any more, and what it has not acknowledged is void.
+
+        `died`: it was killed or ended in the step under way, which counts against who was in it.
+        """
+        self.complete(now)
+        culprit = None
+        if self.unacknowledged:
+            self.stats.repeated += 1
+            members = [entry.sequence for entry in self.unacknowledged[0].entries]
+            if died:
+                culprit = retry.strike(s for s in members if not s.is_over)
+        self.unacknowledged.clear()
+        for sequence in list(self.roster.held):
+            sequence.inflight = 0
+            sequence.planned = sequence.computed
+            sequence.ahead = 0
+            sequence.drafts = ()
+            if sequence.is_over:
+                self.roster.let_go(sequence)
+            elif sequence.is_leaving:
+                self.roster.set_aside(sequence)
+        if culprit is not None:
+            self.stats.convicted += 1
+            self.roster.fail(culprit, "INFERENCE", "the worker died or stood still each time it computed this")
+        self._suspects = any(retry.is_suspect(s) for s in self.roster.held)
+        if self.is_attached:
+            self._detached_since = now
+        self.is_attached = False
+
+    # ================================================================== gateways
+
+    def submit(self, owner: bytes, frame: Submit, now: float) -> None:
+        """A sequence for the queue, or its `Rejected`."""
+        roster = self.roster
+        refusal = malformed(frame)
+        if refusal is None and frame.sequence in roster.live:
+            if roster.adopt(owner, frame):
+                return
+            roster.abandon(roster.live[frame.sequence])
+        if refusal is None and not frame.forced:
+            refusal = self._crowded(frame, now)
+        if refusal is not None:
+            self.stats.refused += 1
+            roster.rejected.append((owner, rejection(frame.sequence, refusal)))
+            return
+        if not frame.speculate and self.settings.speculate:
+            frame = _with_speculation(frame, self.settings.speculate)
+        sequence = roster.enter(owner, frame, now)
+        refusal = misfit(sequence, self.limits)
+        if refusal is not None:
+            if frame.forced:
+                roster.fail(sequence, refusal.code, refusal.message)
+            else:
+                roster.reject(sequence, refusal)
+        elif sequence.outputs and sequence.tokens[-1] in sequence.stop_ids:
+            roster.finish(sequence, "stop")
+        elif sequence.length >= sequence.end:
+            roster.finish(sequence, "length")
+        else:
+            self.queues.push(sequence)
+
+    def _crowded(self, frame: Submit, now: float) -> Refusal | None:
+        """Why a new sequence cannot wait here now. One with forced tokens was accepted before."""
+        if not self.is_attached and now - self._detached_since > UNAVAILABLE_S:
+            message = f"model {frame.model} has no worker that is ready"
+            return Refusal("MODEL_UNAVAILABLE", message, "model", 5.0)
+        tenant = self.queues.tenant(frame.tenant)
+        try:
+            out = self.queues.room(tenant)
+        except QueueFullError as error:
+            wait = self.wait_s(tenant)
+            return Refusal("OVERLOADED", f"queue of {frame.model} is full: {error}", "", wait)
+        if out is not None:
+            wait = self.wait_s(out.tenant)
+            message = f"queue of {frame.model} is full and most of it is yours"
+            self.roster.reject(out, Refusal("OVERLOADED", message, "", wait))
+        if frame.deadline_ms > 0 and self.stats.steps > 32:
+            wait = self.wait_s(tenant)
+            if wait * 1000 > frame.deadline_ms:
+                message = f"{wait:.0f} s of work wait before this request and its time is {frame.deadline_ms} ms"
+                return Refusal("OVERLOADED", message, "", wait)
+        return None
+
+    def cancel(self, frame: Cancel) -> None:
+        """Nobody wants more of it. Unknown ids are late and normal."""
+        sequence = self.roster.live.get(frame.sequence)
+        if sequence is None:
+            self.stats.late += 1
+            return
+        if frame.at >= 0:
+            sequence.valid_end = sequence.prompt_len + frame.at
+        self.roster.finish(sequence, "cancelled")
+
+    def wait_s(self, tenant: Tenant) -> float:
+        """How long until what `tenant` has waiting now is through, by measured cost and by its share."""
+        n = self.settings.max_batch_size
+        output_us = (self.cost.fixed_us + n * self.cost.token_us) / n * self.stats.mean_output
+
+        def work_us(t: Tenant) -> float:
+            return t.waiting * output_us + t.prompt_backlog * self.cost.token_us
+
+        active = [t for t in self.queues.tenants.values() if t.is_active]
+        everything = sum(work_us(t) for t in active)
+        everything += sum(
+            max(0, s.length - s.planned) * self.cost.token_us + output_us / 2 for s in self.roster.held
+        )
+        share = tenant.weight / (sum(t.weight for t in active if t is not tenant) + tenant.weight)
+        own = work_us(tenant) / share + output_us * n / 2
+        return max(1.0, math.ceil(min(everything, own) * 1e-6))
+
+    # ================================================================== time and state
+
+    def tick(self, now: float) -> None:
+        """Call about every 100 ms."""
+        self.roster.expire(now)
+        self.queues.forget_idle()
+        if not self.is_attached and now - self._detached_since > UNAVAILABLE_S:
+            refusal = Refusal("MODEL_UNAVAILABLE", "no worker became ready in time", "model", 5.0)
+            for sequence in list(self.roster.live.values()):
+                if sequence.outputs or sequence.is_announced:
+                    self.roster.fail(sequence, refusal.code, refusal.message)
+                else:
+                    self.roster.reject(sequence, refusal)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.roster.live or self.unacknowledged)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_attached and self.leases.is_up
+
+    def state(self, digest: str, reason: str, kv_free: int, kv_page_bytes: int) -> ModelState:
+        """What the gateways show of the model."""
+        return ModelState(
+            self.settings.model, digest, self.is_ready, "" if self.is_ready else reason, self.queues.depth,
+            len(self.roster.held), self.settings.max_batch_size, kv_free, self.leases.total_pages, kv_page_bytes,
+            self.stats.steps, self.stats.generated, self.stats.preemptions,
+        )
+
+
+def _with_speculation(frame: Submit, most: int) -> Submit:
+    return Submit(*(getattr(frame, name) for name in Submit.__struct_fields__[:-1]), most)
+
+
+assert Submit.__struct_fields__[-1] == "speculate"
+assert NEVER > 1 << 32

@@ -1,0 +1,135 @@
+"""Pages: what has been asked of `kv`, what it granted, and what it must be told after it has died.
+
+One `Acquire` when a sequence is taken up, an `Extend` ahead of need for each page after that, `Commit`
+when pages have filled, `Release` once no unacknowledged step names the sequence.  An answer is matched
+by id; one that nobody waits for (the sequence went, kv started afresh) is ignored.
+
+Every granted table is checked before a worker may use it: bounds, no page twice, the same pages
+as before in front, enough of them.  A table that fails is never written to the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pipeline.messages import Acquire, Commit, Declare, Extend, Frame, Granted, KvReady, Release
+from stages.scheduler.sequence import NEVER, Sequence
+
+AHEAD = 16  # positions before the lease's end at which more are asked for
+
+
+class BadTableError(ValueError):
+    """A page table that must not reach a worker, and what is wrong with it."""
+
+
+class Leases:
+    """The pages of one model. Frames to send gather in `frames`, in order."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.frames: list[Frame] = []
+        self.is_up = False  # kv has the arena and knows our leases
+        self.page_tokens = 0
+        self.total_pages = 0
+        self._next_id = 1
+        self._waiting: dict[int, Sequence] = {}  # by id of the unanswered ask
+        self._asks: dict[int, Acquire | Extend] = {}
+
+    @property
+    def capacity(self) -> int:
+        """Positions that the whole arena holds."""
+        return self.page_tokens * self.total_pages
+
+    @property
+    def unanswered(self) -> int:
+        return len(self._asks)
+
+    # -------------------------------------------------------------- asking
+
+    def acquire(self, sequence: Sequence) -> None:
+        """First pages, for all that is known and a page beyond: its tokens stand in its row."""
+        want = min(sequence.length + self.page_tokens, sequence.end - 1)
+        self._ask(
+            sequence,
+            Acquire(
+                self._next_id, self.model, sequence.lease, sequence.row, sequence.length, want,
+                sequence.salt, sequence.session,
+            ),
+        )
+
+    def extend(self, sequence: Sequence) -> None:
+        """One page more (or up to its limit)."""
+        want = min(max(sequence.leased, sequence.planned) + self.page_tokens, sequence.end - 1)
+        sequence.extend_at = NEVER
+        self._ask(sequence, Extend(self._next_id, self.model, sequence.lease, want))
+
+    def _ask(self, sequence: Sequence, frame: Acquire | Extend) -> None:
+        sequence.ask = frame.id
+        self._waiting[frame.id] = sequence
+        self._asks[frame.id] = frame
+        self._next_id += 1
+        if self.is_up:
+            self.frames.append(frame)
+
+    def commit(self, sequence: Sequence) -> None:
+        """Pages that have filled since the last time may be indexed."""
+        sequence.committed = sequence.computed
+        if self.is_up:
+            self.frames.append(Commit(self.model, sequence.lease, sequence.computed))
+
+    def release(self, sequence: Sequence) -> None:
+        """Give the pages back; nothing names them any more."""
+        good = min(sequence.computed, sequence.valid_end)
+        if sequence.ask:
+            self._waiting.pop(sequence.ask, None)
+            self._asks.pop(sequence.ask, None)
+            sequence.ask = 0
+        # While kv is down nothing is said: it learns from the declaration what still holds.
+        if self.is_up:
+            self.frames.append(Release(self.model, sequence.lease, good))
+
+    # -------------------------------------------------------------- answers
+
+    def answered(self, answer_id: int) -> tuple[Sequence, bool] | None:
+        """Whose ask that was, and whether its first; None when nobody waits for it."""
+        frame = self._asks.pop(answer_id, None)
+        if frame is None:
+            return None
+        sequence = self._waiting.pop(answer_id)
+        sequence.ask = 0
+        return sequence, isinstance(frame, Acquire)
+
+    def take(self, sequence: Sequence, frame: Granted) -> None:
+        """Enter the granted table into the sequence. Raises `BadTableError`, then nothing is changed."""
+        pages, total = frame.pages, self.total_pages
+        if len(set(pages)) != len(pages):
+            raise BadTableError(f"{sequence.lease}: a page is granted twice")
+        if any(not 0 <= page < total for page in pages):
+            raise BadTableError(f"{sequence.lease}: a page outside 0..{total - 1} is granted")
+        if pages[: len(sequence.pages)] != sequence.pages:
+            raise BadTableError(f"{sequence.lease}: pages in use were replaced")
+        if not 0 <= frame.cached_tokens <= min(sequence.length - 1, len(pages) * self.page_tokens):
+            raise BadTableError(f"{sequence.lease}: {frame.cached_tokens} of {sequence.length} tokens cached")
+        sequence.pages = pages
+        sequence.leased = min(len(pages) * self.page_tokens, NEVER)
+        sequence.is_starved = False
+        sequence.extend_at = sequence.leased - AHEAD if sequence.leased < sequence.end - 1 else NEVER
+
+    # -------------------------------------------------------------- kv's life
+
+    def down(self) -> None:
+        """kv is gone: asks stay open, steps go on with the pages they have."""
+        self.is_up = False
+
+    def up(self, frame: KvReady, holders: Iterable[Sequence]) -> None:
+        """kv has the arena: declare what is held if it wants to know, then ask again."""
+        self.page_tokens = frame.page_tokens
+        self.total_pages = frame.pages
+        if not frame.declared:
+            leases = [(s.lease, s.row, s.computed, s.pages) for s in holders if s.pages]
+            self.frames.append(Declare(self.model, leases))
+        elif self.is_up:
+            return
+        # Frames keep their order: what follows the declaration is read after it.
+        self.is_up = True
+        self.frames.extend(self._asks.values())

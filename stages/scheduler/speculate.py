@@ -1,0 +1,61 @@
+"""Draft tokens by prompt lookup: text that repeats itself is guessed from what stands before.
+
+The last tokens of the sequence are looked up among all earlier ones; what followed then is the draft.
+The worker computes the draft's positions in one step and samples each with the token's own
+random number; a draft token is accepted exactly if it equals the sample before it.  So output bytes
+are those without speculation, and the sample behind the last accepted draft comes for free.
+
+How much is drafted follows success: it doubles when a whole draft is accepted and halves when less
+than half is.  Drafts that fail one after the other buy silence for 8, 16, ... 256 tokens, so that
+free text pays next to nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+NGRAM = 3  # tokens that must have occurred before
+FIRST = 4  # draft length to start with
+SILENCE = 8  # tokens without drafting after a failure; doubles with each in a row
+LONGEST_SILENCE = 256
+
+
+class Drafter:
+    """Of one sequence. Feed it with `extend` as tokens become known; O(1) for each."""
+
+    __slots__ = ("_index", "_silence", "_until", "length", "most", "seen")
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.length = min(FIRST, most)
+        self.seen = 0  # tokens indexed
+        self._index: dict[tuple[int, ...], int] = {}  # n-gram -> position behind its last occurrence
+        self._silence = SILENCE
+        self._until = 0  # no drafts while fewer tokens are known
+
+    def draft(self, tokens: array[int], room: int) -> tuple[int, ...]:
+        """What may follow `tokens`: at most `room` of them, () when there is no idea."""
+        n = len(tokens)
+        index = self._index
+        # The n-gram that ends at the last token is looked up, not entered: it would find itself.
+        for end in range(max(NGRAM, self.seen), n):
+            index[tuple(tokens[end - NGRAM : end])] = end
+        self.seen = max(self.seen, n)
+        if n < self._until or n < NGRAM:
+            return ()
+        at = index.get(tuple(tokens[n - NGRAM :]), 0)
+        if not at:
+            return ()
+        return tuple(tokens[at : at + min(room, self.length)])
+
+    def result(self, n_tokens: int, drafted: int, accepted: int) -> None:
+        """`accepted` of `drafted` were right; `n_tokens` are known now."""
+        if accepted == drafted:
+            self.length = min(self.most, 2 * max(1, self.length))
+            self._silence = SILENCE
+        elif 2 * accepted < drafted:
+            self.length = max(1, self.length // 2)
+        if accepted == 0:
+            self._until = n_tokens + self._silence
+            self._silence = min(LONGEST_SILENCE, 2 * self._silence)
+            self.length = min(FIRST, self.most)

@@ -1,0 +1,59 @@
+"""Counters, gauges and histograms of one model's scheduling; knows nothing of how they are shown."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+BATCH_BOUNDS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128)  # entries of a step
+WAIT_BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+STEP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+class Histogram:
+    """Counts by upper bound (the last place: beyond all), their sum and number."""
+
+    __slots__ = ("bounds", "counts", "number", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+        self.number = 0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+        self.number += 1
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.number if self.number else 0.0
+
+
+class Stats:
+    """Of one model, since the start of this process."""
+
+    def __init__(self) -> None:
+        self.submitted = 0
+        self.refused = 0  # at the door, or put out of the queue
+        self.finished: dict[str, int] = {}  # by finish reason
+        self.steps = 0
+        self.generated = 0  # output tokens
+        self.prompt_computed = 0  # prompt positions computed
+        self.prompt_cached = 0  # prompt positions that came from the cache
+        self.discarded = 0  # samples computed past a stop or a cancel
+        self.preemptions = 0
+        self.repeated = 0  # steps computed again after the worker's death
+        self.convicted = 0  # sequences that killed the worker
+        self.drafted = 0
+        self.accepted = 0
+        self.late = 0  # cancels and answers for sequences that are not there any more
+        self.batch = Histogram(BATCH_BOUNDS)
+        self.waited_s = Histogram(WAIT_BOUNDS_S)  # from arrival to the first step
+        self.step_s = Histogram(STEP_BOUNDS_S)  # the worker's time
+        self.mean_output = 64.0  # output tokens of a sequence, exponential average
+
+    def ended(self, finish: str, outputs: int) -> None:
+        self.finished[finish] = self.finished.get(finish, 0) + 1
+        if finish in ("stop", "length"):
+            self.mean_output += 0.05 * (outputs - self.mean_output)
