@@ -78,10 +78,10 @@ def find_file(path: str | Path | None = None, env: Env = os.environ, cwd: Path |
 def load(path: str | Path | None = None, env: Env = os.environ, cwd: Path | None = None) -> Config:
     """The resolved configuration. Raises `ConfigError` that lists every problem."""
     file = find_file(path, env, cwd)
-    return resolve(read_file(file) if file else {}, env, str(file or "defaults"))
+    return resolve(read_file(file) if file else {}, env, f"the configuration ({file or 'defaults'})")
 
 
-def resolve(raw: dict[str, Any], env: Env, source: str = "configuration") -> Config:
+def resolve(raw: dict[str, Any], env: Env, source: str = "the configuration") -> Config:
     """`raw` (as a file would give it) and the environment, merged and checked."""
     problems: list[Problem] = []
     _drop_empty(raw)

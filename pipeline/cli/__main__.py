@@ -1,0 +1,5 @@
+"""`python -m pipeline.cli` is `starling`."""
+
+from pipeline.cli import main
+
+main()

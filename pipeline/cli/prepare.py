@@ -1,0 +1,123 @@
+"""Fetch, ingest and compile before anything is served, and show how far it is.
+
+On a terminal a bar for each phase; elsewhere a line when a phase ends.  What is ready already is passed
+over in silence, so a second start costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+from pipeline import paths, registry
+from pipeline.config import load
+from pipeline.config_schema import Config, ModelConfig
+from pipeline.errors import ModelNotFound
+
+# prepare(config, model, models_dir, progress): fetch, ingest, compile; idempotent and flocked, for the
+# worker does the same when it starts and finds something missing.
+WORKER_PREPARE = "stages.worker.prepare"
+
+
+@click.command()
+@click.argument("name", required=False)
+def fetch(name: str | None) -> None:
+    """Fetch the models' files (or the one of NAME) and check them."""
+    resolved = load()
+    for model in _chosen(resolved, name):
+        with shown(model.name) as progress:
+            found = registry.fetch(model, paths.models_dir(), progress)
+        click.echo(f"{model.name}: {found.path}")
+
+
+@click.command()
+@click.argument("name", required=False)
+def prepare(name: str | None) -> None:
+    """Fetch, ingest and compile the models (or the one of NAME) for a fast start."""
+    prepare_all(load(), name)
+
+
+def prepare_all(config: Config, name: str | None = None) -> None:
+    """Make every model (or the one of that name) ready to be served."""
+    worker = importlib.import_module(WORKER_PREPARE)
+    for model in _chosen(config, name):
+        with shown(model.name) as progress:
+            worker.prepare(config, model, paths.models_dir(), progress)
+
+
+def _chosen(config: Config, name: str | None) -> tuple[ModelConfig, ...]:
+    if not name:
+        return config.models
+    model = config.model(name)
+    if model is None:
+        known = ", ".join(model.name for model in config.models)
+        raise ModelNotFound(f"no model {name!r} is configured; there are {known}", param="name")
+    return (model,)
+
+
+@contextmanager
+def shown(subject: str) -> Iterator[registry.Progress]:
+    """A progress function that draws on a terminal and prints lines elsewhere."""
+    if sys.stdout.isatty():
+        with _bars(subject) as progress:
+            yield progress
+    else:
+        lines = _Lines(subject)
+        yield lines
+        lines.finish()
+
+
+class _Lines:
+    """A line for each phase that has ended, with its time and size."""
+
+    def __init__(self, subject: str) -> None:
+        self.subject = subject
+        self.phase = ""
+        self.total = 0
+        self.begun = 0.0
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        if phase != self.phase:
+            self.finish()
+            self.phase, self.begun = phase, time.monotonic()
+            click.echo(f"{self.subject}: {phase} ...")
+        self.total = total
+
+    def finish(self) -> None:
+        if self.phase:
+            took = time.monotonic() - self.begun
+            size = f"{self.total / 1e6:.0f} MB, " if self.total > 1_000_000 else ""
+            click.echo(f"{self.subject}: {self.phase} done ({size}{took:.1f} s)")
+        self.phase = ""
+
+
+@contextmanager
+def _bars(subject: str) -> Iterator[registry.Progress]:
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.fields[amount]:>16}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(phase: str, done: int, total: int) -> None:
+            if total > 1_000_000:  # bytes
+                amount = f"{done / 1e6:.0f}/{total / 1e6:.0f} MB"
+            else:
+                amount = f"{done}/{total}" if total else ""
+            if phase not in tasks:
+                for task in tasks.values():
+                    bars.stop_task(task)
+                tasks[phase] = bars.add_task(f"{subject}: {phase}", total=total or None, amount=amount)
+            bars.update(tasks[phase], completed=done, total=total or None, amount=amount)
+
+        yield show

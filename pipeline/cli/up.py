@@ -1,0 +1,227 @@
+"""Everything from one command: check, prepare, start the stages under honcho, say when it is ready.
+
+`up` itself serves nothing.  It runs `honcho start` on the Procfile (honcho brings the stages' output
+together), waits until the gateway's /ready answers, and passes SIGINT, SIGTERM and SIGHUP on.  When
+honcho is over it removes what the stages left (leftovers.py), so that Ctrl-C leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from pipeline import leftovers, paths, rundir, status
+from pipeline.cli.prepare import prepare_all
+from pipeline.cli.stage import STAGES
+from pipeline.config import load
+from pipeline.config_schema import Config
+from pipeline.errors import ConfigError, ResourceError
+from pipeline.process import EXIT_FATAL, die_with_parent
+
+PROCFILE = Path(__file__).resolve().parent.parent.parent / "Procfile"
+ARENA_SPARE_MB = 64  # beside the KV arenas: steps and activations
+POLL_S = 0.1
+PATIENCE_S = 5.0  # before it says what it waits for
+
+
+@click.command()
+def up() -> int:
+    """Prepare what is missing, start every stage, and run until Ctrl-C."""
+    config = load()
+    run_dir = rundir.prepare(paths.run_dir(config))
+    only_one = rundir.StageLock(run_dir, "up")
+    try:
+        check_port(config)
+        env = {**os.environ, **choose_arena_dir(config)}
+        prepare_all(config)
+        code = _run(config, run_dir, env)
+    finally:
+        only_one.release()
+    arena_dir = paths.arena_dir(load(env=env), env)
+    for stage in leftovers.sweep(run_dir, arena_dir, wait_s=5.0):
+        click.echo(f"starling: stage {stage} is still running; `starling status` shows it", err=True)
+        code = code or EXIT_FATAL
+    return code
+
+
+# ------------------------------------------------------------------ before the start
+
+
+def check_port(config: Config) -> None:
+    """Raises `ConfigError` when nobody could listen there, with the reason."""
+    host, port = config.server.host, config.server.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        raise ConfigError(
+            f"server.host, server.port: cannot listen on {host}:{port}: {error.strerror}; end what uses it "
+            f"or choose another port, for example STARLING_SERVER__PORT={port + 1 if port < 65535 else 8080}",
+            param="server.port",
+        ) from None
+
+
+def choose_arena_dir(config: Config, shm: Path = Path("/dev/shm")) -> dict[str, str]:
+    """Environment that moves the arenas out of a /dev/shm too small for them (as containers have).
+
+    Raises `ResourceError`, with the numbers, when they fit nowhere.
+    """
+    need = sum(config.kv_cache_bytes(model) for model in config.models) + (ARENA_SPARE_MB << 20)
+    home = Path(config.server.arena_dir or shm)
+    there = paths.arena_dir(config)
+    # What a killed server has left counts as free: it is adopted or replaced.
+    left = sum(path.stat().st_size for path in there.glob("*")) if there.is_dir() else 0
+    room = _free(home) + left
+    if room >= need:
+        return {}
+    advice = "make them smaller (STARLING_CACHE__MAX_SIZE_MB) or move them (STARLING_SERVER__ARENA_DIR)"
+    other = paths.home() / "arenas"
+    if config.server.arena_dir or _free(other.parent) < need:
+        raise ResourceError(f"the arenas need {need >> 20} MB, and {home} has {room >> 20} MB free; {advice}")
+    click.echo(
+        f"{home} has {room >> 20} MB free and the arenas need {need >> 20} MB: they go to {other}, which is "
+        f"slower; {advice}"
+    )
+    return {"STARLING_SERVER__ARENA_DIR": str(other)}
+
+
+def _free(path: Path) -> int:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def write_procfile(config: Config, run_dir: Path, shipped: Path = PROCFILE) -> Path:
+    """The Procfile at the top, or one with a worker line for each model when there are several."""
+    if len(config.models) == 1 and shipped.is_file():
+        return shipped
+    lines = [f"{name}: exec starling supervise {name}" for name in STAGES if name != "worker"]
+    lines += [
+        f"worker-{index}: exec starling supervise worker --model {model.name}"
+        for index, model in enumerate(config.models)
+    ]
+    procfile = run_dir / "Procfile"
+    procfile.write_text("\n".join(lines) + "\n")
+    return procfile
+
+
+# ------------------------------------------------------------------ while it runs
+
+
+def _run(config: Config, run_dir: Path, env: dict[str, str]) -> int:
+    """honcho, from its start to its end; 0 when it ended because somebody asked."""
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
+    me = os.getpid()
+
+    def follow() -> None:
+        die_with_parent(me)
+
+    asked = False
+    begun = time.monotonic()
+    honcho = subprocess.Popen(
+        [sys.executable, "-m", "honcho", "start", "-f", str(write_procfile(config, run_dir))],
+        env=env,
+        # Out of the terminal's foreground group: Ctrl-C comes once, from here, and in order.
+        process_group=0,
+        preexec_fn=follow,
+    )
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        honcho.send_signal(signal.SIGTERM)
+
+    old = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        watcher = _Watcher(config, run_dir, begun)
+        while not watcher.is_ready and not asked:
+            try:
+                honcho.wait(POLL_S)
+                break
+            except subprocess.TimeoutExpired:
+                watcher.look()
+        code = honcho.wait()
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+    return 0 if asked else code or EXIT_FATAL
+
+
+class _Watcher:
+    """Asks whether the server is ready, and says so once; or what it waits for."""
+
+    def __init__(self, config: Config, run_dir: Path, begun: float) -> None:
+        self.is_ready = False
+        self._config = config
+        self._run_dir = run_dir
+        self._begun = begun
+        self._said = ""
+
+    def look(self) -> None:
+        took = time.monotonic() - self._begun
+        if _answers_ready(self._config):
+            self.is_ready = True
+            click.echo(banner(self._config, took))
+        elif took > PATIENCE_S:
+            waiting = [
+                f"{record.stage} ({record.reason or 'starting'})"
+                for record in status.read_all(self._run_dir)
+                if record.alive and not record.ready and record.stage != "gateway"
+            ]
+            text = "waiting for " + ", ".join(waiting) if waiting else ""
+            if text != self._said:
+                self._said = text
+                click.echo(text)
+
+
+def _answers_ready(config: Config) -> bool:
+    connection = http.client.HTTPConnection(_reachable(config.server.host), config.server.port, timeout=1.0)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _reachable(host: str) -> str:
+    """An address to connect to for one to listen on."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def banner(config: Config, took_s: float) -> str:
+    """What a newcomer needs: where it is, and a line to paste."""
+    host = _reachable(config.server.host)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{config.server.port}"
+    key = " \\\n    -H 'Authorization: Bearer YOUR-API-KEY'" if config.auth.api_keys else ""
+    body = json.dumps(
+        {
+            "model": config.models[0].name,
+            "stream": True,
+            "messages": [{"role": "user", "content": "Tell me a short story."}],
+        }
+    )
+    return (
+        f"\nStarling is ready at {url} ({took_s:.1f} s). Paste this into another terminal:\n\n"
+        f"  curl -N {url}/v1/chat/completions{key} \\\n"
+        f"    -H 'Content-Type: application/json' \\\n"
+        f"    -d '{body}'\n\n"
+        "Ctrl-C ends it.\n"
+    )
