@@ -1,0 +1,112 @@
+"""Which instructions the kernels may use, and where compiled kernels are kept.
+
+Import this (or `simd`, which does) before numba is imported anywhere else: it settles numba's cache
+directory and target CPU, which numba reads from its environment once.  `STARLING_ISA` restricts:
+
+    portable   x86-64-v3 (AVX2, FMA, F16C), the minimum
+    vnni       512-bit AVX-512 with VNNI
+    native     the best of these that the CPU has (default)
+
+All of them give the same bytes (docs/numerics.md); a restriction is for tests and for comparing.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+
+import llvmlite.binding as llvm
+
+MINIMUM = ("avx2", "fma", "f16c", "bmi2")
+VNNI_NEEDS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
+ISAS = ("portable", "vnni", "native")
+_PORTABLE_CPU = "x86-64-v3"
+_PORTABLE_FEATURES = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse4.2,+ssse3"
+
+
+class UnsupportedCpu(RuntimeError):
+    """This CPU cannot run the kernels (or not the ones asked for); the message says what it lacks."""
+
+
+def starling_home() -> Path:
+    """The directory of models, state and caches: `STARLING_HOME`, or ~/.starling."""
+    return Path(os.environ.get("STARLING_HOME") or Path.home() / ".starling")
+
+
+def choose_isa(host: dict[str, bool], wanted: str) -> str:
+    """`portable` or `vnni` for a CPU with the features `host`.
+
+    Raises `UnsupportedCpu` below the minimum or when `wanted` needs what the CPU lacks.
+    """
+    missing = [name for name in MINIMUM if not host.get(name)]
+    if missing:
+        raise UnsupportedCpu(
+            f"this CPU lacks {', '.join(missing)}; the kernels need x86-64-v3 "
+            f"({', '.join(MINIMUM)}): Intel Haswell (2013) or AMD Excavator (2015) and later"
+        )
+    if wanted not in ISAS:
+        raise UnsupportedCpu(f"STARLING_ISA is {wanted!r}, expected one of {', '.join(ISAS)}")
+    lacks = [name for name in VNNI_NEEDS if not host.get(name)]
+    if wanted == "vnni" and lacks:
+        raise UnsupportedCpu(f"STARLING_ISA is 'vnni' but this CPU lacks {', '.join(lacks)}")
+    if wanted == "portable" or lacks:
+        return "portable"
+    return "vnni"
+
+
+@functools.cache
+def isa() -> str:
+    """The instruction set of this process's kernels."""
+    return choose_isa(dict(llvm.get_host_cpu_features()), os.environ.get("STARLING_ISA") or "native")
+
+
+def target() -> tuple[str, str]:
+    """LLVM's CPU name and feature string that the kernels are compiled for."""
+    if isa() == "portable":
+        return _PORTABLE_CPU, _PORTABLE_FEATURES
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
+@functools.cache
+def cache_key() -> str:
+    """Hash of all that compiled kernels depend on: their sources, the target CPU, the compilers.
+
+    Numba itself looks only at the file of a jitted function, not at the intrinsics it uses.
+    """
+    h = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        h.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    h.update("|".join((isa(), *target(), sys.version)).encode())
+    for package in ("numba", "llvmlite", "numpy"):
+        h.update(f"|{package} {importlib.metadata.version(package)}".encode())
+    return h.hexdigest()[:16]
+
+
+def cache_dir() -> Path:
+    """Where this process's compiled kernels are kept."""
+    return starling_home() / "cache" / f"kernels-{cache_key()}"
+
+
+@functools.cache
+def settle() -> str:
+    """Point numba at the cache directory and the target CPU, once; returns the ISA.
+
+    Raises `UnsupportedCpu`, or `RuntimeError` when numba compiled something before.
+    """
+    name, features = target()
+    directory = cache_dir()
+    directory.mkdir(parents=True, exist_ok=True)
+    os.environ["NUMBA_CACHE_DIR"] = str(directory)
+    os.environ["NUMBA_CPU_NAME"] = name
+    os.environ["NUMBA_CPU_FEATURES"] = features
+    if "numba" in sys.modules:
+        import numba
+
+        numba.core.config.reload_config()
+        if name != numba.core.config.CPU_NAME:
+            raise RuntimeError("numba was imported before stages.worker.kernels and cannot be settled")
+    return isa()
