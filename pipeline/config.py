@@ -226,9 +226,9 @@ def _apply_env(raw: dict[str, Any], env: Env, problems: list[Problem]) -> dict[K
         parts = variable.removeprefix(PREFIX).split("__")
         if len(parts) == 1:
             # STARLING_HOME and the like are no settings, but STARLING_SERVER_PORT is a typo of one.
-            section = next((s for s in sorted(sections) if parts[0].startswith(s + "_")), "")
+            section = next((s for s in sorted(sections) if f"{parts[0]}_".startswith(s + "_")), "")
             if section:
-                meant = f"{PREFIX}{section}__{parts[0].removeprefix(section + '_')}"
+                meant = f"{PREFIX}{section}__{parts[0][len(section) + 1 :] or 'KEY'}"
                 problems.append(Problem(variable, f": no such setting; did you mean {meant}?"))
             continue
         key = tuple(part.lower() for part in parts)
@@ -359,7 +359,10 @@ def _refuse(key: Key, value: Any, reason: str, origins: dict[Key, str], problems
 
 
 def _origin(key: Key, origins: dict[Key, str]) -> str:
-    """Which variable set the key, or the list or section that it is in."""
+    """Which variable set the key, something in it, or the list or section that it is in."""
+    below = next((variable for other, variable in origins.items() if other[: len(key)] == key), "")
+    if below:
+        return f" ({below})"
     while key:
         if key in origins:
             return f" ({origins[key]})"

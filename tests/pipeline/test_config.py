@@ -1,0 +1,445 @@
+"""One schema: what is accepted resolves to what was meant, what is refused names key, value and reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pipeline import config_schema as schema
+from pipeline.config import ALIASES, find_file, load, render, resolve
+from pipeline.config_rules import UNAVAILABLE
+from pipeline.config_schema import DEMO_MODEL, Config, mask
+from pipeline.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def refused(raw: dict[str, Any], env: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(raw, env or {})
+    return caught.value.message
+
+
+# ------------------------------------------------------------------ what is accepted
+
+
+def test_nothing_at_all_serves_the_demo_model() -> None:
+    config = resolve({}, {})
+    assert [model.name for model in config.models] == [DEMO_MODEL]
+    assert (config.server.host, config.server.port) == ("127.0.0.1", 8080)
+
+
+def test_the_shipped_file_is_the_defaults() -> None:
+    assert load(ROOT / "configs" / "default.yaml", {}) == resolve({}, {})
+
+
+def test_the_shipped_file_shows_every_key() -> None:
+    text = (ROOT / "configs" / "default.yaml").read_text()
+    raw = yaml.safe_load(text)
+    for section in msgspec.structs.fields(Config):
+        if section.name != "models":
+            assert section.name in raw
+            if isinstance(section.type, type):
+                hidden = {"responses"}  # not available in this version
+                names = {field.name for field in msgspec.structs.fields(section.type)}
+                assert set(raw[section.name]) == names - hidden
+    shown = set(re.findall(r"^#[ -]+([a-z_0-9]+):", text, re.M))
+    names = {field.name for field in msgspec.structs.fields(schema.ModelConfig)}
+    assert names - {"spill_path", "spill_mb", "speculate", "device"} <= shown
+
+
+SESSION_SERVER = """
+server: {host: "0.0.0.0", port: 8080, request_timeout_ms: 30000}
+models:
+  - name: "llama-3-8b"
+    path: "/models/llama-3-8b-q4.gguf"
+    max_batch_size: 8
+    max_sessions: 100
+    kv_cache_mb: 4096
+scheduler: {max_queue_depth: 1000, batch_timeout_ms: 5}
+rate_limits: {requests_per_minute: 60, tokens_per_minute: 10000}
+auth: {api_keys: ["sk-..."]}
+"""
+
+ENGINE = """
+[server]
+host = "0.0.0.0"
+port = 8080
+max_concurrent_requests = 100
+enable_cors = true
+[model]
+name = "microsoft/DialoGPT-medium"
+model_path = "/models/DialoGPT-medium.gguf"
+device = "cpu"
+max_sequence_length = 2048
+[cache]
+enabled = true
+max_size_mb = 1024
+eviction_policy = "lru"
+max_sequences = 1000
+[performance]
+batch_size = 1
+memory_pool_size_mb = 512
+use_mmap = true
+[logging]
+level = "info"
+format = "pretty"
+log_requests = true
+[metrics]
+enabled = true
+endpoint = "/metrics"
+"""
+
+
+def test_yaml_with_a_list_of_models(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(SESSION_SERVER)
+    config = load(file, {})
+    model = config.models[0]
+    assert config.max_batch_size(model) == 8
+    assert config.max_sessions(model) == 100
+    assert config.kv_cache_bytes(model) == 4096 << 20
+    assert config.rate_limits.tokens_per_minute == 10000
+    assert config.auth.api_keys[0].key == "sk-..."
+
+
+def test_toml_with_one_model(tmp_path: Path) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text(ENGINE)
+    config = load(file, {})
+    model = config.models[0]
+    assert model.name == "microsoft/DialoGPT-medium"
+    assert model.slug == "microsoft--DialoGPT-medium"
+    assert model.path == "/models/DialoGPT-medium.gguf"
+    assert model.max_sequence_length == 2048
+    # What the sections say for all models holds for the one that says nothing.
+    assert config.max_batch_size(model) == 1
+    assert config.kv_cache_bytes(model) == 1024 << 20
+    assert config.max_sessions(model) == 1000
+
+
+def test_a_model_without_a_name_is_called_after_its_file() -> None:
+    assert resolve({"model": {"path": "/m/Tiny-Q8.gguf"}}, {}).models[0].name == "Tiny-Q8"
+
+
+def test_other_names_of_model_keys() -> None:
+    raw = {"models": [{"name": "a", "model_path": "/a.gguf", "threads": 2, "context": 512}]}
+    model = resolve(raw, {}).models[0]
+    assert (model.path, model.ranks, model.max_sequence_length) == ("/a.gguf", 2, 512)
+
+
+def test_a_section_with_everything_commented_out_is_absent() -> None:
+    assert resolve({"server": None, "models": None}, {}) == resolve({}, {})
+
+
+def test_plain_keys_are_tenants_of_their_own() -> None:
+    raw = {"auth": {"api_keys": ["sk-one", {"key": "sk-two", "tenant": "acme", "weight": 3, "admin": True}]}}
+    one, two = resolve(raw, {}).auth.api_keys
+    assert re.fullmatch(r"key-[0-9a-f]{8}", one.owner)
+    assert (two.owner, two.weight, two.admin, one.admin) == ("acme", 3.0, True, False)
+
+
+def test_tenant_weights_come_from_the_scheduler_then_the_keys() -> None:
+    raw = {
+        "auth": {"api_keys": [{"key": "k1", "tenant": "a", "weight": 2}, {"key": "k2", "tenant": "b"}]},
+        "scheduler": {"tenant_weights": {"b": 5}},
+    }
+    config = resolve(raw, {})
+    assert [config.tenant_weight(tenant) for tenant in ("a", "b", "c")] == [2.0, 5.0, 1.0]
+
+
+# ------------------------------------------------------------------ the environment
+
+
+def test_overrides_win_over_aliases_and_these_over_the_file() -> None:
+    raw = {"server": {"port": 1, "host": "file"}, "logging": {"level": "debug"}}
+    env = {"LLM_ENGINE_PORT": "2", "LLM_ENGINE_HOST": "alias", "STARLING_SERVER__PORT": "3"}
+    config = resolve(raw, env)
+    assert (config.server.port, config.server.host, config.logging.level) == (3, "alias", "debug")
+
+
+def test_every_alias_reaches_its_key() -> None:
+    values = {
+        "LLM_ENGINE_HOST": "0.0.0.0",
+        "LLM_ENGINE_PORT": "9000",
+        "LLM_ENGINE_API_KEY": "your-secret-key",
+        "LLM_ENGINE_MODEL_PATH": "/m/x.gguf",
+        "LLM_ENGINE_DEVICE": "cpu",
+        "LLM_ENGINE_MAX_SEQUENCE_LENGTH": "2048",
+        "LLM_ENGINE_CACHE_ENABLED": "false",
+        "LLM_ENGINE_CACHE_SIZE_MB": "77",
+        "LLM_ENGINE_LOG_LEVEL": "warning",
+    }
+    assert set(values) == set(ALIASES)
+    config = resolve({}, values)
+    model = config.models[0]
+    assert (config.server.host, config.server.port) == ("0.0.0.0", 9000)
+    assert config.auth.api_keys[0].key == "your-secret-key"
+    assert (model.name, model.path, model.max_sequence_length) == ("x", "/m/x.gguf", 2048)
+    assert (config.cache.enabled, config.cache.max_size_mb, config.logging.level) == (False, 77, "warning")
+
+
+def test_lists_by_index_append_in_numeric_order() -> None:
+    env = {f"STARLING_MODELS__{i}__PATH": f"/m/{i}.gguf" for i in range(12)}
+    assert [model.path for model in resolve({}, env).models] == [f"/m/{i}.gguf" for i in range(12)]
+
+
+def test_lists_whole() -> None:
+    env = {
+        "STARLING_AUTH__API_KEYS": "sk-a, sk-b",
+        "STARLING_MODELS__0__PATH": "/m/a.gguf",
+        "STARLING_MODELS__0__CPUS": "[0, 2]",
+        "STARLING_MODELS__0__RANKS": "2",
+    }
+    config = resolve({}, env)
+    assert [key.key for key in config.auth.api_keys] == ["sk-a", "sk-b"]
+    assert config.models[0].cpus == (0, 2)
+
+
+def test_part_of_a_key_that_was_plain_text() -> None:
+    config = resolve({"auth": {"api_keys": ["sk-a"]}}, {"STARLING_AUTH__API_KEYS__0__TENANT": "acme"})
+    assert (config.auth.api_keys[0].key, config.auth.api_keys[0].tenant) == ("sk-a", "acme")
+
+
+def test_one_model_by_environment() -> None:
+    model = resolve({}, {"STARLING_MODEL__PATH": "/m/a.gguf", "STARLING_MODEL__THREADS": "2"}).models[0]
+    assert (model.name, model.path, model.ranks) == ("a", "/m/a.gguf", 2)
+
+
+def test_text_stays_text() -> None:
+    env = {"STARLING_MODELS__0__NAME": "007", "STARLING_MODELS__0__PATH": "1e3"}
+    model = resolve({}, env).models[0]
+    assert (model.name, model.path) == ("007", "1e3")
+
+
+def test_edges_may_be_written_with_underscores() -> None:
+    config = resolve({}, {"STARLING_EDGES__SCHEDULER_KV": "tcp://127.0.0.1:7001"})
+    assert config.edges == {"scheduler-kv": "tcp://127.0.0.1:7001"}
+
+
+@pytest.mark.parametrize("text", ["1", "true", "yes", "on", "True"])
+def test_booleans(text: str) -> None:
+    assert resolve({}, {"STARLING_SERVER__ENABLE_CORS": text}).server.enable_cors is True
+
+
+def test_variables_that_are_no_settings_are_left_alone() -> None:
+    assert resolve({}, {"STARLING_HOME": "/x", "STARLING_ISA": "portable", "PATH": "/bin"}) == resolve({}, {})
+
+
+@given(st.integers(0, 65535), st.booleans(), st.integers(1, 1000), st.sampled_from(["lru", "lfu", "fifo"]))
+def test_file_and_environment_say_the_same(port: int, cors: bool, depth: int, policy: str) -> None:
+    raw = {
+        "server": {"port": port, "enable_cors": cors},
+        "scheduler": {"max_queue_depth": depth},
+        "cache": {"eviction_policy": policy},
+    }
+    env = {
+        f"STARLING_{section.upper()}__{key.upper()}": str(value)
+        for section, keys in raw.items()
+        for key, value in keys.items()
+    }
+    assert resolve(raw, {}) == resolve({}, env)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("raw", "parts"),
+    [
+        ({"server": {"prot": 1}}, ["server.prot", "no such key", "did you mean port?"]),
+        ({"sever": {}}, ["sever", "did you mean server?"]),
+        ({"cache": {"port": 1}}, ["cache.port", "belongs to server"]),
+        ({"server": {"port": 99999}}, ["server.port = 99999", "a whole number of at most 65535"]),
+        ({"server": {"port": "8080"}}, ["server.port = '8080'", "expected a whole number, got text"]),
+        ({"server": {"port": True}}, ["server.port = True", "expected a whole number, got true or false"]),
+        ({"server": {"host": 3}}, ["server.host = 3", "expected text"]),
+        ({"server": 3}, ["server = 3", "expected keys (host, port"]),
+        ({"server": {"request_timeout_ms": 0}}, ["server.request_timeout_ms = 0", "at least 1"]),
+        ({"server": {"host": "a b"}}, ["server.host = 'a b'"]),
+        ({"logging": {"format": "jsn"}}, ["logging.format = 'jsn'", "json, pretty", "did you mean json?"]),
+        ({"models": [{"name": "x", "path": "y", "kv_type": "f8"}]}, ["models.0.kv_type = 'f8'", "f16, f32"]),
+        ({"models": [{"path": 3}]}, ["models.0.path = 3", "models.0.name: missing"]),
+        ({"models": [{"name": "nobody"}]}, ["models.0.path: missing", DEMO_MODEL]),
+        ({"models": ["x"]}, ["models.0 = 'x'", "expected keys"]),
+        ({"models": [{"name": "../x", "path": "p"}]}, ["models.0.name = '../x'"]),
+        ({"models": [{"name": "a", "path": "p"}] * 2}, ["models.1.name = 'a'", "models.0 has this name"]),
+        ({"models": [{"name": "a", "path": "p", "sha256": "12"}]}, ["models.0.sha256", "64 hexadecimal"]),
+        ({"models": [{"name": "a", "path": "p", "cpus": [1, 1]}]}, ["models.0.cpus = [1, 1]", "twice"]),
+        ({"models": [{"name": "a", "path": "p", "cpus": [1], "ranks": 2}]}, ["models.0.ranks = 2"]),
+        ({"models": [{"name": "a", "path": "p", "model_path": "q"}]}, ["models.0.model_path", "the same as"]),
+        ({"model": {"name": "a"}, "models": []}, ["model: given beside models"]),
+        ({"model": {"name": "a", "path": "p", "page_tokens": 48}}, ["models.0.page_tokens = 48", "16, 32"]),
+        ({"performance": {"use_mmap": False}}, ["performance.use_mmap = False", "always mapped"]),
+        ({"performance": {"batch_size": 600}}, ["scheduler.max_step_tokens = 512", "performance.batch_size"]),
+        ({"model": {"path": "p", "device": "cuda"}}, ["models.0.device = 'cuda'", "the only device is cpu"]),
+        ({"metrics": {"endpoint": "/v1/x"}}, ["metrics.endpoint = '/v1/x'", "taken"]),
+        ({"metrics": {"endpoint": "metrics"}}, ["metrics.endpoint = 'metrics'", "a path like"]),
+        ({"edges": {"a-b": "tcp://h:1"}}, ["edges.a-b", "no such edge", "scheduler-kv"]),
+        ({"edges": {"scheduler-kv": "udp://x"}}, ["edges.scheduler-kv", "'udp://x'"]),
+        ({"edges": {"scheduler-kv": "tcp://*:70"}}, ["edges.scheduler-kv", "loopback"]),
+        (
+            {"edges": {"scheduler-kv": "ipc:///a", "scheduler-worker": "ipc:///a"}},
+            ["edges.scheduler-worker = 'ipc:///a'", "edges.scheduler-kv has this address already"],
+        ),
+        ({"server": {"run_dir": "/a", "state_dir": "/a"}}, ["server.state_dir = '/a'"]),
+        (
+            {"model": {"path": "p", "max_sequence_length": 100}, "scheduler": {"max_prompt_tokens": 100}},
+            ["scheduler.max_prompt_tokens = 100", "max_sequence_length = 100"],
+        ),
+        ({"auth": {"api_keys": "sk"}}, ["auth.api_keys", "expected a list"]),
+        ({"auth": {"api_keys": ["a b"]}}, ["auth.api_keys.0.key", "without spaces"]),
+        ({"auth": {"api_keys": ["abc", "abc"]}}, ["auth.api_keys.1.key", "the same key as auth.api_keys.0"]),
+        (
+            {"auth": {"api_keys": [{"key": f"k{w}", "tenant": "t", "weight": w} for w in (1, 2)]}},
+            ["auth.api_keys.1.weight = 2.0", "tenant 't'"],
+        ),
+        ({"scheduler": {"tenant_weights": {"a": 0}}}, ["scheduler.tenant_weights.a = 0", "at least 0.01"]),
+        ({"scheduler": {"tenant_weights": {1: 1.0}}}, ["scheduler.tenant_weights.1", "put it in quotes"]),
+    ],
+)
+def test_refusals_name_key_value_and_reason(raw: dict[str, Any], parts: list[str]) -> None:
+    message = refused(raw)
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("env", "parts"),
+    [
+        ({"STARLING_SERVER__PORT": "abc"}, ["server.port = 'abc' (STARLING_SERVER__PORT)", "got text"]),
+        ({"STARLING_SERVER__PROT": "1"}, ["server.prot (STARLING_SERVER__PROT)", "did you mean port?"]),
+        ({"STARLING_SERVER_PORT": "1"}, ["STARLING_SERVER_PORT", "did you mean STARLING_SERVER__PORT?"]),
+        ({"STARLING_SERVRE__PORT": "1"}, ["servre", "did you mean server?"]),
+        ({"LLM_ENGINE_PROT": "1"}, ["LLM_ENGINE_PROT", "did you mean LLM_ENGINE_PORT?"]),
+        ({"STARLING_MODELS__1__PATH": "x"}, ["models.1.path", "an index from 0 to 0"]),
+        ({"STARLING_MODELS__X__PATH": "x"}, ["models.x.path", "an index from 0 to 0"]),
+        ({"STARLING_SERVER__PORT__X": "1"}, ["server.port = {'x': 1} (STARLING_SERVER__PORT__X)"]),
+        ({"STARLING_SCHEDULER__TENANT_WEIGHTS__A": ".nan"}, ["scheduler.tenant_weights.a = nan"]),
+        ({"STARLING_RATE_LIMITS__TOKENS_PER_MINUTE": "-1"}, ["at least 0"]),
+        ({"STARLING_SERVER": "{}"}, ["did you mean STARLING_SERVER__KEY?"]),
+    ],
+)
+def test_refusals_name_the_variable(env: dict[str, str], parts: list[str]) -> None:
+    message = refused({}, env)
+    for part in parts:
+        assert part in message
+
+
+def test_all_problems_come_at_once() -> None:
+    message = refused({"server": {"port": -1, "hots": "x"}, "logging": {"level": 3}}, {"LLM_ENGINE_X": ""})
+    for part in ("server.port", "server.hots", "logging.level", "LLM_ENGINE_X"):
+        assert f"\n  {part}" in message
+
+
+@pytest.mark.parametrize("key", sorted(UNAVAILABLE))
+def test_what_is_not_available_is_refused_unless_neutral(key: str) -> None:
+    neutral = UNAVAILABLE[key].neutral
+    other = not neutral if isinstance(neutral, bool) else 1 if isinstance(neutral, int) else "x"
+
+    def with_value(value: Any) -> dict[str, Any]:
+        section, *path = key.split(".")
+        if section == "models":
+            return {"models": [{"name": DEMO_MODEL, path[-1]: value}]}
+        tree: Any = value
+        for part in reversed([section, *path]):
+            tree = {part: tree}
+        return dict(tree)
+
+    resolve(with_value(neutral), {})
+    assert UNAVAILABLE[key].reason in refused(with_value(other))
+
+
+def test_secrets_are_not_in_messages_or_prints() -> None:
+    secret = "sk-abcdefghijklmnop"
+    config = resolve({"auth": {"api_keys": [secret]}}, {})
+    assert secret not in render(config) + render(config, "json") + repr(config)
+    assert mask(secret) in render(config)
+    message = refused({"auth": {"api_keys": [{"key": secret, "tennant": "x"}, [secret]]}})
+    assert secret not in message
+    assert "auth.api_keys.0.tennant: no such key; did you mean tenant?" in message
+
+
+# ------------------------------------------------------------------ files
+
+
+def test_where_the_file_is_looked_for(tmp_path: Path) -> None:
+    shipped = ROOT / "configs" / "default.yaml"
+    assert find_file(None, {}, tmp_path) == shipped
+    (tmp_path / "starling.toml").touch()
+    assert find_file(None, {}, tmp_path) == tmp_path / "starling.toml"
+    (tmp_path / "starling.yaml").touch()
+    assert find_file(None, {}, tmp_path) == tmp_path / "starling.yaml"
+    assert find_file(None, {"STARLING_CONFIG": "/c.yaml"}, tmp_path) == Path("/c.yaml")
+    assert find_file("/d.yaml", {"STARLING_CONFIG": "/c.yaml"}, tmp_path) == Path("/d.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.yaml", b"server: [", "not YAML"),
+        ("a.yaml", b"server:\n  port: 1\n  port: 2\n", "'port' is given twice"),
+        ("a.yaml", b"- 1\n", "expected sections"),
+        ("a.yaml", b"\xff\xfe", "byte 0 is not UTF-8"),
+        ("a.yaml", b"a: !!python/object/apply:os.system [ls]\n", "not YAML"),
+        ("a.yaml", b"#" * ((1 << 20) + 1), "larger than"),
+        ("a.yaml", b"? [a]\n: b\n", "not YAML"),
+        ("a.toml", b"[server", "not TOML"),
+        ("a.toml", b"[server]\nport = 1\nport = 2\n", "not TOML"),
+        ("none.yaml", None, "No such file"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | None, reason: str) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(str(file))) as caught:
+        load(file, {})
+    assert reason in caught.value.message
+
+
+def test_a_directory_is_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load(tmp_path, {})
+
+
+def test_printing_gives_a_file_that_says_the_same(tmp_path: Path) -> None:
+    raw = {"models": [{"name": "a", "path": "/a.gguf", "cpus": [0, 1]}], "server": {"port": 0}}
+    config = resolve(raw, {})
+    file = tmp_path / "printed.yaml"
+    file.write_text(render(config))
+    assert load(file, {}) == config
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 70000) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["name", "path", "port", "key", "responses", "x", "model", "cpus"]), inner, max_size=3
+    ),
+    max_leaves=8,
+)
+sections = st.sampled_from([field.name for field in msgspec.structs.fields(Config)] + ["model", "x"])
+variables = st.sampled_from(
+    ["STARLING_MODELS__0__PATH", "STARLING_SERVER__PORT", "STARLING_AUTH__API_KEYS__0", "STARLING_X__Y"]
+)
+
+
+@given(st.dictionaries(sections, plain, max_size=4), st.dictionaries(variables, st.text(max_size=6), max_size=3))
+@example({"auth": {"api_keys": [[]]}}, {"STARLING_AUTH__API_KEYS__0__KEY": "x"})
+def test_anything_is_accepted_or_refused_in_words(raw: dict[str, Any], env: dict[str, str]) -> None:
+    try:
+        config = resolve(raw, env)
+    except ConfigError as error:
+        assert error.param
+        assert error.message.startswith("the configuration cannot be used:\n  ")
+    else:
+        assert config.models
+        assert render(config)
