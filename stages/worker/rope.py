@@ -115,7 +115,9 @@ def _turns(cosine: int, sine: int, n: int) -> tuple[list[float], list[float], tu
     return cosines, sines, (c, s)
 
 
-def rope_frequencies(base: float, n_rot: int, factors: np.ndarray | None = None, scale: float = 1.0) -> list[int]:
+def rope_frequencies(
+    base: float, n_rot: int, factors: np.ndarray | None = None, scale: float = 1.0
+) -> list[int]:
     """Angle per position of each pair (n_rot / 2 of them), fixed point with `FRACTION_BITS`.
 
     `factors` are the f32 divisors of a `rope_freqs` tensor (n_rot / 2), `scale` the linear scaling factor.
@@ -127,7 +129,8 @@ def rope_frequencies(base: float, n_rot: int, factors: np.ndarray | None = None,
     if len(divisors) != n_rot // 2:
         raise ValueError(f"rope factors: {len(divisors)} values, expected {n_rot // 2}")
     # The series of `_cos_sin` wants angles of a few turns at most: with these bounds they are below 16.
-    for name, value, least in (("base", base, 1.0), ("scale", scale, 0.25), *(("factor", f, 0.25) for f in divisors)):
+    given = [("base", base, 1.0), ("scale", scale, 0.25), *(("factor", f, 0.25) for f in divisors)]
+    for name, value, least in given:
         if not least <= value < 1e30:
             raise ValueError(f"rope {name} is {value}, expected a number from {least} to 1e30")
     log_base = _log(Fraction(base))

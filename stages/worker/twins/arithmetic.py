@@ -1,7 +1,8 @@
-"""The elementwise half of docs/numerics.md on f32 arrays. No NumPy transcendental: their bits depend on the CPU.
+"""The elementwise half of docs/numerics.md on f32 arrays.
 
-Every function takes and gives f32 and works along the last axis; a value is rounded where the page says so
-and nowhere else (NumPy's f32 add, multiply, divide and square root are correctly rounded).
+No NumPy transcendental: their bits depend on the CPU.  Every function takes and gives f32 and works along
+the last axis; a value is rounded where the page says so and nowhere else (NumPy's f32 add, multiply,
+divide and square root are correctly rounded).
 """
 
 from __future__ import annotations

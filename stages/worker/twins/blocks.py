@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import gguf
 import numpy as np
+from gguf import GGMLQuantizationType as Type
 
-Type = gguf.GGMLQuantizationType
 DENSE = (Type.F32, Type.F16, Type.BF16)
 
 

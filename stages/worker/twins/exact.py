@@ -26,19 +26,17 @@ _CHUNK = 1 << 16  # f32 elements worked on at once: they and their f64 stay in t
 
 def matmul(weights: Matrix | np.ndarray, x: np.ndarray) -> np.ndarray:
     """x (n, K) f32 times a matrix of R rows of K: (n, R) f32."""
-    dense = isinstance(weights, np.ndarray)
-    n_rows = weights.shape[0] if isinstance(weights, np.ndarray) else weights.codes.shape[1]
-    y = np.zeros((x.shape[0], n_rows), np.float32)
     step = max(16, _CHUNK // x.shape[0])
-    product = _dense if dense else _quantized
-    prepared = x if dense else _prepare(weights, x)
-    for begin in range(0, n_rows, step):
-        y[:, begin : begin + step] = product(weights, slice(begin, begin + step), prepared)
-    return y
+    if isinstance(weights, Matrix):
+        prepared, n_rows = _prepare(weights, x), weights.codes.shape[1]
+        parts = [_quantized(weights, slice(r, r + step), prepared) for r in range(0, n_rows, step)]
+    else:
+        parts = [_dense(weights[r : r + step], x) for r in range(0, weights.shape[0], step)]
+    return np.concatenate(parts, axis=1)
 
 
-def _dense(weights: np.ndarray, rows: slice, x: np.ndarray) -> np.ndarray:
-    columns = np.ascontiguousarray(weights[rows].T)
+def _dense(weights: np.ndarray, x: np.ndarray) -> np.ndarray:
+    columns = np.ascontiguousarray(weights.T)
     acc = np.zeros((x.shape[0], columns.shape[1]), np.float32)
     for k in range(columns.shape[0]):
         acc = fma(columns[k], x[:, k, None], acc)
@@ -111,12 +109,12 @@ def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int, group: np.n
     for begin in range(SEGMENT, first + n, SEGMENT):
         some = slice(max(0, begin - first), n)  # queries that reach into this segment
         part = slice(begin, begin + SEGMENT)
-        m, l, o = _segment(q[some], k[part, group], v[part, group], first + some.start - begin)
+        m, sums, values = _segment(q[some], k[part, group], v[part, group], first + some.start - begin)
         new = np.maximum(largest[some], m)
         a, b = exp(largest[some] - new), exp(m - new)
         largest[some] = new
-        total[some] = fma(total[some], a, l * b)
-        out[some] = fma(out[some], a[..., None], o * b[..., None])
+        total[some] = fma(total[some], a, sums * b)
+        out[some] = fma(out[some], a[..., None], values * b[..., None])
     return out * (np.float32(1) / total)[..., None]
 
 

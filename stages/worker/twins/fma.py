@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import numpy as np
 
+F32 = np.ndarray | np.float32
+
 # A f64 that is the midpoint of two normal f32 has these low 29 bits of its significand.
 _LOW_BITS = np.int64((1 << 29) - 1)
 _MIDPOINT = np.int64(1 << 28)
 _SMALLEST_NORMAL = 2.0**-126
 
 
-def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+def fma(a: F32, b: F32, c: F32) -> np.ndarray:
     """`a * b + c` rounded once, half to even; f32 arrays (broadcast against each other), f32 result."""
     with np.errstate(over="ignore", invalid="ignore"):
         product = np.multiply(a, b, dtype=np.float64)
@@ -33,7 +35,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def _round_to_odd(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """x + y (f64, 1-d): the exact sum, or the one of its two neighbours whose last bit is 1; as int64 bits."""
+    """x + y (f64, 1-d): the exact sum, or the one of its two neighbours whose last bit is 1; as int64."""
     total = x + y
     # TwoSum (Knuth): `error` is exactly what the rounding of `total` left out.
     y_part = total - x
