@@ -1,0 +1,271 @@
+"""Writes small random llama models as GGUF files, for tests and benchmarks.
+
+    python -m tools.tiny_gguf model.gguf --shape grouped --format Q4_K_M --seed 7
+
+The weights are noise, everything else is real: valid blocks of every quantization, a byte-level BPE
+vocabulary whose merges were counted on a text, special tokens, a chat template.  The same arguments give the
+same bytes.  Quantized blocks are drawn as such (random codes, sane scales) and not quantized from floats:
+that is fast enough for a billion parameters, reaches every code, and works for the formats that the `gguf`
+package can read but not write.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+
+class Shape(NamedTuple):
+    """Of a llama graph. Widths are multiples of 32; `head_dim * n_heads` need not be `width`."""
+
+    n_layers: int
+    width: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden: int
+    vocab_size: int
+    tied: bool = True
+    context_length: int = 2048
+    rope_base: float = 10000.0
+    long_context: bool = False  # with the frequency factors of Llama 3
+
+
+SHAPES = {
+    "small": Shape(2, 64, 2, 1, 32, 96, 300),
+    "odd": Shape(3, 96, 3, 3, 32, 160, 261, tied=False),
+    "grouped": Shape(2, 160, 6, 2, 64, 224, 515, rope_base=100000.0),
+    "super": Shape(2, 256, 4, 2, 64, 512, 307, tied=False, rope_base=500000.0, long_context=True),
+    "wide": Shape(1, 256, 4, 1, 128, 256, 333, context_length=8192),
+    "llama-1b": Shape(16, 2048, 32, 8, 64, 8192, 128256, True, 131072, 500000.0, True),
+}
+
+# Per tensor, by the last part of its name before ".weight"; "" is every other matrix.
+RECIPES = {
+    **{t.name: {"": t} for t in (
+        Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0,
+        Type.Q4_K, Type.Q5_K, Type.Q6_K,
+    )},
+    "Q4_K_M": {"": Type.Q4_K, "attn_v": Type.Q6_K, "ffn_down": Type.Q6_K, "token_embd": Type.Q6_K,
+               "output": Type.Q6_K},
+    "Q5_K_M": {"": Type.Q5_K, "attn_v": Type.Q6_K, "ffn_down": Type.Q6_K, "token_embd": Type.Q6_K,
+               "output": Type.Q6_K},
+    "Q4_0_M": {"": Type.Q4_0, "attn_k": Type.Q5_0, "ffn_up": Type.Q5_1, "attn_output": Type.F16,
+               "token_embd": Type.Q8_0, "output": Type.BF16},
+    "Q4_1_M": {"": Type.Q4_1, "token_embd": Type.Q6_K, "output": Type.Q6_K},
+}  # fmt: skip
+# What stands in where K is no multiple of 256 (as llama.cpp's quantizer does it).
+_NARROW = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']"
+    " + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_TEXT = """
+the quick brown fox jumps over the lazy dog and then the dog sleeps in the warm sun of the afternoon while
+the fox thinks about other things that foxes think about when there is nothing else to do in the forest
+one two three four five six seven eight nine ten user assistant system there were never any questions
+"""
+
+
+# ------------------------------------------------------------------ vocabulary
+
+
+def vocabulary(size: int, seed: int = 0) -> tuple[list[str], list[int], list[str]]:
+    """Tokens, their GGUF types and merges: the special tokens, all bytes, then merges.
+
+    Merges are counted on a small text as long as it has pairs; beyond that, random pairs of tokens.
+    Raises `ValueError` below 260 entries (256 bytes, three special tokens, one merge).
+    """
+    if size < 256 + len(SPECIALS) + 1:
+        raise ValueError(f"vocab_size is {size}, expected at least {256 + len(SPECIALS) + 1}")
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    stand_ins = [chr(b) for b in printable] + [chr(0x100 + i) for i in range(256 - len(printable))]
+    tokens = [*SPECIALS, *stand_ins]
+    known, merges = set(tokens), []
+    words = [["\u0120", *word] for word in _TEXT.split()]  # U+0120 stands for the space
+    rng = np.random.default_rng([seed, size])
+    while len(tokens) < size:
+        pairs = Counter(pair for word in words for pair in pairwise(word))
+        if pairs:
+            left, right = min(pairs, key=lambda pair: (-pairs[pair], pair))
+            words = [_merged(word, left, right) for word in words]
+        else:
+            left, right = (tokens[i] for i in rng.integers(len(SPECIALS), len(tokens), 2))
+        if left + right not in known and len(left + right) <= 24:
+            known.add(left + right)
+            tokens.append(left + right)
+            merges.append(f"{left} {right}")
+    types = [gguf.TokenType.CONTROL] * len(SPECIALS) + [gguf.TokenType.NORMAL] * (size - len(SPECIALS))
+    return tokens, [int(t) for t in types], merges
+
+
+def _merged(word: list[str], left: str, right: str) -> list[str]:
+    out: list[str] = []
+    for part in word:
+        if out and out[-1] == left and part == right:
+            out[-1] = left + right
+        else:
+            out.append(part)
+    return out
+
+
+# ------------------------------------------------------------------ tensors
+
+
+def random_tensor(kind: Type, rows: int, columns: int, rng: np.random.Generator, spread: float) -> np.ndarray:
+    """Random values of standard deviation about `spread` as a tensor of a format.
+
+    F32 and F16: (rows, columns); the others (rows, bytes of a row) u8.
+    """
+    if kind in (Type.F32, Type.F16, Type.BF16):
+        values = rng.standard_normal((rows, columns), np.float32) * np.float32(spread)
+        return gguf.quantize(values, kind)
+    values_per_block, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rows * (columns // values_per_block)
+    raw = np.frombuffer(rng.bytes(blocks * size), np.uint8).reshape(blocks, size).copy()
+    vary = rng.uniform(0.5, 1.5, (2, blocks))
+    # Uniform codes of n steps have deviation n / sqrt(12); of sub-scales up to s, about s / sqrt(3).
+    steps, sub_scale, d_at, m_at = {
+        Type.Q4_0: (16, 1, 0, None),
+        Type.Q4_1: (16, 1, 0, 2),
+        Type.Q5_0: (32, 1, 0, None),
+        Type.Q5_1: (32, 1, 0, 2),
+        Type.Q8_0: (256, 1, 0, None),
+        Type.Q4_K: (16, 63 / math.sqrt(3), 0, 2),
+        Type.Q5_K: (32, 63 / math.sqrt(3), 0, 2),
+        Type.Q6_K: (64, 127 / math.sqrt(3), 208, None),
+    }[kind]
+    d = spread * math.sqrt(12) / steps / sub_scale * vary[0]
+    raw[:, d_at : d_at + 2] = d.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    if m_at is not None:
+        # The middle of the codes becomes about zero; K-quants subtract their minimums.
+        middle = d * (steps - 1) / 2 * (0.9 + 0.2 * (vary[1] - 0.5))
+        m = middle if sub_scale > 1 else -middle
+        raw[:, m_at : m_at + 2] = m.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    return raw.reshape(rows, -1)
+
+
+def tensor_plan(shape: Shape, recipe: str) -> list[tuple[str, Type, int, int]]:
+    """(name, format, rows, columns) of every tensor in the file's order; rows 0 for a vector."""
+    formats = RECIPES[recipe]
+
+    def matrix(name: str, rows: int, columns: int) -> tuple[str, Type, int, int]:
+        kind = formats.get(name.rsplit(".", 1)[-1], formats[""])
+        if columns % gguf.GGML_QUANT_SIZES[kind][0]:
+            kind = _NARROW[kind]
+        return f"{name}.weight", kind, rows, columns
+
+    def vector(name: str, columns: int) -> tuple[str, Type, int, int]:
+        return f"{name}.weight", Type.F32, 0, columns
+
+    q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    plan = [matrix("token_embd", shape.vocab_size, shape.width)]
+    if shape.long_context:
+        plan.append(vector("rope_freqs", shape.head_dim // 2))
+    for layer in range(shape.n_layers):
+        plan += [
+            vector(f"blk.{layer}.attn_norm", shape.width),
+            matrix(f"blk.{layer}.attn_q", q, shape.width),
+            matrix(f"blk.{layer}.attn_k", kv, shape.width),
+            matrix(f"blk.{layer}.attn_v", kv, shape.width),
+            matrix(f"blk.{layer}.attn_output", shape.width, q),
+            vector(f"blk.{layer}.ffn_norm", shape.width),
+            matrix(f"blk.{layer}.ffn_gate", shape.hidden, shape.width),
+            matrix(f"blk.{layer}.ffn_up", shape.hidden, shape.width),
+            matrix(f"blk.{layer}.ffn_down", shape.width, shape.hidden),
+        ]
+    plan.append(vector("output_norm", shape.width))
+    return plan if shape.tied else [*plan, matrix("output", shape.vocab_size, shape.width)]
+
+
+def rope_factors(shape: Shape) -> np.ndarray:
+    """The divisors of Llama 3.2 for its longer context (factor 32, from 8,192): (head_dim / 2,) f32."""
+    factor, low, high, before = 32.0, 1.0, 4.0, 8192
+    divisors = []
+    for i in range(shape.head_dim // 2):
+        wavelength = 2 * math.pi * shape.rope_base ** (2 * i / shape.head_dim)
+        smooth = min(1.0, max(0.0, (before / wavelength - low) / (high - low)))
+        divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(divisors, np.float32)
+
+
+# ------------------------------------------------------------------ the file
+
+
+def write_model(path: Path, shape: Shape, recipe: str = "Q4_1", seed: int = 0) -> Path:
+    """Write a model; tensors go to the file one by one. Returns `path`."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name(f"random {recipe}")
+    writer.add_context_length(shape.context_length)
+    writer.add_embedding_length(shape.width)
+    writer.add_block_count(shape.n_layers)
+    writer.add_feed_forward_length(shape.hidden)
+    writer.add_head_count(shape.n_heads)
+    writer.add_head_count_kv(shape.n_kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(shape.rope_base)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(shape.vocab_size)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    tokens, types, merges = vocabulary(shape.vocab_size, seed)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(SPECIALS.index("<|im_start|>"))
+    writer.add_eos_token_id(SPECIALS.index("<|im_end|>"))
+    writer.add_unk_token_id(SPECIALS.index("<|endoftext|>"))
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(_CHAT_TEMPLATE)
+
+    plan = tensor_plan(shape, recipe)
+    for name, kind, rows, columns in plan:
+        values, size = gguf.GGML_QUANT_SIZES[kind]
+        dims = (rows, columns) if rows else (columns,)
+        writer.add_tensor_info(
+            name, dims, np.dtype(np.float32), max(rows, 1) * columns // values * size, kind
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    rng = np.random.default_rng(seed)
+    for name, kind, rows, columns in plan:
+        if name == "rope_freqs.weight":
+            data = rope_factors(shape)
+        elif rows == 0:
+            data = rng.uniform(0.8, 1.2, columns).astype(np.float32)
+        else:
+            # Logits of a few units make some tokens likelier than others; activations stay near 1.
+            gain = 3.0 if name in ("token_embd.weight", "output.weight") else 1.0
+            data = random_tensor(kind, rows, columns, rng, gain / math.sqrt(columns))
+        writer.write_tensor_data(data)
+    writer.close()
+    return path
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="small", show_default=True)
+@click.option("--format", "recipe", type=click.Choice(list(RECIPES)), default="Q4_1", show_default=True)
+@click.option("--seed", default=0, show_default=True)
+def main(path: Path, shape: str, recipe: str, seed: int) -> None:
+    """Write a random llama model to PATH."""
+    write_model(path, SHAPES[shape], recipe, seed)
+    click.echo(f"{path}: {path.stat().st_size:,} bytes, shape {shape}, {recipe}, seed {seed}")
+
+
+if __name__ == "__main__":
+    main()
