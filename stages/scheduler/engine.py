@@ -18,6 +18,7 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,12 +31,13 @@ from stages.scheduler.leases import BadTableError, Leases
 from stages.scheduler.queues import QueueFullError, Queues, Tenant
 from stages.scheduler.ring import Ring
 from stages.scheduler.roster import Roster, rejection
-from stages.scheduler.sequence import NEVER, Sequence, State
+from stages.scheduler.sequence import Sequence, State
 from stages.scheduler.speculate import Drafter
 from stages.scheduler.stats import Stats
 
 PREFETCH = 2  # sequences that get pages before a place in the batch is free
 SPARE_SAMPLES = 64  # places for draft tokens in a step, beyond one sample for each entry
+MAX_DRAFT = 16  # draft tokens of a sequence in a step
 UNAVAILABLE_S = 60.0  # without a worker for so long, what waits is refused
 
 
@@ -50,7 +52,7 @@ class Settings(NamedTuple):
     max_prompt_tokens: int = 0
     max_output_tokens: int = 0
     batch_timeout_s: float = 0.0
-    speculate: int = 0  # most draft tokens of a sequence that does not say
+    speculate: int = 0  # most draft tokens of a sequence that says 0; less than 0: off
     run_ahead: bool = True
 
     @property
@@ -104,7 +106,7 @@ class Engine:
     def turn(self, now: float) -> int:
         """Take in what is acknowledged, publish what can be. Returns the number of steps published."""
         published = 0
-        self.complete(now)
+        self.complete()
         while self.plan(now):
             published += 1
         return published
@@ -159,7 +161,7 @@ class Engine:
         self.stats.batch.add(len(rows))
         self.queues.settle(batch.left)
 
-    def complete(self, now: float) -> int:  # noqa: ARG002
+    def complete(self) -> int:
         """Take in every acknowledged step. Returns their number."""
         if not self.unacknowledged or self.ring is None:
             return 0
@@ -203,7 +205,7 @@ class Engine:
             self._suspects = any(retry.is_suspect(s) for s in self.roster.held)
 
     def _sampled(
-        self, sequence: Sequence, entry: Entry, ring: Ring, step: int, base: int, sampled: memoryview
+        self, sequence: Sequence, entry: Entry, ring: Ring, step: int, base: int, sampled: Items[int]
     ) -> None:
         """Samples of one entry: tokens of the output up to a stop, the limit, or a draft that was wrong."""
         if sequence.state is State.PREFILLING:
@@ -420,7 +422,7 @@ class Engine:
 
         `died`: it was killed or ended in the step under way, which counts against who was in it.
         """
-        self.complete(now)
+        self.complete()
         culprit = None
         if self.unacknowledged:
             self.stats.repeated += 1
@@ -439,7 +441,8 @@ class Engine:
                 self.roster.set_aside(sequence)
         if culprit is not None:
             self.stats.convicted += 1
-            self.roster.fail(culprit, "INFERENCE", "the worker died or stood still each time it computed this")
+            message = "the worker died or stood still each time it computed this request"
+            self.roster.fail(culprit, "INFERENCE", message)
         self._suspects = any(retry.is_suspect(s) for s in self.roster.held)
         if self.is_attached:
             self._detached_since = now
@@ -461,9 +464,8 @@ class Engine:
             self.stats.refused += 1
             roster.rejected.append((owner, rejection(frame.sequence, refusal)))
             return
-        if not frame.speculate and self.settings.speculate:
-            frame = _with_speculation(frame, self.settings.speculate)
         sequence = roster.enter(owner, frame, now)
+        sequence.speculate = max(0, min(frame.speculate or self.settings.speculate, MAX_DRAFT))
         refusal = misfit(sequence, self.limits)
         if refusal is not None:
             if frame.forced:
@@ -495,7 +497,7 @@ class Engine:
         if frame.deadline_ms > 0 and self.stats.steps > 32:
             wait = self.wait_s(tenant)
             if wait * 1000 > frame.deadline_ms:
-                message = f"{wait:.0f} s of work wait before this request and its time is {frame.deadline_ms} ms"
+                message = f"{wait:.0f} s of work wait before it, the request's time is {frame.deadline_ms} ms"
                 return Refusal("OVERLOADED", message, "", wait)
         return None
 
@@ -550,16 +552,10 @@ class Engine:
 
     def state(self, digest: str, reason: str, kv_free: int, kv_page_bytes: int) -> ModelState:
         """What the gateways show of the model."""
+        stats, ready = self.stats, self.is_ready
         return ModelState(
-            self.settings.model, digest, self.is_ready, "" if self.is_ready else reason, self.queues.depth,
-            len(self.roster.held), self.settings.max_batch_size, kv_free, self.leases.total_pages, kv_page_bytes,
-            self.stats.steps, self.stats.generated, self.stats.preemptions,
+            self.settings.model, digest, ready, "" if ready else reason, self.queues.depth,
+            len(self.roster.held), self.settings.max_batch_size, kv_free, self.leases.total_pages,
+            kv_page_bytes, stats.steps, stats.generated, stats.preemptions,
         )
 
-
-def _with_speculation(frame: Submit, most: int) -> Submit:
-    return Submit(*(getattr(frame, name) for name in Submit.__struct_fields__[:-1]), most)
-
-
-assert Submit.__struct_fields__[-1] == "speculate"
-assert NEVER > 1 << 32

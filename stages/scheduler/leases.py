@@ -77,16 +77,19 @@ class Leases:
         if self.is_up:
             self.frames.append(Commit(self.model, sequence.lease, sequence.computed))
 
-    def release(self, sequence: Sequence) -> None:
-        """Give the pages back; nothing names them any more."""
-        good = min(sequence.computed, sequence.valid_end)
+    def release(self, sequence: Sequence) -> bool:
+        """Give the pages back; nothing names them any more. False: there are none."""
+        if not sequence.pages and not sequence.ask:
+            return False
         if sequence.ask:
             self._waiting.pop(sequence.ask, None)
             self._asks.pop(sequence.ask, None)
             sequence.ask = 0
         # While kv is down nothing is said: it learns from the declaration what still holds.
         if self.is_up:
+            good = min(sequence.computed, sequence.valid_end)
             self.frames.append(Release(self.model, sequence.lease, good))
+        return True
 
     # -------------------------------------------------------------- answers
 
@@ -120,6 +123,7 @@ class Leases:
     def down(self) -> None:
         """kv is gone: asks stay open, steps go on with the pages they have."""
         self.is_up = False
+        self.frames.clear()  # the declaration to its successor says it all
 
     def up(self, frame: KvReady, holders: Iterable[Sequence]) -> None:
         """kv has the arena: declare what is held if it wants to know, then ask again."""

@@ -138,12 +138,13 @@ class Roster:
 
     def let_go(self, sequence: Sequence) -> None:
         """Return row and pages of a held sequence that no step names."""
-        self.leases.release(sequence)
+        is_freeing = self.leases.release(sequence)
         self.held.remove(sequence)
         self.free_rows.append(sequence.row)
         sequence.row = -1
         sequence.tenant.held -= 1
-        self.on_freed()
+        if is_freeing:
+            self.on_freed()
 
     def set_aside(self, sequence: Sequence) -> None:
         """Back to the queue: a live, held sequence that no step names gives up row and pages.

@@ -1,0 +1,256 @@
+"""A worker and a kv manager in a few lines, deterministic, over the real step arena.
+
+The model of these tests: the *state* at position p is a hash of the state at p - 1 and of token p, kept in
+the page that the table names for p.  A sample is a hash of (state, seed, output position).  So a
+position that was skipped, computed twice with other tokens, read from a page that somebody
+else has written, or reused too early, changes every token after it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+
+import numpy as np
+
+from pipeline.messages import (
+    Acquire, Commit, Declare, Denied, Extend, Frame, Granted, KvReady, Release, Sampling, Submit,
+)
+from shm import steps as sh
+from shm.steps import Steps, StepsGeometry
+
+VOCAB = 97
+STOP = 5
+MASK = (1 << 61) - 1
+
+
+def mix(state: int, value: int) -> int:
+    return ((state ^ (value + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 + 0x1234567) & MASK
+
+
+def sample(state: int, seed: int, position: int) -> int:
+    mixed = mix(mix(state, seed), position)
+    return (mixed >> 20) % VOCAB
+
+
+def reference(frame: Submit) -> tuple[list[int], str]:
+    """The output tokens and the finish reason of an undisturbed run."""
+    tokens = array("i")
+    tokens.frombytes(frame.prompt)
+    prompt_len = len(tokens)
+    state = 0
+    for token in tokens:
+        state = mix(state, token)
+    output: list[int] = []
+    while True:
+        token = sample(state, frame.sampling.seed, len(output))
+        output.append(token)
+        if token in frame.stop_ids:
+            return output, "stop"
+        if len(output) >= frame.max_tokens:
+            return output, "length"
+        state = mix(state, token)
+        assert prompt_len
+
+
+def submission(
+    name: str, prompt: list[int], max_tokens: int, *, seed: int = 0, tenant: str = "t", stop: bool = False,
+    forced: list[int] | None = None, model: str = "m", **fields,
+) -> Submit:
+    return Submit(
+        sequence=name, request=name, model=model, tenant=tenant, prompt=array("i", prompt).tobytes(),
+        max_tokens=max_tokens, sampling=Sampling(seed=seed, logprobs=fields.pop("logprobs", -1)),
+        forced=array("i", forced or []).tobytes(), stop_ids=(STOP,) if stop else (), **fields,
+    )
+
+
+class Pages:
+    """What the KV arena holds: a state for each (page, offset). Outlives workers and kv."""
+
+    def __init__(self, total: int, page_tokens: int) -> None:
+        self.total = total
+        self.page_tokens = page_tokens
+        self.states = np.zeros((total, page_tokens), np.int64)
+
+
+class Worker:
+    """Rank 0 of a group: takes one step after the other from the ring."""
+
+    def __init__(self, steps: Steps, geometry: StepsGeometry, pages: Pages) -> None:
+        self.s = steps
+        self.g = geometry
+        self.pages = pages
+        self.generation = 0
+        self.poison: set[int] = set()  # prompt tokens whose computation kills
+        self.in_batch: list[int] = []  # entries of each step done
+
+    def attach(self, generation: int) -> None:
+        self.generation = generation
+
+    @property
+    def waiting(self) -> int:
+        return int(self.s.control[sh.HEAD]) - int(self.s.control[sh.DONE])
+
+    def step(self) -> bool:
+        """Compute the next published step and acknowledge it. False: there is none."""
+        number = int(self.s.control[sh.DONE]) + 1
+        if number > int(self.s.control[sh.HEAD]):
+            return False
+        self.compute(number)
+        self.s.control[sh.DONE] = number
+        return True
+
+    def compute(self, number: int) -> None:
+        """Everything but the acknowledgement. Raises `Poisoned` half-way."""
+        slot = number % sh.SLOTS
+        head = self.s.slot_head[slot]
+        assert head[sh.SLOT_STEP] == number, "slot of another step"
+        assert head[sh.SLOT_GENERATION] == self.generation == int(self.s.control[sh.GENERATION])
+        n = int(head[sh.SLOT_ENTRIES])
+        assert 1 <= n <= self.g.max_entries
+        seen = set()
+        used = 0
+        for row, start, count, samples, base, flags, *_ in self.s.entries[slot, :n].tolist():
+            assert row not in seen, "a row twice in a step"
+            seen.add(row)
+            assert base == used
+            assert 0 <= samples <= count and count >= 1
+            used += samples
+            self._entry(slot, row, start, count, samples, base)
+        assert used == head[sh.SLOT_SAMPLES] <= self.g.max_samples
+        self.s.timing[slot] = (0, 1000 * number, 1000 * number + 4_000_000 + 10_000 * used, 0)
+        self.in_batch.append(n)
+
+    def _entry(self, slot: int, row: int, start: int, count: int, samples: int, base: int) -> None:
+        tokens, table = self.s.tokens[row], self.s.tables[row]
+        size = self.pages.page_tokens
+        seed = int(self.s.row_ints[row, sh.SEED])
+        output_start = int(self.s.row_ints[row, sh.OUTPUT_START])
+        if start:
+            state = int(self.pages.states[table[(start - 1) // size], (start - 1) % size])
+        else:
+            state = 0
+        for p in range(start, start + count):
+            if int(tokens[p]) in self.poison:
+                raise Poisoned
+            state = mix(state, int(tokens[p]))
+            self.pages.states[table[p // size], p % size] = state
+            behind = start + count - 1 - p
+            if behind < samples:
+                i = samples - 1 - behind
+                token = sample(state, seed, p + 1 - output_start)
+                self.s.out_token[slot, base + i] = token
+                self.s.out_logprob[slot, base + i] = -token
+                if samples == 1:
+                    tokens[p + 1] = token
+
+
+class Poisoned(Exception):
+    """The worker dies."""
+
+
+class Kv:
+    """The kv stage: allocation, prefix cache by token chains, LRU eviction, conservation checked."""
+
+    def __init__(self, steps: Steps, pages: Pages, model: str = "m", cache: bool = True) -> None:
+        self.s = steps
+        self.pages = pages
+        self.model = model
+        self.cache = cache
+        self.generation = 1
+        self.fresh()
+
+    def fresh(self) -> None:
+        """As after a restart: nothing is known."""
+        self.leases: dict[str, list[int]] = {}
+        self.rows: dict[str, tuple[int, int]] = {}  # row, serial
+        self.refs = [0] * self.pages.total
+        self.index: OrderedDict[tuple[int, ...], int] = OrderedDict()  # chain -> full page, oldest first
+        self.declared = False
+
+    def ready(self) -> KvReady:
+        return KvReady(
+            self.model, "", "", self.pages.total, self.pages.page_tokens, 1, self.declared, "", self.generation
+        )
+
+    def check(self) -> None:
+        leased = {p for pages in self.leases.values() for p in pages}
+        assert leased == {p for p in range(self.pages.total) if self.refs[p]}
+        for page in leased:
+            assert self.refs[page] == sum(pages.count(page) for pages in self.leases.values())
+
+    def handle(self, frame: Frame) -> Frame | None:
+        answer = self._handle(frame)
+        self.check()
+        return answer
+
+    def _handle(self, frame: Frame) -> Frame | None:
+        if isinstance(frame, Declare):
+            self.declared = True
+            for lease, row, _, pages in frame.leases:
+                self.leases[lease] = list(pages)
+                self.rows[lease] = (row, int(self.s.row_ints[row, sh.SERIAL]))
+                for page in pages:
+                    self.refs[page] += 1
+            return self.ready()
+        assert self.declared, "asked before the declaration"
+        if isinstance(frame, Acquire):
+            return self._acquire(frame)
+        if isinstance(frame, Extend):
+            return self._grow(frame.id, frame.sequence, frame.want_tokens, 0)
+        if isinstance(frame, Commit):
+            self._index(frame.sequence, frame.n_tokens)
+        elif isinstance(frame, Release) and frame.sequence in self.leases:
+            self._index(frame.sequence, frame.n_tokens)
+            for page in self.leases.pop(frame.sequence):
+                self.refs[page] -= 1
+        return None
+
+    def _acquire(self, frame: Acquire) -> Frame:
+        size = self.pages.page_tokens
+        assert frame.sequence not in self.leases, "leased twice"
+        self.rows[frame.sequence] = (frame.row, int(self.s.row_ints[frame.row, sh.SERIAL]))
+        tokens = self.s.tokens[frame.row, : frame.n_tokens].tolist()
+        pages: list[int] = []
+        while self.cache and (len(pages) + 1) * size < frame.n_tokens:
+            page = self.index.get(tuple(tokens[: (len(pages) + 1) * size]))
+            if page is None:
+                break
+            pages.append(page)
+        for page in pages:
+            self.refs[page] += 1
+        self.leases[frame.sequence] = pages
+        answer = self._grow(frame.id, frame.sequence, frame.want_tokens, len(pages) * size)
+        if isinstance(answer, Denied):
+            for page in self.leases.pop(frame.sequence):
+                self.refs[page] -= 1
+        return answer
+
+    def _grow(self, ask: int, lease: str, want: int, cached: int) -> Frame:
+        pages = self.leases[lease]
+        need = -(-want // self.pages.page_tokens) - len(pages)
+        indexed = set(self.index.values())
+        free = [p for p in range(self.pages.total) if not self.refs[p] and p not in indexed]
+        evictable = [(chain, p) for chain, p in self.index.items() if not self.refs[p]]
+        if need > len(free) + len(evictable):
+            fits = -(-want // self.pages.page_tokens) <= self.pages.total
+            return Denied(ask, lease, fits, need, len(free) + len(evictable), self.pages.total)
+        for chain, page in evictable[: max(0, need - len(free))]:
+            del self.index[chain]
+            free.append(page)
+        for page in free[: max(0, need)]:
+            self.refs[page] += 1
+            pages.append(page)
+        return Granted(ask, lease, tuple(pages), cached)
+
+    def _index(self, lease: str, n_tokens: int) -> None:
+        size = self.pages.page_tokens
+        row, serial = self.rows[lease]
+        tokens = self.s.tokens[row, :n_tokens].tolist()
+        if not self.cache or int(self.s.row_ints[row, sh.SERIAL]) != serial:
+            return
+        for i in range(n_tokens // size):
+            chain = tuple(tokens[: (i + 1) * size])
+            page = self.leases[lease][i]
+            if chain not in self.index and page not in self.index.values():
+                self.index[chain] = page

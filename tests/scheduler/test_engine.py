@@ -1,0 +1,263 @@
+"""The life of sequences between a worker and a kv manager that can be disturbed at will."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.messages import Cancel
+
+from .peers import reference, submission
+from .world import GATEWAY, World
+
+
+def prompt(rng: random.Random, most: int = 120) -> list[int]:
+    # Few distinct tokens and common beginnings: prefixes are shared, n-grams repeat.
+    head = list(range(10, 10 + rng.choice([0, 8, 16, 40])))
+    return head + [rng.randrange(90) for _ in range(rng.randrange(1, most))]
+
+
+def test_one_sequence_gets_the_tokens_of_an_undisturbed_run():
+    world = World()
+    frame = submission("a", [1, 2, 3], 20)
+    world.submit(frame)
+    world.settle()
+    assert (world.tokens["a"], world.ends["a"]) == reference(frame)
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_run_ahead_changes_no_token(run_ahead):
+    world = World(run_ahead=run_ahead, batch=8)
+    rng = random.Random(7)
+    for i in range(20):
+        world.submit(submission(f"s{i}", prompt(rng), rng.randrange(1, 60), seed=i, stop=True))
+    world.settle()
+    world.check_all()
+    assert {world.ends[name] for name in world.submitted} == {"stop", "length"}
+
+
+def test_next_step_is_published_before_the_last_one_is_done():
+    world = World()
+    world.submit(submission("a", [1, 2, 3], 20))
+    world.turn()
+    world.talk_to_kv()
+    assert world.turn() == 2
+    assert world.worker.waiting == 2
+
+
+def test_tokens_past_a_stop_are_discarded_and_pages_wait_for_them():
+    frame = next(
+        f for seed in range(1000)
+        if 3 < len(reference(f := submission("a", [1, 2, 3], 50, seed=seed, stop=True))[0]) < 20
+    )
+    world = World()
+    world.submit(frame)
+    world.turn()
+    world.talk_to_kv()
+    while "a" not in world.ends:
+        world.work()
+        world.turn()
+        world.collect()
+    assert world.engine.unacknowledged, "a step ran ahead of the stop"
+    assert world.kv.leases == {"a": world.kv.leases["a"]}, "its pages are still written to"
+    world.settle()
+    world.check_all()
+    assert world.engine.stats.discarded == 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 2**32), batch=st.integers(1, 9), pages=st.integers(26, 80),
+    page_tokens=st.sampled_from([16, 32]), ahead=st.booleans(), step_tokens=st.sampled_from([16, 40, 512]),
+    speculate=st.sampled_from([0, 0, 4, 16]), disturb=st.booleans(),
+)
+def test_random_arrivals_end_once_with_their_tokens(
+    seed, batch, pages, page_tokens, ahead, step_tokens, speculate, disturb
+):
+    rng = random.Random(seed)
+    world = World(
+        batch=batch, pages=pages, page_tokens=page_tokens, run_ahead=ahead, max_step_tokens=step_tokens,
+        max_queue_depth=12, speculate=speculate, cache=rng.random() < 0.7,
+    )
+    n = 0
+    for _ in range(rng.randrange(20, 150)):
+        action = rng.random()
+        if action < 0.25:
+            n += 1
+            frame = submission(
+                f"s{n}", prompt(rng), rng.randrange(1, 70), seed=rng.randrange(5), stop=rng.random() < 0.7,
+                tenant=rng.choice("abc"), priority=rng.choice([0, 0, 3]),
+                deadline_ms=rng.choice([0, 0, 0, 40_000]), logprobs=rng.choice([-1, 0]),
+            )
+            if rng.random() < 0.2:
+                forced, _ = reference(frame)
+                frame = submission(
+                    f"s{n}", list(memoryview(frame.prompt).cast("i")), frame.max_tokens,
+                    seed=frame.sampling.seed, stop=bool(frame.stop_ids),
+                    forced=forced[: rng.randrange(len(forced) + 1)],
+                )
+            world.submit(frame)
+        elif action < 0.3 and world.submitted:
+            world.cancel(rng.choice(list(world.submitted)))
+        elif action < 0.55:
+            world.turn()
+        elif action < 0.75:
+            world.work()
+        elif action < 0.9:
+            world.talk_to_kv(rng.choice([1, 2, 100]))
+        elif action < 0.94:
+            world.advance(rng.choice([0.01, 1.0, 15.0]))
+        elif disturb and action < 0.97:
+            world.turn()
+            world.kill_worker(half_way=rng.random() < 0.5)
+        elif disturb:
+            world.restart_kv()
+        world.collect()
+    world.settle()
+    world.check_all()
+
+
+def test_when_pages_run_out_the_youngest_is_set_aside_and_ends_with_its_tokens():
+    world = World(batch=4, pages=24, page_tokens=16, cache=False)
+    for i in range(4):
+        world.submit(submission(f"s{i}", [i + 1] * 40, 200, seed=i))
+    world.settle()
+    world.check_all()
+    assert world.engine.stats.preemptions > 0
+    assert all(end == "length" for end in world.ends.values())
+
+
+def test_a_poisoned_sequence_ends_with_an_error_and_the_others_with_their_tokens():
+    world = World(batch=8)
+    world.worker.poison = {95}
+    for i in range(6):
+        world.submit(submission(f"s{i}", [10 + i] * 20 + ([95] if i == 3 else []) + [7], 30, seed=i))
+    world.settle()
+    assert world.ends.pop("s3") == "error"
+    assert world.errors["s3"] == "INFERENCE"
+    assert set(world.ends.values()) == {"length"}
+    for name in world.ends:
+        assert world.tokens[name] == reference(world.submitted[name])[0]
+    assert world.engine.stats.convicted == 1
+
+
+def test_a_worker_killed_again_and_again_convicts_nobody_who_moves_on():
+    world = World(batch=4)
+    for i in range(4):
+        world.submit(submission(f"s{i}", [i + 1] * 30, 40, seed=i))
+    for _ in range(30):
+        world.turn()
+        world.talk_to_kv()
+        world.turn()
+        world.work()
+        world.turn()
+        world.kill_worker()
+    world.settle()
+    world.check_all()
+    assert set(world.ends.values()) == {"length"}
+
+
+def test_limits_are_refused_with_code_and_field():
+    world = World(max_prompt_tokens=100, max_output_tokens=50, pages=8, page_tokens=16)
+    refused = {
+        "long": (submission("long", [1] * 101, 5), "INVALID_REQUEST"),
+        "much": (submission("much", [1], 51), "INVALID_REQUEST"),
+        "id": (submission("id", [1, 1000], 5), "INVALID_REQUEST"),
+        "fit": (submission("fit", [1] * 100, 40), "INSUFFICIENT_RESOURCES"),
+        "none": (submission("none", [], 40), "INVALID_REQUEST"),
+    }
+    for frame, _ in refused.values():
+        world.submit(frame)
+    world.collect()
+    assert world.errors == {name: code for name, (_, code) in refused.items()}
+    world.submit(submission("exact", [1] * 99, 30))
+    world.settle()
+    assert world.ends["exact"] == "length"
+
+
+def test_a_context_is_filled_to_its_last_position():
+    world = World(context=64)
+    world.submit(submission("over", [1] * 40, 25))
+    world.submit(submission("full", [1] * 40, 24))
+    world.settle()
+    assert world.errors["over"] == "CONTEXT_LENGTH_EXCEEDED"
+    assert world.ends["full"] == "length"
+    assert len(world.tokens["full"]) == 24
+
+
+def test_a_full_queue_answers_with_the_time_to_wait():
+    world = World(max_queue_depth=3, batch=1)
+    for i in range(4):
+        world.submit(submission(f"s{i}", [1, 2], 100))
+    rejected = world.engine.roster.rejected[-1][1]
+    assert rejected.code == "OVERLOADED"
+    assert rejected.retry_after_s >= 1
+    world.submit(submission("other", [1], 5, tenant="quiet"))
+    assert len(world.engine.roster.rejected) == 2, "a tenant with nothing waiting pushes the newest out"
+    assert world.engine.roster.rejected[-1][1].sequence == "s2"
+
+
+def test_time_over_ends_with_an_error_and_frees_the_pages():
+    world = World()
+    world.submit(submission("a", [1, 2, 3], 300, deadline_ms=1000))
+    for _ in range(10):
+        world.turn()
+        world.talk_to_kv()
+        world.work()
+    world.advance(1.5)
+    world.settle()
+    assert (world.ends["a"], world.errors["a"]) == ("timeout", "TIMEOUT")
+    world.check_all()
+
+
+def test_a_cancel_for_an_unknown_sequence_is_counted_and_ignored():
+    world = World()
+    world.engine.cancel(Cancel("nobody"))
+    assert world.engine.stats.late == 1
+
+
+def test_a_sequence_submitted_anew_goes_on_from_what_was_computed():
+    world = World()
+    frame = submission("a", [1, 2, 3], 60)
+    world.submit(frame)
+    for _ in range(30):
+        world.turn()
+        world.talk_to_kv()
+        world.work()
+    world.collect()
+    got = list(world.tokens["a"])
+    world.engine.roster.orphan(GATEWAY, world.now)
+    for _ in range(10):
+        world.turn()
+        world.work()
+    assert not world.engine.roster.moved
+    computed = world.engine.stats.prompt_computed
+    world.engine.submit(GATEWAY, submission("a", [1, 2, 3], 60, forced=got), world.now)
+    world.settle()
+    assert world.tokens["a"] == reference(frame)[0]
+    assert world.engine.stats.prompt_computed == computed, "nothing was computed again"
+
+
+def test_an_orphan_is_given_up_in_the_end():
+    world = World()
+    world.submit(submission("a", [1, 2, 3], 300))
+    world.turn()
+    world.talk_to_kv()
+    world.engine.roster.orphan(GATEWAY, world.now)
+    world.advance(11.0)
+    world.settle()
+    assert world.ends == {}
+    assert not world.engine.roster.live
+
+
+def test_speculation_changes_no_token_and_saves_steps():
+    # A model that repeats itself: the sample depends on the last tokens' sum only in the prompt's text.
+    plain, fast = World(), World(speculate=8)
+    frame = submission("a", [1, 2, 3], 150, seed=3)
+    for world in (plain, fast):
+        world.submit(frame)
+        world.settle()
+    assert plain.tokens == fast.tokens
