@@ -1,0 +1,1 @@
+"""HTTP in, server-sent events out; the record of every request in flight."""

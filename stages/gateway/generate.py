@@ -1,0 +1,160 @@
+"""POST /v1/generate: the server's own endpoint. One prompt, everything the server can do with it.
+
+Request:
+    {"model": "...",                     optional: the first model
+     "prompt": "text" | [ids],           required; a text gets the model's BOS token, ids do not
+     "max_tokens": 100,                  default: what the context leaves
+     "temperature": 1, "top_k": 0, "top_p": 1, "repetition_penalty": 1, "frequency_penalty": 0,
+     "presence_penalty": 0, "logit_bias": {"id": bias}, "order": ["mask", ...], "seed": 7,
+     "min_tokens": 0, "ignore_eos": false, "stop": "text" | [texts], "stop_token_ids": [ids],
+     "n": 1, "logprobs": 5,              the sampled token's and the 5 highest
+     "skip_special_tokens": true, "stream": false}
+
+Answer:
+    {"id": "req-...", "object": "generation", "created": 1, "model": "...", "seed": 7,
+     "choices": [{"index": 0, "text": "...", "tokens": [ids], "finish_reason": "stop" | "length",
+                  "stop_string": "..." | null, "logprobs": [...] | null}],
+     "usage": {...}}
+
+Stream: an event for each piece of text, `{"index", "text", "tokens", "start", "logprobs"?}` with the
+output index of its first token; for each choice `{"index", "finish_reason", "stop_string"}`; then
+`{"id", "object", "created", "model", "seed", "usage"}` and `[DONE]`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.errors import InvalidRequest
+from stages.gateway.ask import (
+    COMMON_FIELDS,
+    MAX_OUTPUT_TOKENS,
+    MAX_PROMPT_IDS,
+    MAX_TOP_LOGPROBS,
+    Ask,
+    TextOrIds,
+    check_together,
+    common,
+)
+from stages.gateway.chat import with_logprobs
+from stages.gateway.fields import Reader, Unsupported, integer, read_fields, refuse, token_ids
+from stages.gateway.record import Request, Sequence
+from stages.gateway.relay import TokenBytes
+from stages.gateway.shape import finite, to_json, token_text, usage
+
+# ------------------------------------------------------------------ in
+
+
+def read_prompt(value: Any, name: str) -> TextOrIds:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise refuse(name, value, "a string or an array of token ids")
+    if not value:
+        raise InvalidRequest(f"{name} is empty; send at least one token", name)
+    ids: TextOrIds = token_ids(MAX_PROMPT_IDS)(value, name)
+    return ids
+
+
+UNSUPPORTED = {
+    "session_id": Unsupported(hint="send the whole text so far as the prompt"),
+    "best_of": Unsupported(1, hint="use n"),
+}
+
+FIELDS: dict[str, Reader] = {
+    **COMMON_FIELDS,
+    "prompt": read_prompt,
+    "max_tokens": integer(1, MAX_OUTPUT_TOKENS),
+    "logprobs": integer(0, MAX_TOP_LOGPROBS),
+}
+
+
+def read(body: dict[str, Any]) -> Ask:
+    """Raises `InvalidRequest`."""
+    values = read_fields(body, FIELDS, required=("prompt",), unsupported=UNSUPPORTED)
+    arguments = common(values)
+    has_logprobs = "logprobs" in values
+    if has_logprobs:
+        arguments["sampling"] = with_logprobs(arguments["sampling"], values["logprobs"])
+    ask = Ask(
+        endpoint="generate",
+        prompts=[values["prompt"]],
+        max_tokens=values.get("max_tokens"),
+        logprobs=has_logprobs,
+        top_logprobs=values.get("logprobs", 0),
+        **arguments,
+    )
+    return check_together(ask)
+
+
+# ------------------------------------------------------------------ out
+
+
+class GenerateShape:
+    """As drawn at the top of this file."""
+
+    def __init__(self, request: Request, token_bytes: TokenBytes) -> None:
+        self._request = request
+        self._bytes = token_bytes
+        self._base = {
+            "id": request.id,
+            "object": "generation",
+            "created": request.created,
+            "model": request.model,
+            "seed": request.seed,
+        }
+
+    def opening(self) -> list[bytes]:
+        return []
+
+    def text(self, sequence: Sequence, new: str, begin: int, end: int) -> bytes | None:
+        if not new and begin == end:
+            return None
+        event: dict[str, Any] = {
+            "index": sequence.index,
+            "text": new,
+            "tokens": sequence.tokens[begin:end],
+            "start": begin,
+        }
+        if sequence.logprobs:
+            event["logprobs"] = self._logprobs(sequence, begin, end)
+        return to_json(event)
+
+    def ended(self, sequence: Sequence) -> bytes:
+        return to_json(
+            {
+                "index": sequence.index,
+                "finish_reason": sequence.finish,
+                "stop_string": sequence.stop_string or None,
+            }
+        )
+
+    def closing(self) -> list[bytes]:
+        return [to_json({**self._base, "usage": usage(self._request)})]
+
+    def whole(self) -> bytes:
+        request = self._request
+        choices = [
+            {
+                "index": s.index,
+                "text": "".join(s.text),
+                "tokens": s.tokens[: s.end],
+                "finish_reason": s.finish,
+                "stop_string": s.stop_string or None,
+                "logprobs": self._logprobs(s, 0, s.end) if request.ask.logprobs else None,
+            }
+            for s in request.sequences
+        ]
+        return to_json({**self._base, "choices": choices, "usage": usage(request)})
+
+    def _logprobs(self, sequence: Sequence, begin: int, end: int) -> list[dict[str, Any]]:
+        entries = []
+        for token, logprob in zip(sequence.tokens[begin:end], sequence.logprobs[begin:end]):
+            entry = self._entry(token, logprob.logprob)
+            entry["top"] = [self._entry(t, p) for t, p in logprob.top]
+            entries.append(entry)
+        return entries
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = self._bytes.get(token, b"")
+        return {"id": token, "token": token_text(piece), "bytes": list(piece), "logprob": finite(logprob)}
