@@ -68,7 +68,8 @@ _NARROW = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']"
-    " + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    " + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _TEXT = """
 the quick brown fox jumps over the lazy dog and then the dog sleeps in the warm sun of the afternoon while
@@ -95,8 +96,9 @@ def vocabulary(size: int, seed: int = 0) -> tuple[list[str], list[int], list[str
     words = [["\u0120", *word] for word in _TEXT.split()]  # U+0120 stands for the space
     rng = np.random.default_rng([seed, size])
     while len(tokens) < size:
-        pairs = Counter(pair for word in words for pair in pairwise(word))
-        if pairs:
+        words = [word for word in words if len(word) > 1]
+        if words:
+            pairs = Counter(pair for word in words for pair in pairwise(word))
             left, right = min(pairs, key=lambda pair: (-pairs[pair], pair))
             words = [_merged(word, left, right) for word in words]
         else:
