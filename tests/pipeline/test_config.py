@@ -432,14 +432,21 @@ variables = st.sampled_from(
 )
 
 
-@given(st.dictionaries(sections, plain, max_size=4), st.dictionaries(variables, st.text(max_size=6), max_size=3))
+settings_ = st.dictionaries(variables, st.text(max_size=6), max_size=3)
+
+
+@given(st.dictionaries(sections, plain, max_size=4), settings_)
 @example({"auth": {"api_keys": [[]]}}, {"STARLING_AUTH__API_KEYS__0__KEY": "x"})
 def test_anything_is_accepted_or_refused_in_words(raw: dict[str, Any], env: dict[str, str]) -> None:
+    config, refusal = None, None
     try:
         config = resolve(raw, env)
     except ConfigError as error:
-        assert error.param
-        assert error.message.startswith("the configuration cannot be used:\n  ")
-    else:
+        refusal = error
+    if config is not None:
         assert config.models
         assert render(config)
+    else:
+        assert refusal is not None
+        assert refusal.param
+        assert refusal.message.startswith("the configuration cannot be used:\n  ")

@@ -1,0 +1,67 @@
+"""Directories follow from the environment and the configuration alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline import paths
+from pipeline.config import resolve
+from pipeline.errors import ConfigError
+
+DEFAULT = resolve({}, {})
+ENV = {"STARLING_HOME": "/data/starling"}
+
+
+def test_home() -> None:
+    assert paths.home(ENV) == Path("/data/starling")
+    assert paths.home({"HOME": "/home/me"}) == Path("/home/me/.starling")
+    assert paths.home({"STARLING_HOME": "here"}) == Path.cwd() / "here"
+
+
+def test_what_is_below_home() -> None:
+    assert paths.models_dir(ENV) == Path("/data/starling/models")
+    assert paths.run_dir(DEFAULT, ENV) == Path("/data/starling/run")
+    assert paths.state_dir(DEFAULT, ENV) == Path("/data/starling/state")
+    assert paths.cache_dir(ENV) == Path("/data/starling/cache")
+    assert paths.logs_dir(ENV) == Path("/data/starling/logs")
+
+
+def test_configured_directories_win() -> None:
+    config = resolve({"server": {"run_dir": "/r", "state_dir": "/s", "arena_dir": "/a"}}, {})
+    assert paths.run_dir(config, ENV) == Path("/r")
+    assert paths.state_dir(config, ENV) == Path("/s")
+    assert paths.arena_dir(config, ENV).parent == Path("/a")
+
+
+def test_arenas_are_found_again_and_never_shared() -> None:
+    first = paths.arena_dir(DEFAULT, ENV)
+    assert first == paths.arena_dir(DEFAULT, ENV)
+    assert first.parent == Path("/dev/shm")
+    assert first.name.startswith(f"starling-{os.getuid()}-")
+    assert len(first.name.rsplit("-", 1)[1]) == 12
+    assert first != paths.arena_dir(DEFAULT, {"STARLING_HOME": "/data/other"})
+
+
+def test_arenas_follow_the_real_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    real = paths.arena_dir(DEFAULT, {"STARLING_HOME": str(tmp_path / "real")})
+    assert paths.arena_dir(DEFAULT, {"STARLING_HOME": str(tmp_path / "link")}) == real
+
+
+def test_edge_addresses() -> None:
+    assert paths.edge_address(DEFAULT, "scheduler-kv", ENV) == "ipc:///data/starling/run/scheduler-kv.sock"
+    config = resolve({"edges": {"scheduler-kv": "tcp://127.0.0.1:7001"}}, {})
+    assert paths.edge_address(config, "scheduler-kv", ENV) == "tcp://127.0.0.1:7001"
+
+
+def test_a_socket_path_that_is_too_long_is_refused_with_its_length() -> None:
+    longest = "/" + "x" * (paths.SOCKET_PATH_MAX - len("//run/scheduler-kv.sock"))
+    address = paths.edge_address(DEFAULT, "scheduler-kv", {"STARLING_HOME": longest})
+    assert len(address.removeprefix("ipc://")) == paths.SOCKET_PATH_MAX
+    with pytest.raises(ConfigError, match="has 107 bytes, and the system allows 106") as caught:
+        paths.edge_address(DEFAULT, "scheduler-kv", {"STARLING_HOME": longest + "x"})
+    assert caught.value.param == "server.run_dir"
