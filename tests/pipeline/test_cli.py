@@ -1,0 +1,214 @@
+"""The command line: what it prints, how it ends, and that its errors are one message."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from pipeline.cli import COMMANDS, cli
+from pipeline.cli import up as up_module
+from pipeline.cli.prepare import shown
+from pipeline.config import resolve
+from pipeline.errors import ConfigError, ResourceError
+
+ROOT = Path(__file__).resolve().parents[2]
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty STARLING_HOME and no other setting."""
+    for name in [name for name in os.environ if name.startswith(("STARLING_", "LLM_ENGINE_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "home"
+
+
+def starling(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", *args],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+# ------------------------------------------------------------------ what it prints
+
+
+def test_every_command_has_help(home: Path) -> None:
+    listing = CliRunner().invoke(cli, ["--help"])
+    assert listing.exit_code == 0
+    for name in COMMANDS:
+        assert f"  {name} " in listing.output
+        assert CliRunner().invoke(cli, [name, "--help"]).exit_code == 0
+
+
+def test_config_prints_what_is_in_force(home: Path) -> None:
+    result = CliRunner().invoke(cli, ["config"], env={"STARLING_SERVER__PORT": "9001"})
+    assert yaml.safe_load(result.output)["server"]["port"] == 9001
+    assert f"# run: {home / 'run'}" in result.output
+    as_json = CliRunner().invoke(cli, ["config", "--json"], env={"STARLING_SERVER__PORT": "9001"})
+    assert json.loads(as_json.output)["server"]["port"] == 9001
+
+
+def test_a_file_given_to_the_command_is_read(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.toml").write_text("[server]\nport = 9002\n")
+    monkeypatch.setenv("STARLING_CONFIG", "elsewhere.yaml")  # restores the variable after the test
+    result = CliRunner().invoke(cli, ["--config", "mine.toml", "config", "--json"])
+    assert json.loads(result.output)["server"]["port"] == 9002
+    # Stages that are started from here read the same file.
+    assert os.environ["STARLING_CONFIG"] == str(tmp_path / "mine.toml")
+
+
+def test_models_says_how_far_they_are(home: Path) -> None:
+    result = CliRunner().invoke(cli, ["models", "--json"])
+    (row,) = json.loads(result.output)
+    assert (row["name"], row["present"], row["ingested"]) == ("smollm2-135m-instruct", False, False)
+    assert "to be fetched" in CliRunner().invoke(cli, ["models"]).output
+
+
+def test_status_of_a_server_that_is_down(home: Path) -> None:
+    result = CliRunner().invoke(cli, ["status"], standalone_mode=False)
+    assert (result.return_value, result.output) == (1, "no stage is running\n")
+
+
+def test_progress_without_a_terminal_is_a_line_for_each_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    with shown("m") as progress:
+        for done in (1, 2_000_000):
+            progress("download", done, 2_000_000)
+        progress("compile", 1, 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "m: download ..."
+    assert lines[1].startswith("m: download done (2 MB, ")
+    assert [line.split(" (")[0] for line in lines[2:]] == ["m: compile ...", "m: compile done"]
+
+
+# ------------------------------------------------------------------ how it ends
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "code", "message"),
+    [
+        (["config"], {"STARLING_SERVER__PROT": "1"}, 78, "server.prot (STARLING_SERVER__PROT): no such key"),
+        (["config"], {"STARLING_CONFIG": "/none.yaml"}, 78, "/none.yaml: cannot read the configuration"),
+        (["fetch", "nobody"], {}, 1, "no model 'nobody' is configured"),
+        (["stage", "nothing"], {}, 2, "'nothing' is not one of 'tokenizer'"),
+        (["stage", "worker", "--model", "x"], {}, 78, "--model x: no such model is configured"),
+        (["stage", "kv", "--model", "x"], {}, 2, "--model is the worker's"),
+        (["nothing"], {}, 2, "No such command 'nothing'"),
+        ([], {}, 2, "Usage: starling"),
+    ],
+)
+def test_errors_are_one_message_and_a_code(
+    home: Path, args: list[str], env: dict[str, str], code: int, message: str
+) -> None:
+    result = starling(*args, **env)
+    assert result.returncode == code
+    assert message in result.stderr + result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error(home: Path) -> None:
+    command = [sys.executable, "-m", "pipeline.cli", "config"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as out:
+        result = subprocess.run(command, env=env, stdout=out, stderr=subprocess.PIPE, timeout=60)
+    assert result.stderr == b""
+
+
+# ------------------------------------------------------------------ before a start
+
+
+def test_a_port_in_use_is_refused_with_the_way_out() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: Address already in use; end what uses it"):
+            up_module.check_port(resolve({"server": {"port": port}}, {}))
+    up_module.check_port(resolve({"server": {"port": port}}, {}))
+
+
+def test_a_host_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot listen on 192.0.2.1:0"):
+        up_module.check_port(resolve({"server": {"host": "192.0.2.1", "port": 0}}, {}))
+
+
+def room(monkeypatch: pytest.MonkeyPatch, **free_mb: int) -> None:
+    def usage(path: Path) -> Usage:
+        kind = "shm" if "shm" in str(path) else "disk"
+        return Usage(0, 0, free_mb[kind] << 20)
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
+
+
+def test_arenas_stay_in_shared_memory_when_they_fit(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room(monkeypatch, shm=600, disk=0)
+    assert up_module.choose_arena_dir(resolve({}, {})) == {}
+
+
+def test_arenas_move_out_of_a_small_shared_memory(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    room(monkeypatch, shm=64, disk=5000)
+    moved = up_module.choose_arena_dir(resolve({}, {}))
+    assert moved == {"STARLING_SERVER__ARENA_DIR": str(home / "arenas")}
+    assert "/dev/shm has 64 MB free and the arenas need 576 MB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("configured", ["", "/dev/shm"])
+def test_arenas_that_fit_nowhere_are_refused_with_numbers(
+    home: Path, monkeypatch: pytest.MonkeyPatch, configured: str
+) -> None:
+    room(monkeypatch, shm=64, disk=5000 if configured else 100)
+    with pytest.raises(ResourceError, match="the arenas need 576 MB, and /dev/shm has 64 MB free; make them"):
+        up_module.choose_arena_dir(resolve({"server": {"arena_dir": configured}}, {}))
+
+
+def test_the_procfile_at_the_top_serves_one_model(tmp_path: Path) -> None:
+    assert up_module.write_procfile(resolve({}, {}), tmp_path) == ROOT / "Procfile"
+    lines = (ROOT / "Procfile").read_text().splitlines()
+    assert sorted(line.split(":")[0] for line in lines) == sorted(up_module.STAGES)
+    for line in lines:
+        assert line.endswith(f"exec starling supervise {line.split(':')[0]}")
+
+
+def test_several_models_have_a_worker_each(tmp_path: Path) -> None:
+    config = resolve({"models": [{"name": name, "path": "p"} for name in ("a", "b")]}, {})
+    lines = up_module.write_procfile(config, tmp_path).read_text().splitlines()
+    assert [line for line in lines if "worker" in line] == [
+        "worker-0: exec starling supervise worker --model a",
+        "worker-1: exec starling supervise worker --model b",
+    ]
+    assert len(lines) == len(up_module.STAGES) + 1
+
+
+def test_the_banner_is_a_line_to_paste() -> None:
+    config = resolve({"server": {"host": "0.0.0.0"}, "auth": {"api_keys": ["k"]}}, {})
+    text = up_module.banner(config, 1.23)
+    assert "ready at http://127.0.0.1:8080 (1.2 s)" in text
+    command = text[text.index("curl") : text.index("Ctrl-C")]
+    words = subprocess.run(
+        ["bash", "-c", f"curl() {{ printf '%s\\n' \"$@\"; }}\n{command}"],
+        capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    assert words[:2] == ["-N", "http://127.0.0.1:8080/v1/chat/completions"]
+    assert "Authorization: Bearer YOUR-API-KEY" in words
+    assert json.loads(words[-1])["model"] == "smollm2-135m-instruct"

@@ -1,0 +1,67 @@
+"""After the end nothing of ours is left; of a living server nothing is touched."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from pipeline.leftovers import sweep
+from pipeline.rundir import StageLock
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    """A run directory and an arena directory as a killed server leaves them."""
+    run, arenas = tmp_path / "run", tmp_path / "arenas"
+    run.mkdir()
+    arenas.mkdir()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(run / "scheduler-kv.sock"))
+    (run / "kv.status").write_text("{}")
+    (run / "kv.lock").touch()
+    (arenas / "model.kv").write_bytes(bytes(4096))
+    (arenas / ".model.kv.123").write_bytes(bytes(4096))
+    return run, arenas
+
+
+def test_what_a_killed_server_left_is_removed(places: tuple[Path, Path]) -> None:
+    run, arenas = places
+    assert sweep(run, arenas) == []
+    assert [path.name for path in run.iterdir()] == ["kv.lock"]
+    assert not arenas.exists()
+    assert sweep(run, arenas) == []
+
+
+def test_a_living_stage_keeps_everything(places: tuple[Path, Path]) -> None:
+    run, arenas = places
+    before = sorted([*run.iterdir(), *arenas.iterdir()])
+    lock = StageLock(run, "kv")
+    assert sweep(run, arenas) == ["kv"]
+    assert sorted([*run.iterdir(), *arenas.iterdir()]) == before
+    lock.release()
+    assert sweep(run, arenas) == []
+
+
+def test_it_waits_for_a_stage_that_is_going(places: tuple[Path, Path]) -> None:
+    run, arenas = places
+    lock = StageLock(run, "kv")
+    assert sweep(run, arenas, wait_s=60.0, pause=lambda seconds: lock.release()) == []
+
+
+def test_what_is_not_ours_stays(places: tuple[Path, Path], tmp_path: Path) -> None:
+    run, arenas = places
+    (run / "notes.sock").write_text("no socket")
+    (arenas / "folder").mkdir()
+    assert sweep(run, arenas) == []
+    assert (run / "notes.sock").exists()
+    assert [path.name for path in arenas.iterdir()] == ["folder"]
+
+
+def test_a_link_is_not_followed(places: tuple[Path, Path], tmp_path: Path) -> None:
+    run, arenas = places
+    link = tmp_path / "link"
+    link.symlink_to(arenas)
+    assert sweep(run, link) == []
+    assert (arenas / "model.kv").exists()

@@ -1,0 +1,44 @@
+"""The import law is found broken where it is broken, and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.check_imports import main, violations
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_this_project_keeps_the_law() -> None:
+    assert main(ROOT) == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "reason"),
+    [
+        ("shm/a.py", "import pipeline.errors", "shm must not import pipeline"),
+        ("shm/a.py", "from pipeline import errors", "shm must not import pipeline"),
+        ("pipeline/a.py", "def f():\n    from stages.kv import stage", "pipeline must not import stages"),
+        ("pipeline/a.py", "import tests.x", "pipeline must not import tests"),
+        ("pipeline/cli/a.py", "from ...stages import kv", "pipeline must not import stages"),
+        ("stages/kv/a.py", "from stages.worker import rope", "stage kv must not import stage worker"),
+        ("stages/kv/a.py", "from stages import worker", "stage kv must not import stage worker"),
+        ("stages/kv/a.py", "from ..worker import rope", "stage kv must not import stage worker"),
+        ("stages/kv/a.py", "import zmq", "only stage.py touches sockets"),
+        ("stages/kv/a.py", "import socket as s", "only stage.py touches sockets"),
+        ("stages/kv/a.py", "from pipeline.wire import Link", "only stage.py touches sockets"),
+        ("stages/kv/a.py", "from pipeline import loop", "only stage.py touches sockets"),
+        ("shm/a.py", "import numpy, shm.arena", ""),
+        ("pipeline/a.py", "from shm.arena import Arena\nimport zmq", ""),
+        ("stages/kv/a.py", "from stages.kv.b import c\nfrom . import b\nfrom pipeline.errors import X", ""),
+        ("stages/kv/stage.py", "import zmq\nfrom pipeline.loop import StageLoop", ""),
+    ],
+)
+def test_rules(tmp_path: Path, file: str, source: str, reason: str) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text(source)
+    found = list(violations(path, tmp_path))
+    assert [line.split(": ", 1)[1].split(", and this")[0] for line in found] == ([reason] if reason else [])
