@@ -40,6 +40,7 @@ becomes 2 after they stand; a reader that finds 2 and a wrong `check` has a torn
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -116,8 +117,7 @@ def kv_arena_bytes(g: KvGeometry, n_pages: int) -> int:
 
 def pages_that_fit(g: KvGeometry, budget_bytes: int) -> int:
     """How many pages an arena file of at most `budget_bytes` holds, headers included."""
-    n = max(0, (budget_bytes - 8192) // (g.page_bytes + PAGE_HEADER))
-    return n
+    return max(0, (budget_bytes - 8192) // (g.page_bytes + PAGE_HEADER))
 
 
 def kv_views(arena: Arena, g: KvGeometry, n_pages: int) -> KvArena:
@@ -126,3 +126,27 @@ def kv_views(arena: Arena, g: KvGeometry, n_pages: int) -> KvArena:
         arena.view(0, (n_pages, PAGE_HEADER), np.uint8),
         arena.view(pages_at, (n_pages, g.page_bytes), np.uint8),
     )
+
+
+def create_kv(
+    path: Path, g: KvGeometry, n_pages: int, digest: bytes, generation: int
+) -> tuple[Arena, KvArena]:
+    """The kv stage's call: all pages free. Raises `ArenaError` when it does not fit."""
+    g.check()
+    meta = {**g._asdict(), "pages": n_pages}
+    arena = Arena.create(path, KIND, LAYOUT, kv_arena_bytes(g, n_pages), meta, digest, generation)
+    return arena, kv_views(arena, g, n_pages)
+
+
+def attach_kv(
+    path: Path, digest: bytes | None = None, own: bool = False
+) -> tuple[Arena, KvArena, KvGeometry]:
+    """Everybody else's call (and a restarted kv stage's, with `own`)."""
+    arena = Arena.attach(path, KIND, LAYOUT, digest=digest, own=own)
+    try:
+        g = KvGeometry(*(arena.meta[name] for name in KvGeometry._fields))
+        g.check()
+        return arena, kv_views(arena, g, int(arena.meta["pages"])), g
+    except (KeyError, TypeError, ValueError) as error:
+        arena.close()
+        raise ArenaError(f"{path}: geometry in the header is unusable: {error!r}") from None

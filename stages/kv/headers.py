@@ -22,7 +22,7 @@ _STATE_AT, _CHECK_AT, _CHECK_END = 72, 64, 72
 
 def checksum(content: np.ndarray) -> int:
     """XXH3-64 of a page's bytes, (page_bytes,) u8."""
-    return xxhash.xxh3_64_intdigest(content)
+    return xxhash.xxh3_64_intdigest(content.data)
 
 
 class PageName(NamedTuple):
@@ -53,7 +53,7 @@ class Headers:
 
     def __init__(self, headers: np.ndarray) -> None:
         fields = headers.view(HEADER)[:, 0]
-        self._bytes = memoryview(headers).cast("B")
+        self._bytes = headers.data.cast("B")
         self._state: np.ndarray = fields["state"]
         self._root: np.ndarray = fields["root"]
         self._refs: np.ndarray = fields["refs"]
