@@ -2,7 +2,8 @@
 
 A stage that ends in order removes its sockets; one that was killed cannot, and arenas outlive everybody
 by design.  When the whole server is over, nobody needs them: state that should survive is in the state
-directory.  Every stage's lock is taken first, so that nothing of a living server is ever touched.
+directory.  Every supervisor tries this when it ends, and the last one succeeds: each stage's lock is
+taken first, so that nothing of a living server is ever touched.
 """
 
 from __future__ import annotations
@@ -22,37 +23,39 @@ def sweep(
     wait_s: float = 0.0,
     pause: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
-) -> list[str]:
+) -> str:
     """Remove sockets, status records and arenas of a server that is over.
 
-    Returns the stages that still hold their lock after `wait_s`; then nothing is removed.
+    Returns the name of a stage that still holds its lock after `wait_s`, having removed nothing; "" when
+    all is done.
     """
     deadline = clock() + wait_s
     while True:
-        with _locks(run_dir) as held_by_others:
-            if not held_by_others:
+        with _locks(run_dir) as held_by_another:
+            if not held_by_another:
                 for path in _ours(run_dir):
                     path.unlink(missing_ok=True)
                 _remove_arenas(arena_dir)
-                return []
+                return ""
         if clock() >= deadline:
-            return held_by_others
+            return held_by_another
         pause(0.02)
 
 
 @contextmanager
-def _locks(run_dir: Path) -> Iterator[list[str]]:
-    """Hold the locks of all stages; yields those that somebody else has."""
-    fds, held_by_others = [], []
+def _locks(run_dir: Path) -> Iterator[str]:
+    """Hold the locks of all stages; yields the first that somebody else has, or ""."""
+    fds: list[int] = []
     try:
+        # In one order, and no further than the first that is taken: of two sweepers one gets them all.
         for path in sorted(run_dir.glob("*.lock")):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            fds.append(fd)
+            fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(fds[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                held_by_others.append(path.stem)
-        yield held_by_others
+                yield path.stem
+                return
+        yield ""
     finally:
         for fd in fds:
             os.close(fd)

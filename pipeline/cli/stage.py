@@ -7,6 +7,7 @@ import sys
 
 import click
 
+from pipeline import leftovers, paths
 from pipeline.config import load
 from pipeline.errors import ConfigError
 
@@ -41,7 +42,9 @@ def supervise(name: str, model: str) -> int:
     config = load()
     _refuse_model(name, model)
     command = [sys.executable, "-m", "pipeline.cli", "stage", name]
-    return keep_alive(name, command + (["--model", model] if model else []), config)
+    code = keep_alive(name, command + (["--model", model] if model else []), config)
+    leftovers.sweep(paths.run_dir(config), paths.arena_dir(config))
+    return code
 
 
 def _refuse_model(name: str, model: str) -> None:

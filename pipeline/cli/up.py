@@ -49,10 +49,10 @@ def up() -> int:
     finally:
         only_one.release()
     arena_dir = paths.arena_dir(load(env=env), env)
-    for stage in leftovers.sweep(run_dir, arena_dir, wait_s=5.0):
-        click.echo(f"starling: stage {stage} is still running; `starling status` shows it", err=True)
-        code = code or EXIT_FATAL
-    return code
+    still_running = leftovers.sweep(run_dir, arena_dir, wait_s=5.0)
+    if still_running:
+        click.echo(f"starling: {still_running} is still running; `starling status` shows it", err=True)
+    return code or (EXIT_FATAL if still_running else 0)
 
 
 # ------------------------------------------------------------------ before the start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -28,33 +29,47 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_what_a_killed_server_left_is_removed(places: tuple[Path, Path]) -> None:
     run, arenas = places
-    assert sweep(run, arenas) == []
+    assert sweep(run, arenas) == ""
     assert [path.name for path in run.iterdir()] == ["kv.lock"]
     assert not arenas.exists()
-    assert sweep(run, arenas) == []
+    assert sweep(run, arenas) == ""
 
 
 def test_a_living_stage_keeps_everything(places: tuple[Path, Path]) -> None:
     run, arenas = places
     before = sorted([*run.iterdir(), *arenas.iterdir()])
     lock = StageLock(run, "kv")
-    assert sweep(run, arenas) == ["kv"]
+    assert sweep(run, arenas) == "kv"
     assert sorted([*run.iterdir(), *arenas.iterdir()]) == before
     lock.release()
-    assert sweep(run, arenas) == []
+    assert sweep(run, arenas) == ""
 
 
 def test_it_waits_for_a_stage_that_is_going(places: tuple[Path, Path]) -> None:
     run, arenas = places
     lock = StageLock(run, "kv")
-    assert sweep(run, arenas, wait_s=60.0, pause=lambda seconds: lock.release()) == []
+    assert sweep(run, arenas, wait_s=60.0, pause=lambda seconds: lock.release()) == ""
+
+
+def test_of_two_at_once_one_succeeds(places: tuple[Path, Path]) -> None:
+    run, arenas = places
+    for name in "abcdefgh":
+        (run / f"{name}.lock").touch()
+    results: list[str] = []
+    threads = [threading.Thread(target=lambda: results.append(sweep(run, arenas))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "" in results
+    assert not arenas.exists()
 
 
 def test_what_is_not_ours_stays(places: tuple[Path, Path], tmp_path: Path) -> None:
     run, arenas = places
     (run / "notes.sock").write_text("no socket")
     (arenas / "folder").mkdir()
-    assert sweep(run, arenas) == []
+    assert sweep(run, arenas) == ""
     assert (run / "notes.sock").exists()
     assert [path.name for path in arenas.iterdir()] == ["folder"]
 
@@ -63,5 +78,5 @@ def test_a_link_is_not_followed(places: tuple[Path, Path], tmp_path: Path) -> No
     run, arenas = places
     link = tmp_path / "link"
     link.symlink_to(arenas)
-    assert sweep(run, link) == []
+    assert sweep(run, link) == ""
     assert (arenas / "model.kv").exists()
