@@ -23,6 +23,7 @@ from pipeline.process import EXIT_CONFIG, EXIT_FATAL
 EXIT_INTERRUPTED = 130
 
 COMMANDS = {
+    "chaos": "pipeline.cli.chaos:chaos",
     "config": "pipeline.cli.show:config",
     "fetch": "pipeline.cli.prepare:fetch",
     "models": "pipeline.cli.show:models",

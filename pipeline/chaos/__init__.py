@@ -1,0 +1,1 @@
+"""Faults on purpose, against a live server, and a comparison of every byte (`starling chaos`)."""
