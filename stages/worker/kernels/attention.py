@@ -1,0 +1,458 @@
+"""Attention over KV pages: one block of queries against one kv head, segment by segment.
+
+A *block* is some queries of one sequence, times the heads that share a kv head: its *rows*.  K and V are
+read once for all of them.  Every row's arithmetic is that of docs/numerics.md, whatever shares its
+block: scores are chains over ascending d (16 positions side by side), values chains over ascending j
+(16 dims side by side), segments of 256 positions merge in ascending order.
+
+Scratch of one rank, in f32 words from `scratch` (see `scratch_words`):
+
+    Q       (ROWS, head_dim)     the block's queries, packed
+    S       (ROWS, 256)          scores, then weights, of the segment under way
+    O       (ROWS, head_dim)     weighted values of the segment under way
+    ACC     (ROWS, head_dim)     merged so far
+    STATE   (ROWS, 4)            M, L so far; m, l of the segment
+    TABLE   (4, 16) addresses    of each 16 positions of the segment: K, K scales, V, V scales
+
+`functions(kv_type)` gives the jitted functions for one type of cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.extending import intrinsic
+
+from stages.worker.kernels.simd import (
+    JIT,
+    LANES,
+    Tile,
+    _call,
+    _splat,
+    exp,
+    f32_tile,
+    f32x16,
+    fma,
+    get_f32,
+    get_i32,
+    get_i64,
+    load_f16_as_f32,
+    load_f32,
+    load_f32_part,
+    load_s8,
+    maximum,
+    put_f32,
+    put_i64,
+    reduce_add,
+    reduce_max,
+    splat_f16_at,
+    splat_f32,
+    store_f32,
+    store_f32_part,
+    tile_put,
+    to_f32,
+)
+
+SEGMENT = 256
+ROWS = 24  # most rows of a block
+VECTORS = 4  # of 16 positions (scores) or 16 dims (values) that a register tile spans
+TILE_ROWS = 6  # rows of a full tile: 24 accumulators, 4 operands
+_FLOAT = ir.FloatType()
+
+
+@intrinsic(prefer_literal=True)
+def outer_fma(typingctx: Any, acc: Any, rows: Any, stride: Any, columns: Any) -> Any:
+    """acc[m][n] = fma(f32 at rows + m * stride, columns[n], acc[m][n]), for a tile of m * n vectors."""
+    if not (isinstance(acc, Tile) and isinstance(columns, Tile)):
+        return None
+    n_columns = columns.n
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        result, address, step, vectors = args
+        for m in range(acc.n // n_columns):
+            scalar = builder.load(builder.inttoptr(address, _FLOAT.as_pointer()), align=4)
+            row = _splat(builder, scalar)
+            for n in range(n_columns):
+                i = m * n_columns + n
+                arguments = [row, builder.extract_value(vectors, n), builder.extract_value(result, i)]
+                result = builder.insert_value(
+                    result, _call(builder, "llvm.fma.v16f32", f32x16.ir, arguments), i
+                )
+            address = builder.add(address, step)
+        return result
+
+    return acc(acc, numba.types.int64, numba.types.int64, columns), codegen
+
+
+@intrinsic(prefer_literal=True)
+def tile_load(typingctx: Any, tile: Any, address: Any, stride: Any, columns: Any) -> Any:
+    """A tile of rows of `columns` (a literal) vectors of f32; rows are `stride` bytes apart."""
+    n_columns = columns.literal_value
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        result, at = args[0], args[1]
+        for m in range(tile.n // n_columns):
+            for n in range(n_columns):
+                place = builder.add(at, ir.Constant(at.type, 64 * n))
+                value = builder.load(builder.inttoptr(place, f32x16.ir.as_pointer()), align=4)
+                result = builder.insert_value(result, value, m * n_columns + n)
+            at = builder.add(at, args[2])
+        return result
+
+    return tile(tile, numba.types.int64, numba.types.int64, columns), codegen
+
+
+@intrinsic(prefer_literal=True)
+def tile_store(typingctx: Any, tile: Any, address: Any, stride: Any, columns: Any) -> Any:
+    """The reverse of `tile_load`."""
+    n_columns = columns.literal_value
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        at = args[1]
+        for m in range(tile.n // n_columns):
+            for n in range(n_columns):
+                place = builder.add(at, ir.Constant(at.type, 64 * n))
+                value = builder.extract_value(args[0], m * n_columns + n)
+                builder.store(value, builder.inttoptr(place, f32x16.ir.as_pointer()), align=4)
+            at = builder.add(at, args[2])
+        return context.get_dummy_value()
+
+    return numba.types.void(tile, numba.types.int64, numba.types.int64, columns), codegen
+
+
+@intrinsic(prefer_literal=True)
+def tile_scale(typingctx: Any, tile: Any, factor: Any) -> Any:
+    """Every vector of a tile times one vector."""
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        result = args[0]
+        for i in range(tile.n):
+            result = builder.insert_value(result, builder.fmul(builder.extract_value(args[0], i), args[1]), i)
+        return result
+
+    return tile(tile, factor), codegen
+
+
+# ------------------------------------------------------------------ loading K and V as f32
+
+
+@numba.njit(**JIT)
+def _read_f16(at, scales):
+    return load_f16_as_f32(at)
+
+
+@numba.njit(**JIT)
+def _read_f32(at, scales):
+    return load_f32(at)
+
+
+@numba.njit(**JIT)
+def _read_key_int8(at, scales):
+    return load_f16_as_f32(scales) * to_f32(load_s8(at))
+
+
+@numba.njit(**JIT)
+def _read_value_int8(at, scales):
+    return splat_f16_at(scales) * to_f32(load_s8(at))
+
+
+class KvType(NamedTuple):
+    """How one type of cache is read: bytes of a value, whether scales follow the codes, loaders."""
+
+    width: int
+    scaled: bool
+    read_key: Any  # (address of 16 codes, address of their 16 scales) -> f32x16
+    read_value: Any  # (address of 16 codes, address of their one scale) -> f32x16
+
+
+KV = {
+    "f16": KvType(2, False, _read_f16, _read_f16),
+    "f32": KvType(4, False, _read_f32, _read_f32),
+    "int8": KvType(1, True, _read_key_int8, _read_value_int8),
+}
+
+
+def _make_scores(kind: KvType, rows: int) -> Any:
+    """Scores of `rows` rows at 64 positions."""
+    width, scaled, read = kind.width, kind.scaled, kind.read_key
+    n_tile, columns = rows * VECTORS, VECTORS
+
+    @numba.njit(**JIT)
+    def scores(q, s, table, group, head_dim, page_tokens, scale):
+        """q: rows of head_dim f32; s: rows of 256 f32, written from 16 * group on; table: TABLE."""
+        acc = f32_tile(n_tile)
+        b = f32_tile(columns)
+        at = table + 8 * group
+        k0, k1, k2, k3 = get_i64(at), get_i64(at + 8), get_i64(at + 16), get_i64(at + 24)
+        step = width * page_tokens
+        if scaled:
+            e0, e1, e2, e3 = get_i64(at + 128), get_i64(at + 136), get_i64(at + 144), get_i64(at + 152)
+            for d in range(head_dim):
+                e = d // 32 * 2 * page_tokens
+                b = tile_put(b, 0, read(k0 + d * step, e0 + e))
+                b = tile_put(b, 1, read(k1 + d * step, e1 + e))
+                b = tile_put(b, 2, read(k2 + d * step, e2 + e))
+                b = tile_put(b, 3, read(k3 + d * step, e3 + e))
+                acc = outer_fma(acc, q + 4 * d, 4 * head_dim, b)
+        else:
+            for d in range(head_dim):
+                b = tile_put(b, 0, read(k0 + d * step, 0))
+                b = tile_put(b, 1, read(k1 + d * step, 0))
+                b = tile_put(b, 2, read(k2 + d * step, 0))
+                b = tile_put(b, 3, read(k3 + d * step, 0))
+                acc = outer_fma(acc, q + 4 * d, 4 * head_dim, b)
+        tile_store(tile_scale(acc, splat_f32(scale)), s + 64 * group, 4 * SEGMENT, columns)
+
+    return scores
+
+
+def _make_values(kind: KvType, rows: int, columns: int) -> Any:
+    """Weighted values of `rows` rows in 16 * `columns` dims."""
+    width, scaled, read = kind.width, kind.scaled, kind.read_value
+    n_tile, wide = rows * columns, columns == VECTORS
+
+    @numba.njit(**JIT)
+    def values(s, o, table, dim, begin, end, head_dim):
+        """o: rows of head_dim f32; adds positions begin .. end-1 of the segment to dims from `dim` on."""
+        b = f32_tile(columns)
+        acc = tile_load(f32_tile(n_tile), o + 4 * dim, 4 * head_dim, columns)
+        j = begin
+        while j < end:
+            group = j // LANES
+            stop = min(end, LANES * (group + 1))
+            v = get_i64(table + 256 + 8 * group) + width * ((j % LANES) * head_dim + dim)
+            e = np.int64(0)
+            if scaled:
+                e = get_i64(table + 384 + 8 * group) + 2 * ((j % LANES) * (head_dim // 32))
+            for i in range(j, stop):
+                # A block of 32 dims has one scale.
+                b = tile_put(b, 0, read(v, e + 2 * (dim // 32)))
+                if wide:
+                    b = tile_put(b, 1, read(v + 16 * width, e + 2 * ((dim + 16) // 32)))
+                    b = tile_put(b, 2, read(v + 32 * width, e + 2 * ((dim + 32) // 32)))
+                    b = tile_put(b, 3, read(v + 48 * width, e + 2 * ((dim + 48) // 32)))
+                acc = outer_fma(acc, s + 4 * i, 4 * SEGMENT, b)
+                v += width * head_dim
+                if scaled:
+                    e += 2 * (head_dim // 32)
+            j = stop
+        tile_store(acc, o + 4 * dim, 4 * head_dim, columns)
+
+    return values
+
+
+# ------------------------------------------------------------------ softmax and merging
+
+
+@numba.njit(**JIT)
+def _weigh(s, n, state):
+    """Scores of one row's first n positions to weights; m and l of the segment go to state[2], state[3]."""
+    low = np.float32(-np.inf)
+    best = splat_f32(low)
+    end = (n + LANES - 1) // LANES * LANES
+    for i in range(0, end, LANES):
+        best = maximum(load_f32_part(s + 4 * i, min(n - i, LANES), low), best)
+    m = reduce_max(best)
+    top = splat_f32(m)
+    lanes = splat_f32(np.float32(0.0))
+    for i in range(0, end, LANES):
+        e = exp(load_f32_part(s + 4 * i, min(n - i, LANES), low) - top)
+        store_f32(s + 4 * i, e)
+        lanes = lanes + e
+    put_f32(state + 8, m)
+    put_f32(state + 12, reduce_add(lanes))
+
+
+@numba.njit(**JIT)
+def merge(acc, state, o, m, l, head_dim, first):  # noqa: E741 (l is the sum's name everywhere)
+    """Take a segment's (m, l, o) into (M, L) at state and O at acc; the first one starts them."""
+    if first:
+        put_f32(state, m)
+        put_f32(state + 4, l)
+        for i in range(0, 4 * head_dim, 64):
+            store_f32(acc + i, load_f32(o + i))
+        return
+    old = get_f32(state)
+    new = max(old, m)
+    a = exp(splat_f32(old) - splat_f32(new))
+    b = exp(splat_f32(m) - splat_f32(new))
+    put_f32(state, new)
+    store_f32_part(state + 4, fma(splat_f32(get_f32(state + 4)), a, splat_f32(l) * b), 1)
+    for i in range(0, 4 * head_dim, 64):
+        store_f32(acc + i, fma(load_f32(acc + i), a, load_f32(o + i) * b))
+
+
+@numba.njit(**JIT)
+def finish(acc, state, out, head_dim):
+    """out = O / L, by one division."""
+    r = splat_f32(np.float32(1.0)) / splat_f32(get_f32(state + 4))
+    for i in range(0, 4 * head_dim, 64):
+        store_f32(out + i, load_f32(acc + i) * r)
+
+
+# ------------------------------------------------------------------ scratch and units
+
+
+def scratch_words(head_dim: int) -> int:
+    """f32 words of one rank's scratch."""
+    return ROWS * (3 * head_dim + SEGMENT + 4) + 4 * 16 * 2 + 64
+
+
+@numba.njit(**JIT)
+def _fill_table(table, pages, head_at, page_bytes, tables, segment, n, page_tokens, k_width, e_width, head_dim):
+    """TABLE for the first n positions of a segment of the row whose page table stands at `tables` (i32).
+
+    head_at: byte of this layer's and head's K in a page; k_width, e_width: bytes of a code, of a scale.
+    Places past n repeat the first one: what is read there is not used.
+    """
+    codes = head_dim * page_tokens * k_width
+    both = codes + head_dim // 32 * page_tokens * e_width
+    for group in range(SEGMENT // LANES):
+        position = LANES * group if LANES * group < n else 0
+        at = segment * SEGMENT + position
+        page = get_i32(tables + 4 * (at // page_tokens))
+        slot = at % page_tokens
+        base = pages + page * page_bytes + head_at
+        put_i64(table + 8 * group, base + slot * k_width)
+        put_i64(table + 128 + 8 * group, base + codes + slot * e_width)
+        put_i64(table + 256 + 8 * group, base + both + slot * head_dim * k_width)
+        put_i64(table + 384 + 8 * group, base + both + codes + slot * (head_dim // 32) * e_width)
+
+
+class Functions(NamedTuple):
+    """Attention over one type of cache."""
+
+    segment: Any  # one segment of a block: weights, then values, into S, O and STATE
+    block: Any  # all segments of a block, to the end
+
+
+@functools.cache
+def functions(kv_type: str) -> Functions:
+    """The jitted functions for `kv_type`."""
+    kind = KV[kv_type]
+    k_width, e_width = kind.width, 2 if kind.scaled else 0
+    scores_1, scores_2, scores_3, scores_4, scores_6 = (_make_scores(kind, r) for r in (1, 2, 3, 4, 6))
+    wide_1, wide_2, wide_3, wide_4, wide_6 = (_make_values(kind, r, VECTORS) for r in (1, 2, 3, 4, 6))
+    thin_1, thin_3, thin_6 = (_make_values(kind, r, 1) for r in (1, 3, 6))
+
+    @numba.njit(**JIT)
+    def all_scores(q, s, table, group, rows, head_dim, page_tokens, scale):
+        r = 0
+        while r < rows:
+            left = rows - r
+            at_q, at_s = q + 4 * r * head_dim, s + 4 * r * SEGMENT
+            if left >= 6:
+                scores_6(at_q, at_s, table, group, head_dim, page_tokens, scale)
+                r += 6
+            elif left >= 4:
+                scores_4(at_q, at_s, table, group, head_dim, page_tokens, scale)
+                r += 4
+            elif left == 3:
+                scores_3(at_q, at_s, table, group, head_dim, page_tokens, scale)
+                r += 3
+            elif left == 2:
+                scores_2(at_q, at_s, table, group, head_dim, page_tokens, scale)
+                r += 2
+            else:
+                scores_1(at_q, at_s, table, group, head_dim, page_tokens, scale)
+                r += 1
+
+    @numba.njit(**JIT)
+    def all_values(s, o, table, rows, begin, end, head_dim):
+        """Positions begin .. end-1 for all rows."""
+        r = 0
+        while r < rows:
+            left = rows - r
+            n = 6 if left >= 6 else (4 if left >= 4 else left)
+            at_s, at_o = s + 4 * r * SEGMENT, o + 4 * r * head_dim
+            dim = 0
+            while dim + 64 <= head_dim:
+                if n == 6:
+                    wide_6(at_s, at_o, table, dim, begin, end, head_dim)
+                elif n == 4:
+                    wide_4(at_s, at_o, table, dim, begin, end, head_dim)
+                elif n == 3:
+                    wide_3(at_s, at_o, table, dim, begin, end, head_dim)
+                elif n == 2:
+                    wide_2(at_s, at_o, table, dim, begin, end, head_dim)
+                else:
+                    wide_1(at_s, at_o, table, dim, begin, end, head_dim)
+                dim += 64
+            while dim < head_dim:
+                if n == 6:
+                    thin_6(at_s, at_o, table, dim, begin, end, head_dim)
+                elif n == 3:
+                    thin_3(at_s, at_o, table, dim, begin, end, head_dim)
+                else:
+                    for i in range(n):
+                        thin_1(at_s + 4 * i * SEGMENT, at_o + 4 * i * head_dim, table, dim, begin, end, head_dim)
+                dim += LANES
+            r += n
+
+    @numba.njit(**JIT)
+    def segment(scratch, pages, head_at, page_bytes, tables, index, first, rows, group_size, head_dim,
+                page_tokens, scale):  # fmt: skip
+        """Segment `index` for rows whose queries, packed in Q, stand at positions first + row // group_size.
+
+        Row r sees positions up to its own; leaves m, l in STATE and the weighted values in O.
+        Returns the first row that reaches into the segment.
+        """
+        s = scratch + 4 * ROWS * head_dim
+        o = s + 4 * ROWS * SEGMENT
+        state = o + 8 * ROWS * head_dim
+        table = state + 16 * ROWS
+        begin = index * SEGMENT
+        skipped = max(0, begin - first) * group_size
+        last = first + (rows - 1) // group_size
+        n = min(SEGMENT, last + 1 - begin)
+        _fill_table(table, pages, head_at, page_bytes, tables, index, n, page_tokens, k_width, e_width, head_dim)
+        todo = rows - skipped
+        at_q, at_s = scratch + 4 * skipped * head_dim, s + 4 * skipped * SEGMENT
+        at_o = o + 4 * skipped * head_dim
+        for group in range(0, (n + LANES - 1) // LANES, VECTORS):
+            all_scores(at_q, at_s, table, group, todo, head_dim, page_tokens, scale)
+        zero = splat_f32(np.float32(0.0))
+        for i in range(0, 4 * todo * head_dim, 64):
+            store_f32(at_o + i, zero)
+        for r in range(skipped, rows):
+            seen = min(SEGMENT, first + r // group_size + 1 - begin)
+            _weigh(s + 4 * r * SEGMENT, seen, state + 16 * r)
+        common = min(SEGMENT, first + skipped // group_size + 1 - begin)
+        all_values(at_s, at_o, table, todo, 0, common, head_dim)
+        # Past the first query's position the rows part: those of one query go on together.
+        query = skipped // group_size + 1
+        while query * group_size < rows:
+            seen = min(SEGMENT, first + query + 1 - begin)
+            if seen > common:
+                r = query * group_size
+                all_values(s + 4 * r * SEGMENT, o + 4 * r * head_dim, table, group_size, common, seen, head_dim)
+            query += 1
+        return skipped
+
+    @numba.njit(**JIT)
+    def block(scratch, pages, head_at, page_bytes, tables, first, queries, group_size, head_dim, page_tokens,
+              scale, out, out_stride):  # fmt: skip
+        """All of it for `queries` queries packed in Q, rows (query, head of the group).
+
+        out: f32 of the group's first head for the first query; the group's heads follow each other.
+        """
+        rows = queries * group_size
+        o = scratch + 4 * ROWS * (head_dim + SEGMENT)
+        acc = o + 4 * ROWS * head_dim
+        state = acc + 4 * ROWS * head_dim
+        for index in range((first + queries - 1) // SEGMENT + 1):
+            begun = segment(scratch, pages, head_at, page_bytes, tables, index, first, rows, group_size, head_dim,
+                            page_tokens, scale)  # fmt: skip
+            for r in range(begun, rows):
+                at = state + 16 * r
+                merge(acc + 4 * r * head_dim, at, o + 4 * r * head_dim, get_f32(at + 8), get_f32(at + 12),
+                      head_dim, index == 0)  # fmt: skip
+        for r in range(rows):
+            place = out + r // group_size * out_stride + r % group_size * 4 * head_dim
+            finish(acc + 4 * r * head_dim, state + 16 * r, place, head_dim)
+
+    return Functions(segment, block)

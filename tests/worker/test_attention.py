@@ -1,0 +1,133 @@
+"""Attention and elementwise kernels equal the exact twin byte for byte, whatever the pages and blocks."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import pytest
+
+from shm.pages import KvGeometry
+from stages.worker.kernels import attention
+from stages.worker.kernels import elementwise as ew
+from stages.worker.kernels.simd import JIT
+from stages.worker.rope import rope_tables
+from stages.worker.twins import arithmetic, exact
+
+pytestmark = pytest.mark.slow
+
+SIZES = (1, 2, 3, 15, 16, 17, 31, 33, 63, 65, 576)
+WRITE = {"f16": ew.write_kv_f16, "f32": ew.write_kv_f32, "int8": ew.write_kv_int8}
+
+
+def at(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+def values(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Many magnitudes, some exact halves and zeros."""
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 7, shape))
+    x[rng.random(shape) < 0.05] = 0.0
+    return x.astype(np.float32)
+
+
+def same(a: np.ndarray, b: np.ndarray) -> None:
+    np.testing.assert_array_equal(a.view(np.uint32), b.astype(np.float32).view(np.uint32))
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_elementwise_equals_the_twin(n: int) -> None:
+    rng = np.random.default_rng(n)
+    x, w, y = values(rng, n), values(rng, n), np.full(n + 1, 7, np.float32)
+    ew.rms_norm(at(x), at(w), at(y), n, np.float32(1e-5))
+    same(y[:n], arithmetic.rms_norm(x, w, np.float32(1e-5)))
+    ew.silu_times(at(x), at(w), at(y), n)
+    same(y[:n], arithmetic.silu(x) * w)
+    ew.gelu_times(at(x), at(w), at(y), n)
+    same(y[:n], arithmetic.gelu(x) * w)
+    total = x.copy()
+    ew.add(at(total), at(w), n)
+    same(total, x + w)
+    assert y[n] == 7  # nothing past the end
+
+
+@pytest.mark.parametrize("n_rot", [2, 16, 30, 32, 64, 80])
+def test_rotation_equals_the_twin(n_rot: int) -> None:
+    rng = np.random.default_rng(n_rot)
+    tables = rope_tables(10000.0, n_rot, 4096)
+    x, y = values(rng, 3, 1, 96), np.zeros((3, 1, 96), np.float32)
+    positions = np.array([0, 255, 3071])
+    cosine, sine = np.zeros((3, n_rot // 2), np.float32), np.zeros((3, n_rot // 2), np.float32)
+    for i, p in enumerate(positions):
+        rows = (tables.cos_hi[p // 256], tables.sin_hi[p // 256], tables.cos_lo[p % 256], tables.sin_lo[p % 256])
+        ew.turn(*(at(r) for r in rows), at(cosine[i]), at(sine[i]), n_rot // 2)
+        ew.rotate(at(x[i]), at(y[i]), at(cosine[i]), at(sine[i]), n_rot, 96)
+    expected = exact.turns(tables, positions)
+    same(cosine, expected[0])
+    same(y, exact.rotate(x, *expected))
+
+
+class Cache:
+    """One layer of two kv heads in scattered pages."""
+
+    def __init__(self, kv_type: str, head_dim: int, page_tokens: int, k: np.ndarray, v: np.ndarray) -> None:
+        n = len(k)
+        self.geometry = g = KvGeometry(1, 2, head_dim, page_tokens, kv_type)
+        n_pages = -(-n // page_tokens)
+        self.table = np.random.default_rng(1).permutation(n_pages + 3)[:n_pages].astype(np.int32)
+        self.pages = np.full((n_pages + 3, g.page_bytes), 0xFF, np.uint8)
+        scratch = np.zeros(1024, np.float32)
+        for head in range(2):
+            for p in range(n):
+                key = at(self.pages) + int(self.table[p // page_tokens]) * g.page_bytes + head * g.head_bytes
+                value = key + g.head_bytes // 2
+                kp, vp = k[p, head].copy(), v[p, head].copy()
+                WRITE[kv_type](at(kp), at(vp), key, value, p % page_tokens, page_tokens, head_dim, at(scratch))
+
+    def attend(self, q: np.ndarray, first: int, block: int) -> np.ndarray:
+        """q (n, heads, head_dim), in blocks of at most `block` queries."""
+        g, (n, heads, d) = self.geometry, q.shape
+        group = heads // 2
+        scratch = np.zeros(attention.scratch_words(d), np.float32)
+        out = np.zeros((n, heads * d), np.float32)
+        scale = np.float32(1 / np.sqrt(d))
+        run = attention.functions(g.kv_type).block
+        for head in range(2):
+            for t in range(0, n, block):
+                some = np.ascontiguousarray(q[t : t + block, head * group : (head + 1) * group])
+                scratch[: some.size] = some.ravel()
+                run(at(scratch), at(self.pages), head * g.head_bytes, g.page_bytes, at(self.table), first + t,
+                    len(some), group, d, g.page_tokens, scale, at(out) + 4 * (t * heads + head * group) * d,
+                    4 * heads * d)  # fmt: skip
+        return out
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "f32", "int8"])
+@pytest.mark.parametrize(
+    ("head_dim", "group", "page_tokens", "length", "block"),
+    [(64, 3, 32, 600, 8), (64, 3, 256, 513, 5), (32, 1, 16, 65, 24), (128, 4, 64, 290, 1), (96, 2, 16, 33, 7),
+     (64, 5, 128, 257, 3), (160, 1, 16, 17, 3)],
+)  # fmt: skip
+def test_attention_equals_the_twin(
+    kv_type: str, head_dim: int, group: int, page_tokens: int, length: int, block: int
+) -> None:
+    rng = np.random.default_rng(head_dim)
+    k, v = values(rng, length, 2, head_dim), values(rng, length, 2, head_dim)
+    k[3, 0, :5], v[4, 1, 2] = 1e6, -1e6  # overflows f16
+    queries = min(40, length)
+    q = values(rng, queries, 2 * group, head_dim) * np.float32(0.05)
+    first = length - queries
+    cache = Cache(kv_type, head_dim, page_tokens, k, v)
+    expected = exact.attention(q, arithmetic.stored(k, kv_type), arithmetic.stored(v, kv_type), first)
+    same(cache.attend(q, first, block), expected)
+    same(cache.attend(q[-1:], length - 1, 1), expected[-1:])
+
+
+def test_compiled_code_does_not_contract() -> None:
+    """a * b + c is rounded twice unless fma is written."""
+
+    @numba.njit(**{**JIT, "cache": False})
+    def twice(a, b, c):
+        return a * b + c
+
+    a = np.float32(1 + 2**-23)
+    assert twice(a, a, np.float32(-1)) == np.float32(a * a) - np.float32(1)
