@@ -1,0 +1,244 @@
+"""The pair `DIGEST.idx` and `DIGEST.bin` that a model is loaded from. Knows nothing of GGUF or kernels.
+
+`.idx` is one msgpack document (`Index`), `.bin` the tensors in exactly the layout the kernels read,
+64-byte aligned, in the order of use.  Both are written once, by ingest, and placed by rename: `.bin`
+first, so whoever finds an `.idx` finds its `.bin`.  Mapped files are immutable and never truncated; all
+processes share their pages.
+
+`layout` of a tensor: "rows" is plain row-major f32; "groups" is interleaved by 16 rows as
+`stages/worker/layout.py` draws it.  A tensor named twice in a model (tied embeddings) is stored once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any, Self
+
+import msgspec
+import numpy as np
+
+from shm.arena import align
+
+VERSION = 1  # of both files: grows when a layout changes, and files of another version are made again
+ALIGNMENT = 64
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be used; the message names the file, the field, the value and what to do."""
+
+
+class Tensor(msgspec.Struct, array_like=True, frozen=True):
+    """Where a tensor is and what its bytes mean."""
+
+    name: str  # as in the GGUF; "rope.*" for tables made at ingest
+    rows: int
+    columns: int  # K for a matrix; a vector has one row
+    format: str  # GGML name: "Q4_1", "F32", ...
+    layout: str  # "rows" or "groups"
+    offset: int  # in `.bin`, bytes
+    nbytes: int
+    checksum: str  # BLAKE2b-128 of the bytes, hex
+
+
+class Hyper(msgspec.Struct, array_like=True, frozen=True):
+    """Hyper-parameters of the graph; counts, but for the floats."""
+
+    n_layers: int
+    width: int  # of the residual stream
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_width: int
+    vocab_size: int
+    context_length: int
+    norm_eps: float  # f32 value
+    n_rot: int  # leading values of a head that RoPE turns
+    rope_pairing: str  # "neighbours" (2i, 2i+1) or "halves" (i, i + n_rot/2)
+    activation: str  # "silu" or "gelu"
+    rope_base: float = 10000.0
+    rope_scale: float = 1.0  # positions are divided by it
+    attention_bias: bool = False  # q, k and v have biases
+
+
+class TokenizerData(msgspec.Struct, array_like=True, frozen=True):
+    """The `tokenizer.*` keys of a GGUF; ids are -1 where there is none."""
+
+    model: str
+    pre: str
+    tokens: list[str]
+    types: list[int]
+    merges: list[str]
+    scores: list[float]
+    bos: int
+    eos: int
+    eot: int
+    unknown: int
+    padding: int
+    add_bos: bool
+    add_space_prefix: bool
+    chat_template: str
+
+
+class Index(msgspec.Struct, array_like=True, frozen=True):
+    """All of a model but its weights."""
+
+    version: int
+    digest: str  # SHA-256 of the source, hex
+    architecture: str
+    name: str
+    parameters: int  # weights of the source, counted once
+    source_bytes: int
+    bin_bytes: int
+    hyper: Hyper
+    tokenizer: TokenizerData
+    tensors: list[Tensor]
+
+    def tensor(self, name: str) -> Tensor:
+        """Raises `KeyError` when the model has no such tensor."""
+        for t in self.tensors:
+            if t.name == name:
+                return t
+        raise KeyError(name)
+
+    def has(self, name: str) -> bool:
+        return any(t.name == name for t in self.tensors)
+
+    @property
+    def head_name(self) -> str:
+        """The output head: its own tensor, or the embedding's when the two are tied."""
+        return "output.weight" if self.has("output.weight") else "token_embd.weight"
+
+
+def load_index(path: Path) -> Index:
+    """Read and check an `.idx`. Raises `FileNotFoundError`, `CheckpointError`."""
+    raw = path.read_bytes()
+    try:
+        # The version is looked at before the rest is believed to have today's shape.
+        head = msgspec.msgpack.decode(raw)
+        version = head[0] if isinstance(head, list) and head else None
+        if version != VERSION:
+            raise CheckpointError(f"{path}: version is {version!r}, expected {VERSION}: remove it to ingest again")
+        index = msgspec.msgpack.decode(raw, type=Index)
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"{path}: not a checkpoint index ({error}); remove it to ingest again") from None
+    for t in index.tensors:
+        if t.offset % ALIGNMENT or t.offset < 0 or t.nbytes < 0 or t.offset + t.nbytes > index.bin_bytes:
+            raise CheckpointError(
+                f"{path}: tensor {t.name} lies at {t.offset}..{t.offset + t.nbytes} of {index.bin_bytes} bytes; "
+                "remove it to ingest again"
+            )
+    return index
+
+
+def bin_path(index_path: Path) -> Path:
+    return index_path.with_suffix(".bin")
+
+
+class Checkpoint:
+    """A mapped model: `index`, and `data`, the whole `.bin` as read-only uint8."""
+
+    def __init__(self, index_path: Path) -> None:
+        """Raises `FileNotFoundError`, `CheckpointError`."""
+        self.index = load_index(index_path)
+        path = bin_path(index_path)
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != self.index.bin_bytes:
+                raise CheckpointError(
+                    f"{path}: {size} bytes, expected {self.index.bin_bytes}; remove {index_path.name} to ingest again"
+                )
+            self._map = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+        self.data: np.ndarray = np.frombuffer(self._map, np.uint8)
+
+    def view(self, name: str) -> np.ndarray:
+        """The bytes of a tensor; f32 (rows, columns) for the "rows" layout."""
+        t = self.index.tensor(name)
+        raw = self.data[t.offset : t.offset + t.nbytes]
+        return raw.view(np.float32).reshape(t.rows, t.columns) if t.layout == "rows" else raw
+
+    def verify(self) -> None:
+        """Hash every tensor. Raises `CheckpointError` naming the first that differs."""
+        for t in self.index.tensors:
+            found = checksum(self.data[t.offset : t.offset + t.nbytes])
+            if found != t.checksum:
+                raise CheckpointError(
+                    f"tensor {t.name}: checksum is {found}, expected {t.checksum}; remove the .idx to ingest again"
+                )
+
+
+def checksum(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+class CheckpointWriter:
+    """Writes the pair: `add` tensors in the order of use, then `finish`. A context manager.
+
+    Leaving the block without `finish` removes what was written.
+    """
+
+    def __init__(self, index_path: Path) -> None:
+        self._index_path = index_path
+        self._temporary = bin_path(index_path).with_name(f".{bin_path(index_path).name}.{os.getpid()}")
+        self._file: IO[bytes] | None = None
+        self.tensors: list[Tensor] = []
+
+    def __enter__(self) -> Self:
+        self._file = open(self._temporary, "wb")  # noqa: SIM115 - closed by __exit__
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            self._temporary.unlink(missing_ok=True)
+
+    def add(
+        self, name: str, shape: tuple[int, int], format: str, layout: str, pieces: Iterable[np.ndarray]
+    ) -> Tensor:
+        """Append a tensor whose bytes come in pieces, so that a large one is never held whole."""
+        assert self._file is not None
+        offset = align(self._file.tell(), ALIGNMENT)
+        self._file.write(bytes(offset - self._file.tell()))
+        digest, nbytes = hashlib.blake2b(digest_size=16), 0
+        for piece in pieces:
+            raw = memoryview(np.ascontiguousarray(piece)).cast("B")
+            self._file.write(raw)
+            digest.update(raw)
+            nbytes += raw.nbytes
+        tensor = Tensor(name, *shape, format, layout, offset, nbytes, digest.hexdigest())
+        self.tensors.append(tensor)
+        return tensor
+
+    def finish(
+        self, *, digest: str, architecture: str, name: str, parameters: int, source_bytes: int, hyper: Hyper,
+        tokenizer: TokenizerData,
+    ) -> Index:  # fmt: skip
+        """Place both files, `.bin` first."""
+        assert self._file is not None
+        # Kernels read whole vectors and prefetch ahead: the file ends on a page of its own.
+        self._file.write(bytes(align(self._file.tell() + ALIGNMENT, 4096) - self._file.tell()))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        bin_bytes = self._file.tell()
+        self._file.close()
+        self._file = None
+        index = Index(
+            VERSION, digest, architecture, name, parameters, source_bytes, bin_bytes, hyper, tokenizer, self.tensors
+        )
+        temporary = self._index_path.with_name(f".{self._index_path.name}.{os.getpid()}")
+        try:
+            with open(temporary, "wb") as file:
+                file.write(msgspec.msgpack.encode(index))
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(self._temporary, bin_path(self._index_path))
+            os.rename(temporary, self._index_path)
+        except BaseException:
+            self._temporary.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
+            raise
+        return index
