@@ -8,7 +8,9 @@ venv=$1 lock=$2
 log=$venv/install.log
 
 fail() {
-    printf '\nstarling: %s\n' "$@" >&2
+    printf '\nstarling: %s\n' "$1" >&2
+    shift
+    [ $# -eq 0 ] || printf '          %s\n' "$@" >&2
     exit 1
 }
 
@@ -48,11 +50,12 @@ show() {
     local live=0
     [ -t 1 ] && live=1
     awk -v total="$total" -v live="$live" '
-        /^(Collecting|Requirement already satisfied:)/ {
-            name = /^Collecting/ ? $2 : $4
-            sub(/[=<>;].*/, "", name)
+        /^(Collecting|Processing|Requirement already satisfied:)/ {
+            name = /^Requirement/ ? $4 : $2
+            sub(/.*\//, "", name)
+            sub(/[=<>;-].*/, "", name)
             if (live) printf "\r\033[KFetching packages  %d/%d  %s", ++n, total, name
-            else if (/^Collecting/) print "  fetching " name
+            else if (!/^Requirement/) print "  fetching " name
         }
         /^Installing collected/ { printf "%s%s\n", live ? "\r\033[K" : "", "Installing packages" }
         { fflush() }
@@ -62,14 +65,13 @@ show() {
 echo "Setting up $venv from $lock ($total packages)"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input)
 if ! "${pip[@]}" install --require-hashes --only-binary :all: -r "$lock" 2>&1 | tee "$log" | show; then
-    if ! grep -qiE 'THESE PACKAGES DO NOT MATCH|No matching distribution' "$log" ||
-        grep -qiE 'NewConnectionError|name resolution|Network is unreachable|timed out|ConnectionError' "$log"; then
-        tail -n 5 "$log" >&2
-        fail "Packages could not be fetched (full log: $log)." \
-            "Is there a network and a package index? PIP_INDEX_URL names another index, HTTPS_PROXY a proxy."
-    fi
     tail -n 8 "$log" >&2
-    fail "Packages could not be installed (full log: $log)."
+    if grep -q 'DO NOT MATCH THE HASHES' "$log"; then
+        fail "The package index has other files than $lock names (full log: $log)." \
+            "Take another index (PIP_INDEX_URL), or resolve anew with make lock."
+    fi
+    fail "Packages could not be fetched (full log: $log)." \
+        "Is there a network and a package index? PIP_INDEX_URL names an index, HTTPS_PROXY a proxy."
 fi
 "${pip[@]}" install --no-deps --no-build-isolation --editable . >>"$log" 2>&1 || {
     tail -n 8 "$log" >&2
