@@ -54,6 +54,7 @@ class Settings(NamedTuple):
     batch_timeout_s: float = 0.0
     speculate: int = 0  # most draft tokens of a sequence that says 0; less than 0: off
     run_ahead: bool = True
+    first_ask: int = 1  # ids of its asks to kv count from here
 
     @property
     def n_rows(self) -> int:
@@ -86,7 +87,7 @@ class Engine:
         s = self.settings = settings
         self.stats = Stats()
         self.cost = CostModel()
-        self.leases = Leases(s.model)
+        self.leases = Leases(s.model, s.first_ask)
         self.queues = Queues(s.max_queue_depth, s.max_tenant_depth, weight_of)
         self.roster = Roster(self.queues, self.leases, self.stats, s.n_rows)
         self.roster.on_freed = self._pages_freed

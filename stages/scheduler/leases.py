@@ -25,13 +25,14 @@ class BadTableError(ValueError):
 class Leases:
     """The pages of one model. Frames to send gather in `frames`, in order."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, first_id: int = 1) -> None:
+        """`first_id`: ids of several models' asks must not meet, answers do not name the model."""
         self.model = model
         self.frames: list[Frame] = []
         self.is_up = False  # kv has the arena and knows our leases
         self.page_tokens = 0
         self.total_pages = 0
-        self._next_id = 1
+        self._next_id = first_id
         self._waiting: dict[int, Sequence] = {}  # by id of the unanswered ask
         self._asks: dict[int, Acquire | Extend] = {}
 

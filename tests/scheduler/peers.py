@@ -8,18 +8,30 @@ else has written, or reused too early, changes every token after it.
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections import OrderedDict
 
 import numpy as np
 
 from pipeline.messages import (
-    Acquire, Commit, Declare, Denied, Extend, Frame, Granted, KvReady, Release, Sampling, Submit,
+    Acquire,
+    Commit,
+    Declare,
+    Denied,
+    Extend,
+    Frame,
+    Granted,
+    KvReady,
+    Release,
+    Sampling,
+    Submit,
 )
 from shm import steps as sh
 from shm.steps import Steps, StepsGeometry
 
-VOCAB = 97
+VOCAB = 128
+SAMPLED = 97  # ids from here on are never sampled
 STOP = 5
 MASK = (1 << 61) - 1
 
@@ -30,7 +42,7 @@ def mix(state: int, value: int) -> int:
 
 def sample(state: int, seed: int, position: int) -> int:
     mixed = mix(mix(state, seed), position)
-    return (mixed >> 20) % VOCAB
+    return (mixed >> 20) % SAMPLED
 
 
 def reference(frame: Submit) -> tuple[list[int], str]:
@@ -67,10 +79,16 @@ def submission(
 class Pages:
     """What the KV arena holds: a state for each (page, offset). Outlives workers and kv."""
 
-    def __init__(self, total: int, page_tokens: int) -> None:
+    def __init__(self, total: int, page_tokens: int, path: str = "") -> None:
+        """In private memory, or in the file `path` (made if absent)."""
         self.total = total
         self.page_tokens = page_tokens
-        self.states = np.zeros((total, page_tokens), np.int64)
+        shape = (total, page_tokens)
+        if path:
+            mode = "r+" if os.path.exists(path) else "w+"
+            self.states: np.ndarray = np.memmap(path, np.int64, mode, shape=shape)  # type: ignore[call-overload]
+        else:
+            self.states = np.zeros(shape, np.int64)
 
 
 class Worker:
@@ -110,11 +128,12 @@ class Worker:
         assert 1 <= n <= self.g.max_entries
         seen = set()
         used = 0
-        for row, start, count, samples, base, flags, *_ in self.s.entries[slot, :n].tolist():
+        for row, start, count, samples, base, *_ in self.s.entries[slot, :n].tolist():
             assert row not in seen, "a row twice in a step"
             seen.add(row)
             assert base == used
-            assert 0 <= samples <= count and count >= 1
+            assert 0 <= samples <= count
+            assert count >= 1
             used += samples
             self._entry(slot, row, start, count, samples, base)
         assert used == head[sh.SLOT_SAMPLES] <= self.g.max_samples
@@ -158,6 +177,7 @@ class Kv:
         self.model = model
         self.cache = cache
         self.generation = 1
+        self.digest = self.path = ""
         self.fresh()
 
     def fresh(self) -> None:
@@ -169,8 +189,10 @@ class Kv:
         self.declared = False
 
     def ready(self) -> KvReady:
+        pages = self.pages
         return KvReady(
-            self.model, "", "", self.pages.total, self.pages.page_tokens, 1, self.declared, "", self.generation
+            self.model, self.digest, self.path, pages.total, pages.page_tokens, 1, self.declared, "",
+            self.generation,
         )
 
     def check(self) -> None:

@@ -132,9 +132,9 @@ def test_when_pages_run_out_the_youngest_is_set_aside_and_ends_with_its_tokens()
 
 def test_a_poisoned_sequence_ends_with_an_error_and_the_others_with_their_tokens():
     world = World(batch=8)
-    world.worker.poison = {95}
+    world.worker.poison = {100}
     for i in range(6):
-        world.submit(submission(f"s{i}", [10 + i] * 20 + ([95] if i == 3 else []) + [7], 30, seed=i))
+        world.submit(submission(f"s{i}", [10 + i] * 20 + ([100] if i == 3 else []) + [7], 30, seed=i))
     world.settle()
     assert world.ends.pop("s3") == "error"
     assert world.errors["s3"] == "INFERENCE"

@@ -22,8 +22,8 @@ GATEWAY = b"gateway"
 
 class World:
     def __init__(
-        self, *, batch: int = 4, pages: int = 64, page_tokens: int = 16, context: int = 400, cache: bool = True,
-        weights: dict[str, float] | None = None, **settings,
+        self, *, batch: int = 4, pages: int = 64, page_tokens: int = 16, context: int = 400,
+        cache: bool = True, weights: dict[str, float] | None = None, **settings,
     ) -> None:
         self.now = 0.0
         self.settings = Settings("m", batch, **settings)
@@ -155,7 +155,8 @@ class World:
         assert len(engine.unacknowledged) <= engine.depth
         rows = [s.row for s in roster.held]
         assert sorted(rows + list(roster.free_rows)) == list(range(self.settings.n_rows))
-        assert engine.queues.depth == len(engine.queues._in) == sum(t.waiting for t in engine.queues.tenants.values())
+        waiting = [t.waiting for t in engine.queues.tenants.values()]
+        assert engine.queues.depth == len(list(engine.queues)) == sum(waiting)
         for step in engine.unacknowledged:
             assert len(step.entries) <= self.settings.max_batch_size
             assert step.tokens == sum(e.count for e in step.entries) <= engine.budget.max_tokens

@@ -1,0 +1,247 @@
+"""One model as the stage runs it: its engine, its step arena, its worker group and its kv.
+
+Attaching a worker needs, in this order: a group that says `WorkerReady` (it is in no step), its
+predecessors dead, the step arena, and kv's word that the KV arena stands.  Each event looks how far things
+are and takes the next step.
+
+    WorkerReady --> step arena --> KvAttach --> KvReady (Declare if asked) --> Attach
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline import messages as m
+from shm.arena import Arena, ArenaError, process_ticks
+from shm.steps import StepsGeometry, create_steps
+from stages.scheduler.engine import Engine, Settings
+from stages.scheduler.fence import Fence
+from stages.scheduler.ring import Ring
+
+log = logging.getLogger("starling.scheduler")
+
+RETURN_S = 1.0  # a living worker whose connection went down may come back within this time
+FENCE_WAIT_S = 0.2  # for a group that was killed, before looking again at the next tick
+
+
+class Host:
+    """`to_worker` and `to_kv` send a frame; both return False when the peer is not up.
+
+    `max_context` 0: the checkpoint's own.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        steps_path: Path,
+        page_tokens: int,
+        max_context: int,
+        stuck_step_s: float,
+        now: float,
+        weight_of: Callable[[str], float],
+        to_worker: Callable[[bytes, m.Frame], bool],
+        to_kv: Callable[[m.Frame], bool],
+    ) -> None:
+        self.name = settings.model
+        self.engine = Engine(settings, now, weight_of)
+        self.steps_path = steps_path
+        self.digest = ""
+        self.reason = "waiting for its worker"
+        self.kv: m.KvReady | None = None
+        self.kv_state: m.KvState | None = None
+        self.peer = b""  # the worker's connection, b"" while it is down
+        self._settings = settings
+        self._page_tokens = page_tokens
+        self._max_context = max_context
+        self._stuck_step_s = stuck_step_s
+        self._to_worker = to_worker
+        self._to_kv = to_kv
+        self._hello: m.Hello | None = None
+        self._ready: m.WorkerReady | None = None  # the group that waits to be attached, or is
+        self._pids: tuple[tuple[int, int], ...] = ()  # of the group that has the arenas mapped
+        self._fence: Fence | None = None
+        self._fence_at = math.inf
+        self._arena: Arena | None = None
+        self._geometry: StepsGeometry | None = None
+        # Unlike any of an earlier life of this stage: doorbells and slots of those are void.
+        self._generation = time.time_ns() // 1_000_000
+        self._progress = (-1, 0.0)  # the worker's counter, and since when it stands
+
+    # -------------------------------------------------------------- the worker
+
+    def worker_down(self, now: float) -> None:
+        """The connection is gone. A dead group is fenced at once, a living one gets time to return."""
+        self.peer = b""
+        hello = self._hello
+        if hello is not None and process_ticks(hello.pid) == hello.start_ticks:
+            self._fence_at = now + RETURN_S
+            # Nothing more is published, nothing given back: it may be in a step.
+            self.engine.is_attached = False
+            return
+        self.kill(now, "its worker has ended")
+
+    def kill(self, now: float, why: str) -> None:
+        """The group dies whole, whatever state it is in; its unfinished steps are then void."""
+        if self._fence is not None:
+            return
+        self.engine.is_attached = False
+        self._ready = None
+        self._fence_at = math.inf
+        self.reason = why
+        log.warning("worker group is fenced", extra={"model": self.name, "reason": why})
+        self._fence = Fence(self._pids)
+        self._fence.wait(FENCE_WAIT_S)
+        self._look(now)
+
+    def worker_ready(self, peer: bytes, hello: m.Hello, frame: m.WorkerReady, now: float) -> None:
+        """The group is in no step and has let go of whatever it was attached to."""
+        if self._fence is None:
+            if not self._pids or (hello.pid, hello.start_ticks) in self._pids:
+                self._fence_at = math.inf
+                self.engine.detached(now, died=False)
+            else:
+                # A successor has come before its predecessor's end was noticed.
+                self.kill(now, "replaced by a new worker")
+        self.peer = peer
+        self._hello = hello
+        self._ready = frame
+        self._look(now)
+
+    def worker_failed(self, frame: m.WorkerFailed) -> None:
+        self.reason = f"worker failed: {frame.message}"
+        log.error("worker failed", extra={"model": self.name, "reason": frame.message})
+
+    def _look(self, now: float) -> None:
+        """Take the next step towards an attached worker, if it can be taken."""
+        if self._fence is not None:
+            if not self._fence.is_closed:
+                return
+            self._fence = None
+            self._pids = ()
+            self.engine.detached(now, died=True)
+        ready = self._ready
+        if ready is None or self.engine.is_attached or not self.peer:
+            return
+        if not self._has_arena(ready):
+            return
+        if self.kv is None or self.kv.error:
+            self.reason = f"waiting for its KV arena{': ' + self.kv.error if self.kv else ''}"
+            return
+        if self.kv.digest != ready.digest:
+            self.reason = "worker and kv have different files of this model: restart both"
+            return
+        ring = self.engine.ring
+        assert ring is not None
+        self._generation += 1
+        next_step = ring.start(self._generation)
+        attach = m.Attach(self.name, self._generation, str(self.steps_path), self.kv.arena_path, next_step)
+        if not self._to_worker(self.peer, attach):
+            return
+        hello = self._hello
+        self._pids = ready.pids or (((hello.pid, hello.start_ticks),) if hello else ())
+        self._progress = (-1, now)
+        self.reason = ""
+        self.engine.attach(self._context(ready), ready.vocab_size)
+        log.info("worker attached", extra={"model": self.name, "ranks": ready.ranks, "next_step": next_step})
+
+    def _context(self, ready: m.WorkerReady) -> int:
+        return min(ready.context_length, self._max_context or ready.context_length)
+
+    def _has_arena(self, ready: m.WorkerReady) -> bool:
+        """Create the step arena that this checkpoint needs, unless it stands; tell kv of a new one."""
+        context, s = self._context(ready), self._settings
+        geometry = StepsGeometry(
+            s.n_rows, s.max_batch_size, s.max_samples, context, -(-context // self._page_tokens) + 1
+        )
+        if self._arena is not None and geometry == self._geometry and ready.digest == self.digest:
+            return True
+        self.close()
+        try:
+            self._arena, steps = create_steps(
+                self.steps_path, geometry, bytes.fromhex(ready.digest), self._generation
+            )
+        except ArenaError as error:
+            self.reason = str(error)
+            log.error("no step arena", extra={"model": self.name, "reason": str(error)})
+            return False
+        self._geometry, self.digest = geometry, ready.digest
+        self.engine.ring = Ring(steps, geometry, time.time_ns())
+        self.kv = None
+        self.attach_kv()
+        return True
+
+    # -------------------------------------------------------------- kv
+
+    def attach_kv(self) -> None:
+        """Tell kv where the rows are: it is new, or they are."""
+        if self._arena is not None:
+            self._to_kv(m.KvAttach(self.name, self.digest, str(self.steps_path)))
+
+    def kv_down(self) -> None:
+        self.kv = None
+        self.engine.kv_down()
+
+    def kv_ready(self, frame: m.KvReady, now: float) -> None:
+        self.kv = frame
+        if frame.error:
+            self.reason = f"KV arena: {frame.error}"
+            log.error("no KV arena", extra={"model": self.name, "reason": frame.error})
+            return
+        attached = self.engine.is_attached
+        if self.engine.kv_ready(frame) and attached:
+            # Its pages are others now: the worker must not write by the old tables.
+            self.engine.is_attached = False
+            self._to_worker(self.peer, m.Detach(self._generation))
+        self._look(now)
+
+    # -------------------------------------------------------------- work
+
+    def turn(self, now: float) -> None:
+        """Complete and publish; ring if the worker sleeps."""
+        engine = self.engine
+        if engine.turn(now) and engine.ring is not None and engine.ring.worker_sleeps:
+            self._to_worker(self.peer, m.StepBell(self._generation, engine.ring.head))
+
+    def sleep(self) -> bool:
+        """About to block: ask for a doorbell. False: there is something to take in already."""
+        engine = self.engine
+        if engine.ring is None or not engine.unacknowledged:
+            return True
+        return engine.ring.sleep() < engine.unacknowledged[0].number
+
+    def wake(self) -> None:
+        if self.engine.ring is not None:
+            self.engine.ring.wake()
+
+    def tick(self, now: float) -> None:
+        """Every 100 ms: deadlines, a stuck step, a fence that has not closed, a worker that stays away."""
+        self.engine.tick(now)
+        if now >= self._fence_at:
+            self.kill(now, "its worker does not answer")
+        self._look(now)
+        engine = self.engine
+        if engine.ring is None or not engine.unacknowledged or not engine.is_attached:
+            self._progress = (-1, now)
+            return
+        value = engine.ring.progress + engine.ring.done
+        if value != self._progress[0]:
+            self._progress = (value, now)
+        elif now - self._progress[1] > self._stuck_step_s:
+            self.kill(now, f"a step made no progress for {self._stuck_step_s:g} s")
+
+    def state(self) -> m.ModelState:
+        kv = self.kv_state
+        free = kv.free + kv.cached if kv else 0
+        return self.engine.state(self.digest, self.reason, free, kv.page_bytes if kv else 0)
+
+    def close(self) -> None:
+        """Give up the step arena; whoever maps it keeps what it has."""
+        if self._arena is not None:
+            self.engine.ring = None
+            self._arena.close()
+            self._arena.unlink()
+            self._arena = None

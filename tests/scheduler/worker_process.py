@@ -1,0 +1,89 @@
+"""The worker of peers.py as a process of its own, which can be killed: RUN_DIR MODEL DIGEST POISON STALL.
+
+Computing the token POISON ends the process by SIGKILL; at the token STALL it stops for ever, once:
+the file RUN_DIR/stalled remembers.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+from pipeline.edges import EDGES
+from pipeline.messages import Attach, Detach, Heartbeat, StepBell, StepDone, WorkerReady
+from pipeline.wire import Link
+from shm import steps as sh
+from shm import words
+from shm.arena import process_ticks
+from shm.steps import attach_steps
+
+from .peers import VOCAB, Pages, Poisoned, Worker
+
+CONTEXT = 400
+
+
+def main(run_dir: str, model: str, digest: str, poison: int, stall: int) -> None:
+    address = f"ipc://{run_dir}/scheduler-worker.sock"
+    link = Link(EDGES["scheduler-worker"], address, f"worker:{model}", heartbeat_ms=50)
+    me = (os.getpid(), process_ticks(os.getpid()))
+    ready = WorkerReady(model, digest, link.epoch, 1, (me,), VOCAB, CONTEXT)
+    link.on_up = lambda hello: link.send(ready)
+    poll = select.poll()
+    poll.register(link.fd, select.POLLIN)
+    stalled = Path(run_dir) / "stalled"
+    worker: Worker | None = None
+    generation = progress = 0
+    while True:
+        for frame in link.receive():
+            if isinstance(frame, Attach):
+                _, steps, geometry = attach_steps(Path(frame.steps_path))
+                size = 16
+                total = os.path.getsize(frame.kv_path) // (8 * size)
+                worker = Worker(steps, geometry, Pages(total, size, frame.kv_path))
+                worker.attach(frame.generation)
+                generation = frame.generation
+                if poison >= 0:
+                    worker.poison = {poison}
+                if stall >= 0 and not stalled.exists():
+                    worker.poison = {stall}
+            elif isinstance(frame, Detach):
+                worker = None
+                link.send(ready)
+            else:
+                assert isinstance(frame, StepBell)
+        link.tick(Heartbeat("worker", link.epoch, progress, False, True))
+        if worker is not None and worker.waiting:
+            number = int(words.load(worker.s.control, sh.DONE)) + 1
+            try:
+                worker.compute(number)
+            except Poisoned:
+                if poison >= 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                stalled.touch()
+                while True:
+                    time.sleep(0.05)
+                    link.receive()
+                    link.tick(Heartbeat("worker", link.epoch, progress, True, True))
+            progress += 1
+            words.store(worker.s.control, sh.DONE, number)
+            words.fence()
+            if words.load(worker.s.control, sh.SCHED_SLEEPING):
+                link.send(StepDone(generation, number))
+            continue
+        if worker is not None:
+            words.store(worker.s.control, sh.WORKER_SLEEPING, 1)
+            words.fence()
+            if worker.waiting:
+                words.store(worker.s.control, sh.WORKER_SLEEPING, 0)
+                continue
+        poll.poll(20)
+        if worker is not None:
+            words.store(worker.s.control, sh.WORKER_SLEEPING, 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
