@@ -89,8 +89,6 @@ def pack(source: np.ndarray, format: Format) -> Iterator[np.ndarray]:
         if short:
             rows = np.concatenate([rows, np.zeros((short, rows.shape[1]), np.uint8)])
         units = np.ascontiguousarray(rows).reshape(-1, GROUP, rows.shape[1] // format.source_bytes, format.source_bytes)
-        if short and format.name == "Q8_0":
-            pass  # a zero byte is the value 0 in the source already
         yield _pack_units(units, format).reshape(units.shape[0], -1)
 
 
@@ -221,7 +219,8 @@ def _unit_values(raw: np.ndarray, format: Format) -> np.ndarray:
     supers = np.ascontiguousarray(raw[..., :head]).view(np.float16).astype(np.float32).reshape(*shape, -1, 1, GROUP)
     codes, rest = _read_codes(raw[..., head:].reshape(*shape, 8, -1), name)  # (groups, units, 8, 16, 32)
     if name == "Q6_K":
-        scales = supers[:, :, 0, :, :, None] * rest.view(np.int8).reshape(*shape, 8, 2, GROUP).astype(np.float32)[..., None]
+        sub = rest.view(np.int8).reshape(*shape, 8, 2, GROUP).astype(np.float32)
+        scales = (supers[:, :, 0, :, None] * sub)[..., None]
         halves = codes.reshape(*shape, 8, GROUP, 2, 16).swapaxes(3, 4).astype(np.float32) - np.float32(32)
         values = (scales * halves).swapaxes(3, 4).reshape(*shape, 8, GROUP, BLOCK)
     else:
