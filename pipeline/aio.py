@@ -1,29 +1,30 @@
-"""Links and hubs in an asyncio loop (gateway): readers, and one ticking task.
+"""Edges in an asyncio loop (gateway): readers, and one ticking task.
 
     endpoints = Endpoints("gateway", config)
     link = endpoints.connect("gateway-scheduler", on_frame)
     link.on_up = ...
     endpoints.start()            # in the running loop
-    ...
+    await endpoints.stopped()    # SIGTERM, SIGINT or the parent's death, and drained
     endpoints.close()
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import zmq
-
-from pipeline import paths
+from pipeline import process
 from pipeline.config_schema import Config
-from pipeline.edges import EDGES
-from pipeline.messages import Frame, Heartbeat
-from pipeline.wire import Hub, Link, process_epoch
+from pipeline.life import TICK_S, StageLife
+from pipeline.messages import Frame
+from pipeline.wire import Hub, Link
 
-TICK_S = 0.1
+log = logging.getLogger("starling.loop")
 
 
 def attach(endpoint: Link | Hub, handler: Callable[..., None]) -> Callable[[], None]:
@@ -55,60 +56,66 @@ def attach(endpoint: Link | Hub, handler: Callable[..., None]) -> Callable[[], N
     return detach
 
 
-class Endpoints:
-    """All edges of an asyncio stage. Set `progress`, `busy`, `ready`, `reason`: heartbeats carry them."""
+class Endpoints(StageLife):
+    """A `StageLife` in an asyncio loop."""
 
-    def __init__(self, stage: str, config: Config, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.stage = stage
-        self.config = config
-        self.progress = 0
-        self.busy = False
-        self.ready = False
-        self.reason = "starting"
-        self.on_tick: list[Callable[[], Any]] = []
-        self._clock = clock
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._endpoints: list[tuple[Link | Hub, Callable[..., None]]] = []
-        self._detach: list[Callable[[], None]] = []
+    def __init__(
+        self,
+        stage: str,
+        config: Config,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        parent_pid: int | None = None,
+    ) -> None:
+        super().__init__(stage, config, clock=clock, parent_pid=parent_pid)
+        self.exit_code = process.EXIT_OK
+        self._handlers: list[tuple[Link | Hub, Callable[..., None]]] = []
+        self._detach: list[Callable[[], object]] = []
         self._task: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()
 
     def connect(self, edge: str, handler: Callable[[Frame], None]) -> Link:
-        link = Link(
-            EDGES[edge], paths.edge_address(self.config, edge), self.stage,
-            heartbeat_ms=self.config.server.heartbeat_ms, clock=self._clock, context=self._context,
-        )
-        self._endpoints.append((link, handler))
+        """A link on the named edge at its configured address. `handler(frame)`. Before `start`."""
+        link = self.link(edge)
+        self._handlers.append((link, handler))
         return link
 
     def bind(self, edge: str, handler: Callable[[bytes, Frame], None]) -> Hub:
-        hub = Hub(
-            EDGES[edge], paths.edge_address(self.config, edge), self.stage,
-            heartbeat_ms=self.config.server.heartbeat_ms, clock=self._clock, context=self._context,
-        )
-        self._endpoints.append((hub, handler))
+        """A hub on the named edge at its configured address. `handler(peer, frame)`. Before `start`."""
+        hub = self.hub(edge)
+        self._handlers.append((hub, handler))
         return hub
 
-    def beat(self) -> Heartbeat:
-        return Heartbeat(
-            self.stage, process_epoch(), self.progress, self.busy, self.ready, "" if self.ready else self.reason
-        )
+    def start(self, signals: bool = True) -> None:
+        """In the running loop: read all edges, tick every 100 ms, take SIGTERM and SIGINT."""
+        loop = asyncio.get_running_loop()
+        self._detach = [attach(endpoint, handler) for endpoint, handler in self._handlers]
+        if self.parent_fd >= 0:
+            loop.add_reader(self.parent_fd, self._orphaned)
+            self._detach.append(partial(loop.remove_reader, self.parent_fd))
+        if signals:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._on_signal)
+                self._detach.append(partial(loop.remove_signal_handler, number))
+        self._task = loop.create_task(self._tick_forever())
 
-    def start(self) -> None:
-        """In the running loop: read all edges, tick every 100 ms."""
-        self._detach = [attach(endpoint, handler) for endpoint, handler in self._endpoints]
-        self._task = asyncio.get_running_loop().create_task(self._tick_forever())
+    async def stopped(self) -> int:
+        """Until told to stop and `busy` is over or `server.drain_timeout_ms` has passed; the exit code.
+
+        A second signal, or `quit`, ends it at once.
+        """
+        await self._over.wait()
+        return self.exit_code
+
+    def quit(self, exit_code: int = process.EXIT_FATAL) -> None:
+        """End `stopped` now."""
+        self.exit_code = exit_code
+        self._over.set()
 
     def tick(self) -> None:
-        beat = self.beat()
-        for endpoint, _ in self._endpoints:
-            endpoint.tick(beat)
-        for callback in self.on_tick:
-            callback()
-
-    async def _tick_forever(self) -> None:
-        while True:
-            self.tick()
-            await asyncio.sleep(TICK_S)
+        super().tick()
+        if self.drained:
+            self._over.set()
 
     def close(self) -> None:
         """Stop reading and ticking; queued frames are flushed. Idempotent."""
@@ -118,7 +125,22 @@ class Endpoints:
         for detach in self._detach:
             detach()
         self._detach = []
-        for endpoint, _ in self._endpoints:
-            endpoint.close()
-        self._endpoints = []
-        self._context.term()
+        super().close()
+
+    async def _tick_forever(self) -> None:
+        while True:
+            try:
+                self.tick()
+            except Exception:
+                log.exception("a tick failed")
+            await asyncio.sleep(TICK_S)
+
+    def _on_signal(self) -> None:
+        if self.stopping:
+            self._over.set()
+        self.stop()
+
+    def _orphaned(self) -> None:
+        log.error("the parent process is gone")
+        asyncio.get_running_loop().remove_reader(self.parent_fd)
+        self.quit(process.EXIT_ORPHANED)

@@ -81,12 +81,17 @@ def watchdog_interval_s() -> float:
         return 0.0
 
 
-def beat_fd() -> int:
-    """The pipe to the supervisor, -1 when there is none."""
+def claim_beat_fd() -> int:
+    """The pipe to the supervisor, -1 when there is none.
+
+    Taken out of the environment, so that no child of ours takes some file of its own for it.
+    """
     try:
-        return int(os.environ.get(BEAT_FD_VARIABLE, "-1"))
-    except ValueError:
+        fd = int(os.environ.pop(BEAT_FD_VARIABLE, "-1"))
+        os.set_inheritable(fd, False)
+    except (ValueError, OSError):
         return -1
+    return fd
 
 
 def beat(fd: int, allowance_ms: int) -> None:

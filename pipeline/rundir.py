@@ -19,23 +19,25 @@ from pipeline.errors import ConfigError
 from pipeline.paths import SOCKET_PATH_MAX
 
 
-def prepare(path: Path) -> Path:
-    """Make `path` (0700) or check it; returns it resolved. Raises `ConfigError`."""
+def prepare(path: Path, what: str = "run directory", key: str = "server.run_dir") -> Path:
+    """Make `path` (0700) or check that it is ours alone; returns it resolved. Raises `ConfigError`."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = path.resolve()
-        info = path.lstat()
+        path = path.resolve(strict=True)
+        info = path.stat()
     except OSError as error:
-        raise ConfigError(f"run directory {path}: {error.strerror}") from None
+        raise ConfigError(f"{what} {path}: {error.strerror}; set {key} to another one", key) from None
     if info.st_uid != os.getuid():
         raise ConfigError(
-            f"run directory {path} belongs to user {info.st_uid}, this process runs as "
-            f"{os.getuid()}: set server.run_dir or STARLING_HOME to a directory of your own"
+            f"{what} {path} belongs to user {info.st_uid}, and this process runs as {os.getuid()}: set "
+            f"{key} to a directory of your own",
+            key,
         )
     if stat.S_IMODE(info.st_mode) & 0o077:
         raise ConfigError(
-            f"run directory {path} has mode {stat.S_IMODE(info.st_mode):o}, others could reach the "
-            f"sockets: chmod 700 {path}"
+            f"{what} {path} has mode {stat.S_IMODE(info.st_mode):o}, so others could reach what is in it: "
+            f"chmod 700 {path}",
+            key,
         )
     return path
 

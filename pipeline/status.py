@@ -1,7 +1,8 @@
 """`RUN_DIR/STAGE.status`: what a stage says of itself, one small JSON record placed by rename.
 
-For `starling status`, which also works when nothing answers.  A record whose process (pid, ticks) is
-gone was left by a crash: `read_all` says so, the stage's next start replaces it.
+For `starling status`, which also works when nothing answers.  Written when something has changed, at most
+every 500 ms: a server at rest writes nothing.  A record whose process (pid, ticks) is gone was left by a
+crash: `read_all` says so, the stage's next start replaces it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class StageStatus(msgspec.Struct, frozen=True):
     reason: str
     written: float  # s since 1970
     restarts: int = 0  # by the supervisor
+    parent: int = 0  # pid: the supervisor, if there is one
     alive: bool = True  # set by the reader
 
 
@@ -47,19 +49,20 @@ class StatusFile:
         self._started = clock()
         self._ticks = process_ticks(os.getpid())
         self._next = float("-inf")
-        self._last: tuple[bool, bool, str] | None = None
+        self._last: tuple[object, ...] = ()
 
     def write(self, beat: Heartbeat) -> None:
         """At most every 500 ms, and at once when readiness changes. Errors (a full disk) are ignored."""
         now = self._clock()
-        state = (beat.ready, beat.busy, beat.reason)
-        if now < self._next and (self._last is None or state[::2] == self._last[::2]):
+        urgent = (beat.ready, beat.reason)
+        state = (*urgent, beat.busy, beat.progress)
+        if state == self._last or (now < self._next and urgent == self._last[:2]):
             return
         self._next, self._last = now + INTERVAL_S, state
         record = StageStatus(
             beat.stage, os.getpid(), self._ticks, process_epoch(), round(now - self._started, 3),
             beat.progress, beat.busy, beat.ready, beat.reason, round(time.time(), 3),
-            int(os.environ.get("STARLING_RESTARTS", "0")),
+            int(os.environ.get("STARLING_RESTARTS", "0")), os.getppid(),
         )
         try:
             self._temporary.write_bytes(msgspec.json.encode(record))

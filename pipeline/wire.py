@@ -26,6 +26,7 @@ import os
 import select
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -128,16 +129,14 @@ class _Endpoint:
 
     # -------------------------------------------------------------- differs by side
 
-    def _notify_up(self, key: bytes, hello: Hello) -> None:
-        raise NotImplementedError
-
-    def _notify_down(self, key: bytes, hello: Hello) -> None:
+    def _notify(self, key: bytes, hello: Hello, is_up: bool) -> None:
         raise NotImplementedError
 
     def _split(self, parts: list[bytes]) -> tuple[bytes, bytes]:
+        """Key and payload of a message."""
         raise NotImplementedError
 
-    def _post(self, key: bytes, payload: bytes) -> None:
+    def _join(self, key: bytes, payload: bytes) -> list[bytes]:
         raise NotImplementedError
 
     def _option(self, option: int) -> int:
@@ -149,7 +148,7 @@ class _Endpoint:
 
     def _send(self, key: bytes, frame: Frame) -> bool:
         try:
-            self._post(key, encode(frame))
+            self._socket.send_multipart(self._join(key, encode(frame)), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             # Full, not connected, or (a ROUTER) unknown.  Anything else is a bug and must be seen.
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
@@ -286,7 +285,7 @@ class _Endpoint:
         self._watch(key, peer)
         self._send_hello(key)
         log.info("peer up", extra={"edge": self.edge.name, "peer": hello.stage, "peer_pid": hello.pid})
-        self._notify_up(key, hello)
+        self._notify(key, hello, True)
 
     def _watch(self, key: bytes, peer: _Peer) -> None:
         hello = peer.hello
@@ -320,7 +319,7 @@ class _Endpoint:
             log.info(
                 "peer down", extra={"edge": self.edge.name, "peer": peer.hello.stage, "reason": why}
             )
-            self._notify_down(key, peer.hello)
+            self._notify(key, peer.hello, False)
 
     def _tick(self, beat: Heartbeat) -> None:
         now = self._clock()
@@ -375,8 +374,8 @@ class Link(_Endpoint):
         epoch: int = 0,
         allow_remote: bool = False,
     ) -> None:
-        self.on_up: Callable[[Hello], None] = lambda hello: None
-        self.on_down: Callable[[Hello], None] = lambda hello: None
+        self.on_up: Callable[[Hello], None] = lambda _hello: None
+        self.on_down: Callable[[Hello], None] = lambda _hello: None
         super().__init__(
             zmq.DEALER, edge, address, stage, edge.to_connector, heartbeat_ms, clock, context, epoch,
             allow_remote,
@@ -419,17 +418,14 @@ class Link(_Endpoint):
             self._known[b""] = _Peer(self._contacts, self._clock())
         self._tick(beat)
 
-    def _notify_up(self, key: bytes, hello: Hello) -> None:
-        self.on_up(hello)
-
-    def _notify_down(self, key: bytes, hello: Hello) -> None:
-        self.on_down(hello)
+    def _notify(self, key: bytes, hello: Hello, is_up: bool) -> None:
+        (self.on_up if is_up else self.on_down)(hello)
 
     def _split(self, parts: list[bytes]) -> tuple[bytes, bytes]:
         return b"", parts[-1]
 
-    def _post(self, key: bytes, payload: bytes) -> None:
-        self._socket.send(payload, zmq.NOBLOCK)
+    def _join(self, key: bytes, payload: bytes) -> list[bytes]:
+        return [payload]
 
 
 class Hub(_Endpoint):
@@ -451,8 +447,8 @@ class Hub(_Endpoint):
         epoch: int = 0,
         allow_remote: bool = False,
     ) -> None:
-        self.on_up: Callable[[bytes, Hello], None] = lambda peer, hello: None
-        self.on_down: Callable[[bytes, Hello], None] = lambda peer, hello: None
+        self.on_up: Callable[[bytes, Hello], None] = lambda _peer, _hello: None
+        self.on_down: Callable[[bytes, Hello], None] = lambda _peer, _hello: None
         super().__init__(
             zmq.ROUTER, edge, address, stage, edge.to_binder, heartbeat_ms, clock, context, epoch,
             allow_remote,
@@ -463,8 +459,14 @@ class Hub(_Endpoint):
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
-            self.close(0)
+            super().close(0)
             raise ConfigError(f"cannot bind {address}: {error.strerror}") from None
+
+    def close(self, flush_ms: int = FLUSH_MS) -> None:
+        """As `Link.close`, and the socket's file goes: libzmq leaves it."""
+        if self._is_local and not self._closed:
+            Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
+        super().close(flush_ms)
 
     @property
     def peers(self) -> dict[bytes, Hello]:
@@ -491,17 +493,11 @@ class Hub(_Endpoint):
         if not self._closed:
             self._tick(beat)
 
-    def close(self, flush_ms: int = FLUSH_MS) -> None:
-        super().close(flush_ms)
-
-    def _notify_up(self, key: bytes, hello: Hello) -> None:
-        self.on_up(key, hello)
-
-    def _notify_down(self, key: bytes, hello: Hello) -> None:
-        self.on_down(key, hello)
+    def _notify(self, key: bytes, hello: Hello, is_up: bool) -> None:
+        (self.on_up if is_up else self.on_down)(key, hello)
 
     def _split(self, parts: list[bytes]) -> tuple[bytes, bytes]:
         return parts[0], parts[-1]
 
-    def _post(self, key: bytes, payload: bytes) -> None:
-        self._socket.send_multipart([key, payload], zmq.NOBLOCK)
+    def _join(self, key: bytes, payload: bytes) -> list[bytes]:
+        return [key, payload]

@@ -1,0 +1,164 @@
+"""What every stage process does beside its work: be one, be watched, say how it is.
+
+Armed against orphanhood before anything else; holds the stage's lock; at every tick tells the
+supervisor that it lives, systemd that it is well, and `starling status` and `/metrics` what it is doing.
+`StageLoop` (poll) and `Endpoints` (asyncio) are a `StageLife` with edges.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import zmq
+
+from pipeline import paths, process, rundir
+from pipeline.config_schema import Config
+from pipeline.edges import EDGES
+from pipeline.messages import Heartbeat
+from pipeline.status import StatusFile
+from pipeline.telemetry import Metrics
+from pipeline.wire import Hub, Link, process_epoch
+
+TICK_S = 0.1
+STALL_MS = 10_000  # away from the loop for longer without `allow`: the supervisor kills the stage
+
+
+class StageLife:
+    """One per process. `progress`, `busy`, `ready` and `reason` are the stage's to set.
+
+    `stage` is the name that peers, locks and files know: a stage that runs several times gives
+    each process one of its own (`worker-MODEL`).
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        config: Config,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        parent_pid: int | None = None,
+    ) -> None:
+        self.parent_fd = process.die_with_parent(parent_pid)  # a pidfd, -1 when it cannot be watched
+        self.stage = stage
+        self.config = config
+        self.progress = 0  # grows while the stage does work
+        self.busy = False  # it has work
+        self.ready = False  # it can take work
+        self.reason = "starting"  # why it is not ready
+        self.stopping = False  # told to stop: finish, then let `busy` be False
+        self.on_tick: list[Callable[[], Any]] = []
+        self.endpoints: list[Link | Hub] = []
+        self.clock = clock
+        self._stopping_since = 0.0
+        self._allowance_ms = STALL_MS
+        self._beat_fd = process.claim_beat_fd()
+        self._watchdog_s = process.watchdog_interval_s()
+        self._next_watchdog = float("-inf")
+        self._told_ready = False
+        self._closed = False
+
+        run_dir = rundir.prepare(paths.run_dir(config))
+        arena_dir = rundir.prepare(paths.arena_dir(config), "arena directory", "server.arena_dir")
+        self._lock = rundir.StageLock(run_dir, stage)
+        self._status = StatusFile(run_dir, stage, clock)
+        self.metrics = Metrics(stage, arena_dir if config.metrics.enabled else None, clock=clock)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._tell_supervisor()
+
+    # -------------------------------------------------------------- edges
+
+    def link(self, edge: str) -> Link:
+        """Connect the named edge at its configured address; it is ticked and closed with the stage."""
+        link = Link(
+            EDGES[edge], paths.edge_address(self.config, edge), self.stage,
+            heartbeat_ms=self.config.server.heartbeat_ms, clock=self.clock, context=self.context,
+        )  # fmt: skip
+        self.endpoints.append(link)
+        return link
+
+    def hub(self, edge: str) -> Hub:
+        """Bind the named edge at its configured address; it is ticked and closed with the stage."""
+        hub = Hub(
+            EDGES[edge], paths.edge_address(self.config, edge), self.stage,
+            heartbeat_ms=self.config.server.heartbeat_ms, clock=self.clock, context=self.context,
+        )  # fmt: skip
+        self.endpoints.append(hub)
+        return hub
+
+    # -------------------------------------------------------------- alive
+
+    def beat(self) -> Heartbeat:
+        """What the peers are told now."""
+        ready = self.ready and not self.stopping
+        reason = "" if ready else "stopping" if self.stopping else self.reason
+        return Heartbeat(self.stage, process_epoch(), self.progress, self.busy, ready, reason)
+
+    def tick(self) -> None:
+        """Every 100 ms; also by a stage that is about to stay away."""
+        beat = self.beat()
+        for endpoint in self.endpoints:
+            endpoint.tick(beat)
+        self._tell_supervisor()
+        self._status.write(beat)
+        for endpoint in self.endpoints:
+            edge = endpoint.edge.name
+            self.metrics.set("starling_frames_dropped_total", endpoint.dropped, self.stage, edge)
+            self.metrics.set("starling_frames_refused_total", endpoint.refused, self.stage, edge)
+        self.metrics.write()
+        if beat.ready and not self._told_ready:
+            self._told_ready = True
+            process.sd_notify("READY=1")
+        now = self.clock()
+        if self._watchdog_s and now >= self._next_watchdog:
+            self._next_watchdog = now + self._watchdog_s
+            process.sd_notify("WATCHDOG=1")
+        for callback in self.on_tick:
+            callback()
+
+    @contextmanager
+    def allow(self, seconds: float) -> Iterator[None]:
+        """The stage may stay away from its loop this long (loading, compiling) without being killed."""
+        before, self._allowance_ms = self._allowance_ms, int(seconds * 1000)
+        self.tick()
+        try:
+            yield
+        finally:
+            self._allowance_ms = before
+            self._tell_supervisor()
+
+    def stop(self) -> None:
+        """As SIGTERM: finish what is under way."""
+        if not self.stopping:
+            self.stopping = True
+            self._stopping_since = self.clock()
+            process.sd_notify("STOPPING=1")
+
+    @property
+    def drained(self) -> bool:
+        """Told to stop, and nothing is under way any more or its time is up."""
+        if not self.stopping:
+            return False
+        waited_ms = (self.clock() - self._stopping_since) * 1000
+        return not self.busy or waited_ms >= self.config.server.drain_timeout_ms
+
+    def close(self) -> None:
+        """Flush and close the edges, remove the records, let go of the lock. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for endpoint in self.endpoints:
+            endpoint.close()
+        self.context.term()
+        self._status.remove()
+        self.metrics.remove()
+        self._lock.release()
+        if self.parent_fd >= 0:
+            os.close(self.parent_fd)
+
+    def _tell_supervisor(self) -> None:
+        if self._beat_fd >= 0:
+            process.beat(self._beat_fd, self._allowance_ms)
