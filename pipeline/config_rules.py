@@ -43,6 +43,9 @@ UNAVAILABLE = {
     ),
     "models.*.spill_mb": Unavailable(0, "evicted pages are not spilled in this version; drop the key"),
     "models.*.speculate": Unavailable(0, "speculative decoding is not in this version; drop the key"),
+    "models.*.weight": Unavailable(
+        1.0, "models do not share cores by weight in this version; give each its own with cpus, drop the key"
+    ),
     "models.*.device": Unavailable("cpu", "the kernels run on the CPU; the only device is cpu"),
     "performance.use_mmap": Unavailable(
         True, "weights are always mapped: loading is mmap and nothing else; drop the key"

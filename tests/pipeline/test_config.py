@@ -52,7 +52,7 @@ def test_the_shipped_file_shows_every_key() -> None:
                 assert set(raw[section.name]) == names - hidden
     shown = set(re.findall(r"^#[ -]+([a-z_0-9]+):", text, re.M))
     names = {field.name for field in msgspec.structs.fields(schema.ModelConfig)}
-    assert names - {"spill_path", "spill_mb", "speculate", "device"} <= shown
+    assert names - {"spill_path", "spill_mb", "speculate", "device", "weight"} <= shown
 
 
 SESSION_SERVER = """
@@ -342,7 +342,7 @@ def test_all_problems_come_at_once() -> None:
 @pytest.mark.parametrize("key", sorted(UNAVAILABLE))
 def test_what_is_not_available_is_refused_unless_neutral(key: str) -> None:
     neutral = UNAVAILABLE[key].neutral
-    other = not neutral if isinstance(neutral, bool) else 1 if isinstance(neutral, int) else "x"
+    other = not neutral if isinstance(neutral, bool) else "x" if isinstance(neutral, str) else neutral + 1
 
     def with_value(value: Any) -> dict[str, Any]:
         section, *path = key.split(".")

@@ -1,0 +1,105 @@
+"""What a newcomer meets first: the lock files, `make`, and the messages when something is missing."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = ("requirements.lock", "requirements-dev.lock", "requirements-peers.lock")
+
+
+def pinned(lock: str) -> dict[str, str]:
+    """Name to version."""
+    return dict(re.findall(r"^([a-z0-9-]+)==([^\s;]+)", (ROOT / lock).read_text(), re.M))
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_locks_are_pinned_hashed_and_name_no_index(lock: str) -> None:
+    text = (ROOT / lock).read_text()
+    entries = [entry for entry in re.split(r"\n(?=[a-z0-9])", text) if not entry.startswith("#")]
+    assert entries
+    for entry in entries:
+        assert re.match(r"[a-z0-9-]+==\S+ ", entry), entry
+        assert "--hash=sha256:" in entry
+    assert "://" not in text
+    assert "--index" not in text
+
+
+def test_locks_hold_what_the_project_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split(r"[<>=\[]", requirement)[0].lower() for requirement in requirements}
+
+    runtime = names(project["project"]["dependencies"]) | names(project["dependency-groups"]["build"])
+    assert runtime <= set(pinned("requirements.lock"))
+    assert names(project["dependency-groups"]["dev"]) <= set(pinned("requirements-dev.lock"))
+    assert names(project["dependency-groups"]["peers"]) <= set(pinned("requirements-peers.lock"))
+
+
+@pytest.mark.parametrize("lock", LOCKS[1:])
+def test_locks_agree(lock: str) -> None:
+    assert pinned("requirements.lock").items() <= pinned(lock).items()
+
+
+def test_make_alone_lists_every_target() -> None:
+    listing = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.M)
+    assert {"serve", "test", "check", "bench", "clean"} <= set(targets)
+    for target in targets:
+        assert re.search(rf"^  {target} ", listing, re.M)
+    assert max(len(line) for line in listing.splitlines()) <= 100
+
+
+def setup(tmp_path: Path, python: str) -> subprocess.CompletedProcess[str]:
+    """The set-up with an interpreter that is this shell script."""
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/bin/bash\n{python}\n")
+    fake.chmod(0o755)
+    return subprocess.run(
+        [ROOT / "tools" / "setup_venv.sh", tmp_path / "venv", "requirements.lock"],
+        env={**os.environ, "PYTHON": str(fake)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_an_old_python_is_refused(tmp_path: Path) -> None:
+    result = setup(tmp_path, '[ "$1" = -V ] && echo "Python 3.9.1"; exit 1')
+    assert result.returncode != 0
+    assert f"PYTHON={tmp_path}/python is Python 3.9.1; Python 3.11 or newer is needed." in result.stderr
+
+
+def test_a_python_without_venv_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    result = setup(tmp_path, '[ "$1" = -V ] && echo "Python 3.11.2"; [ "$1" != -m ]')
+    assert result.returncode != 0
+    assert "cannot create a virtual environment" in result.stderr
+    assert "apt install python3-venv" in result.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("log", "message"),
+    [
+        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", "other files than requirements.lock names"),
+        ("ERROR: No matching distribution found for aiohttp", "Is there a network and a package index?"),
+    ],
+)
+def test_packages_that_do_not_come(tmp_path: Path, log: str, message: str) -> None:
+    # "Creates" an environment whose pip says what is given, and fails.
+    venv_python = f'[ "$1" = -c ] && exit 0; echo "{log}"; exit 1'
+    result = setup(
+        tmp_path,
+        'if [ "$2" = venv ]; then mkdir -p "$3/bin"; '
+        f"printf '#!/bin/bash\\n%s\\n' '{venv_python}' >\"$3/bin/python\"; chmod +x \"$3/bin/python\"; fi",
+    )
+    assert result.returncode != 0
+    assert log in result.stderr
+    assert message in result.stderr
