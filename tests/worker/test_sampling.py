@@ -1,0 +1,147 @@
+"""The sampler kernel draws what its twin draws, for any order of steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shm import steps
+from stages.worker.kernels import sampling
+from stages.worker.twins import sampling as twin
+
+pytestmark = pytest.mark.slow
+
+
+class Row:
+    """A row of the steps arena, and the kernel's scratch."""
+
+    def __init__(self, p: twin.Parameters) -> None:
+        self.ints = np.zeros(steps.ROW_INTS, np.int64)
+        self.floats = np.zeros(steps.ROW_FLOATS, np.float32)
+        self.mask = np.zeros(steps.MAX_MASK, np.int32)
+        self.bias_ids = np.zeros(steps.MAX_BIAS, np.int32)
+        self.bias = np.zeros(steps.MAX_BIAS, np.float32)
+        self.ints[steps.SEED] = np.array(p.seed, np.uint64).astype(np.int64)
+        for column, value in (
+            (steps.CHOICE, p.choice), (steps.TOP_K, p.top_k), (steps.MIN_TOKENS, p.min_tokens),
+            (steps.IGNORE_EOS, p.ignore_eos), (steps.N_BIAS, len(p.bias)), (steps.N_MASK, len(p.mask_ids)),
+            (steps.ORDER, sum(steps.SAMPLER_STEPS[s] << (4 * i) for i, s in enumerate(p.order))),
+        ):  # fmt: skip
+            self.ints[column] = value
+        for column, number in (
+            (steps.TEMPERATURE, p.temperature), (steps.TOP_P, p.top_p), (steps.REPETITION, p.repetition),
+            (steps.FREQUENCY, p.frequency), (steps.PRESENCE, p.presence),
+        ):  # fmt: skip
+            self.floats[column] = number
+        self.mask[: len(p.mask_ids)] = p.mask_ids
+        for i, (token, bias) in enumerate(p.bias):
+            self.bias_ids[i], self.bias[i] = token, bias
+
+
+class Sampler:
+    def __init__(self, vocab: int) -> None:
+        self.scratch = np.zeros(sampling.scratch_bytes(vocab), np.uint8)
+
+    def __call__(self, logits: np.ndarray, tokens: np.ndarray, start: int, p: twin.Parameters) -> int:
+        row = Row(p)
+        before = logits.copy()
+        arrays = (row.ints, row.floats, row.mask, row.bias_ids, row.bias, self.scratch)
+        token = sampling.sample(
+            logits.ctypes.data, len(logits), tokens.ctypes.data, len(tokens), start, *(a.ctypes.data for a in arrays)
+        )
+        assert logits.tobytes() == before.tobytes()
+        return token
+
+
+def logits_of(rng: np.random.Generator, vocab: int, kind: str) -> np.ndarray:
+    if kind == "ties":
+        return rng.integers(-4, 5, vocab).astype(np.float32)
+    if kind == "flat":
+        return (rng.standard_normal(vocab) * 0.1).astype(np.float32)
+    return (rng.standard_normal(vocab) * 5).astype(np.float32)
+
+
+PARAMETERS = st.builds(
+    twin.Parameters,
+    seed=st.integers(0, 2**64 - 1),
+    choice=st.integers(0, 7),
+    temperature=st.sampled_from([0.0, 0.2, 1.0, 1.7, 1e-30]).map(lambda t: float(np.float32(t))),
+    top_k=st.sampled_from([0, 1, 2, 40, 49, 300, 100000]),
+    top_p=st.sampled_from([0.0, 0.1, 0.9, 0.99, 1.0]),
+    repetition=st.sampled_from([1.0, 1.3, 0.8]),
+    frequency=st.sampled_from([0.0, 0.4, -1.0]),
+    presence=st.sampled_from([0.0, 0.6]),
+    min_tokens=st.sampled_from([0, 9]),
+    ignore_eos=st.booleans(),
+    mask_ids=st.sampled_from([(), (2, 5), (0, 1, 2, 3)]),
+    bias=st.sampled_from([(), ((3, 2.5), (3, -1.0), (1, 100.0)), ((0, -100.0),)]),
+    order=st.permutations(steps.DEFAULT_ORDER).map(tuple) | st.just(steps.DEFAULT_ORDER),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    PARAMETERS, st.sampled_from([4, 5, 17, 63, 64, 1025, 5000]), st.sampled_from(["normal", "ties", "flat"]),
+    st.integers(0, 1000),
+)  # fmt: skip
+def test_kernel_equals_twin(p: twin.Parameters, vocab: int, kind: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits = logits_of(rng, vocab, kind)
+    tokens = rng.integers(0, vocab, int(rng.integers(1, 30))).astype(np.int32)
+    start = int(rng.integers(0, len(tokens) + 1))
+    kernel = Sampler(vocab)
+    for _ in range(2):  # the scratch is as it was
+        assert kernel(logits, tokens, start, p) == twin.sample(logits, tokens, start, p)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_not_finite_draw_nothing(bad: float) -> None:
+    logits = np.zeros(99, np.float32)
+    logits[98] = bad
+    assert Sampler(99)(logits, np.zeros(1, np.int32), 1, twin.Parameters()) == -1
+
+
+def test_everything_masked_draws_the_first() -> None:
+    p = twin.Parameters(ignore_eos=True, mask_ids=(0, 1, 2), top_p=0.5)
+    logits = np.array([1, 2, 3], np.float32)
+    tokens = np.zeros(1, np.int32)
+    assert Sampler(3)(logits, tokens, 1, p) == twin.sample(logits, tokens, 1, p) == 0
+
+
+def test_draws_follow_the_distribution() -> None:
+    """20,000 draws from 4 probabilities: each frequency within 5 standard deviations."""
+    probabilities = np.array([0.5, 0.25, 0.2, 0.05])
+    logits = np.log(probabilities).astype(np.float32)
+    kernel, n = Sampler(4), 20_000
+    tokens = np.zeros(1, np.int32)
+    counts = np.zeros(4)
+    for seed in range(n):
+        counts[kernel(logits, tokens, 1, twin.Parameters(seed=seed))] += 1
+    sigma = np.sqrt(probabilities * (1 - probabilities) / n)
+    assert (np.abs(counts / n - probabilities) < 5 * sigma).all()
+
+
+def test_philox_known_answers() -> None:
+    """Random123's kat_vectors: philox4x32 10, counter and key of zeros."""
+    assert twin.philox(0, 0, 0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    for seed, position, choice in ((0, 0, 0), (2**64 - 1, 7, 3), (1 << 63, 2**31, 0)):
+        signed = int(np.array(seed, np.uint64).astype(np.int64))
+        assert sampling.uniform(signed, position, choice) == twin.uniform(seed, position, choice)
+
+
+@pytest.mark.parametrize("vocab", [1, 16, 33, 2000])
+def test_logprobs_equal_the_twin(vocab: int) -> None:
+    logits = logits_of(np.random.default_rng(vocab), vocab, "normal")
+    n = min(20, vocab)
+    scratch = np.zeros(sampling.scratch_bytes(vocab), np.uint8)
+    out, ids, best = np.zeros(1, np.float32), np.zeros(20, np.int32), np.zeros(20, np.float32)
+    addresses = [a.ctypes.data for a in (out, ids, best, scratch)]
+    sampling.logprobs(logits.ctypes.data, vocab, vocab // 2, n, *addresses)
+    values, top, top_values = twin.logprobs(logits, n)
+    assert out[0] == values[vocab // 2]
+    np.testing.assert_array_equal(ids[:n], top)
+    np.testing.assert_array_equal(best[:n], top_values)
+    exact = logits.astype(np.float64) - np.logaddexp.reduce(logits.astype(np.float64))
+    np.testing.assert_allclose(values, exact, rtol=1e-5, atol=1e-5)
