@@ -94,8 +94,18 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
     source_bytes: int
     bin_bytes: int
     hyper: Hyper
-    tokenizer: TokenizerData
+    tokenizer_raw: msgspec.Raw  # msgpack of `TokenizerData`, which ranks have no use for
     tensors: list[Tensor]
+
+    @property
+    def tokenizer(self) -> TokenizerData:
+        """Decoded at every call. Raises `CheckpointError`."""
+        try:
+            return msgspec.msgpack.decode(self.tokenizer_raw, type=TokenizerData)
+        except msgspec.MsgspecError as error:
+            raise CheckpointError(
+                f"index of {self.name}: bad tokenizer data ({error}); ingest it again"
+            ) from None
 
     def tensor(self, name: str) -> Tensor:
         """Raises `KeyError` when the model has no such tensor."""
@@ -113,18 +123,25 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
         return "output.weight" if self.has("output.weight") else "token_embd.weight"
 
 
+class _Head(msgspec.Struct, array_like=True):
+    version: int
+
+
 def load_index(path: Path) -> Index:
     """Read and check an `.idx`. Raises `FileNotFoundError`, `CheckpointError`."""
     raw = path.read_bytes()
     try:
         # The version is looked at before the rest is believed to have today's shape.
-        head = msgspec.msgpack.decode(raw)
-        version = head[0] if isinstance(head, list) and head else None
+        version = msgspec.msgpack.decode(raw, type=_Head).version
         if version != VERSION:
-            raise CheckpointError(f"{path}: version is {version!r}, expected {VERSION}: remove it to ingest again")
+            raise CheckpointError(
+                f"{path}: version is {version}, expected {VERSION}; remove it to ingest again"
+            )
         index = msgspec.msgpack.decode(raw, type=Index)
     except msgspec.MsgspecError as error:
-        raise CheckpointError(f"{path}: not a checkpoint index ({error}); remove it to ingest again") from None
+        raise CheckpointError(
+            f"{path}: not a checkpoint index ({error}); remove it to ingest again"
+        ) from None
     for t in index.tensors:
         if t.offset % ALIGNMENT or t.offset < 0 or t.nbytes < 0 or t.offset + t.nbytes > index.bin_bytes:
             raise CheckpointError(
@@ -227,7 +244,16 @@ class CheckpointWriter:
         self._file.close()
         self._file = None
         index = Index(
-            VERSION, digest, architecture, name, parameters, source_bytes, bin_bytes, hyper, tokenizer, self.tensors
+            VERSION,
+            digest,
+            architecture,
+            name,
+            parameters,
+            source_bytes,
+            bin_bytes,
+            hyper,
+            msgspec.Raw(msgspec.msgpack.encode(tokenizer)),
+            self.tensors,
         )
         temporary = self._index_path.with_name(f".{self._index_path.name}.{os.getpid()}")
         try:

@@ -18,7 +18,19 @@ import numpy as np
 from stages.worker.layout import BY_ID, Format
 
 MAGIC = b"GGUF"
-_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
 _STRING, _ARRAY = 8, 9
 _MAX_NAME = 1 << 16
 _MAX_DIMENSIONS = 4
@@ -124,7 +136,9 @@ class GgufFile:
         self._what = f"tensor {name!r}"
         n_dimensions = self._scalar("<I")
         if not 1 <= n_dimensions <= _MAX_DIMENSIONS:
-            raise GgufError(f"{self.path}: {self._what}: {n_dimensions} dimensions, expected 1 to {_MAX_DIMENSIONS}")
+            raise GgufError(
+                f"{self.path}: {self._what}: {n_dimensions} dimensions, expected 1 to {_MAX_DIMENSIONS}"
+            )
         shape = tuple(self._scalar("<Q") for _ in range(n_dimensions))[::-1]
         kind, offset = self._scalar("<I"), self._scalar("<Q")
         if kind not in BY_ID:

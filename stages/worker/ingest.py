@@ -159,13 +159,17 @@ class _Reader:
 
     def _multiple(self, key: str, value: int, of: int) -> None:
         if value % of:
-            raise GgufError(f"{self.file.path}: {self.architecture}.{key} is {value}, expected a multiple of {of}")
+            raise GgufError(
+                f"{self.file.path}: {self.architecture}.{key} is {value}, expected a multiple of {of}"
+            )
 
     def hyper(self) -> Hyper:
         path, arch = self.file.path, self.architecture
         experts = self._int("expert_count", 0, default=0)
         if experts:
-            raise GgufError(f"{path}: {arch}.expert_count is {experts}: mixtures of experts are not supported")
+            raise GgufError(
+                f"{path}: {arch}.expert_count is {experts}: mixtures of experts are not supported"
+            )
         width = self._int("embedding_length", 32)
         n_heads = self._int("attention.head_count", 1, 4096)
         n_kv_heads = self._int("attention.head_count_kv", 1, n_heads, default=n_heads)
@@ -255,7 +259,9 @@ class _Reader:
         tokens = listed("tokens", str)
         embedding = self.file.tensors["token_embd.weight"].shape[0]
         if len(tokens) > embedding:
-            raise GgufError(f"{self.file.path}: {len(tokens)} tokens, but 'token_embd.weight' has {embedding} rows")
+            raise GgufError(
+                f"{self.file.path}: {len(tokens)} tokens, but 'token_embd.weight' has {embedding} rows"
+            )
         for key in ("bos", "eos", "eot", "unknown", "padding"):
             # -1 and its unsigned form both mean "none" in files in the wild.
             if number(key) >= embedding and number(key) != 0xFFFFFFFF:
@@ -263,7 +269,8 @@ class _Reader:
                     f"{self.file.path}: tokenizer.ggml.{key}_token_id is {number(key)}, expected below {embedding}"
                 )
         bos, eos, eot, unknown, padding = (
-            -1 if number(key) == 0xFFFFFFFF else number(key) for key in ("bos", "eos", "eot", "unknown", "padding")
+            -1 if number(key) == 0xFFFFFFFF else number(key)
+            for key in ("bos", "eos", "eot", "unknown", "padding")
         )
         return TokenizerData(
             model=self._get("tokenizer.ggml.model", str, "none"),
@@ -281,5 +288,3 @@ class _Reader:
             add_space_prefix=self._get("tokenizer.ggml.add_space_prefix", bool, False),
             chat_template=self._get("tokenizer.chat_template", str, ""),
         )
-
-
