@@ -171,7 +171,7 @@ class ExactSequence:
         self.keys = [np.empty((0, h.n_kv_heads, h.head_dim), np.float32) for _ in range(h.n_layers)]
         self.values = [np.empty((0, h.n_kv_heads, h.head_dim), np.float32) for _ in range(h.n_layers)]
 
-    def extend(self, tokens: Sequence[int], last_only: bool = False) -> np.ndarray:
+    def extend(self, tokens: Sequence[int] | np.ndarray, last_only: bool = False) -> np.ndarray:
         """Compute more positions: logits (len(tokens), vocab) f32, or (1, vocab) of the last one."""
         m = self.model
         positions = np.arange(self.length, self.length + len(tokens))

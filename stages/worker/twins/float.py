@@ -1,4 +1,4 @@
-"""The float twin: the forward pass of a llama GGUF with its weights dequantized, f32 activations and f32 KV.
+"""The float twin: the forward pass of a llama GGUF with its weights dequantized and f32 activations.
 
 Nothing here is part of the numerics contract: it says that the graph is right (a tolerance against an
 independent engine), not which bits come out.
@@ -12,20 +12,25 @@ from pathlib import Path
 import numpy as np
 
 from stages.worker.rope import FRACTION_BITS, rope_frequencies
+from stages.worker.twins.arithmetic import stored
 from stages.worker.twins.source import Source
 
 
 class FloatModel:
-    """Reads a layer's tensors when it computes the layer; keeps none."""
+    """Reads a layer's tensors when it computes the layer; keeps none.
 
-    def __init__(self, path: Path) -> None:
+    With a `kv_type` other than f32, what that type does to K and V, apart from everything else.
+    """
+
+    def __init__(self, path: Path, kv_type: str = "f32") -> None:
+        self.kv_type = kv_type
         self.source = Source(path)
         h = self.source.hyper
         factors = self.source.values("rope_freqs.weight") if "rope_freqs.weight" in self.source else None
         fixed = rope_frequencies(h.rope_base, h.n_rot, factors, h.rope_scale)
         self._frequencies = np.array([f / (1 << FRACTION_BITS) for f in fixed])
 
-    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+    def logits(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Of all positions of one sequence: (len(tokens), vocab) f32."""
         source, h = self.source, self.source.hyper
         angles = np.arange(len(tokens))[:, None] * self._frequencies
@@ -51,6 +56,7 @@ class FloatModel:
         q = self._rotate(self._matmul(f"{block}.attn_q.weight", y).reshape(n, h.n_heads, -1), angles)
         k = self._rotate(self._matmul(f"{block}.attn_k.weight", y).reshape(n, h.n_kv_heads, -1), angles)
         v = self._matmul(f"{block}.attn_v.weight", y).reshape(n, h.n_kv_heads, -1)
+        k, v = stored(k, self.kv_type), stored(v, self.kv_type)
         q = q.reshape(n, h.n_kv_heads, -1, h.head_dim)  # heads that share a kv head are neighbours
         scores = np.einsum("ighd,jgd->ghij", q, k, optimize=True) / np.sqrt(np.float32(h.head_dim))
         scores = np.where(np.tri(n, dtype=bool), scores, -np.inf)

@@ -1,0 +1,54 @@
+"""The demo model against an independent engine: the graph is right, and int8 activations cost little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stages.worker.twins.exact import ExactModel, ExactSequence
+from stages.worker.twins.float import FloatModel
+from tests.worker import reference
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def facts() -> reference.Reference:
+    return reference.load()
+
+
+def test_float_twin_agrees_in_every_listed_logit(demo_gguf: Path, facts: reference.Reference) -> None:
+    logits = FloatModel(demo_gguf).logits(facts.tokens)
+    assert np.abs(np.take_along_axis(logits, facts.top_ids, axis=1) - facts.top_logits).max() < 2e-2
+    found = reference.distance(logits, facts)
+    assert found.mean_kl < 1e-6
+    assert abs(found.mean_nll - found.reference_nll) < 1e-4
+
+
+def test_float_twin_continues_greedily_as_the_reference(demo_gguf: Path) -> None:
+    """One pass over prompt and continuation: each token is the argmax after those before it."""
+    greedy = reference.facts()["greedy"]["F32"]
+    prompt, continuation = greedy["prompt_ids"], greedy["greedy_ids"]
+    logits = FloatModel(demo_gguf).logits([*prompt, *continuation[:-1]])
+    assert logits[len(prompt) - 1 :].argmax(axis=1).tolist() == continuation
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "int8"])
+def test_exact_twin_is_near(demo_gguf: Path, facts: reference.Reference, kv_type: str) -> None:
+    """On the first positions only (the mean NLL of so few is noise); the kernels are held to the whole text."""
+    logits = ExactSequence(ExactModel(demo_gguf), kv_type).extend(facts.tokens[:72])
+    found = reference.distance(logits, facts)
+    assert found.mean_kl <= 0.004
+
+
+def test_int8_cache_costs_little(demo_gguf: Path, facts: reference.Reference) -> None:
+    """With f32 activations: int8 ones answer any change of their input, however small, with new rounding
+    noise, and the divergence of two such noises (0.004 here) says nothing about the cache."""
+    p_log, q_log = (
+        reference.log_softmax(FloatModel(demo_gguf, kv_type).logits(facts.tokens))
+        for kv_type in ("f16", "int8")
+    )
+    kl = (np.exp(p_log) * (p_log - q_log)).sum(axis=-1)
+    assert kl.mean() <= 0.001
