@@ -37,7 +37,7 @@ def test_float_twin_continues_greedily_as_the_reference(demo_gguf: Path) -> None
 
 @pytest.mark.parametrize("kv_type", ["f16", "int8"])
 def test_exact_twin_is_near(demo_gguf: Path, facts: reference.Reference, kv_type: str) -> None:
-    """On the first positions only (the mean NLL of so few is noise); the kernels are held to the whole text."""
+    """On the first positions only, where the mean NLL is noise; the kernels are held to the whole text."""
     logits = ExactSequence(ExactModel(demo_gguf), kv_type).extend(facts.tokens[:72])
     found = reference.distance(logits, facts)
     assert found.mean_kl <= 0.004
