@@ -1,0 +1,46 @@
+"""From a configured model to a checkpoint that can be mapped: fetch, ingest, compile.
+
+Idempotent.  One process does the work (`flock`), others wait for it and find the result; what is there
+already costs a look at a file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline import registry
+from pipeline.config_schema import Config, ModelConfig
+from shm.checkpoint import CheckpointError, load_index
+from stages.worker.ingest import ingest
+
+
+def prepare_checkpoint(
+    model: ModelConfig, models_dir: Path, progress: registry.Progress = registry.no_progress
+) -> Path:
+    """The model's `.idx`, made if need be. Raises `StarlingError` with what is wrong and what to do."""
+    located = registry.fetch(model, models_dir, progress)
+    index_path = models_dir / f"{located.digest}.idx"
+    with registry.lock(models_dir, f"ingest-{located.digest[:16]}"):
+        if not _is_usable(index_path):
+            ingest(located.path, index_path, located.digest, progress)
+    return index_path
+
+
+def prepare(
+    config: Config, model: ModelConfig, models_dir: Path, progress: registry.Progress = registry.no_progress
+) -> Path:
+    """As `prepare_checkpoint`, and compile the kernels into the cache. Returns the `.idx`."""
+    index_path = prepare_checkpoint(model, models_dir, progress)
+    from stages.worker.warmup import compile_kernels
+
+    compile_kernels(config, model, index_path, progress)
+    return index_path
+
+
+def _is_usable(index_path: Path) -> bool:
+    """Is it there, of this version, and its `.bin` beside it whole in size?"""
+    try:
+        index = load_index(index_path)
+        return index_path.with_suffix(".bin").stat().st_size == index.bin_bytes
+    except (OSError, CheckpointError):
+        return False
