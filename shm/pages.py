@@ -28,7 +28,8 @@ written by the worker, only while the page is leased to a sequence of a publishe
     96      4     uses        sequences that have held it
     100     4     residency   copies elsewhere: 1 in the spill file, 2 in the state directory
     104     8     serial      of the row whose sequence leases it (shm/steps.py); `root` and `serial`
-                              are what a restarted kv needs to go on with a lease
+                              are what a restarted kv needs to go on with a lease; 0: found damaged
+                              while it was leased, nobody may go on with it
     112     16    zero
     128     128   zero        writer: the worker (its own cache lines; it records nothing yet)
 

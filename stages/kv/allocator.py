@@ -101,6 +101,13 @@ class Allocator:
         self._state[page] = LEASED
         self.refs[page] = 1
 
+    def doubt(self, page: int) -> None:
+        """A cached page is in limbo after all."""
+        if self._state[page] != CACHED:
+            raise ValueError(f"page {page} is not cached")
+        self.cached -= 1
+        self._state[page] = LIMBO
+
     def limbo(self) -> list[int]:
         return [page for page, state in enumerate(self._state) if state == LIMBO]
 

@@ -16,6 +16,7 @@ from shm.pages import HEADER, IDENTITY, PAGE_FREE, PAGE_FULL, PAGE_HEADER, PAGE_
 from stages.kv.prefix import PageDigest
 
 _FREE = PAGE_FREE.to_bytes(4, "little")
+_LEASED = PAGE_LEASED.to_bytes(4, "little")
 _FULL = PAGE_FULL.to_bytes(4, "little")
 _STATE_AT, _CHECK_AT, _CHECK_END = 72, 64, 72
 
@@ -63,13 +64,15 @@ class Headers:
         self._residency: np.ndarray = fields["residency"]
         self._serial: np.ndarray = fields["serial"]
 
-    def lease(self, pages: Sequence[int], root: PageDigest, serial: int, now_ns: int) -> None:
+    def lease(
+        self, pages: Sequence[int], root: PageDigest, serial: int, now_ns: int, born_ns: int
+    ) -> None:
         """Fresh pages for a sequence: whatever they held is no longer said to be there."""
         rows = np.array(pages, np.intp)
         self._state[rows] = PAGE_FREE
         self._root[rows] = np.void(root)
         self._serial[rows] = serial
-        self._born[rows] = now_ns
+        self._born[rows] = born_ns
         self._last_use[rows] = now_ns
         self._uses[rows] = 1
         self._refs[rows] = 1
@@ -85,6 +88,12 @@ class Headers:
     def free(self, page: int) -> None:
         at = page * PAGE_HEADER + _STATE_AT
         self._bytes[at : at + 4] = _FREE
+
+    def demote(self, page: int) -> None:
+        """A full page is in use, is damaged, and must not be found any more: serial 0 is nobody's."""
+        self._serial[page] = 0
+        at = page * PAGE_HEADER + _STATE_AT
+        self._bytes[at : at + 4] = _LEASED
 
     def share(self, pages: Sequence[int], refs: Sequence[int], now_ns: int) -> None:
         """A further sequence holds these pages, `refs` do now."""

@@ -106,6 +106,7 @@ class Lease:
     digests: list[PageDigest]  # of the sequence's full pages, as far as its tokens are known
     cached_pages: int  # shared at the start
     settled: int  # leading pages that have been dealt with: shared, named or duplicates
+    born_ns: int  # when it was admitted
     is_doubtful: bool = False  # declared wrongly: holds its pages until it is released, names none
 
 
@@ -196,7 +197,7 @@ class Manager:
             return denial
         fresh = self._allocator.take(needed - len(found))
         if fresh:
-            self.headers.lease(fresh, root, serial, now)
+            self.headers.lease(fresh, root, serial, now, now)
         restored = self._restore(on_disk, fresh)
         shared = len(found) + restored
         if found:
@@ -204,7 +205,7 @@ class Manager:
         self.counters.hits += shared
         self.counters.misses += sharable - shared
         pages = found + fresh
-        self.leases[sequence] = Lease(sequence, row, serial, root, pages, digests, shared, shared)
+        self.leases[sequence] = Lease(sequence, row, serial, root, pages, digests, shared, shared, now)
         return Grant(tuple(pages), shared * self.page_tokens)
 
     def extend(self, sequence: str, want_tokens: int) -> Grant | Denial:
@@ -218,7 +219,7 @@ class Manager:
             return self._denial(needed, held=len(lease.pages))
         if missing:
             fresh = self._allocator.take(missing)
-            self.headers.lease(fresh, lease.root, lease.serial, self.clock_ns())
+            self.headers.lease(fresh, lease.root, lease.serial, self.clock_ns(), lease.born_ns)
             lease.pages += fresh
         return Grant(tuple(lease.pages), lease.cached_pages * self.page_tokens)
 
@@ -470,16 +471,18 @@ class Manager:
     def _claim(self, claim: DeclaredLease) -> bool:
         """Make a declared lease from the headers of its pages; False if they say otherwise.
 
-        A refused one still holds what nobody else does: a step under way may be writing there.
+        A refused one still holds what is not another's alone: a step under way may read and write it.
         """
         lease = self._recognise(claim)
         is_good = lease is not None
         if lease is None:
             mine = [
-                p for p in dict.fromkeys(claim.pages)
-                if 0 <= p < self.total and self._allocator.state(p) == LIMBO
+                page
+                for page in dict.fromkeys(claim.pages)
+                if 0 <= page < self.total
+                and (page in self._name_of or self._is_leased_as(page, claim.pages[-1]))
             ]
-            lease = Lease(claim.sequence, claim.row, 0, self.root_of(""), mine, [], 0, 0, True)
+            lease = Lease(claim.sequence, claim.row, 0, self.root_of(""), mine, [], 0, 0, 0, True)
         for page in lease.pages:
             if self._allocator.state(page) == LIMBO:
                 self._allocator.claim(page)
@@ -496,21 +499,42 @@ class Manager:
             return None
         # The last page was leased fresh to this very sequence: shared pages come first.
         root, serial = self.headers.lease_of(pages[-1])
-        lease = Lease(claim.sequence, claim.row, serial, root, pages, [], 0, 0)
+        born_ns = self.headers.born_ns(pages[-1])
+        lease = Lease(claim.sequence, claim.row, serial, root, pages, [], 0, 0, born_ns)
         knows_tokens = self.caching
         for i, page in enumerate(pages):
             if self._allocator.state(page) == LIMBO:
+                if self.headers.lease_of(page) != (root, serial):
+                    return None
                 is_computed = (i + 1) * self.page_tokens <= claim.n_tokens
                 knows_tokens = knows_tokens and is_computed and self._read_on(lease, i + 1)
                 continue
             name = self.headers.name(page) if page in self._name_of else None
-            if name is None or name.ordinal != i or name.root != root or not self._is_sound(page):
+            if name is None or name.ordinal != i or name.root != root:
+                return None
+            if self._allocator.state(page) == CACHED and not self._has_its_bytes(page):
+                self._disown(page)
                 return None
             if knows_tokens:
                 if name.parent != (lease.digests[-1] if i else root):
                     return None
                 lease.digests.append(name.digest)
         return lease
+
+    def _is_leased_as(self, page: int, last: int) -> bool:
+        """Is `page` in limbo, and the same sequence's as `last`, or one that was disowned?"""
+        if self._allocator.state(page) != LIMBO:
+            return False
+        serial = self.headers.lease_of(page)[1]
+        return serial in (0, self.headers.lease_of(last)[1] if 0 <= last < self.total else 0)
+
+    def _disown(self, page: int) -> None:
+        """A damaged page loses its name; whoever declares it holds it until the release."""
+        self.counters.checksum_failures += 1
+        self._evictor.remove(page)
+        del self.index[self._name_of.pop(page)]
+        self.headers.demote(page)
+        self._allocator.doubt(page)
 
     # -------------------------------------------------------------- the laws
 

@@ -1,0 +1,133 @@
+"""The rules of the kv stage once more, written to be read: no hashes, no free list, no cleverness.
+
+A page's name is the tuple of all tokens up to its end (and the salt).  The state machine in
+test_machine.py asks the manager and this model the same and compares what they hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Name = tuple[object, ...]
+
+
+@dataclass
+class Page:
+    """A full page that can be found."""
+
+    ordinal: int
+    born: int
+    last: int
+    uses: int = 1
+    refs: int = 0
+    is_damaged: bool = False
+
+
+@dataclass
+class Held:
+    """What a sequence holds: `names[i]` for pages it shares or has named, None for private ones."""
+
+    tokens: list[int]
+    salt: str
+    born: int
+    names: list[Name | None]
+    settled: int
+    cached: int  # pages shared at the start
+    prompt: int  # tokens it was acquired with
+    is_new: bool = True  # acquired since the last restart
+
+
+@dataclass
+class Plain:
+    total: int
+    page_tokens: int
+    policy: str
+    pages: dict[Name, Page] = field(default_factory=dict)
+    held: dict[str, Held] = field(default_factory=dict)
+
+    # -------------------------------------------------------------- counts
+
+    @property
+    def cached(self) -> int:
+        return sum(page.refs == 0 for page in self.pages.values())
+
+    @property
+    def leased(self) -> int:
+        private = sum(name is None for held in self.held.values() for name in held.names)
+        return private + sum(page.refs > 0 for page in self.pages.values())
+
+    @property
+    def free(self) -> int:
+        return self.total - self.cached - self.leased
+
+    def name(self, tokens: list[int], i: int, salt: str) -> Name:
+        return (salt, *tokens[: (i + 1) * self.page_tokens])
+
+    def victims(self) -> list[Name]:
+        """Cached pages in the order in which they would go."""
+
+        def key(name: Name) -> tuple[int, ...]:
+            page = self.pages[name]
+            first = {"lru": (), "lfu": (page.uses,), "fifo": (page.born,)}[self.policy]
+            return (*first, page.last, -page.ordinal)
+
+        return sorted((name for name, page in self.pages.items() if page.refs == 0), key=key)
+
+    def room(self, count: int) -> bool:
+        if count > self.free + self.cached:
+            return False
+        while self.free < count:
+            del self.pages[self.victims()[0]]
+        return True
+
+    # -------------------------------------------------------------- requests
+
+    def acquire(self, who: str, tokens: list[int], want: int, salt: str, now: int) -> int | None:
+        """How many tokens are cached; None: denied."""
+        run: list[Name] = []
+        for i in range((len(tokens) - 1) // self.page_tokens):
+            name = self.name(tokens, i, salt)
+            if name not in self.pages:
+                break
+            if self.pages[name].is_damaged and self.pages[name].refs == 0:
+                del self.pages[name]
+                break
+            run.append(name)
+        needed = max(-(-want // self.page_tokens), len(run))
+        for name in run:
+            self.pages[name].refs += 1
+        if not self.room(needed - len(run)):
+            self._unpin(list(run), now + 1)
+            return None
+        for name in run:
+            self.pages[name].uses += 1
+            self.pages[name].last = now
+        names = [*run, *[None] * (needed - len(run))]
+        self.held[who] = Held(tokens, salt, now, names, len(run), len(run), len(tokens))
+        return len(run) * self.page_tokens
+
+    def extend(self, who: str, want: int) -> bool:
+        held = self.held[who]
+        missing = max(0, -(-want // self.page_tokens) - len(held.names))
+        if not self.room(missing):
+            return False
+        held.names += [None] * missing
+        return True
+
+    def settle(self, who: str, n_tokens: int, leased_at: dict[tuple[str, int], int]) -> None:
+        held = self.held[who]
+        full = min(n_tokens // self.page_tokens, len(held.names))
+        for i in range(held.settled, full):
+            name = self.name(held.tokens, i, held.salt)
+            if name not in self.pages:
+                self.pages[name] = Page(i, held.born, leased_at[who, i], refs=1)
+                held.names[i] = name
+        held.settled = max(held.settled, full)
+
+    def release(self, who: str, now: int) -> None:
+        self._unpin([name for name in self.held.pop(who).names if name is not None], now)
+
+    def _unpin(self, names: list[Name], now: int) -> None:
+        for name in names:
+            self.pages[name].refs -= 1
+            self.pages[name].last = now

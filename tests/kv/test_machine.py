@@ -1,0 +1,289 @@
+"""The manager against the plain rules, through any interleaving of requests, crashes and damage."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from stages.kv import prefix
+from stages.kv.adopt import scan
+from stages.kv.headers import Headers
+from stages.kv.manager import DeclaredLease, Denial, Grant
+from tests.kv.plain import Name, Plain
+from tests.kv.world import DIGEST, GEOMETRY, PAGE_TOKENS, Clock, FakeRows, contents, manager, small_arena
+
+TOTAL = 8
+
+
+class Rules(RuleBasedStateMachine):
+    """Few pages, few tokens, few salts: prefixes meet and the arena is always nearly full."""
+
+    policy = "lru"
+    sequences: Bundle[str] = Bundle("sequences")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.rows = FakeRows()
+        self.arena = small_arena(TOTAL)
+        self.manager = manager(self.arena, self.rows, policy=self.policy, clock_ns=self.clock)
+        self.plain = Plain(TOTAL, PAGE_TOKENS, self.policy)
+        self.count = 0
+        self.computed: dict[str, int] = {}  # positions of each sequence
+        self.tables: dict[str, tuple[int, ...]] = {}
+        self.row_of: dict[str, int] = {}
+        self.leased_at: dict[tuple[str, int], int] = {}
+
+    # -------------------------------------------------------------- the scheduler and the worker
+
+    def _tokens(self, words: list[int], tail: int) -> list[int]:
+        """Pages are 16 tokens of one word, so that equal beginnings are likely; then a piece of one."""
+        return [word for word in words for _ in range(PAGE_TOKENS)] + [99] * tail
+
+    def _compute(self, who: str, n_tokens: int) -> None:
+        """The worker writes all positions below `n_tokens` that are not computed."""
+        held = self.plain.held[who]
+        for i in range(self.computed[who] // PAGE_TOKENS, -(-n_tokens // PAGE_TOKENS)):
+            page = self.tables[who][i]
+            if (i + 1) * PAGE_TOKENS <= n_tokens:
+                self.arena.pages[page] = contents(held.tokens, i, held.salt)
+            else:
+                self.arena.pages[page] = 0xEE
+        self.computed[who] = max(self.computed[who], n_tokens)
+
+    def _granted(self, who: str, pages: tuple[int, ...]) -> None:
+        now = self.manager.headers
+        for i in range(len(self.tables.get(who, ())), len(pages)):
+            self.leased_at[who, i] = now.last_use_ns(pages[i])
+        self.tables[who] = pages
+
+    # -------------------------------------------------------------- rules
+
+    @rule(
+        target=sequences,
+        words=st.lists(st.integers(1, 3), max_size=5),
+        tail=st.integers(0, 3),
+        output=st.integers(0, 40),
+        salt=st.sampled_from(["", "", "tenant"]),
+        ahead=st.integers(0, 20),
+    )
+    def acquire(self, words: list[int], tail: int, output: int, salt: str, ahead: int) -> str:
+        prompt = self._tokens(words, tail) or [5]
+        who = f"s{self.count}"
+        row = self.count % 64
+        self.count += 1
+        serial = self.rows.take(row, prompt)
+        before = self.clock.now
+        answer = self.manager.acquire(
+            who, np.array(prompt, np.int32), len(prompt) + ahead, row, serial, salt
+        )
+        expected = self.plain.acquire(who, prompt, len(prompt) + ahead, salt, before + 1)
+        if isinstance(answer, Denial):
+            assert expected is None
+            assert answer.fits == (-(-(len(prompt) + ahead) // PAGE_TOKENS) <= TOTAL)
+            assert answer.free == self.plain.free + self.plain.cached or answer.needed > answer.free
+            return who
+        assert answer.cached_tokens == expected
+        assert answer.cached_tokens < len(prompt)  # the last token's logits are needed
+        assert len(answer.pages) * PAGE_TOKENS >= len(prompt) + ahead
+        self.row_of[who] = row
+        self._granted(who, answer.pages)
+        self.computed[who] = answer.cached_tokens
+        for i in range(answer.cached_tokens // PAGE_TOKENS):
+            np.testing.assert_array_equal(self.arena.pages[answer.pages[i]], contents(prompt, i, salt))
+        # What it will say: words of its own, so that outputs of different sequences meet too.
+        grown = prompt + self._tokens([7, 8], 0)[:output]
+        self.plain.held[who].tokens = grown
+        self.rows.rows[row] = (serial, grown)
+        return who
+
+    @rule(who=sequences)
+    def ask_again(self, who: str) -> None:
+        """The answer to an acquire was lost: before anything is committed, the answer is the same."""
+        held = self.plain.held.get(who)
+        if held is None or not held.is_new or held.settled != held.cached:
+            return
+        row = self.row_of[who]
+        prompt = np.array(held.tokens[: held.prompt], np.int32)
+        again = self.manager.acquire(who, prompt, 1, row, self.rows.rows[row][0], held.salt)
+        assert again == Grant(self.tables[who], held.cached * PAGE_TOKENS)
+
+    @rule(who=sequences, more=st.integers(1, 40))
+    def extend(self, who: str, more: int) -> None:
+        if who not in self.plain.held:
+            return
+        want = len(self.tables[who]) * PAGE_TOKENS + more
+        answer = self.manager.extend(who, want)
+        assert isinstance(answer, Grant) == self.plain.extend(who, want)
+        if isinstance(answer, Grant):
+            assert answer.pages[: len(self.tables[who])] == self.tables[who]
+            self._granted(who, answer.pages)
+
+    @rule(who=sequences, part=st.floats(0, 1))
+    def step_and_commit(self, who: str, part: float) -> None:
+        held = self.plain.held.get(who)
+        if held is None:
+            return
+        limit = min(len(held.tokens), len(self.tables[who]) * PAGE_TOKENS)
+        n_tokens = max(self.computed[who], int(limit * part))
+        self._compute(who, n_tokens)
+        self.manager.commit(who, n_tokens)
+        self.plain.settle(who, n_tokens, self.leased_at)
+
+    @rule(who=consumes(sequences), part=st.floats(0, 1))
+    def release(self, who: str, part: float) -> None:
+        held = self.plain.held.get(who)
+        if held is None:
+            self.manager.release(who, 0)
+            return
+        n_tokens = int(self.computed[who] * part)
+        self.manager.release(who, n_tokens)
+        self.plain.settle(who, n_tokens, self.leased_at)
+        self.plain.release(who, self.clock.now)
+        self._gone(who)
+
+    @rule(
+        words=st.lists(st.integers(1, 3), min_size=1, max_size=5),
+        salt=st.sampled_from(["", "", "", "tenant"]),
+        output=st.integers(0, 40),
+    )
+    def whole_request(self, words: list[int], salt: str, output: int) -> None:
+        """From start to end with nobody in between: what most of the cache comes from."""
+        who = self.acquire(words, 1, output, salt, output)
+        self.step_and_commit(who, 1.0)
+        self.release(who, 1.0)
+
+    def _gone(self, who: str) -> None:
+        del self.tables[who], self.computed[who], self.row_of[who]
+
+    @rule(which=st.integers(0, TOTAL - 1))
+    def damage_a_cached_page(self, which: int) -> None:
+        """It is dropped when somebody wants it."""
+        cached = self.manager.cached_pages()
+        if cached:
+            page = cached[which % len(cached)]
+            self.plain.pages[self._plain_name(page)].is_damaged = True
+            self.arena.pages[page] = 0xDD
+
+    @rule(lost=st.sets(st.integers(0, 9)), damaged=st.none() | st.integers(0, TOTAL - 1))
+    def crash(self, lost: set[int], damaged: int | None) -> None:
+        """SIGKILL: all but the arena is gone. The scheduler declares what it holds.
+
+        Sequences in `lost` ended meanwhile, and their releases were never read.  A full page that is
+        damaged when a lease on it is declared costs the sequences that hold it their leases.
+        """
+        shared = [name for name, page in self.plain.pages.items() if page.refs]
+        if damaged is not None and shared:
+            name = shared[damaged % len(shared)]
+            self.plain.pages[name].is_damaged = True
+            self.arena.pages[self._page_of(name)] = 0xDD
+
+        self.manager = manager(self.arena, self.rows, policy=self.policy, clock_ns=self.clock)
+        found = scan(Headers(self.arena.headers), TOTAL)
+        assert found.torn == 0
+        self.manager.adopt(found.full, found.limbo)
+        self.manager.check()
+        assert isinstance(self.manager.acquire("early", np.array([1], np.int32), 1), Denial)
+
+        for i, who in enumerate(list(self.plain.held)):
+            if i in lost:
+                self._forget(who)
+        claims = [
+            DeclaredLease(who, self.row_of[who], self.computed[who], self.tables[who])
+            for who in self.plain.held
+        ]
+        refused = self.manager.declare(claims)
+        bad = next((n for n in shared if self.plain.pages[n].is_damaged and self.plain.pages[n].refs), None)
+        for who, held in self.plain.held.items():
+            assert (who in refused) == (bad is not None and bad in held.names)
+            held.is_new = False
+        if not refused:
+            assert self.manager.declare(claims) == []  # to declare the same again changes nothing
+        if bad is not None:
+            del self.plain.pages[bad]
+            for who in refused:
+                self.manager.release(who, 0)
+                held = self.plain.held[who]
+                held.names = [name for name in held.names if name not in (None, bad)]
+                self.plain.release(who, self.clock.now)
+                self._gone(who)
+
+    def _forget(self, who: str) -> None:
+        for name in self.plain.held.pop(who).names:
+            if name is not None:
+                self.plain.pages[name].refs -= 1
+        self._gone(who)
+
+    @precondition(lambda self: self.plain.held)
+    @rule(data=st.data())
+    def scheduler_restarts(self, data: st.DataObject) -> None:
+        """The scheduler dies, its successor holds nothing; the worker has let go before it says so."""
+        self.manager.declared = False
+        for who in list(self.plain.held):
+            self.plain.release(who, 0)
+            self._gone(who)
+        self.manager.declare([])
+        # Leases end in the manager's order and at its times: take these over.
+        for name, page in self.plain.pages.items():
+            if page.last == 0:
+                page.last = self.manager.headers.last_use_ns(self._page_of(name))
+
+    # -------------------------------------------------------------- what must hold after every rule
+
+    def _digest(self, name: Name) -> bytes:
+        salt, *tokens = name
+        root = prefix.root(DIGEST, GEOMETRY, str(salt))
+        return prefix.chain(root, np.array(tokens, np.int32), PAGE_TOKENS)[-1]
+
+    def _page_of(self, name: Name) -> int:
+        return self.manager.index[self._digest(name)]  # type: ignore[index]
+
+    def _plain_name(self, page: int) -> Name:
+        digest = self.manager.name_of(page)
+        return next(name for name in self.plain.pages if self._digest(name) == digest)
+
+    @invariant()
+    def conserves_pages(self) -> None:
+        self.manager.check()
+        m = self.manager
+        assert m.free + m.cached + m.leased == TOTAL
+        assert (m.free, m.cached, m.leased) == (self.plain.free, self.plain.cached, self.plain.leased)
+
+    @invariant()
+    def knows_the_same_pages(self) -> None:
+        assert set(self.manager.index) == {self._digest(name) for name in self.plain.pages}
+
+    @invariant()
+    def evicts_in_the_same_order(self) -> None:
+        order = [self.manager.name_of(page) for page in self.manager.cached_pages()]
+        assert order == [self._digest(name) for name in self.plain.victims()]
+
+    @invariant()
+    def shares_only_full_pages(self) -> None:
+        owners: dict[int, list[str]] = {}
+        for who, table in self.tables.items():
+            for page in table:
+                owners.setdefault(page, []).append(who)
+        for page, names in owners.items():
+            assert len(names) == 1 or self.manager.name_of(page) is not None
+
+
+class LfuRules(Rules):
+    policy = "lfu"
+
+
+class FifoRules(Rules):
+    policy = "fifo"
+
+
+@pytest.mark.parametrize("machine", [Rules, LfuRules, FifoRules])
+def test_rules(machine: type[Rules]) -> None:
+    case = machine.TestCase
+    case.settings = settings(
+        max_examples=60, stateful_step_count=30, deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )  # fmt: skip
+    case("runTest").runTest()
