@@ -13,7 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeline import config_schema as schema
-from pipeline.config import ALIASES, find_file, load, render, resolve
+from pipeline.config import find_file, load, render, resolve
+from pipeline.config_env import ALIASES
 from pipeline.config_rules import UNAVAILABLE
 from pipeline.config_schema import DEMO_MODEL, Config, mask
 from pipeline.errors import ConfigError
@@ -211,6 +212,11 @@ def test_part_of_a_key_that_was_plain_text() -> None:
 def test_one_model_by_environment() -> None:
     model = resolve({}, {"STARLING_MODEL__PATH": "/m/a.gguf", "STARLING_MODEL__THREADS": "2"}).models[0]
     assert (model.name, model.path, model.ranks) == ("a", "/m/a.gguf", 2)
+
+
+def test_the_demo_model_can_be_tuned_without_naming_it() -> None:
+    model = resolve({}, {"STARLING_MODEL__RANKS": "1"}).models[0]
+    assert (model.name, model.path, model.ranks) == (DEMO_MODEL, "", 1)
 
 
 def test_text_stays_text() -> None:
