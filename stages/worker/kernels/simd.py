@@ -37,6 +37,9 @@ VNNI = ISA == "vnni"
 # One reviewed constant for every jitted function of the project.
 JIT = {"nogil": True, "cache": True, "fastmath": False, "error_model": "numpy", "boundscheck": False}
 
+# For small functions that only other jitted functions call; the outer one is what the disk cache keeps.
+INLINE = {**JIT, "cache": False, "forceinline": True}
+
 _I1, _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 _HALF, _FLOAT, _DOUBLE = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 
@@ -308,6 +311,9 @@ def _scalar_load(name: str, lane: ir.Type, result: Any, extend: str | None, doc:
 get_f32 = _scalar_load("get_f32", _FLOAT, types.float32, None, "One f32 at an address.")
 get_f64 = _scalar_load("get_f64", _DOUBLE, types.float64, None, "One f64 at an address.")
 get_f16 = _scalar_load("get_f16", _HALF, types.float32, "fpext", "One f16 at an address, as f32.")
+float_of_bits = _operation(
+    "float_of_bits", types.float32, (_INT,), lambda b, v: b.bitcast(b.trunc(v, _I32), _FLOAT), "f32 of 32 bits."
+)
 get_i32 = _scalar_load("get_i32", _I32, types.int64, "sext", "One i32 at an address, as int64.")
 get_i64 = _scalar_load("get_i64", _I64, types.int64, None, "One i64 at an address.")
 get_s16 = _scalar_load("get_s16", _I16, types.int64, "sext", "One s16 at an address, as int64.")
@@ -616,20 +622,81 @@ def tile_put(typingctx: Any, tile: Any, i: Any, value: Any) -> Any:
 def tile_operation(name: str, arguments: tuple[Any, ...], emit: Callable[..., Any], doc: str) -> Any:
     """An intrinsic `name(tile, *arguments) -> tile`; `emit(builder, i, vector, *values)` gives vector i.
 
-    It unrolls over the tile: `arguments` are types of scalars or vectors, shared by all i.
+    It unrolls over the tile.  `arguments` are types of scalars or vectors that all i share, or `Tile` for a
+    tile of as many vectors, of which `emit` gets vector i.
     """
 
     def implementation(typingctx: Any, tile: Any, *args: Any) -> Any:
         if not isinstance(tile, Tile):
             return None
+        for given, expected in zip(args, arguments, strict=True):
+            if expected is Tile and not (isinstance(given, Tile) and given.n == tile.n):
+                return None
 
         def codegen(context: Any, builder: Builder, sig: Any, values: Any) -> Any:
             result = values[0]
             for i in range(tile.n):
-                value = emit(builder, i, builder.extract_value(values[0], i), *values[1:])
+                each = [
+                    builder.extract_value(value, i) if expected is Tile else value
+                    for value, expected in zip(values[1:], arguments, strict=True)
+                ]
+                value = emit(builder, i, builder.extract_value(values[0], i), *each)
                 result = builder.insert_value(result, value, i)
             return result
 
-        return tile(tile, *arguments), codegen
+        typed = [given if e is Tile else e for given, e in zip(args, arguments, strict=True)]
+        return tile(tile, *typed), codegen
 
     return _named_intrinsic(name, 1 + len(arguments), implementation, doc)
+
+
+def _row(builder: Builder, base: Any, stride: Any, i: int) -> Any:
+    return builder.add(base, builder.mul(stride, ir.Constant(_I64, i)))
+
+
+def _emit_tile_dot(dot: Callable[..., Any]) -> Callable[..., Any]:
+    def emit(builder: Builder, i: int, acc: Any, codes: Any, addr: Any, stride: Any) -> Any:
+        return dot(builder, acc, codes, _splat(builder, _load(builder, _row(builder, addr, stride, i), _I32)))
+
+    return emit
+
+
+def _emit_tile_scaled(builder: Builder, i: int, acc: Any, dots: Any, d: Any, addr: Any, stride: Any) -> Any:
+    scale = _splat(builder, _load(builder, _row(builder, addr, stride, i), _FLOAT))
+    return _math("fma")(builder, builder.fmul(builder.sitofp(dots, f32x16.ir), d), scale, acc)
+
+
+def _emit_tile_fma(builder: Builder, i: int, acc: Any, vector: Any, addr: Any, stride: Any) -> Any:
+    return _math("fma")(builder, vector, _splat(builder, _load(builder, _row(builder, addr, stride, i), _FLOAT)), acc)
+
+
+# Rows of a tile belong to tokens: row i reads 4 bytes at `addr + i * stride` and spreads them over the lanes.
+_ROWS = (_ADDRESS, _INT)
+tile_start = tile_operation(
+    "tile_start", _ROWS, lambda b, i, v, a, s: _splat(b, _load(b, _row(b, a, s, i), _I32)), "Rows of one i32 each."
+)
+tile_dot4 = tile_operation("tile_dot4", (i32x16, *_ROWS), _emit_tile_dot(_emit_dot), "`dot4` with each row's bytes.")
+tile_dot4_u7 = tile_operation(
+    "tile_dot4_u7", (i32x16, *_ROWS), _emit_tile_dot(_emit_dot_u7), "As `tile_dot4`, for u8 of at most 127."
+)
+tile_scaled = tile_operation(
+    "tile_scaled", (Tile, f32x16, *_ROWS), _emit_tile_scaled, "fma(f32(dots) * d, each row's scale, tile)."
+)
+tile_fma = tile_operation("tile_fma", (f32x16, *_ROWS), _emit_tile_fma, "fma(vector, each row's f32, tile).")
+tile_load = tile_operation(
+    "tile_load", _ROWS, lambda b, i, v, a, s: _load(b, _row(b, a, s, i), v.type), "Row i at addr + i * stride."
+)
+
+
+@intrinsic
+def tile_store(typingctx: Any, tile: Any, addr: Any, stride: Any) -> Any:
+    """Put row i at addr + i * stride."""
+    if not isinstance(tile, Tile):
+        return None
+
+    def codegen(context: Any, builder: Builder, sig: Any, values: Any) -> Any:
+        for i in range(tile.n):
+            _store(builder, builder.extract_value(values[0], i), _row(builder, values[1], values[2], i))
+        return context.get_dummy_value()
+
+    return types.void(tile, _ADDRESS, _INT), codegen

@@ -1,0 +1,101 @@
+"""Activations to int8 in blocks of 32: the records that quantized matrices are multiplied with.
+
+A record (32 values, 64 bytes = one cache line, 64-byte aligned):
+
+    0   q        32 x s8
+    32  scale    f32
+    36  ssum     f32    scale * f32(h0 + h1)
+    40  start4   i32    -8 (h0 + h1): where the integer sum of Q4_0 starts, so that zero points cost nothing
+    44  start5   i32    -16 (h0 + h1), for Q5_0
+    48  start8   i32    -128 (h0 + h1), for Q8_0
+    52  start6   i32    -32 h0 and, at 56, -32 h1, for Q6_K
+    60  zero
+
+h0 and h1 are the exact sums of q over each half of 16.  A row of K values is ceil(K / 32) records.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from stages.worker.kernels.simd import (
+    INLINE,
+    JIT,
+    absolute,
+    lanes_set,
+    load_f32,
+    load_f32_part,
+    maximum,
+    minimum,
+    put_f32,
+    put_i32,
+    reduce_add_i32,
+    reduce_max,
+    round_even,
+    splat_f32,
+    store_low8,
+    to_i32,
+)
+
+RECORD = 64
+SCALE, SSUM, START4, START5, START8, START6 = 32, 36, 40, 44, 48, 52
+BLOCK = 32
+
+_TINY = np.float32(2.0**-100)
+_TOP = np.float32(127)
+_INVERSE_TOP = np.float32(1 / 127)
+
+
+def row_bytes(columns: int) -> int:
+    """Bytes between rows of records; never a multiple of 4096, so that rows do not share cache sets."""
+    n = -(-columns // BLOCK) * RECORD
+    return n + 64 if n % 1024 == 0 else n
+
+
+@njit(**INLINE)
+def quantize_block(low, high, to):
+    """Write the record at `to` of 32 values: `low` the first 16 (f32x16), `high` the others."""
+    largest = reduce_max(maximum(absolute(low), absolute(high)))
+    inverse, scale = np.float32(0), np.float32(0)
+    if lanes_set((low == low) & (high == high)) != 0xFFFF:
+        scale = np.float32(np.nan)  # a fault must not become a plausible number
+    elif largest >= _TINY:
+        inverse = _TOP / largest
+        scale = largest * _INVERSE_TOP
+    top, bottom, factor = splat_f32(_TOP), splat_f32(-_TOP), splat_f32(inverse)
+    q0 = to_i32(maximum(minimum(round_even(low * factor), top), bottom))
+    q1 = to_i32(maximum(minimum(round_even(high * factor), top), bottom))
+    store_low8(to, q0)
+    store_low8(to + 16, q1)
+    h0, h1 = reduce_add_i32(q0), reduce_add_i32(q1)
+    total = h0 + h1
+    put_f32(to + SCALE, scale)
+    put_f32(to + SSUM, scale * np.float32(total))
+    put_i32(to + START4, -8 * total)
+    put_i32(to + START5, -16 * total)
+    put_i32(to + START8, -128 * total)
+    put_i32(to + START6, -32 * h0)
+    put_i32(to + START6 + 4, -32 * h1)
+    put_i32(to + 60, 0)
+
+
+@njit(**JIT)
+def quantize_row(x, n, to):
+    """Records of `n` f32 at address `x` to address `to`: ceil(n / 32) of them, zero padded."""
+    whole = n // BLOCK
+    for b in range(whole):
+        quantize_block(load_f32(x + b * 128), load_f32(x + b * 128 + 64), to + b * RECORD)
+    rest = n - whole * BLOCK
+    if rest > 0:
+        zero = np.float32(0)
+        low = load_f32_part(x + whole * 128, min(rest, 16), zero)
+        high = load_f32_part(x + whole * 128 + 64, max(rest - 16, 0), zero)
+        quantize_block(low, high, to + whole * RECORD)
+
+
+@njit(**JIT)
+def quantize_rows(x, x_stride, n, to, to_stride, first, end):
+    """`quantize_row` for rows first .. end-1; strides in bytes."""
+    for t in range(first, end):
+        quantize_row(x + t * x_stride, n, to + t * to_stride)

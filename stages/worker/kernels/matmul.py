@@ -1,0 +1,637 @@
+"""Weights times activations: y[t, r] = sum over k of W[r, k] x[t, k], as docs/numerics.md orders it.
+
+    matmul(format_id, w, columns, first, end, x, x_stride, tokens, out, out_stride, scratch)
+
+computes row groups first .. end-1 (16 rows each) of the matrix at address `w` (stages/worker/layout.py) for
+`tokens` rows of activations, and writes 16 f32 for each group and token at `out + token * out_stride + 64 *
+group`.  `x` holds int8 records (activations.py), or f32 for F32, F16 and BF16 weights.  `scratch` is the
+address of `SCRATCH_BYTES` of the caller's own, 64-byte aligned.  Addresses and strides are int64, in bytes.
+
+One token: weights go from memory through registers.  More: a chunk of a row group is unpacked once into
+scratch (in L1), then multiplied with tiles of tokens whose accumulators stay in registers.  Every
+accumulator sees the same operations in the same order either way, so all batches give equal bytes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from stages.worker.kernels.activations import BLOCK, RECORD, SCALE, SSUM, START4, START5, START6, START8
+from stages.worker.kernels.formats import (
+    byte_dot,
+    byte_pair,
+    five_dot,
+    five_pair,
+    nibble_dot,
+    nibble_pair,
+    six_dot,
+    six_pair,
+)
+from stages.worker.kernels.simd import (
+    INLINE,
+    JIT,
+    f32_tile,
+    float_of_bits,
+    fma,
+    get_f16,
+    get_f32,
+    get_s8,
+    get_u8,
+    get_u16,
+    i32_tile,
+    load_bf16_as_f32,
+    load_f16_as_f32,
+    load_f32,
+    load_i32,
+    load_s8,
+    load_u8,
+    prefetch,
+    put_f32,
+    splat_f32,
+    splat_f32_at,
+    splat_i32,
+    splat_i32_at,
+    store_f32,
+    store_i32,
+    tile_dot4,
+    tile_dot4_u7,
+    tile_fma,
+    tile_load,
+    tile_scaled,
+    tile_start,
+    tile_store,
+    to_f32,
+)
+from stages.worker.layout import FORMATS
+
+F32, F16, BF16 = (FORMATS[name].id for name in ("F32", "F16", "BF16"))
+Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K = (
+    FORMATS[name].id for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+)
+
+_KINDS = tuple(f.id for f in FORMATS.values())
+_UNIT_BYTES = tuple(f.unit_bytes for f in FORMATS.values())
+
+AHEAD = 2560  # bytes that prefetches run before loads
+CHUNK = 16  # blocks of a row group unpacked at a time: 10 KB of scratch, an even number of super-blocks
+UNPACKED = 640  # bytes of an unpacked block: 8 code vectors, two vectors of scales or minimums
+DENSE_CHUNK = 160  # K values of a dense row group unpacked at a time
+SCRATCH_BYTES = CHUNK * UNPACKED
+TOKENS_BYTES = 384 << 10  # activations that a pass over the weights keeps in the second-level cache
+
+
+@njit(**JIT)
+def group_unit(kind):
+    """K values of a unit of the format."""
+    if kind == Q4_K or kind == Q5_K or kind == Q6_K:
+        return 256
+    return 1 if kind == F32 or kind == F16 or kind == BF16 else 32
+
+
+@njit(**JIT)
+def group_unit_bytes(kind):
+    """Bytes of a unit of 16 rows."""
+    for i in range(len(_KINDS)):
+        if _KINDS[i] == kind:
+            return _UNIT_BYTES[i]
+    return 0
+
+
+@njit(**INLINE)
+def _zero():
+    return splat_f32(np.float32(0))
+
+
+@njit(**INLINE)
+def _ask(w, n):
+    """Prefetch the n bytes that lie AHEAD of w."""
+    for line in range(0, n, 64):
+        prefetch(w + AHEAD + line)
+
+
+# ------------------------------------------------------------------ one token: a row group each
+
+
+@njit(**INLINE)
+def _row_q4_0(w, x, blocks):
+    acc = _zero()
+    for _ in range(blocks):
+        _ask(w, 288)
+        dot = nibble_dot(w, x, splat_i32_at(x + START4))
+        acc = fma(to_f32(dot) * load_f16_as_f32(w + 256), splat_f32_at(x + SCALE), acc)
+        w, x = w + 288, x + RECORD
+    return acc
+
+
+@njit(**INLINE)
+def _row_q4_1(w, x, blocks):
+    acc = _zero()
+    for _ in range(blocks):
+        _ask(w, 320)
+        dot = nibble_dot(w, x, splat_i32(0))
+        acc = fma(to_f32(dot) * load_f16_as_f32(w + 256), splat_f32_at(x + SCALE), acc)
+        acc = fma(load_f16_as_f32(w + 288), splat_f32_at(x + SSUM), acc)
+        w, x = w + 320, x + RECORD
+    return acc
+
+
+@njit(**INLINE)
+def _row_q5_0(w, x, blocks):
+    acc = _zero()
+    for _ in range(blocks):
+        _ask(w, 352)
+        dot = five_dot(w, x, splat_i32_at(x + START5))
+        acc = fma(to_f32(dot) * load_f16_as_f32(w + 320), splat_f32_at(x + SCALE), acc)
+        w, x = w + 352, x + RECORD
+    return acc
+
+
+@njit(**INLINE)
+def _row_q5_1(w, x, blocks):
+    acc = _zero()
+    for _ in range(blocks):
+        _ask(w, 384)
+        dot = five_dot(w, x, splat_i32(0))
+        acc = fma(to_f32(dot) * load_f16_as_f32(w + 320), splat_f32_at(x + SCALE), acc)
+        acc = fma(load_f16_as_f32(w + 352), splat_f32_at(x + SSUM), acc)
+        w, x = w + 384, x + RECORD
+    return acc
+
+
+@njit(**INLINE)
+def _row_q8_0(w, x, blocks):
+    acc = _zero()
+    for _ in range(blocks):
+        _ask(w, 544)
+        dot = byte_dot(w, x, splat_i32_at(x + START8))
+        acc = fma(to_f32(dot) * load_f16_as_f32(w + 512), splat_f32_at(x + SCALE), acc)
+        w, x = w + 544, x + RECORD
+    return acc
+
+
+@njit(**INLINE)
+def _row_q4_k(w, x, blocks):
+    acc = _zero()
+    for _ in range(blocks // 8):
+        d, dmin = load_f16_as_f32(w), -load_f16_as_f32(w + 32)
+        w += 64
+        for _ in range(8):
+            _ask(w, 288)
+            dot = nibble_dot(w, x, splat_i32(0))
+            scale, least = d * to_f32(load_u8(w + 256)), dmin * to_f32(load_u8(w + 272))
+            acc = fma(to_f32(dot) * scale, splat_f32_at(x + SCALE), acc)
+            acc = fma(least, splat_f32_at(x + SSUM), acc)
+            w, x = w + 288, x + RECORD
+    return acc
+
+
+@njit(**INLINE)
+def _row_q5_k(w, x, blocks):
+    acc = _zero()
+    for _ in range(blocks // 8):
+        d, dmin = load_f16_as_f32(w), -load_f16_as_f32(w + 32)
+        w += 64
+        for _ in range(8):
+            _ask(w, 352)
+            dot = five_dot(w, x, splat_i32(0))
+            scale, least = d * to_f32(load_u8(w + 320)), dmin * to_f32(load_u8(w + 336))
+            acc = fma(to_f32(dot) * scale, splat_f32_at(x + SCALE), acc)
+            acc = fma(least, splat_f32_at(x + SSUM), acc)
+            w, x = w + 352, x + RECORD
+    return acc
+
+
+@njit(**INLINE)
+def _row_q6_k(w, x, blocks):
+    acc = _zero()
+    for _ in range(blocks // 8):
+        d = load_f16_as_f32(w)
+        w += 32
+        for _ in range(8):
+            _ask(w, 416)
+            scale = splat_f32_at(x + SCALE)
+            dot = six_dot(w, x, splat_i32_at(x + START6), 0)
+            acc = fma(to_f32(dot) * (d * to_f32(load_s8(w + 384))), scale, acc)
+            dot = six_dot(w, x, splat_i32_at(x + START6 + 4), 1)
+            acc = fma(to_f32(dot) * (d * to_f32(load_s8(w + 400))), scale, acc)
+            w, x = w + 416, x + RECORD
+    return acc
+
+
+@njit(**INLINE)
+def _row_f32(w, x, columns):
+    acc = _zero()
+    for k in range(columns):
+        prefetch(w + AHEAD)
+        acc = fma(load_f32(w), splat_f32_at(x + 4 * k), acc)
+        w += 64
+    return acc
+
+
+@njit(**INLINE)
+def _row_f16(w, x, columns):
+    acc = _zero()
+    for k in range(columns):
+        prefetch(w + AHEAD)
+        acc = fma(load_f16_as_f32(w), splat_f32_at(x + 4 * k), acc)
+        w += 32
+    return acc
+
+
+@njit(**INLINE)
+def _row_bf16(w, x, columns):
+    acc = _zero()
+    for k in range(columns):
+        prefetch(w + AHEAD)
+        acc = fma(load_bf16_as_f32(w), splat_f32_at(x + 4 * k), acc)
+        w += 32
+    return acc
+
+
+def _one_token(row, unit, unit_bytes):
+    """A loop over row groups; `row(w, x, n)` gives 16 rows, n in units of `unit` K values."""
+
+    @njit(**{**JIT, "cache": False})
+    def vector(w, columns, first, end, x, out):
+        size = columns * unit_bytes // unit
+        n = columns if unit == 1 else columns // 32
+        for g in range(first, end):
+            store_f32(out + 64 * g, row(w + g * size, x, n))
+
+    return vector
+
+
+_vector_f32 = _one_token(_row_f32, 1, 64)
+_vector_f16 = _one_token(_row_f16, 1, 32)
+_vector_bf16 = _one_token(_row_bf16, 1, 32)
+_vector_q4_0 = _one_token(_row_q4_0, 32, 288)
+_vector_q4_1 = _one_token(_row_q4_1, 32, 320)
+_vector_q5_0 = _one_token(_row_q5_0, 32, 352)
+_vector_q5_1 = _one_token(_row_q5_1, 32, 384)
+_vector_q8_0 = _one_token(_row_q8_0, 32, 544)
+_vector_q4_k = _one_token(_row_q4_k, 256, 2368)
+_vector_q5_k = _one_token(_row_q5_k, 256, 2880)
+_vector_q6_k = _one_token(_row_q6_k, 256, 3360)
+
+
+@njit(**{**JIT, "cache": False})
+def _vector(kind, w, columns, first, end, x, out):
+    if kind == Q4_1:
+        _vector_q4_1(w, columns, first, end, x, out)
+    elif kind == Q8_0:
+        _vector_q8_0(w, columns, first, end, x, out)
+    elif kind == Q4_K:
+        _vector_q4_k(w, columns, first, end, x, out)
+    elif kind == Q6_K:
+        _vector_q6_k(w, columns, first, end, x, out)
+    elif kind == Q5_K:
+        _vector_q5_k(w, columns, first, end, x, out)
+    elif kind == Q4_0:
+        _vector_q4_0(w, columns, first, end, x, out)
+    elif kind == Q5_0:
+        _vector_q5_0(w, columns, first, end, x, out)
+    elif kind == Q5_1:
+        _vector_q5_1(w, columns, first, end, x, out)
+    elif kind == F16:
+        _vector_f16(w, columns, first, end, x, out)
+    elif kind == BF16:
+        _vector_bf16(w, columns, first, end, x, out)
+    else:
+        _vector_f32(w, columns, first, end, x, out)
+
+
+# ------------------------------------------------------------------ unpacking a chunk into scratch
+
+
+def _codes(pair):
+    @njit(**INLINE)
+    def unpack(w, to):
+        for j in range(4):
+            low, high = pair(w, j)
+            store_i32(to + 128 * j, low)
+            store_i32(to + 128 * j + 64, high)
+
+    return unpack
+
+
+_unpack_nibbles = _codes(nibble_pair)
+_unpack_fives = _codes(five_pair)
+_unpack_sixes = _codes(six_pair)
+_unpack_bytes = _codes(byte_pair)
+
+
+def _small(codes, scale_at, with_minimum, size):
+    """Unpacker of formats of 32: codes, then f16 scales, then f16 minimums."""
+
+    @njit(**{**JIT, "cache": False})
+    def unpack(w, blocks, to):
+        for _ in range(blocks):
+            _ask(w, size)
+            codes(w, to)
+            store_f32(to + 512, load_f16_as_f32(w + scale_at))
+            if with_minimum:
+                store_f32(to + 576, load_f16_as_f32(w + scale_at + 32))
+            w, to = w + size, to + UNPACKED
+
+    return unpack
+
+
+_unpack_q4_0 = _small(_unpack_nibbles, 256, False, 288)
+_unpack_q4_1 = _small(_unpack_nibbles, 256, True, 320)
+_unpack_q5_0 = _small(_unpack_fives, 320, False, 352)
+_unpack_q5_1 = _small(_unpack_fives, 320, True, 384)
+_unpack_q8_0 = _small(_unpack_bytes, 512, False, 544)
+
+
+def _super(codes, scale_at, size):
+    """Unpacker of Q4_K and Q5_K: minimums get their sign here."""
+
+    @njit(**{**JIT, "cache": False})
+    def unpack(w, blocks, to):
+        for _ in range(blocks // 8):
+            d, dmin = load_f16_as_f32(w), -load_f16_as_f32(w + 32)
+            w += 64
+            for _ in range(8):
+                _ask(w, size)
+                codes(w, to)
+                store_f32(to + 512, d * to_f32(load_u8(w + scale_at)))
+                store_f32(to + 576, dmin * to_f32(load_u8(w + scale_at + 16)))
+                w, to = w + size, to + UNPACKED
+
+    return unpack
+
+
+_unpack_q4_k = _super(_unpack_nibbles, 256, 288)
+_unpack_q5_k = _super(_unpack_fives, 320, 352)
+
+
+@njit(**{**JIT, "cache": False})
+def _unpack_q6_k(w, blocks, to):
+    for _ in range(blocks // 8):
+        d = load_f16_as_f32(w)
+        w += 32
+        for _ in range(8):
+            _ask(w, 416)
+            _unpack_sixes(w, to)
+            store_f32(to + 512, d * to_f32(load_s8(w + 384)))
+            store_f32(to + 576, d * to_f32(load_s8(w + 400)))
+            w, to = w + 416, to + UNPACKED
+
+
+@njit(**{**JIT, "cache": False})
+def _unpack(kind, group, block, blocks, to):
+    """Blocks block .. block + blocks - 1 of the row group at `group`; K-quants in whole super-blocks."""
+    if kind == Q4_1:
+        _unpack_q4_1(group + block * 320, blocks, to)
+    elif kind == Q8_0:
+        _unpack_q8_0(group + block * 544, blocks, to)
+    elif kind == Q4_K:
+        _unpack_q4_k(group + block // 8 * 2368, blocks, to)
+    elif kind == Q6_K:
+        _unpack_q6_k(group + block // 8 * 3360, blocks, to)
+    elif kind == Q5_K:
+        _unpack_q5_k(group + block // 8 * 2880, blocks, to)
+    elif kind == Q4_0:
+        _unpack_q4_0(group + block * 288, blocks, to)
+    elif kind == Q5_0:
+        _unpack_q5_0(group + block * 352, blocks, to)
+    else:
+        _unpack_q5_1(group + block * 384, blocks, to)
+
+
+@njit(**{**JIT, "cache": False})
+def _unpack_dense(kind, group, k, n, to):
+    """K values k .. k+n-1 of a dense row group as f32."""
+    for i in range(k, k + n):
+        if kind == F32:
+            prefetch(group + 64 * i + AHEAD)
+            store_f32(to, load_f32(group + 64 * i))
+        elif kind == F16:
+            prefetch(group + 32 * i + AHEAD)
+            store_f32(to, load_f16_as_f32(group + 32 * i))
+        else:
+            prefetch(group + 32 * i + AHEAD)
+            store_f32(to, load_bf16_as_f32(group + 32 * i))
+        to += 64
+
+
+# ------------------------------------------------------------------ tiles of tokens
+
+
+def _tiles(n):
+    """Kernels of n tokens x 16 rows over an unpacked chunk.
+
+    Each takes (scratch, blocks, x, x_stride, out, out_stride, begin): accumulators start at zero when `begin`
+    is set, else at what the last chunk left in `out`.
+    """
+
+    @njit(**{**JIT, "cache": False})
+    def minimums(u, blocks, x, stride, out, out_stride, begin):
+        acc = f32_tile(n)
+        if not begin:
+            acc = tile_load(acc, out, out_stride)
+        for _ in range(blocks):
+            dots = i32_tile(n)
+            for j in range(8):
+                dots = tile_dot4_u7(dots, load_i32(u + 64 * j), x + 4 * j, stride)
+            acc = tile_scaled(acc, dots, load_f32(u + 512), x + SCALE, stride)
+            acc = tile_fma(acc, load_f32(u + 576), x + SSUM, stride)
+            u, x = u + UNPACKED, x + RECORD
+        tile_store(acc, out, out_stride)
+
+    @njit(**{**JIT, "cache": False})
+    def zeros(u, blocks, x, stride, out, out_stride, begin, start):
+        acc = f32_tile(n)
+        if not begin:
+            acc = tile_load(acc, out, out_stride)
+        for _ in range(blocks):
+            dots = tile_start(i32_tile(n), x + start, stride)
+            for j in range(8):
+                dots = tile_dot4_u7(dots, load_i32(u + 64 * j), x + 4 * j, stride)
+            acc = tile_scaled(acc, dots, load_f32(u + 512), x + SCALE, stride)
+            u, x = u + UNPACKED, x + RECORD
+        tile_store(acc, out, out_stride)
+
+    @njit(**{**JIT, "cache": False})
+    def whole_bytes(u, blocks, x, stride, out, out_stride, begin):
+        acc = f32_tile(n)
+        if not begin:
+            acc = tile_load(acc, out, out_stride)
+        for _ in range(blocks):
+            dots = tile_start(i32_tile(n), x + START8, stride)
+            for j in range(8):
+                dots = tile_dot4(dots, load_i32(u + 64 * j), x + 4 * j, stride)
+            acc = tile_scaled(acc, dots, load_f32(u + 512), x + SCALE, stride)
+            u, x = u + UNPACKED, x + RECORD
+        tile_store(acc, out, out_stride)
+
+    @njit(**{**JIT, "cache": False})
+    def halves(u, blocks, x, stride, out, out_stride, begin):
+        acc = f32_tile(n)
+        if not begin:
+            acc = tile_load(acc, out, out_stride)
+        for _ in range(blocks):
+            for h in range(2):
+                dots = tile_start(i32_tile(n), x + START6 + 4 * h, stride)
+                for j in range(4 * h, 4 * h + 4):
+                    dots = tile_dot4_u7(dots, load_i32(u + 64 * j), x + 4 * j, stride)
+                acc = tile_scaled(acc, dots, load_f32(u + 512 + 64 * h), x + SCALE, stride)
+            u, x = u + UNPACKED, x + RECORD
+        tile_store(acc, out, out_stride)
+
+    @njit(**{**JIT, "cache": False})
+    def dense(u, values, x, stride, out, out_stride, begin):
+        acc = f32_tile(n)
+        if not begin:
+            acc = tile_load(acc, out, out_stride)
+        for k in range(values):
+            acc = tile_fma(acc, load_f32(u + 64 * k), x + 4 * k, stride)
+        tile_store(acc, out, out_stride)
+
+    @njit(**{**JIT, "cache": False})
+    def tile(kind, u, blocks, x, stride, out, out_stride, begin):
+        if kind == Q4_0:
+            zeros(u, blocks, x, stride, out, out_stride, begin, START4)
+        elif kind == Q5_0:
+            zeros(u, blocks, x, stride, out, out_stride, begin, START5)
+        elif kind == Q8_0:
+            whole_bytes(u, blocks, x, stride, out, out_stride, begin)
+        elif kind == Q6_K:
+            halves(u, blocks, x, stride, out, out_stride, begin)
+        elif kind == F32 or kind == F16 or kind == BF16:
+            dense(u, blocks, x, stride, out, out_stride, begin)
+        else:
+            minimums(u, blocks, x, stride, out, out_stride, begin)
+
+    return tile
+
+
+_tile_12, _tile_8, _tile_4, _tile_2, _tile_1 = (_tiles(n) for n in (12, 8, 4, 2, 1))
+
+
+@njit(**{**JIT, "cache": False})
+def _all_tokens(kind, u, n, x, stride, tokens, out, out_stride, begin):
+    """Every token with one unpacked chunk: tiles of 12, and what is left in smaller ones."""
+    t = 0
+    while tokens - t >= 12:
+        _tile_12(kind, u, n, x + t * stride, stride, out + t * out_stride, out_stride, begin)
+        t += 12
+    if tokens - t >= 8:
+        _tile_8(kind, u, n, x + t * stride, stride, out + t * out_stride, out_stride, begin)
+        t += 8
+    if tokens - t >= 4:
+        _tile_4(kind, u, n, x + t * stride, stride, out + t * out_stride, out_stride, begin)
+        t += 4
+    if tokens - t >= 2:
+        _tile_2(kind, u, n, x + t * stride, stride, out + t * out_stride, out_stride, begin)
+        t += 2
+    if tokens - t >= 1:
+        _tile_1(kind, u, n, x + t * stride, stride, out + t * out_stride, out_stride, begin)
+
+
+@njit(**{**JIT, "cache": False})
+def _many(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch):
+    dense = kind == F32 or kind == F16 or kind == BF16
+    size = columns * group_unit_bytes(kind) // group_unit(kind)
+    n = columns if dense else columns // BLOCK
+    step = DENSE_CHUNK if dense else CHUNK
+    # Tokens go in passes over the weights, as many at a time as the second-level cache holds.
+    at_once = max(24, TOKENS_BYTES // stride // 12 * 12)
+    for t in range(0, tokens, at_once):
+        some = min(at_once, tokens - t)
+        for g in range(first, end):
+            group, to = w + g * size, out + t * out_stride + 64 * g
+            for at in range(0, n, step):
+                part = min(step, n - at)
+                if dense:
+                    _unpack_dense(kind, group, at, part, scratch)
+                else:
+                    _unpack(kind, group, at, part, scratch)
+                here = x + t * stride + at * (4 if dense else RECORD)
+                _all_tokens(kind, scratch, part, here, stride, some, to, out_stride, at == 0)
+
+
+@njit(**JIT)
+def matmul(kind, w, columns, first, end, x, x_stride, tokens, out, out_stride, scratch):
+    """See the top of the file. `kind` is GGML's type number; returns nothing."""
+    if tokens == 1:
+        _vector(kind, w, columns, first, end, x, out)
+    elif tokens > 1:
+        _many(kind, w, columns, first, end, x, x_stride, tokens, out, out_stride, scratch)
+
+
+# ------------------------------------------------------------------ a row's values (embedding)
+
+
+@njit(**JIT)
+def embed_row(kind, w, columns, row, out):
+    """The values of one row of a matrix in f32, exactly as dequantized, to address `out`."""
+    size = columns * group_unit_bytes(kind) // group_unit(kind)
+    group, lane = w + row // 16 * size, row % 16
+    if kind == F32:
+        for k in range(columns):
+            put_f32(out + 4 * k, get_f32(group + 64 * k + 4 * lane))
+    elif kind == F16:
+        for k in range(columns):
+            put_f32(out + 4 * k, get_f16(group + 32 * k + 2 * lane))
+    elif kind == BF16:
+        for k in range(columns):
+            put_f32(out + 4 * k, float_of_bits(get_u16(group + 32 * k + 2 * lane) << 16))
+    elif kind == Q4_K or kind == Q5_K or kind == Q6_K:
+        _embed_super(kind, group, lane, columns, out)
+    else:
+        _embed_small(kind, group, lane, columns, out)
+
+
+@njit(**{**JIT, "cache": False})
+def _code(kind, block, lane, k):
+    """The code of value k (0..31) of a block."""
+    s, b = k // 4, k % 4
+    if kind == Q8_0:
+        return get_u8(block + 64 * s + 4 * lane + b)
+    code = get_u8(block + 64 * (s // 2) + 4 * lane + b)
+    code = (code >> 4) if s % 2 else (code & 15)
+    if kind == Q5_0 or kind == Q5_1 or kind == Q5_K:
+        code |= ((get_u8(block + 256 + 4 * lane + b) >> ((s + 4) % 8)) & 1) << 4
+    elif kind == Q6_K:
+        j = s % 4
+        place = 4 if j == 0 else 6 if j == 1 else 0 if j == 2 else 2
+        code |= ((get_u8(block + 256 + 64 * (s // 4) + 4 * lane + b) >> place) & 3) << 4
+    return code
+
+
+@njit(**{**JIT, "cache": False})
+def _embed_small(kind, group, lane, columns, out):
+    size = group_unit_bytes(kind)
+    with_minimum = kind == Q4_1 or kind == Q5_1
+    scales = size - 64 if with_minimum else size - 32
+    zero = 8 if kind == Q4_0 else 16 if kind == Q5_0 else 128 if kind == Q8_0 else 0
+    for b in range(columns // BLOCK):
+        block = group + b * size
+        d = get_f16(block + scales + 2 * lane)
+        least = get_f16(block + scales + 32 + 2 * lane) if with_minimum else np.float32(0)
+        for k in range(BLOCK):
+            value = d * np.float32(_code(kind, block, lane, k) - zero)
+            # The product is exact, so this is the one rounding of an fma; adding +0 would lose a sign.
+            put_f32(out + 4 * (b * BLOCK + k), value + least if with_minimum else value)
+
+
+@njit(**{**JIT, "cache": False})
+def _embed_super(kind, group, lane, columns, out):
+    unit = group_unit_bytes(kind)
+    head = 32 if kind == Q6_K else 64
+    size = (unit - head) // 8
+    for b in range(columns // BLOCK):
+        start = group + b // 8 * unit
+        block = start + head + b % 8 * size
+        d = get_f16(start + 2 * lane)
+        for k in range(BLOCK):
+            code = _code(kind, block, lane, k)
+            if kind == Q6_K:
+                value = (d * np.float32(get_s8(block + 384 + 16 * (k // 16) + lane))) * np.float32(code - 32)
+            else:
+                scale = d * np.float32(get_u8(block + size - 32 + lane))
+                least = get_f16(start + 32 + 2 * lane) * np.float32(get_u8(block + size - 16 + lane))
+                value = scale * np.float32(code) - least
+            put_f32(out + 4 * (b * BLOCK + k), value)
