@@ -24,6 +24,7 @@ from stages.scheduler.queues import Tenant
 from stages.scheduler.sequence import Sequence
 
 MIN_CHUNK = 16  # prompt tokens that advance in a step whatever the budget says
+BEHIND = 64.0  # tokens (at weight 1) that make the least served tenant a quiet one
 CHUNK_GRAIN = 16  # chunks that do not end a prompt are multiples of it: whole tiles for the kernels
 
 
@@ -46,7 +47,8 @@ class Budget(NamedTuple):
     max_samples: int
     gap_factor: float = 3.0  # a step with prompt tokens may take this many times one without them,
     gap_us: float = 25_000.0  # or this long, if that is more
-    margin: float = 0.6  # of both, since predictions err and the gap's 99th percentile counts
+    margin: float = 0.6  # of both, usually: predictions err, and the 95th percentile counts as well
+    quiet_margin: float = 0.95  # for the prompt of a tenant that has had little: it must not wait twice
     prompt_us: float = 60_000.0  # a step in which nobody decodes: bounds what an arrival waits
 
 
@@ -120,17 +122,23 @@ def _share(
         lines.setdefault(sequence.tenant, []).append(sequence)
 
     n_streams = min(len(streams), budget.max_entries)
+    quiet_us = 0.0  # on top, for the least served tenant if it is far behind
     if n_streams:
         alone = cost.predict(n_streams, positions)
-        allowed = budget.margin * max(budget.gap_us, budget.gap_factor * alone)
+        allowed = max(budget.gap_us, budget.gap_factor * alone)
+        prompt_us = budget.margin * allowed - alone
+        quiet_us = (budget.quiet_margin - budget.margin) * allowed
     else:
-        alone = cost.fixed_us
-        allowed = budget.prompt_us
-    prompt_us = allowed - alone
+        prompt_us = budget.prompt_us - cost.fixed_us
     prompt_tokens = budget.max_tokens - n_streams
 
     turn = [(tenant.served, i, tenant, 0) for i, tenant in enumerate(lines)]
     heapq.heapify(turn)
+    quiet: Tenant | None = None
+    if len(turn) > 1:
+        first, second = heapq.nsmallest(2, turn)
+        if first[0] + BEHIND * first[2].inverse < second[0]:
+            quiet = first[2]
     entries: list[Entry] = []
     left: list[Tenant] = []
     tokens = positions = samples = 0
@@ -148,7 +156,8 @@ def _share(
             count = 1
         else:
             most = min(todo, sequence.leased - start, prompt_tokens)
-            count = cost.chunk(prompt_us, start, most)
+            left_us = prompt_us + quiet_us if tenant is quiet else prompt_us
+            count = cost.chunk(left_us, start, most)
             if count < most and count >= CHUNK_GRAIN:
                 count -= count % CHUNK_GRAIN
             if count < MIN_CHUNK and count < most:

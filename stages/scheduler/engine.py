@@ -37,6 +37,8 @@ from stages.scheduler.stats import Stats
 
 PREFETCH = 2  # sequences that get pages before a place in the batch is free
 SPARE_SAMPLES = 64  # places for draft tokens in a step, beyond one sample for each entry
+LEAD_S = 0.005  # the next step is published this long before the one under way should end
+SHORT_S = 0.008  # steps that take less are followed up at once
 MAX_DRAFT = 16  # draft tokens of a sequence in a step
 UNAVAILABLE_S = 60.0  # without a worker for so long, what waits is refused
 
@@ -75,6 +77,7 @@ class Step:
     tokens: int
     positions: int
     samples: int
+    expected_s: float
     is_verifying: bool  # draft tokens in it: what comes after cannot be known before its end
 
 
@@ -101,13 +104,14 @@ class Engine:
         self._kv_generation = -1
         self._is_short = False  # kv has denied a first lease: no new ones until pages come back
         self._suspects = False
+        self._began = now  # when the worker began the first unacknowledged step
 
     # ================================================================== the step loop
 
     def turn(self, now: float) -> int:
         """Take in what is acknowledged, publish what can be. Returns the number of steps published."""
         published = 0
-        self.complete()
+        self.complete(now)
         while self.plan(now):
             published += 1
         return published
@@ -116,8 +120,11 @@ class Engine:
         """Compose and publish the next step, if there is room in the ring and work for it."""
         if not self.is_attached or len(self.unacknowledged) >= self.depth:
             return False
-        if self.unacknowledged and (self.unacknowledged[-1].is_verifying or self._suspects):
-            return False
+        if self.unacknowledged:
+            if self.unacknowledged[-1].is_verifying or self._suspects or self.waits_for_end(now) > 0:
+                return False
+        else:
+            self._began = now
         self._take_up(now)
         batch = self._suspect_batch() if self._suspects else None
         if batch is None:
@@ -156,22 +163,39 @@ class Engine:
             if sequence.planned > sequence.extend_at and not sequence.ask:
                 self.leases.extend(sequence)
         number = ring.publish(rows)
-        step = Step(number, batch.entries, batch.tokens, batch.positions, samples, is_verifying)
+        expected_s = self.cost.predict(batch.tokens, batch.positions) * 1e-6
+        step = Step(
+            number, batch.entries, batch.tokens, batch.positions, samples, expected_s, is_verifying
+        )
         self.unacknowledged.append(step)
         self.stats.steps += 1
         self.stats.batch.add(len(rows))
         self.queues.settle(batch.left)
 
-    def complete(self) -> int:
-        """Take in every acknowledged step. Returns their number."""
+    def complete(self, now: float) -> None:
+        """Take in every acknowledged step."""
         if not self.unacknowledged or self.ring is None:
-            return 0
+            return
         done = self.ring.done
-        n = 0
         while self.unacknowledged and self.unacknowledged[0].number <= done:
             self._complete(self.unacknowledged.popleft(), self.ring)
-            n += 1
-        return n
+            self._began = now
+
+    def waits_for_end(self, now: float) -> float:
+        """Seconds until the step under way is near enough its end to publish the one after it.
+
+        A step that is composed late takes in what has arrived meanwhile; one that is composed early
+        makes it wait for two.
+        """
+        if len(self.unacknowledged) != 1 or self.depth < 2:
+            return 0.0
+        expected = self.unacknowledged[0].expected_s
+        return 0.0 if expected < SHORT_S else max(0.0, self._began + expected - LEAD_S - now)
+
+    def delay(self, now: float) -> float:
+        """Seconds until `turn` may have something to do without any event; inf: never."""
+        waits = [wait for wait in (self.waits_for_company(now), self.waits_for_end(now)) if wait > 0]
+        return min(waits, default=math.inf)
 
     def _complete(self, step: Step, ring: Ring) -> None:
         took_us = ring.took_us(step.number)
@@ -423,7 +447,7 @@ class Engine:
 
         `died`: it was killed or ended in the step under way, which counts against who was in it.
         """
-        self.complete()
+        self.complete(now)
         culprit = None
         if self.unacknowledged:
             self.stats.repeated += 1

@@ -79,7 +79,6 @@ class SchedulerStage:
 
     def work(self) -> float | None:
         """Move every model on; returns how long nothing has to be done (None: until a frame)."""
-        delay = math.inf
         hosts = self.hosts.values()
         for host in hosts:
             host.wake()
@@ -89,12 +88,12 @@ class SchedulerStage:
                 host.turn(now)
             for host in hosts:
                 self._speak(host)
-                delay = min(delay, host.engine.waits_for_company(now) or math.inf)
             asleep = [host.sleep() for host in hosts]
             if all(asleep):
                 break
         self.loop.progress = sum(host.engine.stats.steps + host.engine.stats.submitted for host in hosts)
         self.loop.busy = self._is_needed() if self.loop.stopping else any(h.engine.is_busy for h in hosts)
+        delay = min(host.engine.delay(now) for host in hosts)
         return None if delay == math.inf else delay
 
     def _speak(self, host: Host) -> None:

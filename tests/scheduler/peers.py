@@ -137,7 +137,7 @@ class Worker:
             used += samples
             self._entry(slot, row, start, count, samples, base)
         assert used == head[sh.SLOT_SAMPLES] <= self.g.max_samples
-        self.s.timing[slot] = (0, 1000 * number, 1000 * number + 4_000_000 + 10_000 * used, 0)
+        self.s.timing[slot] = (0, 1000 * number, 1000 * number + 100_000 + 1000 * used, 0)
         self.in_batch.append(n)
 
     def _entry(self, slot: int, row: int, start: int, count: int, samples: int, base: int) -> None:

@@ -11,6 +11,7 @@ from collections import deque
 
 from pipeline.messages import Cancel, Denied, Frame, Granted, KvReady, Submit
 from shm.steps import StepsGeometry, blank_steps
+from stages.scheduler.cost import CostModel
 from stages.scheduler.engine import Engine, Settings
 from stages.scheduler.ring import Ring
 from stages.scheduler.sequence import State
@@ -28,6 +29,8 @@ class World:
         self.now = 0.0
         self.settings = Settings("m", batch, **settings)
         self.engine = Engine(self.settings, self.now, lambda name: (weights or {}).get(name, 1.0))
+        # Steps that seem short are followed up at once: time stands still here most of the time.
+        self.engine.cost = CostModel(100.0, 1.0, 0.001)
         self.geometry = StepsGeometry(
             self.settings.n_rows, batch, self.settings.max_samples, context, -(-context // 16) + 1
         )

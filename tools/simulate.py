@@ -1,0 +1,309 @@
+"""Discrete-event simulation of one model: the scheduler's own code under traffic, on a machine of numbers.
+
+    python -m tools.simulate --clients 16 --prompt 100 --output 64
+    python -m tools.simulate --rate 20 --seconds 60 --token-us 120 --pages 2000
+
+The engine, its policy and its ring are the real ones; the worker is a formula (cost.py's: what a step
+takes), kv a counter of pages, time a number.  It answers what throughput and what waiting the policy
+would give to traffic or hardware that is not at hand.  The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import random
+import statistics
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pipeline.messages import Acquire, Denied, Extend, Granted, KvReady, Release, Sampling, Submit
+from shm import steps as sh
+from shm.steps import StepsGeometry, blank_steps
+from stages.scheduler.cost import CostModel
+from stages.scheduler.engine import Engine, Settings
+from stages.scheduler.ring import Ring
+
+OWNER = b"simulation"
+TOKEN = 1
+
+
+@dataclass
+class Machine:
+    """What computing costs. Microseconds."""
+
+    fixed_us: float = 3000.0
+    token_us: float = 250.0
+    position_us: float = 0.15
+    scheduler_us: float = 150.0  # from a step's end to the publication of a step that needs its result
+    kv_us: float = 100.0  # from an ask to its answer
+    jitter: float = 0.0  # relative standard deviation of a step's time
+
+
+@dataclass
+class Record:
+    """One sequence's life, seconds."""
+
+    tenant: str
+    submitted: float
+    tokens: list[float] = field(default_factory=list)  # when each came
+    finish: str = ""
+    retry_after_s: float = 0.0
+
+    @property
+    def first_s(self) -> float:
+        return self.tokens[0] - self.submitted
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [b - a for a, b in zip(self.tokens, self.tokens[1:], strict=False)]
+
+
+class Simulation:
+    """`submit` and `at` put things into the future; `run` lets it happen."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        machine: Machine,
+        *,
+        pages: int = 4096,
+        page_tokens: int = 32,
+        context: int = 8192,
+        weights: dict[str, float] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.now = 0.0
+        self.machine = machine
+        self.records: dict[str, Record] = {}
+        self.on_end: Callable[[str, Record], None] = lambda name, record: None
+        self.step_s: list[float] = []
+        self._truth = CostModel(machine.fixed_us, machine.token_us, machine.position_us)
+        self._rng = random.Random(seed)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._n = 0
+        self._busy = False
+        self._alarm = float("inf")  # when the engine wants to be woken
+        self._page_tokens, self._free_pages, self._total = page_tokens, pages, pages
+        self._leased: dict[str, int] = {}
+        self.engine = Engine(settings, 0.0, lambda name: (weights or {}).get(name, 1.0))
+        geometry = StepsGeometry(
+            settings.n_rows, settings.max_batch_size, settings.max_samples, context,
+            -(-context // page_tokens) + 1,
+        )  # fmt: skip
+        self._steps = blank_steps(geometry)
+        self.engine.ring = Ring(self._steps, geometry, 1)
+        self.engine.ring.start(1)
+        self.engine.attach(context, 1 << 30)
+        self.engine.kv_ready(KvReady("m", "", "", pages, page_tokens, 1))
+        self.at(0.1, self._tick)
+
+    # -------------------------------------------------------------- events
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        self._n += 1
+        heapq.heappush(self._events, (when, self._n, what))
+
+    def submit(
+        self, when: float, name: str, prompt: int, output: int, tenant: str = "t", **fields: int
+    ) -> None:
+        """A sequence of `prompt` tokens that generates `output`."""
+        frame = Submit(
+            name, name, "m", tenant, array("i", [TOKEN] * prompt).tobytes(), output, Sampling(), **fields
+        )
+
+        def arrive() -> None:
+            self.records[name] = Record(tenant, self.now)
+            self.engine.submit(OWNER, frame, self.now)
+            self._turn()
+
+        self.at(when, arrive)
+
+    def run(self, until: float = float("inf")) -> None:
+        """Until nothing is left to happen, or the time has come."""
+        while self._events and self._events[0][0] <= until:
+            self.now, _, what = heapq.heappop(self._events)
+            what()
+
+    def _tick(self) -> None:
+        self.engine.tick(self.now)
+        self.engine.pages_may_be_free()
+        self._turn()
+        if self._events or self.engine.is_busy:
+            self.at(self.now + 0.1, self._tick)
+
+    # -------------------------------------------------------------- scheduler, kv, worker
+
+    def _turn(self) -> None:
+        self.engine.turn(self.now)
+        self._talk_to_kv()
+        self._collect()
+        if not self._busy:
+            self._begin()
+        delay = self.engine.delay(self.now)
+        if self.now + delay < self._alarm:
+            self._alarm = self.now + delay
+            self.at(self._alarm, self._wake)
+
+    def _wake(self) -> None:
+        self._alarm = float("inf")
+        self._turn()
+
+    def _begin(self) -> None:
+        """The worker takes the next step if there is one."""
+        control = self._steps.control
+        number = int(control[sh.DONE]) + 1
+        if number > int(control[sh.HEAD]):
+            self._busy = False
+            return
+        self._busy = True
+        step = next(s for s in self.engine.unacknowledged if s.number == number)
+        took = self._truth.predict(step.tokens, step.positions) * 1e-6
+        took *= max(0.5, self._rng.gauss(1.0, self.machine.jitter)) if self.machine.jitter else 1.0
+        slot = number % sh.SLOTS
+        for row, start, count, samples, base, *_ in self._steps.entries[slot, : len(step.entries)].tolist():
+            self._steps.out_token[slot, base : base + samples] = TOKEN
+            if samples == 1:
+                self._steps.tokens[row, start + count] = TOKEN
+        self._steps.timing[slot] = (0, 0, int(took * 1e9), 0)
+        self.step_s.append(took)
+        self.at(self.now + took, lambda: self._end(number))
+
+    def _end(self, number: int) -> None:
+        self._steps.control[sh.DONE] = number
+        self._begin()  # what was published ahead starts at once; the scheduler hears of it later
+        self.at(self.now + self.machine.scheduler_us * 1e-6, self._turn)
+
+    def _talk_to_kv(self) -> None:
+        frames, self.engine.leases.frames = self.engine.leases.frames, []
+        for frame in frames:
+            if isinstance(frame, Release):
+                self._free_pages += self._leased.pop(frame.sequence, 0)
+            elif isinstance(frame, Acquire | Extend):
+                self.at(self.now + self.machine.kv_us * 1e-6, lambda ask=frame: self._answer(ask))  # type: ignore[misc]
+
+    def _answer(self, ask: Acquire | Extend) -> None:
+        want = -(-ask.want_tokens // self._page_tokens)
+        more = want - self._leased.get(ask.sequence, 0)
+        if more > self._free_pages:
+            self.engine.denied(Denied(ask.id, ask.sequence, True, more, self._free_pages, self._total))
+        else:
+            self._free_pages -= more
+            self._leased[ask.sequence] = want
+            # Which pages does not matter here, only that a table of its own looks whole.
+            self.engine.granted(Granted(ask.id, ask.sequence, tuple(range(want))))
+        self._turn()
+
+    def _collect(self) -> None:
+        roster = self.engine.roster
+        for sequences in roster.moved.values():
+            for part in sequences:
+                record = self.records[part.sequence]
+                record.tokens.extend([self.now] * len(part.tokens))
+                if part.finish:
+                    self._finish(part.sequence, part.finish)
+        roster.moved.clear()
+        rejected, roster.rejected = roster.rejected, []
+        for _, frame in rejected:
+            self.records[frame.sequence].retry_after_s = frame.retry_after_s
+            self._finish(frame.sequence, "rejected")
+
+    def _finish(self, name: str, finish: str) -> None:
+        record = self.records[name]
+        record.finish = finish
+        self.on_end(name, record)
+
+
+def closed_loop(sim: Simulation, clients: int, requests: int, prompt: int, output: int) -> None:
+    """`clients` that each submit again as soon as they are answered; `requests` in all."""
+    sent = clients
+
+    def again(name: str, record: Record) -> None:
+        nonlocal sent
+        if sent < requests:
+            sent += 1
+            sim.submit(sim.now, f"r{sent}", prompt, output)
+
+    sim.on_end = again
+    for i in range(min(clients, requests)):
+        sim.submit(0.0, f"r{i + 1}", prompt, output)
+
+
+def poisson(sim: Simulation, rate: float, seconds: float, prompt: int, output: int, seed: int) -> None:
+    """Arrivals at `rate` a second; lengths exponential around `prompt` and `output`."""
+    rng = random.Random(seed)
+    now, i = 0.0, 0
+    while (now := now + rng.expovariate(rate)) < seconds:
+        i += 1
+        lengths = [max(1, min(3 * mean, int(rng.expovariate(1 / mean)))) for mean in (prompt, output)]
+        sim.submit(now, f"r{i}", *lengths)
+
+
+def percentile(values: list[float], part: float) -> float:
+    """The nearest-rank percentile; 0.0 of nothing."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
+
+
+def report(sim: Simulation) -> dict[str, float]:
+    """The figures of a run. Times in milliseconds, tokens of output for each second of the run."""
+    done = [r for r in sim.records.values() if r.finish in ("stop", "length")]
+    firsts = [1e3 * r.first_s for r in done if r.tokens]
+    gaps = [1e3 * g for r in done for g in r.gaps_s]
+    end = max((r.tokens[-1] for r in done if r.tokens), default=0.0)
+    begin = min((r.submitted for r in done), default=0.0)
+    stats = sim.engine.stats
+    return {
+        "requests": len(sim.records),
+        "finished": len(done),
+        "rejected": sum(r.finish == "rejected" for r in sim.records.values()),
+        "output_tokens_per_s": round(sum(len(r.tokens) for r in done) / max(1e-9, end - begin), 1),
+        "first_token_p50_ms": round(percentile(firsts, 0.5), 1),
+        "first_token_p95_ms": round(percentile(firsts, 0.95), 1),
+        "gap_p50_ms": round(percentile(gaps, 0.5), 2),
+        "gap_p95_ms": round(percentile(gaps, 0.95), 2),
+        "gap_p99_ms": round(percentile(gaps, 0.99), 2),
+        "batch_mean": round(stats.batch.mean, 2),
+        "step_mean_ms": round(1e3 * statistics.fmean(sim.step_s), 2) if sim.step_s else 0.0,
+        "steps": stats.steps,
+        "preemptions": stats.preemptions,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    traffic = parser.add_mutually_exclusive_group()
+    traffic.add_argument("--clients", type=int, default=16, help="closed loop: each waits for its answer")
+    traffic.add_argument("--rate", type=float, default=0.0, help="open loop: Poisson arrivals a second")
+    parser.add_argument("--requests", type=int, default=0, help="of a closed loop; default: 8 a client")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of an open loop")
+    parser.add_argument("--prompt", type=int, default=100, help="tokens")
+    parser.add_argument("--output", type=int, default=64, help="tokens")
+    parser.add_argument("--batch", type=int, default=32, help="max_batch_size")
+    parser.add_argument("--step-tokens", type=int, default=512, help="max_step_tokens")
+    parser.add_argument("--queue", type=int, default=1000, help="max_queue_depth")
+    parser.add_argument("--pages", type=int, default=4096, help="of 32 tokens, in the KV arena")
+    parser.add_argument("--seed", type=int, default=0)
+    for name, default in vars(Machine()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=default)
+    a = parser.parse_args()
+    machine = Machine(**{name: getattr(a, name) for name in vars(Machine())})
+    settings = Settings("m", a.batch, max_queue_depth=a.queue, max_step_tokens=a.step_tokens)
+    sim = Simulation(settings, machine, pages=a.pages, seed=a.seed)
+    if a.rate:
+        poisson(sim, a.rate, a.seconds, a.prompt, a.output, a.seed)
+    else:
+        closed_loop(sim, a.clients, a.requests or 8 * a.clients, a.prompt, a.output)
+    sim.run()
+    figures = report(sim)
+    for name, value in figures.items():
+        print(f"{name:22} {value:>12}")
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
