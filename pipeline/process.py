@@ -20,6 +20,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 BEAT_FD_VARIABLE = "STARLING_BEAT_FD"
+PARENT_VARIABLE = "STARLING_PARENT_PID"
 _BEAT = struct.Struct("<I")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,11 +36,14 @@ def die_with_parent(parent_pid: int | None = None) -> int:
     """Arm SIGKILL at the parent's death, then return a pidfd of the parent.
 
     Before anything else in a process.  The kernel watches the *thread* that forked: fork from a main
-    thread.  `parent_pid`, when the forker knows it, closes the gap before the call: a parent that is
-    gone already ends this process at once.
+    thread.  `parent_pid`, when the forker tells (by argument or STARLING_PARENT_PID), closes the gap
+    before the call: a parent that is gone already ends this process at once.
     """
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = os.getppid()
+    told = os.environ.pop(PARENT_VARIABLE, "")
+    if parent_pid is None and told.isdigit():
+        parent_pid = int(told)
     if parent_pid is not None and parent != parent_pid:
         os._exit(EXIT_ORPHANED)
     try:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 
 import click
 
-from pipeline import leftovers, paths
+from pipeline import leftovers, logs, paths, process
 from pipeline.config import load
+from pipeline.config_schema import Config
 from pipeline.errors import ConfigError
+from pipeline.supervisor import guarded
+from pipeline.supervisor import supervise as keep_alive
 
 STAGES = ("tokenizer", "scheduler", "kv", "worker", "gateway")
 
@@ -21,15 +25,11 @@ _STAGE = click.Choice(STAGES)
 @click.option("--model", default="", metavar="NAME", help="The worker's model; default: the first.")
 def stage(name: str, model: str) -> int:
     """Run STAGE in this process, without a supervisor."""
+    process.die_with_parent()  # before the imports: they take time in which the parent may die
     config = load()
-    if name != "worker":
-        _refuse_model(name, model)
-        return int(importlib.import_module(f"stages.{name}.stage").main(config) or 0)
-    chosen = config.model(model)
-    if chosen is None:
-        known = ", ".join(known.name for known in config.models)
-        raise ConfigError(f"--model {model}: no such model is configured; there are {known}")
-    return int(importlib.import_module("stages.worker.stage").main(config, chosen.name) or 0)
+    run = _program(name, model, config)
+    logs.setup(name, config)
+    return guarded(run)
 
 
 @click.command()
@@ -37,16 +37,30 @@ def stage(name: str, model: str) -> int:
 @click.option("--model", default="", metavar="NAME", help="The worker's model; default: the first.")
 def supervise(name: str, model: str) -> int:
     """Keep STAGE alive: restart it when it dies, give up loudly when it dies too often."""
-    from pipeline.supervisor import supervise as keep_alive
-
     config = load()
-    _refuse_model(name, model)
-    command = [sys.executable, "-m", "pipeline.cli", "stage", name]
-    code = keep_alive(name, command + (["--model", model] if model else []), config)
+    run = _program(name, model, config)
+    command = [sys.executable, "-m", "pipeline.cli", "stage", name] + (["--model", model] if model else [])
+    code = keep_alive(name, command, config, run, lambda: _preload(name, config))
     leftovers.sweep(paths.run_dir(config), paths.arena_dir(config))
     return code
 
 
-def _refuse_model(name: str, model: str) -> None:
-    if model and name != "worker":
+def _program(name: str, model: str, config: Config) -> Callable[[], int]:
+    """What the stage's process does; its modules are imported when it is called."""
+    arguments: tuple[str, ...] = ()
+    if name == "worker":
+        chosen = config.model(model)
+        if chosen is None:
+            known = ", ".join(known.name for known in config.models)
+            raise ConfigError(f"--model {model}: no such model is configured; there are {known}")
+        arguments = (chosen.name,)
+    elif model:
         raise click.UsageError(f"--model is the worker's; the stage {name} serves every model")
+    return lambda: int(importlib.import_module(f"stages.{name}.stage").main(config, *arguments) or 0)
+
+
+def _preload(name: str, config: Config) -> None:
+    """Import what the stage needs; its `preload(config)`, if it has one, loads compiled kernels."""
+    module = importlib.import_module(f"stages.{name}.stage")
+    if hasattr(module, "preload"):
+        module.preload(config)

@@ -1,0 +1,98 @@
+"""Who descends from whom, read from /proc: whose death ends us, and whom we must take along.
+
+Import-light: the supervisor uses it before anything that could start a thread.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+_DEEPEST = 16  # ancestors looked at
+
+
+class Process(NamedTuple):
+    """One line of /proc/PID/stat."""
+
+    pid: int
+    state: str  # R, S, D, Z (dead, not waited for), T (stopped), t (traced), ...
+    parent: int
+
+
+def look(pid: int) -> Process | None:
+    """None when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            fields = f.read().rsplit(b")", 1)[1].split()
+    except (OSError, IndexError):
+        return None
+    return Process(pid, fields[0].decode(), int(fields[1]))
+
+
+def children(pid: int) -> list[int]:
+    """Direct children, dead ones that nobody has waited for included."""
+    try:
+        found: list[int] = []
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as f:
+                found += map(int, f.read().split())
+        return found
+    except FileNotFoundError:
+        if not os.path.exists(f"/proc/{pid}"):
+            return []
+    except OSError:
+        return []
+    # A kernel without CONFIG_PROC_CHILDREN: ask everybody.
+    everyone = (look(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    return [process.pid for process in everyone if process is not None and process.parent == pid]
+
+
+def stopped_descendant(pid: int) -> int:
+    """A process below `pid` that is stopped (SIGSTOP), 0 when there is none.
+
+    Only the parent hears of a stop through waitid, and a parent that waits at a barrier for the
+    stopped one hears nothing.  A traced process (a debugger, a profiler) does not count.
+    """
+    below = children(pid)
+    while below:
+        process = look(below.pop())
+        if process is None:
+            continue
+        if process.state == "T":
+            return process.pid
+        below += children(process.pid)
+    return 0
+
+
+def guardians(pid: int) -> list[int]:
+    """Ancestors whose death ends this process: nearest first.
+
+    Under honcho that is everything up to honcho itself: it starts commands from a process of its
+    own, through a shell, and both survive it.  Otherwise the parent, and what is behind it if that is
+    a shell that only runs us (`sh -c ...`).
+    """
+    chain: list[tuple[int, list[str]]] = []
+    process = look(pid)
+    while process is not None and process.parent > 1 and len(chain) < _DEEPEST:
+        chain.append((process.parent, _command(process.parent)))
+        process = look(process.parent)
+    last = max((i for i, (_, command) in enumerate(chain) if _is_honcho(command)), default=-1)
+    if last < 0:
+        last = 1 if chain and _is_shell(chain[0][1]) else 0
+    return [ancestor for ancestor, _ in chain[: last + 1]]
+
+
+def _command(pid: int) -> list[str]:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as f:
+            return os.fsdecode(f.read(65536)).split("\0")
+    except OSError:
+        return []
+
+
+def _is_honcho(command: list[str]) -> bool:
+    return any(os.path.basename(word) == "honcho" for word in command[:3])
+
+
+def _is_shell(command: list[str]) -> bool:
+    return len(command) > 1 and os.path.basename(command[0]) in ("sh", "bash", "dash") and command[1] == "-c"
