@@ -38,10 +38,6 @@ class Unavailable(NamedTuple):
 
 
 UNAVAILABLE = {
-    "models.*.spill_path": Unavailable(
-        "", "evicted pages are not spilled in this version, they are computed again; drop the key"
-    ),
-    "models.*.spill_mb": Unavailable(0, "evicted pages are not spilled in this version; drop the key"),
     "models.*.speculate": Unavailable(0, "speculative decoding is not in this version; drop the key"),
     "models.*.weight": Unavailable(
         1.0, "models do not share cores by weight in this version; give each its own with cpus, drop the key"
@@ -101,6 +97,8 @@ def _models(config: Config) -> Iterator[Rule]:
         if model.sha256 and not _DIGEST.fullmatch(model.sha256):
             yield Rule(f"{at}.sha256", repr(model.sha256), "expected 64 hexadecimal digits")
         yield from _ranks(at, model)
+        if model.spill_mb and not model.spill_path:
+            yield Rule(f"{at}.spill_mb", str(model.spill_mb), "bounds a spill file, but spill_path is not set")
 
 
 def _ranks(at: str, model: ModelConfig) -> Iterator[Rule]:

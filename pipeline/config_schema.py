@@ -54,8 +54,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     max_batch_size: Annotated[int, Meta(ge=0, le=1024)] = 0  # 0: performance.batch_size
     max_sessions: CountOrNone = 0  # 0: cache.max_sequences
     kv_cache_mb: MegabytesOrNone = 0  # 0: cache.max_size_mb
-    spill_path: str = ""  # directory for evicted pages; "": none are kept
-    spill_mb: MegabytesOrNone = 0
+    spill_path: str = ""  # directory for evicted pages; "": none are kept there
+    spill_mb: MegabytesOrNone = 0  # of them at most; 0: four times the arena
     kv_type: Literal["f16", "f32", "int8"] = "f16"  # part of the model's identity
     page_tokens: Literal[16, 32, 64, 128, 256] = 32  # positions in a KV page
     max_sequence_length: Annotated[int, Meta(ge=0, le=1_048_576)] = 0  # 0: the model's own
@@ -130,6 +130,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     eviction_policy: Policy = "lru"
     max_sequences: Count = 1000  # sessions of a model, unless it gives max_sessions
     ttl_s: Seconds = 0  # idle pages older than this go; 0: never
+    persist_mb: MegabytesOrNone = 512  # copies of a model's pages that survive a clean stop; 0: none
     responses: ResponseCacheConfig = ResponseCacheConfig()
 
 

@@ -108,6 +108,15 @@ class Headers:
         self._last_use[rows] = now_ns
         self._refs[rows] = refs
 
+    def forget_copies(self) -> None:
+        """After a restart, before the copies that there are have been found again."""
+        self._residency[:] = 0
+
+    def without_copy(self, where: int, min_uses: int) -> list[int]:
+        """Full pages that at least `min_uses` sequences have held and that have no copy there."""
+        lacks = (self._state == PAGE_FULL) & (self._residency & where == 0) & (self._uses >= min_uses)
+        return [int(page) for page in np.flatnonzero(lacks)]
+
     def mark_copy(self, page: int, where: int) -> None:
         """`where`: bits of `residency`."""
         self._residency[page] |= where

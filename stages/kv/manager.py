@@ -92,7 +92,7 @@ class Counters:
     spilled: int = 0  # pages copied to a tier on eviction
     restored: int = 0  # pages brought back from a tier
     checksum_failures: int = 0  # pages in the arena dropped because their bytes had changed
-    restore_ns: int = 0  # time spent on restoring
+    restore_s: list[float] = field(default_factory=list)  # of each page restored; the reader empties it
     unread: int = 0  # times a page stayed without a name because its tokens could not be read
 
 
@@ -293,6 +293,11 @@ class Manager:
                 self._park(page, self.headers.last_use_ns(page))
         self.declared = False
 
+    def named_pages(self) -> list[int]:
+        """All full pages, those in use first, then the last to be evicted first."""
+        in_use = [page for page in self._name_of if page not in self._evictor]
+        return in_use + self.cached_pages()[::-1]
+
     def cached_pages(self) -> list[int]:
         """Cached pages, the next victim first."""
         return list(self._evictor.order())
@@ -366,9 +371,9 @@ class Manager:
         """Bring pages back from the tiers into leased `fresh` ones. Returns how many came, in a run."""
         if not digests:
             return 0
-        begun = time.perf_counter_ns()
         count = 0
         for digest, page in zip(digests, fresh, strict=False):
+            begun = time.perf_counter()
             name = None
             for tier in self.tiers:
                 name = tier.fetch(digest, self.arena.pages[page]) if digest in tier else None
@@ -380,8 +385,8 @@ class Manager:
             if digest not in self.index:
                 self._publish(page, name)
             count += 1
+            self.counters.restore_s.append(time.perf_counter() - begun)
         self.counters.restored += count
-        self.counters.restore_ns += time.perf_counter_ns() - begun
         return count
 
     # -------------------------------------------------------------- naming

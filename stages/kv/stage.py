@@ -9,217 +9,209 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline import messages as m
 from pipeline import paths, registry
-from pipeline.config_schema import Config, ModelConfig
+from pipeline.config_schema import Config
 from pipeline.loop import StageLoop
-from shm.arena import Arena, ArenaError
-from shm.checkpoint import load_index
-from shm.pages import KvGeometry
-from stages.kv import prefix
-from stages.kv.adopt import open_arena
+from pipeline.telemetry import Metrics
+from shm.arena import ArenaError
+from shm.checkpoint import CheckpointError
 from stages.kv.manager import DeclaredLease, Denial, Grant, Manager
-from stages.kv.rows import Rows
+from stages.kv.model import ModelPages, measure
 
 log = logging.getLogger("starling.kv")
 
 RETRY_S = 0.2  # until a model is prepared, and until its arena fits
-EXPIRE_S = 1.0
+CHORES_S = 1.0  # expiry and saving
 ALLOW_S = 120.0  # reserving and scanning a large arena
+HEAR_S = 0.5  # after SIGTERM: how long until the scheduler's heartbeats say whether it stops too
 
 
-@dataclass
-class ModelPages:
-    """One model's arena and who uses it."""
+class Attached:
+    """A model, and the scheduler that uses it."""
 
-    config: ModelConfig
-    rows: Rows = field(default_factory=Rows)
-    digest: str = ""  # hex
-    geometry: KvGeometry | None = None
-    arena: Arena | None = None
-    manager: Manager | None = None
-    error: str = "not prepared yet"  # why there is no manager
-    attached: tuple[bytes, m.KvAttach] | None = None  # the scheduler's key and what it said
-    is_answered: bool = False
-    last_state: m.KvState | None = None
+    def __init__(self, pages: ModelPages) -> None:
+        self.pages = pages
+        self.error = "not prepared yet"  # why there is no manager
+        self.peer: bytes | None = None
+        self.frame: m.KvAttach | None = None
+        self.is_answered = False  # this incarnation of the scheduler has its KvReady
+        self.last_state: m.KvState | None = None
+
+    @property
+    def name(self) -> str:
+        return self.pages.model.name
+
+    @property
+    def manager(self) -> Manager | None:
+        return self.pages.manager
 
 
 class KvStage:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.loop = StageLoop("kv", config)
-        self.models = {model.name: ModelPages(model) for model in config.models}
+        self.models = {model.name: Attached(ModelPages(config, model)) for model in config.models}
+        self.metrics = Metrics("kv", paths.arena_dir(config))
         self.hub = self.loop.bind("scheduler-kv", self._on_frame)
         self.hub.on_down = self._on_down
-        self.loop.on_tick.append(self._push_states)
-        self._next_open = self._next_expire = float("-inf")
-        self._next_push = float("-inf")
+        self.loop.on_tick.append(self._tick)
+        self._next_open = self._next_chores = self._next_push = float("-inf")
+        self._stopping_since = float("inf")
 
     def run(self) -> int:
-        return self.loop.run(self._work)
+        try:
+            return self.loop.run(self._work)
+        finally:
+            for model in self.models.values():
+                model.pages.close()
+            self.metrics.remove()
 
-    # -------------------------------------------------------------- models
+    # -------------------------------------------------------------- between frames
 
     def _work(self) -> float | None:
         now = time.monotonic()
+        if self.loop.stopping:
+            return self._wind_up(now)
         missing = [model for model in self.models.values() if model.manager is None]
         if missing and now >= self._next_open:
             self._next_open = now + RETRY_S
             for model in missing:
                 self._open(model)
-        if now >= self._next_expire:
-            self._next_expire = now + EXPIRE_S
+        if now >= self._next_chores:
+            more = False
             for model in self.models.values():
                 if model.manager is not None:
                     model.manager.expire()
-        self.loop.busy = self.loop.stopping and any(
-            model.manager is not None and model.manager.leases for model in self.models.values()
-        )
-        return RETRY_S if missing else EXPIRE_S
+                    more |= model.pages.save_proven()
+            self._next_chores = now + (CHORES_S / 10 if more else CHORES_S)
+        return max(0.0, min(self._next_chores, self._next_open if missing else self._next_chores) - now)
 
-    def _open(self, model: ModelPages) -> None:
+    def _wind_up(self, now: float) -> float:
+        """Stopping: if the scheduler goes on, we only make way for a successor, and the arena stays.
+
+        If it stops too, the arena will be removed: serve it while it drains, and save pages meanwhile.
+        """
+        self._stopping_since = min(self._stopping_since, now)
+        beats = self.hub.last_beat
+        peers = [peer for peer in self.hub.peers if peer in beats]
+        if any(beats[peer].reason != "stopping" for peer in peers):
+            self.loop.busy = now - self._stopping_since < HEAR_S
+            return HEAR_S / 10
+        is_saving = any(model.pages.save_recent() for model in self.models.values())
+        self.loop.busy = bool(self.hub.peers) or is_saving
+        return 0.0 if is_saving else HEAR_S / 10
+
+    def _open(self, model: Attached) -> None:
         """Make or adopt the arena once the model is prepared; answer a scheduler that waits for it."""
-        index_path = registry.find_index(model.config, paths.models_dir())
+        index_path = registry.find_index(model.pages.model, paths.models_dir())
         before = model.error
         try:
             if index_path is None:
-                model.error = f"model {model.config.name!r} is not prepared yet"
+                model.error = f"model {model.name!r} is not prepared yet"
             else:
                 with self.loop.allow(ALLOW_S):
-                    self._open_arena(model, index_path)
-        except (ArenaError, OSError) as error:
+                    model.pages.open(index_path)
+                model.error = ""
+        except (ArenaError, CheckpointError, OSError) as error:
             model.error = str(error)
             if model.error != before:
-                log.error("%s", error)
+                log.error("%s", error, extra={"model": model.name})
         if model.error != before:
             self._answer_attach(model)
         waiting = [model.error for model in self.models.values() if model.manager is None]
         self.loop.ready, self.loop.reason = not waiting, waiting[0] if waiting else ""
-
-    def _open_arena(self, model: ModelPages, index_path: Path) -> None:
-        index = load_index(index_path)
-        config, hyper = model.config, index.hyper
-        geometry = KvGeometry(
-            hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, config.page_tokens, config.kv_type
-        )
-        raw = bytes.fromhex(index.digest)
-        path = paths.arena_dir(self.config) / f"{config.slug}.kv"
-        # The clock's ns: a generation that no earlier arena of this name has had.
-        home = open_arena(path, geometry, raw, self.config.kv_cache_bytes(config), time.time_ns())
-        model.digest, model.geometry, model.arena = index.digest, geometry, home.arena
-        manager = Manager(
-            home.views,
-            geometry.page_tokens,
-            prefix.roots(raw, geometry),
-            model.rows.read,
-            policy=self.config.cache.eviction_policy,
-            ttl_ns=self.config.cache.ttl_s * 1_000_000_000,
-            caching=self.config.cache.enabled,
-        )
-        if home.found is None:
-            manager.declared = False
-        else:
-            manager.adopt(home.found.full, home.found.limbo)
-        model.manager, model.error = manager, ""
-        log.info(
-            "KV arena stands",
-            extra={
-                "model": config.name, "pages": manager.total, "page_bytes": geometry.page_bytes,
-                "is_adopted": home.found is not None, "cached": manager.cached, "limbo": manager.leased,
-                "torn": home.found.torn if home.found else 0,
-            },
-        )  # fmt: skip
 
     # -------------------------------------------------------------- the scheduler
 
     def _on_down(self, peer: bytes, hello: m.Hello) -> None:
         """Its leases stay: the worker may be writing to their pages until the successor declares."""
         for model in self.models.values():
-            if model.attached is not None and model.attached[0] == peer:
-                model.attached = None
+            if model.peer == peer:
+                model.peer = model.frame = None
 
     def _on_frame(self, peer: bytes, frame: m.Frame) -> None:
         self.loop.progress += 1
-        model = self.models.get(getattr(frame, "model", ""))
+        name = getattr(frame, "model", "")
+        model = self.models.get(name)
         if isinstance(frame, m.KvAttach):
             self._attach(peer, frame, model)
             return
-        if model is None or model.manager is None or model.attached is None or model.attached[0] != peer:
+        if model is None or model.manager is None or model.peer != peer:
             log.warning("a frame for a model that is not attached", extra={"frame": type(frame).__name__})
             return
         manager = model.manager
-        match frame:
-            case m.Commit(_, sequence, n_tokens):
-                manager.commit(sequence, n_tokens)
-            case m.Extend(id_, _, sequence, want):
-                self._answer(peer, id_, sequence, manager.extend(sequence, want))
-            case m.Acquire():
-                self._answer(peer, frame.id, frame.sequence, self._acquire(model, manager, frame))
-            case m.Release(_, sequence, n_tokens):
-                manager.release(sequence, n_tokens)
-            case m.Declare():
-                self._declare(peer, model, manager, frame)
+        if isinstance(frame, m.Commit):
+            manager.commit(frame.sequence, frame.n_tokens)
+        elif isinstance(frame, m.Extend):
+            self._answer(peer, frame.id, frame.sequence, manager.extend(frame.sequence, frame.want_tokens))
+        elif isinstance(frame, m.Acquire):
+            self._answer(peer, frame.id, frame.sequence, self._acquire(model, manager, frame))
+        elif isinstance(frame, m.Release):
+            manager.release(frame.sequence, frame.n_tokens)
+        elif isinstance(frame, m.Declare):
+            self._declare(peer, model, manager, frame)
 
-    def _attach(self, peer: bytes, frame: m.KvAttach, model: ModelPages | None) -> None:
+    def _attach(self, peer: bytes, frame: m.KvAttach, model: Attached | None) -> None:
         if model is None:
             error = f"model {frame.model!r} is not configured here"
             self.hub.send(peer, m.KvReady(frame.model, frame.digest, "", 0, 0, 0, False, error))
             return
-        if model.attached is None or model.attached[0] != peer:
+        if model.peer != peer:
             model.is_answered = False
             if model.manager is not None:
                 model.manager.declared = False
-        elif model.is_answered and model.attached[1] != frame:
+        elif model.is_answered and model.frame != frame:
             # The same scheduler with another arena: its rows are elsewhere, its leases stand.
             error = self._read_rows(model, frame)
             if error:
                 log.error("the scheduler's rows cannot be read: %s", error)
-        model.attached = (peer, frame)
+        model.peer, model.frame = peer, frame
         self._answer_attach(model)
 
-    def _answer_attach(self, model: ModelPages) -> None:
+    def _answer_attach(self, model: Attached) -> None:
         """`KvReady`, once for each incarnation of the scheduler; with the reason when it cannot be."""
-        if model.attached is None or model.is_answered:
+        peer, frame, manager = model.peer, model.frame, model.manager
+        if peer is None or frame is None or model.is_answered:
             return
-        peer, frame = model.attached
-        manager, error = model.manager, model.error
-        if manager is not None:
-            error = self._read_rows(model, frame)
+        error = model.error if manager is None else self._read_rows(model, frame)
         if manager is None or error:
             self.hub.send(peer, m.KvReady(frame.model, frame.digest, "", 0, 0, 0, False, error))
-            return
-        model.is_answered = self.hub.send(peer, self._ready(model, manager, declared=False))
+        else:
+            model.is_answered = self.hub.send(peer, self._ready(model, manager, declared=False))
 
-    def _read_rows(self, model: ModelPages, frame: m.KvAttach) -> str:
+    def _read_rows(self, model: Attached, frame: m.KvAttach) -> str:
         """Map the scheduler's rows; why that cannot be, or ""."""
-        if frame.digest != model.digest:
-            return f"model {frame.model!r} is {model.digest[:16]} here, not {frame.digest[:16]}"
+        if frame.digest != model.pages.digest:
+            return f"model {frame.model!r} is {model.pages.digest[:16]} here, not {frame.digest[:16]}"
         try:
-            model.rows.attach(Path(frame.steps_path), bytes.fromhex(frame.digest))
+            model.pages.rows.attach(Path(frame.steps_path), bytes.fromhex(frame.digest))
         except (ArenaError, OSError) as error:
             return str(error)
         return ""
 
-    def _ready(self, model: ModelPages, manager: Manager, declared: bool) -> m.KvReady:
-        assert model.arena is not None
-        assert model.geometry is not None
+    @staticmethod
+    def _ready(model: Attached, manager: Manager, declared: bool) -> m.KvReady:
+        arena, geometry = model.pages.arena, model.pages.geometry
+        assert arena is not None
+        assert geometry is not None
         return m.KvReady(
-            model.config.name, model.digest, str(model.arena.path), manager.total,
-            model.geometry.page_tokens, model.geometry.page_bytes, declared, "", model.arena.generation,
+            model.name, model.pages.digest, str(arena.path), manager.total, geometry.page_tokens,
+            geometry.page_bytes, declared, "", arena.generation,
         )  # fmt: skip
 
-    def _declare(self, peer: bytes, model: ModelPages, manager: Manager, frame: m.Declare) -> None:
+    def _declare(self, peer: bytes, model: Attached, manager: Manager, frame: m.Declare) -> None:
         refused = manager.declare(DeclaredLease(*lease) for lease in frame.leases)
         for sequence in refused:
             log.warning("a declared lease is not recognised", extra={"sequence": sequence})
             self.hub.send(peer, m.Denied(0, sequence, True, 0, manager.free + manager.cached, manager.total))
         self.hub.send(peer, self._ready(model, manager, declared=True))
 
-    def _acquire(self, model: ModelPages, manager: Manager, frame: m.Acquire) -> Grant | Denial:
-        known = model.rows.known(frame.row, frame.n_tokens)
+    @staticmethod
+    def _acquire(model: Attached, manager: Manager, frame: m.Acquire) -> Grant | Denial:
+        known = model.pages.rows.known(frame.row, frame.n_tokens)
         if known is None:
             log.error("row out of bounds", extra={"sequence": frame.sequence, "row": frame.row})
             return Denial(False, 0, manager.free + manager.cached, manager.total)
@@ -237,27 +229,30 @@ class KvStage:
 
     # -------------------------------------------------------------- telling
 
-    def _push_states(self) -> None:
-        """`KvState` to each scheduler: when it has changed, and with every heartbeat."""
+    def _tick(self) -> None:
+        """`KvState` to each scheduler: when it has changed, and with every heartbeat. Metrics."""
         now = time.monotonic()
         is_due = now >= self._next_push
         if is_due:
             self._next_push = now + self.config.server.heartbeat_ms / 1000
+            measure([model.pages for model in self.models.values()], self.metrics)
+            self.metrics.write()
         for model in self.models.values():
-            if model.manager is None or model.attached is None or not model.is_answered:
+            if model.manager is None or model.peer is None or not model.is_answered:
                 continue
             state = self._state(model, model.manager)
             if is_due or state != model.last_state:
                 model.last_state = state
-                self.hub.send(model.attached[0], state)
+                self.hub.send(model.peer, state)
 
     @staticmethod
-    def _state(model: ModelPages, manager: Manager) -> m.KvState:
-        assert model.geometry is not None
+    def _state(model: Attached, manager: Manager) -> m.KvState:
+        assert model.pages.geometry is not None
         counters = manager.counters
         return m.KvState(
-            model.config.name, manager.total, manager.free, manager.cached, manager.leased,
-            model.geometry.page_bytes, counters.hits, counters.misses, counters.evictions, counters.spilled,
+            model.name, manager.total, manager.free, manager.cached, manager.leased,
+            model.pages.geometry.page_bytes, counters.hits, counters.misses, counters.evictions,
+            counters.spilled,
         )  # fmt: skip
 
 

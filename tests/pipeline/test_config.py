@@ -53,7 +53,7 @@ def test_the_shipped_file_shows_every_key() -> None:
                 assert set(raw[section.name]) == names - hidden
     shown = set(re.findall(r"^#[ -]+([a-z_0-9]+):", text, re.M))
     names = {field.name for field in msgspec.structs.fields(schema.ModelConfig)}
-    assert names - {"spill_path", "spill_mb", "speculate", "device", "weight"} <= shown
+    assert names - {"speculate", "device", "weight"} <= shown
 
 
 SESSION_SERVER = """

@@ -1,0 +1,159 @@
+"""One model's pages as a whole: its arena, its files on disk, its manager. Files, but no sockets."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from pipeline import paths
+from pipeline.config_schema import Config, ModelConfig
+from pipeline.telemetry import Metrics
+from shm.arena import Arena
+from shm.checkpoint import load_index
+from shm.pages import KvGeometry
+from stages.kv import persist, prefix
+from stages.kv.adopt import open_arena
+from stages.kv.manager import Manager
+from stages.kv.rows import Rows
+from stages.kv.spill import PageStore
+
+log = logging.getLogger("starling.kv")
+
+SPILL_FACTOR = 4  # a spill file without a bound of its own: so many times the arena
+SAVE_PAGES = 4  # copied in one go, so that no frame waits for more
+
+
+class ModelPages:
+    """Closed until `open` has found the model's index."""
+
+    def __init__(self, config: Config, model: ModelConfig) -> None:
+        self.config = config
+        self.model = model
+        self.rows = Rows()
+        self.digest = ""  # hex
+        self.geometry: KvGeometry | None = None
+        self.arena: Arena | None = None
+        self.manager: Manager | None = None
+        self.saved: PageStore | None = None
+        self.spilled: PageStore | None = None
+
+    def open(self, index_path: Path) -> Manager:
+        """Make or adopt the arena, open the files. Raises `ArenaError`, `CheckpointError`, `OSError`."""
+        index = load_index(index_path)
+        config, model, hyper = self.config, self.model, index.hyper
+        geometry = KvGeometry(
+            hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, model.page_tokens, model.kv_type
+        )
+        raw = bytes.fromhex(index.digest)
+        path = paths.arena_dir(config) / f"{model.slug}.kv"
+        budget = config.kv_cache_bytes(model)
+        # The clock's ns: a generation that no earlier arena of this name has had.
+        home = open_arena(path, geometry, raw, budget, time.time_ns())
+        self.digest, self.geometry, self.arena = index.digest, geometry, home.arena
+
+        if config.cache.enabled:
+            saved_dir = paths.state_dir(config) / "kv"
+            self.saved = self._store(saved_dir, config.cache.persist_mb << 20, persist.IN_STATE)
+            if model.spill_path:
+                bound = model.spill_mb << 20 or SPILL_FACTOR * budget
+                self.spilled = self._store(Path(model.spill_path).expanduser(), bound, persist.IN_SPILL)
+        stores = [store for store in (self.spilled, self.saved) if store is not None]
+        manager = Manager(
+            home.views,
+            geometry.page_tokens,
+            prefix.roots(raw, geometry),
+            self.rows.read,
+            policy=config.cache.eviction_policy,
+            ttl_ns=config.cache.ttl_s * 1_000_000_000,
+            caching=config.cache.enabled,
+            spill=self.spilled,
+            tiers=stores,
+        )
+        if home.found is None:
+            manager.declared = False
+        else:
+            manager.headers.forget_copies()
+            manager.adopt(home.found.full, home.found.limbo)
+            for store in stores:
+                persist.note_copies(manager, store)
+        self.manager = manager
+        log.info(
+            "KV arena stands",
+            extra={
+                "model": model.name, "pages": manager.total, "page_bytes": geometry.page_bytes,
+                "is_adopted": home.found is not None, "cached": manager.cached, "limbo": manager.leased,
+                "torn": home.found.torn if home.found else 0,
+                "on_disk": sum(len(store) for store in stores),
+            },
+        )  # fmt: skip
+        return manager
+
+    def _store(self, directory: Path, max_bytes: int, residency: int) -> PageStore | None:
+        """A file of pages; None, with a word in the log, when it cannot be used: the server runs on."""
+        assert self.geometry is not None
+        if not max_bytes:
+            return None
+        path = persist.store_path(directory, self.model.slug, self.digest, self.geometry)
+        what = persist.identity(self.digest, self.geometry)
+        try:
+            return PageStore(path, what, self.geometry.page_bytes, max_bytes, residency)
+        except OSError as error:
+            log.error("%s cannot be used, pages are not kept there: %s", path, error.strerror or error)
+            return None
+
+    # -------------------------------------------------------------- now and then
+
+    def save_proven(self) -> bool:
+        """A few pages that have proven themselves to the state directory. True: there may be more."""
+        if self.manager is None or self.saved is None:
+            return False
+        return persist.save_proven(self.manager, self.saved, SAVE_PAGES) == SAVE_PAGES
+
+    def save_recent(self) -> bool:
+        """At a clean stop: a few of the most recent pages. True: there may be more."""
+        if self.manager is None or self.saved is None:
+            return False
+        return persist.save_recent(self.manager, self.saved, SAVE_PAGES) > 0
+
+    def close(self) -> None:
+        """Let go of everything; the arena's file stays for a successor."""
+        for store in (self.saved, self.spilled):
+            if store is not None:
+                store.close()
+        self.rows.detach()
+        if self.arena is not None:
+            self.arena.close()
+
+    # -------------------------------------------------------------- figures
+
+    def stores(self) -> list[PageStore]:
+        return [store for store in (self.spilled, self.saved) if store is not None]
+
+
+def measure(models: list[ModelPages], metrics: Metrics) -> None:
+    """Enter the figures of all models."""
+    allocated = resident = spilled = evictions = failures = restored = 0
+    for model in models:
+        manager = model.manager
+        if manager is None or model.geometry is None:
+            continue
+        counters, page_bytes, name = manager.counters, model.geometry.page_bytes, model.model.name
+        allocated += manager.total * page_bytes
+        resident += (manager.cached + manager.leased) * page_bytes
+        spilled += sum(len(store) for store in model.stores()) * page_bytes
+        evictions += counters.evictions
+        failures += counters.checksum_failures + sum(s.counters.damaged for s in model.stores())
+        restored += counters.restored
+        metrics.set("starling_kv_cache_hits_total", counters.hits, name)
+        metrics.set("starling_kv_cache_misses_total", counters.misses, name)
+        for state in ("free", "cached", "leased"):
+            metrics.set("starling_kv_cache_pages", getattr(manager, state), name, state)
+        for seconds in counters.restore_s:
+            metrics.observe("starling_kv_cache_restore_seconds", seconds)
+        counters.restore_s.clear()
+    for state, value in (("allocated", allocated), ("resident", resident), ("spilled", spilled)):
+        metrics.set("starling_kv_cache_bytes", value, state)
+    metrics.set("starling_kv_cache_evictions_total", evictions)
+    metrics.set("starling_kv_cache_checksum_failures_total", failures)
+    metrics.set("starling_kv_cache_restored_pages_total", restored)

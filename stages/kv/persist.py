@@ -1,0 +1,73 @@
+"""What survives the arena: copies of full pages in the state directory.
+
+The arena itself outlives every process, but not a clean stop, which removes it, nor a reboot.  So
+pages that more than one sequence has held, which have proven their worth, are copied while the server
+runs; all others at a clean stop, the most recently used first, as far as bound and time allow.
+(Copying every page at once would write tens of MB/s to the disk all day.)
+
+A copy is found again by its name; whether it is what it was, its checksum says when it is read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shm.pages import KvGeometry
+from stages.kv.manager import Manager
+from stages.kv.spill import PageStore
+
+IN_SPILL, IN_STATE = 1, 2  # bits of a page header's `residency`
+PROVEN_USES = 2
+
+
+def store_path(directory: Path, slug: str, digest: str, geometry: KvGeometry) -> Path:
+    """One file for each identity: another version of a model does not overwrite this one's."""
+    return directory / f"{slug}-{digest[:12]}-{geometry.kv_type}-{geometry.page_tokens}.pages"
+
+
+def identity(digest: str, geometry: KvGeometry) -> dict[str, object]:
+    """What a file of pages must say of itself to be used."""
+    return {"digest": digest, **geometry._asdict()}
+
+
+def note_copies(manager: Manager, store: PageStore) -> None:
+    """After a restart: enter into the page headers which pages `store` has."""
+    for digest in store.digests():
+        page = manager.index.get(digest)
+        if page is not None:
+            manager.headers.mark_copy(page, store.residency)
+
+
+def save_proven(manager: Manager, store: PageStore, limit: int) -> int:
+    """Copy at most `limit` pages that have proven themselves. Returns how many."""
+    return _save(manager, store, manager.headers.without_copy(store.residency, PROVEN_USES), limit)
+
+
+def save_recent(manager: Manager, store: PageStore, limit: int) -> int:
+    """Copy at most `limit` of the most recent pages, as many as fit under the bound. 0: all are there.
+
+    A page that is there already counts as recent, so that it is not replaced by an older one.
+    """
+    wanted = []
+    for page in manager.named_pages()[: store.capacity]:
+        digest = manager.name_of(page)
+        if digest is not None and digest in store:
+            store.touch(digest)
+        else:
+            wanted.append(page)
+    return _save(manager, store, wanted, limit)
+
+
+def _save(manager: Manager, store: PageStore, pages: list[int], limit: int) -> int:
+    count = 0
+    for page in pages:
+        if count == limit:
+            break
+        digest = manager.name_of(page)
+        if digest is None:
+            continue
+        if not store.put(digest, manager.headers.record(page), manager.arena.pages[page]):
+            break
+        manager.headers.mark_copy(page, store.residency)
+        count += 1
+    return count

@@ -1,0 +1,309 @@
+"""Full pages on disk: a bounded file of slots, used for evicted pages and for saved ones.
+
+    0       4096    magic "STARPAGE", layout, length and XXH3-64 of the identity, the identity
+                    (msgpack: model digest, geometry): whoever opens the file expects the same
+    extent  4096    records: PAGE_RECORD bytes for each of at most 32 slots, as in the page header
+            ...     the slots' pages, page_bytes each
+
+The file grows by extents, each reserved with `posix_fallocate` before it is used, so that a full disk is
+an error here and not a signal later.  A slot's record is zeroed before its page is written and written
+after it: what a crash or a power cut leaves half-done has no record, or fails its checksum.
+
+Reading is through a map, after the kernel has been asked to bring the range in: a bad sector or a
+truncated file is then an error as well.  The checksum is taken of the copy in the arena, of the very
+bytes that will be used.  Whatever fails costs a page, is counted and logged, and is never served.
+
+The one writer is the kv stage (flock).  When all slots are taken, the longest unused one is.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from shm.arena import align
+from shm.pages import HEADER, PAGE_FULL, PAGE_RECORD
+from stages.kv.headers import PageName, checksum, unpack_name
+from stages.kv.prefix import PageDigest
+
+log = logging.getLogger("starling.kv")
+
+MAGIC = b"STARPAGE"
+LAYOUT = 1
+BLOCK = 4096
+SLOTS = BLOCK // PAGE_RECORD  # of an extent
+PAUSE_S = 30.0  # after an error of the disk nothing is written for so long
+SLOW_S = 0.1  # a page that takes longer to write
+SLOW_FACTOR = 20  # is followed by a pause this many times as long
+MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
+
+_FIELDS = HEADER.fields
+assert _FIELDS is not None
+_STATE_AT = int(_FIELDS["state"][1])
+_LAST_USE_AT = int(_FIELDS["last_use"][1])
+
+
+@dataclass
+class StoreCounters:
+    """Since the process started."""
+
+    stored: int = 0
+    fetched: int = 0
+    replaced: int = 0  # given up for others
+    damaged: int = 0  # dropped at open or on the way back: checksum, geometry, truncation
+    errors: int = 0  # of the disk
+
+
+class PageStore:
+    """Slots for pages of `page_bytes`, at most `max_bytes` of file. Implements `manager.Tier`."""
+
+    def __init__(
+        self,
+        path: Path,
+        identity: dict[str, Any],
+        page_bytes: int,
+        max_bytes: int,
+        residency: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open or create. Raises `OSError` when that cannot be, `BlockingIOError` when it is in use."""
+        self.path = path
+        self.residency = residency
+        self.page_bytes = page_bytes
+        self.counters = StoreCounters()
+        self._clock = clock
+        self._paused_until = self._full_until = float("-inf")
+        self._slots_each = max(0, min(SLOTS, (max_bytes - 2 * BLOCK) // page_bytes))
+        self._extent_bytes = BLOCK + align(self._slots_each * page_bytes, BLOCK)
+        self._max_extents = max(0, max_bytes - BLOCK) // self._extent_bytes if self._slots_each else 0
+        self._slot_of: OrderedDict[PageDigest, int] = OrderedDict()  # longest unused first
+        self._free: list[int] = []
+        self._maps: list[mmap.mmap] = []
+        self._views: list[np.ndarray] = []
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._open({**identity, "page_bytes": page_bytes, "slots": self._slots_each})
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    # -------------------------------------------------------------- what is there
+
+    def __contains__(self, digest: PageDigest) -> bool:
+        return digest in self._slot_of
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    @property
+    def capacity(self) -> int:
+        """Pages under the bound."""
+        return self._max_extents * self._slots_each
+
+    @property
+    def file_bytes(self) -> int:
+        return BLOCK + len(self._maps) * self._extent_bytes
+
+    def digests(self) -> list[PageDigest]:
+        """Longest unused first."""
+        return list(self._slot_of)
+
+    def touch(self, digest: PageDigest) -> None:
+        """Used again: it goes last."""
+        self._slot_of.move_to_end(digest)
+
+    # -------------------------------------------------------------- to disk and back
+
+    def put(self, digest: PageDigest, record: bytes, content: np.ndarray) -> bool:
+        """Keep a copy. False: the disk is full, failing or slow, or the bound is zero."""
+        if digest in self._slot_of:
+            self._slot_of.move_to_end(digest)
+            return True
+        begun = self._clock()
+        if begun < self._paused_until or self.capacity == 0:
+            return False
+        slot = -1
+        try:
+            slot = self._take_slot()
+            if slot < 0:
+                return False
+            self._write(self._record_at(slot), bytes(PAGE_RECORD))
+            self._write(self._page_at(slot), content.data)
+            self._write(self._record_at(slot), record)
+        except OSError as error:
+            if slot >= 0:
+                self._free.append(slot)
+            self._fail(error)
+            return False
+        self._slot_of[digest] = slot
+        self.counters.stored += 1
+        took = self._clock() - begun
+        if took > SLOW_S:
+            self._paused_until = begun + took * SLOW_FACTOR
+            log.warning("%s: a page took %.0f ms to write; pausing", self.path, took * 1000)
+        return True
+
+    def fetch(self, digest: PageDigest, out: np.ndarray) -> PageName | None:
+        """Copy a page into `out` (page_bytes,) u8. None: it is not there or was damaged, `out` is void."""
+        slot = self._slot_of.get(digest)
+        if slot is None:
+            return None
+        try:
+            name = self._read(slot, digest, out)
+        except (OSError, ValueError) as error:
+            log.warning("%s: slot %d cannot be read: %s", self.path, slot, error)
+            name = None
+        if name is None:
+            self.counters.damaged += 1
+            log.warning("%s: the page in slot %d is damaged and was dropped", self.path, slot)
+            self._drop(digest)
+            return None
+        self._slot_of.move_to_end(digest)
+        self.counters.fetched += 1
+        return name
+
+    def close(self) -> None:
+        """Idempotent. What was put stays."""
+        if self._fd >= 0:
+            self._views.clear()
+            for map_ in self._maps:
+                map_.close()
+            self._maps.clear()
+            os.close(self._fd)
+            self._fd = -1
+
+    # -------------------------------------------------------------- slots
+
+    def _record_at(self, slot: int) -> int:
+        extent, i = divmod(slot, self._slots_each)
+        return BLOCK + extent * self._extent_bytes + i * PAGE_RECORD
+
+    def _page_at(self, slot: int) -> int:
+        extent, i = divmod(slot, self._slots_each)
+        return BLOCK + extent * self._extent_bytes + BLOCK + i * self.page_bytes
+
+    def _take_slot(self) -> int:
+        may_grow = len(self._maps) < self._max_extents and self._clock() >= self._full_until
+        if not self._free and may_grow:
+            try:
+                self._grow()
+            except OSError as error:
+                if not self._slot_of or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                # The disk is full: make do with the slots that there are.
+                self._full_until = self._clock() + PAUSE_S
+                self.counters.errors += 1
+                log.warning("%s: no room to grow past %d bytes: %s", self.path, self.file_bytes, error)
+        if self._free:
+            return self._free.pop()
+        if not self._slot_of:
+            return -1
+        _, slot = self._slot_of.popitem(last=False)
+        self.counters.replaced += 1
+        return slot
+
+    def _grow(self) -> None:
+        extent = len(self._maps)
+        begin = BLOCK + extent * self._extent_bytes
+        os.posix_fallocate(self._fd, begin, self._extent_bytes)
+        self._write(begin, bytes(BLOCK))
+        self._map(extent)
+        self._free += range((extent + 1) * self._slots_each - 1, extent * self._slots_each - 1, -1)
+
+    def _map(self, extent: int) -> None:
+        begin = BLOCK + extent * self._extent_bytes
+        map_ = mmap.mmap(self._fd, self._extent_bytes, access=mmap.ACCESS_READ, offset=begin)
+        self._maps.append(map_)
+        self._views.append(np.frombuffer(map_, np.uint8))
+
+    def _drop(self, digest: PageDigest) -> None:
+        slot = self._slot_of.pop(digest)
+        self._free.append(slot)
+        try:
+            self._write(self._record_at(slot), bytes(PAGE_RECORD))
+        except OSError as error:
+            self._fail(error)
+
+    # -------------------------------------------------------------- bytes
+
+    def _write(self, offset: int, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
+        while rest:
+            done = os.pwrite(self._fd, rest, offset)
+            offset += done
+            rest = rest[done:]
+
+    def _read(self, slot: int, digest: PageDigest, out: np.ndarray) -> PageName | None:
+        extent, _ = divmod(slot, self._slots_each)
+        begin = self._page_at(slot) - (BLOCK + extent * self._extent_bytes)
+        end = begin + self.page_bytes
+        record = os.pread(self._fd, PAGE_RECORD, self._record_at(slot))
+        name = unpack_name(record) if len(record) == PAGE_RECORD else None
+        if name is None or name.digest != digest:
+            return None
+        first = begin // BLOCK * BLOCK
+        try:
+            self._maps[extent].madvise(MADV_POPULATE_READ, first, align(end, BLOCK) - first)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel before 5.14 cannot
+                raise
+        out[:] = self._views[extent][begin:end]
+        return name if checksum(out) == name.checksum else None
+
+    def _fail(self, error: OSError) -> None:
+        self.counters.errors += 1
+        self._paused_until = self._clock() + PAUSE_S
+        log.warning("%s: %s; no page is kept there for %.0f s", self.path, error, PAUSE_S)
+
+    # -------------------------------------------------------------- opening
+
+    def _open(self, identity: dict[str, Any]) -> None:
+        packed = msgspec.msgpack.encode(identity, order="deterministic")
+        head = MAGIC + LAYOUT.to_bytes(4, "little") + len(packed).to_bytes(4, "little")
+        head += xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little") + packed
+        found = os.pread(self._fd, BLOCK, 0)
+        if found[: len(head)] != head:
+            if found:
+                log.warning("%s: of another model, geometry or layout; started afresh", self.path)
+            os.ftruncate(self._fd, 0)
+            self._write(0, head.ljust(BLOCK, b"\0"))
+            return
+        there = (os.fstat(self._fd).st_size - BLOCK) // self._extent_bytes if self._slots_each else 0
+        extents = min(there, self._max_extents)
+        os.ftruncate(self._fd, BLOCK + extents * self._extent_bytes)
+        records: list[tuple[int, PageDigest, int]] = []
+        for extent in range(extents):
+            self._map(extent)
+            table = os.pread(self._fd, BLOCK, BLOCK + extent * self._extent_bytes)
+            for i in range(self._slots_each):
+                slot = extent * self._slots_each + i
+                record = table[i * PAGE_RECORD : (i + 1) * PAGE_RECORD]
+                if int.from_bytes(record[_STATE_AT : _STATE_AT + 4], "little") == PAGE_FULL:
+                    name = unpack_name(record)
+                    if name is not None:
+                        last_use = int.from_bytes(record[_LAST_USE_AT : _LAST_USE_AT + 8], "little")
+                        records.append((last_use, name.digest, slot))
+                        continue
+                    self.counters.damaged += 1
+                self._free.append(slot)
+        self._free.reverse()
+        for _, digest, slot in sorted(records):
+            if digest in self._slot_of:
+                self._free.append(slot)
+            else:
+                self._slot_of[digest] = slot
