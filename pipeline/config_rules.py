@@ -98,7 +98,7 @@ def _models(config: Config) -> Iterator[Rule]:
             yield Rule(f"{at}.sha256", repr(model.sha256), "expected 64 hexadecimal digits")
         yield from _ranks(at, model)
         if model.spill_mb and not model.spill_path:
-            yield Rule(f"{at}.spill_mb", str(model.spill_mb), "bounds a spill file, but spill_path is not set")
+            yield Rule(f"{at}.spill_mb", str(model.spill_mb), "bounds a spill file: set spill_path too")
 
 
 def _ranks(at: str, model: ModelConfig) -> Iterator[Rule]:
