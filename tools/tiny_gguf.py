@@ -1,4 +1,4 @@
-"""Writes small random llama models as GGUF files, for tests and benchmarks.
+"""Writes small random llama and qwen2 models as GGUF files, for tests and benchmarks.
 
     python -m tools.tiny_gguf model.gguf --shape grouped --format Q4_K_M --seed 7
 
@@ -24,7 +24,10 @@ from gguf import GGMLQuantizationType as Type
 
 
 class Shape(NamedTuple):
-    """Of a llama graph. Widths are multiples of 32; `head_dim * n_heads` need not be `width`."""
+    """Of a llama graph (qwen2: with biases on q, k, v).
+
+    Widths are multiples of 32; `head_dim * n_heads` need not be `width`.
+    """
 
     n_layers: int
     width: int
@@ -37,6 +40,7 @@ class Shape(NamedTuple):
     context_length: int = 2048
     rope_base: float = 10000.0
     long_context: bool = False  # with the frequency factors of Llama 3
+    architecture: str = "llama"
 
 
 SHAPES = {
@@ -45,6 +49,7 @@ SHAPES = {
     "grouped": Shape(2, 160, 6, 2, 64, 224, 515, rope_base=100000.0),
     "super": Shape(2, 256, 4, 2, 64, 512, 307, tied=False, rope_base=500000.0, long_context=True),
     "wide": Shape(1, 256, 4, 1, 128, 256, 333, context_length=8192),
+    "biased": Shape(2, 128, 4, 2, 32, 192, 277, rope_base=1000000.0, architecture="qwen2"),
     "llama-1b": Shape(16, 2048, 32, 8, 64, 8192, 128256, True, 131072, 500000.0, True),
 }
 
@@ -170,6 +175,9 @@ def tensor_plan(shape: Shape, recipe: str) -> list[tuple[str, Type, int, int]]:
     def vector(name: str, columns: int) -> tuple[str, Type, int, int]:
         return f"{name}.weight", Type.F32, 0, columns
 
+    def biases(layer: int) -> list[tuple[str, Type, int, int]]:
+        return [(f"blk.{layer}.attn_{x}.bias", Type.F32, 0, n) for x, n in (("q", q), ("k", kv), ("v", kv))]
+
     q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     plan = [matrix("token_embd", shape.vocab_size, shape.width)]
     if shape.long_context:
@@ -180,6 +188,7 @@ def tensor_plan(shape: Shape, recipe: str) -> list[tuple[str, Type, int, int]]:
             matrix(f"blk.{layer}.attn_q", q, shape.width),
             matrix(f"blk.{layer}.attn_k", kv, shape.width),
             matrix(f"blk.{layer}.attn_v", kv, shape.width),
+            *(biases(layer) if shape.architecture == "qwen2" else ()),
             matrix(f"blk.{layer}.attn_output", shape.width, q),
             vector(f"blk.{layer}.ffn_norm", shape.width),
             matrix(f"blk.{layer}.ffn_gate", shape.hidden, shape.width),
@@ -206,7 +215,7 @@ def rope_factors(shape: Shape) -> np.ndarray:
 
 def write_model(path: Path, shape: Shape, recipe: str = "Q4_1", seed: int = 0) -> Path:
     """Write a model; tensors go to the file one by one. Returns `path`."""
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, shape.architecture)
     writer.add_name(f"random {recipe}")
     writer.add_context_length(shape.context_length)
     writer.add_embedding_length(shape.width)
@@ -247,6 +256,8 @@ def write_model(path: Path, shape: Shape, recipe: str = "Q4_1", seed: int = 0) -
     for name, kind, rows, columns in plan:
         if name == "rope_freqs.weight":
             data = rope_factors(shape)
+        elif name.endswith(".bias"):
+            data = rng.standard_normal(columns, np.float32) * np.float32(0.3)
         elif rows == 0:
             data = rng.uniform(0.8, 1.2, columns).astype(np.float32)
         else:
@@ -264,7 +275,7 @@ def write_model(path: Path, shape: Shape, recipe: str = "Q4_1", seed: int = 0) -
 @click.option("--format", "recipe", type=click.Choice(list(RECIPES)), default="Q4_1", show_default=True)
 @click.option("--seed", default=0, show_default=True)
 def main(path: Path, shape: str, recipe: str, seed: int) -> None:
-    """Write a random llama model to PATH."""
+    """Write a random model to PATH."""
     write_model(path, SHAPES[shape], recipe, seed)
     click.echo(f"{path}: {path.stat().st_size:,} bytes, shape {shape}, {recipe}, seed {seed}")
 

@@ -196,7 +196,7 @@ def test_attention_number_by_number_over_a_segment_border() -> None:
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "f32", "int8"])
-@pytest.mark.parametrize("shape", ["small", "odd", "grouped", "super", "wide"])
+@pytest.mark.parametrize("shape", ["small", "odd", "grouped", "super", "wide", "biased"])
 def test_pieces_do_not_matter(tiny_gguf: TinyGguf, shape: str, kv_type: str) -> None:
     model = ExactModel(tiny_gguf(shape))
     tokens = np.random.default_rng(1).integers(0, 260, 20)
@@ -226,6 +226,14 @@ def test_the_twins_agree(tiny_gguf: TinyGguf, recipe: str) -> None:
     difference = np.abs(exact_logits - FloatModel(path).logits(tokens))
     assert difference.max() < (1e-3 if recipe in ("F32", "F16", "BF16") else 1.5)
     assert difference.mean() < 0.1
+
+
+@pytest.mark.parametrize("shape", ["small", "odd", "grouped", "wide", "biased"])
+def test_the_twins_agree_in_every_shape(tiny_gguf: TinyGguf, shape: str) -> None:
+    path = tiny_gguf(shape, "F32")
+    tokens = np.random.default_rng(4).integers(0, 261, 24)
+    exact_logits = ExactSequence(ExactModel(path), "f32").extend(tokens)
+    assert np.abs(exact_logits - FloatModel(path).logits(tokens)).max() < 1e-3
 
 
 def test_numpy_dispatch_does_not_matter(tiny_gguf: TinyGguf) -> None:

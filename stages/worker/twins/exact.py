@@ -1,4 +1,4 @@
-"""The exact twin: the forward pass of a llama GGUF, bit for bit as docs/numerics.md defines it.
+"""The exact twin: the forward pass of a llama or qwen2 GGUF, bit for bit as docs/numerics.md defines it.
 
     model = ExactModel(path)
     logits = ExactSequence(model, kv_type="f16").extend(tokens)      # (len(tokens), vocab) f32
@@ -18,7 +18,7 @@ from stages.worker.rope import SPAN, RopeTables, rope_tables
 from stages.worker.twins.arithmetic import exp, lane_sum, quantize, rms_norm, silu, stored
 from stages.worker.twins.blocks import Matrix
 from stages.worker.twins.fma import fma
-from stages.worker.twins.source import Source
+from stages.worker.twins.source import Source, pair_slices
 
 SEGMENT = 256
 _CHUNK = 1 << 16  # f32 elements worked on at once: they and their f64 stay in the cache
@@ -76,14 +76,14 @@ def turns(tables: RopeTables, positions: np.ndarray) -> tuple[np.ndarray, np.nda
     return fma(ch, cl, -(sh * sl)), fma(sh, cl, ch * sl)
 
 
-def rotate(x: np.ndarray, cosine: np.ndarray, sine: np.ndarray) -> np.ndarray:
-    """RoPE on neighbours: x (n, heads, head_dim), cosine and sine (n, n_rot / 2)."""
-    n_rot = 2 * cosine.shape[1]
-    a, b = x[..., 0:n_rot:2], x[..., 1:n_rot:2]
+def rotate(x: np.ndarray, cosine: np.ndarray, sine: np.ndarray, pairs: str) -> np.ndarray:
+    """RoPE: x (n, heads, head_dim), cosine and sine (n, n_rot / 2), `pairs` as in `Hyper`."""
+    first, second = pair_slices(2 * cosine.shape[1], pairs)
+    a, b = x[..., first], x[..., second]
     c, s = cosine[:, None, :], sine[:, None, :]
     turned = x.copy()
-    turned[..., 0:n_rot:2] = fma(a, c, -(b * s))
-    turned[..., 1:n_rot:2] = fma(a, s, b * c)
+    turned[..., first] = fma(a, c, -(b * s))
+    turned[..., second] = fma(a, s, b * c)
     return turned
 
 
@@ -158,6 +158,11 @@ class ExactModel:
             self._matrices[name] = self.source.matrix(name)
         return matmul(self._matrices[name], x)
 
+    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
+        """`name`.weight times x; a bias is one addition more."""
+        y = self.matmul(f"{name}.weight", x)
+        return y + self.source.values(f"{name}.bias") if f"{name}.bias" in self.source else y
+
     def norm(self, name: str, x: np.ndarray) -> np.ndarray:
         return rms_norm(x, self.source.values(name), self.hyper.eps)
 
@@ -190,10 +195,10 @@ class ExactSequence:
 
     def _attention(self, layer: int, y: np.ndarray, cosine: np.ndarray, sine: np.ndarray) -> np.ndarray:
         m, h, block = self.model, self.model.hyper, f"blk.{layer}"
-        q = m.matmul(f"{block}.attn_q.weight", y).reshape(len(y), h.n_heads, h.head_dim)
-        k = m.matmul(f"{block}.attn_k.weight", y).reshape(len(y), h.n_kv_heads, h.head_dim)
-        v = m.matmul(f"{block}.attn_v.weight", y).reshape(len(y), h.n_kv_heads, h.head_dim)
-        q, k = rotate(q, cosine, sine), rotate(k, cosine, sine)
+        q = m.linear(f"{block}.attn_q", y).reshape(len(y), h.n_heads, h.head_dim)
+        k = m.linear(f"{block}.attn_k", y).reshape(len(y), h.n_kv_heads, h.head_dim)
+        v = m.linear(f"{block}.attn_v", y).reshape(len(y), h.n_kv_heads, h.head_dim)
+        q, k = rotate(q, cosine, sine, h.pairs), rotate(k, cosine, sine, h.pairs)
         self.keys[layer] = np.concatenate([self.keys[layer], stored(k, self.kv_type)])
         self.values[layer] = np.concatenate([self.values[layer], stored(v, self.kv_type)])
         mixed = attention(q, self.keys[layer], self.values[layer], self.length)

@@ -1,4 +1,4 @@
-"""The float twin: the forward pass of a llama GGUF with its weights dequantized and f32 activations.
+"""The float twin: the forward pass of a llama or qwen2 GGUF with its weights dequantized and f32 activations.
 
 Nothing here is part of the numerics contract: it says that the graph is right (a tolerance against an
 independent engine), not which bits come out.
@@ -13,7 +13,7 @@ import numpy as np
 
 from stages.worker.rope import FRACTION_BITS, rope_frequencies
 from stages.worker.twins.arithmetic import stored
-from stages.worker.twins.source import Source
+from stages.worker.twins.source import Source, pair_slices
 
 
 class FloatModel:
@@ -47,15 +47,19 @@ class FloatModel:
     def _matmul(self, name: str, x: np.ndarray) -> np.ndarray:
         return x @ self.source.values(name).T
 
+    def _linear(self, name: str, x: np.ndarray) -> np.ndarray:
+        y = self._matmul(f"{name}.weight", x)
+        return y + self.source.values(f"{name}.bias") if f"{name}.bias" in self.source else y
+
     def _norm(self, name: str, x: np.ndarray) -> np.ndarray:
         mean = np.mean(x.astype(np.float64) ** 2, axis=-1, keepdims=True) + self.source.hyper.eps
         return (x / np.sqrt(mean)).astype(np.float32) * self.source.values(name)
 
     def _attention(self, block: str, y: np.ndarray, angles: np.ndarray) -> np.ndarray:
         h, n = self.source.hyper, len(y)
-        q = self._rotate(self._matmul(f"{block}.attn_q.weight", y).reshape(n, h.n_heads, -1), angles)
-        k = self._rotate(self._matmul(f"{block}.attn_k.weight", y).reshape(n, h.n_kv_heads, -1), angles)
-        v = self._matmul(f"{block}.attn_v.weight", y).reshape(n, h.n_kv_heads, -1)
+        q = self._rotate(self._linear(f"{block}.attn_q", y).reshape(n, h.n_heads, -1), angles)
+        k = self._rotate(self._linear(f"{block}.attn_k", y).reshape(n, h.n_kv_heads, -1), angles)
+        v = self._linear(f"{block}.attn_v", y).reshape(n, h.n_kv_heads, -1)
         k, v = stored(k, self.kv_type), stored(v, self.kv_type)
         q = q.reshape(n, h.n_kv_heads, -1, h.head_dim)  # heads that share a kv head are neighbours
         scores = np.einsum("ighd,jgd->ghij", q, k, optimize=True) / np.sqrt(np.float32(h.head_dim))
@@ -66,12 +70,11 @@ class FloatModel:
         return self._matmul(f"{block}.attn_output.weight", mixed)
 
     def _rotate(self, x: np.ndarray, angles: np.ndarray) -> np.ndarray:
-        """Pairs of neighbours, as llama GGUFs have them."""
-        n_rot = 2 * angles.shape[1]
-        a, b = x[..., 0:n_rot:2], x[..., 1:n_rot:2]
+        first, second = pair_slices(2 * angles.shape[1], self.source.hyper.pairs)
+        a, b = x[..., first], x[..., second]
         c = np.cos(angles)[:, None, :].astype(np.float32)
         s = np.sin(angles)[:, None, :].astype(np.float32)
         turned = x.copy()
-        turned[..., 0:n_rot:2] = a * c - b * s
-        turned[..., 1:n_rot:2] = a * s + b * c
+        turned[..., first] = a * c - b * s
+        turned[..., second] = a * s + b * c
         return turned
