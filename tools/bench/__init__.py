@@ -1,0 +1,1 @@
+"""`python -m tools.bench`: figures of speed, side by side with llama.cpp where its wheel is installed."""

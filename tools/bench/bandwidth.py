@@ -1,0 +1,56 @@
+"""How fast this machine reads memory: the bound of decoding, measured and not quoted.
+
+Each thread sums its own part of an array, again and again; nothing is written.  The working set is that of
+the model under test, because a cache that holds half of it doubles the figure.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+
+import numba
+import numpy as np
+
+
+@numba.njit(nogil=True, cache=False)
+def _read(words: np.ndarray) -> np.uint64:
+    """Sum of (n,) u64; LLVM makes it a stream of vector loads."""
+    total = np.uint64(0)
+    for i in range(words.size):
+        total += words[i]
+    return total
+
+
+def read_bandwidth(working_set_bytes: int, cores: list[int], seconds: float = 0.5, rounds: int = 5) -> float:
+    """Median over rounds of bytes read per second, all cores together, one thread pinned to each."""
+    parts = np.array_split(np.ones(working_set_bytes // 8, np.uint64), len(cores))
+    _read(parts[0][:8])
+    rates = []
+    for _ in range(rounds):
+        spans: list[tuple[float, float, int]] = []
+        start = threading.Barrier(len(cores))
+
+        def run(
+            part: np.ndarray,
+            core: int,
+            start: threading.Barrier = start,
+            spans: list[tuple[float, float, int]] = spans,
+        ) -> None:
+            os.sched_setaffinity(0, {core})  # of this thread only
+            start.wait()
+            begun, passes = time.perf_counter(), 0
+            while time.perf_counter() - begun < seconds:
+                _read(part)
+                passes += 1
+            spans.append((begun, time.perf_counter(), passes * part.nbytes))
+
+        threads = [threading.Thread(target=run, args=pair) for pair in zip(parts, cores, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        rates.append(sum(size / (end - begun) for begun, end, size in spans))
+    return statistics.median(rates)
