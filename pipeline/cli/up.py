@@ -107,10 +107,10 @@ def _free(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def write_procfile(config: Config, run_dir: Path, shipped: Path = PROCFILE) -> Path:
+def write_procfile(config: Config, run_dir: Path) -> Path:
     """The Procfile at the top, or one with a worker line for each model when there are several."""
-    if len(config.models) == 1 and shipped.is_file():
-        return shipped
+    if len(config.models) == 1 and PROCFILE.is_file():
+        return PROCFILE
     lines = [f"{name}: exec starling supervise {name}" for name in STAGES if name != "worker"]
     lines += [
         f"worker-{index}: exec starling supervise worker --model {model.name}"

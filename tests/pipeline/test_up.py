@@ -1,0 +1,176 @@
+"""`starling up` around stand-ins for the stages: real honcho, real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 15
+
+# `up` with the Procfile of the test and nothing to prepare.
+UP = """
+import sys
+from pathlib import Path
+from pipeline.cli import main, up
+up.PROCFILE = Path(sys.argv.pop(1))
+up.prepare_all = lambda config: None
+main()
+"""
+
+# A gateway that is always ready, and holds what a stage holds: a lock, a socket, an arena.
+READY = """
+import http.server, os, signal, socket, sys
+from pathlib import Path
+from pipeline import paths
+from pipeline.config import load
+from pipeline.rundir import StageLock
+config = load()
+lock = StageLock(paths.run_dir(config), "gateway")
+socket.socket(socket.AF_UNIX).bind(str(paths.run_dir(config) / "left.sock"))
+paths.arena_dir(config).mkdir(parents=True)
+(paths.arena_dir(config) / "model.kv").write_bytes(bytes(4096))
+
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/ready" else 404)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+http.server.HTTPServer(("127.0.0.1", config.server.port), Ready).serve_forever()
+"""
+
+
+class Up:
+    """A running `starling up`, its lines as they come."""
+
+    def __init__(self, tmp_path: Path, gateway: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        (tmp_path / "gateway.py").write_text(gateway)
+        procfile = tmp_path / "Procfile"
+        procfile.write_text(f"gateway: exec {sys.executable} {tmp_path}/gateway.py\n")
+        self.env = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+            "STARLING_HOME": str(tmp_path / "home"),
+            "STARLING_SERVER__PORT": str(self.port),
+            "STARLING_SERVER__ARENA_DIR": str(tmp_path / "shm"),
+            "STARLING_CACHE__MAX_SIZE_MB": "1",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", UP, str(procfile), "up"],
+            env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self.seen: list[str] = []
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as output:
+            for line in output:
+                self.seen.append(line)
+                self.lines.put(line)
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        while True:
+            try:
+                line = self.lines.get(timeout=WAIT_S)
+            except queue.Empty:
+                raise AssertionError(f"no {pattern!r} in:\n" + "".join(self.seen)) from None
+            if found := re.search(pattern, line):
+                return found
+
+    def stage_pid(self) -> int:
+        """The pid that honcho has printed."""
+        printed = re.search(r"pid=(\d+)", "".join(self.seen))
+        assert printed
+        return int(printed[1])
+
+    def end(self) -> int:
+        code = self.process.wait(WAIT_S)
+        self.reader.join()
+        return code
+
+
+Start = Callable[[str], Up]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    running: list[Up] = []
+
+    def begin(gateway: str) -> Up:
+        running.append(Up(tmp_path, gateway))
+        return running[-1]
+
+    yield begin
+    for up in running:
+        up.process.kill()
+        up.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_from_start_to_ctrl_c(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+    up = start(READY)
+    up.wait_for(rf"ready at http://127\.0\.0\.1:{up.port} \(\d+\.\d s\)")
+    pid = up.stage_pid()
+    assert list((tmp_path / "shm").rglob("*.kv"))
+    up.process.send_signal(number)
+    assert up.end() == 0, "".join(up.seen)
+    assert not list((tmp_path / "shm").iterdir())
+    assert not list((tmp_path / "home" / "run").glob("*.sock"))
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.slow
+def test_a_stage_that_ends_ends_all_with_an_error(start: Start) -> None:
+    up = start("import sys; sys.exit('cannot go on')")
+    up.wait_for("cannot go on")
+    assert up.end() == 1
+
+
+@pytest.mark.slow
+def test_a_second_one_is_refused(start: Start, tmp_path: Path) -> None:
+    up = start(READY)
+    up.wait_for("ready at")
+    second = start(READY)
+    second.wait_for(r"stage up already runs in .*/home/run \(pid \d+\): stop it first")
+    assert second.end() == 78
+    up.process.send_signal(signal.SIGTERM)
+    assert up.end() == 0
+
+
+@pytest.mark.slow
+def test_honcho_does_not_outlive_it(start: Start) -> None:
+    up = start(READY)
+    up.wait_for("ready at")
+    children = Path(f"/proc/{up.process.pid}/task/{up.process.pid}/children").read_text().split()
+    fds = [os.pidfd_open(int(pid)) for pid in children]
+    assert fds
+    up.process.kill()
+    gateway = up.stage_pid()
+    for fd in fds:
+        assert select.select([fd], [], [], WAIT_S)[0]
+        os.close(fd)
+    # Its supervisor would end a real stage; this stand-in has none.
+    os.kill(gateway, signal.SIGKILL)
