@@ -91,7 +91,7 @@ def _constant(name: str) -> NoReturn:
 
 def _int(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise _RefusedError(f"the body contains a number of {len(digits)} digits; at most {MAX_DIGITS} are read")
+        raise _RefusedError(f"the body contains a number of {len(digits)} digits, more than {MAX_DIGITS}")
     return int(digits)
 
 

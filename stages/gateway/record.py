@@ -166,6 +166,11 @@ class Request:
         return sum(s.cached_tokens for s in self.sequences if s.choice == 0)
 
     @property
+    def first_token_at(self) -> float:
+        """When its first token came; 0.0 when there is none."""
+        return min((s.begun_at for s in self.sequences if s.begun_at), default=0.0)
+
+    @property
     def completion_tokens(self) -> int:
         return sum(s.used if s.is_over else len(s.tokens) for s in self.sequences)
 

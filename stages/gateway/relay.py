@@ -39,6 +39,7 @@ from stages.gateway.record import IllegalTransitionError, Outcome, Request, Sequ
 log = logging.getLogger("starling.gateway.relay")
 
 RESUBMIT_AFTER_S = 1.0  # not more often for the same sequence
+UNANSWERED_S = 3.0  # tokens without text for longer: the answer is lost, send them again
 TokenBytes = dict[int, bytes]
 
 
@@ -73,6 +74,7 @@ class Relay:
         self._wanted: dict[int, dict[str, tuple[int, ...]]] = {}  # frame -> sequence -> ids asked for
         self._unsubmitted: dict[str, Sequence] = {}
         self._unshown: dict[str, Sequence] = {}  # their tokens could not be sent to the tokenizer
+        self._behind: dict[str, tuple[tuple[int, int], float]] = {}  # (end, replay_id) and since when
         self._tokens = self._late = self._gaps = self._resubmitted = self._replayed = 0
 
     @property
@@ -401,6 +403,24 @@ class Relay:
             self._submit(sequence)
         if self._unshown:
             self._show_later(list(self._unshown.values()))
+        self._repeat_unanswered(now)
+
+    def _repeat_unanswered(self, now: float) -> None:
+        """A full queue at the tokenizer's side loses its answers."""
+        behind: dict[str, tuple[tuple[int, int], float]] = {}
+        overdue = []
+        for sequence in self.sequences.values():
+            if not sequence.final_id and sequence.end >= sequence.shown:
+                continue
+            place = (sequence.end, sequence.replay_id)
+            before = self._behind.get(sequence.id)
+            since = before[1] if before is not None and before[0] == place else now
+            behind[sequence.id] = (place, since)
+            if now - since > UNANSWERED_S:
+                overdue.append(sequence)
+        self._behind = behind
+        if overdue:
+            self._replay(overdue)
 
 
 def _timeout_message(request: Request, now: float, waiting: bool) -> str:

@@ -1,0 +1,413 @@
+"""The aiohttp application: routes, and what happens to every request on its way in and out.
+
+One middleware takes the time, the request id, the caller's key, turns every failure into the error body,
+counts and logs.  Handlers for text read the body, admit the request and then wait once, for its end; the
+relay writes to the connection itself.  A client that goes away cancels the handler, and that its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+from aiohttp import HttpVersion11, web
+
+from pipeline import exposition
+from pipeline.config_schema import Config
+from pipeline.errors import InvalidRequest, ModelNotFound, NotFound, StarlingError, TooLarge
+from stages.gateway import chat, completions, generate
+from stages.gateway.ask import Ask
+from stages.gateway.body import parse_object
+from stages.gateway.limits import Caller, Keys
+from stages.gateway.record import Request
+from stages.gateway.relay import TokenBytes
+from stages.gateway.service import Service
+from stages.gateway.shape import Shape, to_json
+from stages.gateway.sse import EventStream, WholeAnswer
+from stages.gateway.tokens import read_detokenize, read_tokenize
+
+log = logging.getLogger("starling.gateway.http")
+
+BODY_TIMEOUT_S = 30.0  # from a request's head to the end of its body
+LAST_BYTES_TIMEOUT_S = 30.0  # a client that does not take the end of its stream is left
+CLIENT_CLOSED = 499  # in logs and metrics: nobody was there to be answered
+
+_CLIENT_ID = re.compile(r"[!-~]{1,128}")
+_CALLER = web.RequestKey("caller", Caller)
+_RECORD = web.RequestKey("record", Request)
+_CLIENT = web.RequestKey("client", str)
+_STARTED = web.RequestKey("started", float)
+SERVICE = web.AppKey("service", Service)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class TextEndpoint(NamedTuple):
+    """An endpoint that generates text: how its body is read and how its answer looks."""
+
+    path: str
+    read: Callable[[dict[str, Any]], Ask]
+    shape: Callable[[Request, TokenBytes], Shape]
+
+
+TEXT_ENDPOINTS = (
+    TextEndpoint("/v1/generate", generate.read, generate.GenerateShape),
+    TextEndpoint("/v1/chat/completions", chat.read, chat.ChatShape),
+    TextEndpoint("/v1/completions", completions.read, completions.CompletionShape),
+)
+
+
+def make_app(config: Config, service: Service) -> web.Application:
+    """The application; serves as soon as a runner takes it."""
+    app = web.Application(
+        client_max_size=config.server.max_body_mb << 20,
+        middlewares=[_around(config, service)],
+        handler_args={"access_log": None},
+    )
+    app[SERVICE] = service
+    app.on_response_prepare.append(_headers(config))
+    for endpoint in TEXT_ENDPOINTS:
+        app.router.add_post(endpoint.path, _text_handler(endpoint, config, service))
+    app.router.add_post("/v1/tokenize", _tokenize)
+    app.router.add_post("/v1/detokenize", _detokenize)
+    app.router.add_get("/v1/models", _models)
+    app.router.add_get("/v1/models/{id:.+}", _model)
+    app.router.add_get("/v1/engines", _engines)
+    app.router.add_get("/v1/engines/{id:.+}", _engines)
+    app.router.add_get("/health", _health)
+    app.router.add_get("/ready", _ready)
+    if config.metrics.enabled:
+        app.router.add_get(config.metrics.endpoint, _metrics)
+    return app
+
+
+# ------------------------------------------------------------------ around every request
+
+
+def _around(config: Config, service: Service) -> Any:
+    keys = Keys(config.auth)
+    has_cors = config.server.enable_cors
+    logs_requests = config.logging.log_requests
+
+    @web.middleware
+    async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
+        started = request[_STARTED] = service.clock()
+        given = request.headers.get("X-Request-Id", "")
+        request[_CLIENT] = given if _CLIENT_ID.fullmatch(given) else ""
+        status = CLIENT_CLOSED
+        error: StarlingError | None = None
+        try:
+            if has_cors and request.method == "OPTIONS":
+                response: web.StreamResponse = web.Response(status=204)
+            else:
+                if request.path.startswith("/v1/"):
+                    request[_CALLER] = keys.caller(request.headers.get("Authorization"))
+                response = await handler(request)
+            status = response.status
+            record = request.get(_RECORD)
+            error = record.error if record is not None else None
+            return response
+        except web.HTTPException as refused:
+            error = _of_aiohttp(request, refused, config)
+            status = error.status
+            return _error_response(error)
+        except StarlingError as raised:
+            error = raised
+            status = error.status
+            return _error_response(error)
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception:
+            log.exception("a fault of the server", extra={"path": request.path, "request_id": _id(request)})
+            error = StarlingError("INTERNAL", "a fault of the server; it is in the server's log")
+            status = error.status
+            return _error_response(error)
+        finally:
+            took = service.clock() - started
+            endpoint = _endpoint(request)
+            service.metrics.answered(endpoint, status, took, error.code if error else "")
+            if logs_requests:
+                _log_request(request, endpoint, status, took, error)
+
+    return around
+
+
+def _id(request: web.Request) -> str:
+    record = request.get(_RECORD)
+    return request.get(_CLIENT, "") or (record.id if record is not None else "")
+
+
+def _endpoint(request: web.Request) -> str:
+    """The route's pattern: a label must not be what clients make up."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else "other"
+
+
+def _headers(config: Config) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    has_cors = config.server.enable_cors
+
+    async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Server"] = "starling"
+        if request_id := _id(request):
+            response.headers["X-Request-Id"] = request_id
+        if has_cors:
+            response.headers["Access-Control-Allow-Origin"] = "*"
+            response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+            if request.method == "OPTIONS":
+                response.headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"
+                response.headers["Access-Control-Allow-Headers"] = (
+                    "Authorization, Content-Type, X-Request-Id, Last-Event-ID"
+                )
+                response.headers["Access-Control-Max-Age"] = "86400"
+
+    return set_headers
+
+
+def _error_response(error: StarlingError) -> web.Response:
+    headers = error.headers()
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.Response(
+        body=to_json(error.body()), status=error.status, headers=headers, content_type="application/json"
+    )
+
+
+def _of_aiohttp(request: web.Request, refused: web.HTTPException, config: Config) -> StarlingError:
+    """aiohttp's own refusals in our words."""
+    match refused:
+        case web.HTTPRequestEntityTooLarge():
+            return _too_large(config)
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(refused.allowed_methods))
+            return StarlingError(
+                "METHOD_NOT_ALLOWED", f"{request.method} is not possible on {request.path}; use {allowed}"
+            )
+        case web.HTTPNotFound():
+            paths = ", ".join(endpoint.path for endpoint in TEXT_ENDPOINTS)
+            return NotFound(f"there is nothing at {request.path[:200]}; for text there are {paths}")
+    return StarlingError("INVALID_REQUEST", refused.reason, status=refused.status)
+
+
+def _too_large(config: Config) -> StarlingError:
+    most = config.server.max_body_mb
+    return TooLarge(f"the body is larger than {most} MiB ({most << 20} bytes, server.max_body_mb); send less")
+
+
+def _log_request(
+    request: web.Request, endpoint: str, status: int, took: float, error: StarlingError | None
+) -> None:
+    caller = request.get(_CALLER)
+    fields: dict[str, Any] = {
+        "request_id": _id(request) or None,
+        "endpoint": endpoint,
+        "status": status,
+        "duration_ms": round(took * 1000, 1),
+        "tenant": caller.tenant if caller else None,
+    }
+    record = request.get(_RECORD)
+    if record is not None:
+        begun = record.first_token_at
+        fields |= {
+            "id": record.id,
+            "model": record.model,
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "completion_tokens": record.completion_tokens,
+            "first_token_ms": round((begun - record.started_at) * 1000, 1) if begun else None,
+            "finish": record.outcome.value,
+        }
+    if error is not None:
+        fields |= {"error": error.code, "reason": error.message}
+    quiet = status < 400 and record is None
+    level = logging.DEBUG if quiet else logging.WARNING if status >= 500 else logging.INFO
+    log.log(level, "%s %s", request.method, status, extra=fields)
+
+
+async def _read_body(request: web.Request, config: Config) -> dict[str, Any]:
+    """The body as a JSON object, within the bounds of size and time."""
+    if (request.content_length or 0) > config.server.max_body_mb << 20:
+        raise _too_large(config)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await request.read()
+    except TimeoutError:
+        raise StarlingError(
+            "INVALID_REQUEST", f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s", status=408
+        ) from None
+    return parse_object(body, request.headers.get("Content-Type", ""))
+
+
+# ------------------------------------------------------------------ text
+
+
+def _text_handler(endpoint: TextEndpoint, config: Config, service: Service) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        service.refuse_new()
+        service.in_flight += 1
+        try:
+            ask = endpoint.read(await _read_body(request, config))
+            record = await service.admit(ask, request[_CALLER], request[_STARTED], request[_CLIENT])
+            request[_RECORD] = record
+            known = service.relay.token_bytes.setdefault(record.model, {})
+            shape = endpoint.shape(record, known)
+            try:
+                if ask.stream:
+                    return await _stream(request, service, record, shape)
+                return await _whole(service, record, shape)
+            finally:
+                service.relay.abandon(record)  # nothing, unless the client has gone
+        finally:
+            service.in_flight -= 1
+
+    return handle
+
+
+async def _whole(service: Service, record: Request, shape: Shape) -> web.Response:
+    sink = WholeAnswer()
+    record.sink = sink
+    service.relay.open(record)
+    await sink.over
+    return web.Response(body=shape.whole(), content_type="application/json")
+
+
+async def _stream(
+    request: web.Request, service: Service, record: Request, shape: Shape
+) -> web.StreamResponse:
+    def drop(reason: str) -> None:
+        log.warning("dropping a connection: %s", reason, extra={"request_id": record.id})
+        if request.transport is not None:
+            request.transport.abort()
+
+    sink = EventStream(record, shape, drop)
+    record.sink = sink
+    service.relay.open(record)
+    await sink.begun  # an error up to here is answered with its status
+    response = web.StreamResponse(
+        headers={
+            "Content-Type": "text/event-stream; charset=utf-8",
+            "Cache-Control": "no-cache",
+            "X-Accel-Buffering": "no",  # nginx would hold events back
+        }
+    )
+    await response.prepare(request)
+    if request.transport is None:
+        raise ConnectionResetError("the client has gone")
+    sink.attach(request.transport, request.version >= HttpVersion11)
+    await sink.over
+    sink.flush()
+    async with asyncio.timeout(LAST_BYTES_TIMEOUT_S):
+        await response.write_eof()
+    return response
+
+
+# ------------------------------------------------------------------ the others
+
+
+async def _tokenize(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    service.refuse_new()
+    service.in_flight += 1
+    try:
+        ask = read_tokenize(await _read_body(request, service.config))
+        model = service.model_name(ask.model)
+        encoded = await service.encode(
+            model, ask.text, add_bos=ask.add_bos, parse_special=ask.parse_special, offsets=True
+        )
+    finally:
+        service.in_flight -= 1
+    body = {
+        "model": model,
+        "tokens": encoded.tokens,
+        "offsets": encoded.offsets,
+        "count": len(encoded.tokens),
+    }
+    return _json(body)
+
+
+async def _detokenize(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    service.refuse_new()
+    service.in_flight += 1
+    try:
+        ask = read_detokenize(await _read_body(request, service.config))
+        model = service.model_name(ask.model)
+        described = await service.describe(model)
+        for index, token in enumerate(ask.tokens):
+            if token >= described.vocab_size:
+                raise InvalidRequest(
+                    f"tokens[{index}] is {token}; the model's vocabulary has the ids from 0 to "
+                    f"{described.vocab_size - 1}",
+                    "tokens",
+                )
+        text = await service.decode(model, ask.tokens, skip_special=ask.skip_special)
+    finally:
+        service.in_flight -= 1
+    return _json({"model": model, "text": text})
+
+
+async def _models(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    return _json({"object": "list", "data": [_model_json(service, m.name) for m in service.config.models]})
+
+
+async def _model(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    name = request.match_info["id"]
+    if not name or service.config.model(name) is None:
+        raise ModelNotFound(f"there is no model {name[:200]!r}; GET /v1/models lists them", "model")
+    return _json(_model_json(service, name))
+
+
+def _model_json(service: Service, name: str) -> dict[str, Any]:
+    described = service.described.get(name)
+    body: dict[str, Any] = {
+        "id": name,
+        "object": "model",
+        "created": described.created if described else 0,
+        "owned_by": "starling",
+        "ready": not service.problem(name),
+    }
+    if described is not None:
+        body |= {
+            "context_length": service.bounds(name).context,
+            "vocab_size": described.vocab_size,
+            "architecture": described.architecture,
+            "parameters": described.parameters,
+            "digest": described.digest,
+            "chat": described.chat,
+        }
+    return body
+
+
+async def _engines(request: web.Request) -> web.Response:
+    """OpenAI's old name of models."""
+    name = request.match_info.get("id", "")
+    location = request.rel_url.with_path(f"/v1/models/{name}" if name else "/v1/models")
+    return web.Response(status=308, headers={"Location": str(location), "Deprecation": "true"})
+
+
+async def _health(request: web.Request) -> web.Response:
+    """Liveness: this process answers. Whether it can serve is /ready's."""
+    service = request.app[SERVICE]
+    return _json(service.metrics.health("draining" if service.is_draining else "healthy"))
+
+
+async def _ready(request: web.Request) -> web.Response:
+    report = request.app[SERVICE].readiness()
+    return _json(report, 200 if report["ready"] else 503)
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    service.metrics.sample(service.in_flight, service.relay.counts)
+    body = exposition.render(service.config, service.metrics.numbers)
+    return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})
+
+
+def _json(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=to_json(body), status=status, content_type="application/json")
+
+

@@ -1,0 +1,57 @@
+"""Does it fit? Prompt and output against the model's context and the configured bounds. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pipeline.errors import InvalidRequest
+
+CONTEXT = "CONTEXT_LENGTH_EXCEEDED"
+
+
+class Bounds(NamedTuple):
+    """`context` positions hold prompt and output together."""
+
+    context: int
+    max_prompt_tokens: int  # configured; 0: what the context leaves
+    max_output_tokens: int
+
+
+def output_budget(
+    n_prompt: int, max_tokens: int | None, bounds: Bounds, prompt_field: str, max_field: str
+) -> int:
+    """How many tokens may be generated. Raises `InvalidRequest` naming the bound that is exceeded."""
+    if n_prompt == 0:
+        raise InvalidRequest(
+            f"{prompt_field} has no tokens, and a model needs at least one to go on from; send some text",
+            prompt_field,
+        )
+    longest = bounds.context - 1
+    name = f"the model's context of {bounds.context} tokens, which must hold at least one more"
+    if bounds.max_prompt_tokens and bounds.max_prompt_tokens < longest:
+        longest, name = bounds.max_prompt_tokens, "the bound scheduler.max_prompt_tokens"
+    if n_prompt > longest:
+        raise InvalidRequest(
+            f"{prompt_field} has {n_prompt} tokens; at most {longest} are taken ({name}): shorten it",
+            prompt_field,
+            code=CONTEXT,
+        )
+    left = bounds.context - n_prompt
+    most = bounds.max_output_tokens
+    if max_tokens is None:
+        return min(left, most) if most else left
+    if most and max_tokens > most:
+        raise InvalidRequest(
+            f"{max_field} is {max_tokens}; at most {most} are generated (scheduler.max_output_tokens): "
+            f"ask for fewer",
+            max_field,
+        )
+    if max_tokens > left:
+        raise InvalidRequest(
+            f"{prompt_field} has {n_prompt} tokens and {max_field} is {max_tokens}, together "
+            f"{n_prompt + max_tokens}; the model's context holds {bounds.context}: shorten {prompt_field} or "
+            f"set {max_field} to at most {left}",
+            max_field,
+            code=CONTEXT,
+        )
+    return max_tokens

@@ -1,0 +1,64 @@
+"""The gateway's own numbers, and the figures of /health.
+
+Touched once for a request, never for a token.  Names and labels are those of pipeline/telemetry.py;
+the other stages' numbers reach /metrics through their snapshots.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.telemetry import Metrics
+from stages.gateway.record import Request
+from stages.gateway.relay import Counts
+
+
+class GatewayMetrics:
+    def __init__(self, numbers: Metrics, clock: Callable[[], float]) -> None:
+        self.numbers = numbers
+        self.total_requests = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self._clock = clock
+        self._started = clock()
+
+    def answered(self, endpoint: str, status: int, duration_s: float, code: str) -> None:
+        """An HTTP request is over; `code` is its error's, "" without one."""
+        self.total_requests += 1
+        self.numbers.add("starling_requests_total", endpoint, str(status))
+        self.numbers.observe("starling_request_duration_seconds", duration_s, endpoint)
+        if code:
+            self.numbers.add("starling_rejections_total", code)
+
+    def ended(self, request: Request) -> None:
+        """A request for text is over."""
+        self.prompt_tokens += request.prompt_tokens
+        self.cached_tokens += request.cached_tokens
+        begun = request.first_token_at
+        if begun:
+            waited = begun - request.started_at
+            self.numbers.observe("starling_time_to_first_token_seconds", waited, request.model)
+
+    def sample(self, in_flight: int, counts: Counts) -> None:
+        """Before the numbers are read."""
+        self.numbers.set("starling_requests_in_flight", in_flight)
+        self.numbers.set("starling_recoveries_total", counts.resubmitted + counts.replayed)
+
+    def health(self, status: str) -> dict[str, object]:
+        """As seed 003 draws it."""
+        rate = self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        return {
+            "status": status,
+            "uptime_seconds": int(self._clock() - self._started),
+            "total_requests": self.total_requests,
+            "cache_hit_rate": round(rate, 4),
+            "memory_usage_mb": _resident_mb(),
+        }
+
+
+def _resident_mb() -> int:
+    """Of this process, in MiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") >> 20

@@ -1,0 +1,87 @@
+"""Can this server take a request now, and if not, who is in the way? Pure; the clock is given.
+
+Each stage speaks for itself: its heartbeats carry ready, busy, a reason and a counter of progress.  The
+gateway hears the tokenizer and the scheduler; the scheduler's model states carry what it knows of kv and
+workers.  Long work that does progress never makes a stage unready; a counter that stands while there is
+work does, and a stage that is silent does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pipeline.messages import Heartbeat, ModelState
+
+STUCK_S = 1.0  # busy with the same progress for longer: not ready
+
+
+class StageHealth:
+    """What is known of one peer."""
+
+    def __init__(self, stage: str, clock: Callable[[], float], stuck_s: float = STUCK_S) -> None:
+        self.stage = stage
+        self._clock = clock
+        self._stuck_s = stuck_s
+        self._beat: Heartbeat | None = None
+        self._progressed_at = clock()
+        self._is_up = False
+        self._was_up = False
+
+    def up(self) -> None:
+        self._is_up = self._was_up = True
+        self._beat = None
+        self._progressed_at = self._clock()
+
+    def down(self) -> None:
+        self._is_up = False
+        self._beat = None
+
+    def beat(self, beat: Heartbeat | None) -> None:
+        """The last heartbeat heard; call at least every 100 ms."""
+        if beat is None:
+            return
+        last = self._beat
+        if last is None or not beat.busy or (beat.epoch, beat.progress) != (last.epoch, last.progress):
+            self._progressed_at = self._clock()
+        self._beat = beat
+
+    @property
+    def is_up(self) -> bool:
+        return self._is_up
+
+    @property
+    def problem(self) -> str:
+        """Why it is not ready; "" when it is."""
+        if not self._is_up:
+            return "not running" if self._was_up else "not started yet"
+        beat = self._beat
+        if beat is None:
+            return "no heartbeat yet"
+        if not beat.ready:
+            return beat.reason or "not ready"
+        standing = self._clock() - self._progressed_at
+        if beat.busy and standing > self._stuck_s:
+            return f"has work and has made no progress for {standing:.1f} s"
+        return ""
+
+    def report(self) -> dict[str, Any]:
+        beat = self._beat
+        state: dict[str, Any] = {"ready": not self.problem, "reason": self.problem or None}
+        if beat is not None:
+            state |= {"busy": beat.busy, "progress": beat.progress}
+        return state
+
+
+def model_report(state: ModelState | None) -> dict[str, Any]:
+    """Of a model, as the scheduler tells it."""
+    if state is None:
+        return {"ready": False, "reason": "the scheduler has not reported it yet"}
+    return {
+        "ready": state.ready,
+        "reason": None if state.ready else state.reason or "not ready",
+        "waiting": state.waiting,
+        "running": state.running,
+        "kv_free_pages": state.kv_free_pages,
+        "kv_total_pages": state.kv_total_pages,
+    }

@@ -1,0 +1,411 @@
+"""From a valid ask to a request in flight: models, admission, and questions to the tokenizer.
+
+Asynchronous, without sockets: frames leave through the two functions it is given, answers come in through
+`on_tokenizer` and `on_scheduler`.  Every wait is bounded.  Questions to the tokenizer (encode, render,
+describe) change nothing there, so they are simply asked again when it comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import logging
+import secrets
+import time
+from array import array
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from pipeline import messages as m
+from pipeline.config_schema import Config
+from pipeline.errors import InvalidRequest, ModelNotFound, ModelUnavailable, Overloaded, StarlingError
+from pipeline.telemetry import Metrics
+from stages.gateway.ask import Ask
+from stages.gateway.lengths import Bounds, output_budget
+from stages.gateway.limits import Caller, Quotas
+from stages.gateway.metrics import GatewayMetrics
+from stages.gateway.readiness import StageHealth, model_report
+from stages.gateway.record import Request, Sequence
+from stages.gateway.relay import Relay
+
+log = logging.getLogger("starling.gateway")
+
+READY_WAIT_S = 10.0  # a request waits this long for a stage that is coming back, then gets 503
+RETRY_AFTER_S = 5.0  # what the 503 says
+ASK_TIMEOUT_S = 30.0  # for one answer of the tokenizer
+MAX_QUESTIONS = 2048  # to the tokenizer, unanswered
+
+
+class Service:
+    """One per process. `relay` holds the requests in flight."""
+
+    def __init__(
+        self,
+        config: Config,
+        send_scheduler: Callable[[m.Frame], bool],
+        send_tokenizer: Callable[[m.Frame], bool],
+        clock: Callable[[], float] = time.monotonic,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(64),
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.config = config
+        self.clock = clock
+        self.relay = Relay(send_scheduler, send_tokenizer, clock, self._on_end)
+        self.quotas = Quotas(config.rate_limits, clock)
+        self.tokenizer = StageHealth("tokenizer", clock)
+        self.scheduler = StageHealth("scheduler", clock)
+        self.described: dict[str, m.Described] = {}
+        self.states: dict[str, m.ModelState] = {}
+        self.metrics = GatewayMetrics(metrics or Metrics("gateway", None, clock=clock), clock)
+        self.in_flight = 0  # requests being admitted or served
+        self.is_draining = False
+        self._send_tokenizer = send_tokenizer
+        self._draw_seed = draw_seed
+        self._questions: dict[str, tuple[m.Frame, asyncio.Future[Any]]] = {}
+        self._next_question = 1
+        self._changed: asyncio.Future[None] | None = None  # set and replaced when readiness may differ
+
+    # ---------------------------------------------------------------- models and readiness
+
+    def model_name(self, asked: str) -> str:
+        """The configured name. Raises `ModelNotFound`."""
+        model = self.config.model(asked)
+        if model is None:
+            names = [known.name for known in self.config.models]
+            close = difflib.get_close_matches(asked, names, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}?" if close else "served: " + ", ".join(map(repr, names))
+            raise ModelNotFound(f"there is no model {asked!r}; {hint}", "model")
+        return model.name
+
+    def problem(self, model: str) -> str:
+        """Why the model cannot take a request now; "" when it can."""
+        for health in (self.tokenizer, self.scheduler):
+            if health.problem:
+                return f"{health.stage}: {health.problem}"
+        if model not in self.described:
+            return "tokenizer: the model is not described yet"
+        state = self.states.get(model)
+        if state is None or not state.ready:
+            return f"model {model}: {model_report(state)['reason']}"
+        return ""
+
+    def readiness(self) -> dict[str, Any]:
+        """Each stage's own state, each model's, and the conclusion."""
+        models = {model.name: model_report(self.states.get(model.name)) for model in self.config.models}
+        problems = [self.problem(name) for name in models]
+        is_overloaded = self.in_flight >= self.config.server.max_concurrent_requests
+        reason = "draining" if self.is_draining else next(filter(None, problems), "")
+        if not reason and is_overloaded:
+            reason = f"{self.in_flight} requests are in flight, the most that are taken"
+        return {
+            "ready": not reason,
+            "reason": reason or None,
+            "stages": {
+                "gateway": {
+                    "ready": not self.is_draining and not is_overloaded,
+                    "reason": "draining" if self.is_draining else "overloaded" if is_overloaded else None,
+                    "in_flight": self.in_flight,
+                },
+                "tokenizer": self.tokenizer.report(),
+                "scheduler": self.scheduler.report(),
+            },
+            "models": models,
+        }
+
+    def notice_change(self) -> None:
+        """Wake those who wait for a stage or model."""
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+        self._changed = None
+
+    async def wait_ready(self, model: str, wait_s: float = READY_WAIT_S) -> None:
+        """Raises `ModelUnavailable` with the reason."""
+        await self._wait(lambda: self.problem(model), wait_s)
+
+    async def _wait(self, problem: Callable[[], str], wait_s: float) -> None:
+        deadline = self.clock() + wait_s
+        while reason := problem():
+            if self.is_draining:
+                raise _draining()
+            left = deadline - self.clock()
+            if left <= 0:
+                raise ModelUnavailable(
+                    f"the server is not ready ({reason}); try again in {RETRY_AFTER_S:.0f} s",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            if self._changed is None:
+                self._changed = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._changed}, timeout=min(left, 0.5))
+
+    # ---------------------------------------------------------------- frames and ticks
+
+    def on_tokenizer(self, frame: m.Frame) -> None:
+        match frame:
+            case m.Detokenized():
+                if frame.id.isdecimal():
+                    self.relay.on_text(frame)
+                else:
+                    self._answer(frame.id, frame)
+            case m.TokenizerFailed():
+                error = StarlingError(frame.code, frame.message, frame.param, retry_after_s=RETRY_AFTER_S)
+                if frame.id.isdecimal():
+                    self.relay.on_text_failed(int(frame.id), error)
+                else:
+                    self._answer(frame.id, error)
+            case m.Encoded() | m.Described():
+                self._answer(frame.id, frame)
+
+    def on_scheduler(self, frame: m.Frame) -> None:
+        match frame:
+            case m.Tokens():
+                self.relay.on_tokens(frame)
+            case m.Rejected():
+                self.relay.on_rejected(frame)
+            case m.SchedulerState():
+                for state in frame.models:
+                    known = self.states.get(state.model)
+                    self.states[state.model] = state
+                    if known is None or known.ready != state.ready:
+                        self.notice_change()
+
+    def on_tokenizer_up(self, hello: m.Hello) -> None:
+        """A new incarnation: it is asked everything that is open, and gets every stream again."""
+        self.tokenizer.up()
+        for frame, _ in list(self._questions.values()):
+            self._send_tokenizer(frame)
+        self.relay.on_tokenizer_up()
+        self.notice_change()
+
+    def on_tokenizer_down(self, hello: m.Hello) -> None:
+        self.tokenizer.down()
+
+    def on_scheduler_up(self, hello: m.Hello) -> None:
+        """A new incarnation: it gets every sequence again."""
+        self.scheduler.up()
+        self.states.clear()
+        self.relay.on_scheduler_up()
+        self.notice_change()
+
+    def on_scheduler_down(self, hello: m.Hello) -> None:
+        self.scheduler.down()
+        self.states.clear()
+
+    def tick(self, tokenizer_beat: m.Heartbeat | None, scheduler_beat: m.Heartbeat | None) -> None:
+        """Every 100 ms."""
+        before = (self.tokenizer.problem, self.scheduler.problem)
+        self.tokenizer.beat(tokenizer_beat)
+        self.scheduler.beat(scheduler_beat)
+        self.relay.tick()
+        self.metrics.sample(self.in_flight, self.relay.counts)
+        if self.tokenizer.is_up and not self.tokenizer.problem:
+            for model in self.config.models:
+                if model.name not in self.described and f"describe/{model.name}" not in self._questions:
+                    self._describe(model.name)
+        if before != (self.tokenizer.problem, self.scheduler.problem):
+            self.notice_change()
+
+    def _describe(self, model: str) -> None:
+        question = f"describe/{model}"
+        future: asyncio.Future[m.Described] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda done: self._on_described(model, done))
+        frame = m.Describe(question, model)
+        self._questions[question] = (frame, future)
+        self._send_tokenizer(frame)
+
+    def _on_described(self, model: str, done: asyncio.Future[m.Described]) -> None:
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is not None:
+            log.warning("model %s is not described: %s", model, error)
+            return
+        self.described[model] = done.result()
+        self.notice_change()
+
+    # ---------------------------------------------------------------- questions
+
+    async def question(self, make: Callable[[str], m.Frame], timeout_s: float = ASK_TIMEOUT_S) -> Any:
+        """Ask the tokenizer; `make` gets the id. Raises what it answers, or `ModelUnavailable`."""
+        if len(self._questions) >= MAX_QUESTIONS:
+            raise Overloaded(f"{MAX_QUESTIONS} texts are being tokenized; try again", retry_after_s=1.0)
+        key = f"q{self._next_question}"
+        self._next_question += 1
+        frame = make(key)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._questions[key] = (frame, future)
+        try:
+            if not self._send_tokenizer(frame) and self.tokenizer.is_up:
+                raise Overloaded("the tokenizer's queue is full; try again", retry_after_s=1.0)
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            raise ModelUnavailable(
+                f"the tokenizer has not answered within {timeout_s:.0f} s; try again",
+                retry_after_s=RETRY_AFTER_S,
+            ) from None
+        finally:
+            self._questions.pop(key, None)
+
+    def _answer(self, key: str, answer: m.Frame | StarlingError) -> None:
+        entry = self._questions.pop(key, None)
+        if entry is None or entry[1].done():
+            return
+        if isinstance(answer, StarlingError):
+            entry[1].set_exception(answer)
+        else:
+            entry[1].set_result(answer)
+
+    async def describe(self, model: str) -> m.Described:
+        """Raises `ModelUnavailable` when the tokenizer does not come up in time."""
+        await self._wait(
+            lambda: "" if model in self.described else self.tokenizer.problem or "the model is not described",
+            READY_WAIT_S,
+        )
+        return self.described[model]
+
+    async def encode(
+        self,
+        model: str,
+        text: str,
+        *,
+        parse_special: bool = False,
+        add_bos: bool = True,
+        offsets: bool = False,
+    ) -> m.Encoded:
+        answer: m.Encoded = await self.question(
+            lambda key: m.Encode(key, model, text, parse_special, add_bos, offsets)
+        )
+        return answer
+
+    async def render(self, model: str, messages: list[dict[str, Any]]) -> m.Encoded:
+        answer: m.Encoded = await self.question(lambda key: m.Render(key, model, messages))
+        return answer
+
+    async def decode(self, model: str, tokens: tuple[int, ...], *, skip_special: bool = False) -> str:
+        """The text of whole tokens, by a stream of its own that ends with its first frame."""
+        answer: m.Detokenized = await self.question(
+            lambda key: m.Detokenize(
+                key, model, [m.StreamTokens(key, 0, tokens, final=True, skip_special=skip_special)]
+            )
+        )
+        return answer.streams[0].text
+
+    # ---------------------------------------------------------------- admission
+
+    def refuse_new(self) -> None:
+        """Raises when no request for text is taken now, whatever it asks."""
+        if self.is_draining:
+            raise _draining()
+        bound = self.config.server.max_concurrent_requests
+        if self.in_flight >= bound:
+            raise Overloaded(
+                f"{bound} requests are in flight, the most that are taken "
+                f"(server.max_concurrent_requests); try again",
+                retry_after_s=1.0,
+            )
+
+    async def admit(self, ask: Ask, caller: Caller, started_at: float, client_id: str = "") -> Request:
+        """The request with its sequences, not yet opened. Raises `StarlingError`.
+
+        The caller has counted it in `in_flight` before and counts it out at its end.
+        """
+        model = self.model_name(ask.model)
+        self.quotas.take_request(caller.tenant)
+        await self.wait_ready(model)
+        described = self.described[model]
+        prompts = await self._prompts(ask, model)
+        self._check_ids(ask, prompts, described.vocab_size)
+        bounds = self.bounds(model)
+        budgets = [
+            output_budget(len(prompt), ask.max_tokens, bounds, _field(ask, index), ask.max_tokens_field)
+            for index, prompt in enumerate(prompts)
+        ]
+        request = Request(
+            f"req-{secrets.token_hex(12)}", ask, model, caller.tenant,
+            started_at + self.config.server.request_timeout_ms / 1000,
+            priority=caller.priority, created=int(time.time()),
+            fingerprint=f"fp_{described.digest[:12]}", started_at=started_at, client_id=client_id,
+        )  # fmt: skip
+        if ask.echo:
+            request.echoes = [
+                given if isinstance(given, str) else await self.decode(model, given) for given in ask.prompts
+            ]
+        self.quotas.take_prompt(caller.tenant, sum(map(len, prompts)))
+        request.seed = self._draw_seed() if ask.seed is None else ask.seed
+        fields = {name: getattr(ask.sampling, name) for name in m.Sampling.__struct_fields__}
+        sampling = m.Sampling(**{**fields, "seed": request.seed})
+        stops = ask.stop_token_ids if sampling.ignore_eos else (*described.eos_ids, *ask.stop_token_ids)
+        stop_ids = tuple(dict.fromkeys(stops))
+        for place, (prompt, budget) in enumerate(zip(prompts, budgets)):
+            data = array("i", prompt).tobytes()
+            for choice in range(ask.n):
+                request.sequences.append(
+                    Sequence(request, place * ask.n + choice, place, choice, data, budget, sampling, stop_ids)
+                )
+        return request
+
+    def bounds(self, model: str) -> Bounds:
+        """Of a described model."""
+        configured = self.config.model(model)
+        limit = configured.max_sequence_length if configured is not None else 0
+        context = self.described[model].context_length
+        scheduler = self.config.scheduler
+        context = min(context, limit) if limit else context
+        return Bounds(context, scheduler.max_prompt_tokens, scheduler.max_output_tokens)
+
+    async def _prompts(self, ask: Ask, model: str) -> list[tuple[int, ...]]:
+        if ask.messages is not None:
+            if not self.described[model].chat:
+                raise InvalidRequest(f"model {model!r} has no chat template; use /v1/completions", "model")
+            return [(await self.render(model, ask.messages)).tokens]
+        asked: list[Awaitable[m.Encoded] | tuple[int, ...]] = [
+            self.encode(model, prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompts
+        ]
+        # All at once: a tokenizer that is asked for many answers them in one round.
+        texts = iter(await asyncio.gather(*(item for item in asked if not isinstance(item, tuple))))
+        return [item if isinstance(item, tuple) else next(texts).tokens for item in asked]
+
+    def _check_ids(self, ask: Ask, prompts: list[tuple[int, ...]], vocab_size: int) -> None:
+        for given, prompt in zip(ask.prompts, prompts):
+            if not isinstance(given, str) and prompt and max(prompt) >= vocab_size:
+                where = next(i for i, token in enumerate(prompt) if token >= vocab_size)
+                raise _outside(f"prompt[{where}]", "prompt", prompt[where], vocab_size)
+        for token, _ in ask.sampling.logit_bias:
+            if token >= vocab_size:
+                raise _outside("a key of logit_bias", "logit_bias", token, vocab_size)
+        for token in ask.stop_token_ids:
+            if token >= vocab_size:
+                raise _outside("an id in stop_token_ids", "stop_token_ids", token, vocab_size)
+
+    # ---------------------------------------------------------------- the end
+
+    def _on_end(self, request: Request) -> None:
+        self.quotas.charge_output(request.tenant, request.completion_tokens)
+        self.metrics.ended(request)
+
+    def drain(self) -> None:
+        """Take no more requests for text."""
+        self.is_draining = True
+        self.notice_change()
+
+    def end_all(self, error: StarlingError) -> int:
+        """End every request in flight with an error; returns how many there were."""
+        requests = list(self.relay.requests.values())
+        for request in requests:
+            self.relay.fail(request, error)
+        return len(requests)
+
+
+def _draining() -> StarlingError:
+    message = "the server is being stopped and takes no more requests; try again"
+    return StarlingError("DRAINING", message, retry_after_s=RETRY_AFTER_S)
+
+
+def _field(ask: Ask, index: int) -> str:
+    return f"prompt[{index}]" if len(ask.prompts) > 1 else ask.prompt_field
+
+
+def _outside(what: str, param: str, token: int, vocab_size: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"{what} is {token}; the model's vocabulary has the ids from 0 to {vocab_size - 1}", param
+    )

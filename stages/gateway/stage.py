@@ -1,0 +1,165 @@
+"""The gateway process: the listening socket, the two edges, and an orderly end.
+
+SIGTERM drains: no request for text is taken any more (503, /ready says so), streams in flight go on up to
+`server.drain_timeout_ms`, then the rest end with an error that says why, and the process exits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvloop
+from aiohttp import web
+
+from pipeline import logs
+from pipeline.aio import Endpoints
+from pipeline.config import Config
+from pipeline.errors import ConfigError, Overloaded, StarlingError
+from pipeline.wire import Link
+from stages.gateway.http import make_app
+from stages.gateway.service import Service
+from stages.gateway.shape import to_json
+
+log = logging.getLogger("starling.gateway")
+
+BACKLOG = 1024
+KEEPALIVE_S = 75.0
+SPARE_CONNECTIONS = 256  # idle ones, health checks and those to be refused, beside the requests in flight
+LAST_WORDS_S = 1.0  # for the handlers to send the end of what has been ended
+
+_FULL_BODY = to_json(Overloaded("the server has as many connections as it takes; try again").body())
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+    b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
+)
+
+
+class _Refusal(asyncio.Protocol):
+    """One connection too many: told so and closed."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(_FULL)
+        transport.close()
+
+
+class GatewayStage:
+    """Everything of the process; `run` in its loop."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.endpoints = Endpoints("gateway", config)
+        self.tokenizer: Link = self.endpoints.connect(
+            "gateway-tokenizer", lambda frame: self.service.on_tokenizer(frame)
+        )
+        self.scheduler: Link = self.endpoints.connect(
+            "gateway-scheduler", lambda frame: self.service.on_scheduler(frame)
+        )
+        self.service = Service(
+            config, self.scheduler.send, self.tokenizer.send, metrics=self.endpoints.metrics
+        )
+        self.tokenizer.on_up = self.service.on_tokenizer_up
+        self.tokenizer.on_down = self.service.on_tokenizer_down
+        self.scheduler.on_up = self.service.on_scheduler_up
+        self.scheduler.on_down = self.service.on_scheduler_down
+        self.endpoints.on_tick.append(self._tick)
+        self.port = 0  # that it listens on
+        self._runner = web.AppRunner(
+            make_app(config, self.service),
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=KEEPALIVE_S,
+            shutdown_timeout=LAST_WORDS_S,
+        )
+        self._was_ready = False
+
+    async def run(self, listening: Callable[[int], Any] = lambda port: None) -> int:
+        """Serve until told to stop; returns the exit code. `listening(port)` is called once it accepts."""
+        server = None
+        try:
+            await self._runner.setup()
+            server = await self._listen()
+            self.endpoints.start()
+            # What stands now stands for ever: later collections need not look at it.
+            gc.collect()
+            gc.freeze()
+            listening(self.port)
+            code = await self.endpoints.stopped()
+            await self._end_the_rest()
+            return code
+        finally:
+            if server is not None:
+                server.close()
+            await self._runner.cleanup()
+            self.endpoints.close()
+
+    async def _listen(self) -> asyncio.Server:
+        host, port = self.config.server.host, self.config.server.port
+        make_handler = self._runner.server
+        assert make_handler is not None
+        most = self.config.server.max_concurrent_requests + SPARE_CONNECTIONS
+
+        def accept() -> asyncio.Protocol:
+            if len(make_handler.connections) >= most:
+                self.service.metrics.numbers.add("starling_rejections_total", "OVERLOADED")
+                return _Refusal()
+            return make_handler()
+
+        loop = asyncio.get_running_loop()
+        try:
+            server = await loop.create_server(accept, host, port, backlog=BACKLOG, reuse_address=True)
+        except (OSError, socket.gaierror) as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}; end what uses it, or set "
+                f"server.host and server.port (STARLING_SERVER__PORT={port + 1 if port < 65535 else 8080})",
+                "server.port",
+            ) from None
+        self.port = server.sockets[0].getsockname()[1]
+        log.info("listening", extra={"host": host, "port": self.port})
+        return server
+
+    def _tick(self) -> None:
+        """Every 100 ms."""
+        service, endpoints = self.service, self.endpoints
+        if endpoints.stopping and not service.is_draining:
+            log.info("draining", extra={"in_flight": service.in_flight})
+            service.drain()
+        service.tick(self.tokenizer.last_beat, self.scheduler.last_beat)
+        endpoints.progress = service.relay.counts.tokens + service.metrics.total_requests
+        # Waiting for another stage is no work of this one.
+        endpoints.busy = service.in_flight > 0 if endpoints.stopping else False
+        # The process can do its part; whether the server can is in /ready.
+        endpoints.ready = True
+        is_ready = bool(service.readiness()["ready"])
+        if is_ready and not self._was_ready:
+            log.info("ready", extra={"url": f"http://{self.config.server.host}:{self.port}"})
+        self._was_ready = is_ready
+
+    async def _end_the_rest(self) -> None:
+        self.service.drain()
+        limit_s = self.config.server.drain_timeout_ms / 1000
+        error = StarlingError(
+            "DRAINING",
+            f"the server is being stopped, and this was not finished within {limit_s:g} s; send it again",
+        )
+        ended = self.service.end_all(error)
+        if ended:
+            log.warning("ended requests that were not finished in time", extra={"requests": ended})
+            deadline = self.service.clock() + LAST_WORDS_S
+            while self.service.in_flight and self.service.clock() < deadline:
+                await asyncio.sleep(0.01)
+
+
+def main(config: Config) -> int:
+    """Run until told to stop; returns the exit code. Raises `ConfigError` when it cannot listen."""
+    logs.setup("gateway", config)
+
+    async def run() -> int:
+        return await GatewayStage(config).run()
+
+    return uvloop.run(run())

@@ -1,0 +1,131 @@
+"""Scripted peers for the gateway's tests: a vocabulary of bytes, a scheduler that follows law 1.
+
+`Tokenizer` is the real service of the tokenizer stage over a vocabulary in which every byte is a token.
+`Generator` answers submissions as the scheduler does; what it generates depends on prompt, seed,
+choice and position alone, so that a recovery must not change a byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable
+
+from pipeline import messages as m
+from pipeline.errors import ModelNotFound
+from stages.tokenizer.service import TokenizerModel, TokenizerService
+
+EOS, BOS = 256, 257
+VOCAB_SIZE = 258
+CONTEXT = 4096
+MODEL = "bytes"
+TEXT = "Ein Käfig ging, 一只鸟 zu suchen 🐦. "
+
+
+class ByteVocabulary:
+    control = frozenset((EOS, BOS))
+    size = VOCAB_SIZE
+
+    def token_bytes(self, token: int) -> bytes:
+        return {EOS: b"<|end|>", BOS: b"<|begin|>"}.get(token) or bytes([token])
+
+    def encode(self, text: str, parse_special: bool, add_bos: bool) -> list[int]:
+        return list(text.encode())
+
+    def offsets(self, text: str, tokens: list[int]) -> list[tuple[int, int]]:
+        return [(i, i + 1) for i in range(len(tokens))]
+
+
+class JoiningTemplate:
+    def render(self, messages: list[dict], add_generation_prompt: bool, tools: object, variables: dict) -> str:
+        return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+
+
+def make_tokenizer() -> TokenizerService:
+    described = m.Described(
+        "", MODEL, "ab" * 32, VOCAB_SIZE, CONTEXT, (EOS,), True, "bytes", 258, 1_700_000_000
+    )
+
+    def load(name: str) -> TokenizerModel:
+        if name != MODEL:
+            raise ModelNotFound(f"there is no model {name!r}", "model")
+        return TokenizerModel(ByteVocabulary(), JoiningTemplate(), described)  # type: ignore[arg-type]
+
+    return TokenizerService(load)
+
+
+def output(prompt: bytes, seed: int, choice: int, n: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
+    """The tokens that a submission generates: bytes of TEXT from a drawn place, EOS now and then."""
+    digest = hashlib.sha256(prompt + seed.to_bytes(8, "little") + bytes([choice])).digest()
+    text = TEXT.encode()
+    start, ends_at = digest[0] % len(text), 5 + digest[1]
+    tokens = []
+    for i in range(n):
+        if EOS in stop_ids and i == ends_at:
+            return [*tokens, EOS]
+        tokens.append(text[(start + i) % len(text)])
+    return tokens
+
+
+class Generator:
+    """Answers `Submit` and `Cancel`; `step(n)` gives each running sequence up to n tokens."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, tuple[m.Submit, int]] = {}  # tokens sent
+        self.submitted: list[m.Submit] = []
+        self.cancelled: list[m.Cancel] = []
+        self.outbox: list[m.Frame] = []
+        self.steps = 0
+        self.refuse: Callable[[m.Submit], m.Rejected | None] = lambda frame: None
+
+    def receive(self, frame: m.Frame) -> None:
+        match frame:
+            case m.Submit():
+                self.submitted.append(frame)
+                refused = self.refuse(frame)
+                if refused is not None:
+                    self.outbox.append(refused)
+                    return
+                assert frame.sequence not in self.running
+                self.running[frame.sequence] = (frame, len(frame.forced) // 4)
+            case m.Cancel():
+                self.cancelled.append(frame)
+                if frame.sequence in self.running:
+                    _, sent = self.running.pop(frame.sequence)
+                    over = m.SequenceTokens(frame.sequence, sent, (), finish="cancelled")
+                    self.outbox.append(m.Tokens(MODEL, self.steps, [over]))
+
+    def step(self, n: int = 1) -> None:
+        self.steps += 1
+        moved = []
+        for sequence, (frame, sent) in list(self.running.items()):
+            everything = expected_tokens(frame)
+            if sent:
+                assert array("i", frame.forced).tolist() == everything[: len(frame.forced) // 4]
+            new = tuple(everything[sent : sent + n])
+            over = sent + len(new) == len(everything)
+            finish = ("stop" if everything[-1] == EOS else "length") if over else ""
+            logprobs = ()
+            top = frame.sampling.logprobs
+            if top >= 0:
+                logprobs = tuple(
+                    m.Logprob(-0.5, ((t, -0.5), (65, -1.5), (66, -2.5))[: top or 0]) for t in new
+                )
+            cached = 3 if sent == 0 else 0
+            moved.append(m.SequenceTokens(sequence, sent, new, logprobs, finish, cached_tokens=cached))
+            if over:
+                del self.running[sequence]
+            else:
+                self.running[sequence] = (frame, sent + len(new))
+        if moved:
+            self.outbox.append(m.Tokens(MODEL, self.steps, moved))
+
+
+def expected_tokens(frame: m.Submit) -> list[int]:
+    return output(frame.prompt, frame.sampling.seed, frame.choice, frame.max_tokens, frame.stop_ids)
+
+
+def text_of(tokens: list[int], stop: str = "") -> str:
+    """What a client must have been sent."""
+    text = bytes(t for t in tokens if t < 256).decode("utf-8", "replace")
+    return text[: text.index(stop)] if stop and stop in text else text

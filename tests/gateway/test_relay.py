@@ -1,0 +1,414 @@
+"""Whatever dies whenever: the text is the undisturbed one, and every request ends exactly once."""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline import messages as m
+from pipeline.errors import StarlingError
+from stages.gateway.ask import Ask
+from stages.gateway.record import Outcome, Request, Sequence, State
+from stages.gateway.relay import RESUBMIT_AFTER_S, UNANSWERED_S, Relay
+from tests.gateway.peers import EOS, MODEL, Generator, make_tokenizer, output, text_of
+
+
+class Recorder:
+    """A sink that checks order as it goes."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[int, list[str]] = {}
+        self.ends: dict[int, int] = {}
+        self.over: list[int] = []
+        self.terminal: list[StarlingError | None] = []
+
+    def text(self, sequence: Sequence, new: str, begin: int, end: int) -> None:
+        assert not self.terminal
+        assert sequence.index not in self.over
+        assert begin == self.ends.get(sequence.index, 0)
+        assert end >= begin
+        self.pieces.setdefault(sequence.index, []).append(new)
+        self.ends[sequence.index] = end
+
+    def ended(self, sequence: Sequence) -> None:
+        assert sequence.index not in self.over
+        self.over.append(sequence.index)
+
+    def finished(self) -> None:
+        self.terminal.append(None)
+
+    def failed(self, error: StarlingError) -> None:
+        self.terminal.append(error)
+
+    def flush(self) -> None: ...
+
+
+class World:
+    """The relay between two peers, with queues that a test empties, cuts and loses."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.generator = Generator()
+        self.tokenizer = make_tokenizer()
+        self.to_scheduler: list[m.Frame] = []
+        self.to_tokenizer: list[m.Frame] = []
+        self.from_tokenizer: list[m.Frame] = []
+        self.scheduler_is_up = self.tokenizer_is_up = True
+        self.ended: list[Request] = []
+        self.relay = Relay(self._to_scheduler, self._to_tokenizer, lambda: self.now, self.ended.append)
+
+    def _to_scheduler(self, frame: m.Frame) -> bool:
+        if self.scheduler_is_up:
+            self.to_scheduler.append(frame)
+        return self.scheduler_is_up
+
+    def _to_tokenizer(self, frame: m.Frame) -> bool:
+        if self.tokenizer_is_up:
+            self.to_tokenizer.append(frame)
+        return self.tokenizer_is_up
+
+    def request(self, name: str, n: int = 1, stop: tuple[str, ...] = (), max_tokens: int = 40,
+                logprobs: int = -1, deadline: float = 1e9) -> Request:  # fmt: skip
+        ask = Ask(endpoint="generate", model=MODEL, n=n, stop=stop, logprobs=logprobs >= 0)
+        request = Request(name, ask, MODEL, "default", deadline)
+        request.sink = Recorder()
+        sampling = m.Sampling(seed=7, logprobs=logprobs)
+        prompt = array("i", list(name.encode())).tobytes()
+        for choice in range(n):
+            request.sequences.append(
+                Sequence(request, choice, 0, choice, prompt, max_tokens, sampling, (EOS,))
+            )
+        self.relay.open(request)
+        return request
+
+    # What may happen, one at a time.
+
+    def scheduler_reads(self) -> None:
+        while self.to_scheduler:
+            self.generator.receive(self.to_scheduler.pop(0))
+
+    def gateway_reads_scheduler(self) -> None:
+        if self.generator.outbox:
+            frame = self.generator.outbox.pop(0)
+            if isinstance(frame, m.Tokens):
+                self.relay.on_tokens(frame)
+            else:
+                assert isinstance(frame, m.Rejected)
+                self.relay.on_rejected(frame)
+
+    def tokenizer_reads(self) -> None:
+        if self.to_tokenizer:
+            answer = self.tokenizer.answer(self.to_tokenizer.pop(0))
+            if answer is not None:
+                self.from_tokenizer.append(answer)
+
+    def gateway_reads_tokenizer(self) -> None:
+        if self.from_tokenizer:
+            frame = self.from_tokenizer.pop(0)
+            assert isinstance(frame, m.Detokenized)
+            self.relay.on_text(frame)
+
+    def scheduler_dies(self) -> None:
+        self.scheduler_is_up = False
+        self.generator = Generator()
+        self.to_scheduler.clear()
+
+    def scheduler_comes(self) -> None:
+        if not self.scheduler_is_up:
+            self.scheduler_is_up = True
+            self.relay.on_scheduler_up()
+
+    def tokenizer_dies(self) -> None:
+        self.tokenizer_is_up = False
+        self.tokenizer = make_tokenizer()
+        self.to_tokenizer.clear()
+        self.from_tokenizer.clear()
+
+    def tokenizer_comes(self) -> None:
+        if not self.tokenizer_is_up:
+            self.tokenizer_is_up = True
+            self.relay.on_tokenizer_up()
+
+    def tokenizer_forgets(self) -> None:
+        self.tokenizer = make_tokenizer()
+
+    def frame_of_scheduler_is_lost(self) -> None:
+        if self.generator.outbox and isinstance(self.generator.outbox[0], m.Tokens):
+            lost = self.generator.outbox.pop(0)
+            # A terminal event that is lost with nothing after it is found by the deadline alone.
+            kept = [s for s in lost.sequences if s.finish]
+            if kept:
+                self.generator.outbox.insert(0, m.Tokens(lost.model, lost.step, kept))
+
+    def answer_of_tokenizer_is_lost(self) -> None:
+        if self.from_tokenizer:
+            self.from_tokenizer.pop(0)
+
+    def frame_comes_twice(self) -> None:
+        if self.generator.outbox and isinstance(self.generator.outbox[0], m.Tokens):
+            self.relay.on_tokens(self.generator.outbox[0])
+
+    def time_passes(self) -> None:
+        self.now += 0.7
+        self.relay.tick()
+
+    def settle(self) -> None:
+        self.scheduler_comes()
+        self.tokenizer_comes()
+        for _ in range(3000):
+            if not self.relay.requests:
+                return
+            self.generator.step(2)
+            for _ in range(4):
+                self.scheduler_reads()
+                self.gateway_reads_scheduler()
+                self.tokenizer_reads()
+                self.gateway_reads_tokenizer()
+            self.time_passes()
+        raise AssertionError("requests that never end")
+
+
+ACTIONS = [
+    World.scheduler_reads,
+    World.gateway_reads_scheduler,
+    World.tokenizer_reads,
+    World.gateway_reads_tokenizer,
+    lambda world: world.generator.step(1),
+    lambda world: world.generator.step(3),
+    World.scheduler_dies,
+    World.scheduler_comes,
+    World.tokenizer_dies,
+    World.tokenizer_comes,
+    World.tokenizer_forgets,
+    World.frame_of_scheduler_is_lost,
+    World.answer_of_tokenizer_is_lost,
+    World.frame_comes_twice,
+    World.time_passes,
+]
+
+
+def expected(request: Request, sequence: Sequence) -> tuple[str, str]:
+    stop = request.ask.stop[0] if request.ask.stop else ""
+    tokens = output(sequence.prompt, 7, sequence.choice, sequence.max_tokens, (EOS,))
+    stopped = tokens[-1] == EOS or bool(stop and stop in text_of(tokens))
+    return text_of(tokens, stop), "stop" if stopped else "length"
+
+
+def check_finished(request: Request) -> None:
+    sink = request.sink
+    assert isinstance(sink, Recorder)
+    assert request.outcome is Outcome.FINISHED, request.error
+    assert sink.terminal == [None]
+    assert sorted(sink.over) == list(range(len(request.sequences)))
+    for sequence in request.sequences:
+        text, finish = expected(request, sequence)
+        assert "".join(sequence.text) == "".join(sink.pieces.get(sequence.index, [])) == text
+        assert sequence.finish == finish
+        assert sequence.state is State.FINISHED
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, len(ACTIONS) - 1), max_size=150), st.integers(1, 60))
+def test_recoveries_in_any_order_do_not_change_a_character(actions: list[int], max_tokens: int) -> None:
+    world = World()
+    requests = [
+        world.request("plain", max_tokens=max_tokens),
+        world.request("three", n=3, max_tokens=max_tokens),
+        world.request("stopped", stop=("一只",), max_tokens=max_tokens),
+        world.request("logprobs", logprobs=2, max_tokens=max_tokens),
+    ]
+    for action in actions:
+        ACTIONS[action](world)
+    world.settle()
+    for request in requests:
+        check_finished(request)
+    assert sorted(r.id for r in world.ended) == sorted(r.id for r in requests)
+    assert not world.relay.sequences
+    logged = requests[3].sequences[0]
+    assert len(logged.logprobs) == len(logged.tokens)
+    assert set(logged.tokens[: logged.end]) <= set(world.relay.token_bytes[MODEL])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, len(ACTIONS)), max_size=80), st.integers(0, 2))
+def test_an_abandoned_or_overdue_request_ends_once_and_leaves_nothing(actions: list[int], how: int) -> None:
+    world = World()
+    request = world.request("first", n=2, deadline=5.0)
+    other = world.request("second")
+    for action in actions:
+        if action < len(ACTIONS):
+            ACTIONS[action](world)
+        elif how == 0:
+            world.relay.abandon(request)
+        elif how == 1:
+            world.relay.fail(request, StarlingError("INFERENCE", "poisoned"))
+        else:
+            world.now += 5.0
+    world.settle()
+    assert request.outcome is not Outcome.OPEN
+    assert world.ended.count(request) == 1
+    sink = request.sink
+    assert isinstance(sink, Recorder)
+    assert len(sink.terminal) == (0 if request.outcome is Outcome.ABANDONED else 1)
+    check_finished(other)
+    assert not world.relay.sequences
+    world.scheduler_reads()
+    world.generator.outbox.clear()
+    assert not world.generator.running
+
+
+def test_a_stop_string_cancels_past_its_last_token() -> None:
+    world = World()
+    request = world.request("stopped", stop=("ging",), max_tokens=200)
+    world.settle()
+    check_finished(request)
+    world.scheduler_reads()
+    sequence = request.sequences[0]
+    (cancel,) = world.generator.cancelled
+    assert cancel.at == sequence.used == request.completion_tokens
+    whole = bytes(sequence.tokens[: sequence.used]).decode()
+    assert whole.endswith("ging")
+    assert sequence.stop_string == "ging"
+
+
+def test_a_missing_frame_is_asked_for_at_most_once_a_second() -> None:
+    world = World()
+    world.request("gap")
+    world.scheduler_reads()
+    for _ in range(6):
+        world.generator.step()
+    del world.generator.outbox[0]
+    while world.generator.outbox:
+        world.gateway_reads_scheduler()
+    assert world.relay.counts.gaps == 5
+    assert [type(frame) for frame in world.to_scheduler] == [m.Cancel, m.Submit]
+    world.scheduler_reads()
+    assert world.generator.submitted[-1].forced == b""
+    world.now += RESUBMIT_AFTER_S
+    world.settle()
+    check_finished(world.ended[0])
+
+
+def test_a_resubmission_carries_what_was_delivered_and_what_is_left_of_the_time() -> None:
+    world = World()
+    request = world.request("again", deadline=60.0)
+    world.scheduler_reads()
+    world.generator.step(5)
+    world.gateway_reads_scheduler()
+    world.now = 10.0
+    world.scheduler_dies()
+    world.scheduler_comes()
+    (frame,) = world.to_scheduler
+    assert isinstance(frame, m.Submit)
+    assert array("i", frame.forced).tolist() == request.sequences[0].tokens
+    assert len(frame.forced) == 5 * 4
+    assert frame.deadline_ms == 50_000
+    world.settle()
+    check_finished(request)
+    assert request.cached_tokens == 3
+
+
+def test_the_end_that_died_with_the_scheduler_is_known_from_the_tokens() -> None:
+    world = World()
+    request = world.request("short", max_tokens=3)
+    world.scheduler_reads()
+    world.generator.step(3)
+    (frame,) = world.generator.outbox
+    (only,) = frame.sequences
+    world.relay.on_tokens(m.Tokens(MODEL, 1, [m.SequenceTokens(only.sequence, 0, only.tokens)]))
+    world.scheduler_dies()
+    world.scheduler_comes()
+    assert not world.to_scheduler
+    world.settle()
+    check_finished(request)
+
+
+def test_a_new_request_that_is_rejected_fails_and_its_siblings_are_cancelled() -> None:
+    world = World()
+    world.generator.refuse = lambda frame: (
+        m.Rejected(frame.sequence, "OVERLOADED", "full", "", 3.0) if frame.choice == 1 else None
+    )
+    request = world.request("three", n=3)
+    world.scheduler_reads()
+    world.gateway_reads_scheduler()
+    assert request.error is not None
+    assert (request.error.code, request.error.status) == ("OVERLOADED", 429)
+    assert request.error.headers() == {"Retry-After": "3"}
+    world.scheduler_reads()
+    assert sorted(c.sequence for c in world.generator.cancelled) == ["three/0", "three/2"]
+    assert request.sink.terminal == [request.error]
+
+
+def test_a_running_request_that_is_rejected_after_a_restart_waits_for_its_place() -> None:
+    world = World()
+    request = world.request("running")
+    world.scheduler_reads()
+    world.generator.step(2)
+    world.gateway_reads_scheduler()
+    world.scheduler_dies()
+    world.generator.refuse = lambda frame: m.Rejected(frame.sequence, "OVERLOADED", "full", "", 2.0)
+    world.scheduler_comes()
+    world.scheduler_reads()
+    world.gateway_reads_scheduler()
+    assert request.outcome is Outcome.OPEN
+    world.generator.refuse = lambda frame: None
+    world.now += 1.0
+    world.relay.tick()
+    assert not world.to_scheduler
+    world.settle()
+    check_finished(request)
+
+
+def test_an_answer_that_never_comes_is_asked_for_again() -> None:
+    world = World()
+    request = world.request("lost", max_tokens=4)
+    world.scheduler_reads()
+    world.generator.step(4)
+    world.gateway_reads_scheduler()
+    world.to_tokenizer.clear()
+    world.relay.tick()
+    assert not world.to_tokenizer
+    world.now += UNANSWERED_S + 0.1
+    world.relay.tick()
+    assert len(world.to_tokenizer) == 1
+    world.settle()
+    check_finished(request)
+    assert world.relay.counts.replayed == 1
+
+
+def test_one_frame_goes_to_the_tokenizer_for_all_that_moved_in_a_step() -> None:
+    world = World()
+    for index in range(5):
+        world.request(f"r{index}", n=2)
+    world.scheduler_reads()
+    world.generator.step()
+    world.gateway_reads_scheduler()
+    (frame,) = world.to_tokenizer
+    assert isinstance(frame, m.Detokenize)
+    assert len(frame.streams) == 10
+
+
+def test_an_unknown_model_at_the_tokenizer_fails_those_who_wait_for_it() -> None:
+    world = World()
+    request = world.request("broken")
+    world.scheduler_reads()
+    world.generator.step()
+    world.gateway_reads_scheduler()
+    (frame,) = world.to_tokenizer
+    world.relay.on_text_failed(int(frame.id), StarlingError("MODEL_UNAVAILABLE", "gone"))
+    assert request.outcome is Outcome.FAILED
+    assert request.sink.terminal == [request.error]
+
+
+def test_errors_and_timeouts_of_the_scheduler_are_terminal() -> None:
+    for finish, code, status in (("error", "INFERENCE", 500), ("timeout", "TIMEOUT", 503)):
+        world = World()
+        request = world.request("bad")
+        told = code if finish == "error" else ""
+        bad = m.SequenceTokens("bad/0", 0, (), finish=finish, error=told, message="m")
+        world.relay.on_tokens(m.Tokens(MODEL, 1, [bad, bad]))
+        assert request.error is not None
+        assert (request.error.code, request.error.status) == (code, status)
+        assert len(request.sink.terminal) == 1
