@@ -38,7 +38,9 @@ def free_port() -> int:
 class Server:
     """`honcho start` with a configuration of its own; ready when `__enter__` returns."""
 
-    def __init__(self, home: Path, config: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, home: Path, config: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    ) -> None:
         self.home = home
         self.port = free_port()
         settings = {**config, "server": {"port": self.port, **config.get("server", {})}}
