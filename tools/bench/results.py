@@ -1,0 +1,104 @@
+"""What was measured: the units of work, their figures, and how they are printed and plotted."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+
+class Work(NamedTuple):
+    """One thing to time: a prompt of `tokens`, or `batch` sequences decoding after `cached` tokens each."""
+
+    kind: str  # "prefill" or "decode"
+    tokens: int = 0
+    batch: int = 1
+    cached: int = 0
+
+    @property
+    def title(self) -> str:
+        if self.kind == "prefill":
+            return f"prefill {self.tokens:,}"
+        return f"decode, batch {self.batch}" + (f", {self.cached:,} cached" if self.cached > 64 else "")
+
+
+class Rate(msgspec.Struct, frozen=True):
+    """Tokens per second over the repetitions."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Rate:
+        return cls(*(round(v, 1) for v in (statistics.median(values), min(values), max(values))))
+
+    def __str__(self) -> str:
+        return f"{self.median:,.0f} ({self.low:,.0f}-{self.high:,.0f})"
+
+
+class Figure(msgspec.Struct):
+    """One row of the table."""
+
+    work: Work
+    ours: Rate
+    peer: Rate | None = None
+    read_gb_s: float | None = None  # weights and KV that a decode step reads, per second
+    bandwidth_share: float | None = None  # of the plain read of as many bytes
+
+    @property
+    def ratio(self) -> float | None:
+        return round(self.ours.median / self.peer.median, 2) if self.peer else None
+
+
+class Report(msgspec.Struct):
+    """All of a run; its JSON is the last line that is printed."""
+
+    machine: dict[str, Any]
+    model: dict[str, Any]
+    figures: list[Figure]
+    engine: dict[str, Any]  # overhead, load, memory, instruction set
+    peer: dict[str, Any] | None = None
+
+    def as_json(self) -> bytes:
+        value = msgspec.to_builtins(self)
+        for row, figure in zip(value["figures"], self.figures, strict=True):
+            row["work"] = {k: v for k, v in figure.work._asdict().items() if v}
+            row["ratio"] = figure.ratio
+        return msgspec.json.encode(value)
+
+    def lines(self) -> list[str]:
+        rows = [("work", "starling tokens/s", "llama.cpp tokens/s", "ratio", "read GB/s", "of bandwidth")]
+        for f in self.figures:
+            share = "" if f.bandwidth_share is None else f"{100 * f.bandwidth_share:.0f} %"
+            read = "" if f.read_gb_s is None else f"{f.read_gb_s:.1f}"
+            ratio = "" if f.ratio is None else f"{f.ratio:.2f}"
+            rows.append((f.work.title, str(f.ours), str(f.peer or ""), ratio, read, share))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+
+
+def machine(cores: list[int]) -> dict[str, Any]:
+    """What the figures depend on, as far as the system says it."""
+    cpu: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        cpu.setdefault(key.strip(), value.strip())
+    flags = set(cpu.get("flags", "").split())
+    named = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "amx_tile")
+    return {
+        "cpu": cpu.get("model name", platform.processor()),
+        "family_model": f"{cpu.get('cpu family', '?')}/{cpu.get('model', '?')}",
+        "features": [name for name in named if name in flags],
+        "cores_used": cores,
+        "cores": os.cpu_count(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
