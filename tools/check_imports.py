@@ -1,5 +1,7 @@
 """The import law: stages -> pipeline -> shm, stages never each other, sockets only in stage.py.
 
+aiohttp may be imported for its requests and responses; what listens or connects may not be named.
+
     python tools/check_imports.py [ROOT]
 
 Reads the source only.  Prints one line for each broken rule and exits 1 when there is one.
@@ -18,7 +20,8 @@ MAY_IMPORT = {
     "pipeline": {"pipeline", "shm"},
     "stages": {"stages", "pipeline", "shm"},
 }
-SOCKET_MODULES = {"zmq", "socket", "socketserver", "aiohttp", "http", "urllib"}
+SOCKET_MODULES = {"zmq", "socket", "socketserver", "http", "urllib"}
+SOCKET_NAMES = {"AppRunner", "TCPSite", "UnixSite", "SockSite", "run_app", "ClientSession"}  # of aiohttp
 # Project modules that hold sockets: what uses them does a stage's input and output.
 SOCKET_HOLDERS = {"pipeline.wire", "pipeline.loop", "pipeline.aio"}
 
@@ -36,6 +39,15 @@ def imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, str]
                 yield node.lineno, f"{module}.{alias.name}".strip(".")
 
 
+def names_used(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of every attribute and plain name that is read."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Name):
+            yield node.lineno, node.id
+
+
 def violations(path: Path, root: Path) -> Iterator[str]:
     """One line for each rule that the file breaks."""
     parts = path.relative_to(root).with_suffix("").parts
@@ -44,7 +56,12 @@ def violations(path: Path, root: Path) -> Iterator[str]:
     is_input_output = layer != "stages" or parts[-1] == "stage"
     where = path.relative_to(root)
     seen: set[tuple[int, str]] = set()
-    for line, name in imports(ast.parse(path.read_text(), str(path)), parts[:-1]):
+    tree = ast.parse(path.read_text(), str(path))
+    if not is_input_output:
+        for line, name in names_used(tree):
+            if name in SOCKET_NAMES:
+                yield f"{where}:{line}: only stage.py touches sockets, and this is {name}"
+    for line, name in imports(tree, parts[:-1]):
         top, _, rest = name.partition(".")
         rule = ""
         if top in MAY_IMPORT or top in ("tests", "tools"):
