@@ -7,6 +7,7 @@ together; a full bucket means that restarting does not help.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -33,9 +34,10 @@ class RestartPolicy:
         """Seconds to wait before the next start; None: give up. `ran_s`: how long the stage ran."""
         limits = self.limits
         self.deaths = max(0.0, self.deaths - ran_s / limits.heal_s) + 1.0
-        if self.deaths >= limits.most:
+        count = math.ceil(self.deaths)
+        if count >= limits.most:
             return None
-        doublings = self.deaths - limits.immediate - 1
+        doublings = count - limits.immediate - 1
         if doublings < 0:
             return 0.0
         wait = min(limits.longest_s, limits.base_s * 2.0**doublings)

@@ -37,7 +37,7 @@ from typing import NamedTuple
 from pipeline import kinship, logs, process
 from pipeline.config_schema import Config
 from pipeline.errors import ConfigError, ResourceError, StarlingError
-from pipeline.restarts import RestartPolicy
+from pipeline.restarts import Limits, RestartPolicy
 
 log = logging.getLogger("starling.supervisor")
 
@@ -64,6 +64,7 @@ def supervise(
     config: Config,
     run: Callable[[], int] | None = None,
     preload: Callable[[], object] | None = None,
+    limits: Limits = Limits(),  # noqa: B008
 ) -> int:
     """Until told to stop, or giving up; the exit code.
 
@@ -78,7 +79,7 @@ def supervise(
     start = start_program(command)
     if run is not None and _preloaded(preload):
         start = start_fork(run, stage, config)
-    policy = RestartPolicy(random.SystemRandom().random)
+    policy = RestartPolicy(random.SystemRandom().random, limits)
     drain_s = config.server.drain_timeout_ms / 1000 + GRACE_S
     return Supervisor(stage, start, policy, guardians, drain_s).run()
 

@@ -1,0 +1,72 @@
+"""The restart policy, as laws over any history of lives."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.restarts import Limits, RestartPolicy
+
+LIMITS = Limits()
+lives = st.lists(st.floats(0.0, 100.0), max_size=60)
+chances = st.floats(0.0, 1.0, exclude_max=True)
+
+
+def waits(ran_s: list[float], chance: float = 0.0) -> list[float | None]:
+    policy = RestartPolicy(lambda: chance)
+    return [policy.after_death(ran) for ran in ran_s]
+
+
+@given(lives, chances)
+def test_waits_are_bounded_and_the_bucket_never_overflows(ran_s: list[float], chance: float) -> None:
+    policy = RestartPolicy(lambda: chance)
+    for ran in ran_s:
+        wait = policy.after_death(ran)
+        assert 0.0 < policy.deaths <= LIMITS.most
+        if wait is None:
+            break
+        assert 0.0 <= wait <= LIMITS.longest_s
+
+
+@given(chances)
+def test_a_crash_loop_waits_ever_longer_and_is_given_up(chance: float) -> None:
+    found = waits([0.0] * LIMITS.most, chance)
+    assert found[-1] is None
+    assert found[: LIMITS.immediate] == [0.0] * LIMITS.immediate
+    growing = [wait for wait in found[LIMITS.immediate : -1] if wait is not None]
+    assert len(growing) == LIMITS.most - LIMITS.immediate - 1
+    assert growing == sorted(growing)
+    assert growing[0] > 0
+
+
+@given(lives.filter(bool), chances)
+def test_a_stable_run_makes_good_all_deaths(ran_s: list[float], chance: float) -> None:
+    policy = RestartPolicy(lambda: chance)
+    for ran in ran_s:
+        policy.after_death(ran)
+    assert policy.after_death(LIMITS.heal_s * (LIMITS.most + 1)) == 0.0
+    assert policy.deaths == 1.0
+
+
+@given(st.lists(st.floats(LIMITS.heal_s, 1000.0), max_size=200))
+def test_deaths_far_enough_apart_cost_no_wait_however_many(ran_s: list[float]) -> None:
+    assert set(waits(ran_s)) <= {0.0}
+
+
+@given(lives, chances, chances)
+def test_jitter_takes_away_at_most_half(ran_s: list[float], one: float, other: float) -> None:
+    for a, b in zip(waits(ran_s, one), waits(ran_s, other), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert a <= 2 * b
+            assert b <= 2 * a
+
+
+@given(lives, st.integers(0, 59), st.floats(0.0, 100.0))
+def test_a_longer_life_never_makes_the_next_wait_longer(ran_s: list[float], at: int, more: float) -> None:
+    longer = [ran + more if i == at else ran for i, ran in enumerate(ran_s)]
+    for short, long in zip(waits(ran_s), waits(longer), strict=True):
+        if short is None:
+            break
+        assert long is not None
+        assert long <= short

@@ -1,0 +1,237 @@
+"""Supervision with real processes and real signals (the stage: supervised.py).
+
+Every wait is for a report on a pipe or for a pidfd, with a bound that only a failure reaches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import kinship
+from pipeline.process import EXIT_CONFIG, EXIT_FATAL
+from pipeline.restarts import RestartPolicy
+from pipeline.supervisor import SAME_SIGNAL_S, Supervisor, start_program
+
+LONG_S = 30.0
+
+pytestmark = pytest.mark.slow
+
+
+def has_ended(pidfd: int, within_s: float = LONG_S) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(within_s * 1000))
+
+
+class Life:
+    """One life of the stage, as it reported itself, held by pidfds."""
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        self.report = report
+        self.pid: int = report["pid"]
+        self.stage = os.pidfd_open(self.pid)
+        self.helper = os.pidfd_open(report["helper"])
+
+    def kill(self, number: int) -> None:
+        signal.pidfd_send_signal(self.stage, number)
+
+
+class Theatre:
+    """Starts supervisors, reads the reports of their stages, and leaves nobody behind."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.fifo = directory / "report"
+        os.mkfifo(self.fifo)
+        self._reader = os.open(self.fifo, os.O_RDWR | os.O_NONBLOCK)
+        self._lines = b""
+        self._lives: list[Life] = []
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def command(self, behaviour: str, how: str = "fork") -> list[str]:
+        return [sys.executable, "-m", "tests.pipeline.supervised", str(self.fifo), behaviour, how,
+                str(self.directory / "run")]  # fmt: skip
+
+    def start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        env = {**os.environ, "STARLING_HOME": str(self.directory)}
+        with open(self.directory / "stderr", "ab") as stderr:
+            process = subprocess.Popen(command, env=env, stdout=stderr, stderr=stderr, start_new_session=True)
+        self._started.append(process)
+        return process
+
+    def supervise(self, behaviour: str, how: str = "fork") -> subprocess.Popen[bytes]:
+        return self.start(self.command(behaviour, how))
+
+    def next_life(self) -> Life:
+        while b"\n" not in self._lines:
+            poll = select.poll()
+            poll.register(self._reader, select.POLLIN)
+            assert poll.poll(LONG_S * 1000), "no life: " + (self.directory / "stderr").read_text()
+            self._lines += os.read(self._reader, 65536)
+        line, _, self._lines = self._lines.partition(b"\n")
+        life = Life(json.loads(line))
+        self._lives.append(life)
+        return life
+
+    def count_lives(self) -> int:
+        """Reports that are there and have not been read."""
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN)
+        while poll.poll(0):
+            self._lines += os.read(self._reader, 65536)
+        return self._lines.count(b"\n")
+
+    def log(self) -> str:
+        return (self.directory / "stderr").read_text()
+
+    def close(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait(LONG_S)
+        for life in self._lives:
+            for fd in (life.stage, life.helper):
+                try:
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+                assert has_ended(fd)
+                os.close(fd)
+        os.close(self._reader)
+
+
+@pytest.fixture
+def theatre(tmp_path: Path) -> Iterator[Theatre]:
+    theatre = Theatre(tmp_path)
+    yield theatre
+    theatre.close()
+
+
+def kill(life: Life) -> None:
+    life.kill(signal.SIGKILL)
+
+
+def stop(life: Life) -> None:
+    life.kill(signal.SIGSTOP)
+
+
+def stop_helper(life: Life) -> None:
+    signal.pidfd_send_signal(life.helper, signal.SIGSTOP)
+
+
+def crash(life: Life) -> None:
+    life.kill(signal.SIGSEGV)
+
+
+@pytest.mark.parametrize("how", ["fork", "program"])
+@pytest.mark.parametrize("harm", [kill, stop, stop_helper, crash])
+def test_a_harmed_stage_is_replaced_when_all_of_it_is_dead(
+    theatre: Theatre, harm: Callable[[Life], None], how: str
+) -> None:
+    supervisor = theatre.supervise("wait", how)
+    first = theatre.next_life()
+    harm(first)
+    second = theatre.next_life()
+    # The successor has spoken: stage and grandchild of before are not only doomed but gone.
+    assert has_ended(first.stage, 0)
+    assert has_ended(first.helper, 0)
+    assert second.report["restarts"] == 1
+    assert second.report["parent"] == supervisor.pid
+    assert second.report["imported"] == (how == "fork")
+
+
+def test_a_stage_that_gives_no_sign_is_replaced(theatre: Theatre) -> None:
+    theatre.supervise("silent")
+    first = theatre.next_life()
+    theatre.next_life()
+    assert has_ended(first.stage, 0)
+    assert "gave no sign" in theatre.log()
+
+
+def test_sigterm_lets_the_stage_end_in_order(theatre: Theatre) -> None:
+    supervisor = theatre.supervise("wait")
+    life = theatre.next_life()
+    assert kinship.look(life.pid) is not None
+    assert os.getpgid(life.pid) == life.pid
+    supervisor.send_signal(signal.SIGTERM)
+    assert supervisor.wait(LONG_S) == 0
+    assert has_ended(life.stage, 0)
+    assert has_ended(life.helper, 0)
+    assert theatre.count_lives() == 0
+    assert not (theatre.directory / "run" / "kv.status").exists()
+
+
+def test_sigterm_kills_a_stage_that_does_not_end(theatre: Theatre) -> None:
+    supervisor = theatre.supervise("stubborn")
+    life = theatre.next_life()
+    supervisor.send_signal(signal.SIGTERM)
+    assert supervisor.wait(LONG_S) == EXIT_FATAL
+    assert has_ended(life.stage, 0)
+    assert theatre.count_lives() == 0
+
+
+def test_sighup_restarts_in_order(theatre: Theatre) -> None:
+    supervisor = theatre.supervise("wait")
+    first = theatre.next_life()
+    supervisor.send_signal(signal.SIGHUP)
+    second = theatre.next_life()
+    assert has_ended(first.stage, 0)
+    assert second.report["restarts"] == 1
+    assert "starting it again" not in theatre.log()
+
+
+def test_the_stage_dies_with_its_supervisor(theatre: Theatre) -> None:
+    supervisor = theatre.supervise("wait")
+    life = theatre.next_life()
+    supervisor.kill()
+    assert has_ended(life.stage)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "code", "lives"),
+    [("crash", EXIT_FATAL, 4), ("leave", EXIT_FATAL, 4), ("config", EXIT_CONFIG, 1)],
+)
+def test_giving_up(theatre: Theatre, behaviour: str, code: int, lives: int) -> None:
+    supervisor = theatre.supervise(behaviour)
+    assert supervisor.wait(LONG_S) == code
+    assert theatre.count_lives() == lives
+    for _ in range(lives):
+        line, _, theatre._lines = theatre._lines.partition(b"\n")
+        assert kinship.look(json.loads(line)["helper"]) is None
+    assert "giving up" in theatre.log()
+
+
+@pytest.mark.parametrize("shell", ["exec ", "", ": && "])
+def test_the_stage_dies_with_honcho(theatre: Theatre, shell: str) -> None:
+    """honcho's process in between and its shell survive it: the supervisor must look further up."""
+    end = " ; :" if shell == ": && " else ""
+    procfile = theatre.directory / "Procfile"
+    procfile.write_text(f"kv: {shell}{' '.join(theatre.command('wait'))}{end}\n")
+    honcho = theatre.start([sys.executable, "-m", "honcho", "start", "-d", os.getcwd(), "-f", str(procfile)])
+    life = theatre.next_life()
+    supervisor = os.pidfd_open(life.report["parent"])
+    honcho.kill()
+    assert has_ended(life.stage)
+    assert has_ended(life.helper)
+    assert has_ended(supervisor)
+    os.close(supervisor)
+
+
+def test_a_repeated_signal_is_a_second_wish_only_after_a_while() -> None:
+    now = [100.0]
+    supervisor = Supervisor(
+        "kv", start_program(["true"]), RestartPolicy(lambda: 0.0), [], 1.0, clock=lambda: now[0]
+    )
+    for at, wishes in ((0.0, 1), (SAME_SIGNAL_S / 2, 1), (SAME_SIGNAL_S, 2)):
+        now[0] = 100.0 + at
+        supervisor._on_signal(signal.SIGTERM, None)
+        assert supervisor._stop_wishes == wishes
