@@ -1,0 +1,293 @@
+"""A real kv process, and a scheduler and a worker for it in a few lines.
+
+The model is three numbers in an index file: kv needs no weights.  What the "worker" writes into a page is a
+function of all tokens up to the page's end, so a test can tell whose page it got.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import yaml
+
+from pipeline import messages as m
+from pipeline import paths, registry
+from pipeline.config import load
+from pipeline.edges import EDGES
+from pipeline.wire import Link
+from shm import checkpoint
+from shm.arena import Arena
+from shm.pages import KvArena, attach_kv
+from shm.steps import SERIAL, StepsGeometry, create_steps
+from tests.kv.world import contents
+
+ROOT = Path(__file__).parents[2]
+PAGE_TOKENS = 16
+PAGES = 12
+ROWS = 16
+MODEL = "tiny"
+WAIT_S = 30.0
+
+
+def page_bytes_of(hyper: checkpoint.Hyper) -> int:
+    values = hyper.n_layers * hyper.n_kv_heads * hyper.head_dim * PAGE_TOKENS
+    return -(-2 * 2 * values // 4096) * 4096
+
+
+def write_model(home: Path, name: str = MODEL, seed: int = 0) -> str:
+    """A GGUF file (its first bytes) and its index. Returns the digest."""
+    gguf = home / f"{name}.gguf"
+    gguf.write_bytes(b"GGUF" + bytes([seed]) * 64)
+    config = load_config(home)
+    models_dir = home / "models"
+    model = config.model(name)
+    assert model is not None
+    digest = registry.fetch(model, models_dir).digest
+    hyper = checkpoint.Hyper(2, 64, 2, 2, 32, 64, 128, 4096, 1e-5, 32, "halves", "silu")
+    tokenizer = checkpoint.TokenizerData("gpt2", "", [], [], [], [], 0, 0, -1, -1, -1, False, False, "")
+    index = checkpoint.Index(
+        checkpoint.VERSION, digest, "llama", name, 1, 68, 0, hyper,
+        msgspec.Raw(msgspec.msgpack.encode(tokenizer)), [],
+    )  # fmt: skip
+    (models_dir / f"{digest}.idx").write_bytes(msgspec.msgpack.encode(index))
+    return digest
+
+
+def configure(home: Path, cache: dict[str, Any] | None = None, **model: Any) -> None:
+    """`home`/starling.yaml: one model, a KV arena of a few pages."""
+    settings = {
+        "server": {"run_dir": str(home / "run"), "arena_dir": str(home / "shm"), "heartbeat_ms": 50},
+        "models": [
+            {"name": MODEL, "path": str(home / f"{MODEL}.gguf"), "page_tokens": PAGE_TOKENS,
+             "kv_cache_mb": 1, **model}
+        ],
+        "cache": cache or {},
+    }  # fmt: skip
+    (home / "starling.yaml").write_text(yaml.safe_dump(settings))
+
+
+def load_config(home: Path) -> Any:
+    return load(home / "starling.yaml", {"STARLING_HOME": str(home), "HOME": str(home)})
+
+
+class KvProcess:
+    """`starling stage kv`."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> KvProcess:
+        environment = {
+            **os.environ, "STARLING_HOME": str(self.home), "PYTHONPATH": str(ROOT),
+            "STARLING_CONFIG": str(self.home / "starling.yaml"),
+        }  # fmt: skip
+        with open(self.home / "kv.log", "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "pipeline.cli", "stage", "kv"], env=environment, cwd=ROOT,
+                stdout=log, stderr=log,
+            )  # fmt: skip
+        return self
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        """Signal and wait; returns the exit code."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.process.wait(WAIT_S)
+
+    def __enter__(self) -> KvProcess:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+
+    def log(self) -> str:
+        return (self.home / "kv.log").read_text()
+
+
+class Scheduler:
+    """Enough of the scheduler and the worker to use a kv process as they do."""
+
+    def __init__(self, home: Path, digest: str, max_tokens: int = 512) -> None:
+        config = load_config(home)
+        self.digest = digest
+        self.steps_path = paths.arena_dir(config) / f"{MODEL}.steps"
+        geometry = StepsGeometry(ROWS, 4, 4, max_tokens, max_tokens // PAGE_TOKENS)
+        self.steps_arena, self.steps = create_steps(self.steps_path, geometry, bytes.fromhex(digest))
+        env = {"STARLING_HOME": str(home)}
+        self.link = Link(
+            EDGES["scheduler-kv"], paths.edge_address(config, "scheduler-kv", env), "scheduler",
+            heartbeat_ms=50,
+        )  # fmt: skip
+        self.link.on_up = lambda hello: self._up()
+        self.link.on_down = lambda hello: self._down()
+        self.ready: m.KvReady | None = None
+        self.frames: list[m.Frame] = []
+        self.stopping = False
+        self.serial = time.time_ns()
+        self.ids = 0
+        self.sequences: dict[str, dict[str, Any]] = {}  # row, tokens, salt, pages, computed
+        self.rows = list(range(ROWS))
+        self.arena: Arena | None = None
+        self.kv: KvArena | None = None
+
+    def close(self) -> None:
+        self.link.close()
+        self.steps_arena.close()
+        self._drop_arena()
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -------------------------------------------------------------- the link
+
+    def _up(self) -> None:
+        self.link.send(m.KvAttach(MODEL, self.digest, str(self.steps_path)))
+
+    def _down(self) -> None:
+        self.ready = None
+
+    def _drop_arena(self) -> None:
+        if self.arena is not None:
+            self.kv = None
+            self.arena.close()
+            self.arena = None
+
+    def turn(self, timeout_s: float = 0.02) -> None:
+        reason = "stopping" if self.stopping else ""
+        self.link.tick(m.Heartbeat("scheduler", self.link.epoch, 1, False, not self.stopping, reason))
+        select.select([self.link.fd], [], [], timeout_s)
+        for frame in self.link.receive():
+            if isinstance(frame, m.KvReady) and not frame.error:
+                self._on_ready(frame)
+            self.frames.append(frame)
+
+    def _on_ready(self, frame: m.KvReady) -> None:
+        if frame.declared:
+            self.ready = frame
+            return
+        if self.arena is None or self.arena.generation != frame.generation:
+            self._drop_arena()
+            self.arena, self.kv, _ = attach_kv(Path(frame.arena_path), bytes.fromhex(self.digest))
+            self.sequences = {name: s for name, s in self.sequences.items() if not s["pages"]}
+        held = [
+            (name, s["row"], s["computed"], s["pages"]) for name, s in self.sequences.items() if s["pages"]
+        ]
+        self.link.send(m.Declare(MODEL, held))
+
+    def wait(self, what: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
+        """Turn until `what` is true; returns it."""
+        deadline = time.monotonic() + timeout_s
+        while not (found := what()):
+            assert time.monotonic() < deadline, "nothing came"
+            self.turn()
+        return found
+
+    def wait_ready(self) -> m.KvReady:
+        return self.wait(lambda: self.ready)
+
+    def take(self, kind: type, **fields: Any) -> Any:
+        """The first frame of this kind with these fields that has come, or comes."""
+
+        def find() -> Any:
+            for frame in self.frames:
+                if isinstance(frame, kind) and all(getattr(frame, k) == v for k, v in fields.items()):
+                    self.frames.remove(frame)
+                    return frame
+            return None
+
+        return self.wait(find)
+
+    # -------------------------------------------------------------- sequences
+
+    def acquire(self, name: str, tokens: list[int], ahead: int = 0, salt: str = "") -> Any:
+        """Take up a sequence: returns `Granted` or `Denied`."""
+        self.ask(name, tokens, ahead, salt)
+        return self.answer(name)
+
+    def ask(self, name: str, tokens: list[int], ahead: int = 0, salt: str = "") -> None:
+        row = self.rows.pop(0)
+        self.serial += 1
+        self.steps.row_ints[row, SERIAL] = self.serial
+        self.steps.tokens[row, : len(tokens)] = tokens
+        self.ids += 1
+        self.sequences[name] = {
+            "row": row, "tokens": tokens, "salt": salt, "pages": (), "computed": 0, "id": self.ids,
+        }  # fmt: skip
+        self.link.send(m.Acquire(self.ids, MODEL, name, row, len(tokens), len(tokens) + ahead, salt))
+
+    def answer(self, name: str) -> Any:
+        sequence = self.sequences[name]
+
+        def find() -> Any:
+            for frame in self.frames:
+                if isinstance(frame, m.Granted | m.Denied) and frame.id == sequence["id"]:
+                    self.frames.remove(frame)
+                    return frame
+            return None
+
+        answer = self.wait(find)
+        if isinstance(answer, m.Granted):
+            sequence["pages"] = answer.pages
+            sequence["computed"] = answer.cached_tokens
+        else:
+            self.rows.append(sequence["row"])
+            del self.sequences[name]
+        return answer
+
+    def compute(self, name: str, n_tokens: int = -1) -> None:
+        """Write all positions up to `n_tokens` (all) and commit them."""
+        s = self.sequences[name]
+        end = len(s["tokens"]) if n_tokens < 0 else n_tokens
+        assert self.kv is not None
+        for i in range(s["computed"] // PAGE_TOKENS, -(-end // PAGE_TOKENS)):
+            page = s["pages"][i]
+            if (i + 1) * PAGE_TOKENS <= end:
+                self.kv.pages[page] = contents(s["tokens"], i, s["salt"], self.kv.pages.shape[1])
+            else:
+                self.kv.pages[page] = 0xEE
+        s["computed"] = max(end, s["computed"])
+        self.link.send(m.Commit(MODEL, name, s["computed"]))
+
+    def release(self, name: str) -> None:
+        s = self.sequences.pop(name)
+        self.rows.append(s["row"])
+        self.link.send(m.Release(MODEL, name, s["computed"]))
+
+    def run(self, name: str, tokens: list[int], salt: str = "") -> Any:
+        """A whole request; returns its `Granted`, whose cached pages have been looked at."""
+        answer = self.acquire(name, tokens, salt=salt)
+        assert isinstance(answer, m.Granted), answer
+        self.check(name, answer.cached_tokens)
+        self.compute(name)
+        self.release(name)
+        return answer
+
+    def check(self, name: str, cached_tokens: int) -> None:
+        """The pages that were said to be computed hold what the sequence's tokens make."""
+        s = self.sequences[name]
+        assert self.kv is not None
+        for i in range(cached_tokens // PAGE_TOKENS):
+            expected = contents(s["tokens"], i, s["salt"], self.kv.pages.shape[1])
+            np.testing.assert_array_equal(self.kv.pages[s["pages"][i]], expected)
+
+    def state(self) -> m.KvState:
+        """The next state that kv pushes."""
+        self.frames = [frame for frame in self.frames if not isinstance(frame, m.KvState)]
+        state: m.KvState = self.take(m.KvState)
+        assert state.free + state.cached + state.leased == state.total
+        return state

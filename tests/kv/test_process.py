@@ -1,0 +1,221 @@
+"""The real kv process: over its socket, across kills, clean stops and a reboot."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from pipeline import messages as m
+from tests.kv.process import PAGE_TOKENS, KvProcess, Scheduler, configure, write_model
+
+pytestmark = pytest.mark.slow
+
+
+def words(*numbers: int) -> list[int]:
+    """A page of tokens for each number, and one token more."""
+    return [number for number in numbers for _ in range(PAGE_TOKENS)] + [1]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    configure(tmp_path)
+    return tmp_path
+
+
+def test_serves_over_its_socket(home: Path) -> None:
+    digest = write_model(home)
+    with KvProcess(home), Scheduler(home, digest) as s:
+        ready = s.wait_ready()
+        assert ready.page_tokens == PAGE_TOKENS
+        assert ready.pages * ready.page_bytes <= 1 << 20
+        assert s.run("a", words(1, 2, 3)).cached_tokens == 0
+        assert s.run("b", words(1, 2, 4)).cached_tokens == 2 * PAGE_TOKENS
+        assert s.run("c", words(1, 2, 3), salt="other").cached_tokens == 0
+        assert s.run("d", words(1, 2, 3)[:-1]).cached_tokens == 2 * PAGE_TOKENS  # its last token is computed
+        state = s.state()
+        assert (state.leased, state.hits, state.cached) == (0, 4, 7)
+        # More than there is, now and ever.
+        denied = s.acquire("e", words(9), ahead=1 << 20)
+        assert isinstance(denied, m.Denied)
+        assert not denied.fits
+
+
+def test_grows_and_denies_when_full(home: Path) -> None:
+    digest = write_model(home)
+    with KvProcess(home), Scheduler(home, digest) as s:
+        total = s.wait_ready().pages
+        half = total // 2 * PAGE_TOKENS
+        rest = (total - 4) * PAGE_TOKENS - half
+        assert isinstance(s.acquire("a", words(1), ahead=half), m.Granted)
+        assert isinstance(s.acquire("b", words(2), ahead=rest), m.Granted)
+        s.link.send(m.Extend(900, s.ready.model, "a", total * PAGE_TOKENS))  # type: ignore[union-attr]
+        denied = s.take(m.Denied, id=900)
+        assert denied.fits
+        assert denied.needed_pages > denied.free_pages
+        s.release("b")
+        s.link.send(m.Extend(901, s.ready.model, "a", total * PAGE_TOKENS))  # type: ignore[union-attr]
+        assert len(s.take(m.Granted, id=901).pages) == total
+
+
+def test_a_successor_goes_on_with_the_leases(home: Path) -> None:
+    digest = write_model(home)
+    with Scheduler(home, digest) as s:
+        with KvProcess(home) as kv:
+            s.wait_ready()
+            s.run("old", words(1, 2))
+            held = s.acquire("held", words(1, 2, 3, 4), ahead=40)
+            assert held.cached_tokens == 2 * PAGE_TOKENS
+            s.compute("held", 3 * PAGE_TOKENS)
+            s.acquire("fresh", words(7, 8))
+            s.state()
+            kv.kill()
+            s.wait(lambda: s.ready is None)
+        with KvProcess(home):
+            s.wait_ready()
+            # Computed while nobody was there, and with tokens that kv has not seen before.
+            s.compute("held")
+            s.compute("fresh")
+            s.release("fresh")
+            assert s.acquire("next", words(1, 2, 3, 4, 5)).cached_tokens == 4 * PAGE_TOKENS
+            s.check("next", 4 * PAGE_TOKENS)
+            assert s.acquire("again", words(7, 8, 9)).cached_tokens == 2 * PAGE_TOKENS
+            assert set(s.sequences["next"]["pages"][4:]).isdisjoint(held.pages)
+            for name in ("held", "next", "again"):
+                s.release(name)
+            assert s.state().leased == 0
+
+
+def test_a_row_that_was_taken_over_is_not_read(home: Path) -> None:
+    """Late news of a sequence whose row is another's already must not name its pages wrongly."""
+    digest = write_model(home)
+    with KvProcess(home), Scheduler(home, digest) as s:
+        s.wait_ready()
+        s.acquire("a", [1], ahead=40)
+        s.sequences["a"]["tokens"] = words(5, 6)  # its output
+        row = s.sequences["a"]["row"]
+        s.compute("a")  # says 33 tokens, of which the row has one
+        s.steps.row_ints[row, 10] += 1000
+        s.steps.tokens[row, :33] = words(8, 8)
+        s.release("a")
+        assert s.run("b", words(8, 8, 8)).cached_tokens == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random_moments(home: Path, seed: int) -> None:
+    """Whatever was under way: pages are conserved, and nobody gets a page of other tokens."""
+    chance = random.Random(seed)
+    digest = write_model(home)
+    with Scheduler(home, digest) as s:
+        count = 0
+        for _ in range(4):
+            with KvProcess(home) as kv:
+                s.wait_ready()
+                for _ in range(chance.randrange(1, 25)):
+                    count += 1
+                    tokens = words(*(chance.randrange(3) for _ in range(chance.randrange(1, 5))))
+                    names = list(s.sequences)
+                    if len(names) > 3 or (names and chance.random() < 0.3):
+                        name = chance.choice(names)
+                        s.compute(name)
+                        s.release(name)
+                    elif isinstance(answer := s.acquire(f"s{count}", tokens), m.Granted):
+                        s.check(f"s{count}", answer.cached_tokens)
+                        if chance.random() < 0.5:
+                            s.compute(f"s{count}", chance.randrange(answer.cached_tokens, len(tokens)))
+                # Some frames are on their way, some are being read, an answer is not.
+                pending = f"p{count}"
+                s.ask(pending, words(1, 2))
+                for name in list(s.sequences)[:2]:
+                    if s.sequences[name]["pages"]:
+                        s.compute(name)
+                        s.release(name)
+                kv.kill()
+                s.rows.append(s.sequences.pop(pending)["row"])
+                s.wait(lambda: s.ready is None)
+        with KvProcess(home):
+            s.wait_ready()
+            for name in list(s.sequences):
+                s.compute(name)
+                s.release(name)
+            assert s.state().leased == 0
+            for first in range(3):
+                for second in range(3):
+                    s.run(f"end{first}{second}", words(first, second))
+
+
+def test_a_clean_stop_saves_what_the_next_start_finds(home: Path) -> None:
+    digest = write_model(home)
+    tokens = words(*range(1, 7))
+    with KvProcess(home) as kv, Scheduler(home, digest) as s:
+        s.wait_ready()
+        s.run("a", tokens)
+        s.state()
+        s.stopping = True  # the whole server ends
+        s.turn()
+        assert kv.process is not None
+        kv.process.send_signal(signal.SIGTERM)
+        s.wait(lambda: "stopping" in (s.link.last_beat.reason if s.link.last_beat else ""))
+        s.close()
+        assert kv.process.wait(10) == 0
+    shutil.rmtree(home / "shm")  # a reboot, or the end of the last stage
+    with KvProcess(home), Scheduler(home, digest) as s:
+        s.wait_ready()
+        assert s.run("b", tokens).cached_tokens == 6 * PAGE_TOKENS
+
+
+def test_proven_pages_survive_a_power_cut(home: Path) -> None:
+    digest = write_model(home)
+    with KvProcess(home) as kv, Scheduler(home, digest) as s:
+        s.wait_ready()
+        s.run("a", words(1, 2, 3))
+        s.run("b", words(1, 2, 4))
+        files = home / "state" / "kv"
+        s.wait(lambda: any(f.stat().st_size > 4096 for f in files.glob("*.pages")))
+        kv.kill()
+    shutil.rmtree(home / "shm")
+    with KvProcess(home), Scheduler(home, digest) as s:
+        s.wait_ready()
+        assert s.run("c", words(1, 2, 5)).cached_tokens == 2 * PAGE_TOKENS
+
+
+def test_evicted_pages_come_back_from_the_spill_file(home: Path) -> None:
+    configure(home, spill_path=str(home / "spill"), spill_mb=8)
+    digest = write_model(home)
+    with KvProcess(home), Scheduler(home, digest) as s:
+        total = s.wait_ready().pages
+        s.run("a", words(1, 2, 3))
+        assert isinstance(s.acquire("flood", [5], ahead=total * PAGE_TOKENS - 1), m.Granted)
+        s.release("flood")
+        assert s.state().spilled == 3
+        assert s.run("b", words(1, 2, 3, 4)).cached_tokens == 3 * PAGE_TOKENS
+
+
+def test_another_version_of_the_model_starts_afresh(home: Path) -> None:
+    first = write_model(home)
+    with KvProcess(home) as kv, Scheduler(home, first) as s:
+        s.wait_ready()
+        s.run("a", words(1, 2))
+        kv.kill()
+    second = write_model(home, seed=1)
+    assert second != first
+    with KvProcess(home) as kv, Scheduler(home, second) as s:
+        s.wait_ready()
+        assert s.run("b", words(1, 2)).cached_tokens == 0
+        assert "belongs to model" in kv.log()
+
+
+def test_says_what_does_not_fit(home: Path) -> None:
+    configure(home, kv_cache_mb=16_000_000)
+    digest = write_model(home)
+    with KvProcess(home) as kv, Scheduler(home, digest) as s:
+        ready = s.take(m.KvReady)
+        assert "free; make the arena smaller (kv_cache_mb" in ready.error
+        s.wait(lambda: s.link.last_beat)
+        assert not s.link.last_beat.ready  # type: ignore[union-attr]
+        assert "kv_cache_mb" in s.link.last_beat.reason  # type: ignore[union-attr]
+        assert kv.process is not None
+        assert kv.process.poll() is None  # and goes on
