@@ -15,9 +15,8 @@ length" (seed 000) needs no sorting beyond what the budget does.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from stages.scheduler.cost import CostModel
 from stages.scheduler.queues import Tenant
@@ -61,14 +60,21 @@ class Batch(NamedTuple):
     left: list[Tenant]
 
 
-Draft = Callable[[Sequence, int], tuple[int, ...]]  # (sequence, most) -> draft tokens to verify
+class Guesses(Protocol):
+    """Where draft tokens come from."""
+
+    def awaits(self, sequence: Sequence) -> bool:
+        """Hold the sequence back until its sample under way is known: drafts will follow it."""
+
+    def draft(self, sequence: Sequence, room: int) -> tuple[int, ...]:
+        """At most `room` tokens that may follow the known ones."""
 
 
-def compose(held: list[Sequence], budget: Budget, cost: CostModel, draft: Draft | None = None) -> Batch:
+def compose(held: list[Sequence], budget: Budget, cost: CostModel, guesses: Guesses | None = None) -> Batch:
     """The next step's entries; `held` in order of age. Nothing is changed.
 
-    `draft` is asked only for sequences whose last token is known, when no prompt is under way and
-    places are enough: speculation spends what would lie idle.
+    `guesses` is asked only when no prompt is under way and places are enough: speculation spends
+    what would lie idle.
     """
     streams: list[Sequence] = []
     prompts: list[Sequence] = []
@@ -94,13 +100,20 @@ def compose(held: list[Sequence], budget: Budget, cost: CostModel, draft: Draft 
     spare = budget.max_samples - tokens
     for sequence in streams:
         drafts: tuple[int, ...] = ()
-        if draft is not None and sequence.speculate and not sequence.ahead:
+        if guesses is not None and sequence.speculate:
+            if sequence.ahead:
+                if guesses.awaits(sequence):
+                    tokens -= 1
+                    positions -= sequence.planned + 1
+                    continue
+                entries.append(Entry(sequence, sequence.planned, 1, 1))
+                continue
             # The last draft needs a position; the sample after it may be the last wanted token.
             room = min(
                 spare, sequence.speculate, sequence.end - sequence.length - 1,
                 sequence.leased - sequence.planned - 1, budget.max_tokens - tokens,
             )
-            drafts = draft(sequence, room) if room > 0 else ()
+            drafts = guesses.draft(sequence, room) if room > 0 else ()
             spare -= len(drafts)
             tokens += len(drafts)
             positions += len(drafts) * (sequence.planned + 1)

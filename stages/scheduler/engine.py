@@ -37,8 +37,8 @@ from stages.scheduler.stats import Stats
 
 PREFETCH = 2  # sequences that get pages before a place in the batch is free
 SPARE_SAMPLES = 64  # places for draft tokens in a step, beyond one sample for each entry
-LEAD_S = 0.005  # the next step is published this long before the one under way should end
-SHORT_S = 0.008  # steps that take less are followed up at once
+LEAD_S = 0.003  # the next step is published this long before the one under way should end
+SHORT_S = 0.006  # steps that take less are followed up at once
 MAX_DRAFT = 16  # draft tokens of a sequence in a step
 UNAVAILABLE_S = 60.0  # without a worker for so long, what waits is refused
 
@@ -112,6 +112,8 @@ class Engine:
         """Take in what is acknowledged, publish what can be. Returns the number of steps published."""
         published = 0
         self.complete(now)
+        # Before there is room in the ring: pages are granted while a step computes.
+        self.take_up(now)
         while self.plan(now):
             published += 1
         return published
@@ -125,11 +127,10 @@ class Engine:
                 return False
         else:
             self._began = now
-        self._take_up(now)
         batch = self._suspect_batch() if self._suspects else None
         if batch is None:
             self._relieve()
-            batch = compose(self.roster.held, self.budget, self.cost, self._draft)
+            batch = compose(self.roster.held, self.budget, self.cost, self)
         if not batch.entries:
             return False
         self._publish(batch, now)
@@ -285,10 +286,10 @@ class Engine:
 
     # ================================================================== choosing
 
-    def _take_up(self, now: float) -> None:
+    def take_up(self, now: float) -> None:
         """Give rows to waiting sequences and ask for their pages, within bounds and by share."""
         roster, queues, batch = self.roster, self.queues, self.settings.max_batch_size
-        if not queues.depth or not self.leases.is_up or self._is_short:
+        if not queues.depth or not self.is_attached or not self.leases.is_up or self._is_short:
             return
         if self.waits_for_company(now) > 0 or any(s.is_starved or s.is_leaving for s in roster.held):
             return
@@ -332,10 +333,19 @@ class Engine:
         positions = count * start + count * (count + 1) // 2
         return Batch([Entry(sequence, start, count, 1 if count == todo else 0)], count, positions, [])
 
-    def _draft(self, sequence: Sequence, room: int) -> tuple[int, ...]:
+    def awaits(self, sequence: Sequence) -> bool:
+        """As `Guesses`: prompt lookup."""
+        return self._drafter(sequence).awaits(sequence.tokens)
+
+    def draft(self, sequence: Sequence, room: int) -> tuple[int, ...]:
+        """As `Guesses`: prompt lookup."""
+        return self._drafter(sequence).draft(sequence.tokens, room)
+
+    @staticmethod
+    def _drafter(sequence: Sequence) -> Drafter:
         if sequence.drafter is None:
             sequence.drafter = Drafter(sequence.speculate)
-        return sequence.drafter.draft(sequence.tokens, room)
+        return sequence.drafter
 
     # ================================================================== pages
 

@@ -6,7 +6,7 @@ random number; a draft token is accepted exactly if it equals the sample before 
 are those without speculation, and the sample behind the last accepted draft comes for free.
 
 How much is drafted follows success: it doubles when a whole draft is accepted and halves when less
-than half is.  Drafts that fail one after the other buy silence for 8, 16, ... 256 tokens, so that
+than half is.  Drafts that fail one after the other buy silence for 2, 4, ... 256 tokens, so that
 free text pays next to nothing.
 """
 
@@ -16,14 +16,14 @@ from array import array
 
 NGRAM = 3  # tokens that must have occurred before
 FIRST = 4  # draft length to start with
-SILENCE = 8  # tokens without drafting after a failure; doubles with each in a row
+SILENCE = 2  # tokens without drafting after a failure; doubles with each in a row
 LONGEST_SILENCE = 256
 
 
 class Drafter:
-    """Of one sequence. Feed it with `extend` as tokens become known; O(1) for each."""
+    """Of one sequence. O(1) for each token that has become known since the last call."""
 
-    __slots__ = ("_index", "_silence", "_until", "length", "most", "seen")
+    __slots__ = ("_expected", "_index", "_silence", "_until", "length", "most", "seen")
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -32,9 +32,27 @@ class Drafter:
         self._index: dict[tuple[int, ...], int] = {}  # n-gram -> position behind its last occurrence
         self._silence = SILENCE
         self._until = 0  # no drafts while fewer tokens are known
+        self._expected = (-1, 0)  # where which token was expected when a step was held back for it
+
+    def awaits(self, tokens: array[int]) -> bool:
+        """Is it worth holding the next step back until the token after `tokens` is known?"""
+        at = self._look_up(tokens)
+        if not at:
+            return False
+        self._expected = (len(tokens), tokens[at])
+        return True
 
     def draft(self, tokens: array[int], room: int) -> tuple[int, ...]:
         """What may follow `tokens`: at most `room` of them, () when there is no idea."""
+        place, token = self._expected
+        self._expected = (-1, 0)
+        if 0 <= place < len(tokens) and tokens[place] != token:
+            self.result(len(tokens), 1, 0)
+        at = self._look_up(tokens)
+        return tuple(tokens[at : at + min(room, self.length)]) if at else ()
+
+    def _look_up(self, tokens: array[int]) -> int:
+        """The position behind an earlier occurrence of the last tokens, 0: none, or in silence."""
         n = len(tokens)
         index = self._index
         # The n-gram that ends at the last token is looked up, not entered: it would find itself.
@@ -42,11 +60,8 @@ class Drafter:
             index[tuple(tokens[end - NGRAM : end])] = end
         self.seen = max(self.seen, n)
         if n < self._until or n < NGRAM:
-            return ()
-        at = index.get(tuple(tokens[n - NGRAM :]), 0)
-        if not at:
-            return ()
-        return tuple(tokens[at : at + min(room, self.length)])
+            return 0
+        return index.get(tuple(tokens[n - NGRAM :]), 0)
 
     def result(self, n_tokens: int, drafted: int, accepted: int) -> None:
         """`accepted` of `drafted` were right; `n_tokens` are known now."""

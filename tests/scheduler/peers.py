@@ -40,29 +40,32 @@ def mix(state: int, value: int) -> int:
     return ((state ^ (value + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 + 0x1234567) & MASK
 
 
-def sample(state: int, seed: int, position: int) -> int:
+def sample(state: int, seed: int, position: int, echo: int = -1) -> int:
+    """The token at output index `position`; mostly `echo`, if there is one (a text that repeats itself)."""
     mixed = mix(mix(state, seed), position)
+    if echo >= 0 and (mixed >> 40) % 20:
+        return echo
     return (mixed >> 20) % SAMPLED
 
 
-def reference(frame: Submit) -> tuple[list[int], str]:
-    """The output tokens and the finish reason of an undisturbed run."""
+def reference(frame: Submit, period: int = 0) -> tuple[list[int], str]:
+    """The output tokens and the finish reason of an undisturbed run; `period`: see `Worker`."""
     tokens = array("i")
     tokens.frombytes(frame.prompt)
-    prompt_len = len(tokens)
     state = 0
     for token in tokens:
         state = mix(state, token)
     output: list[int] = []
     while True:
-        token = sample(state, frame.sampling.seed, len(output))
+        echo = tokens[len(tokens) - period] if 0 < period <= len(tokens) else -1
+        token = sample(state, frame.sampling.seed, len(output), echo)
         output.append(token)
+        tokens.append(token)
         if token in frame.stop_ids:
             return output, "stop"
         if len(output) >= frame.max_tokens:
             return output, "length"
         state = mix(state, token)
-        assert prompt_len
 
 
 def submission(
@@ -99,6 +102,7 @@ class Worker:
         self.g = geometry
         self.pages = pages
         self.generation = 0
+        self.period = 0  # texts repeat themselves after so many tokens, mostly
         self.poison: set[int] = set()  # prompt tokens whose computation kills
         self.in_batch: list[int] = []  # entries of each step done
 
@@ -157,7 +161,8 @@ class Worker:
             behind = start + count - 1 - p
             if behind < samples:
                 i = samples - 1 - behind
-                token = sample(state, seed, p + 1 - output_start)
+                echo = int(tokens[p + 1 - self.period]) if 0 < self.period <= p + 1 else -1
+                token = sample(state, seed, p + 1 - output_start, echo)
                 self.s.out_token[slot, base + i] = token
                 self.s.out_logprob[slot, base + i] = -token
                 if samples == 1:

@@ -72,15 +72,15 @@ def test_tokens_past_a_stop_are_discarded_and_pages_wait_for_them():
 @given(
     seed=st.integers(0, 2**32), batch=st.integers(1, 9), pages=st.integers(26, 80),
     page_tokens=st.sampled_from([16, 32]), ahead=st.booleans(), step_tokens=st.sampled_from([16, 40, 512]),
-    speculate=st.sampled_from([0, 0, 4, 16]), disturb=st.booleans(),
+    speculate=st.sampled_from([0, 0, 4, 16]), period=st.sampled_from([0, 3, 11]), disturb=st.booleans(),
 )
 def test_random_arrivals_end_once_with_their_tokens(
-    seed, batch, pages, page_tokens, ahead, step_tokens, speculate, disturb
+    seed, batch, pages, page_tokens, ahead, step_tokens, speculate, period, disturb
 ):
     rng = random.Random(seed)
     world = World(
         batch=batch, pages=pages, page_tokens=page_tokens, run_ahead=ahead, max_step_tokens=step_tokens,
-        max_queue_depth=12, speculate=speculate, cache=rng.random() < 0.7,
+        max_queue_depth=12, speculate=speculate, cache=rng.random() < 0.7, period=period,
     )
     n = 0
     for _ in range(rng.randrange(20, 150)):
@@ -93,7 +93,7 @@ def test_random_arrivals_end_once_with_their_tokens(
                 deadline_ms=rng.choice([0, 0, 0, 40_000]), logprobs=rng.choice([-1, 0]),
             )
             if rng.random() < 0.2:
-                forced, _ = reference(frame)
+                forced, _ = reference(frame, period)
                 frame = submission(
                     f"s{n}", list(memoryview(frame.prompt).cast("i")), frame.max_tokens,
                     seed=frame.sampling.seed, stop=bool(frame.stop_ids),
@@ -254,10 +254,31 @@ def test_an_orphan_is_given_up_in_the_end():
 
 
 def test_speculation_changes_no_token_and_saves_steps():
-    # A model that repeats itself: the sample depends on the last tokens' sum only in the prompt's text.
-    plain, fast = World(), World(speculate=8)
-    frame = submission("a", [1, 2, 3], 150, seed=3)
+    frame = submission("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 150, seed=3)
+    plain, fast = World(period=10), World(period=10, speculate=8)
     for world in (plain, fast):
         world.submit(frame)
         world.settle()
+        world.check_all()
     assert plain.tokens == fast.tokens
+    assert fast.engine.stats.steps < 0.6 * plain.engine.stats.steps
+    assert fast.engine.stats.accepted > 50
+
+
+def test_speculation_falls_silent_on_text_that_does_not_repeat():
+    world = World(speculate=8)
+    for i in range(4):
+        world.submit(submission(f"s{i}", [i + 1, 2, 3], 300, seed=i))
+    world.settle()
+    world.check_all()
+    assert world.engine.stats.drafted < 60, "of 1200 tokens"
+
+
+def test_a_request_may_speculate_or_not_whatever_the_model_says():
+    on, off = World(period=4), World(period=4, speculate=8)
+    for world, speculate in ((on, 4), (off, -1)):
+        world.submit(submission("a", [1, 2, 3, 4] * 3, 100, speculate=speculate))
+        world.settle()
+        world.check_all()
+    assert on.engine.stats.accepted > 0
+    assert off.engine.stats.drafted == 0

@@ -24,7 +24,7 @@ GATEWAY = b"gateway"
 class World:
     def __init__(
         self, *, batch: int = 4, pages: int = 64, page_tokens: int = 16, context: int = 400,
-        cache: bool = True, weights: dict[str, float] | None = None, **settings,
+        cache: bool = True, period: int = 0, weights: dict[str, float] | None = None, **settings,
     ) -> None:
         self.now = 0.0
         self.settings = Settings("m", batch, **settings)
@@ -39,6 +39,7 @@ class World:
         self.pages = Pages(pages, page_tokens)
         self.kv = Kv(self.steps, self.pages, cache=cache)
         self.worker = Worker(self.steps, self.geometry, self.pages)
+        self.worker.period = self.period = period
         self.context = context
         self.generation = 0
         self.to_kv: deque[Frame] = deque()
@@ -197,7 +198,7 @@ class World:
         for name, frame in self.submitted.items():
             assert name in self.ends, f"{name} never ended"
             got, end = self.tokens[name], self.ends[name]
-            expected, finish = reference(frame)
+            expected, finish = reference(frame, self.period)
             forced = array("i")
             forced.frombytes(frame.forced)
             expected = expected[len(forced) :]

@@ -1,0 +1,189 @@
+"""Tenants get what their weights say, nobody starves, and running streams keep their pace.
+
+By simulation: the engine's own code, time from a formula (tools/simulate.py).
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stages.scheduler.engine import Settings
+from stages.scheduler.queues import QUANTUM, QueueFullError, Queues
+from stages.scheduler.sequence import PRIORITY_S, Sequence
+from tools.simulate import Machine, Simulation, closed_loop, percentile, poisson, report
+
+from .peers import submission
+
+FAST = Machine(fixed_us=3000, token_us=150, position_us=0.1)
+
+
+def sequence(queues: Queues, name: str, tenant: str, now: float = 0.0, order: int = 0, priority: int = 0):
+    frame = submission(name, [1, 2], 5, tenant=tenant, priority=priority)
+    return Sequence(frame, b"g", queues.tenant(tenant), now, order)
+
+
+# ------------------------------------------------------------------ shares
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32), weights=st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=2, max_size=4),
+    batch=st.integers(4, 24),
+)
+def test_backlogged_tenants_stay_within_a_quantum_of_their_shares(seed, weights, batch):
+    rng = random.Random(seed)
+    names = [f"t{i}" for i in range(len(weights))]
+    sim = Simulation(Settings("m", batch), FAST, weights=dict(zip(names, weights, strict=True)))
+    n = 0
+    for name in names:
+        for _ in range(60):
+            n += 1
+            sim.submit(rng.random() * 0.01, f"s{n}", rng.randrange(1, 300), rng.randrange(1, 60), name)
+    tenants = sim.engine.queues.tenants
+    apart = []
+
+    def look() -> None:
+        # What was computed for each while all of them had sequences waiting.
+        if all(tenants[name].waiting for name in names):
+            served = [tenants[name].computed / tenants[name].weight for name in names]
+            apart.append(max(served) - min(served))
+            sim.at(sim.now + 0.01, look)
+
+    sim.at(0.02, look)
+    sim.run()
+    assert apart
+    assert max(apart) <= QUANTUM + max(150 / w for w in weights) + sim.engine.budget.max_tokens
+    assert all(r.finish == "length" for r in sim.records.values())
+
+
+def test_a_flood_at_most_doubles_the_others_time_to_first_token():
+    def firsts(flood: int) -> float:
+        sim = Simulation(Settings("m", 16), FAST)
+        for i in range(flood):
+            sim.submit(0.001 * i, f"flood{i}", 100, 64, "flood")
+        rng = random.Random(1)  # at any moment of the flood's steps
+        for i in range(40):
+            sim.submit(0.5 + 0.1 * (i + rng.random()), f"s{i}", 100, 8, "quiet")
+        sim.run()
+        return statistics.median(sim.records[f"s{i}"].first_s for i in range(40))
+
+    assert firsts(700) <= 2 * firsts(0)
+
+
+def test_running_streams_keep_their_pace_while_a_long_prompt_arrives():
+    sim = Simulation(Settings("m", 16), Machine())
+    for i in range(8):
+        sim.submit(0.0, f"s{i}", 100, 600)
+    sim.submit(1.5, "long", 4000, 4)
+    sim.run()
+    until = sim.records["long"].tokens[0]
+    gaps: dict[bool, list[float]] = {False: [], True: []}
+    for i in range(8):
+        tokens = sim.records[f"s{i}"].tokens
+        for a, b in pairwise(tokens):
+            if a > 1.0:
+                gaps[1.5 < a < until].append(b - a)
+    usual = percentile(gaps[False], 0.5)
+    assert percentile(gaps[True], 0.99) <= max(3 * usual, 0.025)
+    assert until - 1.5 < 5.0, "and the long prompt advances"
+
+
+def test_a_short_prompt_overtakes_a_long_one_of_the_same_tenant():
+    sim = Simulation(Settings("m", 16), Machine())
+    sim.submit(0.0, "long", 4000, 4)
+    sim.submit(0.05, "short", 50, 4)
+    sim.run()
+    assert sim.records["short"].first_s < 0.2 < sim.records["long"].first_s
+
+
+def test_long_prompts_do_not_starve_behind_short_ones():
+    sim = Simulation(Settings("m", 8), Machine())
+    for i in range(400):
+        sim.submit(0.02 * i, f"s{i}", 100, 2)
+    sim.submit(0.5, "long", 2000, 2)
+    sim.run()
+    # Alone it takes half a second; what may overtake it came within that time of it, or runs beside it.
+    assert sim.records["long"].first_s < 4.0
+
+
+# ------------------------------------------------------------------ queues
+
+
+def test_priority_is_a_head_start_and_not_a_right():
+    queues = Queues(1000, 0, lambda name: 1.0)
+    low = sequence(queues, "low", "t", 0.0, 0)
+    queues.push(low)
+    for i in range(1, 100):
+        queues.push(sequence(queues, f"high{i}", "t", float(i), i, priority=2))
+    order = [queues.take(low.tenant).id for _ in range(100)]
+    # Overtaken by what came less than 20 s after it; at 20 s it is the older one.
+    assert order.index("low") == 2 * PRIORITY_S - 1
+
+
+def test_idle_time_earns_one_quantum_and_no_more():
+    queues = Queues(1000, 0, lambda name: 1.0)
+    busy = queues.tenant("busy")
+    queues.push(sequence(queues, "a", "busy"))
+    busy.served = 1e6
+    assert queues.tenant("new").served == 1e6 - QUANTUM
+    # Whoever runs beside it without anything waiting does not save up either.
+    beside = queues.tenant("beside")
+    beside.held, beside.served = 1, 0.0
+    queues.settle([])
+    assert beside.served == 1e6 - QUANTUM
+    assert busy.served == 1e6
+
+
+def test_bounds_of_the_queue_and_of_a_tenant():
+    queues = Queues(4, 3, lambda name: 1.0)
+    a, b = queues.tenant("a"), queues.tenant("b")
+    for i in range(3):
+        assert queues.room(a) is None
+        queues.push(sequence(queues, f"a{i}", "a", order=i))
+    with pytest.raises(QueueFullError, match="at most 3"):
+        queues.room(a)
+    queues.push(sequence(queues, "b0", "b", order=9))
+    with pytest.raises(QueueFullError, match="4 sequences wait, at most 4"):
+        queues.room(b)
+    out = queues.room(queues.tenant("c"))
+    assert out is not None
+    assert out.id == "a2", "the newest of the longest queue makes room for a tenant with none"
+
+
+# ------------------------------------------------------------------ traffic
+
+
+def test_every_request_of_an_overload_ends():
+    sim = Simulation(Settings("m", 8, max_queue_depth=20), FAST)
+    poisson(sim, 60.0, 5.0, 100, 40, seed=3)
+    sim.run()
+    figures = report(sim)
+    assert figures["finished"] + figures["rejected"] == figures["requests"]
+    assert figures["rejected"] > 0
+    waits = [r.retry_after_s for r in sim.records.values() if r.finish == "rejected"]
+    assert all(1 <= wait < 30 for wait in waits)
+
+
+def test_scarce_pages_cost_time_and_nothing_else():
+    sim = Simulation(Settings("m", 16), FAST, pages=40)
+    closed_loop(sim, 16, 48, 100, 100)
+    sim.run()
+    figures = report(sim)
+    assert figures["finished"] == 48
+    assert figures["preemptions"] > 0
+
+
+def test_the_same_traffic_gives_the_same_figures():
+    def figures() -> dict[str, float]:
+        sim = Simulation(Settings("m", 8), FAST, seed=5)
+        poisson(sim, 20.0, 3.0, 80, 30, seed=5)
+        sim.run()
+        return report(sim)
+
+    assert figures() == figures()
