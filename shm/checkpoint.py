@@ -145,8 +145,8 @@ def load_index(path: Path) -> Index:
     for t in index.tensors:
         if t.offset % ALIGNMENT or t.offset < 0 or t.nbytes < 0 or t.offset + t.nbytes > index.bin_bytes:
             raise CheckpointError(
-                f"{path}: tensor {t.name} lies at {t.offset}..{t.offset + t.nbytes} of {index.bin_bytes} bytes; "
-                "remove it to ingest again"
+                f"{path}: tensor {t.name} lies at {t.offset}..{t.offset + t.nbytes} of "
+                f"{index.bin_bytes} bytes; remove it to ingest again"
             )
     return index
 
@@ -166,7 +166,8 @@ class Checkpoint:
             size = os.fstat(file.fileno()).st_size
             if size != self.index.bin_bytes:
                 raise CheckpointError(
-                    f"{path}: {size} bytes, expected {self.index.bin_bytes}; remove {index_path.name} to ingest again"
+                    f"{path}: {size} bytes, expected {self.index.bin_bytes}; "
+                    f"remove {index_path.name} to ingest again"
                 )
             self._map = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
         self.data: np.ndarray = np.frombuffer(self._map, np.uint8)
@@ -183,7 +184,8 @@ class Checkpoint:
             found = checksum(self.data[t.offset : t.offset + t.nbytes])
             if found != t.checksum:
                 raise CheckpointError(
-                    f"tensor {t.name}: checksum is {found}, expected {t.checksum}; remove the .idx to ingest again"
+                    f"tensor {t.name}: checksum is {found}, expected {t.checksum}; "
+                    "remove the .idx to ingest again"
                 )
 
 
@@ -204,7 +206,7 @@ class CheckpointWriter:
         self.tensors: list[Tensor] = []
 
     def __enter__(self) -> Self:
-        self._file = open(self._temporary, "wb")  # noqa: SIM115 - closed by __exit__
+        self._file = open(self._temporary, "wb")
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -214,7 +216,7 @@ class CheckpointWriter:
             self._temporary.unlink(missing_ok=True)
 
     def add(
-        self, name: str, shape: tuple[int, int], format: str, layout: str, pieces: Iterable[np.ndarray]
+        self, name: str, shape: tuple[int, int], fmt: str, layout: str, pieces: Iterable[np.ndarray]
     ) -> Tensor:
         """Append a tensor whose bytes come in pieces, so that a large one is never held whole."""
         assert self._file is not None
@@ -222,11 +224,11 @@ class CheckpointWriter:
         self._file.write(bytes(offset - self._file.tell()))
         digest, nbytes = hashlib.blake2b(digest_size=16), 0
         for piece in pieces:
-            raw = memoryview(np.ascontiguousarray(piece)).cast("B")
+            raw = np.ascontiguousarray(piece).data.cast("B")
             self._file.write(raw)
             digest.update(raw)
             nbytes += raw.nbytes
-        tensor = Tensor(name, *shape, format, layout, offset, nbytes, digest.hexdigest())
+        tensor = Tensor(name, *shape, fmt, layout, offset, nbytes, digest.hexdigest())
         self.tensors.append(tensor)
         return tensor
 

@@ -144,18 +144,18 @@ class GgufFile:
         if kind not in BY_ID:
             known = ", ".join(f"{f.name} ({f.id})" for f in BY_ID.values())
             raise GgufError(f"{self.path}: {self._what}: format {kind} is not supported; supported: {known}")
-        format = BY_ID[kind]
+        fmt = BY_ID[kind]
         elements = 1
         for n in shape:
             elements *= n
         if not elements or elements > 1 << 48:
             raise GgufError(f"{self.path}: {self._what}: shape {list(shape)} is empty or impossible")
-        if shape[-1] % format.unit:
+        if shape[-1] % fmt.unit:
             raise GgufError(
-                f"{self.path}: {self._what}: rows of {shape[-1]} values, expected a multiple of {format.unit} "
-                f"for {format.name}"
+                f"{self.path}: {self._what}: rows of {shape[-1]} values, expected a multiple of {fmt.unit} "
+                f"for {fmt.name}"
             )
-        return TensorInfo(name, shape, format, offset, elements // format.unit * format.source_bytes)
+        return TensorInfo(name, shape, fmt, offset, elements // fmt.unit * fmt.source_bytes)
 
     def _place(self, info: TensorInfo, base: int) -> None:
         start = base + info.start

@@ -114,7 +114,8 @@ def _plan(file: GgufFile, h: Hyper) -> Iterator[TensorInfo]:
             continue
         if info.shape != shape:
             raise GgufError(
-                f"{file.path}: tensor {name!r} has shape {list(info.shape)}, expected {list(shape)} (rows first)"
+                f"{file.path}: tensor {name!r} has shape {list(info.shape)}, "
+                f"expected {list(shape)} (rows first)"
             )
         if len(shape) == 1 and not info.format.dense:
             raise GgufError(f"{file.path}: tensor {name!r} is {info.format.name}, expected F32, F16 or BF16")
@@ -138,7 +139,8 @@ class _Reader:
         self.architecture = self._get("general.architecture", str)
         if self.architecture not in _PAIRING:
             raise GgufError(
-                f"{file.path}: architecture is {self.architecture!r}; supported: {', '.join(sorted(_PAIRING))}"
+                f"{file.path}: architecture is {self.architecture!r}; "
+                f"supported: {', '.join(sorted(_PAIRING))}"
             )
 
     def _get(self, key: str, kind: Any, default: Any = None) -> Any:
@@ -190,7 +192,8 @@ class _Reader:
         context = self._int("context_length", 1)
         if 0 < window < context:
             raise GgufError(
-                f"{path}: {arch}.attention.sliding_window is {window}, below the context of {context}: not supported"
+                f"{path}: {arch}.attention.sliding_window is {window}, "
+                f"below the context of {context}: not supported"
             )
         eps = float(self._get(f"{arch}.attention.layer_norm_rms_epsilon", float))
         if not 0 <= eps < 1:
@@ -266,7 +269,8 @@ class _Reader:
             # -1 and its unsigned form both mean "none" in files in the wild.
             if number(key) >= embedding and number(key) != 0xFFFFFFFF:
                 raise GgufError(
-                    f"{self.file.path}: tokenizer.ggml.{key}_token_id is {number(key)}, expected below {embedding}"
+                    f"{self.file.path}: tokenizer.ggml.{key}_token_id is {number(key)}, "
+                    f"expected below {embedding}"
                 )
         bos, eos, eot, unknown, padding = (
             -1 if number(key) == 0xFFFFFFFF else number(key)

@@ -68,19 +68,19 @@ def groups_of(rows: int) -> int:
     return -(-rows // GROUP)
 
 
-def group_bytes(format: Format, columns: int) -> int:
+def group_bytes(fmt: Format, columns: int) -> int:
     """Bytes of 16 rows of `columns` values; `columns` is a multiple of the unit."""
-    return columns // format.unit * format.unit_bytes
+    return columns // fmt.unit * fmt.unit_bytes
 
 
-def matrix_bytes(format: Format, rows: int, columns: int) -> int:
-    return groups_of(rows) * group_bytes(format, columns)
+def matrix_bytes(fmt: Format, rows: int, columns: int) -> int:
+    return groups_of(rows) * group_bytes(fmt, columns)
 
 
 # ------------------------------------------------------------------ packing
 
 
-def pack(source: np.ndarray, format: Format) -> Iterator[np.ndarray]:
+def pack(source: np.ndarray, fmt: Format) -> Iterator[np.ndarray]:
     """Rows of GGUF bytes (rows, row_bytes) u8 to pieces of the stream: (groups, bytes) u8 each."""
     step = max(1, (1 << 20) // (source.shape[1] * GROUP)) * GROUP
     for first in range(0, source.shape[0], step):
@@ -89,16 +89,16 @@ def pack(source: np.ndarray, format: Format) -> Iterator[np.ndarray]:
         if short:
             rows = np.concatenate([rows, np.zeros((short, rows.shape[1]), np.uint8)])
         units = np.ascontiguousarray(rows).reshape(
-            -1, GROUP, rows.shape[1] // format.source_bytes, format.source_bytes
+            -1, GROUP, rows.shape[1] // fmt.source_bytes, fmt.source_bytes
         )
-        yield _pack_units(units, format).reshape(units.shape[0], -1)
+        yield _pack_units(units, fmt).reshape(units.shape[0], -1)
 
 
-def _pack_units(raw: np.ndarray, format: Format) -> np.ndarray:
+def _pack_units(raw: np.ndarray, fmt: Format) -> np.ndarray:
     """(groups, 16, units, source_bytes) u8 to (groups, units, unit_bytes) u8."""
-    name = format.name
+    name = fmt.name
     by_row = raw.transpose(0, 2, 1, 3)  # (groups, units, 16, bytes)
-    if format.dense:
+    if fmt.dense:
         return _flat(by_row)
     if name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1"):
         head = 4 if name.endswith("1") else 2
@@ -198,24 +198,24 @@ def _bytes(codes: np.ndarray) -> np.ndarray:
 # ------------------------------------------------------------------ reading back
 
 
-def unpack(stream: np.ndarray, format: Format, rows: int, columns: int) -> np.ndarray:
+def unpack(stream: np.ndarray, fmt: Format, rows: int, columns: int) -> np.ndarray:
     """The values of a packed matrix, (rows, columns) f32: the definition that kernels are tested by."""
-    groups, units = groups_of(rows), columns // format.unit
-    raw = stream.reshape(groups, units, format.unit_bytes)
-    values = _unit_values(raw, format)  # (groups, units, 16, unit)
+    groups, units = groups_of(rows), columns // fmt.unit
+    raw = stream.reshape(groups, units, fmt.unit_bytes)
+    values = _unit_values(raw, fmt)  # (groups, units, 16, unit)
     return np.ascontiguousarray(values.swapaxes(1, 2)).reshape(groups * GROUP, columns)[:rows]
 
 
-def _unit_values(raw: np.ndarray, format: Format) -> np.ndarray:
-    name, shape = format.name, raw.shape[:2]
+def _unit_values(raw: np.ndarray, fmt: Format) -> np.ndarray:
+    name, shape = fmt.name, raw.shape[:2]
     if name == "BF16":
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)[..., None]
-    if format.dense:
+    if fmt.dense:
         return raw.view(np.float32 if name == "F32" else np.float16).astype(np.float32)[..., None]
-    if format.unit == BLOCK:
+    if fmt.unit == BLOCK:
         codes, rest = _read_codes(raw, name)
         scales = rest.view(np.float16).astype(np.float32).reshape(*shape, -1, GROUP, 1)
-        values = scales[:, :, 0] * (codes.astype(np.float32) - np.float32(format.zero))
+        values = scales[:, :, 0] * (codes.astype(np.float32) - np.float32(fmt.zero))
         return values + scales[:, :, 1] if scales.shape[2] == 2 else values
     head = 32 if name == "Q6_K" else 64
     supers = (
@@ -234,7 +234,7 @@ def _unit_values(raw: np.ndarray, format: Format) -> np.ndarray:
         pair = rest.reshape(*shape, 8, 2, GROUP).astype(np.float32)
         scales, minimums = supers[:, :, 0] * pair[..., 0, :], supers[:, :, 1] * pair[..., 1, :]
         values = scales[..., None] * codes.astype(np.float32) - minimums[..., None]
-    return values.swapaxes(2, 3).reshape(*shape, GROUP, format.unit)
+    return values.swapaxes(2, 3).reshape(*shape, GROUP, fmt.unit)
 
 
 def _read_codes(raw: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -164,7 +164,12 @@ for _op, _sign in _COMPARE.items():
 def _register_binary(op: Any, cases: dict[str, tuple[Vector, Callable[[Builder, Any, Any], Any]]]) -> None:
     class Template(AbstractTemplate):
         def generic(self, args: Any, kws: Any) -> Any:
-            if len(args) == 2 and args[0] is args[1] and isinstance(args[0], Vector) and args[0].name in cases:
+            if (
+                len(args) == 2
+                and args[0] is args[1]
+                and isinstance(args[0], Vector)
+                and args[0].name in cases
+            ):
                 return signature(cases[args[0].name][0], *args)
             return None
 
@@ -287,7 +292,9 @@ def _emit_f16(builder: Builder, addr: Any) -> Any:
 
 
 def _emit_store_low(lane: ir.Type) -> Callable[[Builder, Any, Any], None]:
-    return lambda builder, addr, value: _store(builder, builder.trunc(value, ir.VectorType(lane, LANES)), addr)
+    return lambda builder, addr, value: _store(
+        builder, builder.trunc(value, ir.VectorType(lane, LANES)), addr
+    )
 
 
 load_bf16_as_f32 = _operation("load_bf16_as_f32", f32x16, (_ADDRESS,), _emit_bf16, "16 bf16, exactly.")
@@ -296,7 +303,11 @@ store_low8 = _operation(
     "store_low8", types.void, (_ADDRESS, i32x16), _emit_store_low(_I8), "The low byte of each lane: 16 bytes."
 )
 store_low16 = _operation(
-    "store_low16", types.void, (_ADDRESS, i32x16), _emit_store_low(_I16), "The low half of each lane: 32 bytes."
+    "store_low16",
+    types.void,
+    (_ADDRESS, i32x16),
+    _emit_store_low(_I16),
+    "The low half of each lane: 32 bytes.",
 )
 
 
@@ -312,7 +323,11 @@ get_f32 = _scalar_load("get_f32", _FLOAT, types.float32, None, "One f32 at an ad
 get_f64 = _scalar_load("get_f64", _DOUBLE, types.float64, None, "One f64 at an address.")
 get_f16 = _scalar_load("get_f16", _HALF, types.float32, "fpext", "One f16 at an address, as f32.")
 float_of_bits = _operation(
-    "float_of_bits", types.float32, (_INT,), lambda b, v: b.bitcast(b.trunc(v, _I32), _FLOAT), "f32 of 32 bits."
+    "float_of_bits",
+    types.float32,
+    (_INT,),
+    lambda b, v: b.bitcast(b.trunc(v, _I32), _FLOAT),
+    "f32 of 32 bits.",
 )
 get_i32 = _scalar_load("get_i32", _I32, types.int64, "sext", "One i32 at an address, as int64.")
 get_i64 = _scalar_load("get_i64", _I64, types.int64, None, "One i64 at an address.")
@@ -355,10 +370,18 @@ splat_i32 = _operation(
     "splat_i32", i32x16, (_INT,), lambda b, v: _splat(b, b.trunc(v, _I32)), "The low 32 bits in every lane."
 )
 splat_f32_at = _operation(
-    "splat_f32_at", f32x16, (_ADDRESS,), lambda b, a: _splat(b, _load(b, a, _FLOAT)), "One f32 in memory, 16 times."
+    "splat_f32_at",
+    f32x16,
+    (_ADDRESS,),
+    lambda b, a: _splat(b, _load(b, a, _FLOAT)),
+    "One f32 in memory, 16 times.",
 )
 splat_i32_at = _operation(
-    "splat_i32_at", i32x16, (_ADDRESS,), lambda b, a: _splat(b, _load(b, a, _I32)), "4 bytes in memory, 16 times."
+    "splat_i32_at",
+    i32x16,
+    (_ADDRESS,),
+    lambda b, a: _splat(b, _load(b, a, _I32)),
+    "4 bytes in memory, 16 times.",
 )
 splat_f16_at = _operation(
     "splat_f16_at", f32x16, (_ADDRESS,), lambda b, a: _splat(b, b.fpext(_load(b, a, _HALF), _FLOAT)),
@@ -366,14 +389,24 @@ splat_f16_at = _operation(
 )  # fmt: skip
 to_f32 = _operation("to_f32", f32x16, (i32x16,), lambda b, v: b.sitofp(v, f32x16.ir), "i32 to f32, rounded.")
 to_i32 = _operation(
-    "to_i32", i32x16, (f32x16,), lambda b, v: b.fptosi(v, i32x16.ir), "f32 to i32, truncated; must be in range."
+    "to_i32",
+    i32x16,
+    (f32x16,),
+    lambda b, v: b.fptosi(v, i32x16.ir),
+    "f32 to i32, truncated; must be in range.",
 )
 half_to_f32 = _operation("half_to_f32", f32x16, (f16x16,), lambda b, v: b.fpext(v, f32x16.ir), "Exact.")
 f32_to_half = _operation(
-    "f32_to_half", f16x16, (f32x16,), lambda b, v: b.fptrunc(v, f16x16.ir), "Half to even; overflow is infinite."
+    "f32_to_half",
+    f16x16,
+    (f32x16,),
+    lambda b, v: b.fptrunc(v, f16x16.ir),
+    "Half to even; overflow is infinite.",
 )
 f32_to_f64 = _operation("f32_to_f64", f64x16, (f32x16,), lambda b, v: b.fpext(v, f64x16.ir), "Exact.")
-f64_to_f32 = _operation("f64_to_f32", f32x16, (f64x16,), lambda b, v: b.fptrunc(v, f32x16.ir), "Half to even.")
+f64_to_f32 = _operation(
+    "f64_to_f32", f32x16, (f64x16,), lambda b, v: b.fptrunc(v, f32x16.ir), "Half to even."
+)
 bits_of = _operation("bits_of", i32x16, (f32x16,), lambda b, v: b.bitcast(v, i32x16.ir), "The bits of f32.")
 from_bits = _operation("from_bits", f32x16, (i32x16,), lambda b, v: b.bitcast(v, f32x16.ir), "f32 of bits.")
 
@@ -465,18 +498,29 @@ def _reduction(combine: Callable[[Builder, Any, Any], Any]) -> Callable[[Builder
 
 # Halves are combined: lanes 0-7 with 8-15, then 0-3 with 4-7, 0-1 with 2-3, 0 with 1.
 reduce_add = _operation(
-    "reduce_add", types.float32, (f32x16,), _reduction(lambda b, x, y: b.fadd(x, y)), "Sum of the lanes, by halves."
+    "reduce_add",
+    types.float32,
+    (f32x16,),
+    _reduction(lambda b, x, y: b.fadd(x, y)),
+    "Sum of the lanes, by halves.",
 )
 reduce_add_f64 = _operation(
-    "reduce_add_f64", types.float64, (f64x16,), _reduction(lambda b, x, y: b.fadd(x, y)), "Sum of the lanes, by halves."
+    "reduce_add_f64",
+    types.float64,
+    (f64x16,),
+    _reduction(lambda b, x, y: b.fadd(x, y)),
+    "Sum of the lanes, by halves.",
 )
 reduce_max = _operation(
     "reduce_max", types.float32, (f32x16,), _reduction(_emit_extreme(">")), "The largest lane (none is NaN)."
 )
 reduce_add_i32 = _operation(
-    "reduce_add_i32", types.int64, (i32x16,),
-    lambda b, v: b.sext(_reduction(lambda b, x, y: b.add(x, y))(b, v), _I64), "Sum of the lanes, modulo 2^32.",
-)  # fmt: skip
+    "reduce_add_i32",
+    types.int64,
+    (i32x16,),
+    lambda b, v: b.sext(_reduction(lambda b, x, y: b.add(x, y))(b, v), _I64),
+    "Sum of the lanes, modulo 2^32.",
+)
 
 
 # ------------------------------------------------------------------ integer dot product
@@ -616,7 +660,9 @@ def tile_put(typingctx: Any, tile: Any, i: Any, value: Any) -> Any:
     if not (isinstance(tile, Tile) and _literals(i) and value is tile.vector):
         return None
     index = i.literal_value
-    return tile(tile, i, value), lambda context, builder, sig, args: builder.insert_value(args[0], args[2], index)
+    return tile(tile, i, value), lambda context, builder, sig, args: builder.insert_value(
+        args[0], args[2], index
+    )
 
 
 def tile_operation(name: str, arguments: tuple[Any, ...], emit: Callable[..., Any], doc: str) -> Any:
@@ -667,15 +713,22 @@ def _emit_tile_scaled(builder: Builder, i: int, acc: Any, dots: Any, d: Any, add
 
 
 def _emit_tile_fma(builder: Builder, i: int, acc: Any, vector: Any, addr: Any, stride: Any) -> Any:
-    return _math("fma")(builder, vector, _splat(builder, _load(builder, _row(builder, addr, stride, i), _FLOAT)), acc)
+    return _math("fma")(
+        builder, vector, _splat(builder, _load(builder, _row(builder, addr, stride, i), _FLOAT)), acc
+    )
 
 
 # Rows of a tile belong to tokens: row i reads 4 bytes at `addr + i * stride` and spreads them over the lanes.
 _ROWS = (_ADDRESS, _INT)
 tile_start = tile_operation(
-    "tile_start", _ROWS, lambda b, i, v, a, s: _splat(b, _load(b, _row(b, a, s, i), _I32)), "Rows of one i32 each."
+    "tile_start",
+    _ROWS,
+    lambda b, i, v, a, s: _splat(b, _load(b, _row(b, a, s, i), _I32)),
+    "Rows of one i32 each.",
 )
-tile_dot4 = tile_operation("tile_dot4", (i32x16, *_ROWS), _emit_tile_dot(_emit_dot), "`dot4` with each row's bytes.")
+tile_dot4 = tile_operation(
+    "tile_dot4", (i32x16, *_ROWS), _emit_tile_dot(_emit_dot), "`dot4` with each row's bytes."
+)
 tile_dot4_u7 = tile_operation(
     "tile_dot4_u7", (i32x16, *_ROWS), _emit_tile_dot(_emit_dot_u7), "As `tile_dot4`, for u8 of at most 127."
 )
@@ -684,7 +737,10 @@ tile_scaled = tile_operation(
 )
 tile_fma = tile_operation("tile_fma", (f32x16, *_ROWS), _emit_tile_fma, "fma(vector, each row's f32, tile).")
 tile_load = tile_operation(
-    "tile_load", _ROWS, lambda b, i, v, a, s: _load(b, _row(b, a, s, i), v.type), "Row i at addr + i * stride."
+    "tile_load",
+    _ROWS,
+    lambda b, i, v, a, s: _load(b, _row(b, a, s, i), v.type),
+    "Row i at addr + i * stride.",
 )
 
 

@@ -1,0 +1,194 @@
+"""Checkpoints of tiny models hold the source's values; bad files get one error that says what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from pipeline.errors import ModelUnavailable
+from shm.checkpoint import Checkpoint, bin_path
+from stages.worker.gguf_file import GgufFile
+from stages.worker.ingest import ingest
+from stages.worker.layout import FORMATS, unpack
+from stages.worker.rope import rope_tables
+
+DIGEST = "ab" * 32
+
+
+def test_tensors_keep_their_values(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    for shape, recipe in (("odd", "Q4_1"), ("super", "Q4_K_M"), ("grouped", "BF16")):
+        source = tiny_gguf(shape, recipe)
+        seen: list[tuple[int, int]] = []
+        ingest(
+            source,
+            tmp_path / "m.idx",
+            DIGEST,
+            lambda phase, done, total, seen=seen: seen.append((done, total)),
+        )
+        model = Checkpoint(tmp_path / "m.idx")
+        model.verify()
+        reader = gguf.GGUFReader(source)
+        tensors = [t for t in reader.tensors if t.name != "rope_freqs.weight"]
+        for tensor in tensors:
+            entry = model.index.tensor(tensor.name)
+            expected = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+            expected = expected.reshape(entry.rows, entry.columns)
+            found = model.view(tensor.name)
+            if entry.layout == "groups":
+                found = unpack(found, FORMATS[entry.format], entry.rows, entry.columns)
+            assert found.tobytes() == expected.tobytes(), tensor.name
+            assert entry.offset % 64 == 0
+        assert len(model.index.tensors) == len(tensors) + 4
+        assert seen[-1] == (sum(t.n_bytes for t in tensors), sum(t.n_bytes for t in tensors))
+        assert model.index.parameters == sum(t.n_elements for t in tensors)
+
+
+def test_index_describes_the_model(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    source = tiny_gguf("super", "Q4_K_M")
+    index = ingest(source, tmp_path / "m.idx", DIGEST)
+    h, fields = index.hyper, gguf.GGUFReader(source).fields
+    assert (h.n_layers, h.width, h.n_heads, h.n_kv_heads, h.head_dim) == (2, 256, 4, 2, 64)
+    assert (h.ffn_width, h.vocab_size, h.rope_pairing, h.activation) == (512, 307, "neighbours", "silu")
+    assert index.digest == DIGEST
+    assert index.source_bytes == source.stat().st_size
+    assert index.bin_bytes == bin_path(tmp_path / "m.idx").stat().st_size
+    assert index.tokenizer.tokens == fields["tokenizer.ggml.tokens"].contents()
+    assert index.tokenizer.merges == fields["tokenizer.ggml.merges"].contents()
+    assert index.tokenizer.chat_template == fields["tokenizer.chat_template"].contents()
+    assert index.head_name == "output.weight"
+    factors = next(t for t in gguf.GGUFReader(source).tensors if t.name == "rope_freqs.weight").data
+    expected = rope_tables(h.rope_base, h.n_rot, h.context_length, factors)
+    model = Checkpoint(tmp_path / "m.idx")
+    for name, table in expected._asdict().items():
+        assert model.view(f"rope.{name}").tobytes() == table.tobytes()
+
+
+def test_tied_embeddings_are_stored_once(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    index = ingest(tiny_gguf("small", "Q8_0"), tmp_path / "m.idx", DIGEST)
+    assert index.head_name == "token_embd.weight"
+    assert not index.has("output.weight")
+
+
+def test_demo_model(demo_gguf: Path, tmp_path: Path) -> None:
+    index = ingest(demo_gguf, tmp_path / "m.idx", DIGEST)
+    assert index.bin_bytes <= 1.05 * index.source_bytes
+    assert index.parameters == 134_515_008
+    order = [t.name for t in index.tensors if t.name.startswith("blk.3.")]
+    assert order == [
+        f"blk.3.{n}.weight"
+        for n in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up",
+                  "ffn_down")
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------ bad files
+
+
+def edited(source: Path, to: Path, edit) -> Path:  # type: ignore[no-untyped-def]
+    raw = bytearray(source.read_bytes())
+    to.write_bytes(edit(raw) or raw)
+    return to
+
+
+def replaced(old: bytes, new: bytes):  # type: ignore[no-untyped-def]
+    def edit(raw: bytearray) -> bytes:
+        assert raw.count(old) >= 1
+        return bytes(raw).replace(old, new, 1)
+
+    return edit
+
+
+def number(key: str, value: int) -> object:
+    """Overwrite a u32 metadata value."""
+
+    def edit(raw: bytearray) -> None:
+        at = raw.index(key.encode()) + len(key)
+        assert struct.unpack_from("<I", raw, at)[0] == 4, "a u32"
+        struct.pack_into("<I", raw, at + 4, value)
+
+    return edit
+
+
+def tensor_field(name: str, field: int, value: int) -> object:
+    """Overwrite dimension 0 or 1 (GGUF order), the format (2) or the offset (3) of a matrix."""
+
+    def edit(raw: bytearray) -> None:
+        at = raw.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name) + 4
+        struct.pack_into("<I" if field == 2 else "<Q", raw, at + (0, 8, 16, 20)[field], value)
+
+    return edit
+
+
+BAD = {
+    "magic": (lambda raw: b"GGML" + raw[4:], "magic is b'GGML'"),
+    "empty": (lambda raw: b"GGUF", "4 bytes, too short"),
+    "version": (lambda raw: raw[:4] + struct.pack("<I", 9) + raw[8:], "version is 9, expected 2 or 3"),
+    "big-endian": (lambda raw: raw[:4] + struct.pack(">I", 3) + raw[8:], "big-endian"),
+    "half-of-it": (lambda raw: raw[: len(raw) // 2], "truncated or corrupt: tensor"),
+    "metadata-cut": (lambda raw: raw[:200], "truncated"),
+    "tensor-count": (lambda raw: raw[:8] + b"\xff" * 8 + raw[16:], "tensor_count of 18446744073709551615"),
+    "key-count": (lambda raw: raw[:16] + b"\xff" * 7 + b"\0" + raw[24:], "metadata_kv_count of"),
+    "architecture": (replaced(b"llama", b"mamba"), "architecture is 'mamba'; supported: llama, qwen2"),
+    "heads": (number("llama.attention.head_count", 0), "head_count is 0, expected 1 to 4096"),
+    "kv-heads": (number("llama.attention.head_count_kv", 9), "head_count_kv is 9, expected 1 to 6"),
+    "blocks": (number("llama.block_count", 3), "tensor 'blk.2.attn_norm.weight' is missing"),
+    "fewer-blocks": (number("llama.block_count", 1), "'blk.1.attn_k.weight' has no place"),
+    "width": (
+        number("llama.embedding_length", 192),
+        "token_embd.weight' has shape [515, 160], expected [515, 192]",
+    ),
+    "rotation": (number("llama.rope.dimension_count", 80), "dimension_count is 80, expected 2 to 64"),
+    "format": (
+        tensor_field("blk.1.ffn_up.weight", 2, 99),
+        "'blk.1.ffn_up.weight': format 99 is not supported",
+    ),
+    "offset": (tensor_field("blk.1.ffn_up.weight", 3, 1 << 40), "tensor 'blk.1.ffn_up.weight' lies at bytes"),
+    "columns": (tensor_field("blk.1.ffn_up.weight", 0, 161), "rows of 161 values, expected a multiple of 32"),
+    "rows": (tensor_field("blk.1.ffn_up.weight", 1, 96), "has shape [96, 160], expected [224, 160]"),
+    "huge": (tensor_field("blk.1.ffn_up.weight", 1, 1 << 60), "empty or impossible"),
+    "nothing": (tensor_field("blk.1.ffn_up.weight", 1, 0), "empty or impossible"),
+    "duplicate": (replaced(b"blk.1.ffn_up", b"blk.0.ffn_up"), "tensor 'blk.0.ffn_up.weight' is there twice"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_files_are_refused_with_the_reason(what: str, tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    edit, message = BAD[what]
+    bad = edited(tiny_gguf("grouped", "Q4_1"), tmp_path / "bad.gguf", edit)
+    with pytest.raises(ModelUnavailable) as caught:
+        ingest(bad, tmp_path / "bad.idx", DIGEST)
+    assert message in str(caught.value)
+    assert "bad.gguf" in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["bad.gguf"]
+
+
+def test_any_cut_is_noticed(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    raw = tiny_gguf("small", "Q4_0").read_bytes()
+    rng = np.random.default_rng(0)
+    bad = tmp_path / "cut.gguf"
+    for size in (0, 1, 23, 24, *rng.integers(25, len(raw) - 64, 60).tolist()):
+        bad.write_bytes(raw[:size])
+        with pytest.raises(ModelUnavailable):
+            ingest(bad, tmp_path / "cut.idx", DIGEST)
+
+
+def test_noise_in_the_header_never_crashes(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Flipped bytes give a file that reads or a GgufError, nothing else."""
+    from stages.worker.gguf_file import GgufError
+
+    raw = tiny_gguf("small", "Q4_0").read_bytes()
+    header = min(t.start for t in GgufFile(tiny_gguf("small", "Q4_0")).tensors.values())
+    rng = np.random.default_rng(1)
+    bad = tmp_path / "noise.gguf"
+    for _ in range(300):
+        changed = bytearray(raw)
+        for at in rng.integers(0, header, 3):
+            changed[at] = int(rng.integers(0, 256))
+        bad.write_bytes(changed)
+        with contextlib.suppress(GgufError):
+            GgufFile(bad)

@@ -1,0 +1,59 @@
+"""No value changes on the way into `.bin`, and no format grows by more than a twentieth."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+
+from stages.worker.kernels.matmul import embed_row
+from stages.worker.layout import FORMATS, matrix_bytes, unpack
+from tests.worker.matrices import random_matrix
+
+ROWS = (1, 2, 15, 16, 17, 33)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_unpacking_gives_what_gguf_dequantizes(name: str) -> None:
+    rng = np.random.default_rng(1)
+    for rows in ROWS:
+        for units in (1, 2, 3, 7):
+            m = random_matrix(name, rows, units, rng)
+            assert m.stream.size == matrix_bytes(m.fmt, rows, m.columns)
+            expected = gguf.dequantize(m.source, m.kind).astype(np.float32).reshape(rows, -1)
+            assert unpack(m.stream, m.fmt, rows, m.columns).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_is_found_again(name: str) -> None:
+    rng = np.random.default_rng(2)
+    m = random_matrix(name, 35, 3, rng)
+    expected = gguf.dequantize(m.source, m.kind).astype(np.float32).reshape(35, -1)
+    row = np.empty(m.columns, np.float32)
+    for r in range(35):
+        embed_row(m.fmt.id, m.stream.ctypes.data, m.columns, r, row.ctypes.data)
+        assert row.tobytes() == expected[r].tobytes(), r
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
+def test_streams_hardly_grow(fmt) -> None:  # type: ignore[no-untyped-def]
+    assert fmt.unit_bytes <= 1.03 * 16 * fmt.source_bytes
+    if not fmt.dense:
+        assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[fmt.name]] == (fmt.unit, fmt.source_bytes)
+
+
+def test_one_block_by_hand() -> None:
+    """Q4_1: code k of every row is k % 16, so byte b of run j holds 8j + b low and 8j + 4 + b high."""
+    from stages.worker.layout import pack
+
+    block = np.zeros(20, np.uint8)
+    block[0:2] = np.frombuffer(np.float16(0.5).tobytes(), np.uint8)
+    block[2:4] = np.frombuffer(np.float16(-1.0).tobytes(), np.uint8)
+    block[4:20] = [k | k << 4 for k in range(16)]  # GGUF: value k low, value k + 16 high
+    (stream,) = pack(np.tile(block, (16, 1)), FORMATS["Q4_1"])
+    stream = stream.reshape(-1)
+    lane = [0x40, 0x51, 0x62, 0x73], [0xC8, 0xD9, 0xEA, 0xFB]
+    for j in range(4):
+        assert stream[64 * j : 64 * j + 64].tolist() == list(lane[j % 2]) * 16
+    assert stream[256:288].view(np.float16).tolist() == [0.5] * 16
+    assert stream[288:320].view(np.float16).tolist() == [-1.0] * 16

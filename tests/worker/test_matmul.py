@@ -1,0 +1,174 @@
+"""Every format's kernels equal the exact twin byte for byte, whatever the batch, the split and the CPU."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stages.worker.kernels.activations import RECORD, SCALE, SSUM, row_bytes
+from stages.worker.layout import FORMATS, groups_of
+from stages.worker.twins.arithmetic import quantize
+from stages.worker.twins.blocks import unpack
+from stages.worker.twins.exact import matmul as exact_matmul
+from tests.worker.matrices import activations, aligned, multiply, random_matrix
+
+SIZES = (1, 2, 3, 15, 16, 17, 31, 33, 63, 65)
+
+
+def awkward(tokens: int, columns: int, rng: np.random.Generator) -> np.ndarray:
+    """Values over many magnitudes, with blocks of zeros, below the cut-off, and with ties in rounding."""
+    x = rng.standard_normal((tokens, columns)) * np.exp2(rng.integers(-12, 12, (tokens, columns)))
+    x = x.astype(np.float32)
+    x[rng.random((tokens, columns)) < 0.1] = 0
+    for t in range(tokens):
+        block = 32 * int(rng.integers(0, max(1, columns // 32)))
+        x[t, block : block + 32] = (0.0, 2.0**-110, 1.0)[t % 3]
+        if t % 3 == 2:
+            x[t, block + 1 : block + 32] = np.float32(0.5 / 127) * np.arange(
+                1, x[t, block + 1 : block + 32].size + 1
+            )
+    return x
+
+
+def test_records_hold_the_twins_blocks() -> None:
+    rng = np.random.default_rng(3)
+    for columns in (*SIZES, 32, 64, 576):
+        x = awkward(3, columns, rng)
+        codes, scales = quantize(x)
+        records, stride = activations(x, FORMATS["Q4_0"])
+        assert stride == row_bytes(columns)
+        for t in range(3):
+            row = records[t * stride :][: codes.shape[1] * RECORD].reshape(-1, RECORD)
+            assert row[:, :32].tobytes() == codes[t].tobytes()
+            numbers = np.ascontiguousarray(row[:, SCALE:])
+            halves = codes[t].reshape(-1, 2, 16).sum(axis=2, dtype=np.int32)
+            total = halves.sum(axis=1)
+            assert numbers[:, :4].tobytes() == scales[t].tobytes()
+            assert numbers[:, 4:8].tobytes() == (scales[t] * total.astype(np.float32)).tobytes()
+            starts = np.ascontiguousarray(numbers[:, 8:]).view(np.int32)
+            expected = [
+                -8 * total,
+                -16 * total,
+                -128 * total,
+                -32 * halves[:, 0],
+                -32 * halves[:, 1],
+                0 * total,
+            ]
+            assert starts.tolist() == np.stack(expected, axis=1).tolist()
+
+
+def test_a_fault_in_an_activation_stays_one() -> None:
+    for bad in (np.nan, np.inf, -np.inf):
+        x = np.ones((1, 64), np.float32)
+        x[0, 40] = bad
+        records, _ = activations(x, FORMATS["Q4_0"])
+        scales = [records[b * RECORD + SCALE :][:4].view(np.float32)[0] for b in range(2)]
+        assert np.isfinite(scales[0])
+        assert not np.isfinite(scales[1])
+        assert SSUM == SCALE + 4
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_kernels_equal_the_exact_twin(name: str) -> None:
+    rng = np.random.default_rng(4)
+    unit = FORMATS[name].unit
+    most = {1: 400, 32: 40, 256: 5}[unit]
+    for tokens in (1, 2, 3, 4, 7, 8, 12, 13, 31):
+        for rows in (1, 16, 33):
+            units = int(rng.integers(1, most + 1))
+            m = random_matrix(name, rows, units, rng)
+            x = awkward(tokens, m.columns, rng)
+            y = multiply(m, x)
+            assert y.tobytes() == exact_matmul(unpack(m.source, m.kind), x).tobytes(), (tokens, rows, units)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_odd_size(name: str) -> None:
+    rng = np.random.default_rng(5)
+    for size in SIZES:
+        units = size if FORMATS[name].unit < 256 else -(-size // 8)
+        m = random_matrix(name, size, units, rng)
+        x = awkward(2, m.columns, rng)
+        expected = exact_matmul(unpack(m.source, m.kind), x)
+        assert multiply(m, x).tobytes() == expected.tobytes()
+        assert multiply(m, x[1:]).tobytes() == expected[1:].tobytes()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FORMATS)),
+    rows=st.integers(1, 70),
+    units=st.integers(1, 6),
+    cuts=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    seed=st.integers(0, 2**32 - 1),
+    data=st.data(),
+)
+def test_batches_and_splits_do_not_matter(name, rows, units, cuts, seed, data) -> None:  # type: ignore[no-untyped-def]
+    """Law 1: tokens computed together, in any chunks, with rows split over ranks anywhere."""
+    rng = np.random.default_rng(seed)
+    m = random_matrix(name, rows, units, rng)
+    x = awkward(sum(cuts), m.columns, rng)
+    whole = multiply(m, x)
+    at = 0
+    for n in cuts:
+        split = data.draw(st.integers(0, groups_of(rows)))
+        assert multiply(m, x[at : at + n], split).tobytes() == whole[at : at + n].tobytes()
+        at += n
+
+
+def test_long_rows_and_many_tokens() -> None:
+    """More tokens than one pass over the weights keeps, more blocks than scratch holds."""
+    rng = np.random.default_rng(6)
+    for name in ("Q4_1", "Q8_0", "Q6_K"):
+        m = random_matrix(name, 20, 4608 // FORMATS[name].unit, rng)
+        x = awkward(90, m.columns, rng)
+        assert multiply(m, x).tobytes() == exact_matmul(unpack(m.source, m.kind), x).tobytes()
+
+
+def digest_of_products() -> str:
+    h = hashlib.sha256()
+    for name, fmt in FORMATS.items():
+        rng = np.random.default_rng(7)
+        m = random_matrix(name, 37, {1: 100, 32: 19, 256: 3}[fmt.unit], rng)
+        # One extreme byte everywhere: what a saturating product would get wrong.
+        x = np.full((5, m.columns), -1.0, np.float32)
+        x[1:] = awkward(4, m.columns, rng)
+        for tokens in (1, 2, 5):
+            h.update(multiply(m, x[:tokens]).tobytes())
+    return h.hexdigest()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"STARLING_ISA": "portable"}, {"NPY_DISABLE_CPU_FEATURES": "AVX512F AVX2 FMA3"}],
+    ids=["portable", "numpy-dispatch-disabled"],
+)
+def test_the_instruction_set_does_not_matter(environment: dict[str, str]) -> None:
+    code = "from tests.worker.test_matmul import digest_of_products as d; print(d())"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == digest_of_products()
+
+
+def test_whole_bytes_do_not_saturate() -> None:
+    """255 * 127 + 255 * 127 does not fit the i16 of `vpmaddubsw`; the widening body must not meet it."""
+    m = random_matrix("Q8_0", 16, 1, np.random.default_rng(8))
+    m.stream[:512] = 255  # codes of 127
+    m.stream[512:] = np.full(16, 1.0, np.float16).view(np.uint8)
+    x = np.ones((1, 32), np.float32)
+    scale = np.float32(1) * np.float32(1 / 127)
+    expected = np.float32(32 * 127 * 127) * np.float32(1) * scale
+    assert multiply(m, x).tolist() == [[float(expected)] * 16]
+    assert aligned(64).ctypes.data % 64 == 0
