@@ -287,6 +287,13 @@ def merge(acc, state, o, m, l, head_dim, first):  # noqa: E741 (l is the sum's n
 
 
 @numba.njit(**JIT)
+def copy(x, y, n):
+    """y = x, n f32 in whole vectors."""
+    for i in range(0, 4 * n, 64):
+        store_f32(y + i, load_f32(x + i))
+
+
+@numba.njit(**JIT)
 def finish(acc, state, out, head_dim):
     """out = O / L, by one division."""
     r = splat_f32(np.float32(1.0)) / splat_f32(get_f32(state + 4))

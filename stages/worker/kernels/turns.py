@@ -1,0 +1,98 @@
+"""What a rank calls from Python: rank 0 leads one step, the others follow until there is a word for them.
+
+Rank 0 plans the step, stores a new even number at STEP and computes; a rank that sees the number change
+computes too.  An odd number sends the others back to Python, where a message is waiting.  One jitted
+function for both roles, because the whole forward pass is compiled into it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from numba import njit
+
+from shm import steps
+from shm.atomics import exchange, futex_wait, futex_wake, load_acquire, monotonic_ns, pause, store_release
+from stages.worker import activations as act
+from stages.worker.kernels import context as c
+from stages.worker.kernels import forward
+from stages.worker.kernels.context import word
+from stages.worker.kernels.plan import make_plan
+from stages.worker.kernels.simd import JIT, put_i64
+
+SPIN_NS = 60_000
+SLICE_NS = 20_000_000
+LOST = -1  # the group was given up
+_STEP, _SLEEPS, _ABORT = 8 * act.STEP, 8 * act.SLEEPS, 8 * (act.BARRIER + 8)
+_BEGUN, _FINISHED, _SLOTS = 8, 16, steps.SLOTS
+
+
+@njit(**JIT)
+def announce(control, turn, ranks):
+    """Rank 0: tell the others. `control`: address of the activations arena's first word."""
+    exchange(control + _STEP, turn)
+    for rank in range(1, ranks):
+        if load_acquire(control + 8 * (act.LINES + 8 * rank) + _SLEEPS) != 0:
+            futex_wake(control + _STEP)
+            return
+
+
+@njit(**JIT)
+def _await_turn(control, seen, rank, limit_ns):
+    """Until STEP differs from `seen`, at most `limit_ns`: spin, then sleep. What stands there."""
+    line = control + 8 * (act.LINES + 8 * rank)
+    begun = monotonic_ns()
+    while True:
+        for _ in range(256):
+            turn = load_acquire(control + _STEP)
+            if turn != seen:
+                return turn
+            pause()
+        waited = monotonic_ns() - begun
+        if waited > limit_ns or load_acquire(control + _ABORT) != 0:
+            return seen
+        if waited > SPIN_NS:
+            exchange(line + _SLEEPS, 1)
+            if load_acquire(control + _STEP) == seen:
+                futex_wait(control + _STEP, seen, min(SLICE_NS, limit_ns))
+            exchange(line + _SLEEPS, 0)
+
+
+@functools.cache
+def functions(kv_type: str) -> Any:
+    """`take_turns(ctx, control, turn, step, timing, limit_ns)` over one type of KV cache.
+
+    Rank 0: run step `step` as turn `turn` (even, larger than the last); its begin and end go to the slot's
+    row at `timing` (4 i64 a slot).  Returns how many entries were refused, or LOST.
+    Others: run every turn after `turn`, until one is odd or `limit_ns` have passed without any.  Returns
+    the last turn seen, or LOST.
+    """
+    run_step = forward.functions(kv_type).run_step
+
+    @njit(**JIT)
+    def take_turns(ctx, control, turn, step, timing, limit_ns):
+        if word(ctx, c.RANK) == 0:
+            at = timing + 32 * (step % _SLOTS)
+            put_i64(at + _BEGUN, monotonic_ns())
+            refused = make_plan(ctx, step)
+            announce(control, turn, word(ctx, c.RANKS))
+            if not run_step(ctx):
+                return LOST
+            put_i64(at + _FINISHED, monotonic_ns())
+            return max(refused, 0)
+        while True:
+            seen = turn
+            turn = _await_turn(control, seen, word(ctx, c.RANK), limit_ns)
+            if turn == seen or turn & 1:
+                return LOST if load_acquire(control + _ABORT) else turn
+            if not run_step(ctx):
+                return LOST
+
+    return take_turns
+
+
+@njit(**JIT)
+def finish_step(control, step):
+    """Rank 0: acknowledge. `control`: address of the steps arena's first word."""
+    store_release(control + 8 * steps.DONE, step)

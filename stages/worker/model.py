@@ -1,0 +1,182 @@
+"""From a mapped checkpoint and mapped arenas to the offset table of a rank.
+
+`Model` is the weights as kernels see them; `RankTable` joins it with one group's arenas and the rank's
+private scratch.  What it holds stays mapped as long as it lives: kernels work on bare addresses.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.errors import ModelUnavailable
+from shm.arena import Arena
+from shm.checkpoint import Checkpoint, Hyper
+from shm.pages import KvArena, KvGeometry
+from shm.steps import PROGRESS, Steps, StepsGeometry
+from stages.worker import activations as act
+from stages.worker.kernels import attention, forward, matmul, sampling
+from stages.worker.kernels import context as c
+from stages.worker.layout import FORMATS
+
+_MATRICES = (
+    ("attn_q", c.Q, c.Q_FORMAT), ("attn_k", c.K, c.K_FORMAT), ("attn_v", c.V, c.V_FORMAT),
+    ("attn_output", c.O, c.O_FORMAT), ("ffn_gate", c.GATE, c.GATE_FORMAT), ("ffn_up", c.UP, c.UP_FORMAT),
+    ("ffn_down", c.DOWN, c.DOWN_FORMAT),
+)  # fmt: skip
+_BIASES = (("attn_q", c.Q_BIAS), ("attn_k", c.K_BIAS), ("attn_v", c.V_BIAS))
+
+
+def _bits(value: float) -> int:
+    return int(np.float32(value).view(np.uint32))
+
+
+class Model:
+    """A checkpoint, mapped: `hyper`, `digest` (raw), `words` (the model's part of a context), `layers`."""
+
+    def __init__(self, index_path: Path) -> None:
+        """Raises `FileNotFoundError`, `CheckpointError`, `ModelUnavailable` (kernels cannot run it)."""
+        self.checkpoint = Checkpoint(index_path)
+        self.index = self.checkpoint.index
+        self.hyper = h = self.index.hyper
+        self.digest = bytes.fromhex(self.index.digest)
+        group = h.n_heads // h.n_kv_heads
+        if group > attention.ROWS:
+            raise ModelUnavailable(
+                f"{self.index.name}: {group} heads share a kv head, at most {attention.ROWS} are supported",
+                param="model",
+            )
+        self._base = self.checkpoint.data.ctypes.data
+        self.layers = np.zeros((h.n_layers, c.LAYER_WORDS), np.int64)
+        for i, row in enumerate(self.layers):
+            for name, at, kind in _MATRICES:
+                row[at], row[kind] = self._matrix(f"blk.{i}.{name}.weight")
+            for name, at in _BIASES if h.attention_bias else ():
+                row[at] = self._address(f"blk.{i}.{name}.bias")
+            row[c.ATTN_NORM] = self._address(f"blk.{i}.attn_norm.weight")
+            row[c.FFN_NORM] = self._address(f"blk.{i}.ffn_norm.weight")
+        self.words = self._words(h)
+
+    def _address(self, name: str) -> int:
+        return self._base + self.index.tensor(name).offset
+
+    def _matrix(self, name: str) -> tuple[int, int]:
+        return self._address(name), FORMATS[self.index.tensor(name).format].id
+
+    def _words(self, h: Hyper) -> dict[int, int]:
+        words = {
+            c.N_LAYERS: h.n_layers, c.WIDTH: h.width, c.N_HEADS: h.n_heads, c.N_KV_HEADS: h.n_kv_heads,
+            c.HEAD_DIM: h.head_dim, c.FFN: h.ffn_width, c.VOCAB: h.vocab_size, c.N_ROT: h.n_rot,
+            c.HALVES: int(h.rope_pairing == "halves"), c.GELU: int(h.activation == "gelu"),
+            c.EPS: _bits(h.norm_eps), c.SCORE_SCALE: _bits(1.0 / h.head_dim**0.5),
+            c.MAX_POSITIONS: h.context_length, c.LAYERS: self.layers.ctypes.data,
+            c.FINAL_NORM: self._address("output_norm.weight"),
+            c.COS_LO: self._address("rope.cos_lo"), c.SIN_LO: self._address("rope.sin_lo"),
+            c.COS_HI: self._address("rope.cos_hi"), c.SIN_HI: self._address("rope.sin_hi"),
+        }  # fmt: skip
+        words[c.EMBEDDING], words[c.EMBEDDING_FORMAT] = self._matrix("token_embd.weight")
+        words[c.HEAD], words[c.HEAD_FORMAT] = self._matrix(self.index.head_name)
+        return words
+
+    @property
+    def weight_bytes(self) -> int:
+        """What one decode step reads of the checkpoint: all matrices but an untied embedding."""
+        tied = self.index.head_name == "token_embd.weight"
+        return sum(
+            t.nbytes
+            for t in self.index.tensors
+            if not t.name.startswith("rope.") and (tied or t.name != "token_embd.weight")
+        )
+
+
+class Arenas(NamedTuple):
+    """What one group works on."""
+
+    steps: Steps
+    steps_geometry: StepsGeometry
+    kv: KvArena
+    kv_geometry: KvGeometry
+    activations: Arena
+    geometry: act.ActivationsGeometry
+
+
+def check_arenas(hyper: Hyper, arenas: Arenas) -> None:
+    """Raises `ValueError` when arenas and model do not belong together."""
+    kv, s, g = arenas.kv_geometry, arenas.steps_geometry, arenas.geometry
+    for name, value, expected in (
+        ("KV layers", kv.n_layers, hyper.n_layers),
+        ("KV heads", kv.n_kv_heads, hyper.n_kv_heads),
+        ("KV head_dim", kv.head_dim, hyper.head_dim),
+        ("max_entries", g.max_entries, s.max_entries),
+        ("max_samples", g.step_samples, s.max_samples),
+        ("max_pages", g.max_pages, s.max_pages),
+    ):
+        if value != expected:
+            raise ValueError(f"{name} is {value}, expected {expected}")
+
+
+class RankTable:
+    """One rank's offset table, `address`, and all that it points at."""
+
+    def __init__(self, model: Model, arenas: Arenas, rank: int, profile: bool = False) -> None:
+        check_arenas(model.hyper, arenas)
+        self.model, self.arenas, self.rank = model, arenas, rank
+        self.phases = np.zeros(len(forward.PHASES), np.int64)  # cycles, when `profile`
+        self._keep: list[np.ndarray] = []
+        words = dict(model.words)
+        words |= self._steps_words(arenas.steps, arenas.steps_geometry)
+        kv, g = arenas.kv_geometry, arenas.geometry
+        words |= {
+            c.PAGES: arenas.kv.pages.ctypes.data, c.PAGE_BYTES: kv.page_bytes,
+            c.N_PAGES: arenas.kv.pages.shape[0], c.PAGE_TOKENS: kv.page_tokens, c.HEAD_BYTES: kv.head_bytes,
+        }  # fmt: skip
+        base = arenas.activations.buffer.ctypes.data
+        words |= {name: base + at for name, at in act.offsets(g, model.hyper)[0].items()}
+        words |= act.strides(model.hyper)
+        words |= {
+            c.N_PARTIALS: act.n_partials(g, model.hyper), c.STEP_TOKENS: g.step_tokens,
+            c.STEP_SAMPLES: g.step_samples, c.RANK: rank, c.RANKS: g.ranks, c.BARRIER: base + 8 * act.BARRIER,
+            c.LINES: base + 8 * act.LINES, c.PHASES: self.phases.ctypes.data if profile else 0,
+        }  # fmt: skip
+        words |= self._scratch(model.hyper, g)
+        self.table = np.zeros(c.WORDS, np.int64)
+        for word, value in words.items():
+            self.table[word] = value
+        self.address = self.table.ctypes.data
+
+    @staticmethod
+    def _steps_words(s: Steps, g: StepsGeometry) -> dict[int, int]:
+        def at(array: np.ndarray) -> int:
+            return array.ctypes.data
+
+        return {
+            c.SLOT_HEAD: at(s.slot_head), c.ENTRIES: at(s.entries), c.ENTRIES_STRIDE: s.entries.strides[0],
+            c.OUT_TOKEN: at(s.out_token), c.OUT_LOGPROB: at(s.out_logprob), c.OUT_TOP_ID: at(s.out_top_id),
+            c.OUT_TOP_LP: at(s.out_top_lp), c.OUT_STRIDE: s.out_token.strides[0],
+            c.ROW_INTS_AT: at(s.row_ints), c.ROW_FLOATS_AT: at(s.row_floats), c.MASK_IDS: at(s.mask_ids),
+            c.BIAS_IDS: at(s.bias_ids), c.BIAS: at(s.bias), c.TABLES: at(s.tables),
+            c.TABLES_STRIDE: s.tables.strides[0], c.TOKENS: at(s.tokens), c.TOKENS_STRIDE: s.tokens.strides[0],
+            c.PROGRESS_AT: at(s.control) + 8 * PROGRESS, c.MAX_ROWS: g.max_rows, c.MAX_ENTRIES: g.max_entries,
+            c.MAX_SAMPLES: g.max_samples, c.MAX_TOKENS: g.max_tokens, c.MAX_PAGES: g.max_pages,
+        }  # fmt: skip
+
+    def _scratch(self, h: Hyper, g: act.ActivationsGeometry) -> dict[int, int]:
+        """This rank's own buffers; nobody else sees them."""
+        sizes = {
+            c.OWN_NORM: 4 * c.FEW * h.width,
+            c.OWN_NORM_Q: c.FEW * act.strides(h)[c.NORM_Q_STRIDE],
+            c.ATTENTION: 4 * attention.scratch_words(h.head_dim),
+            c.GATED: forward.gated_bytes(g.step_tokens),
+            c.SAMPLER: sampling.scratch_bytes(h.vocab_size),
+            c.MULTIPLY: matmul.SCRATCH_BYTES,
+        }
+        addresses = {}
+        for name, size in sizes.items():
+            buffer = np.zeros(size + 128, np.uint8)
+            self._keep.append(buffer)
+            addresses[name] = -(-buffer.ctypes.data // 64) * 64
+        return addresses
+
+
