@@ -1,0 +1,291 @@
+"""A real gateway process between scripted peers on real sockets, and a small HTTP client for it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from pipeline import messages as m
+from pipeline import paths
+from pipeline.config import load
+from pipeline.config_schema import Config
+from pipeline.edges import EDGES
+from pipeline.wire import Hub
+from tests.gateway.peers import MODEL, Generator, make_tokenizer
+
+STEP_S = 0.002
+
+
+class Peers(threading.Thread):
+    """Tokenizer and scheduler in a thread. `do` runs a function in it, between two rounds."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(daemon=True)
+        self.config = config
+        self.generator = Generator()
+        self.tokenizer = make_tokenizer()
+        self.tokens_per_step = 1
+        self.is_stepping = True
+        self.model_ready = True
+        self.tokenizer_hub: Hub | None = None
+        self.scheduler_hub: Hub | None = None
+        self._todo: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+        self._epoch = time.time_ns()
+        self._next_tick = 0.0
+        self._is_over = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def do(self, function: Callable[[], Any]) -> Any:
+        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._todo.put((function, done))
+        os.eventfd_write(self._wake, 1)
+        return done.get(timeout=10)
+
+    def stop(self) -> None:
+        def over() -> None:
+            self._is_over = True
+
+        self.do(over)
+        self.join()
+        os.close(self._wake)
+
+    # In the thread (call them through `do`).
+
+    def start_tokenizer(self) -> None:
+        self.tokenizer = make_tokenizer()
+        self.tokenizer_hub = self._hub("gateway-tokenizer", "tokenizer")
+
+    def start_scheduler(self) -> None:
+        refuse = self.generator.refuse
+        self.generator = Generator()
+        self.generator.refuse = refuse
+        self.scheduler_hub = self._hub("gateway-scheduler", "scheduler")
+
+    def kill_tokenizer(self) -> None:
+        assert self.tokenizer_hub is not None
+        self.tokenizer_hub.close(0)
+        self.tokenizer_hub = None
+
+    def kill_scheduler(self) -> None:
+        assert self.scheduler_hub is not None
+        self.scheduler_hub.close(0)
+        self.scheduler_hub = None
+
+    def _hub(self, edge: str, stage: str) -> Hub:
+        self._epoch += 1
+        return Hub(
+            EDGES[edge], paths.edge_address(self.config, edge), stage,
+            heartbeat_ms=self.config.server.heartbeat_ms, epoch=self._epoch,
+        )  # fmt: skip
+
+    def run(self) -> None:
+        self.start_tokenizer()
+        self.start_scheduler()
+        while not self._is_over:
+            hubs = [hub for hub in (self.tokenizer_hub, self.scheduler_hub) if hub is not None]
+            select.select([self._wake, *(hub.fd for hub in hubs)], [], [], STEP_S)
+            try:
+                os.eventfd_read(self._wake)
+            except BlockingIOError:
+                pass
+            while not self._todo.empty():
+                function, done = self._todo.get()
+                done.put(function())
+            self._round()
+        for hub in (self.tokenizer_hub, self.scheduler_hub):
+            if hub is not None:
+                hub.close(0)
+
+    def _round(self) -> None:
+        now = time.monotonic()
+        is_due = now >= self._next_tick
+        if is_due:
+            self._next_tick = now + 0.05
+        if self.tokenizer_hub is not None:
+            for peer, frame in self.tokenizer_hub.receive():
+                answer = self.tokenizer.answer(frame)
+                if answer is not None:
+                    self.tokenizer_hub.send(peer, answer)
+            if is_due:
+                self.tokenizer_hub.tick(self._beat("tokenizer"))
+        hub = self.scheduler_hub
+        if hub is None:
+            return
+        for _, frame in hub.receive():
+            self.generator.receive(frame)
+        if self.is_stepping:
+            self.generator.step(self.tokens_per_step)
+        for peer in hub.peers:
+            for frame in self.generator.outbox:
+                hub.send(peer, frame)
+            self.generator.outbox.clear()
+            if is_due:
+                reason = "" if self.model_ready else "its worker is compiling"
+                state = m.ModelState(MODEL, "ab" * 32, self.model_ready, reason, 0, 0, 8)
+                hub.send(peer, m.SchedulerState("", [state]))
+        if is_due:
+            hub.tick(self._beat("scheduler"))
+
+    def _beat(self, stage: str) -> m.Heartbeat:
+        return m.Heartbeat(stage, self._epoch, 0, False, True)
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: http.client.HTTPMessage
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = self.json["error"]
+        assert set(error) == {"message", "type", "code", "param"}
+        return error
+
+
+class Event(NamedTuple):
+    id: str
+    data: Any  # decoded JSON, or "[DONE]"
+
+
+class Server:
+    """The gateway's process and its peers."""
+
+    def __init__(self, home: Path, **sections: Any) -> None:
+        self.home = home
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        server = {"port": 0, "arena_dir": str(home / "shm"), **sections.pop("server", {})}
+        file = home / "starling.yaml"
+        model = {"name": MODEL, "path": str(home / "none.gguf")}
+        content = {"server": server, "models": [model], "logging": {"format": "json"}, **sections}
+        file.write_text(yaml.safe_dump(content))
+        self.env = {**os.environ, "STARLING_HOME": str(home), "STARLING_CONFIG": str(file)}
+        self.config = load(file, {"STARLING_HOME": str(home), "STARLING_SERVER__RUN_DIR": str(home / "run")})
+        (home / "run").mkdir(mode=0o700, exist_ok=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.cli", "stage", "gateway"],
+            env=self.env, stderr=subprocess.PIPE, text=True, bufsize=1,
+        )  # fmt: skip
+        self.lines: list[str] = []
+        self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read_log, daemon=True)
+        self._reader.start()
+        self.peers = Peers(self.config)
+        self.peers.start()
+        self.port = int(self.wait_log("listening")["port"])
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            try:
+                self._events.put(json.loads(line))
+            except ValueError:
+                continue
+        self._events.put({"event": "end of log"})
+
+    def wait_log(self, event: str, timeout_s: float = 20.0) -> dict[str, Any]:
+        """The next log line with that event."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            line = self._events.get(timeout=max(0.01, deadline - time.monotonic()))
+            if line["event"] == event:
+                return line
+            if line["event"] == "end of log":
+                raise AssertionError(f"the gateway ended without {event!r}:\n" + "".join(self.lines))
+
+    def wait_ready(self) -> None:
+        self.wait_log("ready")
+
+    def close(self) -> int:
+        """Stop orderly; the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(20)
+        self.peers.stop()
+        self._reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+    # ---------------------------------------------------------------- HTTP
+
+    def connect(self, timeout_s: float = 20.0) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> Answer:
+        """`body`: bytes as they are, anything else as JSON."""
+        connection = self.connect()
+        try:
+            data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+            kind = {} if data is None else {"Content-Type": "application/json"}
+            connection.request(method, path, data, {**kind, **(headers or {})})
+            response = connection.getresponse()
+            return Answer(response.status, response.headers, response.read())
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Answer:
+        return self.request("POST", path, body, headers)
+
+    def get(self, path: str, headers: dict[str, str] | None = None) -> Answer:
+        return self.request("GET", path, None, headers)
+
+    def stream(self, path: str, body: Any) -> Stream:
+        return Stream(self, path, {**body, "stream": True})
+
+
+class Stream:
+    """An open stream of events."""
+
+    def __init__(self, server: Server, path: str, body: Any) -> None:
+        self._connection = server.connect()
+        self._connection.request(
+            "POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        sock = self._connection.sock  # before the response: `Connection: close` would take it away
+        assert isinstance(sock, socket.socket)
+        self.sock = sock
+        self.response = self._connection.getresponse()
+        assert self.response.status == 200, self.response.read()
+        assert self.response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+
+    def events(self) -> Iterator[Event]:
+        """Until the stream ends."""
+        where = ""
+        while line := self.response.readline():
+            name, _, value = line.decode().rstrip("\n").partition(": ")
+            if name == "id":
+                where = value
+            elif name == "data":
+                yield Event(where, value if value == "[DONE]" else json.loads(value))
+            else:
+                assert name in ("", "retry")
+
+    def all(self) -> list[Event]:
+        events = list(self.events())
+        self.close()
+        return events
+
+    def close(self) -> None:
+        self.response.close()
+        self._connection.close()
