@@ -34,7 +34,6 @@ import msgspec
 import numpy as np
 import xxhash
 
-from shm.arena import align
 from shm.pages import HEADER, PAGE_FULL, PAGE_RECORD
 from stages.kv.headers import PageName, checksum, unpack_name
 from stages.kv.prefix import PageDigest
@@ -68,7 +67,7 @@ class StoreCounters:
 
 
 class PageStore:
-    """Slots for pages of `page_bytes`, at most `max_bytes` of file. Implements `manager.Tier`."""
+    """Slots for pages of `page_bytes`, a multiple of 4096; at most `max_bytes` of file. A `manager.Tier`."""
 
     def __init__(
         self,
@@ -80,6 +79,8 @@ class PageStore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open or create. Raises `OSError` when that cannot be, `BlockingIOError` when it is in use."""
+        if page_bytes % BLOCK:
+            raise ValueError(f"page_bytes is {page_bytes}, expected a multiple of {BLOCK}")
         self.path = path
         self.residency = residency
         self.page_bytes = page_bytes
@@ -87,7 +88,7 @@ class PageStore:
         self._clock = clock
         self._paused_until = self._full_until = float("-inf")
         self._slots_each = max(0, min(SLOTS, (max_bytes - 2 * BLOCK) // page_bytes))
-        self._extent_bytes = BLOCK + align(self._slots_each * page_bytes, BLOCK)
+        self._extent_bytes = BLOCK + self._slots_each * page_bytes
         self._max_extents = max(0, max_bytes - BLOCK) // self._extent_bytes if self._slots_each else 0
         self._slot_of: OrderedDict[PageDigest, int] = OrderedDict()  # longest unused first
         self._free: list[int] = []
@@ -256,9 +257,8 @@ class PageStore:
         name = unpack_name(record) if len(record) == PAGE_RECORD else None
         if name is None or name.digest != digest:
             return None
-        first = begin // BLOCK * BLOCK
         try:
-            self._maps[extent].madvise(MADV_POPULATE_READ, first, align(end, BLOCK) - first)
+            self._maps[extent].madvise(MADV_POPULATE_READ, begin, self.page_bytes)
         except OSError as error:
             if error.errno != errno.EINVAL:  # a kernel before 5.14 cannot
                 raise

@@ -44,6 +44,8 @@ class Plain:
     policy: str
     pages: dict[Name, Page] = field(default_factory=dict)
     held: dict[str, Held] = field(default_factory=dict)
+    disk: dict[Name, bool] = field(default_factory=dict)  # longest unused first; True: damaged
+    disk_room: int = 0
 
     # -------------------------------------------------------------- counts
 
@@ -77,7 +79,18 @@ class Plain:
         if count > self.free + self.cached:
             return False
         while self.free < count:
-            del self.pages[self.victims()[0]]
+            name = self.victims()[0]
+            if name not in self.disk and self.disk_room:
+                if len(self.disk) == self.disk_room:
+                    del self.disk[next(iter(self.disk))]
+                self.disk[name] = self.pages[name].is_damaged
+            del self.pages[name]
+        return True
+
+    def restore(self, name: Name) -> bool:
+        if self.disk.pop(name, True):
+            return False
+        self.disk[name] = False
         return True
 
     # -------------------------------------------------------------- requests
@@ -93,7 +106,13 @@ class Plain:
                 del self.pages[name]
                 break
             run.append(name)
-        needed = max(-(-want // self.page_tokens), len(run))
+        on_disk: list[Name] = []
+        for i in range(len(run), (len(tokens) - 1) // self.page_tokens):
+            name = self.name(tokens, i, salt)
+            if name not in self.disk:
+                break
+            on_disk.append(name)
+        needed = max(-(-want // self.page_tokens), len(run) + len(on_disk))
         for name in run:
             self.pages[name].refs += 1
         if not self.room(needed - len(run)):
@@ -102,9 +121,16 @@ class Plain:
         for name in run:
             self.pages[name].uses += 1
             self.pages[name].last = now
-        names = [*run, *[None] * (needed - len(run))]
-        self.held[who] = Held(tokens, salt, now, names, len(run), len(run), len(tokens))
-        return len(run) * self.page_tokens
+        names: list[Name | None] = list(run)
+        for name in on_disk:
+            if not self.restore(name):
+                break
+            names.append(name if name not in self.pages else None)
+            self.pages.setdefault(name, Page(len(names) - 1, now, now, refs=1))
+        cached = len(names)
+        names += [None] * (needed - cached)
+        self.held[who] = Held(tokens, salt, now, names, cached, cached, len(tokens))
+        return cached * self.page_tokens
 
     def extend(self, who: str, want: int) -> bool:
         held = self.held[who]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,9 +15,20 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from stages.kv import prefix
 from stages.kv.adopt import scan
 from stages.kv.headers import Headers
-from stages.kv.manager import DeclaredLease, Denial, Grant
+from stages.kv.manager import DeclaredLease, Denial, Grant, Manager
+from stages.kv.spill import BLOCK, PageStore
 from tests.kv.plain import Name, Plain
-from tests.kv.world import DIGEST, GEOMETRY, PAGE_TOKENS, Clock, FakeRows, contents, manager, small_arena
+from tests.kv.world import (
+    DIGEST,
+    GEOMETRY,
+    PAGE_BYTES,
+    PAGE_TOKENS,
+    Clock,
+    FakeRows,
+    contents,
+    manager,
+    small_arena,
+)
 
 TOTAL = 8
 
@@ -22,6 +37,7 @@ class Rules(RuleBasedStateMachine):
     """Few pages, few tokens, few salts: prefixes meet and the arena is always nearly full."""
 
     policy = "lru"
+    disk_room = 0
     sequences: Bundle[str] = Bundle("sequences")
 
     def __init__(self) -> None:
@@ -29,13 +45,29 @@ class Rules(RuleBasedStateMachine):
         self.clock = Clock()
         self.rows = FakeRows()
         self.arena = small_arena(TOTAL)
-        self.manager = manager(self.arena, self.rows, policy=self.policy, clock_ns=self.clock)
-        self.plain = Plain(TOTAL, PAGE_TOKENS, self.policy)
+        self.store: PageStore | None = None
+        if self.disk_room:
+            self.directory = tempfile.TemporaryDirectory()
+            room = 2 * BLOCK + self.disk_room * PAGE_BYTES
+            self.store = PageStore(Path(self.directory.name) / "pages", {}, PAGE_BYTES, room, 1)
+        self.manager = self._manager()
+        self.plain = Plain(TOTAL, PAGE_TOKENS, self.policy, disk_room=self.disk_room)
         self.count = 0
         self.computed: dict[str, int] = {}  # positions of each sequence
         self.tables: dict[str, tuple[int, ...]] = {}
         self.row_of: dict[str, int] = {}
         self.leased_at: dict[tuple[str, int], int] = {}
+
+    def teardown(self) -> None:
+        if self.store is not None:
+            self.store.close()
+            self.directory.cleanup()
+
+    def _manager(self) -> Manager:
+        return manager(
+            self.arena, self.rows, policy=self.policy, clock_ns=self.clock, spill=self.store,
+            tiers=[] if self.store is None else [self.store],
+        )  # fmt: skip
 
     # -------------------------------------------------------------- the scheduler and the worker
 
@@ -168,6 +200,15 @@ class Rules(RuleBasedStateMachine):
             self.plain.pages[self._plain_name(page)].is_damaged = True
             self.arena.pages[page] = 0xDD
 
+    @rule(which=st.integers(0, 7))
+    def damage_a_page_on_disk(self, which: int) -> None:
+        """It is dropped on the way back."""
+        if self.store is not None and len(self.store):
+            digest = self.store.digests()[which % len(self.store)]
+            slot = self.store._slot_of[digest]
+            os.pwrite(self.store._fd, b"\xbb" * 100, self.store._page_at(slot) + 8 * which)
+            self.plain.disk[list(self.plain.disk)[which % len(self.store)]] = True
+
     @rule(lost=st.sets(st.integers(0, 9)), damaged=st.none() | st.integers(0, TOTAL - 1))
     def crash(self, lost: set[int], damaged: int | None) -> None:
         """SIGKILL: all but the arena is gone. The scheduler declares what it holds.
@@ -181,7 +222,7 @@ class Rules(RuleBasedStateMachine):
             self.plain.pages[name].is_damaged = True
             self.arena.pages[self._page_of(name)] = 0xDD
 
-        self.manager = manager(self.arena, self.rows, policy=self.policy, clock_ns=self.clock)
+        self.manager = self._manager()
         found = scan(Headers(self.arena.headers), TOTAL)
         assert found.torn == 0
         self.manager.adopt(found.full, found.limbo)
@@ -257,6 +298,11 @@ class Rules(RuleBasedStateMachine):
         assert set(self.manager.index) == {self._digest(name) for name in self.plain.pages}
 
     @invariant()
+    def keeps_the_same_on_disk(self) -> None:
+        if self.store is not None:
+            assert self.store.digests() == [self._digest(name) for name in self.plain.disk]
+
+    @invariant()
     def evicts_in_the_same_order(self) -> None:
         order = [self.manager.name_of(page) for page in self.manager.cached_pages()]
         assert order == [self._digest(name) for name in self.plain.victims()]
@@ -271,6 +317,10 @@ class Rules(RuleBasedStateMachine):
             assert len(names) == 1 or self.manager.name_of(page) is not None
 
 
+class SpillRules(Rules):
+    disk_room = 5
+
+
 class LfuRules(Rules):
     policy = "lfu"
 
@@ -279,7 +329,7 @@ class FifoRules(Rules):
     policy = "fifo"
 
 
-@pytest.mark.parametrize("machine", [Rules, LfuRules, FifoRules])
+@pytest.mark.parametrize("machine", [Rules, SpillRules, LfuRules, FifoRules])
 def test_rules(machine: type[Rules]) -> None:
     case = machine.TestCase
     case.settings = settings(

@@ -12,7 +12,7 @@ from stages.kv.manager import Manager
 
 GEOMETRY = KvGeometry(n_layers=1, n_kv_heads=1, head_dim=32, page_tokens=16, kv_type="f16")
 PAGE_TOKENS = GEOMETRY.page_tokens
-PAGE_BYTES = 512  # the manager does not care, and small pages make tests quick
+PAGE_BYTES = 4096  # the manager does not care, and small pages make tests quick
 DIGEST = bytes(range(32))
 
 
