@@ -202,6 +202,7 @@ def _log_request(
     caller = request.get(_CALLER)
     fields: dict[str, Any] = {
         "request_id": _id(request) or None,
+        "method": request.method,
         "endpoint": endpoint,
         "status": status,
         "duration_ms": round(took * 1000, 1),
@@ -223,7 +224,7 @@ def _log_request(
         fields |= {"error": error.code, "reason": error.message}
     quiet = status < 400 and record is None
     level = logging.DEBUG if quiet else logging.WARNING if status >= 500 else logging.INFO
-    log.log(level, "%s %s", request.method, status, extra=fields)
+    log.log(level, "request", extra=fields)
 
 
 async def _read_body(request: web.Request, config: Config) -> dict[str, Any]:

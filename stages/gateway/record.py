@@ -124,7 +124,7 @@ class Request:
     """One HTTP call for text. `deadline` is of the injected monotonic clock, in seconds."""
 
     def __init__(
-        self, id: str, ask: Ask, model: str, tenant: str, deadline: float, *,  # noqa: A002
+        self, id: str, ask: Ask, model: str, tenant: str, deadline: float, *,
         priority: int = 0, created: int = 0, fingerprint: str = "", started_at: float = 0.0,
         client_id: str = "",
     ) -> None:  # fmt: skip

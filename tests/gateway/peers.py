@@ -37,7 +37,7 @@ class ByteVocabulary:
 
 
 class JoiningTemplate:
-    def render(self, messages: list[dict], add_generation_prompt: bool, tools: object, variables: dict) -> str:
+    def render(self, messages: list[dict], generate: bool, tools: object, variables: dict) -> str:
         return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
 
 

@@ -266,7 +266,10 @@ class Stream:
         assert isinstance(sock, socket.socket)
         self.sock = sock
         self.response = self._connection.getresponse()
-        assert self.response.status == 200, self.response.read()
+        if self.response.status != 200:
+            refusal = self.response.read()
+            self._connection.close()
+            raise AssertionError(refusal)
         assert self.response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
 
     def events(self) -> Iterator[Event]:

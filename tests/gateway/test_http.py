@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+import threading
 from array import array
 from typing import Any
 
@@ -90,7 +91,10 @@ def test_chat(server: Server) -> None:
 
 def test_chat_takes_parts_and_calls_developers_system(server: Server) -> None:
     messages = [
-        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
+        },
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Yes?", "refusal": None, "tool_calls": None},
     ]
@@ -107,7 +111,9 @@ def test_completions_with_several_prompts_choices_and_echo(server: Server) -> No
     assert body["id"].startswith("cmpl-")
     assert [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
     wanted = [
-        prompt + text_of(expected(prompt, 10, choice=choice)) for prompt in ("ab", "Käfig") for choice in (0, 1)
+        prompt + text_of(expected(prompt, 10, choice=choice))
+        for prompt in ("ab", "Käfig")
+        for choice in (0, 1)
     ]
     assert [c["text"] for c in body["choices"]] == wanted
     assert body["usage"]["prompt_tokens"] == 2 + 6
@@ -190,8 +196,8 @@ def test_a_stream_and_a_whole_answer_are_the_same_text(server: Server) -> None:
     for index, choice in enumerate(whole["choices"]):
         mine = [event for event in events if event.get("index") == index and "text" in event]
         assert "".join(event["text"] for event in mine) == choice["text"]
-        assert sum((event["tokens"] for event in mine), []) == choice["tokens"]
-        assert sum((event["logprobs"] for event in mine), []) == choice["logprobs"]
+        for part in ("tokens", "logprobs"):
+            assert [item for event in mine for item in event[part]] == choice[part]
         starts = [event["start"] for event in mine]
         assert starts == sorted(starts)
         (end,) = (event for event in events if event.get("index") == index and "finish_reason" in event)
@@ -231,8 +237,6 @@ def test_words_arrive_one_by_one(server: Server) -> None:
 
     server.peers.do(hold)
     try:
-        import threading
-
         opened: list[Any] = []
         thread = threading.Thread(
             target=lambda: opened.append(server.stream("/v1/generate", {"prompt": "one", "max_tokens": 5}))
@@ -255,7 +259,8 @@ def test_words_arrive_one_by_one(server: Server) -> None:
 
 def test_http_1_0_gets_the_stream_without_chunks(server: Server) -> None:
     body = json.dumps({"prompt": "old", "max_tokens": 5, "stream": True}).encode()
-    head = f"POST /v1/generate HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    kind = "Content-Type: application/json"
+    head = f"POST /v1/generate HTTP/1.0\r\n{kind}\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         connection.sendall(head.encode() + body)
         data = b"".join(iter(lambda: connection.recv(65536), b""))
@@ -323,7 +328,8 @@ def test_tokenize_and_detokenize_are_inverse(server: Server) -> None:
     assert text == {"model": MODEL, "text": TEXT}
     special = server.post("/v1/detokenize", {"tokens": [BOS, 65, EOS]}).json["text"]
     assert special == "<|begin|>A<|end|>"
-    assert server.post("/v1/detokenize", {"tokens": [65, EOS], "skip_special_tokens": True}).json["text"] == "A"
+    shown = server.post("/v1/detokenize", {"tokens": [65, EOS], "skip_special_tokens": True})
+    assert shown.json["text"] == "A"
     refused = server.post("/v1/detokenize", {"tokens": [65, 258]})
     assert (refused.status, refused.error["param"]) == (400, "tokens")
     assert "tokens[1] is 258" in refused.error["message"]

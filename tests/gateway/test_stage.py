@@ -1,0 +1,271 @@
+"""The process as a whole: recoveries, disconnects, bounds, keys, and an orderly end."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pipeline import messages as m
+from tests.gateway.peers import MODEL, output, text_of
+from tests.gateway.server import Server
+
+MakeServer = Callable[..., Server]
+LONG = {"prompt": "long", "max_tokens": 290, "seed": 7, "ignore_eos": True}
+
+
+def text_of_long() -> str:
+    return text_of(output(array("i", list(b"long")).tobytes(), 7, 0, 290))
+
+
+def text(events: list[Any]) -> str:
+    return "".join(event.data.get("text", "") for event in events if event.data != "[DONE]")
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("victims", [["tokenizer"], ["scheduler"], ["tokenizer", "scheduler"]])
+def test_a_stream_outlives_its_peers(server: Server, victims: list[str]) -> None:
+    peers = server.peers
+    stream = server.stream("/v1/generate", LONG)
+    events = stream.events()
+    begun = [next(events) for _ in range(5)]
+    peers.do(lambda: setattr(peers, "is_stepping", False))
+    for victim in victims:
+        peers.do(getattr(peers, f"kill_{victim}"))
+    for victim in victims:
+        peers.do(getattr(peers, f"start_{victim}"))
+    peers.do(lambda: setattr(peers, "is_stepping", True))
+    rest = list(events)
+    stream.close()
+    assert text(begun + rest) == text_of_long()
+    assert rest[-1].data == "[DONE]"
+    assert rest[-2].data["usage"]["completion_tokens"] == 290
+    if "scheduler" in victims:
+        (again,) = peers.do(lambda: [s for s in peers.generator.submitted if s.forced])
+        assert len(again.forced) >= 5 * 4
+    starts = [event.data["start"] for event in begun + rest if "start" in event.data]
+    assert starts == sorted(set(starts))
+
+
+def test_a_client_that_goes_away_cancels_its_request(server: Server) -> None:
+    generator = server.peers.generator
+    stream = server.stream("/v1/generate", {**LONG, "n": 3, "max_tokens": 300})
+    next(stream.events())
+    mine = stream.response.headers["X-Request-Id"]
+    stream.sock.shutdown(socket.SHUT_RDWR)
+    stream.close()
+    wait_until(
+        lambda: {c.sequence for c in generator.cancelled} >= {f"{mine}/{choice}" for choice in range(3)}
+    )
+    assert not [s for s in generator.running if s.startswith(mine)]
+    # The same for one that waits for a whole answer.
+    server.peers.do(lambda: setattr(server.peers, "is_stepping", False))
+    try:
+        connection = server.connect()
+        body = b'{"prompt": "whole", "max_tokens": 50}'
+        connection.request("POST", "/v1/generate", body, {"Content-Type": "application/json"})
+        wait_until(lambda: len(generator.running) == 1)
+        connection.close()
+        wait_until(lambda: not generator.running)
+    finally:
+        server.peers.do(lambda: setattr(server.peers, "is_stepping", True))
+
+
+def test_a_refusal_of_the_scheduler_has_a_status_also_when_streaming(server: Server) -> None:
+    def refuse(frame: m.Submit) -> m.Rejected:
+        return m.Rejected(frame.sequence, "OVERLOADED", "the queue is full", "", 2.5)
+
+    server.peers.do(lambda: setattr(server.peers.generator, "refuse", refuse))
+    try:
+        for stream in (False, True):
+            answer = server.post("/v1/generate", {**LONG, "max_tokens": 5, "stream": stream})
+            assert (answer.status, answer.headers["Retry-After"]) == (429, "3")
+            assert answer.error["type"] == "overloaded_error"
+    finally:
+        server.peers.do(lambda: setattr(server.peers.generator, "refuse", lambda frame: None))
+
+
+def test_an_error_in_the_middle_ends_the_stream_with_it(server: Server) -> None:
+    stream = server.stream("/v1/chat/completions", {
+        "model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 300, "ignore_eos": True
+    })  # fmt: skip
+    events = stream.events()
+    next(events)
+    generator = server.peers.generator
+
+    def poison() -> None:
+        (sequence,) = generator.running
+        _, sent = generator.running.pop(sequence)
+        bad = m.SequenceTokens(sequence, sent, (), finish="error", error="INFERENCE", message="not finite")
+        generator.outbox.append(m.Tokens(MODEL, 1, [bad]))
+
+    server.peers.do(poison)
+    rest = list(events)
+    stream.close()
+    assert rest[-1].data == "[DONE]"
+    assert rest[-2].data["error"]["code"] == "INFERENCE"
+    assert [event for event in rest if event.data != "[DONE]" and "error" in event.data] == rest[-2:-1]
+
+
+def test_bad_input_leaves_the_server_serving(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(b"\x00\x01 nonsense\r\n\r\n")
+        connection.recv(4096)
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    assert server.get("/health").status == 200
+
+
+# ------------------------------------------------------------------ servers of their own
+
+
+def test_until_its_peers_are_ready_it_says_who_is_missing(make_server: MakeServer) -> None:
+    server = make_server(server={"request_timeout_ms": 60_000})
+    server.wait_ready()
+    server.peers.do(lambda: setattr(server.peers, "model_ready", False))
+    wait_until(lambda: server.get("/ready").status == 503)
+    report = server.get("/ready").json
+    assert report["models"][MODEL]["reason"] == "its worker is compiling"
+    assert "its worker is compiling" in report["reason"]
+    assert server.get("/health").status == 200
+    server.peers.do(server.peers.kill_tokenizer)
+    wait_until(lambda: server.get("/ready").json["stages"]["tokenizer"]["ready"] is False)
+    assert server.get("/ready").json["stages"]["tokenizer"]["reason"] == "not running"
+
+
+def test_keys_quotas_and_cors(make_server: MakeServer) -> None:
+    server = make_server(
+        auth={"api_keys": [{"key": "sk-one", "tenant": "one"}, {"key": "sk-two", "tenant": "two"}]},
+        rate_limits={"requests_per_minute": 3, "tokens_per_minute": 100},
+        server={"enable_cors": True},
+    )
+    server.wait_ready()
+    body = {"prompt": "x", "max_tokens": 5}
+    assert server.get("/health").status == 200
+    for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sk-one"}):
+        refused = server.post("/v1/generate", body, header)
+        assert (refused.status, refused.error["code"]) == (401, "INVALID_API_KEY")
+        assert refused.headers["WWW-Authenticate"] == "Bearer"
+    one, two = {"Authorization": "Bearer sk-one"}, {"Authorization": "Bearer sk-two"}
+    assert [server.post("/v1/generate", body, one).status for _ in range(4)] == [200, 200, 200, 429]
+    limited = server.post("/v1/generate", body, one)
+    assert limited.error["code"] == "RATE_LIMITED"
+    assert 15 <= int(limited.headers["Retry-After"]) <= 20
+    assert server.post("/v1/generate", {**body, "max_tokens": 120, "ignore_eos": True}, two).status == 200
+    spent = server.post("/v1/generate", body, two)
+    assert (spent.status, spent.error["code"]) == (429, "RATE_LIMITED")
+    assert "tokens per minute" in spent.error["message"]
+    flight = server.request("OPTIONS", "/v1/chat/completions", None, {"Origin": "http://a", **one})
+    assert flight.status == 204
+    assert flight.headers["Access-Control-Allow-Origin"] == "*"
+    assert "Authorization" in flight.headers["Access-Control-Allow-Headers"]
+
+
+def test_the_bound_of_requests_in_flight(make_server: MakeServer) -> None:
+    server = make_server(server={"max_concurrent_requests": 2})
+    server.wait_ready()
+    server.peers.do(lambda: setattr(server.peers, "is_stepping", False))
+    connections = []
+    for _ in range(2):
+        connection = server.connect()
+        body = b'{"prompt": "x", "max_tokens": 5}'
+        connection.request("POST", "/v1/generate", body, {"Content-Type": "application/json"})
+        connections.append(connection)
+    wait_until(lambda: len(server.peers.generator.running) == 2)
+    refused = server.post("/v1/generate", {"prompt": "x"})
+    assert (refused.status, refused.error["code"]) == (429, "OVERLOADED")
+    assert "max_concurrent_requests" in refused.error["message"]
+    assert server.get("/ready").status == 503
+    server.peers.do(lambda: setattr(server.peers, "is_stepping", True))
+    assert [connection.getresponse().status for connection in connections] == [200, 200]
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: server.get("/ready").status == 200)
+
+
+def test_the_time_of_a_request(make_server: MakeServer) -> None:
+    server = make_server(server={"request_timeout_ms": 600})
+    server.wait_ready()
+    server.peers.do(lambda: setattr(server.peers, "is_stepping", False))
+    late = server.post("/v1/generate", {"prompt": "x"})
+    assert (late.status, late.error["code"]) == (503, "TIMEOUT")
+    wait_until(lambda: len(server.peers.generator.cancelled) == 1)
+
+
+def test_a_reader_too_slow_is_dropped_and_nobody_else_waits(make_server: MakeServer) -> None:
+    server = make_server()
+    server.wait_ready()
+    server.peers.do(lambda: setattr(server.peers, "tokens_per_step", 200))
+    body = {**LONG, "max_tokens": 4000, "n": 16, "logprobs": 20}
+    stream = server.stream("/v1/generate", body)
+    wait_until(lambda: any("reads too slowly" in line for line in server.lines), 30.0)
+    wait_until(lambda: not server.peers.generator.running)
+    stream.close()
+    assert server.post("/v1/generate", {"prompt": "x", "max_tokens": 5}).status == 200
+
+
+def test_sigterm_lets_streams_finish_and_takes_no_new_ones(make_server: MakeServer) -> None:
+    server = make_server()
+    server.wait_ready()
+    stream = server.stream("/v1/generate", LONG)
+    events = stream.events()
+    begun = [next(events)]
+    server.peers.do(lambda: setattr(server.peers, "is_stepping", False))
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_log("draining")
+    refused = server.post("/v1/generate", {"prompt": "x"})
+    assert (refused.status, refused.error["code"]) == (503, "DRAINING")
+    assert refused.headers["Retry-After"]
+    assert server.get("/ready").json["reason"] == "draining"
+    server.peers.do(lambda: setattr(server.peers, "is_stepping", True))
+    assert text(begun + list(events)) == text_of_long()
+    stream.close()
+    assert server.process.wait(10) == 0
+
+
+def test_what_is_not_finished_in_time_ends_with_an_error_that_says_so(make_server: MakeServer) -> None:
+    server = make_server(server={"drain_timeout_ms": 300})
+    server.wait_ready()
+    stream = server.stream("/v1/generate", LONG)
+    events = stream.events()
+    next(events)
+    server.peers.do(lambda: setattr(server.peers, "is_stepping", False))
+    server.process.send_signal(signal.SIGTERM)
+    rest = list(events)
+    stream.close()
+    assert rest[-1].data == "[DONE]"
+    assert rest[-2].data["error"]["code"] == "DRAINING"
+    assert "0.3 s" in rest[-2].data["error"]["message"]
+    assert server.process.wait(10) == 0
+
+
+def test_a_port_in_use_is_one_clear_line(make_server: MakeServer) -> None:
+    server = make_server()
+    (server.home / "2").mkdir(mode=0o700)
+    second = subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", "stage", "gateway"],
+        env={
+            **server.env,
+            "STARLING_SERVER__PORT": str(server.port),
+            "STARLING_SERVER__RUN_DIR": str(server.home / "2"),
+        },
+        capture_output=True, text=True, timeout=20, check=False,
+    )  # fmt: skip
+    assert second.returncode == 78
+    (line,) = [line for line in second.stderr.splitlines() if "cannot listen" in line]
+    assert f"127.0.0.1:{server.port}" in line
+    assert "STARLING_SERVER__PORT" in line
+    assert "Traceback" not in second.stderr
