@@ -76,8 +76,11 @@ def check_address(address: str, allow_remote: bool = False) -> None:
 def clear_socket(address: str) -> None:
     """Before binding `ipc://PATH`: remove a dead predecessor's socket, and nothing else.
 
-    libzmq would unlink whatever stands at the path, a live server's socket included.
+    libzmq would unlink whatever stands at the path, a live server's socket included.  Other schemes
+    have nothing to clear.
     """
+    if not address.startswith("ipc://"):
+        return
     path = Path(address.removeprefix("ipc://"))
     try:
         info = path.lstat()

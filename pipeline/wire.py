@@ -449,13 +449,13 @@ class Hub(_Endpoint):
     ) -> None:
         self.on_up: Callable[[bytes, Hello], None] = lambda _peer, _hello: None
         self.on_down: Callable[[bytes, Hello], None] = lambda _peer, _hello: None
+        rundir.check_address(address, allow_remote)
+        rundir.clear_socket(address)
         super().__init__(
             zmq.ROUTER, edge, address, stage, edge.to_binder, heartbeat_ms, clock, context, epoch,
             allow_remote,
         )
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if self._is_local:
-            rundir.clear_socket(address)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
