@@ -20,6 +20,7 @@ from pipeline.loop import StageLoop
 from stages.scheduler.admission import Refusal
 from stages.scheduler.engine import Settings
 from stages.scheduler.host import Host
+from stages.scheduler.metrics import INTERVAL_S, Gauge, show_tenants
 from stages.scheduler.roster import rejection
 
 log = logging.getLogger("starling.scheduler")
@@ -48,6 +49,8 @@ class SchedulerStage:
         self._next_push = 0.0
         now = self._clock()
         self.hosts = {model.name: self._host(i, model, now) for i, model in enumerate(config.models)}
+        self._gauges = [Gauge(name, host.engine) for name, host in self.hosts.items()]
+        self._next_show = 0.0
 
     def _host(self, index: int, model: ModelConfig, now: float) -> Host:
         c, s = self.config, self.config.scheduler
@@ -143,6 +146,11 @@ class SchedulerStage:
         if now >= self._next_push:
             self._next_push = now + self.config.server.heartbeat_ms / 1000
             self._push_state("", list(self.gateways.peers))
+        if now >= self._next_show:
+            self._next_show = now + INTERVAL_S
+            for gauge in self._gauges:
+                gauge.show(self.loop.metrics)
+            show_tenants(self.loop.metrics, [host.engine for host in self.hosts.values()])
 
     def _is_needed(self) -> bool:
         """Stopping: gateways that stop too drain through us; others submit again to a successor."""
@@ -151,7 +159,7 @@ class SchedulerStage:
         if now - self._stopping_since < HEAR_S:
             return bool(self.gateways.peers)
         beats = self.gateways.last_beat
-        return any(peer in beats and not beats[peer].ready for peer in self.gateways.peers)
+        return any(peer in beats and beats[peer].reason == "stopping" for peer in self.gateways.peers)
 
     # -------------------------------------------------------------- gateways
 

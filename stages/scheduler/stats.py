@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-BATCH_BOUNDS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128)  # entries of a step
-WAIT_BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-STEP_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0)
+from pipeline.telemetry import BATCH, SECONDS
 
 
 class Histogram:
@@ -48,9 +46,9 @@ class Stats:
         self.drafted = 0
         self.accepted = 0
         self.late = 0  # cancels and answers for sequences that are not there any more
-        self.batch = Histogram(BATCH_BOUNDS)
-        self.waited_s = Histogram(WAIT_BOUNDS_S)  # from arrival to the first step
-        self.step_s = Histogram(STEP_BOUNDS_S)  # the worker's time
+        self.batch = Histogram(BATCH)
+        self.waited_s = Histogram(SECONDS)  # from arrival to the first step
+        self.step_s = Histogram(SECONDS)  # the worker's time
         self.mean_output = 64.0  # output tokens of a sequence, exponential average
 
     def ended(self, finish: str, outputs: int) -> None:

@@ -261,7 +261,8 @@ def test_a_row_says_all_that_a_sequence_asked_for():
     r, steps = ring()
     sampling = Sampling(
         seed=(1 << 64) - 2, temperature=0.5, top_k=7, top_p=0.9, repetition_penalty=1.1,
-        frequency_penalty=0.25, presence_penalty=-0.5, logprobs=3, min_tokens=4, ignore_eos=True, order=("top_p", "temperature"),
+        frequency_penalty=0.25, presence_penalty=-0.5, logprobs=3, min_tokens=4, ignore_eos=True,
+        order=("top_p", "temperature"),
         logit_bias=((5, 1.5), (9, -100.0)),
     )  # fmt: skip
     r.write_row(1, array("i", [10, 11, 12]), 2, sampling, 6, (30, 20))

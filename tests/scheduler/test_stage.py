@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipeline.edges import EDGES
@@ -28,6 +29,7 @@ from pipeline.messages import (
     Submit,
     Tokens,
 )
+from pipeline.telemetry import Snapshot
 from pipeline.wire import Hub, Link
 from shm.steps import attach_steps
 
@@ -224,6 +226,26 @@ def test_streams_end_with_their_tokens_and_a_stop_leaves_nothing(site):
     site.scheduler.terminate()
     assert site.scheduler.wait(5) == 0
     assert not list((site.home / "arenas").rglob("*.steps"))
+
+
+def test_figures_reach_the_snapshot(site):
+    site.start()
+    load(site, 3, 30)
+    site.until(site.all_ended)
+
+    def shown() -> dict[str, float]:
+        found = list((site.home / "arenas").rglob("scheduler.metrics"))
+        if not found:
+            return {}
+        families = msgspec.msgpack.decode(found[0].read_bytes(), type=Snapshot).families
+        return {name: sum(s.value for s in series) for name, series in families.items()}
+
+    expected = sum(len(t) for t in site.tokens.values())
+    site.until(lambda: shown().get("starling_tokens_generated_total") == expected)
+    figures = shown()
+    assert figures["starling_finished_total"] == 3
+    assert figures["starling_queue_depth"] == 0
+    assert figures["starling_tenant_tokens_total"] >= expected
 
 
 def test_unknown_models_and_late_cancels(site):
