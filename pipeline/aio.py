@@ -65,9 +65,8 @@ class Endpoints(StageLife):
         config: Config,
         *,
         clock: Callable[[], float] = time.monotonic,
-        parent_pid: int | None = None,
     ) -> None:
-        super().__init__(stage, config, clock=clock, parent_pid=parent_pid)
+        super().__init__(stage, config, clock=clock)
         self.exit_code = process.EXIT_OK
         self._handlers: list[tuple[Link | Hub, Callable[..., None]]] = []
         self._detach: list[Callable[[], object]] = []

@@ -1,8 +1,9 @@
 """What every stage process does beside its work: be one, be watched, say how it is.
 
-Armed against orphanhood before anything else; holds the stage's lock; at every tick tells the
-supervisor that it lives, systemd that it is well, and `starling status` and `/metrics` what it is doing.
-`StageLoop` (poll) and `Endpoints` (asyncio) are a `StageLife` with edges.
+Watches its parent (whatever started the stage has called `process.die_with_parent` before any import);
+holds the stage's lock; at every tick tells the supervisor that it lives, systemd that it is well, and
+`starling status` and `/metrics` what it is doing.  `StageLoop` (poll) and `Endpoints` (asyncio) are a
+`StageLife` with edges.
 """
 
 from __future__ import annotations
@@ -40,9 +41,8 @@ class StageLife:
         config: Config,
         *,
         clock: Callable[[], float] = time.monotonic,
-        parent_pid: int | None = None,
     ) -> None:
-        self.parent_fd = process.die_with_parent(parent_pid)  # a pidfd, -1 when it cannot be watched
+        self.parent_fd = process.watch_parent()  # -1 when it cannot be watched
         self.stage = stage
         self.config = config
         self.progress = 0  # grows while the stage does work

@@ -40,9 +40,8 @@ class StageLoop(StageLife):
         config: Config,
         *,
         clock: Callable[[], float] = time.monotonic,
-        parent_pid: int | None = None,
     ) -> None:
-        super().__init__(stage, config, clock=clock, parent_pid=parent_pid)
+        super().__init__(stage, config, clock=clock)
         self.exit_code = process.EXIT_OK
         self._quit = False
         self._next_tick = float("-inf")

@@ -32,26 +32,27 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def die_with_parent(parent_pid: int | None = None) -> int:
-    """Arm SIGKILL at the parent's death, then return a pidfd of the parent.
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Arm SIGKILL at the parent's death: the first thing that a stage's process does.
 
-    Before anything else in a process.  The kernel watches the *thread* that forked: fork from a main
-    thread.  `parent_pid`, when the forker tells (by argument or STARLING_PARENT_PID), closes the gap
-    before the call: a parent that is gone already ends this process at once.
+    The kernel watches the *thread* that forked: fork from a main thread.  `parent_pid`, when the forker
+    tells (by argument or STARLING_PARENT_PID), closes the gap before the call: a parent that is gone
+    already ends this process at once.
     """
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = os.getppid()
     told = os.environ.pop(PARENT_VARIABLE, "")
     if parent_pid is None and told.isdigit():
         parent_pid = int(told)
-    if parent_pid is not None and parent != parent_pid:
+    if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(EXIT_ORPHANED)
+
+
+def watch_parent() -> int:
+    """A pidfd of the parent, readable when it is gone; -1 when it cannot be watched."""
     try:
-        return os.pidfd_open(parent)
-    except OSError:
-        if parent in (0, os.getppid()):  # of another pid namespace: the signal alone must do
-            return -1
-        os._exit(EXIT_ORPHANED)
+        return os.pidfd_open(os.getppid())
+    except OSError:  # of another pid namespace, or gone this moment
+        return -1
 
 
 def become_subreaper() -> None:

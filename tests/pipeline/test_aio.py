@@ -1,0 +1,77 @@
+"""Edges in an asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import messages as m
+from pipeline.aio import Endpoints
+from pipeline.config_schema import Config, ModelConfig, ServerConfig
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(
+        models=(ModelConfig(name="m"),),
+        server=ServerConfig(
+            run_dir=str(tmp_path / "run"),
+            arena_dir=str(tmp_path / "shm"),
+            heartbeat_ms=20,
+            drain_timeout_ms=100,
+        ),
+    )
+
+
+async def test_frames_and_failing_handlers(config: Config) -> None:
+    gateway, scheduler = Endpoints("gateway", config), Endpoints("scheduler", config)
+    got: asyncio.Queue[m.Frame] = asyncio.Queue()
+    failures: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
+
+    def on_frame(peer: bytes, frame: m.Frame) -> None:
+        if isinstance(frame, m.Cancel):
+            raise RuntimeError("broken")
+        hub.send(peer, m.Rejected("s", "OVERLOADED", "full"))
+
+    hub = scheduler.bind("gateway-scheduler", on_frame)
+    link = gateway.connect("gateway-scheduler", got.put_nowait)
+    up = asyncio.Event()
+    link.on_up = lambda hello: up.set()
+    for endpoints in (gateway, scheduler):
+        endpoints.start(signals=False)
+    async with asyncio.timeout(20):
+        await up.wait()
+        assert link.send(m.Cancel("s"))
+        assert link.send(m.SchedulerStats("1"))
+        assert await got.get() == m.Rejected("s", "OVERLOADED", "full")
+    assert len(failures) == 1
+    assert "gateway-scheduler" in failures[0]["message"]
+    gateway.close()
+    scheduler.close()
+    scheduler.close()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_a_signal_stops_it(config: Config, busy: bool) -> None:
+    gateway = Endpoints("gateway", config)
+    gateway.start()
+    gateway.busy = busy
+    os.kill(os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(20):
+        assert await gateway.stopped() == 0
+    assert gateway.stopping
+    gateway.close()
+
+
+async def test_quit_carries_the_code(config: Config) -> None:
+    gateway = Endpoints("gateway", config)
+    gateway.start()
+    gateway.quit(3)
+    assert await gateway.stopped() == 3
+    gateway.close()

@@ -1,0 +1,249 @@
+"""The stage loop: what peers, the supervisor and systemd hear from it, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline import messages as m
+from pipeline import paths, process, status
+from pipeline.config_schema import Config, ModelConfig, ServerConfig
+from pipeline.errors import ConfigError
+from pipeline.life import STALL_MS
+from pipeline.loop import StageLoop
+from pipeline.status import StageStatus
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(
+        models=(ModelConfig(name="m"),),
+        server=ServerConfig(
+            run_dir=str(tmp_path / "run"),
+            arena_dir=str(tmp_path / "shm"),
+            heartbeat_ms=20,
+            drain_timeout_ms=200,
+        ),
+    )
+
+
+@pytest.fixture
+def loops(config: Config) -> Iterator[dict[str, StageLoop]]:
+    made = {name: StageLoop(name, config) for name in ("kv", "scheduler")}
+    yield made
+    for loop in reversed(made.values()):
+        loop.close()
+
+
+def record(config: Config, stage: str) -> StageStatus:
+    return {found.stage: found for found in status.read_all(paths.run_dir(config))}[stage]
+
+
+def test_frames_reach_their_handlers_and_beats_their_peers(loops: dict[str, StageLoop]) -> None:
+    kv, scheduler = loops["kv"], loops["scheduler"]
+    got: list[m.Frame] = []
+
+    def answer(peer: bytes, frame: m.Frame) -> None:
+        assert isinstance(frame, m.Extend)
+        hub.send(peer, m.Granted(frame.id, frame.sequence, (1, 2)))
+
+    hub = kv.bind("scheduler-kv", answer)
+    link = scheduler.connect("scheduler-kv", got.append)
+    link.on_up = lambda hello: scheduler.stop()
+    kv.progress, kv.busy, kv.reason = 41, True, "warming up"
+
+    def work() -> float | None:
+        kv.poll(0)
+        if link.peer is None:
+            return 0.005
+        if not got:
+            link.send(m.Extend(7, "m", "s", 3))
+        scheduler.busy = not got or link.last_beat is None or link.last_beat.progress != 41
+        return 0.005
+
+    assert scheduler.run(work) == 0
+    assert got[0] == m.Granted(7, "s", (1, 2))
+    assert link.last_beat is None  # closed, and with it what it knew
+
+
+def test_what_is_said_depends_on_ready_and_stopping(loops: dict[str, StageLoop]) -> None:
+    loop = loops["kv"]
+    assert (loop.beat().ready, loop.beat().reason) == (False, "starting")
+    loop.ready = True
+    assert (loop.beat().ready, loop.beat().reason) == (True, "")
+    loop.stop()
+    assert (loop.beat().ready, loop.beat().reason) == (False, "stopping")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_wait_and_the_loop(config: Config, number: signal.Signals) -> None:
+    loop = StageLoop("kv", config)
+    calls = 0
+
+    def work() -> float | None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            os.kill(os.getpid(), number)
+        return 60.0
+
+    assert loop.run(work) == 0
+    assert loop.stopping
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_it_drains_while_busy_but_not_for_ever(config: Config) -> None:
+    now = [0.0]
+    loop = StageLoop("kv", config, clock=lambda: now[0])
+    loop.busy = True
+    loop.stop()
+    seen = []
+
+    def work() -> float | None:
+        seen.append(now[0])
+        now[0] += 0.05
+        return 0.0
+
+    assert loop.run(work) == 0
+    assert seen == pytest.approx([0.0, 0.05, 0.1, 0.15])
+
+
+def test_a_second_signal_does_not_wait(config: Config) -> None:
+    loop = StageLoop("kv", config)
+    loop.busy = True
+
+    def work() -> float | None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0.0
+
+    assert loop.run(work) == 0
+
+
+def test_a_fatal_error_is_not_exit_code_0(config: Config, caplog: pytest.LogCaptureFixture) -> None:
+    def work() -> float | None:
+        raise RuntimeError("broken")
+
+    assert StageLoop("kv", config).run(work) == process.EXIT_FATAL
+    assert "fatal error" in caplog.text
+    loop = StageLoop("kv", config)
+    assert loop.run(lambda: loop.quit(7)) == 7
+
+
+def test_status_is_there_while_it_lives_and_gone_after(config: Config) -> None:
+    loop = StageLoop("kv", config)
+    loop.progress = 5
+    loop.poll(0)
+    found = record(config, "kv")
+    assert (found.pid, found.progress, found.ready, found.reason) == (os.getpid(), 5, False, "starting")
+    assert found.alive
+    loop.ready = True
+    loop.tick()  # a change of readiness is not held back
+    assert record(config, "kv").ready
+    loop.close()
+    assert list(paths.run_dir(config).glob("*.status")) == []
+    assert list(paths.arena_dir(config).glob("*")) == []
+
+
+def test_a_status_of_the_dead_is_told_from_one_of_the_living(config: Config) -> None:
+    loop = StageLoop("kv", config)
+    loop.poll(0)
+    path = paths.run_dir(config) / "kv.status"
+    path.write_bytes(path.read_bytes().replace(b'"ticks":', b'"ticks":1'))
+    assert not record(config, "kv").alive
+    (path.parent / "torn.status").write_bytes(b'{"stage": "t')
+    assert [found.stage for found in status.read_all(path.parent)] == ["kv"]
+    loop.close()
+
+
+def test_a_second_one_of_the_same_stage_is_refused(config: Config) -> None:
+    loop = StageLoop("kv", config)
+    with pytest.raises(ConfigError, match="already runs"):
+        StageLoop("kv", config)
+    loop.close()
+
+
+def test_the_supervisor_hears_beats_and_allowances(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_end, write_end = os.pipe2(os.O_NONBLOCK)
+    monkeypatch.setenv(process.BEAT_FD_VARIABLE, str(write_end))
+    loop = StageLoop("kv", config)
+    assert process.BEAT_FD_VARIABLE not in os.environ
+    assert process.read_beats(read_end) == STALL_MS
+    with loop.allow(90):
+        assert process.read_beats(read_end) == 90_000
+    assert process.read_beats(read_end) == STALL_MS
+    assert process.read_beats(read_end) is None
+    for _ in range(100_000):  # a supervisor that does not read costs nothing
+        process.beat(write_end, 1)
+    loop.close()
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_systemd_hears_when_it_is_ready_and_that_it_lives(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(address)
+        systemd.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", address)
+        monkeypatch.setenv("WATCHDOG_USEC", "2000000")
+        now = [0.0]
+        loop = StageLoop("kv", config, clock=lambda: now[0])
+
+        def heard() -> list[bytes]:
+            found = []
+            while True:
+                try:
+                    found.append(systemd.recv(100))
+                except BlockingIOError:
+                    return found
+
+        loop.tick()
+        assert heard() == [b"WATCHDOG=1"]
+        loop.ready = True
+        loop.tick()
+        loop.tick()
+        assert heard() == [b"READY=1"]
+        now[0] = 1.0
+        loop.tick()
+        assert heard() == [b"WATCHDOG=1"]
+        loop.stop()
+        assert heard() == [b"STOPPING=1"]
+        loop.close()
+
+
+def test_descriptors_of_the_stages_own(config: Config) -> None:
+    loop = StageLoop("kv", config)
+    read_end, write_end = os.pipe()
+    got: list[bytes] = []
+
+    def ready() -> None:
+        got.append(os.read(read_end, 10))
+        loop.remove_fd(read_end)
+        loop.remove_fd(read_end)
+        loop.stop()
+
+    loop.add_fd(read_end, ready)
+    os.write(write_end, b"x")
+    assert loop.run(lambda: 60.0) == 0
+    assert got == [b"x"]
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_nothing_is_left_open(config: Config) -> None:
+    StageLoop("kv", config).close()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        loop = StageLoop("kv", config)
+        loop.bind("scheduler-kv", lambda peer, frame: None)
+        loop.poll(0)
+        loop.close()
+    assert len(os.listdir("/proc/self/fd")) == before

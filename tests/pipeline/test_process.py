@@ -1,0 +1,171 @@
+"""A process and its parent, with real ones."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline import kinship, process
+
+LONG_S = 20.0
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+CHILD = """
+import signal
+from pipeline import process
+process.die_with_parent()
+print(flush=True)
+signal.pause()
+"""
+
+
+def test_a_killed_parent_takes_its_child_along() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        pidfd = os.pidfd_open(pid)
+        parent.kill()
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    assert poll.poll(LONG_S * 1000)
+    os.close(pidfd)
+
+
+def test_a_parent_that_is_gone_before_the_call_is_noticed() -> None:
+    code = "from pipeline import process; process.die_with_parent(); print('alive')"
+    env = {**os.environ, process.PARENT_VARIABLE: "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stdout) == (process.EXIT_ORPHANED, b"")
+
+
+def test_the_parents_death_can_be_watched() -> None:
+    fd = process.watch_parent()
+    assert not select.select([fd], [], [], 0)[0]
+    os.close(fd)
+
+
+def test_beats_are_read_whole_and_the_last_one_counts() -> None:
+    read_end, write_end = os.pipe2(os.O_NONBLOCK)
+    assert process.read_beats(read_end) is None
+    for allowance_ms in range(3000):
+        process.beat(write_end, allowance_ms)
+    assert process.read_beats(read_end) == 2999
+    process.beat(write_end, 1 << 40)
+    assert process.read_beats(read_end) == 0xFFFFFFFF
+    os.close(write_end)
+    assert process.read_beats(read_end) is None
+    os.close(read_end)
+
+
+def test_a_full_or_broken_pipe_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_end, write_end = os.pipe2(os.O_NONBLOCK)
+    for _ in range(20_000):
+        process.beat(write_end, 5)
+    assert process.read_beats(read_end) == 5
+    os.close(read_end)
+    process.beat(write_end, 5)
+    os.close(write_end)
+
+
+def test_the_pipe_is_claimed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_end, write_end = os.pipe()
+    monkeypatch.setenv(process.BEAT_FD_VARIABLE, str(write_end))
+    assert process.claim_beat_fd() == write_end
+    assert process.claim_beat_fd() == -1
+    os.close(read_end)
+    os.close(write_end)
+    for nonsense in ("", "x", "99999"):
+        monkeypatch.setenv(process.BEAT_FD_VARIABLE, nonsense)
+        assert process.claim_beat_fd() == -1
+
+
+def test_without_systemd_nothing_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    assert not process.sd_notify("READY=1")
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
+    assert not process.sd_notify("READY=1")
+    monkeypatch.setenv("WATCHDOG_USEC", "1000000")
+    assert process.watchdog_interval_s() == 0.5
+    monkeypatch.setenv("WATCHDOG_PID", "1")
+    assert process.watchdog_interval_s() == 0.0
+
+
+# ------------------------------------------------------------------ kinship
+
+TREE = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import signal; print(flush=True); signal.pause()"],
+                         stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.read()
+child.kill()
+child.wait()
+"""
+
+
+def test_a_stopped_grandchild_is_found() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", TREE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdin is not None
+        grandchild = int(child.stdout.readline())
+        assert child.pid in kinship.children(os.getpid())
+        assert kinship.children(child.pid) == [grandchild]
+        assert kinship.stopped_descendant(child.pid) == 0
+        os.kill(grandchild, signal.SIGSTOP)
+        # A signal is taken at the next return to user space: ask until the state says so.
+        while (seen := kinship.look(grandchild)) is not None and seen.state != "T":
+            pass
+        assert kinship.stopped_descendant(child.pid) == grandchild
+        assert kinship.stopped_descendant(os.getpid()) == grandchild
+        child.stdin.close()
+    assert kinship.look(grandchild) is None
+    assert kinship.children(child.pid) == []
+
+
+def test_the_guardian_of_a_child_is_its_parent() -> None:
+    code = "from pipeline import kinship; import os; print(*kinship.guardians(os.getpid()))"
+    mine = [sys.executable, "-c", code]
+    plain = subprocess.run(mine, stdout=subprocess.PIPE, check=True)
+    assert plain.stdout.split() == [str(os.getpid()).encode()]
+
+
+def test_a_shell_that_only_runs_us_is_looked_through() -> None:
+    code = "from pipeline import kinship; import os; print(*kinship.guardians(os.getpid()))"
+    found = subprocess.run(
+        ["/bin/sh", "-c", f"{sys.executable} -c '{code}'; echo $$"], stdout=subprocess.PIPE, check=True
+    )
+    guardians, shell = found.stdout.splitlines()
+    assert guardians.split() == [shell, str(os.getpid()).encode()]
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["/usr/bin/honcho", "start"], True),
+        (["/usr/bin/python3", "/venv/bin/honcho", "start"], True),
+        (["python", "-m", "honcho", "start"], True),
+        (["vim", "-R", "x", "honcho"], False),
+        (["/opt/honcho/bin/python", "app.py"], False),
+        ([], False),
+    ],
+)
+def test_what_honcho_looks_like(command: list[str], expected: bool) -> None:
+    assert kinship._is_honcho(command) == expected
