@@ -38,7 +38,6 @@ class Unavailable(NamedTuple):
 
 
 UNAVAILABLE = {
-    "models.*.speculate": Unavailable(0, "speculative decoding is not in this version; drop the key"),
     "models.*.weight": Unavailable(
         1.0, "models do not share cores by weight in this version; give each its own with cpus, drop the key"
     ),

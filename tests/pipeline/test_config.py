@@ -53,7 +53,7 @@ def test_the_shipped_file_shows_every_key() -> None:
                 assert set(raw[section.name]) == names - hidden
     shown = set(re.findall(r"^#[ -]+([a-z_0-9]+):", text, re.M))
     names = {field.name for field in msgspec.structs.fields(schema.ModelConfig)}
-    assert names - {"speculate", "device", "weight"} <= shown
+    assert names - {"device", "weight"} <= shown
 
 
 SESSION_SERVER = """
@@ -64,6 +64,7 @@ models:
     max_batch_size: 8
     max_sessions: 100
     kv_cache_mb: 4096
+    spill_path: "/tmp/starling/kv"
 scheduler: {max_queue_depth: 1000, batch_timeout_ms: 5}
 rate_limits: {requests_per_minute: 60, tokens_per_minute: 10000}
 auth: {api_keys: ["sk-..."]}
@@ -107,6 +108,7 @@ def test_yaml_with_a_list_of_models(tmp_path: Path) -> None:
     assert config.max_batch_size(model) == 8
     assert config.max_sessions(model) == 100
     assert config.kv_cache_bytes(model) == 4096 << 20
+    assert model.spill_path == "/tmp/starling/kv"
     assert config.rate_limits.tokens_per_minute == 10000
     assert config.auth.api_keys[0].key == "sk-..."
 
@@ -280,6 +282,7 @@ def test_file_and_environment_say_the_same(port: int, cors: bool, depth: int, po
         ({"models": [{"name": "a", "path": "p", "sha256": "12"}]}, ["models.0.sha256", "64 hexadecimal"]),
         ({"models": [{"name": "a", "path": "p", "cpus": [1, 1]}]}, ["models.0.cpus = [1, 1]", "twice"]),
         ({"models": [{"name": "a", "path": "p", "cpus": [1], "ranks": 2}]}, ["models.0.ranks = 2"]),
+        ({"models": [{"path": "p", "spill_mb": 9}]}, ["models.0.spill_mb = 9", "set spill_path too"]),
         ({"models": [{"name": "a", "path": "p", "model_path": "q"}]}, ["models.0.model_path", "the same as"]),
         ({"model": {"name": "a"}, "models": []}, ["model: given beside models"]),
         ({"model": {"name": "a", "path": "p", "page_tokens": 48}}, ["models.0.page_tokens = 48", "16, 32"]),
