@@ -194,7 +194,7 @@ class Metrics:
             temporary.write_bytes(msgspec.msgpack.encode(self.snapshot()))
             os.replace(temporary, self.path)
         except OSError:
-            temporary.unlink(missing_ok=True)
+            pass
 
     def remove(self) -> None:
         """At an orderly end."""

@@ -1,0 +1,236 @@
+"""Log lines: their form, their bound, and that nobody waits for a reader."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import logs
+from pipeline.config_schema import Config, LoggingConfig
+from pipeline.logs import (
+    BURST,
+    PER_SECOND,
+    Budget,
+    JsonFormatter,
+    LineHandler,
+    Output,
+    PrettyFormatter,
+    RotatingFile,
+)
+
+
+def record(message: str = "page dropped", level: int = logging.INFO, **extra: Any) -> logging.LogRecord:
+    made = logging.makeLogRecord({"name": "starling.kv", "levelno": level, "msg": message, **extra})
+    made.levelname = logging.getLevelName(level)
+    made.created, made.msecs = 1_700_000_000.25, 250.0
+    return made
+
+
+# ------------------------------------------------------------------ form
+
+
+def test_a_json_line() -> None:
+    made = record(request_id="req-1", model="m", timings={"queue_ms": 3.5})
+    line = json.loads(JsonFormatter("kv").format(made))
+    assert line == {
+        "ts": "2023-11-14T22:13:20.250Z",
+        "level": "info",
+        "stage": "kv",
+        "pid": os.getpid(),
+        "event": "page dropped",
+        "request_id": "req-1",
+        "model": "m",
+        "timings": {"queue_ms": 3.5},
+    }
+
+
+def test_an_error_says_what_and_where() -> None:
+    try:
+        raise ValueError("no such page")
+    except ValueError as error:
+        made = record(level=logging.ERROR, exc_info=(ValueError, error, error.__traceback__))
+    line = json.loads(JsonFormatter("kv").format(made))
+    assert (line["error"], line["message"]) == ("ValueError", "no such page")
+    assert "test_logs.py" in line["stack"]
+    pretty = PrettyFormatter("kv").format(made)
+    assert "error=ValueError" in pretty.splitlines()[0]
+    assert "Traceback" in pretty.splitlines()[1]
+
+
+def test_a_pretty_line_holds_no_control_characters() -> None:
+    text = PrettyFormatter("kv").format(record(user="\x1b[31mred\r\nforged line"))
+    assert text == r"22:13:20.250 INFO    kv  page dropped  user=\x1b[31mred\r\nforged line"
+
+
+def test_values_and_lines_are_bounded(tmp_path: Path) -> None:
+    line = json.loads(JsonFormatter("kv").format(record(text="x" * 1_000_000)))
+    assert len(line["text"]) < 2_100
+    file = RotatingFile(tmp_path / "kv.log", 1 << 20, 1)
+    LineHandler(file, JsonFormatter("kv")).emit(record(many=["y" * 100] * 1000))
+    file.close()
+    assert len((tmp_path / "kv.log").read_bytes()) < logs.MAX_LINE_BYTES + 100
+
+
+def test_what_cannot_be_formatted_is_still_an_event(tmp_path: Path) -> None:
+    class Broken:
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    file = RotatingFile(tmp_path / "kv.log", 1 << 20, 1)
+    LineHandler(file, JsonFormatter("kv")).emit(record(value=Broken()))
+    file.close()
+    assert b"could not be formatted" in (tmp_path / "kv.log").read_bytes()
+
+
+# ------------------------------------------------------------------ volume
+
+
+def test_an_event_has_a_budget_and_says_what_it_held_back() -> None:
+    now = [0.0]
+    budget = Budget(lambda: now[0])
+    admitted = [budget.admits(record()) for _ in range(BURST * 3)]
+    assert admitted == [True] * BURST + [False] * BURST * 2
+    assert budget.admits(record("another event"))
+    now[0] += 1 / PER_SECOND
+    late = record()
+    assert budget.admits(late)
+    assert json.loads(JsonFormatter("kv").format(late))["suppressed"] == BURST * 2
+    assert not budget.admits(record())
+
+
+def test_a_record_is_counted_once_for_all_handlers() -> None:
+    budget = Budget(lambda: 0.0)
+    for _ in range(BURST):
+        made = record()
+        assert budget.admits(made)
+        assert budget.admits(made)
+    assert not budget.admits(record())
+
+
+def test_the_number_of_budgets_is_bounded() -> None:
+    budget = Budget(lambda: 0.0)
+    admitted = sum(budget.admits(record(f"event {i}")) for i in range(10_000))
+    assert admitted == logs.MAX_EVENTS + BURST
+
+
+# ------------------------------------------------------------------ where it goes
+
+
+def test_a_reader_that_sleeps_costs_lines_and_no_time() -> None:
+    read_end, write_end = os.pipe()
+    output = Output(write_end)
+    for i in range(20_000):
+        output.write(b"%06d %s\n" % (i, b"x" * 90))
+    assert output.lost > 0
+    lost = output.lost
+    got = os.read(read_end, 1 << 20)
+    assert got.startswith(b"000000 ")
+    output.write(b"awake again\n")
+    os.set_blocking(read_end, False)
+    got += os.read(read_end, 1 << 20)
+    lines = got.decode().splitlines()
+    assert lines[-1] == "awake again"
+    assert json.loads(lines[-2]) == {"event": "log lines lost", "lines": lost}
+    assert all(line.endswith("x" * 90) for line in lines[:-2])
+    assert len(lines) - 2 + lost == 20_000
+    assert os.get_blocking(write_end)  # the descriptor that others share is as it was
+    output.close()
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_a_reader_that_is_gone_is_no_error() -> None:
+    read_end, write_end = os.pipe()
+    output = Output(write_end)
+    os.close(read_end)
+    output.write(b"into the void\n")
+    assert output.lost == 1
+    output.close()
+    os.close(write_end)
+
+
+def test_a_socket_as_of_the_journal() -> None:
+    journal, ours = socket.socketpair()
+    output = Output(ours.fileno())
+    for _ in range(100_000):
+        output.write(b"x" * 100 + b"\n")
+    assert output.lost > 0
+    assert journal.recv(101) == b"x" * 100 + b"\n"
+    output.close()
+    journal.close()
+    ours.close()
+
+
+def test_a_file_is_appended_to_where_it_is(tmp_path: Path) -> None:
+    with open(tmp_path / "out", "wb", buffering=0) as file:
+        file.write(b"before\n")
+        output = Output(file.fileno())
+        output.write(b"line\n")
+        file.write(b"after\n")
+        output.close()
+    assert (tmp_path / "out").read_bytes() == b"before\nline\nafter\n"
+
+
+def test_files_are_rotated_and_bounded(tmp_path: Path) -> None:
+    file = RotatingFile(tmp_path / "logs" / "kv.log", 100, 3)
+    for i in range(100):
+        file.write(b"%09d\n" % i)
+    file.close()
+    names = sorted(path.name for path in (tmp_path / "logs").iterdir())
+    assert names == ["kv.log", "kv.log.1", "kv.log.2"]
+    kept = b"".join((tmp_path / "logs" / name).read_bytes() for name in reversed(names))
+    assert kept == b"".join(b"%09d\n" % i for i in range(70, 100))
+    again = RotatingFile(tmp_path / "logs" / "kv.log", 100, 3)
+    again.write(b"next\n")
+    again.close()
+    assert (tmp_path / "logs" / "kv.log").read_bytes() == b"next\n"
+
+
+def test_a_single_file_starts_afresh(tmp_path: Path) -> None:
+    file = RotatingFile(tmp_path / "kv.log", 20, 1)
+    for i in range(5):
+        file.write(b"%09d\n" % i)
+    file.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["kv.log"]
+    assert (tmp_path / "kv.log").read_bytes() == b"%09d\n" % 4
+
+
+def test_a_directory_that_cannot_be_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file")
+    file = RotatingFile(tmp_path / "logs" / "kv.log", 100, 3)
+    file.write(b"line\n")
+    assert file.lost == 1
+
+
+@pytest.fixture
+def root() -> Iterator[logging.Logger]:
+    logger = logging.getLogger()
+    before, level = list(logger.handlers), logger.level
+    starling = logging.getLogger("starling").level
+    yield logger
+    for handler in [handler for handler in logger.handlers if handler not in before]:
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(level)
+    logging.getLogger("starling").setLevel(starling)
+    logging.captureWarnings(False)
+
+
+def test_setup_twice_writes_each_line_once_under_the_new_name(root: logging.Logger, tmp_path: Path) -> None:
+    config = Config(logging=LoggingConfig(level="info", format="json"))
+    logs.setup("kv-supervisor", config, tmp_path)
+    logs.setup("kv", config, tmp_path)
+    logging.getLogger("starling.kv").info("ready", extra={"model": "m"})
+    logging.getLogger("starling.kv").debug("not shown")
+    logging.getLogger("some.library").info("not shown")
+    logging.getLogger("some.library").warning("shown")
+    lines = [json.loads(line) for line in (tmp_path / "kv.log").read_text().splitlines()]
+    assert [(line["stage"], line["event"]) for line in lines] == [("kv", "ready"), ("kv", "shown")]
+    assert not (tmp_path / "kv-supervisor.log").exists()

@@ -1,0 +1,204 @@
+"""Metrics from a stage's dictionaries to the text of /metrics."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipeline import exposition, paths
+from pipeline.config_schema import Config, ServerConfig
+from pipeline.loop import StageLoop
+from pipeline.telemetry import FAMILIES, MAX_SERIES, OTHER, Metrics, Rate
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(server=ServerConfig(run_dir=str(tmp_path / "run"), arena_dir=str(tmp_path / "shm")))
+
+
+@pytest.fixture
+def directory(config: Config) -> Path:
+    found = paths.arena_dir(config)
+    found.mkdir(parents=True)
+    paths.run_dir(config).mkdir()
+    return found
+
+
+Sample = tuple[str, tuple[tuple[str, str], ...]]  # name, labels
+
+
+def scrape(config: Config, own: Metrics | None = None) -> dict[Sample, float]:
+    text = exposition.render(config, own).decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_the_names_that_were_asked_for_are_there() -> None:
+    asked = {
+        "starling_requests_total": ("endpoint", "status"),
+        "starling_request_duration_seconds": ("endpoint",),
+        "starling_tokens_generated_total": None,
+        "starling_tokens_per_second": None,
+        "starling_kv_cache_bytes": ("state",),
+        "starling_kv_cache_evictions_total": None,
+        "starling_queue_depth": ("model",),
+        "starling_batch_size": None,
+    }
+    for name, labels in asked.items():
+        assert labels is None or FAMILIES[name].labels == labels
+    assert {name: FAMILIES[name].kind for name in asked if FAMILIES[name].kind == "histogram"} == {
+        "starling_request_duration_seconds": "histogram",
+        "starling_batch_size": "histogram",
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_families_are_well_formed(family: exposition.Family) -> None:
+    assert family.name.startswith("starling_")
+    assert family.name.endswith("_total") == (family.kind == "counter")
+    assert family.help.endswith(".")
+    assert bool(family.bounds) == (family.kind == "histogram")
+    assert list(family.bounds) == sorted(set(family.bounds))
+
+
+def test_a_stage_is_merged_with_the_gateways_own(config: Config, directory: Path) -> None:
+    scheduler = Metrics("scheduler", directory)
+    scheduler.add("starling_tokens_generated_total", "m", amount=12)
+    scheduler.set("starling_queue_depth", 3, "m")
+    for value in (1, 2, 3, 200):
+        scheduler.observe("starling_batch_size", value, "m")
+    scheduler.write()
+    gateway = Metrics("gateway", directory)
+    gateway.add("starling_requests_total", "/v1/generate", "200")
+    gateway.add("starling_requests_total", "/v1/generate", "200")
+    found = scrape(config, gateway)
+    assert found["starling_tokens_generated_total", (("model", "m"),)] == 12
+    assert found["starling_queue_depth", (("model", "m"),)] == 3
+    assert found["starling_requests_total", (("endpoint", "/v1/generate"), ("status", "200"))] == 2
+    assert found["starling_batch_size_count", (("model", "m"),)] == 4
+    assert found["starling_batch_size_sum", (("model", "m"),)] == 206
+    for bound, below in (("1.0", 1), ("2.0", 2), ("4.0", 3), ("128.0", 3), ("+Inf", 4)):
+        assert found["starling_batch_size_bucket", (("le", bound), ("model", "m"))] == below
+
+
+def test_series_of_several_stages_are_added_up(config: Config, directory: Path) -> None:
+    for name, amount in (("worker-a", 2.0), ("worker-b", 3.0)):
+        stage = Metrics(name, directory)
+        stage.add("starling_kv_cache_evictions_total", amount=amount)
+        stage.observe("starling_kv_cache_restore_seconds", amount)
+        stage.write()
+    found = scrape(config)
+    assert found["starling_kv_cache_evictions_total", ()] == 5
+    assert found["starling_kv_cache_restore_seconds_count", ()] == 2
+    assert found["starling_kv_cache_restore_seconds_sum", ()] == 5
+
+
+def test_of_a_dead_stage_only_what_counts_remains(config: Config, directory: Path) -> None:
+    stage = Metrics("kv", directory)
+    stage.set("starling_kv_cache_bytes", 10, "resident")
+    stage.add("starling_kv_cache_evictions_total")
+    stage._ticks += 1  # as if its process had been another one
+    stage.write()
+    found = scrape(config)
+    assert found["starling_kv_cache_evictions_total", ()] == 1
+    assert ("starling_kv_cache_bytes", (("state", "resident"),)) not in found
+
+
+def test_a_snapshot_that_is_not_one_is_passed_over(config: Config, directory: Path) -> None:
+    (directory / "a.metrics").write_bytes(b"")
+    (directory / "b.metrics").write_bytes(b"\x94\xa1b\x01\x01\x81\xa7unknown\x90")
+    (directory / "c.metrics").write_bytes(os.urandom(100))
+    stage = Metrics("kv", directory)
+    stage.add("starling_kv_cache_evictions_total")
+    stage.write()
+    assert scrape(config)["starling_kv_cache_evictions_total", ()] == 1
+
+
+def test_label_values_of_any_kind_survive(config: Config, directory: Path) -> None:
+    name = 'quo"te\\ back\nline é'
+    own = Metrics("gateway", None)
+    own.set("starling_queue_depth", 1, name)
+    assert scrape(config, own)["starling_queue_depth", (("model", name),)] == 1
+
+
+def test_label_sets_are_bounded() -> None:
+    metrics = Metrics("scheduler", None)
+    for i in range(MAX_SERIES * 3):
+        metrics.add("starling_tenant_tokens_total", f"tenant-{i}")
+    series = {s.labels: s.value for s in metrics.snapshot().families["starling_tenant_tokens_total"]}
+    assert len(series) == MAX_SERIES + 1
+    assert series[OTHER,] == MAX_SERIES * 2
+    assert sum(series.values()) == MAX_SERIES * 3
+
+
+def test_mistakes_are_seen() -> None:
+    metrics = Metrics("kv", None)
+    with pytest.raises(KeyError):
+        metrics.add("starling_no_such_thing_total")
+    with pytest.raises(ValueError, match="has the labels"):
+        metrics.add("starling_kv_cache_evictions_total", "extra")
+
+
+@given(st.lists(st.floats(0, 300), max_size=50))
+def test_a_histogram_kept_elsewhere_is_poured_in(values: list[float]) -> None:
+    bounds = FAMILIES["starling_batch_size"].bounds
+    counts = [0] * (len(bounds) + 1)
+    kept, poured = Metrics("a", None), Metrics("b", None)
+    for value in values:
+        kept.observe("starling_batch_size", value, "m")
+        counts[next((i for i, bound in enumerate(bounds) if value <= bound), len(bounds))] += 1
+    poured.put("starling_batch_size", bounds, counts, sum(values), "m")
+    if values:
+        one, other = (m.snapshot().families["starling_batch_size"][0] for m in (kept, poured))
+        assert one.counts == other.counts
+        assert one.value == pytest.approx(other.value)
+
+
+def test_stages_show_up_with_what_they_use(config: Config) -> None:
+    loop = StageLoop("kv", config)
+    loop.ready = True
+    loop.bind("scheduler-kv", lambda peer, frame: None)
+    loop.tick()
+    found = scrape(config)
+    kv = ("stage", "kv")
+    assert found["starling_stage_up", (kv,)] == 1
+    assert found["starling_stage_ready", (kv,)] == 1
+    assert found["starling_process_resident_bytes", (kv,)] > 1e6
+    assert found["starling_process_open_fds", (kv,)] > 3
+    assert found["starling_frames_dropped_total", (("edge", "scheduler-kv"), kv)] == 0
+    loop.close()
+    assert ("starling_stage_up", (kv,)) not in scrape(config)
+
+
+def test_a_full_disk_keeps_the_snapshot_before(tmp_path: Path) -> None:
+    now = [0.0]
+    stage = Metrics("kv", tmp_path, clock=lambda: now[0])
+    stage.write()
+    before = (tmp_path / "kv.metrics").read_bytes()
+    (tmp_path / ".kv.metrics.new").mkdir()  # nothing can be written there
+    now[0] = 10.0
+    stage.add("starling_kv_cache_evictions_total")
+    stage.write()
+    assert (tmp_path / "kv.metrics").read_bytes() == before
+
+
+def test_a_rate_is_over_its_window() -> None:
+    now = [0.0]
+    rate = Rate(5.0, lambda: now[0])
+    assert rate.value() == 0
+    for _ in range(100):  # 10 events a second for 10 s
+        now[0] += 0.1
+        rate.add(1)
+    assert rate.value() == pytest.approx(10, rel=0.1)
+    now[0] += 2.5
+    assert rate.value() == pytest.approx(5, rel=0.2)
+    now[0] += 10
+    assert rate.value() == 0
