@@ -1,15 +1,18 @@
-"""Tiny random models, written once a session."""
+"""Tiny random models and checkpoints, written once a session."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from stages.worker.ingest import ingest
 from tools.tiny_gguf import SHAPES, write_model
 
 TinyGguf = Callable[..., Path]
+Ingested = Callable[[Path], Path]
 
 
 @pytest.fixture(scope="session")
@@ -20,5 +23,21 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> TinyGguf:
     def get(shape: str = "small", recipe: str = "Q4_1", seed: int = 0) -> Path:
         path = directory / f"{shape}-{recipe}-{seed}.gguf"
         return path if path.exists() else write_model(path, SHAPES[shape], recipe, seed)
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def ingested(tmp_path_factory: pytest.TempPathFactory) -> Ingested:
+    """`ingested(gguf)`: the `.idx` of a model, made at the first call."""
+    directory = tmp_path_factory.mktemp("ingested")
+
+    def get(source: Path) -> Path:
+        with source.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        index_path = directory / f"{digest}.idx"
+        if not index_path.exists():
+            ingest(source, index_path, digest)
+        return index_path
 
     return get

@@ -1,0 +1,123 @@
+"""The kernels' logits equal the exact twin's, byte for byte: every format, shape and type of cache.
+
+Two programs that share no layout and no order of work but the numerics contract.  On the demo model the
+kernels are also held to the independent engine, over the whole reference text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stages.worker.engine import Engine
+from stages.worker.twins.exact import ExactModel, ExactSequence
+from tests.worker import reference
+from tests.worker.conftest import Ingested, TinyGguf
+from tools.tiny_gguf import RECIPES
+
+pytestmark = pytest.mark.slow
+
+
+def kernel_logits(
+    index_path: Path,
+    directory: Path,
+    tokens: np.ndarray,
+    kv_type: str = "f16",
+    chunk: int = 7,
+    ranks: int = 1,
+) -> np.ndarray:
+    """Of all positions: (len(tokens), vocab) f32."""
+    n, found = len(tokens), []
+    bounds = {"max_rows": 1, "max_tokens": n, "step_tokens": 64, "max_samples": 64}
+    with Engine(index_path, directory, ranks=ranks, kv_type=kv_type, **bounds) as engine:
+        for start in range(0, n, chunk):
+            count = min(chunk, n - start)
+            engine.write_row(0, tokens)  # anew: an entry with one sample writes it behind its position
+            engine.run([(0, start, count, count)])
+            found += [engine.logits(i) for i in range(count)]
+    return np.array(found)
+
+
+def same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("shape", ["odd", "super"])
+def test_every_format(
+    tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path, shape: str, recipe: str
+) -> None:
+    path = tiny_gguf(shape, recipe)
+    tokens = np.random.default_rng(1).integers(0, 261, 20)
+    expected = ExactSequence(ExactModel(path)).extend(tokens)
+    assert same_bytes(kernel_logits(ingested(path), tmp_path, tokens), expected)
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "f32", "int8"])
+@pytest.mark.parametrize("shape", ["small", "odd", "grouped", "super", "wide", "biased"])
+def test_every_shape_and_cache(
+    tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path, shape: str, kv_type: str
+) -> None:
+    path = tiny_gguf(shape, "Q4_0_M")
+    tokens = np.random.default_rng(2).integers(0, 261, 40)
+    expected = ExactSequence(ExactModel(path), kv_type).extend(tokens)
+    assert same_bytes(kernel_logits(ingested(path), tmp_path, tokens, kv_type, chunk=33, ranks=2), expected)
+
+
+@pytest.mark.parametrize(("chunk", "ranks"), [(1, 2), (64, 1)])
+@pytest.mark.parametrize("kv_type", ["f16", "int8"])
+def test_over_segments(
+    tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path, kv_type: str, chunk: int, ranks: int
+) -> None:
+    """530 positions are three segments; by single positions, segments are units of their own."""
+    path = tiny_gguf("grouped", "Q4_1")
+    tokens = np.random.default_rng(3).integers(0, 515, 530)
+    expected = ExactSequence(ExactModel(path), kv_type).extend(tokens)
+    assert same_bytes(kernel_logits(ingested(path), tmp_path, tokens, kv_type, chunk, ranks), expected)
+
+
+# ------------------------------------------------------------------ the demo model
+
+
+def test_demo_model_equals_the_twin(demo_gguf: Path, ingested: Ingested, tmp_path: Path) -> None:
+    tokens = reference.load().tokens[:24]
+    expected = ExactSequence(ExactModel(demo_gguf)).extend(tokens)
+    assert same_bytes(kernel_logits(ingested(demo_gguf), tmp_path, tokens, chunk=17), expected)
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "f32", "int8"])
+def test_demo_model_is_near_the_reference(
+    demo_gguf: Path, ingested: Ingested, tmp_path: Path, kv_type: str
+) -> None:
+    facts = reference.load()
+    logits = kernel_logits(ingested(demo_gguf), tmp_path, facts.tokens, kv_type, chunk=64, ranks=2)
+    found = reference.distance(logits, facts)
+    assert found.mean_kl <= 0.004
+    assert abs(found.mean_nll - found.reference_nll) <= 0.015
+
+
+def test_demo_model_follows_the_reference_greedily(
+    demo_gguf: Path, ingested: Ingested, tmp_path: Path
+) -> None:
+    """Given the reference's text, its next token is the best one, or a near tie (its own two engines
+    part at such a tie)."""
+    greedy = reference.facts()["greedy"]["F32"]
+    prompt, continuation = greedy["prompt_ids"], np.array(greedy["greedy_ids"])
+    tokens = np.array([*prompt, *continuation[:-1]])
+    logits = kernel_logits(ingested(demo_gguf), tmp_path, tokens, chunk=64)[len(prompt) - 1 :]
+    behind = logits.max(axis=1) - logits[np.arange(len(continuation)), continuation]
+    assert behind.max() < 0.5
+    assert np.mean(behind == 0) > 0.9
+    free = _generate(ingested(demo_gguf), tmp_path, prompt, 20)
+    assert free == continuation[:20].tolist()
+
+
+def _generate(index_path: Path, directory: Path, prompt: list[int], n: int) -> list[int]:
+    with Engine(index_path, directory, max_rows=1, max_tokens=256) as engine:
+        engine.write_row(0, prompt, temperature=0.0)
+        found = engine.run([(0, 0, len(prompt), 1)])
+        while len(found) < n:
+            found += engine.run([(0, len(prompt) + len(found) - 1, 1, 1)])
+    return found
