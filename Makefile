@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow check format bench peers lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow check format bench chaos peers lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -44,6 +44,9 @@ format: $(VENV)/.locked-dev ## what ruff can mend by itself
 bench: $(VENV)/.locked-dev ## figures of speed; the last line is one JSON object
 	@$(BIN)/starling prepare
 	@$(BIN)/python -m tools.bench $(ARGS)
+
+chaos: $(VENV)/.locked ## ten minutes of faults against the running server; fails at a wrong byte
+	@$(BIN)/starling chaos --scenario mixed --duration 10m $(ARGS)
 
 peers: $(VENV)/.locked-dev ## other engines for `make bench` to compare with
 	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r requirements-peers.lock
