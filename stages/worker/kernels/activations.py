@@ -9,7 +9,7 @@ A record (32 values, 64 bytes = one cache line, 64-byte aligned):
     44  start5   i32    -16 (h0 + h1), for Q5_0
     48  start8   i32    -128 (h0 + h1), for Q8_0
     52  start6   i32    -32 h0 and, at 56, -32 h1, for Q6_K
-    60  zero
+    60  zero     i32    where all other sums start
 
 h0 and h1 are the exact sums of q over each half of 16.  A row of K values is ceil(K / 32) records.
 """
@@ -39,7 +39,7 @@ from stages.worker.kernels.simd import (
 )
 
 RECORD = 64
-SCALE, SSUM, START4, START5, START8, START6 = 32, 36, 40, 44, 48, 52
+SCALE, SSUM, START4, START5, START8, START6, ZERO = 32, 36, 40, 44, 48, 52, 60
 BLOCK = 32
 
 _TINY = np.float32(2.0**-100)
@@ -77,7 +77,7 @@ def quantize_block(low, high, to):
     put_i32(to + START8, -128 * total)
     put_i32(to + START6, -32 * h0)
     put_i32(to + START6 + 4, -32 * h1)
-    put_i32(to + 60, 0)
+    put_i32(to + ZERO, 0)
 
 
 @njit(**JIT)

@@ -8,7 +8,7 @@ group`.  `x` holds int8 records (activations.py), or f32 for F32, F16 and BF16 w
 address of `SCRATCH_BYTES` of the caller's own, 64-byte aligned.  Addresses and strides are int64, in bytes.
 
 One token: weights go from memory through registers.  More: a chunk of a row group is unpacked once into
-scratch (in L1), then multiplied with tiles of tokens whose accumulators stay in registers.  Every
+scratch (in L1), then multiplied with tiles of tokens whose accumulators stay in registers (tiles.py).  Every
 accumulator sees the same operations in the same order either way, so all batches give equal bytes.
 """
 
@@ -17,7 +17,18 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from stages.worker.kernels.activations import BLOCK, RECORD, SCALE, SSUM, START4, START5, START6, START8
+from stages.worker.kernels import tiles
+from stages.worker.kernels.activations import (
+    BLOCK,
+    RECORD,
+    SCALE,
+    SSUM,
+    START4,
+    START5,
+    START6,
+    START8,
+    ZERO,
+)
 from stages.worker.kernels.formats import (
     byte_dot,
     byte_pair,
@@ -31,6 +42,7 @@ from stages.worker.kernels.formats import (
 from stages.worker.kernels.simd import (
     INLINE,
     JIT,
+    VNNI,
     f32_tile,
     float_of_bits,
     fma,
@@ -43,7 +55,6 @@ from stages.worker.kernels.simd import (
     load_bf16_as_f32,
     load_f16_as_f32,
     load_f32,
-    load_i32,
     load_s8,
     load_u8,
     prefetch,
@@ -54,13 +65,6 @@ from stages.worker.kernels.simd import (
     splat_i32_at,
     store_f32,
     store_i32,
-    tile_dot4,
-    tile_dot4_u7,
-    tile_fma,
-    tile_load,
-    tile_scaled,
-    tile_start,
-    tile_store,
     to_f32,
 )
 from stages.worker.layout import FORMATS
@@ -74,10 +78,10 @@ _KINDS = tuple(f.id for f in FORMATS.values())
 _UNIT_BYTES = tuple(f.unit_bytes for f in FORMATS.values())
 
 AHEAD = 2560  # bytes that prefetches run before loads
-CHUNK = 16  # blocks of a row group unpacked at a time: 10 KB of scratch, an even number of super-blocks
+CHUNK = 16  # blocks of a row group unpacked at a time: 10 KB of scratch, whole super-blocks
 UNPACKED = 640  # bytes of an unpacked block: 8 code vectors, two vectors of scales or minimums
 DENSE_CHUNK = 160  # K values of a dense row group unpacked at a time
-SCRATCH_BYTES = CHUNK * UNPACKED
+SCRATCH_BYTES = 2 * CHUNK * UNPACKED  # two row groups
 TOKENS_BYTES = 384 << 10  # activations that a pass over the weights keeps in the second-level cache
 
 
@@ -96,6 +100,23 @@ def group_unit_bytes(kind):
         if _KINDS[i] == kind:
             return _UNIT_BYTES[i]
     return 0
+
+
+@njit(**JIT)
+def _start_of(kind):
+    """Where a record holds what the integer sums of a format start at."""
+    if kind == Q4_0:
+        return START4
+    if kind == Q5_0:
+        return START5
+    if kind == Q8_0:
+        return START8
+    return START6 if kind == Q6_K else ZERO
+
+
+@njit(**JIT)
+def _has_minimums(kind):
+    return kind == Q4_1 or kind == Q5_1 or kind == Q4_K or kind == Q5_K
 
 
 @njit(**INLINE)
@@ -420,114 +441,98 @@ def _unpack_dense(kind, group, k, n, to):
 
 
 def _tiles(n):
-    """Kernels of n tokens x 16 rows over an unpacked chunk.
+    """Kernels of n tokens x 2 row groups over an unpacked chunk: (`quantized`, `dense`).
 
-    Each takes (scratch, blocks, x, x_stride, out, out_stride, begin): accumulators start at zero when `begin`
-    is set, else at what the last chunk left in `out`.
+    `u` and `v` are the groups' chunks, `gap` what lies between their outputs (0 when both are one group: it
+    is then computed twice and stored twice, the same).  Accumulators start at zero when `begin` is set,
+    else at what the last chunk left in `out`.
     """
+    vectors = 2 * n
 
     @njit(**{**JIT, "cache": False})
-    def minimums(u, blocks, x, stride, out, out_stride, begin):
-        acc = f32_tile(n)
+    def quantized(kind, u, v, blocks, x, stride, out, out_stride, gap, begin):
+        start = _start_of(kind)
+        halves, least = kind == Q6_K, _has_minimums(kind)
+        acc = f32_tile(vectors)
         if not begin:
-            acc = tile_load(acc, out, out_stride)
+            acc = tiles.load(acc, out, out_stride, gap)
         for _ in range(blocks):
-            dots = i32_tile(n)
-            for j in range(8):
-                dots = tile_dot4_u7(dots, load_i32(u + 64 * j), x + 4 * j, stride)
-            acc = tile_scaled(acc, dots, load_f32(u + 512), x + SCALE, stride)
-            acc = tile_fma(acc, load_f32(u + 576), x + SSUM, stride)
-            u, x = u + UNPACKED, x + RECORD
-        tile_store(acc, out, out_stride)
+            dots = tiles.start(i32_tile(vectors), x + start, stride)
+            if halves:
+                dots = tiles.dots_first(dots, u, v, x, stride)
+                acc = tiles.scaled(acc, dots, load_f32(u + 512), load_f32(v + 512), x + SCALE, stride)
+                dots = tiles.start(i32_tile(vectors), x + START6 + 4, stride)
+                dots = tiles.dots_second(dots, u, v, x, stride)
+                acc = tiles.scaled(acc, dots, load_f32(u + 576), load_f32(v + 576), x + SCALE, stride)
+            else:
+                if VNNI or kind != Q8_0:
+                    dots = tiles.dots(dots, u, v, x, stride)
+                else:
+                    dots = tiles.dots_u8(dots, u, v, x, stride)
+                acc = tiles.scaled(acc, dots, load_f32(u + 512), load_f32(v + 512), x + SCALE, stride)
+                if least:
+                    acc = tiles.fma(acc, load_f32(u + 576), load_f32(v + 576), x + SSUM, stride)
+            u, v, x = u + UNPACKED, v + UNPACKED, x + RECORD
+        tiles.store(acc, out, out_stride, gap)
 
     @njit(**{**JIT, "cache": False})
-    def zeros(u, blocks, x, stride, out, out_stride, begin, start):
-        acc = f32_tile(n)
+    def dense(u, v, values, x, stride, out, out_stride, gap, begin):
+        acc = f32_tile(vectors)
         if not begin:
-            acc = tile_load(acc, out, out_stride)
-        for _ in range(blocks):
-            dots = tile_start(i32_tile(n), x + start, stride)
-            for j in range(8):
-                dots = tile_dot4_u7(dots, load_i32(u + 64 * j), x + 4 * j, stride)
-            acc = tile_scaled(acc, dots, load_f32(u + 512), x + SCALE, stride)
-            u, x = u + UNPACKED, x + RECORD
-        tile_store(acc, out, out_stride)
-
-    @njit(**{**JIT, "cache": False})
-    def whole_bytes(u, blocks, x, stride, out, out_stride, begin):
-        acc = f32_tile(n)
-        if not begin:
-            acc = tile_load(acc, out, out_stride)
-        for _ in range(blocks):
-            dots = tile_start(i32_tile(n), x + START8, stride)
-            for j in range(8):
-                dots = tile_dot4(dots, load_i32(u + 64 * j), x + 4 * j, stride)
-            acc = tile_scaled(acc, dots, load_f32(u + 512), x + SCALE, stride)
-            u, x = u + UNPACKED, x + RECORD
-        tile_store(acc, out, out_stride)
-
-    @njit(**{**JIT, "cache": False})
-    def halves(u, blocks, x, stride, out, out_stride, begin):
-        acc = f32_tile(n)
-        if not begin:
-            acc = tile_load(acc, out, out_stride)
-        for _ in range(blocks):
-            for h in range(2):
-                dots = tile_start(i32_tile(n), x + START6 + 4 * h, stride)
-                for j in range(4 * h, 4 * h + 4):
-                    dots = tile_dot4_u7(dots, load_i32(u + 64 * j), x + 4 * j, stride)
-                acc = tile_scaled(acc, dots, load_f32(u + 512 + 64 * h), x + SCALE, stride)
-            u, x = u + UNPACKED, x + RECORD
-        tile_store(acc, out, out_stride)
-
-    @njit(**{**JIT, "cache": False})
-    def dense(u, values, x, stride, out, out_stride, begin):
-        acc = f32_tile(n)
-        if not begin:
-            acc = tile_load(acc, out, out_stride)
+            acc = tiles.load(acc, out, out_stride, gap)
         for k in range(values):
-            acc = tile_fma(acc, load_f32(u + 64 * k), x + 4 * k, stride)
-        tile_store(acc, out, out_stride)
+            acc = tiles.fma(acc, load_f32(u + 64 * k), load_f32(v + 64 * k), x + 4 * k, stride)
+        tiles.store(acc, out, out_stride, gap)
 
-    @njit(**{**JIT, "cache": False})
-    def tile(kind, u, blocks, x, stride, out, out_stride, begin):
-        if kind == Q4_0:
-            zeros(u, blocks, x, stride, out, out_stride, begin, START4)
-        elif kind == Q5_0:
-            zeros(u, blocks, x, stride, out, out_stride, begin, START5)
-        elif kind == Q8_0:
-            whole_bytes(u, blocks, x, stride, out, out_stride, begin)
-        elif kind == Q6_K:
-            halves(u, blocks, x, stride, out, out_stride, begin)
-        elif kind == F32 or kind == F16 or kind == BF16:
-            dense(u, blocks, x, stride, out, out_stride, begin)
-        else:
-            minimums(u, blocks, x, stride, out, out_stride, begin)
-
-    return tile
+    return quantized, dense
 
 
-_tile_12, _tile_8, _tile_4, _tile_2, _tile_1 = (_tiles(n) for n in (12, 8, 4, 2, 1))
+_quantized_6, _dense_6 = _tiles(6)
+_quantized_4, _dense_4 = _tiles(4)
+_quantized_3, _dense_3 = _tiles(3)
+_quantized_2, _dense_2 = _tiles(2)
+
+
+@njit(**JIT)
+def _tile_of(tokens):
+    """Tokens of the next tile, so that every count from 2 up is a sum of 6, 4, 3 and 2."""
+    if tokens == 7 or tokens == 8 or tokens == 4:
+        return 4
+    if tokens == 5 or tokens == 3:
+        return 3
+    return 6 if tokens >= 6 else 2
 
 
 @njit(**{**JIT, "cache": False})
-def _all_tokens(kind, u, n, x, stride, tokens, out, out_stride, begin):
-    """Every token with one unpacked chunk: tiles of 12, and what is left in smaller ones."""
-    t = 0
-    while tokens - t >= 12:
-        _tile_12(kind, u, n, x + t * stride, stride, out + t * out_stride, out_stride, begin)
-        t += 12
-    if tokens - t >= 8:
-        _tile_8(kind, u, n, x + t * stride, stride, out + t * out_stride, out_stride, begin)
-        t += 8
-    if tokens - t >= 4:
-        _tile_4(kind, u, n, x + t * stride, stride, out + t * out_stride, out_stride, begin)
-        t += 4
-    if tokens - t >= 2:
-        _tile_2(kind, u, n, x + t * stride, stride, out + t * out_stride, out_stride, begin)
-        t += 2
-    if tokens - t >= 1:
-        _tile_1(kind, u, n, x + t * stride, stride, out + t * out_stride, out_stride, begin)
+def _all_tokens(kind, u, v, n, x, stride, tokens, out, out_stride, gap, begin):
+    """Every token with one unpacked chunk."""
+    while tokens > 0:
+        size = _tile_of(tokens)
+        if size == 6:
+            _quantized_6(kind, u, v, n, x, stride, out, out_stride, gap, begin)
+        elif size == 4:
+            _quantized_4(kind, u, v, n, x, stride, out, out_stride, gap, begin)
+        elif size == 3:
+            _quantized_3(kind, u, v, n, x, stride, out, out_stride, gap, begin)
+        else:
+            _quantized_2(kind, u, v, n, x, stride, out, out_stride, gap, begin)
+        tokens, x, out = tokens - size, x + size * stride, out + size * out_stride
+
+
+@njit(**{**JIT, "cache": False})
+def _all_tokens_dense(u, v, n, x, stride, tokens, out, out_stride, gap, begin):
+    """As `_all_tokens`, for unpacked floats."""
+    while tokens > 0:
+        size = _tile_of(tokens)
+        if size == 6:
+            _dense_6(u, v, n, x, stride, out, out_stride, gap, begin)
+        elif size == 4:
+            _dense_4(u, v, n, x, stride, out, out_stride, gap, begin)
+        elif size == 3:
+            _dense_3(u, v, n, x, stride, out, out_stride, gap, begin)
+        else:
+            _dense_2(u, v, n, x, stride, out, out_stride, gap, begin)
+        tokens, x, out = tokens - size, x + size * stride, out + size * out_stride
 
 
 @njit(**{**JIT, "cache": False})
@@ -537,19 +542,32 @@ def _many(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scra
     n = columns if dense else columns // BLOCK
     step = DENSE_CHUNK if dense else CHUNK
     # Tokens go in passes over the weights, as many at a time as the second-level cache holds.
-    at_once = max(24, TOKENS_BYTES // stride // 12 * 12)
-    for t in range(0, tokens, at_once):
-        some = min(at_once, tokens - t)
-        for g in range(first, end):
-            group, to = w + g * size, out + t * out_stride + 64 * g
+    at_once = max(24, TOKENS_BYTES // stride // 6 * 6)
+    t = 0
+    while t < tokens:
+        some = tokens - t
+        if some > at_once:
+            some = at_once if some > at_once + 1 else at_once - 6  # a last one is never alone
+        for g in range(first, end, 2):
+            pair = g + 1 < end
+            u = w + g * size
+            v, gap, to = (u + size, 64, scratch + SCRATCH_BYTES // 2) if pair else (u, 0, scratch)
+            target = out + t * out_stride + 64 * g
             for at in range(0, n, step):
                 part = min(step, n - at)
                 if dense:
-                    _unpack_dense(kind, group, at, part, scratch)
+                    _unpack_dense(kind, u, at, part, scratch)
+                    if pair:
+                        _unpack_dense(kind, v, at, part, to)
+                    here = x + t * stride + at * 4
+                    _all_tokens_dense(scratch, to, part, here, stride, some, target, out_stride, gap, at == 0)
                 else:
-                    _unpack(kind, group, at, part, scratch)
-                here = x + t * stride + at * (4 if dense else RECORD)
-                _all_tokens(kind, scratch, part, here, stride, some, to, out_stride, at == 0)
+                    _unpack(kind, u, at, part, scratch)
+                    if pair:
+                        _unpack(kind, v, at, part, to)
+                    here = x + t * stride + at * RECORD
+                    _all_tokens(kind, scratch, to, part, here, stride, some, target, out_stride, gap, at == 0)
+        t += some
 
 
 @njit(**JIT)
