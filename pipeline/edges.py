@@ -4,6 +4,7 @@
 |--------------------|----------------|-------------------|--------------------------------------|
 | gateway-tokenizer  | tokenizer      | gateway           | caller gets 503 `overloaded`         |
 | gateway-scheduler  | scheduler      | gateway           | 429; admission credits keep below it |
+| gateway-kv         | kv             | gateway           | bounded by turns of sessions         |
 | scheduler-kv       | kv             | scheduler         | bounded by leases asked for          |
 | scheduler-worker   | scheduler      | worker            | doorbells: the ring is the truth     |
 
@@ -33,6 +34,7 @@ EDGES = {
     for edge in (
         Edge("gateway-tokenizer", "tokenizer", "gateway", m.GatewayToTokenizer, m.TokenizerToGateway, 4096),
         Edge("gateway-scheduler", "scheduler", "gateway", m.GatewayToScheduler, m.SchedulerToGateway, 16384),
+        Edge("gateway-kv", "kv", "gateway", m.GatewayToKv, m.KvToGateway, 1024),
         Edge("scheduler-kv", "kv", "scheduler", m.SchedulerToKv, m.KvToScheduler, 4096),
         Edge("scheduler-worker", "scheduler", "worker", m.WorkerToScheduler, m.SchedulerToWorker, 1024),
     )

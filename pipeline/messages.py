@@ -409,6 +409,90 @@ SchedulerToKv = Hello | Heartbeat | KvAttach | Acquire | Extend | Commit | Relea
 KvToScheduler = Hello | Heartbeat | KvReady | Granted | Denied | KvState
 
 
+# ------------------------------------------------------------------ gateway <-> kv: sessions
+
+
+class SessionBegin(Frame, tag="b"):
+    """A turn of a session begins; one at a time. Answers `SessionHeld` or `SessionRefused`.
+
+    Asked again for a turn that is under way (an answer was lost, kv has restarted): `resume` is its
+    number, and the answer is the same.
+    """
+
+    id: int  # correlation; grows
+    model: str
+    tenant: str
+    session: str = ""  # "": kv makes one up, with `create`
+    create: bool = False  # it may be new; otherwise one that is not there is NOT_FOUND
+    ttl_s: int = 0  # of a new one: closed when unused for so long; 0: never
+    salt: str = ""  # of a new one: `Submit.cache_salt` of its turns
+    resume: int = 0
+
+
+class SessionCommit(Frame, tag="p"):
+    """The turn is over: the session holds its first `base` tokens and then `tokens`.
+
+    Sent again with the same contents it is answered the same. Durable when answered.
+    """
+
+    id: int
+    model: str
+    tenant: str
+    session: str
+    turn: int
+    base: int
+    tokens: bytes  # int32 little-endian
+
+
+class SessionAbort(Frame, tag="v"):
+    """The turn was cancelled or failed: the session is what it was before. No answer."""
+
+    model: str
+    tenant: str
+    session: str
+    turn: int
+
+
+class SessionClose(Frame, tag="z"):
+    """Tokens and pages go at once. Answers `SessionDone`, or `SessionRefused` with NOT_FOUND."""
+
+    id: int
+    model: str
+    tenant: str
+    session: str
+
+
+class SessionHeld(Frame, tag="h"):
+    """The turn may begin. The session holds `tokens`."""
+
+    id: int
+    session: str
+    turn: int  # grows by one with each turn that is committed
+    tokens: bytes  # int32 little-endian
+    salt: str = ""
+
+
+class SessionDone(Frame, tag="g"):
+    """Committed or closed. `n_tokens` are held now."""
+
+    id: int
+    session: str
+    n_tokens: int
+
+
+class SessionRefused(Frame, tag="u"):
+    """`code` and `param` as in pipeline/errors.py."""
+
+    id: int
+    code: str
+    message: str
+    param: str = ""
+
+
+GatewayToKv = Hello | Heartbeat | SessionBegin | SessionCommit | SessionAbort | SessionClose
+KvToGateway = Hello | Heartbeat | SessionHeld | SessionDone | SessionRefused
+
+
 # ------------------------------------------------------------------ scheduler <-> worker
 
 

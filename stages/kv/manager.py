@@ -54,6 +54,8 @@ class Tier(Protocol):
 
     def fetch(self, digest: PageDigest, out: np.ndarray) -> PageName | None: ...
 
+    def discard(self, digest: PageDigest) -> None: ...
+
 
 class Grant(NamedTuple):
     """The whole page table; the first `cached_tokens` positions are computed."""
@@ -258,6 +260,19 @@ class Manager:
             self._allocator.forget(page)
         self.declared = True
         return refused
+
+    def discard(self, digests: Iterable[PageDigest]) -> int:
+        """Free these pages at once, and their copies; not those in use. Returns how many were freed."""
+        count = 0
+        for digest in digests:
+            for tier in self.tiers:
+                tier.discard(digest)
+            page = self.index.get(digest)
+            if page is not None and self._allocator.state(page) == CACHED:
+                self._evictor.remove(page)
+                self._forget(page)
+                count += 1
+        return count
 
     # -------------------------------------------------------------- time, restart
 

@@ -16,6 +16,8 @@ from stages.kv import persist, prefix
 from stages.kv.adopt import open_arena
 from stages.kv.manager import Manager
 from stages.kv.rows import Rows
+from stages.kv.session_files import SessionFiles
+from stages.kv.sessions import Sessions
 from stages.kv.spill import PageStore
 
 log = logging.getLogger("starling.kv")
@@ -37,6 +39,7 @@ class ModelPages:
         self.manager: Manager | None = None
         self.saved: PageStore | None = None
         self.spilled: PageStore | None = None
+        self.sessions: Sessions | None = None
 
     def open(self, index_path: Path) -> Manager:
         """Make or adopt the arena, open the files. Raises `ArenaError`, `CheckpointError`, `OSError`."""
@@ -78,6 +81,7 @@ class ModelPages:
             for store in stores:
                 persist.note_copies(manager, store)
         self.manager = manager
+        self.sessions = self._open_sessions(index.hyper.context_length)
         log.info(
             "KV arena stands",
             extra={
@@ -102,7 +106,35 @@ class ModelPages:
             log.error("%s cannot be used, pages are not kept there: %s", path, error.strerror or error)
             return None
 
+    def _open_sessions(self, context_length: int) -> Sessions | None:
+        """The sessions of this version of the model; None when their files cannot be used."""
+        assert self.geometry is not None
+        directory = paths.state_dir(self.config) / "sessions" / f"{self.model.slug}-{self.digest[:12]}"
+        roots = prefix.roots(bytes.fromhex(self.digest), self.geometry)
+        try:
+            return Sessions(
+                SessionFiles(directory), roots, self.geometry.page_tokens,
+                self.config.max_sessions(self.model), self.model.max_sequence_length or context_length,
+            )  # fmt: skip
+        except OSError as error:
+            log.error("%s cannot be used, there are no sessions: %s", directory, error.strerror or error)
+            return None
+
     # -------------------------------------------------------------- now and then
+
+    def expire(self) -> None:
+        """Drop what has not been used for too long."""
+        if self.manager is not None:
+            self.manager.expire()
+        if self.sessions is not None:
+            self.sessions.expire()
+            self.free_sessions()
+
+    def free_sessions(self) -> None:
+        """Free the pages of sessions that are gone."""
+        if self.sessions is not None and self.manager is not None and self.sessions.freed:
+            self.manager.discard(self.sessions.freed)
+            self.sessions.freed.clear()
 
     def save_proven(self) -> bool:
         """A few pages that have proven themselves to the state directory. True: there may be more."""
@@ -149,6 +181,8 @@ def measure(models: list[ModelPages], metrics: Metrics) -> None:
         metrics.set("starling_kv_cache_misses_total", counters.misses, name)
         for state in ("free", "cached", "leased"):
             metrics.set("starling_kv_cache_pages", getattr(manager, state), name, state)
+        if model.sessions is not None:
+            metrics.set("starling_sessions", len(model.sessions), name)
         for seconds in counters.restore_s:
             metrics.observe("starling_kv_cache_restore_seconds", seconds)
         counters.restore_s.clear()

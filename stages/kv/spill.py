@@ -178,6 +178,11 @@ class PageStore:
         self.counters.fetched += 1
         return name
 
+    def discard(self, digest: PageDigest) -> None:
+        """It is not wanted any more."""
+        if digest in self._slot_of:
+            self._drop(digest)
+
     def close(self) -> None:
         """Idempotent. What was put stays."""
         if self._fd >= 0:

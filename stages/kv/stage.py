@@ -1,8 +1,9 @@
 """The kv process: the I/O around `manager.py`. Owns the KV arena of every model.
 
-One scheduler asks; the frames and what they promise are in pipeline/messages.py.  A scheduler that
-comes up (its first start, its restart, ours) attaches, is told that nothing is declared, and
-declares; it is told so once for each incarnation, because a second declaration could cross with a grant.
+One scheduler asks for pages, gateways ask for sessions; the frames and what they promise are in
+pipeline/messages.py.  A scheduler that comes up (its first start, its restart, ours) attaches, is told that
+nothing is declared, and declares; it is told so once for each incarnation, because a second declaration
+could cross with a grant.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from shm.arena import ArenaError
 from shm.checkpoint import CheckpointError
 from stages.kv.manager import DeclaredLease, Denial, Grant, Manager
 from stages.kv.model import ModelPages, measure
+from stages.kv.session_frames import answer
 
 log = logging.getLogger("starling.kv")
 
@@ -57,6 +59,8 @@ class KvStage:
         self.metrics = Metrics("kv", paths.arena_dir(config))
         self.hub = self.loop.bind("scheduler-kv", self._on_frame)
         self.hub.on_down = self._on_down
+        self.gateways = self.loop.bind("gateway-kv", self._on_gateway)
+        self.gateways.on_down = self._gateway_down
         self.loop.on_tick.append(self._tick)
         self._next_open = self._next_chores = self._next_push = float("-inf")
         self._stopping_since = float("inf")
@@ -83,9 +87,8 @@ class KvStage:
         if now >= self._next_chores:
             more = False
             for model in self.models.values():
-                if model.manager is not None:
-                    model.manager.expire()
-                    more |= model.pages.save_proven()
+                model.pages.expire()
+                more |= model.pages.save_proven()
             self._next_chores = now + (CHORES_S / 10 if more else CHORES_S)
         return max(0.0, min(self._next_chores, self._next_open if missing else self._next_chores) - now)
 
@@ -226,6 +229,22 @@ class KvStage:
             self.hub.send(
                 peer, m.Denied(id_, sequence, answer.fits, answer.needed, answer.free, answer.total)
             )
+
+    # -------------------------------------------------------------- gateways
+
+    def _on_gateway(self, peer: bytes, frame: m.Frame) -> None:
+        self.loop.progress += 1
+        model = self.models.get(getattr(frame, "model", ""))
+        reply = answer(model.pages.sessions if model is not None else None, peer, frame)
+        if model is not None:
+            model.pages.free_sessions()
+        if reply is not None:
+            self.gateways.send(peer, reply)  # not sent: it is gone, and asks again when it is back
+
+    def _gateway_down(self, peer: bytes, hello: m.Hello) -> None:
+        for model in self.models.values():
+            if model.pages.sessions is not None:
+                model.pages.sessions.drop_holder(peer)
 
     # -------------------------------------------------------------- telling
 

@@ -291,3 +291,33 @@ class Scheduler:
         state: m.KvState = self.take(m.KvState)
         assert state.free + state.cached + state.leased == state.total
         return state
+
+
+class Gateway:
+    """Asks kv about sessions."""
+
+    def __init__(self, home: Path) -> None:
+        config = load_config(home)
+        address = paths.edge_address(config, "gateway-kv", {"STARLING_HOME": str(home)})
+        self.link = Link(EDGES["gateway-kv"], address, "gateway", heartbeat_ms=50)
+
+    def turn(self) -> list[m.Frame]:
+        self.link.tick(m.Heartbeat("gateway", self.link.epoch, 1, False, True))
+        select.select([self.link.fd], [], [], 0.02)
+        return self.link.receive()
+
+    def wait(self, is_up: bool) -> None:
+        """Until kv is up, or is known to be down."""
+        deadline = time.monotonic() + WAIT_S
+        while (self.link.peer is not None) != is_up:
+            assert time.monotonic() < deadline, "kv does not come up, or is not missed"
+            self.turn()
+
+    def ask(self, frame: m.Frame) -> m.Frame:
+        """Send and return the answer."""
+        assert self.link.send(frame)
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            for answer in self.turn():
+                return answer
+            assert time.monotonic() < deadline, "no answer"

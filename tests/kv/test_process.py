@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import shutil
 import signal
+from array import array
 from pathlib import Path
 
 import pytest
 
 from pipeline import messages as m
-from tests.kv.process import PAGE_TOKENS, KvProcess, Scheduler, configure, write_model
+from tests.kv.process import PAGE_TOKENS, Gateway, KvProcess, Scheduler, configure, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -219,3 +220,41 @@ def test_says_what_does_not_fit(home: Path) -> None:
         assert "kv_cache_mb" in s.link.last_beat.reason  # type: ignore[union-attr]
         assert kv.process is not None
         assert kv.process.poll() is None  # and goes on
+
+
+def test_sessions_over_the_socket(home: Path) -> None:
+    digest = write_model(home)
+    gateway = Gateway(home)
+    tokens = words(1, 2)
+    with Scheduler(home, digest) as s:
+        with KvProcess(home) as kv:
+            s.wait_ready()
+            gateway.wait(is_up=True)
+            held = gateway.ask(m.SessionBegin(1, "tiny", "t", create=True))
+            assert isinstance(held, m.SessionHeld)
+            assert (held.turn, held.tokens) == (1, b"")
+            s.run("turn", tokens)
+            raw = array("i", tokens).tobytes()
+            done = gateway.ask(m.SessionCommit(2, "tiny", "t", held.session, 1, 0, raw))
+            assert done == m.SessionDone(2, held.session, len(tokens))
+            gateway.ask(m.SessionBegin(3, "tiny", "t", held.session))
+            refused = gateway.ask(m.SessionBegin(4, "tiny", "t", held.session))
+            assert isinstance(refused, m.SessionRefused)
+            assert refused.code == "CONFLICT"
+            kv.kill()
+            s.wait(lambda: s.ready is None)
+            gateway.wait(is_up=False)
+        with KvProcess(home):
+            s.wait_ready()
+            gateway.wait(is_up=True)
+            again = gateway.ask(m.SessionBegin(5, "tiny", "t", held.session, resume=2))
+            assert again == m.SessionHeld(5, held.session, 2, raw)
+            gateway.link.send(m.SessionAbort("tiny", "t", held.session, 2))
+            assert s.state().cached == 2
+            closed = gateway.ask(m.SessionClose(6, "tiny", "t", held.session))
+            assert closed == m.SessionDone(6, held.session, 0)
+            assert s.state().cached == 0  # freed at once
+            gone = gateway.ask(m.SessionBegin(7, "tiny", "t", held.session))
+            assert isinstance(gone, m.SessionRefused)
+            assert gone.code == "NOT_FOUND"
+    gateway.link.close()

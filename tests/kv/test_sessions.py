@@ -1,0 +1,243 @@
+"""Sessions: one turn at a time, nothing half-done, durable, bounded, gone when they are closed."""
+
+from __future__ import annotations
+
+import resource
+from array import array
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import Conflict, InvalidRequest, NotFound, Overloaded, ResourceError
+from stages.kv import prefix
+from stages.kv.manager import Grant
+from stages.kv.session_files import SUFFIX, SessionFiles, parse
+from stages.kv.sessions import Sessions
+from tests.kv.world import DIGEST, GEOMETRY, PAGE_TOKENS, Clock, FakeRows, contents, manager, small_arena
+
+ME, OTHER = b"gateway-1", b"gateway-2"
+ROOTS = prefix.roots(DIGEST, GEOMETRY)
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def raw(*tokens: int) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def open_sessions(directory: Path, clock: Time, max_sessions: int = 3, max_tokens: int = 100) -> Sessions:
+    ids = iter(f"sess-{i}" for i in range(100))
+    return Sessions(
+        SessionFiles(directory), ROOTS, PAGE_TOKENS, max_sessions, max_tokens, clock, lambda: next(ids)
+    )
+
+
+@pytest.fixture
+def clock() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def sessions(tmp_path: Path, clock: Time) -> Sessions:
+    return open_sessions(tmp_path, clock)
+
+
+def test_turns_append(sessions: Sessions) -> None:
+    s = sessions.begin(ME, "t", "", create=True)
+    assert (s.id, s.turn, list(s.tokens)) == ("sess-0", 1, [])
+    sessions.commit(ME, "t", s.id, 1, 0, raw(1, 2, 3))
+    assert list(sessions.begin(ME, "t", s.id).tokens) == [1, 2, 3]
+    sessions.commit(ME, "t", s.id, 2, 2, raw(7))  # the last token is another after templating
+    assert list(s.tokens) == [1, 2, 7]
+    assert sessions.begin(ME, "t", s.id).turn == 3
+
+
+def test_two_turns_at_once_are_a_conflict(sessions: Sessions) -> None:
+    sessions.begin(ME, "t", "a", create=True)
+    with pytest.raises(Conflict, match="turn under way"):
+        sessions.begin(OTHER, "t", "a")
+    with pytest.raises(Conflict):
+        sessions.begin(ME, "t", "a")
+    assert sessions.begin(ME, "t", "a", resume=1).turn == 1  # the same one, asked again
+    sessions.abort(ME, "t", "a", 1)
+    assert sessions.begin(OTHER, "t", "a").turn == 1
+
+
+def test_a_cancelled_turn_leaves_nothing(sessions: Sessions, tmp_path: Path, clock: Time) -> None:
+    sessions.begin(ME, "t", "a", create=True)
+    sessions.commit(ME, "t", "a", 1, 0, raw(1, 2))
+    sessions.begin(ME, "t", "a")
+    sessions.abort(ME, "t", "a", 2)
+    sessions.abort(ME, "t", "a", 2)  # late, twice, unknown: normal
+    sessions.abort(ME, "t", "nobody", 9)
+    assert list(sessions.begin(ME, "t", "a").tokens) == [1, 2]
+    sessions.drop_holder(ME)
+    assert list(open_sessions(tmp_path, clock).begin(ME, "t", "a").tokens) == [1, 2]
+
+
+def test_of_two_commits_of_a_turn_the_first_wins(tmp_path: Path, clock: Time) -> None:
+    sessions = open_sessions(tmp_path, clock)
+    sessions.begin(ME, "t", "a", create=True)
+    sessions = open_sessions(tmp_path, clock)  # kv restarts and does not know of the turn
+    sessions.begin(OTHER, "t", "a")
+    with pytest.raises(Conflict):
+        sessions.commit(ME, "t", "a", 1, 0, raw(1))
+    sessions.commit(OTHER, "t", "a", 1, 0, raw(2))
+    sessions.commit(OTHER, "t", "a", 1, 0, raw(2))  # said again: answered again
+    with pytest.raises(Conflict):
+        sessions.commit(ME, "t", "a", 1, 0, raw(1))
+    assert list(sessions.all()[0].tokens) == [2]
+
+
+def test_tenants_do_not_see_each_other(sessions: Sessions) -> None:
+    sessions.begin(ME, "t", "a", create=True)
+    with pytest.raises(NotFound):
+        sessions.begin(ME, "u", "a")
+    with pytest.raises(NotFound):
+        sessions.close("u", "a")
+    sessions.begin(ME, "u", "a", create=True)
+    assert len(sessions) == 2
+
+
+def test_bounds(sessions: Sessions) -> None:
+    for i in range(3):
+        sessions.begin(ME, "t", f"s{i}", create=True)
+    with pytest.raises(Overloaded, match="max_sessions"):
+        sessions.begin(ME, "t", "s3", create=True)
+    with pytest.raises(InvalidRequest) as error:
+        sessions.commit(ME, "t", "s0", 1, 0, raw(*range(101)))
+    assert error.value.code == "CONTEXT_LENGTH_EXCEEDED"
+    assert list(sessions.begin(ME, "t", "s0").tokens) == []
+    sessions.close("t", "s1")
+    with pytest.raises(InvalidRequest, match="at most 128"):
+        sessions.begin(ME, "t", "x" * 129, create=True)
+    with pytest.raises(InvalidRequest):
+        sessions.commit(ME, "t", "s2", 1, 5, raw(1))
+
+
+def test_closed_and_expired_are_gone(sessions: Sessions, clock: Time, tmp_path: Path) -> None:
+    sessions.begin(ME, "t", "a", create=True, ttl_s=10)
+    sessions.commit(ME, "t", "a", 1, 0, raw(1))
+    sessions.begin(ME, "t", "b", create=True, ttl_s=10)
+    clock.now += 11
+    with pytest.raises(NotFound):
+        sessions.begin(ME, "t", "a")
+    assert sessions.expire() == 0  # a went when it was asked for; b has a turn under way
+    sessions.abort(ME, "t", "b", 1)
+    assert sessions.expire() == 1
+    sessions.begin(ME, "t", "c", create=True)
+    sessions.close("t", "c")
+    with pytest.raises(NotFound):
+        sessions.commit(ME, "t", "c", 1, 0, raw(1))
+    with pytest.raises(NotFound):
+        sessions.close("t", "c")
+    assert list(tmp_path.glob("*" + SUFFIX)) == []
+
+
+def test_names_of_pages_that_others_have_are_not_freed(sessions: Sessions) -> None:
+    shared = [1] * PAGE_TOKENS
+    for who, word in (("a", 2), ("b", 3)):
+        sessions.begin(ME, "t", who, create=True)
+        sessions.commit(ME, "t", who, 1, 0, raw(*shared, *[word] * PAGE_TOKENS, 9))
+    sessions.check()
+    sessions.close("t", "a")
+    sessions.check()
+    chain = prefix.chain(ROOTS(""), np.array(shared + [2] * PAGE_TOKENS, np.int32), PAGE_TOKENS)
+    assert sessions.freed == [chain[1]]
+    sessions.close("t", "b")
+    assert sessions.freed[-1] == chain[0]
+    sessions.check()
+
+
+def test_closing_frees_the_pages() -> None:
+    clock = Clock()
+    rows = FakeRows()
+    m = manager(small_arena(8), rows, clock_ns=clock)
+    tokens = [1] * PAGE_TOKENS + [2] * PAGE_TOKENS + [3]
+    answer = m.acquire("a", np.array(tokens, np.int32), 33, 0, rows.take(0, tokens))
+    assert isinstance(answer, Grant)
+    for i in range(2):
+        m.arena.pages[answer.pages[i]] = contents(tokens, i)
+    m.commit("a", 33)
+    names = prefix.chain(ROOTS(""), np.array(tokens, np.int32), PAGE_TOKENS)
+    assert m.discard(reversed(names)) == 0  # in use
+    m.release("a", 33)
+    assert m.cached == 2
+    assert m.discard([*reversed(names), *names]) == 2
+    m.check()
+    assert (m.free, m.cached, m.leased) == (8, 0, 0)
+
+
+# ------------------------------------------------------------------ files
+
+
+def test_everything_is_there_after_a_restart(tmp_path: Path, clock: Time) -> None:
+    first = open_sessions(tmp_path, clock)
+    first.begin(ME, "tenant", "ü / ../ \U0001f600", create=True, ttl_s=60, salt="salt")
+    first.commit(ME, "tenant", "ü / ../ \U0001f600", 1, 0, raw(5, 6))
+    clock.now += 30
+    first.begin(ME, "tenant", "ü / ../ \U0001f600")
+    first.commit(ME, "tenant", "ü / ../ \U0001f600", 2, 1, raw(*range(40)))
+    (before,) = first.all()
+    (after,) = open_sessions(tmp_path, clock).all()
+    before.holder = b""
+    assert after == before
+    assert after.last_use == clock.now
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o600]
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut=st.integers(0, 400), flip=st.none() | st.integers(0, 400))
+def test_what_is_damaged_at_the_end_is_cut_off(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, flip: int | None
+) -> None:
+    directory = tmp_path_factory.mktemp("sessions")
+    clock = Time()
+    sessions = open_sessions(directory, clock)
+    sessions.begin(ME, "t", "a", create=True)
+    states: list[list[int]] = [[]]
+    for turn in range(1, 4):
+        sessions.commit(ME, "t", "a", turn, len(states[-1]), raw(turn, turn))
+        states.append([*states[-1], turn, turn])
+    (path,) = directory.iterdir()
+    data = bytearray(path.read_bytes())
+    if flip is not None:
+        data[flip % len(data)] ^= 16
+    path.write_bytes(data[:cut])
+    again = open_sessions(directory, clock)
+    for session in again.all():
+        assert list(session.tokens) in states
+        again.begin(ME, "t", "a")
+        again.commit(ME, "t", "a", session.turn, 0, raw(9))  # and it goes on
+        assert [list(s.tokens) for s in open_sessions(directory, clock).all()] == [[9]]
+    if not again.all():
+        assert list(directory.iterdir()) == []
+    whole = parse(bytes(data))[1] == len(data)
+    assert whole == (flip is None)
+
+
+def test_a_full_disk_refuses_the_turn_and_keeps_the_session(
+    sessions: Sessions, tmp_path: Path, clock: Time
+) -> None:
+    sessions.begin(ME, "t", "a", create=True)
+    sessions.commit(ME, "t", "a", 1, 0, raw(1, 2))
+    sessions.begin(ME, "t", "a")
+    (path,) = tmp_path.iterdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+    try:
+        with pytest.raises(ResourceError, match="free space in server.state_dir"):
+            sessions.commit(ME, "t", "a", 2, 2, raw(*range(50)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(open_sessions(tmp_path, clock).all()[0].tokens) == [1, 2]
+    assert list(sessions.begin(ME, "t", "a").tokens) == [1, 2]
