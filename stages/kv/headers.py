@@ -137,6 +137,10 @@ class Headers:
     def state(self, page: int) -> int:
         return int(self._state[page])
 
+    def states_and_refs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Copies of both fields, (n_pages,) u32."""
+        return self._state.copy(), self._refs.copy()
+
     def name(self, page: int) -> PageName | None:
         """Of a full page; None when the header is torn."""
         return unpack_name(self.record(page))

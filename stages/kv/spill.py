@@ -1,7 +1,7 @@
 """Full pages on disk: a bounded file of slots, used for evicted pages and for saved ones.
 
-    0       4096    magic "STARPAGE", layout, length and XXH3-64 of the identity, the identity
-                    (msgpack: model digest, geometry): whoever opens the file expects the same
+    0       4096    magic "STARPAGE", layout u32, length u32 and XXH3-64 of the identity, the
+                    identity (msgpack: model digest, geometry): who opens the file expects the same
     extent  4096    records: PAGE_RECORD bytes for each of at most 32 slots, as in the page header
             ...     the slots' pages, page_bytes each
 
@@ -23,6 +23,7 @@ import fcntl
 import logging
 import mmap
 import os
+import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -49,9 +50,10 @@ SLOW_S = 0.1  # a page that takes longer to write
 SLOW_FACTOR = 20  # is followed by a pause this many times as long
 MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
 
+HEAD = struct.Struct("<8sIIQ")
 _FIELDS = HEADER.fields
 assert _FIELDS is not None
-_STATE_AT = int(_FIELDS["state"][1])
+STATE_AT = int(_FIELDS["state"][1])
 _LAST_USE_AT = int(_FIELDS["last_use"][1])
 
 
@@ -279,8 +281,7 @@ class PageStore:
 
     def _open(self, identity: dict[str, Any]) -> None:
         packed = msgspec.msgpack.encode(identity, order="deterministic")
-        head = MAGIC + LAYOUT.to_bytes(4, "little") + len(packed).to_bytes(4, "little")
-        head += xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little") + packed
+        head = HEAD.pack(MAGIC, LAYOUT, len(packed), xxhash.xxh3_64_intdigest(packed)) + packed
         found = os.pread(self._fd, BLOCK, 0)
         if found[: len(head)] != head:
             if found:
@@ -298,7 +299,7 @@ class PageStore:
             for i in range(self._slots_each):
                 slot = extent * self._slots_each + i
                 record = table[i * PAGE_RECORD : (i + 1) * PAGE_RECORD]
-                if int.from_bytes(record[_STATE_AT : _STATE_AT + 4], "little") == PAGE_FULL:
+                if int.from_bytes(record[STATE_AT : STATE_AT + 4], "little") == PAGE_FULL:
                     name = unpack_name(record)
                     if name is not None:
                         last_use = int.from_bytes(record[_LAST_USE_AT : _LAST_USE_AT + 8], "little")

@@ -1,0 +1,352 @@
+"""What the kv stage holds, read from outside: `starling kv` and `starling kv check`.
+
+Reads arenas and state files, writes nothing, asks nobody, and works whether the server runs or not.  A
+running server changes pages meanwhile, so what looks wrong is looked at again before it is reported.
+
+    inspect(config, check)   -> Report, plain data for JSON
+    show(report)             -> rich renderables
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.tree import Tree
+
+from pipeline import paths
+from pipeline.config_schema import Config, ModelConfig
+from shm.arena import ArenaError
+from shm.pages import PAGE_FREE, PAGE_FULL, PAGE_LEASED, KvArena, attach_kv
+from stages.kv.headers import Headers, PageName, checksum
+from stages.kv.page_file import PageFile
+from stages.kv.session_files import SUFFIX, parse
+
+LOOKS = 3  # at something that seems wrong, before it is reported
+MAX_RUNS = 20  # of the prefix tree that are shown, the largest first
+
+
+class Run(msgspec.Struct):
+    """Pages that follow one another without a branch."""
+
+    digest: str  # of the last page, hex
+    parent: str  # digest before the first page, hex; "": the chain starts here
+    first: int  # ordinal of the first page
+    pages: int
+    held: int  # of them in use by sequences
+    uses: int  # most sequences that have held one of them
+    idle_s: float  # since the last use
+
+
+class DiskReport(msgspec.Struct):
+    kind: str  # "saved" or "spilled"
+    path: str
+    file_bytes: int
+    pages: int
+    slots: int
+    problems: list[str] = []
+
+
+class SessionReport(msgspec.Struct):
+    id: str
+    tenant: str
+    tokens: int
+    turns: int
+    idle_s: float
+    ttl_s: int
+
+
+class ModelReport(msgspec.Struct):
+    model: str
+    arena: str
+    is_there: bool
+    total: int = 0
+    free: int = 0
+    cached: int = 0
+    leased: int = 0
+    page_bytes: int = 0
+    page_tokens: int = 0
+    longest_free_run: int = 0  # pages
+    unreachable: int = 0  # cached pages whose predecessor is nowhere
+    runs: list[Run] = []
+    disks: list[DiskReport] = []
+    sessions: list[SessionReport] = []
+    problems: list[str] = []
+
+
+class Report(msgspec.Struct):
+    is_checked: bool
+    models: list[ModelReport]
+
+    @property
+    def problems(self) -> list[str]:
+        return [
+            problem
+            for model in self.models
+            for problem in [*model.problems, *(p for disk in model.disks for p in disk.problems)]
+        ]
+
+
+# ------------------------------------------------------------------ reading
+
+
+def inspect(config: Config, check: bool = False, now_ns: int | None = None) -> Report:
+    """All models. With `check` every checksum is computed, in the arena and on disk."""
+    now = time.time_ns() if now_ns is None else now_ns
+    return Report(check, [_model(config, model, check, now) for model in config.models])
+
+
+def _model(config: Config, model: ModelConfig, check: bool, now_ns: int) -> ModelReport:
+    path = paths.arena_dir(config) / f"{model.slug}.kv"
+    report = ModelReport(model.name, str(path), is_there=False)
+    names: dict[bytes, PageName] = {}
+    try:
+        arena, views, geometry = attach_kv(path)
+    except FileNotFoundError:
+        pass
+    except (ArenaError, OSError) as error:
+        report.problems.append(str(error))
+    else:
+        report.is_there = True
+        report.page_bytes, report.page_tokens = geometry.page_bytes, geometry.page_tokens
+        names = _read_arena(report, views, check, now_ns)
+        arena.close()
+    folders = [("saved", paths.state_dir(config) / "kv")]
+    if model.spill_path:
+        folders.append(("spilled", Path(model.spill_path).expanduser()))
+    for kind, folder in folders:
+        for file in sorted(folder.glob(f"{model.slug}-*.pages")):
+            report.disks.append(_read_disk(kind, file, check))
+    report.unreachable = _count_unreachable(names, report)
+    report.sessions = list(_read_sessions(config, model, report, now_ns))
+    return report
+
+
+def _read_arena(report: ModelReport, views: KvArena, check: bool, now_ns: int) -> dict[bytes, PageName]:
+    """Counts, runs and problems of one arena; returns the full pages by name."""
+    headers = Headers(views.headers)
+    report.total = len(views.pages)
+    states, refs = headers.states_and_refs()
+    full = states == PAGE_FULL
+    report.free = int(np.count_nonzero(states == PAGE_FREE))
+    report.cached = int(np.count_nonzero(full & (refs == 0)))
+    report.leased = report.total - report.free - report.cached
+    if np.any(states > PAGE_FULL):
+        unknown = np.count_nonzero(states > PAGE_FULL)
+        report.problems.append(f"{report.model}: {unknown} pages of no known state")
+    report.longest_free_run = _longest(states == PAGE_FREE)
+    names: dict[bytes, PageName] = {}
+    pages: dict[bytes, int] = {}
+    for page in np.flatnonzero(full):
+        name = headers.name(int(page))
+        if name is not None:
+            names[name.digest] = name
+            pages[name.digest] = int(page)
+        problem = _problem(headers, views, int(page), check)
+        if problem:
+            report.problems.append(f"{report.model}: page {page} {problem}")
+    report.runs = _runs(names, pages, headers, refs, now_ns)
+    return names
+
+
+def _problem(headers: Headers, views: KvArena, page: int, check: bool) -> str:
+    """What is wrong with a full page; "" when nothing is, or when it is not full any more."""
+    problem = ""
+    for _ in range(LOOKS):
+        before = headers.record(page)
+        name = headers.name(page)
+        if name is None:
+            problem = "has a torn header"
+        elif check and checksum(views.pages[page]) != name.checksum:
+            problem = "fails its checksum"
+        else:
+            return ""
+        if headers.state(page) == PAGE_LEASED or headers.record(page)[:72] != before[:72]:
+            return ""  # it was given away while we looked
+    return problem
+
+
+def _longest(flags: np.ndarray) -> int:
+    """Length of the longest run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
+    return int(np.max(edges[1::2] - edges[::2], initial=0))
+
+
+def _runs(
+    names: dict[bytes, PageName], pages: dict[bytes, int], headers: Headers, refs: np.ndarray, now_ns: int
+) -> list[Run]:
+    """The prefix tree, its unbranched stretches as one, the largest first."""
+    children: dict[bytes, list[bytes]] = {}
+    for digest, name in names.items():
+        children.setdefault(name.parent, []).append(digest)
+    runs = []
+    for digest, name in names.items():
+        starts = name.parent not in names or len(children[name.parent]) > 1
+        if not starts:
+            continue
+        members = [digest]
+        while len(next_ones := children.get(members[-1], [])) == 1:
+            members.append(next_ones[0])
+        ids = [pages[member] for member in members]
+        runs.append(
+            Run(
+                members[-1].hex(),
+                "" if name.ordinal == 0 else name.parent.hex(),
+                name.ordinal,
+                len(members),
+                sum(int(refs[page]) > 0 for page in ids),
+                max(headers.uses(page) for page in ids),
+                max(0, now_ns - max(headers.last_use_ns(page) for page in ids)) / 1e9,
+            )
+        )
+    return sorted(runs, key=lambda run: (-run.pages, run.first, run.digest))
+
+
+def _read_disk(kind: str, path: Path, check: bool) -> DiskReport:
+    report = DiskReport(kind, str(path), 0, 0, 0)
+    try:
+        with PageFile(path) as file:
+            report.file_bytes, report.slots = file.file_bytes, file.slots
+            for slot, name in file.records():
+                report.pages += 1
+                if name is None:
+                    report.problems.append(f"{path}: slot {slot} has a torn record")
+                elif check and not file.is_sound(slot, name):
+                    report.problems.append(f"{path}: slot {slot} fails its checksum")
+    except (OSError, ValueError) as error:
+        report.problems.append(f"{path}: {error}")
+    return report
+
+
+def _count_unreachable(names: dict[bytes, PageName], report: ModelReport) -> int:
+    """Full pages whose predecessor is neither in the arena nor on disk."""
+    missing = {d for d, name in names.items() if name.ordinal and name.parent not in names}
+    if not missing:
+        return 0
+    on_disk: set[bytes] = set()
+    for disk in report.disks:
+        try:
+            with PageFile(Path(disk.path)) as file:
+                on_disk.update(name.digest for _, name in file.records() if name is not None)
+        except (OSError, ValueError):
+            continue
+    return sum(names[digest].parent not in on_disk for digest in missing)
+
+
+def _read_sessions(
+    config: Config, model: ModelConfig, report: ModelReport, now_ns: int
+) -> Iterator[SessionReport]:
+    folder = paths.state_dir(config) / "sessions"
+    for path in sorted(folder.glob(f"{model.slug}-*/*{SUFFIX}")):
+        try:
+            raw = path.read_bytes()
+        except OSError:
+            continue
+        session, good = parse(raw)
+        if (session is None or good < len(raw)) and _stands_still(path, raw):
+            report.problems.append(f"{path}: {len(raw) - good} of {len(raw)} bytes are damaged")
+        if session is not None:
+            yield SessionReport(
+                session.id, session.tenant, len(session.tokens), session.turns,
+                max(0.0, now_ns / 1e9 - session.last_use), session.ttl_s,
+            )  # fmt: skip
+
+
+def _stands_still(path: Path, raw: bytes) -> bool:
+    """Are these still the file's bytes? Otherwise its writer was at it."""
+    try:
+        return path.read_bytes() == raw
+    except OSError:
+        return False
+
+
+# ------------------------------------------------------------------ showing
+
+
+def show(report: Report) -> RenderableType:
+    """Tables of arenas, prefix tree, files and sessions; problems last."""
+    parts: list[RenderableType] = [_arenas(report)]
+    for model in report.models:
+        if model.runs:
+            parts.append(_tree(model))
+        if model.sessions:
+            parts.append(_sessions(model))
+    disks = [(model.model, disk) for model in report.models for disk in model.disks]
+    if disks:
+        table = Table(title="Pages on disk", title_justify="left")
+        for column in ("model", "kind", "pages", "slots", "file"):
+            table.add_column(column, justify="right" if column in ("pages", "slots") else "left")
+        for name, disk in disks:
+            table.add_row(name, disk.kind, f"{disk.pages:,}", f"{disk.slots:,}", disk.path)
+        parts.append(table)
+    for problem in report.problems:
+        parts.append(f"[red]{problem}[/red]")
+    if report.is_checked and not report.problems:
+        parts.append("free + cached + leased == total, and every checksum holds")
+    return Group(*parts)
+
+
+def _arenas(report: Report) -> Table:
+    table = Table(title="KV arenas", title_justify="left")
+    columns = ("size", "page", "total", "free", "cached", "leased", "longest free run", "unreachable")
+    for column in ("model", *columns):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for m in report.models:
+        if not m.is_there:
+            table.add_row(m.model, "no arena")
+            continue
+        table.add_row(
+            m.model, _bytes(m.total * m.page_bytes), f"{m.page_tokens} tokens, {_bytes(m.page_bytes)}",
+            f"{m.total:,}", f"{m.free:,}", f"{m.cached:,}", f"{m.leased:,}", f"{m.longest_free_run:,}",
+            f"{m.unreachable:,}",
+        )  # fmt: skip
+    return table
+
+
+def _tree(model: ModelReport) -> Tree:
+    """Prefixes: each branch is a stretch of pages that follow one another."""
+    tree = Tree(f"Prefixes of {model.model} ({len(model.runs)}, the largest {MAX_RUNS})")
+    shown = {run.digest: run for run in model.runs[:MAX_RUNS]}
+    branches: dict[str, Tree] = {}
+    for run in sorted(shown.values(), key=lambda run: run.first):
+        size = _bytes(run.pages * model.page_bytes)
+        held = f", {run.held} in use" if run.held else ""
+        label = (
+            f"{run.digest[:12]}  tokens {run.first * model.page_tokens}.."
+            f"{(run.first + run.pages) * model.page_tokens}, {run.pages} pages, {size}, "
+            f"used {run.uses} times, idle {_age(run.idle_s)}{held}"
+        )
+        branches[run.digest] = branches.get(run.parent, tree).add(label)
+    return tree
+
+
+def _sessions(model: ModelReport) -> Table:
+    table = Table(title=f"Sessions of {model.model}", title_justify="left")
+    for column in ("session", "tenant", "tokens", "turns", "idle", "ttl"):
+        table.add_column(column, justify="left" if column in ("session", "tenant") else "right")
+    for s in model.sessions:
+        table.add_row(
+            s.id, s.tenant, f"{s.tokens:,}", str(s.turns), _age(s.idle_s),
+            _age(s.ttl_s) if s.ttl_s else "none",
+        )  # fmt: skip
+    return table
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.1f} {unit}"
+        n /= 1024
+    return ""
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

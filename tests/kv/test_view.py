@@ -1,0 +1,129 @@
+"""`starling kv` and `starling kv check`: what is there, and what is wrong with it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from pipeline import paths
+from shm.pages import KvGeometry, create_kv
+from stages.kv import persist, prefix
+from stages.kv.manager import Grant, Manager
+from stages.kv.model import ModelPages
+from stages.kv.spill import BLOCK
+from stages.kv.view import Report, inspect, show
+from tests.kv.process import MODEL, configure, load_config, write_model
+
+
+@pytest.fixture
+def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelPages:
+    """A model with two prompts that share a prefix, and one sequence under way."""
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    configure(tmp_path)
+    digest = write_model(tmp_path)
+    config = load_config(tmp_path)
+    model = ModelPages(config, config.model(MODEL))
+    manager = model.open(tmp_path / "models" / f"{digest}.idx")
+    manager.declare([])
+    run(manager, "a", [1, 2, 3])
+    run(manager, "b", [1, 2, 4, 5])
+    assert isinstance(manager.acquire("c", np.full(17, 1, np.int32), 40), Grant)
+    return model
+
+
+def run(manager: Manager, who: str, words: list[int]) -> None:
+    tokens = np.repeat(np.array(words, np.int32), 16)
+    tokens = np.append(tokens, np.int32(9))
+    assert isinstance(manager.acquire(who, tokens, len(tokens)), Grant)
+    manager.release(who, len(tokens))
+
+
+def text(report: Report) -> str:
+    console = Console(record=True, width=160, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        console.print(show(report))
+    return console.export_text()
+
+
+def test_shows_what_is_there(pages: ModelPages) -> None:
+    manager, sessions = pages.manager, pages.sessions
+    assert manager is not None
+    assert sessions is not None
+    while pages.save_proven():
+        pass
+    sessions.begin(b"g", "tenant", "chat-1", create=True)
+    sessions.commit(b"g", "tenant", "chat-1", 1, 0, np.arange(40, dtype=np.int32).tobytes())
+    report = inspect(pages.config, check=True)
+    (m,) = report.models
+    assert report.problems == []
+    assert (m.total, m.free, m.cached, m.leased) == (
+        manager.total, manager.free, manager.cached, manager.leased
+    )  # fmt: skip
+    assert m.free + m.cached + m.leased == m.total
+    assert [(run.first, run.pages, run.held) for run in m.runs] == [(0, 2, 1), (2, 2, 0), (2, 1, 0)]
+    assert m.runs[1].parent == m.runs[2].parent == m.runs[0].digest
+    assert [(s.id, s.tokens, s.turns) for s in m.sessions] == [("chat-1", 40, 1)]
+    assert [(disk.kind, disk.pages) for disk in m.disks] == [("saved", 2)]
+    shown = text(report)
+    for piece in ("tokens 0..32, 2 pages", "1 in use", "chat-1", "every checksum holds"):
+        assert piece in shown
+
+
+def test_works_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    configure(tmp_path)
+    report = inspect(load_config(tmp_path), check=True)
+    assert not report.models[0].is_there
+    assert "no arena" in text(report)
+
+
+def test_check_finds_every_kind_of_damage(pages: ModelPages) -> None:
+    manager, saved = pages.manager, pages.saved
+    assert manager is not None
+    assert saved is not None
+    while pages.save_proven():
+        pass
+    assert inspect(pages.config, check=True).problems == []
+    cached = manager.cached_pages()
+    manager.arena.pages[cached[0], 100] ^= 1
+    manager.arena.headers[cached[1], 3] ^= 1
+    os.pwrite(saved._fd, b"damage", 2 * BLOCK + 50)
+    session = paths.state_dir(pages.config) / "sessions" / f"{MODEL}-{pages.digest[:12]}" / "x.session"
+    session.write_bytes(b"nonsense")
+    problems = "\n".join(inspect(pages.config, check=True).problems)
+    for piece in (
+        f"page {cached[0]} fails its checksum", f"page {cached[1]} has a torn header",
+        "slot 0 fails its checksum", "8 of 8 bytes are damaged",
+    ):  # fmt: skip
+        assert piece in problems
+    assert f"page {cached[0]}" not in "\n".join(inspect(pages.config).problems)  # not without check
+
+
+def test_counts_what_cannot_be_reached(tmp_path: Path) -> None:
+    geometry = KvGeometry(1, 1, 32, 16, "f16")
+    configure(tmp_path)
+    config = load_config(tmp_path)
+    path = paths.arena_dir(config) / f"{MODEL}.kv"
+    arena, views = create_kv(path, geometry, 6, bytes(32), 1)
+    manager = Manager(views, 16, prefix.roots(bytes(32), geometry), lambda *_: None, policy="fifo")
+    run(manager, "a", [1, 2, 3])
+    assert inspect(config).models[0].unreachable == 0
+    first = manager.index[prefix.chain(manager.root_of(""), np.full(16, 1, np.int32), 16)[0]]
+    manager._evictor.remove(first)
+    manager._forget(first)
+    assert inspect(config).models[0].unreachable == 1
+    arena.close()
+
+
+def test_identity_is_in_the_name_of_the_file(tmp_path: Path) -> None:
+    geometry = KvGeometry(1, 1, 32, 16, "f16")
+    names = {
+        persist.store_path(tmp_path, "m", digest, g)
+        for digest in ("a" * 64, "b" * 64)
+        for g in (geometry, geometry._replace(kv_type="f32"), geometry._replace(page_tokens=32))
+    }
+    assert len(names) == 6
