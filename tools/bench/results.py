@@ -41,18 +41,39 @@ class Rate(msgspec.Struct, frozen=True):
         return f"{self.median:,.0f} ({self.low:,.0f}-{self.high:,.0f})"
 
 
+# llama.cpp's strongest build (native, AMX, the better of flash attention on and off) with the demo model on
+# two cores of a machine that reads 100 MB at 57 GB/s; the wheel is compiled for AVX2 and slower.
+STRONGEST_BANDWIDTH_GB_S = 57.0
+STRONGEST = {
+    ("prefill", 512, 1, 0): 1464.0,
+    ("decode", 0, 1, 16): 292.0,
+    ("decode", 0, 4, 16): 383.0,
+    ("decode", 0, 8, 16): 516.0,
+    ("decode", 0, 16, 16): 653.0,
+    ("decode", 0, 32, 16): 646.0,
+    ("decode", 0, 1, 512): 177.0,
+    ("decode", 0, 1, 1024): 132.0,
+    ("decode", 0, 1, 2048): 85.0,
+}
+
+
 class Figure(msgspec.Struct):
     """One row of the table."""
 
     work: Work
     ours: Rate
     peer: Rate | None = None
+    strongest: float | None = None  # `STRONGEST`, scaled by this machine's bandwidth; tokens per second
     read_gb_s: float | None = None  # weights and KV that a decode step reads, per second
     bandwidth_share: float | None = None  # of the plain read of as many bytes
 
     @property
     def ratio(self) -> float | None:
         return round(self.ours.median / self.peer.median, 2) if self.peer else None
+
+    @property
+    def ratio_to_strongest(self) -> float | None:
+        return round(self.ours.median / self.strongest, 2) if self.strongest else None
 
 
 class Report(msgspec.Struct):
@@ -69,15 +90,20 @@ class Report(msgspec.Struct):
         for row, figure in zip(value["figures"], self.figures, strict=True):
             row["work"] = {k: v for k, v in figure.work._asdict().items() if v}
             row["ratio"] = figure.ratio
+            row["ratio_to_strongest"] = figure.ratio_to_strongest
         return msgspec.json.encode(value)
 
     def lines(self) -> list[str]:
-        rows = [("work", "starling tokens/s", "llama.cpp tokens/s", "ratio", "read GB/s", "of bandwidth")]
+        head = ("work", "starling tokens/s", "llama.cpp tokens/s", "ratio", "strongest build", "ratio")
+        rows = [(*head, "read GB/s", "of bandwidth")]
         for f in self.figures:
+            strongest = "" if f.strongest is None else f"{f.strongest:,.0f}"
+            to_strongest = "" if f.ratio_to_strongest is None else f"{f.ratio_to_strongest:.2f}"
             share = "" if f.bandwidth_share is None else f"{100 * f.bandwidth_share:.0f} %"
             read = "" if f.read_gb_s is None else f"{f.read_gb_s:.1f}"
             ratio = "" if f.ratio is None else f"{f.ratio:.2f}"
-            rows.append((f.work.title, str(f.ours), str(f.peer or ""), ratio, read, share))
+            middle = (str(f.ours), str(f.peer or ""), ratio, strongest, to_strongest)
+            rows.append((f.work.title, *middle, read, share))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return [
             "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows

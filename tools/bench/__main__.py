@@ -1,0 +1,164 @@
+"""The benchmark's command: our engine and llama.cpp in turn, on the same file and the same cores.
+
+Each round times every unit of work once on each side; figures are medians over the rounds with the lowest
+and the highest.  Decode is bound by what memory delivers, so each decode figure at batch 1 stands beside a
+plain read of as many bytes as its step reads, measured in the same run.  The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from pipeline import paths, registry
+from pipeline.config_schema import DEMO_MODEL, ModelConfig
+from stages.worker.prepare import prepare_checkpoint
+from tools.bench import ours as starling
+from tools.bench.bandwidth import read_bandwidth
+from tools.bench.peer import Peer, available
+from tools.bench.plots import write_plots
+from tools.bench.results import STRONGEST, STRONGEST_BANDWIDTH_GB_S, Figure, Rate, Report, Work, machine
+from tools.tiny_gguf import SHAPES, write_model
+
+SHORT = 16  # cached tokens that count as none
+BATCHES = (1, 4, 8, 16, 32)
+CACHED = (512, 1024, 2048)
+PROMPTS = (64, 512, 4096)
+
+
+def works(quick: bool) -> list[Work]:
+    prompts = [Work("prefill", tokens=n) for n in PROMPTS if not (quick and n > 512)]
+    batches = [Work("decode", batch=n, cached=SHORT) for n in BATCHES]
+    return prompts + batches + [Work("decode", batch=1, cached=n) for n in CACHED if not (quick and n > 512)]
+
+
+def decode_tokens(work: Work) -> int:
+    """Output tokens of each sequence: enough for a second or so, little beside what is cached."""
+    return {1: 64, 4: 48, 8: 32}.get(work.batch, 24)
+
+
+def located(gguf: Path | None, shape: str | None, recipe: str) -> ModelConfig:
+    """The model under test; a random one is written to the cache at its first use."""
+    if shape is not None:
+        name = f"random-{shape}-{recipe}"
+        gguf = paths.cache_dir() / "bench" / f"{name}.gguf"
+        if not gguf.exists():
+            gguf.parent.mkdir(parents=True, exist_ok=True)
+            click.echo(f"writing {gguf} ...")
+            write_model(gguf, SHAPES[shape], recipe).chmod(0o600)
+    return ModelConfig(name=DEMO_MODEL) if gguf is None else ModelConfig(name=gguf.stem, path=str(gguf))
+
+
+class Sides:
+    """Both engines, each twice: once for many short sequences, once for a long one."""
+
+    def __init__(
+        self, stack: ExitStack, index: Path, gguf: Path, cores: list[int], peer: bool, longest: int
+    ) -> None:
+        temporary = [Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))) for _ in range(2)]
+        many = (max(BATCHES), 128)
+        one = (1, longest + 128)
+        self.ours = [
+            stack.enter_context(starling.Ours(index, directory, cores, rows, tokens))
+            for directory, (rows, tokens) in zip(temporary, (many, one), strict=True)
+        ]
+        self.peers: list[Peer] = []
+        for slots, tokens in (many, one) if peer else ():
+            self.peers.append(Peer(gguf, cores, slots, tokens))
+            stack.callback(self.peers[-1].close)
+
+    def measure(self, work: Work, sides: list[starling.Ours] | list[Peer]) -> float:
+        if work.kind == "prefill":
+            return sides[1].prefill(work.tokens)
+        return sides[int(work.cached > SHORT)].decode(work.batch, work.cached, decode_tokens(work))
+
+
+@click.command()
+@click.option(
+    "--gguf", type=click.Path(path_type=Path, exists=True), help="A model file; default: the demo model."
+)
+@click.option("--shape", type=click.Choice(list(SHAPES)), help="A random model of a shape instead.")
+@click.option("--format", "recipe", default="Q4_0", show_default=True, help="Format of the random model.")
+@click.option("--cores", default="", help="Comma separated; default: two of those allowed.")
+@click.option("--rounds", default=5, show_default=True, help="Repetitions of each unit of work.")
+@click.option(
+    "--peer/--no-peer", default=True, show_default=True, help="Compare with llama.cpp if it is installed."
+)
+@click.option("--quick", is_flag=True, help="Leave out what takes long.")
+@click.option(
+    "--plots", type=click.Path(path_type=Path), help="Directory for the plots of docs/performance.md."
+)
+def main(
+    gguf: Path | None, shape: str | None, recipe: str, cores: str, rounds: int, peer: bool, quick: bool,
+    plots: Path | None,
+) -> None:  # fmt: skip
+    """Figures of speed: prefill and decode, alone and beside llama.cpp."""
+    numbers = [int(c) for c in cores.split(",")] if cores else sorted(os.sched_getaffinity(0))[:2]
+    model = located(gguf, shape, recipe)
+    models_dir = paths.models_dir()
+    index = prepare_checkpoint(model, models_dir)
+    source = registry.fetch(model, models_dir)
+    planned = works(quick)
+    longest = max(max(w.tokens, w.cached) for w in planned)
+    if peer and not available():
+        click.echo("llama.cpp is not installed here (`make peers`): ours alone")
+        peer = False
+
+    rates: dict[Work, tuple[list[float], list[float]]] = {work: ([], []) for work in planned}
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+        sides = Sides(stack, index, source.path, numbers, peer, longest)
+        for work in planned:  # compiles, maps and fills caches on both sides
+            if work.tokens <= 512 and work.cached <= SHORT:
+                sides.measure(work, sides.ours)
+        for number in range(rounds):
+            for work in planned:
+                rates[work][0].append(sides.measure(work, sides.ours))
+                if peer:
+                    rates[work][1].append(sides.measure(work, sides.peers))
+            click.echo(f"round {number + 1} of {rounds} done")
+        weights_gb_s = read_bandwidth(sides.ours[0].engine.model.weight_bytes, numbers) / 1e9
+        figures = []
+        for work, (mine, theirs) in rates.items():
+            figure = Figure(work, Rate.of(mine), Rate.of(theirs) if theirs else None)
+            if model.name == DEMO_MODEL and work in STRONGEST:
+                figure.strongest = round(STRONGEST[work] * weights_gb_s / STRONGEST_BANDWIDTH_GB_S, 1)
+            if work.kind == "decode":
+                step = sides.ours[0].step_bytes(work.batch, work.cached + decode_tokens(work) // 2)
+                figure.read_gb_s = round(step * figure.ours.median / work.batch / 1e9, 2)
+                if work.batch == 1:
+                    bound = read_bandwidth(step, numbers) / 1e9
+                    figure.bandwidth_share = round(figure.read_gb_s / bound, 3)
+            figures.append(figure)
+        engine = starling.about() | {
+            "step_overhead_us": round(sides.ours[0].overhead_us(64), 1),
+            "load_ms": round(starling.load_ms(index, directory, numbers), 1),
+            "read_gb_s": round(weights_gb_s, 1),
+            "weights_resident_mb": round(starling.resident_mb(".bin"), 1),
+        }
+        report = Report(
+            machine(numbers),
+            {"name": model.name, "sha256": source.digest, "gguf_mb": round(source.nbytes / 1e6, 1),
+             "weights_mb": round(sides.ours[0].engine.model.weight_bytes / 1e6, 1)},
+            figures, engine, sides.peers[0].about if peer else None,
+        )  # fmt: skip
+    click.echo("\n".join(report.lines()))
+    for name, part in (
+        ("machine", report.machine),
+        ("model", report.model),
+        ("engine", report.engine),
+        ("llama.cpp", report.peer),
+    ):
+        if part:
+            click.echo(f"{name}: " + ", ".join(f"{k} {v}" for k, v in part.items()))
+    for path in write_plots(report, plots) if plots else ():
+        click.echo(f"wrote {path}")
+    click.echo(report.as_json().decode())
+
+
+if __name__ == "__main__":
+    main()
