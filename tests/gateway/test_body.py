@@ -1,0 +1,72 @@
+"""What Python's json would take and the server must not; and that nothing else is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import InvalidRequest
+from stages.gateway import chat, completions, generate
+from stages.gateway.body import parse_object
+from stages.gateway.fields import integer, number, read_fields
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64) | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.text(), JSON, max_size=5), st.booleans())
+def test_every_object_is_read_as_it_was_written(value: dict, escaped: bool) -> None:
+    body = json.dumps(value, ensure_ascii=escaped).encode()
+    assert parse_object(body) == value
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_give_an_object_or_one_clear_error(body: bytes) -> None:
+    with contextlib.suppress(InvalidRequest):
+        assert isinstance(parse_object(body), dict)
+
+
+@given(st.dictionaries(st.sampled_from(sorted({*chat.FIELDS, *completions.FIELDS, *generate.FIELDS})), JSON))
+def test_any_values_give_an_ask_or_one_clear_error(body: dict) -> None:
+    for module in (chat, completions, generate):
+        with contextlib.suppress(InvalidRequest):
+            ask = module.read(body)
+            assert ask.sampling.temperature >= 0
+            assert math.isfinite(ask.sampling.temperature)
+            assert 1 <= ask.n <= 16
+
+
+@pytest.mark.parametrize("name", ["json", "text/plain", "", "application/jsonp"])
+def test_content_types(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="Content-Type"):
+        parse_object(b"{}", name)
+    assert parse_object(b"{}", "Application/JSON; charset=utf-8") == {}
+
+
+def test_a_place_is_named() -> None:
+    with pytest.raises(InvalidRequest, match="line 3, column 5"):
+        parse_object(b'{\n"a": 1\n    "b": 2}')
+    with pytest.raises(InvalidRequest) as refused:
+        parse_object(rb'{"messages": [{"content": "ok"}, {"content": "\udfff"}]}')
+    assert refused.value.param == "messages[1].content"
+    # Both halves together are a character.
+    assert parse_object(rb'{"a": "\ud83d\udc26"}') == {"a": "🐦"}
+
+
+def test_null_is_leaving_out_and_bounds_are_inclusive() -> None:
+    table = {"a": integer(1, 5), "b": number(0, 1, above=True)}
+    assert read_fields({"a": None, "b": 1}, table) == {"b": 1.0}
+    assert read_fields({"a": 5.0, "b": 0.5}, table) == {"a": 5, "b": 0.5}
+    for bad in ({"a": 6}, {"a": 0}, {"b": 0}, {"b": 1.01}, {"a": False}, {"b": "1"}):
+        with pytest.raises(InvalidRequest) as refused:
+            read_fields(bad, table)
+        assert refused.value.param in bad

@@ -1,0 +1,43 @@
+"""Every bound names itself, and what is left is what is given."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.errors import InvalidRequest
+from stages.gateway.lengths import Bounds, output_budget
+
+OPEN = Bounds(100, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("n_prompt", "max_tokens", "bounds", "budget"),
+    [
+        (10, None, OPEN, 90),
+        (99, None, OPEN, 1),
+        (10, None, Bounds(100, 0, 20), 20),
+        (95, None, Bounds(100, 0, 20), 5),
+        (10, 90, OPEN, 90),
+        (10, 20, Bounds(100, 10, 20), 20),
+    ],
+)
+def test_what_fits(n_prompt: int, max_tokens: int | None, bounds: Bounds, budget: int) -> None:
+    assert output_budget(n_prompt, max_tokens, bounds, "prompt", "max_tokens") == budget
+
+
+@pytest.mark.parametrize(
+    ("n_prompt", "max_tokens", "bounds", "param", "code", "message"),
+    [
+        (0, None, OPEN, "prompt", "INVALID_REQUEST", "at least one"),
+        (100, None, OPEN, "prompt", "CONTEXT_LENGTH_EXCEEDED", "at most 99"),
+        (11, None, Bounds(100, 10, 0), "prompt", "CONTEXT_LENGTH_EXCEEDED", "scheduler.max_prompt_tokens"),
+        (10, 91, OPEN, "max_tokens", "CONTEXT_LENGTH_EXCEEDED", "together 101"),
+        (10, 21, Bounds(100, 0, 20), "max_tokens", "INVALID_REQUEST", "scheduler.max_output_tokens"),
+    ],
+)
+def test_what_does_not(
+    n_prompt: int, max_tokens: int | None, bounds: Bounds, param: str, code: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        output_budget(n_prompt, max_tokens, bounds, "prompt", "max_tokens")
+    assert (refused.value.param, refused.value.code) == (param, code)

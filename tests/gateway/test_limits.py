@@ -1,0 +1,110 @@
+"""Keys are compared whole, and no tenant gets more than its minute's worth."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config_schema import ApiKey, AuthConfig, RateLimitsConfig
+from pipeline.errors import RateLimited, Unauthenticated
+from stages.gateway.limits import Bucket, Keys, Quotas
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_without_keys_everyone_is_the_default_tenant() -> None:
+    keys = Keys(AuthConfig())
+    assert keys.caller(None).tenant == "default"
+    assert keys.caller("Bearer anything").tenant == "default"
+
+
+def test_a_key_names_its_tenant() -> None:
+    keys = Keys(AuthConfig(api_keys=(ApiKey(key="sk-a", tenant="a", priority=3), ApiKey(key="sk-b"))))
+    assert keys.caller("Bearer sk-a")[:2] == ("a", 3)
+    assert keys.caller("bearer  sk-b ").tenant.startswith("key-")
+
+
+@pytest.mark.parametrize("header", [None, "", "sk-a", "Basic sk-a", "Bearer", "Bearer sk-", "Bearer sk-aa"])
+def test_what_is_no_key_is_refused(header: str | None) -> None:
+    with pytest.raises(Unauthenticated) as refused:
+        Keys(AuthConfig(api_keys=(ApiKey(key="sk-a"),))).caller(header)
+    assert "sk-a" not in refused.value.message
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 200)), max_size=60), st.integers(1, 120))
+def test_a_bucket_never_gives_more_than_its_rate(steps: list[tuple[float, int]], per_minute: int) -> None:
+    clock = Clock()
+    bucket = Bucket(per_minute, clock)
+    taken: list[tuple[float, int]] = []
+    for wait, amount in steps:
+        clock.now += wait
+        needed = bucket.wait_s(amount)
+        if needed == 0:
+            bucket.take(amount)
+            taken.append((clock.now, amount))
+        else:
+            # After exactly the time it named, it gives.
+            probe = clock.now
+            clock.now += needed + 1e-6
+            assert bucket.wait_s(amount) == 0
+            clock.now = probe + needed
+    for start in range(len(taken)):
+        total = 0
+        for at, amount in taken[start:]:
+            total += amount
+            # A window may hold a full bucket, its refill, and one request larger than what was left.
+            refill = (at - taken[start][0]) * per_minute / 60
+            assert total <= per_minute + refill + max(0, max(a for _, a in taken) - per_minute) + 1e-3
+
+
+def test_output_is_charged_at_the_end_and_waited_for() -> None:
+    clock = Clock()
+    quotas = Quotas(RateLimitsConfig(tokens_per_minute=60), clock)
+    quotas.take_prompt("a", 10)
+    quotas.charge_output("a", 80)
+    with pytest.raises(RateLimited) as refused:
+        quotas.take_prompt("a", 5)
+    assert refused.value.retry_after_s == pytest.approx(35)
+    assert refused.value.headers() == {"Retry-After": "35"}
+    quotas.take_prompt("b", 5)
+    clock.now += 35
+    quotas.take_prompt("a", 5)
+
+
+def test_a_prompt_larger_than_a_minute_goes_in_when_the_bucket_is_full() -> None:
+    clock = Clock()
+    quotas = Quotas(RateLimitsConfig(tokens_per_minute=60), clock)
+    quotas.take_prompt("a", 100)
+    with pytest.raises(RateLimited):
+        quotas.take_prompt("a", 100)
+    clock.now += 100
+    quotas.take_prompt("a", 100)
+
+
+def test_a_refused_request_takes_nothing() -> None:
+    clock = Clock()
+    quotas = Quotas(RateLimitsConfig(requests_per_minute=2), clock)
+    for _ in range(2):
+        quotas.take_request("a")
+    for _ in range(5):
+        with pytest.raises(RateLimited):
+            quotas.take_request("a")
+    clock.now += 30
+    quotas.take_request("a")
+
+
+def test_tenants_that_went_quiet_are_forgotten() -> None:
+    clock = Clock()
+    quotas = Quotas(RateLimitsConfig(requests_per_minute=60), clock)
+    for index in range(Quotas.MAX_IDLE):
+        quotas.take_request(f"t{index}")
+    clock.now += 60
+    quotas.take_request("late")
+    assert len(quotas._requests) == 1

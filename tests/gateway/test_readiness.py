@@ -1,0 +1,71 @@
+"""Not ready is who stands still with work, or is silent, or says so; never who works for long."""
+
+from __future__ import annotations
+
+from pipeline.messages import Heartbeat
+from stages.gateway.readiness import STUCK_S, StageHealth
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def beat(progress: int, busy: bool = True, ready: bool = True, reason: str = "", epoch: int = 1) -> Heartbeat:
+    return Heartbeat("kv", epoch, progress, busy, ready, reason)
+
+
+def test_a_stage_is_ready_from_its_first_good_heartbeat() -> None:
+    health = StageHealth("kv", Clock())
+    assert health.problem == "not started yet"
+    health.up()
+    assert health.problem == "no heartbeat yet"
+    health.beat(beat(0, ready=False, reason="mapping"))
+    assert health.problem == "mapping"
+    health.beat(beat(1))
+    assert health.problem == ""
+    health.down()
+    assert health.problem == "not running"
+    assert health.report() == {"ready": False, "reason": "not running"}
+
+
+def test_work_without_progress_is_noticed_and_progress_clears_it() -> None:
+    clock = Clock()
+    health = StageHealth("kv", clock)
+    health.up()
+    for _ in range(20):
+        health.beat(beat(7))
+        clock.now += 0.1
+    assert "no progress for" in health.problem
+    health.beat(beat(8))
+    assert health.problem == ""
+
+
+def test_long_work_that_progresses_and_idleness_are_fine() -> None:
+    clock = Clock()
+    health = StageHealth("kv", clock)
+    health.up()
+    for progress in range(100):
+        health.beat(beat(progress))
+        clock.now += 0.9 * STUCK_S
+        assert health.problem == ""
+    for _ in range(100):
+        health.beat(beat(99, busy=False))
+        clock.now += 1
+        assert health.problem == ""
+    # Work that has just come to an idle stage has its time.
+    health.beat(beat(99, busy=True))
+    assert health.problem == ""
+
+
+def test_a_successor_with_the_same_counter_is_not_stuck() -> None:
+    clock = Clock()
+    health = StageHealth("kv", clock)
+    health.up()
+    health.beat(beat(3, epoch=1))
+    clock.now += 5
+    health.beat(beat(3, epoch=2))
+    assert health.problem == ""

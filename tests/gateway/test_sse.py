@@ -1,0 +1,115 @@
+"""Events as bytes: one chunk for a step, and a bound for readers that do not keep up."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipeline.errors import StarlingError
+from pipeline.messages import Sampling
+from stages.gateway import chat
+from stages.gateway.record import Request, Sequence
+from stages.gateway.sse import MAX_BACKLOG_BYTES, EventStream
+
+
+class Transport:
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+        self.backlog = 0
+
+    def write(self, data: bytes) -> None:
+        self.writes.append(data)
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return self.backlog
+
+
+def make(n: int = 1) -> tuple[EventStream, Request, list[str]]:
+    ask = chat.read(
+        {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True, "n": n}
+    )
+    request = Request("req-1", ask, "m", "default", 1e9)
+    for choice in range(n):
+        request.sequences.append(Sequence(request, choice, 0, choice, b"1234", 9, Sampling(), ()))
+    dropped: list[str] = []
+    return EventStream(request, chat.ChatShape(request, {}), dropped.append), request, dropped
+
+
+async def test_what_comes_before_the_headers_goes_out_in_one_piece_after_them() -> None:
+    stream, request, _ = make()
+    transport = Transport()
+    (sequence,) = request.sequences
+    stream.text(sequence, 'He said "Ä\n"', 0, 2)
+    stream.flush()
+    assert not transport.writes
+    assert stream.begun.done()
+    stream.attach(transport, is_chunked=True)  # type: ignore[arg-type]
+    (write,) = transport.writes
+    size, _, rest = write.partition(b"\r\n")
+    assert int(size, 16) == len(rest) - 2
+    first, second, empty = rest[:-2].split(b"\n\n")
+    assert empty == b""
+    assert first.startswith(b"retry: 1000\nid: req-1:0\ndata: {")
+    name, _, data = second.partition(b"\ndata: ")
+    assert name == b"id: req-1:2"
+    assert json.loads(data)["choices"][0]["delta"] == {"content": 'He said "Ä\n"'}
+
+
+async def test_a_step_is_one_write_whatever_the_number_of_choices() -> None:
+    stream, request, _ = make(3)
+    transport = Transport()
+    stream.attach(transport, is_chunked=False)  # type: ignore[arg-type]
+    for index, sequence in enumerate(request.sequences):
+        stream.text(sequence, "a", 0, index + 1)
+    stream.flush()
+    (write,) = transport.writes
+    assert write.count(b"data: ") == 3 + 3
+    assert b"id: req-1:1.2.3\n" in write
+
+
+async def test_text_that_is_held_back_is_no_event() -> None:
+    stream, request, _ = make()
+    transport = Transport()
+    stream.attach(transport, is_chunked=False)  # type: ignore[arg-type]
+    stream.text(request.sequences[0], "", 0, 1)
+    stream.flush()
+    stream.text(request.sequences[0], "", 1, 2)
+    stream.flush()
+    assert len(transport.writes) == 1  # the role
+
+
+async def test_the_reader_that_does_not_keep_up_is_dropped_once() -> None:
+    stream, request, dropped = make()
+    transport = Transport()
+    stream.attach(transport, is_chunked=True)  # type: ignore[arg-type]
+    transport.backlog = MAX_BACKLOG_BYTES + 1
+    for end in range(5):
+        stream.text(request.sequences[0], "x", end, end + 1)
+        stream.flush()
+    (reason,) = dropped
+    assert str(MAX_BACKLOG_BYTES) in reason
+    assert len(transport.writes) == 1
+
+
+async def test_an_error_before_the_first_event_is_raised_and_one_after_it_is_sent() -> None:
+    error = StarlingError("INFERENCE", "no")
+    stream, request, _ = make()
+    stream.failed(error)
+    with pytest.raises(StarlingError):
+        await stream.begun
+    assert stream.over.done()
+
+    stream, request, _ = make()
+    transport = Transport()
+    stream.attach(transport, is_chunked=False)  # type: ignore[arg-type]
+    stream.text(request.sequences[0], "x", 0, 1)
+    stream.failed(error)
+    stream.flush()
+    (write,) = transport.writes
+    assert write.endswith(b"data: [DONE]\n\n")
+    assert json.loads(write.split(b"data: ")[-2])["error"]["code"] == "INFERENCE"
+    await stream.over
