@@ -512,7 +512,9 @@ class WorkerReady(Frame, tag="w"):
 class Attach(Frame, tag="A"):
     """Use these arenas from step `next_step` on; answers `WorkerReady`.
 
-    `generation` is the ring's: slots and doorbells of another one are ignored.
+    `generation` is the ring's: slots and doorbells of another one are ignored.  `bell` is the path of a
+    Unix datagram socket: any datagram there wakes a sleeping scheduler as `StepDone` does, at a tenth
+    of the price to both ("": there is none; one that refuses or is full has been rung).
     """
 
     model: str
@@ -520,6 +522,7 @@ class Attach(Frame, tag="A"):
     steps_path: str
     kv_path: str
     next_step: int
+    bell: str = ""
 
 
 class Detach(Frame, tag="Z"):

@@ -22,7 +22,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeline.messages import Cancel, Denied, Granted, KvReady, Logprob, ModelState, Submit
+from pipeline.messages import Cancel, Denied, Granted, KvReady, KvState, Logprob, ModelState, Submit
 from stages.scheduler import retry
 from stages.scheduler.admission import Limits, Refusal, malformed, misfit
 from stages.scheduler.batch import Batch, Budget, Entry, compose
@@ -38,7 +38,8 @@ from stages.scheduler.stats import Stats
 PREFETCH = 2  # sequences that get pages before a place in the batch is free
 SPARE_SAMPLES = 64  # places for draft tokens in a step, beyond one sample for each entry
 LEAD_S = 0.003  # the next step is published this long before the one under way should end
-SHORT_S = 0.006  # steps that take less are followed up at once
+SHORT_S = 0.010  # steps that take less are followed up at once
+COMMIT_EVERY = 128  # output positions between two words to kv; prompts are wanted by others at once
 MAX_DRAFT = 16  # draft tokens of a sequence in a step
 UNAVAILABLE_S = 60.0  # without a worker for so long, what waits is refused
 
@@ -93,7 +94,7 @@ class Engine:
         self.leases = Leases(s.model, s.first_ask)
         self.queues = Queues(s.max_queue_depth, s.max_tenant_depth, weight_of)
         self.roster = Roster(self.queues, self.leases, self.stats, s.n_rows)
-        self.roster.on_freed = self._pages_freed
+        self.roster.on_freed = self.pages_may_be_free
         self.limits = Limits(s.max_prompt_tokens, s.max_output_tokens)
         self.budget = Budget(s.max_batch_size, max(s.max_step_tokens, s.max_batch_size), s.max_samples)
         self.depth = 2 if s.run_ahead else 1  # most unacknowledged steps
@@ -222,7 +223,8 @@ class Engine:
                 else:
                     sequence.computed = entry.start + entry.count
                 if not sequence.is_over:
-                    if sequence.computed - sequence.committed >= self.leases.page_tokens:
+                    fresh = sequence.computed - sequence.committed
+                    if fresh >= (COMMIT_EVERY if entry.count == 1 else self.leases.page_tokens):
                         self.leases.commit(sequence)
                     if sequence.is_leaving and not sequence.inflight:
                         self.roster.set_aside(sequence)
@@ -391,16 +393,18 @@ class Engine:
         else:
             sequence.is_starved = True
 
+    def kv_state(self, frame: KvState) -> None:
+        """How kv stands, with each of its heartbeats."""
+        self.leases.room(frame.free + frame.cached, len(self.roster.held))
+        self.pages_may_be_free()
+
     def pages_may_be_free(self) -> None:
-        """kv has said how it stands: ask again for what it denied."""
+        """Ask again for what was denied."""
         self._is_short = False
         for sequence in self.roster.held:
             if sequence.is_starved and not sequence.ask and not sequence.is_over:
                 sequence.is_starved = False
                 self.leases.extend(sequence)
-
-    def _pages_freed(self) -> None:
-        self.pages_may_be_free()
 
     def _relieve(self) -> None:
         """If a sequence stands still for want of pages, set the youngest one aside."""
@@ -572,10 +576,7 @@ class Engine:
         if not self.is_attached and now - self._detached_since > UNAVAILABLE_S:
             refusal = Refusal("MODEL_UNAVAILABLE", "no worker became ready in time", "model", 5.0)
             for sequence in list(self.roster.live.values()):
-                if sequence.outputs or sequence.is_announced:
-                    self.roster.fail(sequence, refusal.code, refusal.message)
-                else:
-                    self.roster.reject(sequence, refusal)
+                self.roster.reject(sequence, refusal)
 
     @property
     def is_busy(self) -> bool:

@@ -53,6 +53,7 @@ class Host:
         self.reason = "waiting for its worker"
         self.kv: m.KvReady | None = None
         self.kv_state: m.KvState | None = None
+        self.bell = ""  # the doorbell's path, see bell.py
         self.peer = b""  # the worker's connection, b"" while it is down
         self._settings = settings
         self._page_tokens = page_tokens
@@ -138,7 +139,9 @@ class Host:
         assert ring is not None
         self._generation += 1
         next_step = ring.start(self._generation)
-        attach = m.Attach(self.name, self._generation, str(self.steps_path), self.kv.arena_path, next_step)
+        attach = m.Attach(
+            self.name, self._generation, str(self.steps_path), self.kv.arena_path, next_step, self.bell
+        )
         if not self._to_worker(self.peer, attach):
             return
         hello = self._hello

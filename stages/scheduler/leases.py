@@ -1,8 +1,8 @@
 """Pages: what has been asked of `kv`, what it granted, and what it must be told after it has died.
 
-One `Acquire` when a sequence is taken up, an `Extend` ahead of need for each page after that, `Commit`
-when pages have filled, `Release` once no unacknowledged step names the sequence.  An answer is matched
-by id; one that nobody waits for (the sequence went, kv started afresh) is ignored.
+One `Acquire` when a sequence is taken up, an `Extend` ahead of need for every few pages after that,
+`Commit` when pages have filled, `Release` once no unacknowledged step names the sequence.  An answer is
+matched by id; one that nobody waits for (the sequence went, kv started afresh) is ignored.
 
 Every granted table is checked before a worker may use it: bounds, no page twice, the same pages
 as before in front, enough of them.  A table that fails is never written to the row.
@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pipeline.messages import Acquire, Commit, Declare, Extend, Frame, Granted, KvReady, Release
 from stages.scheduler.sequence import NEVER, Sequence
 
+LONGEST_STRIDE = 128  # positions asked for at once, at most (but at least a page)
 AHEAD = 16  # positions before the lease's end at which more are asked for
 
 
@@ -32,6 +33,7 @@ class Leases:
         self.is_up = False  # kv has the arena and knows our leases
         self.page_tokens = 0
         self.total_pages = 0
+        self.stride = 1  # pages that an ask takes beyond what is needed now: fewer asks if many are free
         self._next_id = first_id
         self._waiting: dict[int, Sequence] = {}  # by id of the unanswered ask
         self._asks: dict[int, Acquire | Extend] = {}
@@ -45,11 +47,16 @@ class Leases:
     def unanswered(self) -> int:
         return len(self._asks)
 
+    def room(self, free_pages: int, holders: int) -> None:
+        """How many pages are free or evictable, and how many sequences grow into them."""
+        most = max(1, LONGEST_STRIDE // max(1, self.page_tokens))
+        self.stride = max(1, min(most, free_pages // (8 * max(1, holders))))
+
     # -------------------------------------------------------------- asking
 
     def acquire(self, sequence: Sequence) -> None:
-        """First pages, for all that is known and a page beyond: its tokens stand in its row."""
-        want = min(sequence.length + self.page_tokens, sequence.end - 1)
+        """First pages, for all that is known and some beyond: its tokens stand in its row."""
+        want = min(sequence.length + self.stride * self.page_tokens, sequence.end - 1)
         self._ask(
             sequence,
             Acquire(
@@ -59,8 +66,8 @@ class Leases:
         )
 
     def extend(self, sequence: Sequence) -> None:
-        """One page more (or up to its limit)."""
-        want = min(max(sequence.leased, sequence.planned) + self.page_tokens, sequence.end - 1)
+        """More pages (up to its limit)."""
+        want = min(sequence.leased + self.stride * self.page_tokens, sequence.end - 1)
         sequence.extend_at = NEVER
         self._ask(sequence, Extend(self._next_id, self.model, sequence.lease, want))
 

@@ -112,7 +112,7 @@ class Roster:
         self._end(sequence, State.FAILED if error else State.FINISHED)
 
     def reject(self, sequence: Sequence, refusal: Refusal) -> None:
-        """The terminal event of a live sequence that has had no output."""
+        """The terminal event of a live sequence that is not computed (any further) here and now."""
         if sequence.owner:
             self.rejected.append((sequence.owner, rejection(sequence.id, refusal)))
         self.stats.refused += 1

@@ -18,6 +18,7 @@ from pipeline.config import Config
 from pipeline.config_schema import ModelConfig
 from pipeline.loop import StageLoop
 from stages.scheduler.admission import Refusal
+from stages.scheduler.bell import Bell
 from stages.scheduler.engine import Settings
 from stages.scheduler.host import Host
 from stages.scheduler.metrics import INTERVAL_S, Gauge, show_tenants
@@ -72,11 +73,18 @@ class SchedulerStage:
         )
 
     def run(self) -> int:
+        bells = [Bell(paths.run_dir(self.config) / f"bell-{model.slug}.sock") for model in self.config.models]
+        for bell, host in zip(bells, self.hosts.values(), strict=True):
+            host.bell = bell.path
+            if bell.fd >= 0:
+                self.loop.add_fd(bell.fd, bell.hear)
         try:
             return self.loop.run(self.work)
         finally:
             for host in self.hosts.values():
                 host.close()
+            for bell in bells:
+                bell.close()
 
     # -------------------------------------------------------------- the round
 
@@ -239,7 +247,7 @@ class SchedulerStage:
         elif isinstance(frame, m.KvState) and frame.model in self.hosts:
             host = self.hosts[frame.model]
             host.kv_state = frame
-            host.engine.pages_may_be_free()
+            host.engine.kv_state(frame)
 
 
 def main(config: Config) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -34,6 +35,7 @@ def main(run_dir: str, model: str, digest: str, poison: int, stall: int) -> None
     link.on_up = lambda hello: link.send(ready)
     poll = select.poll()
     poll.register(link.fd, select.POLLIN)
+    bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     stalled = Path(run_dir) / "stalled"
     worker: Worker | None = None
     generation = progress = 0
@@ -46,6 +48,7 @@ def main(run_dir: str, model: str, digest: str, poison: int, stall: int) -> None
                 worker = Worker(steps, geometry, Pages(total, size, frame.kv_path))
                 worker.attach(frame.generation)
                 generation = frame.generation
+                bell.connect(frame.bell)
                 if poison >= 0:
                     worker.poison = {poison}
                 if stall >= 0 and not stalled.exists():
@@ -72,7 +75,11 @@ def main(run_dir: str, model: str, digest: str, poison: int, stall: int) -> None
             words.store(worker.s.control, sh.DONE, number)
             words.fence()
             if words.load(worker.s.control, sh.SCHED_SLEEPING):
-                link.send(StepDone(generation, number))
+                # Both kinds of doorbell are heard; one that is full has been rung.
+                if number % 2:
+                    link.send(StepDone(generation, number))
+                else:
+                    bell.send(b"")
             continue
         if worker is not None:
             words.store(worker.s.control, sh.WORKER_SLEEPING, 1)
