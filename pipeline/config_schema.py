@@ -43,6 +43,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     arena_dir: str = ""  # mapped arenas; "": a directory of its own in /dev/shm
     drain_timeout_ms: MillisecondsOrNone = 4_000  # honcho kills 5 s after SIGTERM
     heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)] = 250
+    remote_edges: bool = False  # tcp:// edges may leave this machine; frames are neither secret nor signed
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):

@@ -76,6 +76,7 @@ class StageLife:
         link = Link(
             EDGES[edge], paths.edge_address(self.config, edge), self.stage,
             heartbeat_ms=self.config.server.heartbeat_ms, clock=self.clock, context=self.context,
+            allow_remote=self.config.server.remote_edges,
         )  # fmt: skip
         self.endpoints.append(link)
         return link
@@ -85,6 +86,7 @@ class StageLife:
         hub = Hub(
             EDGES[edge], paths.edge_address(self.config, edge), self.stage,
             heartbeat_ms=self.config.server.heartbeat_ms, clock=self.clock, context=self.context,
+            allow_remote=self.config.server.remote_edges,
         )  # fmt: skip
         self.endpoints.append(hub)
         return hub

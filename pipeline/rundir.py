@@ -69,7 +69,7 @@ def check_address(address: str, allow_remote: bool = False) -> None:
     if not is_loopback:
         raise ConfigError(
             f"address {address!r}: {host} is not a loopback address, and frames are neither encrypted "
-            f"nor authenticated; allow it by configuration only on a network you trust"
+            f"nor authenticated; on a network you trust, set server.remote_edges"
         )
 
 

@@ -15,8 +15,9 @@ and an eventfd with which the object wakes its own reader when something is left
 `send` that has swallowed the socket's edge, after a bounded batch.  So `fd` is level-triggered:
 readable means "call `receive`", in poll() and asyncio alike.
 
-Nothing here blocks, and nothing a peer sends raises: a frame that does not decode, comes from a peer
-that has not said `Hello`, or from another protocol is counted (`dropped`), logged once per peer, dropped.
+Nothing here blocks (but for 2 ms at a peer's death, for its last words), and nothing a peer sends
+raises: a frame that does not decode, comes from a peer that has not said `Hello`, or from another protocol
+is counted (`dropped`), logged once per peer, dropped.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ DEAD_AFTER_BEATS = 10  # heartbeat intervals without any frame
 BATCH_FRAMES = 1024  # most frames of one `receive`, so that one edge cannot starve the others
 MAX_FRAME_BYTES = 64 << 20
 RECONNECT_MS = 20  # a successor is up within tens of ms; a failed ipc connect costs microseconds
+LAST_WORDS_MS = 2  # between a peer's death and its frames' arrival; waited once, at its death
 FLUSH_MS = 200  # an orderly close gives queued frames this long
 
 _EPOCH = 0
@@ -109,7 +111,7 @@ class _Endpoint:
         self._contacts = 0
         self._complained: set[bytes] = set()
         self._deferred: tuple[bytes, Hello] | None = None
-        self._gone: list[bytes] = []
+        self._dead: list[tuple[bytes, _Peer]] = []
         self._last_tick = self._last_sent = float("-inf")
         self._is_local = address.startswith("ipc://")
         self._closed = False
@@ -171,9 +173,9 @@ class _Endpoint:
 
     def _receive(self) -> list[tuple[bytes, Frame]]:
         """Drain the socket; stops early where the order of frames and up/down events needs it."""
-        if self._closed:
-            return []
         frames: list[tuple[bytes, Frame]] = []
+        if self._closed:
+            return frames
         try:
             os.eventfd_read(self._wake)
         except BlockingIOError:
@@ -182,29 +184,45 @@ class _Endpoint:
             key, hello = self._deferred
             self._deferred = None
             self._greet(key, hello)
+        self._bury()
+        if self._drain(frames) and self._find_dead():
+            # What they sent last may still be on its way through ZMQ's thread.
+            if self._socket.poll(LAST_WORDS_MS):
+                self._drain(frames)
+            if frames:
+                os.eventfd_write(self._wake, 1)  # frames first, `on_down` at the next call
+            else:
+                self._bury()
+        return frames
+
+    def _drain(self, frames: list[tuple[bytes, Frame]]) -> bool:
+        """Append what has arrived; False when something was left, which is then signalled."""
         now = self._clock()
-        for _ in range(BATCH_FRAMES):
+        for _ in range(BATCH_FRAMES - len(frames)):
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                break
+                return True
             key, payload = self._split(parts)
+            if not payload:
+                self._meet_stranger(key, now)  # ZMQ_PROBE_ROUTER: a connection stands, say Hello first
+                continue
             frame = self._decode(key, payload)
             if frame is None:
                 continue
             if isinstance(frame, Hello):
                 if not self._is_news(key, frame):
                     self._known[key].last_seen = now
-                    continue
-                if frames:
+                elif frames:
                     # The frames before it belong to the old incarnation: hand them out first.
                     self._deferred = (key, frame)
-                    os.eventfd_write(self._wake, 1)
-                    return frames
-                self._greet(key, frame)
+                    break
+                else:
+                    self._greet(key, frame)
                 continue
             peer = self._known.get(key)
             if peer is None or peer.hello is None:
+                self.dropped += 1
                 self._meet_stranger(key, now)
                 continue
             peer.last_seen = now
@@ -212,26 +230,22 @@ class _Endpoint:
                 peer.last_beat = frame
             else:
                 frames.append((key, frame))
-        else:
-            os.eventfd_write(self._wake, 1)
-            return frames
-        self._reap(bool(frames))
-        return frames
+        os.eventfd_write(self._wake, 1)
+        return False
 
-    def _reap(self, defer: bool) -> None:
-        """Peers whose process has ended, once all they have sent is out."""
+    def _find_dead(self) -> bool:
+        """Note the peers whose process has ended."""
         for fd, _ in self._epoll.poll(0):
             key = self._pidfds.pop(fd, None)
             if key is not None:
                 self._epoll.unregister(fd)
-                self._gone.append(key)
-        if defer and self._gone:
-            os.eventfd_write(self._wake, 1)
-            return
-        while self._gone:
-            key = self._gone.pop()
-            peer = self._known.get(key)
-            if peer is not None and peer.pidfd >= 0 and peer.pidfd not in self._pidfds:
+                self._dead.append((key, self._known[key]))
+        return bool(self._dead)
+
+    def _bury(self) -> None:
+        dead, self._dead = self._dead, []
+        for key, peer in dead:
+            if self._known.get(key) is peer:
                 self._lose(key, "its process has ended")
 
     def _decode(self, key: bytes, payload: bytes) -> Frame | None:
@@ -252,8 +266,7 @@ class _Endpoint:
             log.warning("dropped %s", why, extra={"edge": self.edge.name, "peer": key.hex()})
 
     def _meet_stranger(self, key: bytes, now: float) -> None:
-        """A frame from one who has not said Hello, or whom we gave up: ask by saying ours."""
-        self.dropped += 1
+        """One who has not said Hello, or whom we gave up: ask by saying ours."""
         if key not in self._known:
             self._contacts += 1
             self._known[key] = _Peer(self._contacts, now)
@@ -384,6 +397,7 @@ class Link(_Endpoint):
         # Queue only to a connection that stands, and lose the queue with it: frames meant for a
         # dead incarnation must not be the first thing that its successor reads.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.PROBE_ROUTER, 1)
         self._socket.connect(address)
         self._contacts = 1
         self._known[b""] = _Peer(1, clock())

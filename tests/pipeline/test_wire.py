@@ -38,8 +38,8 @@ class Clock:
 class Pair:
     """A hub (kv) and links (scheduler) in one process, and everything that happened, in order."""
 
-    def __init__(self, directory: Path) -> None:
-        self.address = f"ipc://{directory}/x.sock"
+    def __init__(self, directory: Path, address: str = "") -> None:
+        self.address = address or f"ipc://{directory}/x.sock"
         self.clock = Clock()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.events: list[tuple[Any, ...]] = []
@@ -201,6 +201,13 @@ def test_a_batch_is_bounded_and_the_rest_is_signalled(pair: Pair) -> None:
     assert len(sizes) >= 3
 
 
+def test_a_new_connection_is_greeted_without_waiting_for_a_tick(pair: Pair) -> None:
+    pair.until(lambda: pair.hub.peers and pair.link.peer, ticking=False)
+    pair.hub.close(0)
+    pair.hub = pair.open_hub(2)
+    pair.until(lambda: pair.hub.peers and pair.link.peer and pair.link.peer.epoch == 2, ticking=False)
+
+
 # ------------------------------------------------------------------ deaths and returns
 
 
@@ -300,7 +307,7 @@ def test_frames_before_a_new_hello_are_handled_before_up_and_down(pair: Pair) ->
 
 
 PEER = """
-import select, sys
+import os, select, sys, zmq
 from pipeline.edges import EDGES
 from pipeline.messages import Extend, Heartbeat
 from pipeline.wire import Link
@@ -312,6 +319,10 @@ while link.peer is None:
     poll.poll(20)
     link.receive()
 assert link.send(Extend(1, "m", "last words", 1))
+if len(sys.argv) > 2:
+    link.close()
+    zmq.Context.instance().term()
+    os._exit(1)
 print(flush=True)
 sys.stdin.read()
 """
@@ -332,13 +343,39 @@ def test_a_peers_death_is_known_at_once(pair: Pair, by: signal.Signals) -> None:
     assert [event[0] for event in pair.events] == ["hub up", "frame", "hub down"]
 
 
+def test_last_words_are_heard_before_the_death(pair: Pair) -> None:
+    pair.link.close(0)
+    with subprocess.Popen([sys.executable, "-c", PEER, pair.address, "and die"]) as process:
+        pair.until(lambda: pair.hub.peers, ticking=False)
+        process.wait(LONG_S)
+        pair.until(lambda: not pair.hub.peers, ticking=False)
+    assert [event[0] for event in pair.events] == ["hub up", "frame", "hub down"]
+
+
+def test_tcp_edges_live_by_heartbeats_alone(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pair = Pair(tmp_path, f"tcp://127.0.0.1:{port}")
+    pair.meet()
+    assert pair.link.send(m.Extend(1, "m", "s", 1))
+    pair.until(lambda: ("frame", m.Extend(1, "m", "s", 1)) in pair.events)
+    pair.link.close(0)
+    pair.events.clear()
+    for _ in range(DEAD_AFTER_BEATS + 2):
+        pair.clock.now += HEARTBEAT_MS / 1000
+        pair.tick(pair.hub)
+        pair.hub.receive()
+    assert pair.events == [("hub down", 1)]
+    pair.close()
+
+
 # ------------------------------------------------------------------ what does not belong
 
 
 @pytest.mark.parametrize(
     "payload",
     [
-        b"",
         b"\xc1",
         b"\x92\xa1H",
         m.encode(m.Granted(1, "not of this direction", ())),
