@@ -25,7 +25,7 @@ from shm.pages import KIND as KV_KIND
 from shm.pages import LAYOUT as KV_LAYOUT
 from shm.pages import KvGeometry, kv_arena_bytes, kv_views
 from stages.worker import activations as act
-from stages.worker.kernels import turns
+from stages.worker.kernels import build, turns
 from stages.worker.model import Arenas, Model, RankTable
 
 FOLLOW_NS = 100_000_000
@@ -58,6 +58,7 @@ class Engine:
         table_seed: int = 0,
     ) -> None:
         """`max_tokens`: of a row, 0 for the model's context; `table_seed`: which pages a row gets."""
+        build.build(kv_type)
         self.model = Model(index_path)
         h = self.model.hyper
         max_tokens = max_tokens or h.context_length
@@ -82,7 +83,7 @@ class Engine:
         self.steps.tables[:] = order.reshape(max_rows, n_tables)
         self.geometry, self.ranks = geometry, ranks
         self._control = shared.buffer.ctypes.data
-        self._take_turns = turns.functions(kv_type)
+        self._take_turns = turns.take_turns
         barrier.reset(self._control + 8 * act.BARRIER, self._control + 8 * act.LINES, ranks)
         self._turn = self._step = 0
         self._slot = 0

@@ -14,10 +14,10 @@ import numpy as np
 from pipeline.errors import ModelUnavailable
 from shm.arena import Arena
 from shm.checkpoint import Checkpoint, Hyper
-from shm.pages import KvArena, KvGeometry
+from shm.pages import KV_TYPES, KvArena, KvGeometry
 from shm.steps import PROGRESS, Steps, StepsGeometry
 from stages.worker import activations as act
-from stages.worker.kernels import attention, forward, matmul, sampling
+from stages.worker.kernels import attention, build, forward, matmul, sampling
 from stages.worker.kernels import context as c
 from stages.worker.layout import FORMATS
 
@@ -131,6 +131,7 @@ class RankTable:
         words |= {
             c.PAGES: arenas.kv.pages.ctypes.data, c.PAGE_BYTES: kv.page_bytes,
             c.N_PAGES: arenas.kv.pages.shape[0], c.PAGE_TOKENS: kv.page_tokens, c.HEAD_BYTES: kv.head_bytes,
+            c.KV_WIDTH: KV_TYPES[kv.kv_type],
         }  # fmt: skip
         base = arenas.activations.buffer.ctypes.data
         words |= {name: base + at for name, at in act.offsets(g, model.hyper)[0].items()}
@@ -141,6 +142,7 @@ class RankTable:
             c.LINES: base + 8 * act.LINES, c.PHASES: self.phases.ctypes.data if profile else 0,
         }  # fmt: skip
         words |= self._scratch(model.hyper, g)
+        words |= build.addresses(kv.kv_type)
         self.table = np.zeros(c.WORDS, np.int64)
         for word, value in words.items():
             self.table[word] = value

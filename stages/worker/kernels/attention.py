@@ -14,47 +14,47 @@ Scratch of one rank, in f32 words from `scratch` (see `scratch_words`):
     STATE   (ROWS, 4)            M, L so far; m, l of the segment
     TABLE   (4, 16) addresses    of each 16 positions of the segment: K, K scales, V, V scales
 
-`functions(kv_type)` gives the jitted functions for one type of cache.
+`ENTRIES` has the function for each type of cache, an entry (linkage.py).
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
 from llvmlite import ir
+from numba import types
 from numba.extending import intrinsic
 
+from stages.worker.kernels.linkage import INNER, MERGED
 from stages.worker.kernels.simd import (
     JIT,
     LANES,
     Tile,
     _call,
+    _load,
     _splat,
     exp,
+    f16x16,
     f32_tile,
     f32x16,
     fma,
     get_f32,
     get_i32,
     get_i64,
-    load_f16_as_f32,
+    i32x16,
     load_f32,
     load_f32_part,
-    load_s8,
     maximum,
     put_f32,
     put_i64,
     reduce_add,
     reduce_max,
-    splat_f16_at,
     splat_f32,
     store_f32,
     store_f32_part,
     tile_put,
-    to_f32,
 )
 
 SEGMENT = 256
@@ -139,85 +139,90 @@ def tile_scale(typingctx: Any, tile: Any, factor: Any) -> Any:
 
 # ------------------------------------------------------------------ loading K and V as f32
 
-
-@numba.njit(**JIT)
-def _read_f16(at, scales):
-    return load_f16_as_f32(at)
-
-
-@numba.njit(**JIT)
-def _read_f32(at, scales):
-    return load_f32(at)
+# The type of a cache is a numba type, carried by an argument without a meaningful value: one source, one
+# compilation for each.
+F16, F32, INT8 = np.uint16(0), np.float32(0), np.int8(0)
 
 
-@numba.njit(**JIT)
-def _read_key_int8(at, scales):
-    return load_f16_as_f32(scales) * to_f32(load_s8(at))
+@intrinsic
+def code_bytes(typingctx: Any, kv: Any) -> Any:
+    """Bytes of a value in this type of cache."""
+    width = kv.bitwidth // 8
+    return types.int64(kv), lambda context, builder, sig, args: ir.Constant(ir.IntType(64), width)
 
 
-@numba.njit(**JIT)
-def _read_value_int8(at, scales):
-    return splat_f16_at(scales) * to_f32(load_s8(at))
+@intrinsic
+def scale_bytes(typingctx: Any, kv: Any) -> Any:
+    """Bytes of a scale, 0 where there are none."""
+    width = 2 if kv == types.int8 else 0
+    return types.int64(kv), lambda context, builder, sig, args: ir.Constant(ir.IntType(64), width)
 
 
-class KvType(NamedTuple):
-    """How one type of cache is read: bytes of a value, whether scales follow the codes, loaders."""
+def _reader(over_keys: bool) -> Any:
+    def implementation(typingctx: Any, kv: Any, at: Any, scales: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            _, place, factors = args
+            if kv == types.float32:
+                return _load(builder, place, f32x16.ir)
+            if kv == types.uint16:
+                return builder.fpext(_load(builder, place, f16x16.ir), f32x16.ir)
+            codes = builder.sext(_load(builder, place, ir.VectorType(ir.IntType(8), LANES)), i32x16.ir)
+            if over_keys:
+                factor = builder.fpext(_load(builder, factors, f16x16.ir), f32x16.ir)
+            else:
+                factor = _splat(builder, builder.fpext(_load(builder, factors, ir.HalfType()), _FLOAT))
+            return builder.fmul(factor, builder.sitofp(codes, f32x16.ir))
 
-    width: int
-    scaled: bool
-    read_key: Any  # (address of 16 codes, address of their 16 scales) -> f32x16
-    read_value: Any  # (address of 16 codes, address of their one scale) -> f32x16
+        return f32x16(kv, types.int64, types.int64), codegen
+
+    return intrinsic(implementation)
 
 
-KV = {
-    "f16": KvType(2, False, _read_f16, _read_f16),
-    "f32": KvType(4, False, _read_f32, _read_f32),
-    "int8": KvType(1, True, _read_key_int8, _read_value_int8),
-}
+read_key = _reader(True)  # (kv, address of 16 codes, of their 16 scales): 16 positions of one dim
+read_value = _reader(False)  # (kv, address of 16 codes, of their one scale): 16 dims of one position
 
 
-def _make_scores(kind: KvType, rows: int) -> Any:
+def _make_scores(rows: int) -> Any:
     """Scores of `rows` rows at 64 positions."""
-    width, scaled, read = kind.width, kind.scaled, kind.read_key
     n_tile, columns = rows * VECTORS, VECTORS
 
-    @numba.njit(**JIT)
-    def scores(q, s, table, group, head_dim, page_tokens, scale):
+    @numba.njit(**INNER)
+    def scores(kv, q, s, table, group, head_dim, page_tokens, scale):
         """q: rows of head_dim f32; s: rows of 256 f32, written from 16 * group on; table: TABLE."""
         acc = f32_tile(n_tile)
         b = f32_tile(columns)
         at = table + 8 * group
         k0, k1, k2, k3 = get_i64(at), get_i64(at + 8), get_i64(at + 16), get_i64(at + 24)
-        step = width * page_tokens
-        if scaled:
+        step = code_bytes(kv) * page_tokens
+        if scale_bytes(kv):
             e0, e1, e2, e3 = get_i64(at + 128), get_i64(at + 136), get_i64(at + 144), get_i64(at + 152)
             for d in range(head_dim):
                 e = d // 32 * 2 * page_tokens
-                b = tile_put(b, 0, read(k0 + d * step, e0 + e))
-                b = tile_put(b, 1, read(k1 + d * step, e1 + e))
-                b = tile_put(b, 2, read(k2 + d * step, e2 + e))
-                b = tile_put(b, 3, read(k3 + d * step, e3 + e))
+                b = tile_put(b, 0, read_key(kv, k0 + d * step, e0 + e))
+                b = tile_put(b, 1, read_key(kv, k1 + d * step, e1 + e))
+                b = tile_put(b, 2, read_key(kv, k2 + d * step, e2 + e))
+                b = tile_put(b, 3, read_key(kv, k3 + d * step, e3 + e))
                 acc = outer_fma(acc, q + 4 * d, 4 * head_dim, b)
         else:
             for d in range(head_dim):
-                b = tile_put(b, 0, read(k0 + d * step, 0))
-                b = tile_put(b, 1, read(k1 + d * step, 0))
-                b = tile_put(b, 2, read(k2 + d * step, 0))
-                b = tile_put(b, 3, read(k3 + d * step, 0))
+                b = tile_put(b, 0, read_key(kv, k0 + d * step, 0))
+                b = tile_put(b, 1, read_key(kv, k1 + d * step, 0))
+                b = tile_put(b, 2, read_key(kv, k2 + d * step, 0))
+                b = tile_put(b, 3, read_key(kv, k3 + d * step, 0))
                 acc = outer_fma(acc, q + 4 * d, 4 * head_dim, b)
         tile_store(tile_scale(acc, splat_f32(scale)), s + 64 * group, 4 * SEGMENT, columns)
 
     return scores
 
 
-def _make_values(kind: KvType, rows: int, columns: int) -> Any:
+def _make_values(rows: int, columns: int) -> Any:
     """Weighted values of `rows` rows in 16 * `columns` dims."""
-    width, scaled, read = kind.width, kind.scaled, kind.read_value
     n_tile, wide = rows * columns, columns == VECTORS
 
-    @numba.njit(**JIT)
-    def values(s, o, table, dim, begin, end, head_dim):
+    @numba.njit(**INNER)
+    def values(kv, s, o, table, dim, begin, end, head_dim):
         """o: rows of head_dim f32; adds positions begin .. end-1 of the segment to dims from `dim` on."""
+        width, scaled = code_bytes(kv), scale_bytes(kv) > 0
         b = f32_tile(columns)
         acc = tile_load(f32_tile(n_tile), o + 4 * dim, 4 * head_dim, columns)
         j = begin
@@ -230,11 +235,11 @@ def _make_values(kind: KvType, rows: int, columns: int) -> Any:
                 e = get_i64(table + 384 + 8 * group) + 2 * ((j % LANES) * (head_dim // 32))
             for i in range(j, stop):
                 # A block of 32 dims has one scale.
-                b = tile_put(b, 0, read(v, e + 2 * (dim // 32)))
+                b = tile_put(b, 0, read_value(kv, v, e + 2 * (dim // 32)))
                 if wide:
-                    b = tile_put(b, 1, read(v + 16 * width, e + 2 * ((dim + 16) // 32)))
-                    b = tile_put(b, 2, read(v + 32 * width, e + 2 * ((dim + 32) // 32)))
-                    b = tile_put(b, 3, read(v + 48 * width, e + 2 * ((dim + 48) // 32)))
+                    b = tile_put(b, 1, read_value(kv, v + 16 * width, e + 2 * ((dim + 16) // 32)))
+                    b = tile_put(b, 2, read_value(kv, v + 32 * width, e + 2 * ((dim + 32) // 32)))
+                    b = tile_put(b, 3, read_value(kv, v + 48 * width, e + 2 * ((dim + 48) // 32)))
                 acc = outer_fma(acc, s + 4 * i, 4 * SEGMENT, b)
                 v += width * head_dim
                 if scaled:
@@ -248,7 +253,7 @@ def _make_values(kind: KvType, rows: int, columns: int) -> Any:
 # ------------------------------------------------------------------ softmax and merging
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _weigh(s, n, state):
     """Scores of one row's first n positions to weights; m and l of the segment go to state[2], state[3]."""
     low = np.float32(-np.inf)
@@ -267,7 +272,7 @@ def _weigh(s, n, state):
     put_f32(state + 12, reduce_add(lanes))
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def merge(acc, state, o, m, l, head_dim, first):  # noqa: E741 (l is the sum's name everywhere)
     """Take a segment's (m, l, o) into (M, L) at state and O at acc; the first one starts them."""
     if first:
@@ -286,14 +291,14 @@ def merge(acc, state, o, m, l, head_dim, first):  # noqa: E741 (l is the sum's n
         store_f32(acc + i, fma(load_f32(acc + i), a, load_f32(o + i) * b))
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def copy(x, y, n):
     """y = x, n f32 in whole vectors."""
     for i in range(0, 4 * n, 64):
         store_f32(y + i, load_f32(x + i))
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def finish(acc, state, out, head_dim):
     """out = O / L, by one division."""
     r = splat_f32(np.float32(1.0)) / splat_f32(get_f32(state + 4))
@@ -309,7 +314,7 @@ def scratch_words(head_dim: int) -> int:
     return ROWS * (3 * head_dim + SEGMENT + 4) + 4 * 16 * 2 + 64
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _fill_table(table, pages, head_at, page_bytes, tables, segment, n, page_tokens, k_width, e_width, head_dim):
     """TABLE for the first n positions of a segment of the row whose page table stands at `tables` (i32).
 
@@ -330,136 +335,177 @@ def _fill_table(table, pages, head_at, page_bytes, tables, segment, n, page_toke
         put_i64(table + 384 + 8 * group, base + both + codes + slot * (head_dim // 32) * e_width)
 
 
-class Functions(NamedTuple):
-    """Attention over one type of cache."""
-
-    segment: Any  # one segment of a block: weights, then values, into S, O and STATE
-    block: Any  # all segments of a block, to the end
+scores_1, scores_2, scores_3, scores_4, scores_6 = (_make_scores(n) for n in (1, 2, 3, 4, 6))
+wide_1, wide_2, wide_3, wide_4, wide_6 = (_make_values(n, VECTORS) for n in (1, 2, 3, 4, 6))
+thin_1, thin_3, thin_6 = (_make_values(n, 1) for n in (1, 3, 6))
 
 
-@functools.cache
-def functions(kv_type: str) -> Functions:
-    """The jitted functions for `kv_type`."""
-    kind = KV[kv_type]
-    k_width, e_width = kind.width, 2 if kind.scaled else 0
-    scores_1, scores_2, scores_3, scores_4, scores_6 = (_make_scores(kind, r) for r in (1, 2, 3, 4, 6))
-    wide_1, wide_2, wide_3, wide_4, wide_6 = (_make_values(kind, r, VECTORS) for r in (1, 2, 3, 4, 6))
-    thin_1, thin_3, thin_6 = (_make_values(kind, r, 1) for r in (1, 3, 6))
+@numba.njit(**MERGED)
+def all_scores(kv, q, s, table, group, rows, head_dim, page_tokens, scale):
+    r = 0
+    while r < rows:
+        left = rows - r
+        at_q, at_s = q + 4 * r * head_dim, s + 4 * r * SEGMENT
+        if left >= 6:
+            scores_6(kv, at_q, at_s, table, group, head_dim, page_tokens, scale)
+            r += 6
+        elif left >= 4:
+            scores_4(kv, at_q, at_s, table, group, head_dim, page_tokens, scale)
+            r += 4
+        elif left == 3:
+            scores_3(kv, at_q, at_s, table, group, head_dim, page_tokens, scale)
+            r += 3
+        elif left == 2:
+            scores_2(kv, at_q, at_s, table, group, head_dim, page_tokens, scale)
+            r += 2
+        else:
+            scores_1(kv, at_q, at_s, table, group, head_dim, page_tokens, scale)
+            r += 1
 
-    @numba.njit(**JIT)
-    def all_scores(q, s, table, group, rows, head_dim, page_tokens, scale):
-        r = 0
-        while r < rows:
-            left = rows - r
-            at_q, at_s = q + 4 * r * head_dim, s + 4 * r * SEGMENT
-            if left >= 6:
-                scores_6(at_q, at_s, table, group, head_dim, page_tokens, scale)
-                r += 6
-            elif left >= 4:
-                scores_4(at_q, at_s, table, group, head_dim, page_tokens, scale)
-                r += 4
-            elif left == 3:
-                scores_3(at_q, at_s, table, group, head_dim, page_tokens, scale)
-                r += 3
-            elif left == 2:
-                scores_2(at_q, at_s, table, group, head_dim, page_tokens, scale)
-                r += 2
+@numba.njit(**INNER)
+def all_values(kv, s, o, table, rows, begin, end, head_dim):
+    """Positions begin .. end-1 for all rows."""
+    r = 0
+    while r < rows:
+        left = rows - r
+        n = 6 if left >= 6 else (4 if left >= 4 else left)
+        at_s, at_o = s + 4 * r * SEGMENT, o + 4 * r * head_dim
+        dim = 0
+        while dim + 64 <= head_dim:
+            if n == 6:
+                wide_6(kv, at_s, at_o, table, dim, begin, end, head_dim)
+            elif n == 4:
+                wide_4(kv, at_s, at_o, table, dim, begin, end, head_dim)
+            elif n == 3:
+                wide_3(kv, at_s, at_o, table, dim, begin, end, head_dim)
+            elif n == 2:
+                wide_2(kv, at_s, at_o, table, dim, begin, end, head_dim)
             else:
-                scores_1(at_q, at_s, table, group, head_dim, page_tokens, scale)
-                r += 1
+                wide_1(kv, at_s, at_o, table, dim, begin, end, head_dim)
+            dim += 64
+        while dim < head_dim:
+            if n == 6:
+                thin_6(kv, at_s, at_o, table, dim, begin, end, head_dim)
+            elif n == 3:
+                thin_3(kv, at_s, at_o, table, dim, begin, end, head_dim)
+            else:
+                for i in range(n):
+                    at_si, at_oi = at_s + 4 * i * SEGMENT, at_o + 4 * i * head_dim
+                    thin_1(kv, at_si, at_oi, table, dim, begin, end, head_dim)
+            dim += LANES
+        r += n
 
-    @numba.njit(**JIT)
-    def all_values(s, o, table, rows, begin, end, head_dim):
-        """Positions begin .. end-1 for all rows."""
-        r = 0
-        while r < rows:
-            left = rows - r
-            n = 6 if left >= 6 else (4 if left >= 4 else left)
-            at_s, at_o = s + 4 * r * SEGMENT, o + 4 * r * head_dim
-            dim = 0
-            while dim + 64 <= head_dim:
-                if n == 6:
-                    wide_6(at_s, at_o, table, dim, begin, end, head_dim)
-                elif n == 4:
-                    wide_4(at_s, at_o, table, dim, begin, end, head_dim)
-                elif n == 3:
-                    wide_3(at_s, at_o, table, dim, begin, end, head_dim)
-                elif n == 2:
-                    wide_2(at_s, at_o, table, dim, begin, end, head_dim)
-                else:
-                    wide_1(at_s, at_o, table, dim, begin, end, head_dim)
-                dim += 64
-            while dim < head_dim:
-                if n == 6:
-                    thin_6(at_s, at_o, table, dim, begin, end, head_dim)
-                elif n == 3:
-                    thin_3(at_s, at_o, table, dim, begin, end, head_dim)
-                else:
-                    for i in range(n):
-                        thin_1(at_s + 4 * i * SEGMENT, at_o + 4 * i * head_dim, table, dim, begin, end, head_dim)
-                dim += LANES
-            r += n
+@numba.njit(**MERGED)
+def segment(kv, scratch, pages, head_at, page_bytes, tables, index, first, rows, group_size, head_dim,
+            page_tokens, scale):  # fmt: skip
+    """Segment `index` for rows whose queries, packed in Q, stand at positions first + row // group_size.
 
-    @numba.njit(**JIT)
-    def segment(scratch, pages, head_at, page_bytes, tables, index, first, rows, group_size, head_dim,
-                page_tokens, scale):  # fmt: skip
-        """Segment `index` for rows whose queries, packed in Q, stand at positions first + row // group_size.
+    Row r sees positions up to its own; leaves m, l in STATE and the weighted values in O.
+    Returns the first row that reaches into the segment.
+    """
+    s = scratch + 4 * ROWS * head_dim
+    o = s + 4 * ROWS * SEGMENT
+    state = o + 8 * ROWS * head_dim
+    table = state + 16 * ROWS
+    begin = index * SEGMENT
+    skipped = max(0, begin - first) * group_size
+    last = first + (rows - 1) // group_size
+    n = min(SEGMENT, last + 1 - begin)
+    _fill_table(
+        table, pages, head_at, page_bytes, tables, index, n, page_tokens, code_bytes(kv), scale_bytes(kv), head_dim
+    )  # fmt: skip
+    todo = rows - skipped
+    at_q, at_s = scratch + 4 * skipped * head_dim, s + 4 * skipped * SEGMENT
+    at_o = o + 4 * skipped * head_dim
+    for group in range(0, (n + LANES - 1) // LANES, VECTORS):
+        all_scores(kv, at_q, at_s, table, group, todo, head_dim, page_tokens, scale)
+    zero = splat_f32(np.float32(0.0))
+    for i in range(0, 4 * todo * head_dim, 64):
+        store_f32(at_o + i, zero)
+    for r in range(skipped, rows):
+        seen = min(SEGMENT, first + r // group_size + 1 - begin)
+        _weigh(s + 4 * r * SEGMENT, seen, state + 16 * r)
+    common = min(SEGMENT, first + skipped // group_size + 1 - begin)
+    all_values(kv, at_s, at_o, table, todo, 0, common, head_dim)
+    # Past the first query's position the rows part: those of one query go on together.
+    query = skipped // group_size + 1
+    while query * group_size < rows:
+        seen = min(SEGMENT, first + query + 1 - begin)
+        if seen > common:
+            r = query * group_size
+            at_sr, at_or = s + 4 * r * SEGMENT, o + 4 * r * head_dim
+            all_values(kv, at_sr, at_or, table, group_size, common, seen, head_dim)
+        query += 1
+    return skipped
 
-        Row r sees positions up to its own; leaves m, l in STATE and the weighted values in O.
-        Returns the first row that reaches into the segment.
-        """
-        s = scratch + 4 * ROWS * head_dim
-        o = s + 4 * ROWS * SEGMENT
-        state = o + 8 * ROWS * head_dim
-        table = state + 16 * ROWS
-        begin = index * SEGMENT
-        skipped = max(0, begin - first) * group_size
-        last = first + (rows - 1) // group_size
-        n = min(SEGMENT, last + 1 - begin)
-        _fill_table(table, pages, head_at, page_bytes, tables, index, n, page_tokens, k_width, e_width, head_dim)
-        todo = rows - skipped
-        at_q, at_s = scratch + 4 * skipped * head_dim, s + 4 * skipped * SEGMENT
-        at_o = o + 4 * skipped * head_dim
-        for group in range(0, (n + LANES - 1) // LANES, VECTORS):
-            all_scores(at_q, at_s, table, group, todo, head_dim, page_tokens, scale)
-        zero = splat_f32(np.float32(0.0))
-        for i in range(0, 4 * todo * head_dim, 64):
-            store_f32(at_o + i, zero)
-        for r in range(skipped, rows):
-            seen = min(SEGMENT, first + r // group_size + 1 - begin)
-            _weigh(s + 4 * r * SEGMENT, seen, state + 16 * r)
-        common = min(SEGMENT, first + skipped // group_size + 1 - begin)
-        all_values(at_s, at_o, table, todo, 0, common, head_dim)
-        # Past the first query's position the rows part: those of one query go on together.
-        query = skipped // group_size + 1
-        while query * group_size < rows:
-            seen = min(SEGMENT, first + query + 1 - begin)
-            if seen > common:
-                r = query * group_size
-                all_values(s + 4 * r * SEGMENT, o + 4 * r * head_dim, table, group_size, common, seen, head_dim)
-            query += 1
-        return skipped
 
-    @numba.njit(**JIT)
-    def block(scratch, pages, head_at, page_bytes, tables, first, queries, group_size, head_dim, page_tokens,
-              scale, out, out_stride):  # fmt: skip
-        """All of it for `queries` queries packed in Q, rows (query, head of the group).
+@numba.njit(**MERGED)
+def attend(kv, scratch, pages, head_at, page_bytes, tables, first, queries, group_size, head_dim, page_tokens,
+           scale_at, out, out_stride, only):  # fmt: skip
+    """All segments for `queries` queries packed in Q, rows (query, head of the group), to `out`.
 
-        out: f32 of the group's first head for the first query; the group's heads follow each other.
-        """
-        rows = queries * group_size
-        o = scratch + 4 * ROWS * (head_dim + SEGMENT)
-        acc = o + 4 * ROWS * head_dim
-        state = acc + 4 * ROWS * head_dim
-        for index in range((first + queries - 1) // SEGMENT + 1):
-            begun = segment(scratch, pages, head_at, page_bytes, tables, index, first, rows, group_size, head_dim,
-                            page_tokens, scale)  # fmt: skip
+    out: f32 of the group's first head for the first query; the group's heads follow each other.
+    With `only` >= 0: nothing but that segment, whose results stay in STATE and O.
+    """
+    rows = queries * group_size
+    o = scratch + 4 * ROWS * (head_dim + SEGMENT)
+    acc = o + 4 * ROWS * head_dim
+    state = acc + 4 * ROWS * head_dim
+    scale = get_f32(scale_at)
+    begin, end = 0, (first + queries - 1) // SEGMENT + 1
+    if only >= 0:
+        begin, end = only, only + 1
+    for index in range(begin, end):
+        begun = segment(
+            kv, scratch, pages, head_at, page_bytes, tables, index, first, rows, group_size, head_dim, page_tokens,
+            scale,
+        )  # fmt: skip
+        if only < 0:
             for r in range(begun, rows):
                 at = state + 16 * r
-                merge(acc + 4 * r * head_dim, at, o + 4 * r * head_dim, get_f32(at + 8), get_f32(at + 12),
-                      head_dim, index == 0)  # fmt: skip
+                o_r, m, l = o + 4 * r * head_dim, get_f32(at + 8), get_f32(at + 12)  # noqa: E741
+                merge(acc + 4 * r * head_dim, at, o_r, m, l, head_dim, index == 0)
+    if only < 0:
         for r in range(rows):
             place = out + r // group_size * out_stride + r % group_size * 4 * head_dim
             finish(acc + 4 * r * head_dim, state + 16 * r, place, head_dim)
 
-    return Functions(segment, block)
+
+@numba.njit(**JIT)
+def attend_f16(
+    scratch, pages, head_at, page_bytes, tables, first, queries, group_size, head_dim, page_tokens,
+    scale_at, out, out_stride, only,
+):  # fmt: skip
+    """Entry: `attend` over f16 pages."""
+    attend(
+        F16, scratch, pages, head_at, page_bytes, tables, first, queries, group_size, head_dim, page_tokens, scale_at,
+        out, out_stride, only,
+    )  # fmt: skip
+
+
+@numba.njit(**JIT)
+def attend_f32(
+    scratch, pages, head_at, page_bytes, tables, first, queries, group_size, head_dim, page_tokens,
+    scale_at, out, out_stride, only,
+):  # fmt: skip
+    """Entry: `attend` over f32 pages."""
+    attend(
+        F32, scratch, pages, head_at, page_bytes, tables, first, queries, group_size, head_dim, page_tokens, scale_at,
+        out, out_stride, only,
+    )  # fmt: skip
+
+
+@numba.njit(**JIT)
+def attend_int8(
+    scratch, pages, head_at, page_bytes, tables, first, queries, group_size, head_dim, page_tokens,
+    scale_at, out, out_stride, only,
+):  # fmt: skip
+    """Entry: `attend` over int8 pages."""
+    attend(
+        INT8, scratch, pages, head_at, page_bytes, tables, first, queries, group_size, head_dim, page_tokens, scale_at,
+        out, out_stride, only,
+    )  # fmt: skip
+
+
+ENTRIES = {"f16": attend_f16, "f32": attend_f32, "int8": attend_int8}
+ENTRY_ARGUMENTS = 14

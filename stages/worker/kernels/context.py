@@ -6,9 +6,11 @@ process's maps, so each rank has its own table.  Knows nothing of who allocates.
 
 from __future__ import annotations
 
-from numba import njit
+from typing import Any
 
-from stages.worker.kernels.simd import JIT, get_i64
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 # The model: counts, and two f32 by their bits
 (
@@ -28,8 +30,8 @@ from stages.worker.kernels.simd import JIT, get_i64
     MAX_ROWS, MAX_ENTRIES, MAX_SAMPLES, MAX_TOKENS, MAX_PAGES,
 ) = range(32, 55)  # fmt: skip
 
-# The KV arena
-PAGES, PAGE_BYTES, N_PAGES, PAGE_TOKENS, HEAD_BYTES = range(64, 69)
+# The KV arena; the width of a value in bytes tells the type (int8: 1)
+PAGES, PAGE_BYTES, N_PAGES, PAGE_TOKENS, HEAD_BYTES, KV_WIDTH = range(64, 70)
 
 # The activations arena: addresses, and bytes from one token (or sample) to the next
 (
@@ -43,6 +45,9 @@ PAGES, PAGE_BYTES, N_PAGES, PAGE_TOKENS, HEAD_BYTES = range(64, 69)
     RANK, RANKS, BARRIER, LINES, OWN_NORM, OWN_NORM_Q, ATTENTION, GATED, SAMPLER, MULTIPLY, PHASES,
 ) = range(100, 111)  # fmt: skip
 
+# Entries (linkage.py): addresses
+MATMUL, EMBED_ROW, ATTEND, DRAW = range(112, 116)
+
 WORDS = 128
 
 # Words of a layer's row at LAYERS; a bias of 0 is none
@@ -55,7 +60,12 @@ LAYER_WORDS = 24
 FEW = 4  # tokens up to which every rank norms and quantizes all of them itself, and spares a barrier
 
 
-@njit(**JIT)
-def word(table, i):
+@intrinsic
+def word(typingctx: Any, table: Any, i: Any) -> Any:
     """Word i of a table at an address."""
-    return get_i64(table + 8 * i)
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        at = builder.add(args[0], builder.mul(args[1], ir.Constant(args[1].type, 8)))
+        return builder.load(builder.inttoptr(at, args[1].type.as_pointer()))
+
+    return types.int64(types.int64, types.int64), codegen

@@ -1,6 +1,6 @@
 """A whole step in one jitted function: what every rank runs between two doorbells.
 
-    functions(kv_type).run_step(ctx)
+    run_step(ctx)
 
 Ranks split matrices by groups of 16 rows, and norms, attention and samples by token, unit and row.  A value
 is computed by one rank, in an order that does not depend on the split, so no rank count changes a bit.
@@ -14,10 +14,6 @@ work and meet once more.  Nothing is allocated here; the table `ctx` says where 
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
-
-import numpy as np
 from numba import njit
 
 from shm import steps
@@ -30,17 +26,16 @@ from stages.worker.kernels import elementwise as ew
 from stages.worker.kernels import plan as p
 from stages.worker.kernels.activations import RECORD, quantize_row
 from stages.worker.kernels.context import word
-from stages.worker.kernels.matmul import BF16, F16, F32, embed_row, matmul
-from stages.worker.kernels.sampling import logprobs, sample
-from stages.worker.kernels.simd import JIT, get_f32, get_i32, get_i64, put_f32, put_i32, put_i64
+from stages.worker.kernels.linkage import INNER, MERGED, call_entry, run_entry
+from stages.worker.kernels.matmul import BF16, F16, F32
+from stages.worker.kernels.simd import get_f32, get_i32, get_i64, put_f32, put_i32, put_i64
 
 GROUP = 16
 GATED_BYTES = 64 * 1024  # of gate, and of up: what is computed at once before the two are multiplied
 MIN_CHUNK = 2  # groups: 32 rows make a record
 PHASES = ("embed", "norm", "qkv", "keys", "attention", "output", "gate_up", "down", "head", "sample", "wait")
 (EMBED, NORM, QKV, KEYS, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, SAMPLE, WAIT) = range(len(PHASES))
-_WRITE = {"f16": ew.write_kv_f16, "f32": ew.write_kv_f32, "int8": ew.write_kv_int8}
-_LOGPROBS, _OUTPUT_START, _MAX_TOP = 8 * steps.LOGPROBS, 8 * steps.OUTPUT_START, steps.MAX_TOP
+_OUTPUT_START, _MAX_TOP = 8 * steps.OUTPUT_START, steps.MAX_TOP
 _ROW_INTS, _ROW_FLOATS, _MAX_MASK = 8 * steps.ROW_INTS, 4 * steps.ROW_FLOATS, 4 * steps.MAX_MASK
 _MAX_BIAS = 4 * steps.MAX_BIAS
 _P_ENTRIES, _P_TOKENS, _P_SAMPLES, _P_CHUNKS, _P_SLOT = (
@@ -56,19 +51,19 @@ def gated_bytes(max_tokens: int) -> int:
 # ------------------------------------------------------------------ shares, barriers, clocks
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _share(ctx, n):
     """This rank's part of 0 .. n-1."""
     rank, ranks = word(ctx, c.RANK), word(ctx, c.RANKS)
     return n * rank // ranks, n * (rank + 1) // ranks
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _begin(ctx):
     return cycles() if word(ctx, c.PHASES) else 0
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _spent(ctx, phase, since):
     """Count the cycles since `since` for a phase, when phases are counted; the time now."""
     phases = word(ctx, c.PHASES)
@@ -79,7 +74,7 @@ def _spent(ctx, phase, since):
     return now
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _meet(ctx):
     since = _begin(ctx)
     together = meet(word(ctx, c.BARRIER), word(ctx, c.LINES), word(ctx, c.RANK), word(ctx, c.RANKS))
@@ -87,7 +82,7 @@ def _meet(ctx):
     return together
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _is_dense(kind):
     return kind == F32 or kind == F16 or kind == BF16
 
@@ -95,7 +90,7 @@ def _is_dense(kind):
 # ------------------------------------------------------------------ embedding and norms
 
 
-@njit(**JIT)
+@njit(**MERGED)
 def _embed(ctx, tokens):
     """X and TURNS of this rank's tokens."""
     first, end = _share(ctx, tokens)
@@ -103,7 +98,10 @@ def _embed(ctx, tokens):
     for t in range(first, end):
         at = p.token_at(ctx, t)
         position, token = get_i64(at), get_i64(at + 8)
-        embed_row(word(ctx, c.EMBEDDING_FORMAT), word(ctx, c.EMBEDDING), width, token, word(ctx, c.X) + 4 * t * width)
+        x = word(ctx, c.X) + 4 * t * width
+        run_entry(
+            word(ctx, c.EMBED_ROW), (word(ctx, c.EMBEDDING_FORMAT), word(ctx, c.EMBEDDING), width, token, x)
+        )  # fmt: skip
         high, low = position // 256 * pairs * 4, position % 256 * pairs * 4
         turns = word(ctx, c.TURNS) + t * word(ctx, c.TURNS_STRIDE)
         ew.turn(
@@ -112,7 +110,7 @@ def _embed(ctx, tokens):
         )  # fmt: skip
 
 
-@njit(**JIT)
+@njit(**MERGED)
 def _norm(ctx, weight, rows, of_samples):
     """Norm and quantize X (of samples: their rows of it). True; False: the group is given up.
 
@@ -131,29 +129,32 @@ def _norm(ctx, weight, rows, of_samples):
     return few or _meet(ctx)
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _normed(ctx, rows):
     return word(ctx, c.OWN_NORM) if rows <= c.FEW else word(ctx, c.NORM)
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _normed_q(ctx, rows):
     return word(ctx, c.OWN_NORM_Q) if rows <= c.FEW else word(ctx, c.NORM_Q)
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _project(ctx, kind, w, columns, rows, floats, records, records_stride, tokens, out, out_stride, first, end):
     """Groups first .. end-1 of a matrix times what its format wants: f32 rows or records."""
     x, stride = records, records_stride
     if _is_dense(kind):
         x, stride = floats, 4 * columns
-    matmul(kind, w, columns, first, end, x, stride, tokens, out, out_stride, word(ctx, c.MULTIPLY))
+    scratch = word(ctx, c.MULTIPLY)
+    run_entry(
+        word(ctx, c.MATMUL), (kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch)
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------ q, k, v
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _project_normed(ctx, kind, w, bias, rows, tokens, out):
     """This rank's groups of q, k or v, with their bias, for all tokens, into QKV at `out`."""
     width = word(ctx, c.WIDTH)
@@ -168,7 +169,7 @@ def _project_normed(ctx, kind, w, bias, rows, tokens, out):
             ew.add(out + t * stride + 64 * first, bias + 64 * first, GROUP * (end - first))
 
 
-@njit(**JIT)
+@njit(**MERGED)
 def _qkv(ctx, layer, tokens):
     dim = word(ctx, c.HEAD_DIM)
     q_rows, kv_rows = word(ctx, c.N_HEADS) * dim, word(ctx, c.N_KV_HEADS) * dim
@@ -180,7 +181,7 @@ def _qkv(ctx, layer, tokens):
     _project_normed(ctx, word(layer, c.V_FORMAT), word(layer, c.V), word(layer, c.V_BIAS), kv_rows, tokens, out)
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _rotate(ctx, token, x, y):
     turns = word(ctx, c.TURNS) + token * word(ctx, c.TURNS_STRIDE)
     sine = turns + word(ctx, c.TURNS_STRIDE) // 2
@@ -190,7 +191,7 @@ def _rotate(ctx, token, x, y):
         ew.rotate(x, y, turns, sine, word(ctx, c.N_ROT), word(ctx, c.HEAD_DIM))
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _pack_queries(ctx, token, queries, kv_head, scratch):
     """The rotated queries of a block into Q of the attention scratch: rows (query, head of the group)."""
     dim = word(ctx, c.HEAD_DIM)
@@ -203,7 +204,7 @@ def _pack_queries(ctx, token, queries, kv_head, scratch):
             to += 4 * dim
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _table(ctx, entry):
     return word(ctx, c.PLAN_TABLES) + word(entry, p.P_TABLE)
 
@@ -211,7 +212,7 @@ def _table(ctx, entry):
 # ------------------------------------------------------------------ what follows attention
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _quantize_mixed(ctx, token, kv_head):
     """The records of a group's heads, when these are whole records."""
     n = word(ctx, c.N_HEADS) // word(ctx, c.N_KV_HEADS) * word(ctx, c.HEAD_DIM)
@@ -221,7 +222,7 @@ def _quantize_mixed(ctx, token, kv_head):
         quantize_row(x, n, to)
 
 
-@njit(**JIT)
+@njit(**MERGED)
 def _output(ctx, layer, tokens):
     """X += W_o mixed, this rank's rows."""
     columns = word(ctx, c.N_HEADS) * word(ctx, c.HEAD_DIM)
@@ -231,7 +232,7 @@ def _output(ctx, layer, tokens):
     )  # fmt: skip
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _residual(ctx, kind, w, columns, floats, records, records_stride, tokens):
     """X += W y, this rank's rows."""
     width = word(ctx, c.WIDTH)
@@ -245,7 +246,7 @@ def _residual(ctx, kind, w, columns, floats, records, records_stride, tokens):
         ew.add(x + at, y + at, GROUP * (end - first))
 
 
-@njit(**JIT)
+@njit(**MERGED)
 def _gate_up(ctx, layer, tokens):
     """HIDDEN of this rank's rows: act(W_gate x) * (W_up x), and its records."""
     width, ffn = word(ctx, c.WIDTH), word(ctx, c.FFN)
@@ -277,7 +278,7 @@ def _gate_up(ctx, layer, tokens):
         first += n
 
 
-@njit(**JIT)
+@njit(**MERGED)
 def _down(ctx, layer, tokens):
     _residual(
         ctx, word(layer, c.DOWN_FORMAT), word(layer, c.DOWN), word(ctx, c.FFN), word(ctx, c.HIDDEN),
@@ -288,7 +289,7 @@ def _down(ctx, layer, tokens):
 # ------------------------------------------------------------------ head and samples
 
 
-@njit(**JIT)
+@njit(**MERGED)
 def _head(ctx, samples):
     vocab, width = word(ctx, c.VOCAB), word(ctx, c.WIDTH)
     first, end = _share(ctx, (vocab + GROUP - 1) // GROUP)
@@ -299,7 +300,7 @@ def _head(ctx, samples):
     )  # fmt: skip
 
 
-@njit(**JIT)
+@njit(**MERGED)
 def _sample(ctx, index):
     """Draw one sample: its outputs in the slot and, of an entry with one sample, the row's next token."""
     slot = word(word(ctx, c.PLAN), _P_SLOT)
@@ -309,22 +310,17 @@ def _sample(ctx, index):
     known = get_i64(p.token_at(ctx, token_index)) + 1
     tokens = word(ctx, c.TOKENS) + row * word(ctx, c.TOKENS_STRIDE)
     ints = word(ctx, c.ROW_INTS_AT) + row * _ROW_INTS
-    logits = word(ctx, c.LOGITS) + index * word(ctx, c.LOGITS_STRIDE)
-    vocab, scratch = word(ctx, c.VOCAB), word(ctx, c.SAMPLER)
-    token = sample(
-        logits, vocab, tokens, known, get_i64(ints + _OUTPUT_START), ints, word(ctx, c.ROW_FLOATS_AT) + row * _ROW_FLOATS,
-        word(ctx, c.MASK_IDS) + row * _MAX_MASK, word(ctx, c.BIAS_IDS) + row * _MAX_BIAS,
-        word(ctx, c.BIAS) + row * _MAX_BIAS, scratch,
-    )  # fmt: skip
     out = slot * word(ctx, c.OUT_STRIDE) + 4 * place
-    n_top = min(get_i64(ints + _LOGPROBS), _MAX_TOP)
-    if token >= 0 and n_top >= 0:
-        logprobs(
-            logits, vocab, token, n_top, word(ctx, c.OUT_LOGPROB) + out, word(ctx, c.OUT_TOP_ID) + _MAX_TOP * out,
-            word(ctx, c.OUT_TOP_LP) + _MAX_TOP * out, scratch,
-        )  # fmt: skip
-    else:
-        put_f32(word(ctx, c.OUT_LOGPROB) + out, np.float32(0.0))
+    token = call_entry(
+        word(ctx, c.DRAW),
+        (
+            word(ctx, c.LOGITS) + index * word(ctx, c.LOGITS_STRIDE), word(ctx, c.VOCAB), tokens, known,
+            get_i64(ints + _OUTPUT_START), ints, word(ctx, c.ROW_FLOATS_AT) + row * _ROW_FLOATS,
+            word(ctx, c.MASK_IDS) + row * _MAX_MASK, word(ctx, c.BIAS_IDS) + row * _MAX_BIAS,
+            word(ctx, c.BIAS) + row * _MAX_BIAS, word(ctx, c.SAMPLER), word(ctx, c.OUT_LOGPROB) + out,
+            word(ctx, c.OUT_TOP_ID) + _MAX_TOP * out, word(ctx, c.OUT_TOP_LP) + _MAX_TOP * out,
+        ),
+    )  # fmt: skip
     put_i32(word(ctx, c.OUT_TOKEN) + out, token)
     if samples == 1:
         put_i32(tokens + 4 * known, token)
@@ -333,211 +329,211 @@ def _sample(ctx, index):
 # ------------------------------------------------------------------ the step
 
 
-class Functions(NamedTuple):
-    run_step: Any  # (ctx): the planned step; whether the group is still together
+@njit(**INNER)
+def write_key(ctx, entry, token, kv_head, head_at, scratch):
+    """K and V of one token and kv head into its page."""
+    dim, page_tokens = word(ctx, c.HEAD_DIM), word(ctx, c.PAGE_TOKENS)
+    position = get_i64(p.token_at(ctx, token))
+    number = get_i32(_table(ctx, entry) + 4 * (position // page_tokens))
+    at = word(ctx, c.PAGES) + number * word(ctx, c.PAGE_BYTES) + head_at
+    k = word(ctx, c.QKV) + token * word(ctx, c.QKV_STRIDE) + 4 * (word(ctx, c.N_HEADS) + kv_head) * dim
+    v = k + 4 * word(ctx, c.N_KV_HEADS) * dim
+    _rotate(ctx, token, k, scratch)
+    half = word(ctx, c.HEAD_BYTES) // 2
+    slot, width = position % page_tokens, word(ctx, c.KV_WIDTH)
+    if width == 2:
+        ew.write_kv_f16(scratch, v, at, at + half, slot, page_tokens, dim, scratch + 4 * dim)
+    elif width == 4:
+        ew.write_kv_f32(scratch, v, at, at + half, slot, page_tokens, dim, scratch + 4 * dim)
+    else:
+        ew.write_kv_int8(scratch, v, at, at + half, slot, page_tokens, dim, scratch + 4 * dim)
 
+@njit(**MERGED)
+def write_keys(ctx, layer):
+    """K and V of this rank's share of the tokens of entries with several."""
+    heads = word(ctx, c.N_KV_HEADS)
+    first, end = _share(ctx, word(word(ctx, c.PLAN), _P_TOKENS))
+    for t in range(first, end):
+        entry = p.entry_at(ctx, get_i64(p.token_at(ctx, t) + 16))
+        if word(entry, p.P_COUNT) > 1:
+            for head in range(heads):
+                at = (layer * heads + head) * word(ctx, c.HEAD_BYTES)
+                write_key(ctx, entry, t, head, at, word(ctx, c.ATTENTION))
 
-@functools.cache
-def functions(kv_type: str) -> Functions:
-    """The step over one type of KV cache."""
-    attend_segment, attend_block = attention.functions(kv_type)
-    write_kv = _WRITE[kv_type]
-    most_rows = attention.ROWS
+@njit(**MERGED)
+def merge_segments(ctx, entry, token, kv_head, segments, scratch):
+    """The partial results of a query's group, in ascending order, to MIXED."""
+    dim, heads = word(ctx, c.HEAD_DIM), word(ctx, c.N_HEADS)
+    group = heads // word(ctx, c.N_KV_HEADS)
+    size = 4 * (dim + GROUP)
+    for g in range(group):
+        head = kv_head * group + g
+        for s in range(segments):
+            at = word(ctx, c.PARTIALS) + size * (word(entry, p.P_PARTIAL) + s * heads + head)
+            attention.merge(
+                scratch + 64, scratch, at + 64, get_f32(at), get_f32(at + 4), dim, s == 0
+            )  # fmt: skip
+        out = word(ctx, c.MIXED) + token * word(ctx, c.MIXED_STRIDE) + 4 * head * dim
+        attention.finish(scratch + 64, scratch, out, dim)
 
-    @njit(**JIT)
-    def write_key(ctx, entry, token, kv_head, head_at, scratch):
-        """K and V of one token and kv head into its page."""
-        dim, page_tokens = word(ctx, c.HEAD_DIM), word(ctx, c.PAGE_TOKENS)
-        position = get_i64(p.token_at(ctx, token))
-        number = get_i32(_table(ctx, entry) + 4 * (position // page_tokens))
-        at = word(ctx, c.PAGES) + number * word(ctx, c.PAGE_BYTES) + head_at
-        k = word(ctx, c.QKV) + token * word(ctx, c.QKV_STRIDE) + 4 * (word(ctx, c.N_HEADS) + kv_head) * dim
-        v = k + 4 * word(ctx, c.N_KV_HEADS) * dim
-        _rotate(ctx, token, k, scratch)
-        half = word(ctx, c.HEAD_BYTES) // 2
-        write_kv(scratch, v, at, at + half, position % page_tokens, page_tokens, dim, scratch + 4 * dim)
+@njit(**MERGED)
+def attend_part(ctx, entry, token, kv_head, head_at, index, segments, arrivals):
+    """One segment of a single query; whoever is the last of its segments merges them."""
+    dim, heads = word(ctx, c.HEAD_DIM), word(ctx, c.N_HEADS)
+    group = heads // word(ctx, c.N_KV_HEADS)
+    scratch = word(ctx, c.ATTENTION)
+    _pack_queries(ctx, token, 1, kv_head, scratch)
+    run_entry(
+        word(ctx, c.ATTEND),
+        (
+            scratch, word(ctx, c.PAGES), head_at, word(ctx, c.PAGE_BYTES), _table(ctx, entry),
+            word(entry, p.P_START), 1, group, dim, word(ctx, c.PAGE_TOKENS), ctx + 8 * c.SCORE_SCALE, 0, 0,
+            index,
+        ),
+    )  # fmt: skip
+    o = scratch + 4 * attention.ROWS * (dim + SEGMENT)
+    state = o + 8 * attention.ROWS * dim
+    for g in range(group):
+        at = word(entry, p.P_PARTIAL) + index * heads + kv_head * group + g
+        at = word(ctx, c.PARTIALS) + 4 * (dim + GROUP) * at
+        put_f32(at, get_f32(state + 16 * g + 8))
+        put_f32(at + 4, get_f32(state + 16 * g + 12))
+        attention.copy(o + 4 * g * dim, at + 64, dim)
+    if atomic_add(arrivals, 1) == segments - 1:
+        store_release(arrivals, 0)
+        merge_segments(ctx, entry, token, kv_head, segments, scratch)
+        _quantize_mixed(ctx, token, kv_head)
 
-    @njit(**JIT)
-    def write_keys(ctx, layer):
-        """K and V of this rank's share of the tokens of entries with several."""
-        heads = word(ctx, c.N_KV_HEADS)
-        first, end = _share(ctx, word(word(ctx, c.PLAN), _P_TOKENS))
-        for t in range(first, end):
-            entry = p.entry_at(ctx, get_i64(p.token_at(ctx, t) + 16))
-            if word(entry, p.P_COUNT) > 1:
-                for head in range(heads):
-                    at = (layer * heads + head) * word(ctx, c.HEAD_BYTES)
-                    write_key(ctx, entry, t, head, at, word(ctx, c.ATTENTION))
-
-    @njit(**JIT)
-    def merge_segments(ctx, entry, token, kv_head, segments, scratch):
-        """The partial results of a query's group, in ascending order, to MIXED."""
-        dim, heads = word(ctx, c.HEAD_DIM), word(ctx, c.N_HEADS)
-        group = heads // word(ctx, c.N_KV_HEADS)
-        size = 4 * (dim + GROUP)
-        for g in range(group):
-            head = kv_head * group + g
-            for s in range(segments):
-                at = word(ctx, c.PARTIALS) + size * (word(entry, p.P_PARTIAL) + s * heads + head)
-                attention.merge(
-                    scratch + 64, scratch, at + 64, get_f32(at), get_f32(at + 4), dim, s == 0
-                )  # fmt: skip
-            out = word(ctx, c.MIXED) + token * word(ctx, c.MIXED_STRIDE) + 4 * head * dim
-            attention.finish(scratch + 64, scratch, out, dim)
-
-    @njit(**JIT)
-    def attend_part(ctx, entry, token, kv_head, head_at, index, segments, arrivals):
-        """One segment of a single query; whoever is the last of its segments merges them."""
-        dim, heads = word(ctx, c.HEAD_DIM), word(ctx, c.N_HEADS)
-        group = heads // word(ctx, c.N_KV_HEADS)
-        scratch = word(ctx, c.ATTENTION)
-        _pack_queries(ctx, token, 1, kv_head, scratch)
-        attend_segment(
-            scratch, word(ctx, c.PAGES), head_at, word(ctx, c.PAGE_BYTES), _table(ctx, entry), index,
-            word(entry, p.P_START), group, group, dim, word(ctx, c.PAGE_TOKENS), get_f32(ctx + 8 * c.SCORE_SCALE),
-        )  # fmt: skip
-        o = scratch + 4 * most_rows * (dim + SEGMENT)
-        state = o + 8 * most_rows * dim
-        for g in range(group):
-            at = word(entry, p.P_PARTIAL) + index * heads + kv_head * group + g
-            at = word(ctx, c.PARTIALS) + 4 * (dim + GROUP) * at
-            put_f32(at, get_f32(state + 16 * g + 8))
-            put_f32(at + 4, get_f32(state + 16 * g + 12))
-            attention.copy(o + 4 * g * dim, at + 64, dim)
-        if atomic_add(arrivals, 1) == segments - 1:
-            store_release(arrivals, 0)
-            merge_segments(ctx, entry, token, kv_head, segments, scratch)
-            _quantize_mixed(ctx, token, kv_head)
-
-    @njit(**JIT)
-    def attend_queries(ctx, entry, token, first, queries, kv_head, head_at):
-        """A block of queries of one sequence from position `first` on."""
-        dim, group = word(ctx, c.HEAD_DIM), word(ctx, c.N_HEADS) // word(ctx, c.N_KV_HEADS)
-        scratch = word(ctx, c.ATTENTION)
-        _pack_queries(ctx, token, queries, kv_head, scratch)
-        out = word(ctx, c.MIXED) + token * word(ctx, c.MIXED_STRIDE) + 4 * kv_head * group * dim
-        attend_block(
+@njit(**MERGED)
+def attend_queries(ctx, entry, token, first, queries, kv_head, head_at):
+    """A block of queries of one sequence from position `first` on."""
+    dim, group = word(ctx, c.HEAD_DIM), word(ctx, c.N_HEADS) // word(ctx, c.N_KV_HEADS)
+    scratch = word(ctx, c.ATTENTION)
+    _pack_queries(ctx, token, queries, kv_head, scratch)
+    out = word(ctx, c.MIXED) + token * word(ctx, c.MIXED_STRIDE) + 4 * kv_head * group * dim
+    run_entry(
+        word(ctx, c.ATTEND),
+        (
             scratch, word(ctx, c.PAGES), head_at, word(ctx, c.PAGE_BYTES), _table(ctx, entry), first, queries,
-            group, dim, word(ctx, c.PAGE_TOKENS), get_f32(ctx + 8 * c.SCORE_SCALE), out, word(ctx, c.MIXED_STRIDE),
-        )  # fmt: skip
-        for t in range(token, token + queries):
-            _quantize_mixed(ctx, t, kv_head)
+            group, dim, word(ctx, c.PAGE_TOKENS), ctx + 8 * c.SCORE_SCALE, out, word(ctx, c.MIXED_STRIDE), -1,
+        ),
+    )  # fmt: skip
+    for t in range(token, token + queries):
+        _quantize_mixed(ctx, t, kv_head)
 
-    @njit(**JIT)
-    def attend(ctx, layer):
-        """This rank's units: every one's place in the enumeration says whose it is."""
-        rank, ranks = word(ctx, c.RANK), word(ctx, c.RANKS)
-        kv_heads = word(ctx, c.N_KV_HEADS)
-        block = most_rows // (word(ctx, c.N_HEADS) // kv_heads)
-        unit = 0
-        for e in range(word(word(ctx, c.PLAN), _P_ENTRIES)):
-            entry = p.entry_at(ctx, e)
-            start, count, token = word(entry, p.P_START), word(entry, p.P_COUNT), word(entry, p.P_TOKEN)
-            segments = start // SEGMENT + 1
-            for head in range(kv_heads):
-                head_at = (layer * kv_heads + head) * word(ctx, c.HEAD_BYTES)
-                if word(entry, p.P_PARTIAL) >= 0:
-                    for index in range(segments):
-                        if unit % ranks == rank:
-                            if index == segments - 1:
-                                write_key(ctx, entry, token, head, head_at, word(ctx, c.ATTENTION))
-                            arrivals = word(ctx, c.ARRIVALS) + 64 * (e * kv_heads + head)
-                            attend_part(ctx, entry, token, head, head_at, index, segments, arrivals)
-                        unit += 1
-                    continue
-                for begin in range(0, count, block):
+@njit(**MERGED)
+def attend(ctx, layer):
+    """This rank's units: every one's place in the enumeration says whose it is."""
+    rank, ranks = word(ctx, c.RANK), word(ctx, c.RANKS)
+    kv_heads = word(ctx, c.N_KV_HEADS)
+    block = attention.ROWS // (word(ctx, c.N_HEADS) // kv_heads)
+    unit = 0
+    for e in range(word(word(ctx, c.PLAN), _P_ENTRIES)):
+        entry = p.entry_at(ctx, e)
+        start, count, token = word(entry, p.P_START), word(entry, p.P_COUNT), word(entry, p.P_TOKEN)
+        segments = start // SEGMENT + 1
+        for head in range(kv_heads):
+            head_at = (layer * kv_heads + head) * word(ctx, c.HEAD_BYTES)
+            if word(entry, p.P_PARTIAL) >= 0:
+                for index in range(segments):
                     if unit % ranks == rank:
-                        if count == 1:
+                        if index == segments - 1:
                             write_key(ctx, entry, token, head, head_at, word(ctx, c.ATTENTION))
-                        queries = min(block, count - begin)
-                        attend_queries(ctx, entry, token + begin, start + begin, queries, head, head_at)
+                        arrivals = word(ctx, c.ARRIVALS) + 64 * (e * kv_heads + head)
+                        attend_part(ctx, entry, token, head, head_at, index, segments, arrivals)
                     unit += 1
+                continue
+            for begin in range(0, count, block):
+                if unit % ranks == rank:
+                    if count == 1:
+                        write_key(ctx, entry, token, head, head_at, word(ctx, c.ATTENTION))
+                    queries = min(block, count - begin)
+                    attend_queries(ctx, entry, token + begin, start + begin, queries, head, head_at)
+                unit += 1
 
-    @njit(**JIT)
-    def quantize_straddling(ctx, tokens):
-        """Records that span groups of heads are made when all heads are there. False: given up."""
-        heads, dim = word(ctx, c.N_HEADS), word(ctx, c.HEAD_DIM)
-        if heads // word(ctx, c.N_KV_HEADS) * dim % 32 == 0:
-            return True
-        first, end = _share(ctx, tokens)
-        for t in range(first, end):
-            x = word(ctx, c.MIXED) + t * word(ctx, c.MIXED_STRIDE)
-            quantize_row(x, heads * dim, word(ctx, c.MIXED_Q) + t * word(ctx, c.MIXED_Q_STRIDE))
-        return _meet(ctx)
+@njit(**MERGED)
+def quantize_straddling(ctx, tokens):
+    """Records that span groups of heads are made when all heads are there. False: given up."""
+    heads, dim = word(ctx, c.N_HEADS), word(ctx, c.HEAD_DIM)
+    if heads // word(ctx, c.N_KV_HEADS) * dim % 32 == 0:
+        return True
+    first, end = _share(ctx, tokens)
+    for t in range(first, end):
+        x = word(ctx, c.MIXED) + t * word(ctx, c.MIXED_STRIDE)
+        quantize_row(x, heads * dim, word(ctx, c.MIXED_Q) + t * word(ctx, c.MIXED_Q_STRIDE))
+    return _meet(ctx)
 
-    @njit(**JIT)
-    def run_layer(ctx, index, tokens, chunks):
-        layer = word(ctx, c.LAYERS) + 8 * c.LAYER_WORDS * index
+@njit(**MERGED)
+def run_layer(ctx, index, tokens, chunks):
+    layer = word(ctx, c.LAYERS) + 8 * c.LAYER_WORDS * index
+    now = _begin(ctx)
+    if not _norm(ctx, word(layer, c.ATTN_NORM), tokens, False):
+        return False
+    now = _spent(ctx, NORM, now)
+    _qkv(ctx, layer, tokens)
+    now = _spent(ctx, QKV, now)
+    if not _meet(ctx):
+        return False
+    if chunks:
         now = _begin(ctx)
-        if not _norm(ctx, word(layer, c.ATTN_NORM), tokens, False):
+        write_keys(ctx, index)
+        now = _spent(ctx, KEYS, now)
+        if not _meet(ctx):
+            return False
+    now = _begin(ctx)
+    attend(ctx, index)
+    now = _spent(ctx, ATTENTION, now)
+    if not (_meet(ctx) and quantize_straddling(ctx, tokens)):
+        return False
+    now = _begin(ctx)
+    _output(ctx, layer, tokens)
+    now = _spent(ctx, OUTPUT, now)
+    if not _meet(ctx):
+        return False
+    now = _begin(ctx)
+    if not _norm(ctx, word(layer, c.FFN_NORM), tokens, False):
+        return False
+    now = _spent(ctx, NORM, now)
+    _gate_up(ctx, layer, tokens)
+    now = _spent(ctx, GATE_UP, now)
+    if not _meet(ctx):
+        return False
+    now = _begin(ctx)
+    _down(ctx, layer, tokens)
+    _spent(ctx, DOWN, now)
+    return _meet(ctx)
+
+@njit(**INNER)
+def run_step(ctx):
+    """The planned step, on every rank. False: the group is given up and the step is not done."""
+    plan = word(ctx, c.PLAN)
+    tokens, samples, chunks = word(plan, _P_TOKENS), word(plan, _P_SAMPLES), word(plan, _P_CHUNKS)
+    rank, ranks = word(ctx, c.RANK), word(ctx, c.RANKS)
+    progress = word(ctx, c.PROGRESS_AT)
+    if tokens:
+        now = _begin(ctx)
+        _embed(ctx, tokens)
+        _spent(ctx, EMBED, now)
+        if not _meet(ctx):
+            return False
+        for index in range(word(ctx, c.N_LAYERS)):
+            if not run_layer(ctx, index, tokens, chunks):
+                return False
+            if rank == 0:
+                store_release(progress, get_i64(progress) + 1)
+    if samples:
+        now = _begin(ctx)
+        if not _norm(ctx, word(ctx, c.FINAL_NORM), samples, True):
             return False
         now = _spent(ctx, NORM, now)
-        _qkv(ctx, layer, tokens)
-        now = _spent(ctx, QKV, now)
-        if not _meet(ctx):
-            return False
-        if chunks:
-            now = _begin(ctx)
-            write_keys(ctx, index)
-            now = _spent(ctx, KEYS, now)
-            if not _meet(ctx):
-                return False
-        now = _begin(ctx)
-        attend(ctx, index)
-        now = _spent(ctx, ATTENTION, now)
-        if not (_meet(ctx) and quantize_straddling(ctx, tokens)):
-            return False
-        now = _begin(ctx)
-        _output(ctx, layer, tokens)
-        now = _spent(ctx, OUTPUT, now)
+        _head(ctx, samples)
+        _spent(ctx, HEAD, now)
         if not _meet(ctx):
             return False
         now = _begin(ctx)
-        if not _norm(ctx, word(layer, c.FFN_NORM), tokens, False):
-            return False
-        now = _spent(ctx, NORM, now)
-        _gate_up(ctx, layer, tokens)
-        now = _spent(ctx, GATE_UP, now)
-        if not _meet(ctx):
-            return False
-        now = _begin(ctx)
-        _down(ctx, layer, tokens)
-        _spent(ctx, DOWN, now)
-        return _meet(ctx)
-
-    @njit(**JIT)
-    def run_step(ctx):
-        """The planned step, on every rank. False: the group is given up and the step is not done."""
-        plan = word(ctx, c.PLAN)
-        tokens, samples, chunks = word(plan, _P_TOKENS), word(plan, _P_SAMPLES), word(plan, _P_CHUNKS)
-        rank, ranks = word(ctx, c.RANK), word(ctx, c.RANKS)
-        progress = word(ctx, c.PROGRESS_AT)
-        if tokens:
-            now = _begin(ctx)
-            _embed(ctx, tokens)
-            _spent(ctx, EMBED, now)
-            if not _meet(ctx):
-                return False
-            for index in range(word(ctx, c.N_LAYERS)):
-                if not run_layer(ctx, index, tokens, chunks):
-                    return False
-                if rank == 0:
-                    store_release(progress, get_i64(progress) + 1)
-        if samples:
-            now = _begin(ctx)
-            if not _norm(ctx, word(ctx, c.FINAL_NORM), samples, True):
-                return False
-            now = _spent(ctx, NORM, now)
-            _head(ctx, samples)
-            _spent(ctx, HEAD, now)
-            if not _meet(ctx):
-                return False
-            now = _begin(ctx)
-            for i in range(rank, samples, ranks):
-                _sample(ctx, i)
-            _spent(ctx, SAMPLE, now)
-        if rank == 0:
-            store_release(progress, get_i64(progress) + 1)
-        return _meet(ctx)
-
-    return Functions(run_step)
+        for i in range(rank, samples, ranks):
+            _sample(ctx, i)
+        _spent(ctx, SAMPLE, now)
+    if rank == 0:
+        store_release(progress, get_i64(progress) + 1)
+    return _meet(ctx)

@@ -21,7 +21,8 @@ from shm import steps
 from shm.pages import SEGMENT
 from stages.worker.kernels import context as c
 from stages.worker.kernels.context import word
-from stages.worker.kernels.simd import JIT, get_i32, get_i64, put_i32, put_i64
+from stages.worker.kernels.linkage import INNER
+from stages.worker.kernels.simd import get_i32, get_i64, put_i32, put_i64
 
 BAD_ENTRY = -2
 ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, SLOT, HAS_PARTIALS = range(6)
@@ -43,28 +44,28 @@ def plan_words(max_entries: int, max_tokens: int, max_samples: int) -> int:
     return HEAD + ENTRY_PLAN * max_entries + TOKEN_PLAN * max_tokens + SAMPLE_PLAN * max_samples
 
 
-@njit(**JIT)
+@njit(**INNER)
 def entry_at(ctx, entry):
     return word(ctx, c.PLAN) + 8 * (HEAD + ENTRY_PLAN * entry)
 
 
-@njit(**JIT)
+@njit(**INNER)
 def token_at(ctx, token):
     return word(ctx, c.PLAN) + 8 * (HEAD + ENTRY_PLAN * word(ctx, c.MAX_ENTRIES) + TOKEN_PLAN * token)
 
 
-@njit(**JIT)
+@njit(**INNER)
 def sample_at(ctx, sample):
     words = HEAD + ENTRY_PLAN * word(ctx, c.MAX_ENTRIES) + TOKEN_PLAN * word(ctx, c.STEP_TOKENS)
     return word(ctx, c.PLAN) + 8 * (words + SAMPLE_PLAN * sample)
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _is_sound(ctx, row, start, count, samples, base, n_tokens, n_samples):
     """Whether the numbers of an entry are within their bounds; pages and ids are looked at later."""
     return (
         0 <= row < word(ctx, c.MAX_ROWS)
-        and 0 <= start
+        and start >= 0
         and 1 <= count <= word(ctx, c.STEP_TOKENS) - n_tokens
         and start + count <= min(word(ctx, c.MAX_POSITIONS), word(ctx, c.MAX_TOKENS))
         and 0 <= samples <= min(count, word(ctx, c.STEP_SAMPLES) - n_samples)
@@ -72,7 +73,7 @@ def _is_sound(ctx, row, start, count, samples, base, n_tokens, n_samples):
     )
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _copy_table(ctx, row, entry, positions):
     """Copy the page table that `positions` positions need; False when a page does not exist."""
     page_tokens = word(ctx, c.PAGE_TOKENS)
@@ -90,7 +91,7 @@ def _copy_table(ctx, row, entry, positions):
     return True
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _copy_tokens(ctx, row, start, count, entry, first):
     """Plan the entry's tokens; False when an id is none of the vocabulary's."""
     source = word(ctx, c.TOKENS) + row * word(ctx, c.TOKENS_STRIDE)
@@ -106,7 +107,7 @@ def _copy_tokens(ctx, row, start, count, entry, first):
     return True
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _refuse(ctx, slot, samples, base):
     """Say so in the places of the entry's samples, as far as these exist."""
     if base < 0 or samples < 1:
@@ -116,7 +117,7 @@ def _refuse(ctx, slot, samples, base):
         put_i32(out + 4 * i, BAD_ENTRY)
 
 
-@njit(**JIT)
+@njit(**INNER)
 def make_plan(ctx, step):
     """The plan of `step`, for rank 0; returns how many entries were refused, -1 for a slot of another step."""
     slot = step % _SLOTS
@@ -169,7 +170,7 @@ def make_plan(ctx, step):
     return refused
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _share_segments(ctx, kept):
     """Give entries of one query and several segments places for partial results, while there are any."""
     used = 0

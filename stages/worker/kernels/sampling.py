@@ -24,6 +24,7 @@ import numba
 import numpy as np
 
 from shm import steps
+from stages.worker.kernels.linkage import INNER
 from stages.worker.kernels.simd import (
     JIT,
     LANES,
@@ -69,7 +70,8 @@ _F = np.float32
 _SEED, _CHOICE, _TOP_K = 8 * steps.SEED, 8 * steps.CHOICE, 8 * steps.TOP_K
 _MIN_TOKENS, _IGNORE_EOS = 8 * steps.MIN_TOKENS, 8 * steps.IGNORE_EOS
 _N_BIAS, _N_MASK, _ORDER = 8 * steps.N_BIAS, 8 * steps.N_MASK, 8 * steps.ORDER
-_MAX_BIAS, _MAX_MASK = steps.MAX_BIAS, steps.MAX_MASK
+_MAX_BIAS, _MAX_MASK, _MAX_TOP = steps.MAX_BIAS, steps.MAX_MASK, steps.MAX_TOP
+_LOGPROBS = 8 * steps.LOGPROBS
 _TEMPERATURE, _TOP_P, _REPETITION = 4 * steps.TEMPERATURE, 4 * steps.TOP_P, 4 * steps.REPETITION
 _FREQUENCY, _PRESENCE = 4 * steps.FREQUENCY, 4 * steps.PRESENCE
 
@@ -80,7 +82,7 @@ def scratch_bytes(vocab_size: int) -> int:
     return 8 * 4 * n + 4 * (1 << _DIGIT) + 8 * (n // SUM_BLOCK) + 4 * (n // MAX_BLOCK)
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _padded(vocab):
     return (vocab + SUM_BLOCK - 1) // SUM_BLOCK * SUM_BLOCK
 
@@ -88,7 +90,7 @@ def _padded(vocab):
 # ------------------------------------------------------------------ scalars
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def uniform(seed, position, choice):
     """[0, 1) with 53 bits: Philox4x32-10, key = seed, counter = (position, choice, 0, 0)."""
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -107,7 +109,7 @@ def uniform(seed, position, choice):
     return np.float64((c0 << np.uint64(21)) + (c1 >> np.uint64(11))) * 2.0**-53
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def log(x):
     """Natural logarithm of an f64 of at least 1."""
     k = 0
@@ -130,7 +132,7 @@ def log(x):
 # ------------------------------------------------------------------ the whole vocabulary
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _largest(x, n):
     """Maximum of n f32."""
     low = _F(-np.inf)
@@ -144,7 +146,7 @@ def _largest(x, n):
     return reduce_max(maximum(a, b))
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def is_finite(x, n):
     """Whether none of n f32 is infinite or NaN."""
     magnitude, most = splat_i32(0x7FFFFFFF), splat_i32(0x7F7FFFFF)
@@ -158,7 +160,7 @@ def is_finite(x, n):
     return lanes_set(bad) == 0
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _lowest_bit(bits):
     i = 0
     while (bits >> i) & 1 == 0:
@@ -166,7 +168,7 @@ def _lowest_bit(bits):
     return i
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def first_largest(x, n):
     """The lowest index of the maximum of n f32."""
     top = splat_f32(_largest(x, n))
@@ -178,7 +180,7 @@ def first_largest(x, n):
     return 0
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _weigh(x, w, sums, n, top):
     """w = exp(x - top) over n f32, f64 sums of blocks at `sums`; returns the sequential sum of these."""
     m = splat_f32(top)
@@ -197,12 +199,12 @@ def _weigh(x, w, sums, n, top):
     return total
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _put_f64(address, value):
     put_i64(address, np.float64(value).view(np.int64))
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _gather(x, n, threshold, values, ids):
     """All of n f32 that are at least `threshold`, by ascending id; how many."""
     least = splat_f32(threshold)
@@ -222,7 +224,7 @@ def _gather(x, n, threshold, values, ids):
 # ------------------------------------------------------------------ sorted lists of candidates
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _make_keys(values, keys, n):
     """u32 that ascend as the f32 descend; -0 and 0 are the same."""
     zero, sign, ones = splat_f32(_F(0.0)), splat_i32(0x80000000), splat_i32(-1)
@@ -233,7 +235,7 @@ def _make_keys(values, keys, n):
         store_i32(keys + 4 * i, select_i32(negative, bits, bits ^ sign ^ ones))
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _pass(keys, ids, new_keys, new_ids, histogram, n, shift, by_id):
     """One stable pass over 11 bits of the key (or of the id)."""
     digits = (1 << _DIGIT) - 1
@@ -256,7 +258,7 @@ def _pass(keys, ids, new_keys, new_ids, histogram, n, shift, by_id):
         put_i32(new_ids + 4 * place, get_i32(ids + 4 * i))
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _sort(scratch, vocab, n, ids_ascend):
     """The list (CV, ID) of n by (value descending, id ascending)."""
     size = 4 * _padded(vocab)
@@ -292,7 +294,7 @@ def _sort(scratch, vocab, n, ids_ascend):
         store_i32(ids + 4 * i, load_i32(i2 + 4 * i))
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _list_weights(scratch, vocab, n):
     """W of the sorted list; zeros when its first is -inf. Returns the sequential f64 sum."""
     size = 4 * _padded(vocab)
@@ -308,7 +310,7 @@ def _list_weights(scratch, vocab, n):
     return total
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _best(scratch, x, vocab, k):
     """The list becomes the first k of the n f32 at x, sorted."""
     size = 4 * _padded(vocab)
@@ -328,7 +330,7 @@ def _best(scratch, x, vocab, k):
     return min(n, k)
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _prefix(scratch, vocab, n, enough):
     """How many of the sorted list's weights reach `enough`; n + 1 when all together do not."""
     w = scratch + 4 * _padded(vocab)
@@ -340,7 +342,7 @@ def _prefix(scratch, vocab, n, enough):
     return n + 1
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _nucleus(scratch, vocab, p):
     """The list becomes the shortest prefix of the sorted vocabulary (VAL) with share p of the weight."""
     size = 4 * _padded(vocab)
@@ -370,7 +372,7 @@ def _nucleus(scratch, vocab, p):
         below = below * _F(2.0)
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _list_weights_only(scratch, vocab, n, top):
     size = 4 * _padded(vocab)
     w, values = scratch + size, scratch + 3 * size
@@ -382,7 +384,7 @@ def _list_weights_only(scratch, vocab, n, top):
 # ------------------------------------------------------------------ steps that change values
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _add_to(scratch, vocab, n, whole, identity, value, replace):
     """Add `value` to (or put it at) the candidate `identity`, if it is one."""
     size = 4 * _padded(vocab)
@@ -399,12 +401,12 @@ def _add_to(scratch, vocab, n, whole, identity, value, replace):
             return
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _repeat(v, r):
     return v / r if v > _F(0.0) else v * r
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _repetition(scratch, vocab, n, whole, tokens, n_tokens, r):
     size = 4 * _padded(vocab)
     count, values, ids = scratch + 2 * size, scratch + 3 * size, scratch + 4 * size
@@ -424,7 +426,7 @@ def _repetition(scratch, vocab, n, whole, tokens, n_tokens, r):
             put_i32(count + 4 * identity, 0)
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _penalties(scratch, vocab, n, whole, tokens, n_tokens, frequency, presence):
     """`tokens`: the output's."""
     size = 4 * _padded(vocab)
@@ -448,7 +450,7 @@ def _penalties(scratch, vocab, n, whole, tokens, n_tokens, frequency, presence):
                 put_f32(at, (get_f32(at) - frequency * _F(times)) - presence)
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _temper(x, n, t):
     divisor, most = splat_f32(t), splat_f32(_F(_V_MAX))
     for i in range(0, n, LANES):
@@ -458,7 +460,7 @@ def _temper(x, n, t):
 # ------------------------------------------------------------------ drawing
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _draw(scratch, vocab, n, whole, u):
     size = 4 * _padded(vocab)
     w, ids = scratch + size, scratch + 4 * size
@@ -491,7 +493,7 @@ def _draw(scratch, vocab, n, whole, u):
     return last if whole else get_i32(ids + 4 * last)
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def _is_plain(ints, floats, position):
     """Whether the order of the raw logits decides the first candidate."""
     return (
@@ -506,7 +508,7 @@ def _is_plain(ints, floats, position):
     )
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def sample(logits, vocab, tokens, n_tokens, output_start, ints, floats, mask_ids, bias_ids, bias, scratch):
     """The id drawn after n_tokens tokens (i32), or NOT_FINITE.
 
@@ -574,7 +576,7 @@ def sample(logits, vocab, tokens, n_tokens, output_start, ints, floats, mask_ids
     return _draw(scratch, vocab, n, whole, uniform(get_i64(ints + _SEED), position, get_i64(ints + _CHOICE)))
 
 
-@numba.njit(**JIT)
+@numba.njit(**INNER)
 def logprobs(logits, vocab, token, n_top, out, top_ids, top_logprobs, scratch):
     """Log probability of `token` (f32 at out) and of the n_top best (i32, f32), of the raw distribution."""
     size = 4 * _padded(vocab)
@@ -588,3 +590,23 @@ def logprobs(logits, vocab, token, n_top, out, top_ids, top_logprobs, scratch):
             put_i32(top_ids + 4 * i, get_i32(scratch + 4 * size + 4 * i))
             value = np.float64(get_f32(scratch + 3 * size + 4 * i)) - norm
             put_f32(top_logprobs + 4 * i, _F(value))
+
+
+@numba.njit(**JIT)
+def draw(
+    logits, vocab, tokens, n_tokens, output_start, ints, floats, mask_ids, bias_ids, bias, scratch, out, top_ids,
+    top_logprobs,
+):  # fmt: skip
+    """Entry: `sample`, then `logprobs` when the row asks for them. The id, or NOT_FINITE."""
+    token = sample(
+        logits, vocab, tokens, n_tokens, output_start, ints, floats, mask_ids, bias_ids, bias, scratch
+    )  # fmt: skip
+    n_top = min(get_i64(ints + _LOGPROBS), _MAX_TOP)
+    if token >= 0 and n_top >= 0:
+        logprobs(logits, vocab, token, n_top, out, top_ids, top_logprobs, scratch)
+    else:
+        put_f32(out, _F(0.0))
+    return token
+
+
+ENTRY_ARGUMENTS = 14

@@ -7,9 +7,6 @@ function for both roles, because the whole forward pass is compiled into it.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 from numba import njit
 
 from shm import steps
@@ -18,6 +15,7 @@ from stages.worker import activations as act
 from stages.worker.kernels import context as c
 from stages.worker.kernels import forward
 from stages.worker.kernels.context import word
+from stages.worker.kernels.linkage import INNER
 from stages.worker.kernels.plan import make_plan
 from stages.worker.kernels.simd import JIT, put_i64
 
@@ -38,7 +36,7 @@ def announce(control, turn, ranks):
             return
 
 
-@njit(**JIT)
+@njit(**INNER)
 def _await_turn(control, seen, rank, limit_ns):
     """Until STEP differs from `seen`, at most `limit_ns`: spin, then sleep. What stands there."""
     line = control + 8 * (act.LINES + 8 * rank)
@@ -59,37 +57,33 @@ def _await_turn(control, seen, rank, limit_ns):
             exchange(line + _SLEEPS, 0)
 
 
-@functools.cache
-def functions(kv_type: str) -> Any:
-    """`take_turns(ctx, control, turn, step, timing, limit_ns)` over one type of KV cache.
+@njit(**JIT)
+def take_turns(ctx, control, turn, step, timing, limit_ns):
+    """Rank 0: run step `step` as turn `turn` (even, larger than the last); its begin and end go to the
+    slot's row at `timing` (4 i64 a slot).  Returns how many entries were refused, or LOST.
 
-    Rank 0: run step `step` as turn `turn` (even, larger than the last); its begin and end go to the slot's
-    row at `timing` (4 i64 a slot).  Returns how many entries were refused, or LOST.
     Others: run every turn after `turn`, until one is odd or `limit_ns` have passed without any.  Returns
     the last turn seen, or LOST.
     """
-    run_step = forward.functions(kv_type).run_step
+    if word(ctx, c.RANK) == 0:
+        at = timing + 32 * (step % _SLOTS)
+        put_i64(at + _BEGUN, monotonic_ns())
+        refused = make_plan(ctx, step)
+        announce(control, turn, word(ctx, c.RANKS))
+        if not forward.run_step(ctx):
+            return LOST
+        put_i64(at + _FINISHED, monotonic_ns())
+        return max(refused, 0)
+    while True:
+        seen = turn
+        turn = _await_turn(control, seen, word(ctx, c.RANK), limit_ns)
+        if turn == seen or turn & 1:
+            return LOST if load_acquire(control + _ABORT) else turn
+        if not forward.run_step(ctx):
+            return LOST
 
-    @njit(**JIT)
-    def take_turns(ctx, control, turn, step, timing, limit_ns):
-        if word(ctx, c.RANK) == 0:
-            at = timing + 32 * (step % _SLOTS)
-            put_i64(at + _BEGUN, monotonic_ns())
-            refused = make_plan(ctx, step)
-            announce(control, turn, word(ctx, c.RANKS))
-            if not run_step(ctx):
-                return LOST
-            put_i64(at + _FINISHED, monotonic_ns())
-            return max(refused, 0)
-        while True:
-            seen = turn
-            turn = _await_turn(control, seen, word(ctx, c.RANK), limit_ns)
-            if turn == seen or turn & 1:
-                return LOST if load_acquire(control + _ABORT) else turn
-            if not run_step(ctx):
-                return LOST
 
-    return take_turns
+ENTRY_ARGUMENTS = 6
 
 
 @njit(**JIT)

@@ -1,0 +1,64 @@
+"""Entries: jitted functions that others call by address, so that each is compiled by itself, once.
+
+Numba copies a callee's code into its caller and optimizes both again, at every level.  What is large
+(a matrix product, attention, the sampler) is therefore an entry: compiled alone, cached alone, in
+parallel if need be, and called through a word of the context that holds its address.
+
+    run_entry(address, (a, b, c))       an entry of three int64
+    call_entry(address, (a, b, c))      one that returns an int64
+
+`INNER` is for functions that entries are made of,
+`MERGED` for those with one or two callers, which are merged into them before anything is compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import types
+from numba.extending import intrinsic
+
+from stages.worker.kernels.simd import JIT
+
+INNER = {**JIT, "cache": False}
+MERGED = {**JIT, "cache": False, "inline": "always"}
+
+
+def _caller(result: Any) -> Any:
+    def implementation(typingctx: Any, address: Any, args: Any) -> Any:
+        if not isinstance(args, types.BaseTuple):
+            return None
+        signature = (types.int64,) * len(args)
+
+        def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            convention = context.call_conv
+            kind = convention.get_function_type(result, signature)
+            function = builder.inttoptr(values[0], kind.as_pointer())
+            arguments = [
+                context.cast(builder, builder.extract_value(values[1], i), given, types.int64)
+                for i, given in enumerate(sig.args[1])
+            ]
+            value = convention.call_function(builder, function, result, signature, arguments)[1]
+            return context.get_dummy_value() if result is types.none else value
+
+        return result(types.int64, args), codegen
+
+    return intrinsic(implementation)
+
+
+call_entry = _caller(types.int64)
+run_entry = _caller(types.none)
+
+
+def entry_address(function: Any, n: int) -> int:
+    """Address of a jitted function for n int64 arguments: compiled now, or taken from the cache.
+
+    The function must stay alive as long as the address is used.  Raises `TypeError` when it returns
+    anything but an int64 or nothing.
+    """
+    signature = (types.int64,) * n
+    function.compile(signature)
+    result = function.overloads[signature]
+    if result.signature.return_type not in (types.int64, types.none):
+        raise TypeError(f"{function.__name__} returns {result.signature.return_type}, not int64 or nothing")
+    return int(result.library.get_pointer_to_function(result.fndesc.llvm_func_name))
