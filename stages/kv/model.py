@@ -6,7 +6,7 @@ import logging
 import time
 from pathlib import Path
 
-from pipeline import paths
+from pipeline import faultplan, paths
 from pipeline.config_schema import Config, ModelConfig
 from pipeline.telemetry import Metrics
 from shm.arena import Arena
@@ -15,6 +15,7 @@ from shm.pages import KvGeometry
 from stages.kv import persist, prefix
 from stages.kv.adopt import open_arena
 from stages.kv.manager import Manager
+from stages.kv.pool import Pool
 from stages.kv.rows import Rows
 from stages.kv.session_files import SessionFiles
 from stages.kv.sessions import Sessions
@@ -62,31 +63,30 @@ class ModelPages:
                 bound = model.spill_mb << 20 or SPILL_FACTOR * budget
                 self.spilled = self._store(Path(model.spill_path).expanduser(), bound, persist.IN_SPILL)
         stores = [store for store in (self.spilled, self.saved) if store is not None]
-        manager = Manager(
+        pool = Pool(
             home.views,
-            geometry.page_tokens,
-            prefix.roots(raw, geometry),
-            self.rows.read,
             policy=config.cache.eviction_policy,
             ttl_ns=config.cache.ttl_s * 1_000_000_000,
-            caching=config.cache.enabled,
             spill=self.spilled,
             tiers=stores,
+            on_publish=faultplan.hook("kv", "page"),
         )
-        if home.found is None:
-            manager.declared = False
-        else:
-            manager.headers.forget_copies()
-            manager.adopt(home.found.full, home.found.limbo)
+        if home.found is not None:
+            pool.headers.forget_copies()
+            pool.adopt(home.found.full, home.found.limbo)
             for store in stores:
-                persist.note_copies(manager, store)
+                persist.note_copies(pool, store)
+        roots = prefix.roots(raw, geometry)
+        manager = Manager(
+            pool, geometry.page_tokens, roots, self.rows.read, caching=config.cache.enabled, declared=False
+        )
         self.manager = manager
         self.sessions = self._open_sessions(index.hyper.context_length)
         log.info(
             "KV arena stands",
             extra={
-                "model": model.name, "pages": manager.total, "page_bytes": geometry.page_bytes,
-                "is_adopted": home.found is not None, "cached": manager.cached, "limbo": manager.leased,
+                "model": model.name, "pages": pool.total, "page_bytes": geometry.page_bytes,
+                "is_adopted": home.found is not None, "cached": pool.cached, "limbo": pool.leased,
                 "torn": home.found.torn if home.found else 0,
                 "on_disk": sum(len(store) for store in stores),
             },
@@ -101,7 +101,8 @@ class ModelPages:
         path = persist.store_path(directory, self.model.slug, self.digest, self.geometry)
         what = persist.identity(self.digest, self.geometry)
         try:
-            return PageStore(path, what, self.geometry.page_bytes, max_bytes, residency)
+            fault = faultplan.hook("disk", "saved" if residency == persist.IN_STATE else "spill")
+            return PageStore(path, what, self.geometry.page_bytes, max_bytes, residency, fault=fault)
         except OSError as error:
             log.error("%s cannot be used, pages are not kept there: %s", path, error.strerror or error)
             return None
@@ -125,7 +126,7 @@ class ModelPages:
     def expire(self) -> None:
         """Drop what has not been used for too long."""
         if self.manager is not None:
-            self.manager.expire()
+            self.manager.pool.expire()
         if self.sessions is not None:
             self.sessions.expire()
             self.free_sessions()
@@ -133,20 +134,20 @@ class ModelPages:
     def free_sessions(self) -> None:
         """Free the pages of sessions that are gone."""
         if self.sessions is not None and self.manager is not None and self.sessions.freed:
-            self.manager.discard(self.sessions.freed)
+            self.manager.pool.discard(self.sessions.freed)
             self.sessions.freed.clear()
 
     def save_proven(self) -> bool:
         """A few pages that have proven themselves to the state directory. True: there may be more."""
         if self.manager is None or self.saved is None:
             return False
-        return persist.save_proven(self.manager, self.saved, SAVE_PAGES) == SAVE_PAGES
+        return persist.save_proven(self.manager.pool, self.saved, SAVE_PAGES) == SAVE_PAGES
 
     def save_recent(self) -> bool:
         """At a clean stop: a few of the most recent pages. True: there may be more."""
         if self.manager is None or self.saved is None:
             return False
-        return persist.save_recent(self.manager, self.saved, SAVE_PAGES) > 0
+        return persist.save_recent(self.manager.pool, self.saved, SAVE_PAGES) > 0
 
     def close(self) -> None:
         """Let go of everything; the arena's file stays for a successor."""
@@ -167,12 +168,12 @@ def measure(models: list[ModelPages], metrics: Metrics) -> None:
     """Enter the figures of all models."""
     allocated = resident = spilled = evictions = failures = restored = 0
     for model in models:
-        manager = model.manager
-        if manager is None or model.geometry is None:
+        if model.manager is None or model.geometry is None:
             continue
-        counters, page_bytes, name = manager.counters, model.geometry.page_bytes, model.model.name
-        allocated += manager.total * page_bytes
-        resident += (manager.cached + manager.leased) * page_bytes
+        pool = model.manager.pool
+        counters, page_bytes, name = pool.counters, model.geometry.page_bytes, model.model.name
+        allocated += pool.total * page_bytes
+        resident += (pool.cached + pool.leased) * page_bytes
         spilled += sum(len(store) for store in model.stores()) * page_bytes
         evictions += counters.evictions
         failures += counters.checksum_failures + sum(s.counters.damaged for s in model.stores())
@@ -180,7 +181,7 @@ def measure(models: list[ModelPages], metrics: Metrics) -> None:
         metrics.set("starling_kv_cache_hits_total", counters.hits, name)
         metrics.set("starling_kv_cache_misses_total", counters.misses, name)
         for state in ("free", "cached", "leased"):
-            metrics.set("starling_kv_cache_pages", getattr(manager, state), name, state)
+            metrics.set("starling_kv_cache_pages", getattr(pool, state), name, state)
         if model.sessions is not None:
             metrics.set("starling_sessions", len(model.sessions), name)
         for seconds in counters.restore_s:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shm.pages import KvGeometry
-from stages.kv.manager import Manager
+from stages.kv.pool import Pool
 from stages.kv.spill import PageStore
 
 IN_SPILL, IN_STATE = 1, 2  # bits of a page header's `residency`
@@ -30,44 +30,44 @@ def identity(digest: str, geometry: KvGeometry) -> dict[str, object]:
     return {"digest": digest, **geometry._asdict()}
 
 
-def note_copies(manager: Manager, store: PageStore) -> None:
+def note_copies(pool: Pool, store: PageStore) -> None:
     """After a restart: enter into the page headers which pages `store` has."""
     for digest in store.digests():
-        page = manager.index.get(digest)
+        page = pool.index.get(digest)
         if page is not None:
-            manager.headers.mark_copy(page, store.residency)
+            pool.headers.mark_copy(page, store.residency)
 
 
-def save_proven(manager: Manager, store: PageStore, limit: int) -> int:
+def save_proven(pool: Pool, store: PageStore, limit: int) -> int:
     """Copy at most `limit` pages that have proven themselves. Returns how many."""
-    return _save(manager, store, manager.headers.without_copy(store.residency, PROVEN_USES), limit)
+    return _save(pool, store, pool.headers.without_copy(store.residency, PROVEN_USES), limit)
 
 
-def save_recent(manager: Manager, store: PageStore, limit: int) -> int:
+def save_recent(pool: Pool, store: PageStore, limit: int) -> int:
     """Copy at most `limit` of the most recent pages, as many as fit under the bound. 0: all are there.
 
     A page that is there already counts as recent, so that it is not replaced by an older one.
     """
     wanted = []
-    for page in manager.named_pages()[: store.capacity]:
-        digest = manager.name_of(page)
+    for page in pool.named_pages()[: store.capacity]:
+        digest = pool.name_of(page)
         if digest is not None and digest in store:
             store.touch(digest)
         else:
             wanted.append(page)
-    return _save(manager, store, wanted, limit)
+    return _save(pool, store, wanted, limit)
 
 
-def _save(manager: Manager, store: PageStore, pages: list[int], limit: int) -> int:
+def _save(pool: Pool, store: PageStore, pages: list[int], limit: int) -> int:
     count = 0
     for page in pages:
         if count == limit:
             break
-        digest = manager.name_of(page)
+        digest = pool.name_of(page)
         if digest is None:
             continue
-        if not store.put(digest, manager.headers.record(page), manager.arena.pages[page]):
+        if not store.put(digest, pool.headers.record(page), pool.arena.pages[page]):
             break
-        manager.headers.mark_copy(page, store.residency)
+        pool.headers.mark_copy(page, store.residency)
         count += 1
     return count

@@ -69,7 +69,7 @@ class StoreCounters:
 
 
 class PageStore:
-    """Slots for pages of `page_bytes`, a multiple of 4096; at most `max_bytes` of file. A `manager.Tier`."""
+    """Slots for pages of `page_bytes`, a multiple of 4096; at most `max_bytes` of file. A `pool.Tier`."""
 
     def __init__(
         self,
@@ -79,8 +79,12 @@ class PageStore:
         max_bytes: int,
         residency: int,
         clock: Callable[[], float] = time.monotonic,
+        fault: Callable[[int], object] | None = None,
     ) -> None:
-        """Open or create. Raises `OSError` when that cannot be, `BlockingIOError` when it is in use."""
+        """Open or create. Raises `OSError` when that cannot be, `BlockingIOError` when it is in use.
+
+        `fault` is called before each write of a page, with their count, and may raise `OSError`.
+        """
         if page_bytes % BLOCK:
             raise ValueError(f"page_bytes is {page_bytes}, expected a multiple of {BLOCK}")
         self.path = path
@@ -88,6 +92,7 @@ class PageStore:
         self.page_bytes = page_bytes
         self.counters = StoreCounters()
         self._clock = clock
+        self._fault = fault
         self._paused_until = self._full_until = float("-inf")
         self._slots_each = max(0, min(SLOTS, (max_bytes - 2 * BLOCK) // page_bytes))
         self._extent_bytes = BLOCK + self._slots_each * page_bytes
@@ -145,6 +150,8 @@ class PageStore:
             slot = self._take_slot()
             if slot < 0:
                 return False
+            if self._fault is not None:
+                self._fault(self.counters.stored + 1)
             self._write(self._record_at(slot), bytes(PAGE_RECORD))
             self._write(self._page_at(slot), content.data)
             self._write(self._record_at(slot), record)

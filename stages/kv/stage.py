@@ -16,7 +16,6 @@ from pipeline import messages as m
 from pipeline import paths, registry
 from pipeline.config_schema import Config
 from pipeline.loop import StageLoop
-from pipeline.telemetry import Metrics
 from shm.arena import ArenaError
 from shm.checkpoint import CheckpointError
 from stages.kv.manager import DeclaredLease, Denial, Grant, Manager
@@ -56,7 +55,6 @@ class KvStage:
         self.config = config
         self.loop = StageLoop("kv", config)
         self.models = {model.name: Attached(ModelPages(config, model)) for model in config.models}
-        self.metrics = Metrics("kv", paths.arena_dir(config))
         self.hub = self.loop.bind("scheduler-kv", self._on_frame)
         self.hub.on_down = self._on_down
         self.gateways = self.loop.bind("gateway-kv", self._on_gateway)
@@ -71,7 +69,6 @@ class KvStage:
         finally:
             for model in self.models.values():
                 model.pages.close()
-            self.metrics.remove()
 
     # -------------------------------------------------------------- between frames
 
@@ -201,7 +198,7 @@ class KvStage:
         assert arena is not None
         assert geometry is not None
         return m.KvReady(
-            model.name, model.pages.digest, str(arena.path), manager.total, geometry.page_tokens,
+            model.name, model.pages.digest, str(arena.path), manager.pool.total, geometry.page_tokens,
             geometry.page_bytes, declared, "", arena.generation,
         )  # fmt: skip
 
@@ -209,7 +206,8 @@ class KvStage:
         refused = manager.declare(DeclaredLease(*lease) for lease in frame.leases)
         for sequence in refused:
             log.warning("a declared lease is not recognised", extra={"sequence": sequence})
-            self.hub.send(peer, m.Denied(0, sequence, True, 0, manager.free + manager.cached, manager.total))
+            pool = manager.pool
+            self.hub.send(peer, m.Denied(0, sequence, True, 0, pool.free + pool.cached, pool.total))
         self.hub.send(peer, self._ready(model, manager, declared=True))
 
     @staticmethod
@@ -217,7 +215,7 @@ class KvStage:
         known = model.pages.rows.known(frame.row, frame.n_tokens)
         if known is None:
             log.error("row out of bounds", extra={"sequence": frame.sequence, "row": frame.row})
-            return Denial(False, 0, manager.free + manager.cached, manager.total)
+            return Denial(False, 0, manager.pool.free + manager.pool.cached, manager.pool.total)
         tokens, serial = known
         return manager.acquire(frame.sequence, tokens, frame.want_tokens, frame.row, serial, frame.salt)
 
@@ -254,8 +252,7 @@ class KvStage:
         is_due = now >= self._next_push
         if is_due:
             self._next_push = now + self.config.server.heartbeat_ms / 1000
-            measure([model.pages for model in self.models.values()], self.metrics)
-            self.metrics.write()
+            measure([model.pages for model in self.models.values()], self.loop.metrics)
         for model in self.models.values():
             if model.manager is None or model.peer is None or not model.is_answered:
                 continue
@@ -267,9 +264,9 @@ class KvStage:
     @staticmethod
     def _state(model: Attached, manager: Manager) -> m.KvState:
         assert model.pages.geometry is not None
-        counters = manager.counters
+        pool, counters = manager.pool, manager.pool.counters
         return m.KvState(
-            model.name, manager.total, manager.free, manager.cached, manager.leased,
+            model.name, pool.total, pool.free, pool.cached, pool.leased,
             model.pages.geometry.page_bytes, counters.hits, counters.misses, counters.evictions,
             counters.spilled,
         )  # fmt: skip

@@ -87,7 +87,7 @@ class Rules(RuleBasedStateMachine):
         self.computed[who] = max(self.computed[who], n_tokens)
 
     def _granted(self, who: str, pages: tuple[int, ...]) -> None:
-        now = self.manager.headers
+        now = self.manager.pool.headers
         for i in range(len(self.tables.get(who, ())), len(pages)):
             self.leased_at[who, i] = now.last_use_ns(pages[i])
         self.tables[who] = pages
@@ -194,7 +194,7 @@ class Rules(RuleBasedStateMachine):
     @rule(which=st.integers(0, TOTAL - 1))
     def damage_a_cached_page(self, which: int) -> None:
         """It is dropped when somebody wants it."""
-        cached = self.manager.cached_pages()
+        cached = self.manager.pool.cached_pages()
         if cached:
             page = cached[which % len(cached)]
             self.plain.pages[self._plain_name(page)].is_damaged = True
@@ -225,7 +225,8 @@ class Rules(RuleBasedStateMachine):
         self.manager = self._manager()
         found = scan(Headers(self.arena.headers), TOTAL)
         assert found.torn == 0
-        self.manager.adopt(found.full, found.limbo)
+        self.manager.pool.adopt(found.full, found.limbo)
+        self.manager.declared = False
         self.manager.check()
         assert isinstance(self.manager.acquire("early", np.array([1], np.int32), 1), Denial)
 
@@ -270,7 +271,7 @@ class Rules(RuleBasedStateMachine):
         # Leases end in the manager's order and at its times: take these over.
         for name, page in self.plain.pages.items():
             if page.last == 0:
-                page.last = self.manager.headers.last_use_ns(self._page_of(name))
+                page.last = self.manager.pool.headers.last_use_ns(self._page_of(name))
 
     # -------------------------------------------------------------- what must hold after every rule
 
@@ -280,22 +281,22 @@ class Rules(RuleBasedStateMachine):
         return prefix.chain(root, np.array(tokens, np.int32), PAGE_TOKENS)[-1]
 
     def _page_of(self, name: Name) -> int:
-        return self.manager.index[self._digest(name)]  # type: ignore[index]
+        return self.manager.pool.index[self._digest(name)]  # type: ignore[index]
 
     def _plain_name(self, page: int) -> Name:
-        digest = self.manager.name_of(page)
+        digest = self.manager.pool.name_of(page)
         return next(name for name in self.plain.pages if self._digest(name) == digest)
 
     @invariant()
     def conserves_pages(self) -> None:
         self.manager.check()
-        m = self.manager
+        m = self.manager.pool
         assert m.free + m.cached + m.leased == TOTAL
         assert (m.free, m.cached, m.leased) == (self.plain.free, self.plain.cached, self.plain.leased)
 
     @invariant()
     def knows_the_same_pages(self) -> None:
-        assert set(self.manager.index) == {self._digest(name) for name in self.plain.pages}
+        assert set(self.manager.pool.index) == {self._digest(name) for name in self.plain.pages}
 
     @invariant()
     def keeps_the_same_on_disk(self) -> None:
@@ -304,7 +305,7 @@ class Rules(RuleBasedStateMachine):
 
     @invariant()
     def evicts_in_the_same_order(self) -> None:
-        order = [self.manager.name_of(page) for page in self.manager.cached_pages()]
+        order = [self.manager.pool.name_of(page) for page in self.manager.pool.cached_pages()]
         assert order == [self._digest(name) for name in self.plain.victims()]
 
     @invariant()
@@ -314,7 +315,7 @@ class Rules(RuleBasedStateMachine):
             for page in table:
                 owners.setdefault(page, []).append(who)
         for page, names in owners.items():
-            assert len(names) == 1 or self.manager.name_of(page) is not None
+            assert len(names) == 1 or self.manager.pool.name_of(page) is not None
 
 
 class SpillRules(Rules):

@@ -166,15 +166,15 @@ def test_closing_frees_the_pages() -> None:
     answer = m.acquire("a", np.array(tokens, np.int32), 33, 0, rows.take(0, tokens))
     assert isinstance(answer, Grant)
     for i in range(2):
-        m.arena.pages[answer.pages[i]] = contents(tokens, i)
+        m.pool.arena.pages[answer.pages[i]] = contents(tokens, i)
     m.commit("a", 33)
     names = prefix.chain(ROOTS(""), np.array(tokens, np.int32), PAGE_TOKENS)
-    assert m.discard(reversed(names)) == 0  # in use
+    assert m.pool.discard(reversed(names)) == 0  # in use
     m.release("a", 33)
-    assert m.cached == 2
-    assert m.discard([*reversed(names), *names]) == 2
+    assert m.pool.cached == 2
+    assert m.pool.discard([*reversed(names), *names]) == 2
     m.check()
-    assert (m.free, m.cached, m.leased) == (8, 0, 0)
+    assert (m.pool.free, m.pool.cached, m.pool.leased) == (8, 0, 0)
 
 
 # ------------------------------------------------------------------ files

@@ -14,6 +14,7 @@ from shm.pages import KvGeometry, create_kv
 from stages.kv import persist, prefix
 from stages.kv.manager import Grant, Manager
 from stages.kv.model import ModelPages
+from stages.kv.pool import Pool
 from stages.kv.spill import BLOCK
 from stages.kv.view import Report, inspect, show
 from tests.kv.process import MODEL, configure, load_config, write_model
@@ -61,7 +62,7 @@ def test_shows_what_is_there(pages: ModelPages) -> None:
     (m,) = report.models
     assert report.problems == []
     assert (m.total, m.free, m.cached, m.leased) == (
-        manager.total, manager.free, manager.cached, manager.leased
+        manager.pool.total, manager.pool.free, manager.pool.cached, manager.pool.leased
     )  # fmt: skip
     assert m.free + m.cached + m.leased == m.total
     assert [(run.first, run.pages, run.held) for run in m.runs] == [(0, 2, 1), (2, 2, 0), (2, 1, 0)]
@@ -88,9 +89,9 @@ def test_check_finds_every_kind_of_damage(pages: ModelPages) -> None:
     while pages.save_proven():
         pass
     assert inspect(pages.config, check=True).problems == []
-    cached = manager.cached_pages()
-    manager.arena.pages[cached[0], 100] ^= 1
-    manager.arena.headers[cached[1], 3] ^= 1
+    cached = manager.pool.cached_pages()
+    manager.pool.arena.pages[cached[0], 100] ^= 1
+    manager.pool.arena.headers[cached[1], 3] ^= 1
     os.pwrite(saved._fd, b"damage", 2 * BLOCK + 50)
     session = paths.state_dir(pages.config) / "sessions" / f"{MODEL}-{pages.digest[:12]}" / "x.session"
     session.write_bytes(b"nonsense")
@@ -109,12 +110,11 @@ def test_counts_what_cannot_be_reached(tmp_path: Path) -> None:
     config = load_config(tmp_path)
     path = paths.arena_dir(config) / f"{MODEL}.kv"
     arena, views = create_kv(path, geometry, 6, bytes(32), 1)
-    manager = Manager(views, 16, prefix.roots(bytes(32), geometry), lambda *_: None, policy="fifo")
+    roots = prefix.roots(bytes(32), geometry)
+    manager = Manager(Pool(views), 16, roots, lambda *_: None)
     run(manager, "a", [1, 2, 3])
     assert inspect(config).models[0].unreachable == 0
-    first = manager.index[prefix.chain(manager.root_of(""), np.full(16, 1, np.int32), 16)[0]]
-    manager._evictor.remove(first)
-    manager._forget(first)
+    manager.pool.discard(prefix.chain(roots(""), np.full(16, 1, np.int32), 16))
     assert inspect(config).models[0].unreachable == 1
     arena.close()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 
 from shm.pages import PAGE_HEADER, KvArena, KvGeometry
 from stages.kv import prefix
 from stages.kv.manager import Manager
+from stages.kv.pool import Pool
 
 GEOMETRY = KvGeometry(n_layers=1, n_kv_heads=1, head_dim=32, page_tokens=16, kv_type="f16")
 PAGE_TOKENS = GEOMETRY.page_tokens
@@ -59,5 +61,8 @@ def contents(tokens: list[int], i: int, salt: str = "", page_bytes: int = PAGE_B
     return np.frombuffer((seed * (page_bytes // 32 + 1))[:page_bytes], np.uint8)
 
 
-def manager(arena: KvArena, rows: FakeRows, **options: object) -> Manager:
-    return Manager(arena, PAGE_TOKENS, prefix.roots(DIGEST, GEOMETRY), rows.read, **options)  # type: ignore[arg-type]
+def manager(arena: KvArena, rows: FakeRows, caching: bool = True, **options: Any) -> Manager:
+    """`options` are the pool's."""
+    return Manager(
+        Pool(arena, **options), PAGE_TOKENS, prefix.roots(DIGEST, GEOMETRY), rows.read, caching=caching
+    )

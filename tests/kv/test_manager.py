@@ -1,0 +1,277 @@
+"""The rules of leases, one by one, where the state machine's search is not an explanation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shm.pages import PAGE_FREE
+from stages.kv.adopt import scan
+from stages.kv.headers import Headers
+from stages.kv.manager import DeclaredLease, Denial, Grant, Manager
+from tests.kv.world import PAGE_TOKENS, Clock, FakeRows, contents, manager, small_arena
+
+
+def words(*numbers: int, tail: int = 1) -> list[int]:
+    """A page of tokens for each number, and `tail` tokens more."""
+    return [number for number in numbers for _ in range(PAGE_TOKENS)] + [99] * tail
+
+
+class World:
+    """A manager, its rows, and a worker that computes what it is given."""
+
+    def __init__(self, n_pages: int = 8, **options: object) -> None:
+        self.rows = FakeRows()
+        self.clock = Clock()
+        self.arena = small_arena(n_pages)
+        self.options = options
+        self.m = self.new()
+        self.tokens: dict[str, list[int]] = {}
+
+    def new(self) -> Manager:
+        return manager(self.arena, self.rows, clock_ns=self.clock, **self.options)  # type: ignore[arg-type]
+
+    def acquire(self, who: str, tokens: list[int], ahead: int = 0, salt: str = "") -> Grant | Denial:
+        row = len(self.tokens)
+        serial = self.rows.take(row, tokens)
+        self.tokens[who] = tokens
+        return self.m.acquire(who, np.array(tokens, np.int32), len(tokens) + ahead, row, serial, salt)
+
+    def run(self, who: str, tokens: list[int], salt: str = "") -> int:
+        """A whole request; returns how many of its tokens were cached."""
+        answer = self.acquire(who, tokens, salt=salt)
+        assert isinstance(answer, Grant)
+        for i in range(answer.cached_tokens // PAGE_TOKENS, len(tokens) // PAGE_TOKENS):
+            self.arena.pages[answer.pages[i]] = contents(tokens, i, salt)
+        self.m.release(who, len(tokens))
+        self.m.check()
+        return answer.cached_tokens // PAGE_TOKENS
+
+    def restart(self) -> None:
+        self.m = self.new()
+        found = scan(Headers(self.arena.headers), len(self.arena.pages))
+        self.m.pool.adopt(found.full, found.limbo)
+        self.m.declared = False
+
+    def counts(self) -> tuple[int, int, int]:
+        pool = self.m.pool
+        return pool.free, pool.cached, pool.leased
+
+
+def test_the_page_of_the_last_token_is_never_shared() -> None:
+    w = World()
+    assert w.run("a", words(1, 2, tail=0)) == 0
+    assert w.counts() == (6, 2, 0)
+    assert w.run("b", words(1, 2, tail=0)) == 1
+    assert w.run("c", words(1, 2, tail=1)) == 2
+    assert w.counts() == (6, 2, 0)  # the private copy of page 2 is free again
+
+
+def test_salt_separates() -> None:
+    w = World()
+    w.run("a", words(1), salt="x")
+    assert w.run("b", words(1)) == 0
+    assert w.run("c", words(1), salt="y") == 0
+    assert w.run("d", words(1), salt="x") == 1
+
+
+def test_without_caching_nothing_is_kept() -> None:
+    w = World(caching=False)
+    assert w.run("a", words(1, 2)) == 0
+    assert w.run("b", words(1, 2)) == 0
+    assert w.counts() == (8, 0, 0)
+
+
+def test_a_denial_changes_nothing() -> None:
+    w = World()
+    w.run("a", words(1, 2))
+    w.acquire("b", words(3, 4))
+    before = w.m.pool.cached_pages()
+    denial = w.acquire("c", words(1, 2, 3), ahead=5 * PAGE_TOKENS)
+    # 9 pages of 8: two of them are cached and pinned while it is counted.
+    assert denial == Denial(False, 7, 3, 8)
+    denial = w.acquire("d", words(1, 2, 3), ahead=3 * PAGE_TOKENS)
+    assert denial == Denial(True, 5, 3, 8)
+    assert w.m.pool.cached_pages() == before
+    assert w.m.pool.counters.evictions == 0
+    w.m.check()
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    # Requests a, b, c, then a's prefix again: the end of a prefix goes before its start.
+    [("lru", "b2 b1 c2 c1 a2 a1"), ("fifo", "a2 a1 b2 b1 c2 c1"), ("lfu", "b2 b1 c2 c1 a2 a1")],
+)
+def test_exact_order_of_eviction(policy: str, order: str) -> None:
+    w = World(policy=policy)
+    pages = {}
+    for who, first in (("a", 1), ("b", 3), ("c", 5)):
+        answer = w.acquire(who, words(first, first + 1))
+        assert isinstance(answer, Grant)
+        pages[f"{who}1"], pages[f"{who}2"] = answer.pages[:2]
+        w.m.release(who, 2 * PAGE_TOKENS + 1)
+    assert w.run("again", words(1, 2)) == 2
+    by_page = {page: name for name, page in pages.items()}
+    assert " ".join(by_page[page] for page in w.m.pool.cached_pages()) == order
+    w.acquire("flood", words(9), ahead=3 * PAGE_TOKENS)
+    gone = order.split()[:3]
+    assert w.m.pool.counters.evictions == 3
+    assert " ".join(by_page[page] for page in w.m.pool.cached_pages()) == " ".join(order.split()[3:])
+    assert all(w.m.pool.name_of(pages[name]) is None for name in gone)
+
+
+def test_pages_in_use_are_never_evicted() -> None:
+    w = World()
+    w.run("a", words(1, 2))
+    w.acquire("holder", words(1, 2))
+    w.acquire("b", words(3, 4, 5, 6))
+    assert w.counts() == (0, 0, 8)
+    assert isinstance(w.m.extend("b", 6 * PAGE_TOKENS), Denial)
+    w.m.release("holder", 0)
+    assert isinstance(w.m.extend("b", 6 * PAGE_TOKENS), Grant)
+    w.m.check()
+
+
+def test_cached_pages_expire() -> None:
+    w = World(ttl_ns=1000)
+    w.run("a", words(1))
+    w.clock.now += 900
+    w.run("b", words(2))
+    w.clock.now += 200
+    assert w.m.pool.expire() == 1
+    assert w.run("c", words(2)) == 1
+    assert w.run("d", words(1)) == 0
+
+
+def test_of_equal_pages_one_has_the_name() -> None:
+    w = World()
+    first, second = w.acquire("a", words(1, 2)), w.acquire("b", words(1, 2))
+    assert isinstance(first, Grant)
+    assert isinstance(second, Grant)
+    assert set(first.pages).isdisjoint(second.pages)
+    w.m.commit("a", 33)
+    w.m.commit("b", 33)
+    w.m.check()
+    w.m.release("a", 33)
+    w.m.release("b", 33)
+    assert w.counts() == (6, 2, 0)
+
+
+def test_tokens_of_a_row_that_is_another_s_are_not_believed() -> None:
+    w = World()
+    answer = w.acquire("a", [1], ahead=2 * PAGE_TOKENS)
+    assert isinstance(answer, Grant)
+    w.rows.take(0, words(7, 7))  # the row was given away before the commit was read
+    w.m.commit("a", 33)
+    w.m.release("a", 33)
+    assert w.counts() == (8, 0, 0)
+    assert w.m.pool.counters.unread == 2
+
+
+def test_prompt_pages_need_no_row() -> None:
+    w = World()
+    w.acquire("a", words(1, 2))
+    w.rows.take(0, words(7, 7))
+    w.m.release("a", 33)
+    assert w.counts() == (6, 2, 0)
+
+
+def test_a_damaged_page_is_dropped_and_the_rest_of_the_prefix_with_it() -> None:
+    w = World()
+    w.run("a", words(1, 2, 3))
+    answer = w.acquire("b", words(1, 2, 3))
+    assert isinstance(answer, Grant)
+    w.m.release("b", 0)
+    w.arena.pages[answer.pages[1], 7] ^= 0x10
+    assert w.run("c", words(1, 2, 3)) == 1
+    assert w.m.pool.counters.checksum_failures == 1
+    assert w.run("d", words(1, 2, 3)) == 3
+
+
+def test_damage_found_at_a_declaration_is_remembered_by_the_arena() -> None:
+    """The lease is refused; another restart before its release must not make the page good."""
+    w = World()
+    w.run("a", words(1, 2))
+    answer = w.acquire("b", words(1, 2, 3))
+    assert isinstance(answer, Grant)
+    w.arena.pages[answer.pages[0], 0] ^= 1
+    claim = DeclaredLease("b", len(w.tokens) - 1, 33, answer.pages)
+    for _ in range(3):
+        w.restart()
+        assert w.m.declare([claim]) == ["b"]
+        w.m.check()
+        assert set(answer.pages).isdisjoint(w.m.pool.cached_pages())
+    w.m.commit("b", 49)  # its pages get no names
+    w.m.release("b", 49)
+    w.m.check()
+    assert w.counts()[2] == 0
+    assert w.run("c", words(1, 2, 3)) == 0
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        pytest.param(lambda mine, other: other, id="another's"),
+        pytest.param(lambda mine, other: (*mine[:-1], other[-1]), id="partly another's"),
+        pytest.param(lambda mine, other: (*mine, mine[0]), id="a page twice"),
+        pytest.param(lambda mine, other: (*mine, 99), id="out of bounds"),
+        pytest.param(lambda mine, other: (*mine[1:], mine[0]), id="another order"),
+        pytest.param(lambda mine, other: (*mine, 7), id="a free page"),
+        pytest.param(lambda mine, other: mine[:1], id="too few"),
+        pytest.param(lambda mine, other: (), id="none"),
+    ],
+)
+def test_a_wrong_declaration_is_refused(pages) -> None:  # type: ignore[no-untyped-def]
+    w = World()
+    mine, other = w.acquire("a", words(1, 2)), w.acquire("b", words(3, 4))
+    assert isinstance(mine, Grant)
+    assert isinstance(other, Grant)
+    w.m.commit("a", 33)
+    w.restart()
+    good = DeclaredLease("b", 1, 33, other.pages)
+    assert w.m.declare([good, DeclaredLease("a", 0, 33, pages(mine.pages, other.pages))]) == ["a"]
+    w.m.check()
+    w.m.release("a", 33)
+    w.m.release("b", 33)
+    w.m.check()
+    assert w.counts()[2] == 0
+
+
+def test_nothing_is_granted_before_the_declaration() -> None:
+    w = World()
+    held = w.acquire("a", words(1))
+    assert isinstance(held, Grant)
+    w.restart()
+    assert w.counts() == (6, 0, 2)
+    assert isinstance(w.acquire("b", words(2)), Denial)
+    assert isinstance(w.m.extend("a", 64), Denial)
+    assert w.m.declare([]) == []
+    assert w.counts() == (8, 0, 0)
+    assert all(Headers(w.arena.headers).state(page) == PAGE_FREE for page in range(8))
+    assert isinstance(w.acquire("b", words(2)), Grant)
+
+
+def test_late_news_is_ignored() -> None:
+    w = World()
+    w.m.commit("nobody", 100)
+    w.m.release("nobody", 100)
+    assert w.m.extend("nobody", 100) == Denial(True, 7, 8, 8)
+    w.acquire("a", words(1))
+    w.m.commit("a", 10_000)  # more than it has
+    w.m.release("a", 10_000)
+    w.m.check()
+    assert w.counts() == (7, 1, 0)
+
+
+def test_an_answer_that_was_lost_is_given_again() -> None:
+    w = World()
+    w.run("a", words(1))
+    row, tokens = 5, words(1, 2)
+    serial = w.rows.take(row, tokens)
+    first = w.m.acquire("b", np.array(tokens, np.int32), 40, row, serial)
+    again = w.m.acquire("b", np.array(tokens, np.int32), 40, row, serial)
+    assert first == again == Grant(first.pages, PAGE_TOKENS)  # type: ignore[union-attr]
+    other = w.rows.take(row, tokens)  # taken up anew, by its own will
+    assert isinstance(w.m.acquire("b", np.array(tokens, np.int32), 40, row, other), Grant)
+    w.m.check()
+    assert w.counts()[2] == 3
