@@ -12,8 +12,8 @@ longer than it allowed itself.  Fencing is death: before a successor starts, the
 SIGKILL, and every descendant has been waited for (we are their subreaper).
 
 Ends: SIGTERM or SIGINT, or the death of a guardian (kinship.py), lets the stage finish, for at most its
-drain time; a second signal kills it.  SIGHUP restarts the stage in order.  Too many deaths: exit code 1,
-and at once 78 when the stage says that a restart cannot help.
+drain time; a second signal kills it.  SIGHUP restarts the stage in order.  Too many deaths: exit code 1;
+78 when the stage says at its first start that a restart cannot help.
 
 Knows nothing of what stages do; imports nothing heavy itself.
 """
@@ -41,7 +41,7 @@ from pipeline.restarts import Limits, RestartPolicy
 
 log = logging.getLogger("starling.supervisor")
 
-TICK_S = 0.1
+TICK_S = 0.25  # between looks at what tells nobody: beats, processes below the stage
 FIRST_BEAT_S = 120.0  # from the start of the process; imports on a cold disk included
 GRACE_S = 0.3  # beyond the drain time, for the stage's own end
 SAME_SIGNAL_S = 0.5  # honcho and a terminal may both send one: not a second wish
@@ -230,7 +230,8 @@ class Supervisor:
                 log.info("%s restarts as asked", self.stage)
                 continue
             facts = {"code": ended.code, "ran_s": round(ended.ran_s, 3), "restarts": self._restarts}
-            if ended.code == process.EXIT_CONFIG:
+            # Later the same code may come of what passes: a disk full for a while.
+            if ended.code == process.EXIT_CONFIG and self._restarts == 1:
                 log.error("%s cannot run as configured: giving up", self.stage, extra=facts)
                 return process.EXIT_CONFIG
             wait_s = self._policy.after_death(ended.ran_s)
@@ -258,12 +259,10 @@ class Supervisor:
             os.close(write_end)
         pidfd = os.pidfd_open(pid)
         self._poll.register(pidfd, select.POLLIN)
-        self._poll.register(read_end, select.POLLIN)
         try:
             reason = self._watch(pid, pidfd, read_end)
         finally:
             self._poll.unregister(pidfd)
-            self._poll.unregister(read_end)
             os.close(read_end)
         ran_s = self._clock() - begun
         ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
