@@ -19,7 +19,7 @@ from pipeline.config import load
 from pipeline.config_schema import Config, ModelConfig
 from pipeline.errors import ModelNotFound
 
-# prepare(config, model, models_dir, progress): fetch, ingest, compile; idempotent and flocked, for the
+# prepare(model, models_dir, progress): fetch, ingest, compile; idempotent and flocked, for the
 # worker does the same when it starts and finds something missing.
 WORKER_PREPARE = "stages.worker.prepare"
 
@@ -47,7 +47,7 @@ def prepare_all(config: Config, name: str | None = None) -> None:
     worker = importlib.import_module(WORKER_PREPARE)
     for model in _chosen(config, name):
         with shown(model.name) as progress:
-            worker.prepare(config, model, paths.models_dir(), progress)
+            worker.prepare(model, paths.models_dir(), progress)
 
 
 def _chosen(config: Config, name: str | None) -> tuple[ModelConfig, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline import registry
-from pipeline.config_schema import Config, ModelConfig
+from pipeline.config_schema import ModelConfig
 from shm.checkpoint import CheckpointError, load_index
 from stages.worker.ingest import ingest
 
@@ -27,13 +27,13 @@ def prepare_checkpoint(
 
 
 def prepare(
-    config: Config, model: ModelConfig, models_dir: Path, progress: registry.Progress = registry.no_progress
+    model: ModelConfig, models_dir: Path, progress: registry.Progress = registry.no_progress
 ) -> Path:
     """As `prepare_checkpoint`, and compile the kernels into the cache. Returns the `.idx`."""
     index_path = prepare_checkpoint(model, models_dir, progress)
     from stages.worker.warmup import compile_kernels
 
-    compile_kernels(config, model, index_path, progress)
+    compile_kernels(model, progress)
     return index_path
 
 

@@ -1,0 +1,165 @@
+"""The ranks beyond the first: processes forked by rank 0, one a core, that compute what it announces.
+
+A rank has the weights mapped and the kernels loaded already (it is a copy of rank 0 before that had any
+socket).  Python speaks to it through a pair of sockets: `attach` names the arenas, anything else lets go
+of them.  Between the two it sits in jitted code, and comes back when rank 0 announces an odd turn.
+
+It dies with rank 0 (`PR_SET_PDEATHSIG`), and rank 0 ends when it dies (`watch`): a group lives whole.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from pipeline import process
+from shm.arena import Arena, process_ticks
+from shm.pages import attach_kv
+from shm.steps import attach_steps
+from stages.worker.activations import attach_activations
+from stages.worker.kernels import turns
+from stages.worker.model import Arenas, Model, RankTable
+
+FOLLOW_NS = 200_000_000
+ACK_S = 30.0  # mapping arenas takes milliseconds
+
+
+class GroupError(RuntimeError):
+    """A rank has died or does not answer: the group is over."""
+
+
+class ArenaPaths(msgspec.Struct, frozen=True):
+    """What a group is attached to; "" in all: nothing."""
+
+    steps: str = ""
+    kv: str = ""
+    activations: str = ""
+
+
+class Attachment:
+    """One rank's maps of a group's arenas, and its offset table. `close` lets go of them."""
+
+    def __init__(self, model: Model, paths: ArenaPaths, rank: int) -> None:
+        """Raises `FileNotFoundError`, `ArenaError`, or `ValueError` for arenas of another model."""
+        self._arenas: list[Arena] = []
+        try:
+            steps_arena, self.steps, steps_geometry = attach_steps(Path(paths.steps), model.digest)
+            self._arenas.append(steps_arena)
+            kv_arena, kv, kv_geometry = attach_kv(Path(paths.kv), model.digest)
+            self._arenas.append(kv_arena)
+            activations, geometry = attach_activations(Path(paths.activations), model.digest)
+            self._arenas.append(activations)
+            self.arenas = Arenas(self.steps, steps_geometry, kv, kv_geometry, activations, geometry)
+            self.table = RankTable(model, self.arenas, rank)
+        except BaseException:
+            self.close()
+            raise
+        self.control = activations.buffer.ctypes.data
+
+    def close(self) -> None:
+        for arena in self._arenas:
+            arena.close()
+        self._arenas = []
+
+
+class Rank(NamedTuple):
+    """Rank 0's handle of another one."""
+
+    pid: int
+    ticks: int
+    pidfd: int
+    channel: socket.socket
+
+
+def pin(cpus: list[int], rank: int, ranks: int) -> None:
+    """This thread to its CPU; nowhere when there are more ranks than CPUs."""
+    if ranks <= len(cpus):
+        os.sched_setaffinity(0, {cpus[rank]})
+
+
+def spawn(model: Model, rank: int, ranks: int, cpus: list[int]) -> Rank:
+    """Fork one rank. To be called before this process has any thread or socket beyond its own."""
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        its.close()
+        return Rank(pid, process_ticks(pid), os.pidfd_open(pid), mine)
+    code = process.EXIT_FATAL
+    try:
+        process.die_with_parent(parent)
+        mine.close()
+        # A terminal's Ctrl-C and a unit's SIGTERM reach every process: rank 0 decides for all.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        gc.freeze()
+        pin(cpus, rank, ranks)
+        code = _follow(model, rank, its)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _follow(model: Model, rank: int, channel: socket.socket) -> int:
+    """A rank's life: messages, and turns between them."""
+    attachment: Attachment | None = None
+    while True:
+        raw = channel.recv(65536)
+        if not raw:
+            return process.EXIT_OK
+        paths = msgspec.msgpack.decode(raw, type=ArenaPaths)
+        if attachment is not None:
+            attachment.close()
+            attachment = None
+        if paths.steps:
+            attachment = Attachment(model, paths, rank)
+        channel.send(b"ok")
+        if attachment is None:
+            continue
+        turn = 0
+        while not turn & 1:
+            turn = turns.take_turns(attachment.table.address, attachment.control, turn, 0, 0, FOLLOW_NS)
+            if turn == turns.LOST:
+                return process.EXIT_FATAL
+
+
+def tell(ranks: list[Rank], paths: ArenaPaths) -> None:
+    """Send all ranks to other arenas and wait until they have them. Raises `GroupError`."""
+    message = msgspec.msgpack.encode(paths)
+    try:
+        for rank in ranks:
+            rank.channel.send(message)
+        for rank in ranks:
+            if not select.select([rank.channel], [], [], ACK_S)[0] or rank.channel.recv(16) != b"ok":
+                raise GroupError(f"rank process {rank.pid} does not follow")
+    except OSError as error:
+        raise GroupError(f"a rank process is gone: {error}") from None
+
+
+def watch(ranks: list[Rank]) -> None:
+    """End this process as soon as one of the ranks ends, even while it waits for it in jitted code."""
+
+    def wait() -> None:
+        poll = select.poll()
+        for rank in ranks:
+            poll.register(rank.pidfd, select.POLLIN)
+        for fd, _ in poll.poll():
+            pid = next(rank.pid for rank in ranks if rank.pidfd == fd)
+            os.write(2, f"rank process {pid} has ended; the worker group ends with it\n".encode())
+        # Not an exception: the main thread may be in a kernel that waits for the dead rank.
+        os._exit(process.EXIT_FATAL)
+
+    threading.Thread(target=wait, name="ranks", daemon=True).start()

@@ -1,0 +1,249 @@
+"""The worker process: rank 0 of a group, its leader, and the only one that speaks.
+
+    prepare the checkpoint, load kernels -> map the model -> fork the other ranks -> WorkerReady
+      -> Attach: map the arenas -> steps, as the ring's head moves -> Detach -> WorkerReady ...
+
+Between steps it looks at the head counter for a while, then asks for a doorbell and sleeps.  The
+control socket is read when nothing is published, and every few milliseconds under load.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+from pipeline import faultplan, paths
+from pipeline import messages as m
+from pipeline.config import Config
+from pipeline.config_schema import ModelConfig
+from pipeline.errors import ConfigError, ModelUnavailable, ResourceError, StarlingError
+from pipeline.loop import StageLoop
+from pipeline.process import EXIT_FATAL
+from shm import barrier, words
+from shm import steps as sh
+from shm.arena import Arena, ArenaError, process_ticks
+from shm.checkpoint import CheckpointError
+from shm.pages import attach_kv
+from shm.steps import attach_steps
+from stages.worker import activations as act
+from stages.worker.kernels import features, turns
+from stages.worker.kernels.wait import await_head
+from stages.worker.model import Model
+from stages.worker.prepare import prepare
+from stages.worker.ranks import ArenaPaths, Attachment, Rank, pin, spawn, tell, watch
+
+log = logging.getLogger("starling.worker")
+
+PREPARE_S = 3600.0  # a large download; progress is shown all the while
+SPIN_NS = 60_000  # looking at the head counter before sleeping
+POLL_EVERY_S = 0.005  # control frames under load
+
+
+class WorkerStage:
+    def __init__(self, config: Config, model_config: ModelConfig) -> None:
+        self.config, self.model_config = config, model_config
+        self.name = model_config.name
+        self.loop = StageLoop(f"worker-{model_config.slug}", config)
+        self._attachment: Attachment | None = None
+        self._activations: Arena | None = None
+        self._generation = 0
+        self._turn = 0
+        self._hook = faultplan.hook("worker", "step")
+        self._next_poll = 0.0
+
+        index_path = self._prepare()
+        self.model = Model(index_path)
+        allowed = sorted(os.sched_getaffinity(0))
+        cpus = [cpu for cpu in model_config.cpus if cpu in allowed] or allowed
+        self.n_ranks = model_config.ranks or len(cpus)
+        self.ranks: list[Rank] = [
+            spawn(self.model, rank, self.n_ranks, cpus) for rank in range(1, self.n_ranks)
+        ]
+        # The descriptors' threads are free to run anywhere: only this one is pinned.
+        self.link = self.loop.connect("scheduler-worker", self._on_frame)
+        self.link.on_up = self._on_scheduler
+        self.link.on_down = lambda hello: self._detach()
+        if self.ranks:
+            watch(self.ranks)
+        pin(cpus, 0, self.n_ranks)
+
+    def _prepare(self) -> Path:
+        """Fetch, ingest and compile, as far as it has not been done."""
+        shown = ""
+
+        def progress(phase: str, done: int, total: int) -> None:
+            nonlocal shown
+            self.loop.tick()
+            if phase != shown:
+                shown = phase
+                self.loop.reason = f"preparing {self.name}: {phase}"
+                log.info("preparing", extra={"model": self.name, "phase": phase})
+
+        with self.loop.allow(PREPARE_S):
+            return prepare(self.model_config, paths.models_dir(), progress)
+
+    # -------------------------------------------------------------- the scheduler's word
+
+    def _on_scheduler(self, hello: m.Hello) -> None:
+        """A scheduler is there, perhaps another one: let go of what the last one gave."""
+        self._detach()
+        self._say_ready()
+
+    def _say_ready(self) -> None:
+        h = self.model.hyper
+        pids = [(os.getpid(), process_ticks(os.getpid()))] + [(r.pid, r.ticks) for r in self.ranks]
+        self.link.send(
+            m.WorkerReady(
+                self.name, self.model.index.digest, self.link.epoch, self.n_ranks, tuple(pids), h.vocab_size,
+                h.context_length, features.isa(),
+            )
+        )  # fmt: skip
+
+    def _on_frame(self, frame: m.Frame) -> None:
+        if isinstance(frame, m.Attach):
+            self._detach()
+            try:
+                self._attach(frame)
+            except (ArenaError, FileNotFoundError, ValueError) as error:
+                # Another generation of an arena, perhaps: whoever sent this will send a better one.
+                log.error("cannot attach", extra={"model": self.name, "reason": str(error)})
+                self._detach()
+                self._say_ready()
+        elif isinstance(frame, m.Detach) and frame.generation == self._generation:
+            self._detach()
+            self._say_ready()
+
+    def _attach(self, frame: m.Attach) -> None:
+        """Make the activations arena, send every rank to the arenas, then say so."""
+        where = paths.arena_dir(self.config) / f"{self.model_config.slug}.act"
+        steps_arena, _, s = attach_steps(Path(frame.steps_path), self.model.digest)
+        steps_arena.close()
+        kv_arena, _, _ = attach_kv(Path(frame.kv_path), self.model.digest)
+        kv_arena.close()
+        geometry = act.ActivationsGeometry(
+            max(self.config.scheduler.max_step_tokens, s.max_entries, s.max_samples), s.max_samples,
+            s.max_entries, s.max_pages, min(s.max_tokens, self.model.hyper.context_length), self.n_ranks,
+        )  # fmt: skip
+        self._check_pool(act.activations_bytes(geometry, self.model.hyper))
+        self._activations = act.create_activations(where, geometry, self.model.hyper, self.model.digest)
+        control = self._activations.buffer.ctypes.data
+        barrier.reset(control + 8 * act.BARRIER, control + 8 * act.LINES, self.n_ranks)
+        self._turn = 0
+        arena_paths = ArenaPaths(frame.steps_path, frame.kv_path, str(where))
+        self._attachment = Attachment(self.model, arena_paths, 0)
+        tell(self.ranks, arena_paths)
+        self._generation = frame.generation
+        words.store(self._attachment.steps.control, sh.WORKER_GENERATION, frame.generation)
+        log.info("attached", extra={"model": self.name, "generation": frame.generation})
+
+    def _check_pool(self, needed: int) -> None:
+        bound = self.config.performance.memory_pool_size_mb << 20
+        if bound and needed > bound:
+            raise ResourceError(
+                f"performance.memory_pool_size_mb allows {bound:,} bytes, and the activations of {self.name!r} "
+                f"take {needed:,}; raise it, or lower scheduler.max_step_tokens or max_batch_size",
+                param="performance.memory_pool_size_mb",
+            )
+
+    def _detach(self) -> None:
+        """Let go of the arenas, in all ranks. Idempotent."""
+        attachment, self._attachment = self._attachment, None
+        if attachment is not None:
+            turns.announce(attachment.control, self._turn + 1, self.n_ranks)
+            tell(self.ranks, ArenaPaths())
+            attachment.close()
+        if self._activations is not None:
+            self._activations.close()
+            self._activations.unlink()
+            self._activations = None
+        self._generation = 0
+
+    # -------------------------------------------------------------- steps
+
+    def run(self) -> int:
+        """Until told to stop; returns the exit code."""
+        loop = self.loop
+        loop.ready, loop.reason = True, ""
+        try:
+            while not (loop.ended or (loop.stopping and loop.drained)):
+                if not self._compute():
+                    self._rest()
+        finally:
+            self._detach()
+            loop.close()
+        return loop.exit_code
+
+    def _compute(self) -> bool:
+        """One step, if one is published within the time of a spin."""
+        attachment = self._attachment
+        if attachment is None:
+            return False
+        control = attachment.steps.control
+        step = int(control[sh.DONE]) + 1
+        base = control.ctypes.data
+        if not await_head(base, step, SPIN_NS):
+            return False
+        self.loop.busy = True
+        if self._hook is not None:
+            self._hook(step)
+        self._turn += 2
+        timing = attachment.steps.timing.ctypes.data
+        refused = turns.take_turns(attachment.table.address, attachment.control, self._turn, step, timing, 0)
+        if refused == turns.LOST:
+            raise RuntimeError("the ranks did not meet")
+        turns.finish_step(base, step)
+        if control[sh.SCHED_SLEEPING]:
+            self.link.send(m.StepDone(self._generation, step))
+        if refused:
+            log.error("entries of a step were refused", extra={"step": step, "entries": refused})
+        self.loop.progress = int(control[sh.PROGRESS])
+        now = time.monotonic()
+        if now >= self._next_poll:
+            self._next_poll = now + POLL_EVERY_S
+            self.loop.poll(0)
+        return True
+
+    def _rest(self) -> None:
+        """Sleep until a doorbell, a frame or the next tick."""
+        loop = self.loop
+        # Stopping: stay for as long as a scheduler has use for the group.
+        loop.busy = loop.stopping and self._attachment is not None and self.link.peer is not None
+        attachment = self._attachment
+        if attachment is None:
+            loop.poll(0.1)
+            return
+        control = attachment.steps.control
+        words.store(control, sh.WORKER_SLEEPING, 1)
+        words.fence()
+        try:
+            if words.load(control, sh.HEAD) == words.load(control, sh.DONE):
+                loop.poll(0.1)
+        finally:
+            words.store(control, sh.WORKER_SLEEPING, 0)
+
+
+def preload(config: Config) -> None:
+    """Load compiled kernels before the stage is forked, if they are there: a restart then costs neither."""
+    from stages.worker.kernels import build
+
+    for kv_type in {model.kv_type for model in config.models}:
+        if build.is_compiled(kv_type):
+            build.addresses(kv_type)
+
+
+def main(config: Config, model: str = "") -> int:
+    """Run until told to stop; returns the exit code."""
+    chosen = config.model(model)
+    if chosen is None:
+        raise ConfigError(f"no model {model!r} is configured")
+    try:
+        return WorkerStage(config, chosen).run()
+    except CheckpointError as error:
+        raise ModelUnavailable(str(error), param="model") from None
+    except StarlingError:
+        raise
+    except RuntimeError:
+        log.exception("the worker group ends")
+        return EXIT_FATAL
