@@ -33,7 +33,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from pipeline import rundir
+from pipeline import faultplan, rundir
 from pipeline.edges import Edge
 from pipeline.errors import ConfigError
 from pipeline.messages import PROTOCOL_VERSION, Frame, Heartbeat, Hello, encode
@@ -115,6 +115,9 @@ class _Endpoint:
         self._last_tick = self._last_sent = float("-inf")
         self._is_local = address.startswith("ipc://")
         self._closed = False
+        ends = (edge.connector, edge.binder) if kind == zmq.DEALER else (edge.binder, edge.connector)
+        self._fault = faultplan.hook("wire", ">".join(ends))
+        self._frames_sent = 0
 
         socket = (context or zmq.Context.instance()).socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
@@ -162,6 +165,14 @@ class _Endpoint:
             if self._option(zmq.EVENTS) & zmq.POLLIN:
                 os.eventfd_write(self._wake, 1)
         return True
+
+    def _send_frame(self, key: bytes, frame: Frame) -> bool:
+        """A stage's frame, which a fault plan may lose on its way."""
+        if self._fault is not None:
+            self._frames_sent += 1
+            if self._fault(self._frames_sent):
+                return True
+        return self._send(key, frame)
 
     def _send_hello(self, key: bytes) -> bool:
         contact = self._known[key].contact
@@ -417,7 +428,7 @@ class Link(_Endpoint):
         if self._closed or self.peer is None:
             self.refused += 1
             return False
-        return self._send(b"", frame)
+        return self._send_frame(b"", frame)
 
     def receive(self) -> list[Frame]:
         """Frames that have arrived, in order. Calls `on_up` and `on_down` at their place."""
@@ -496,7 +507,7 @@ class Hub(_Endpoint):
         if self._closed or known is None or known.hello is None:
             self.refused += 1
             return False
-        return self._send(peer, frame)
+        return self._send_frame(peer, frame)
 
     def receive(self) -> list[tuple[bytes, Frame]]:
         """(peer, frame) in order of arrival. Calls `on_up` and `on_down` at their place."""

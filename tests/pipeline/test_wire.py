@@ -370,6 +370,18 @@ def test_tcp_edges_live_by_heartbeats_alone(tmp_path: Path) -> None:
     pair.close()
 
 
+def test_a_fault_plan_loses_the_frame_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STARLING_FAULTS", "wire:drop@scheduler>kv:2, wire:drop@kv>gateway:1")
+    pair = Pair(tmp_path)
+    peer = pair.meet()
+    for i in (1, 2, 3):
+        assert pair.link.send(m.Extend(i, "m", "s", 1))
+    assert pair.hub.send(peer, m.Granted(1, "s", ()))
+    pair.until(lambda: len(pair.events) == 3)
+    assert sorted(event[1].id for event in pair.events) == [1, 1, 3]
+    pair.close()
+
+
 # ------------------------------------------------------------------ what does not belong
 
 
