@@ -75,7 +75,8 @@ def actions(scenario: str, config: Config, chance: random.Random) -> list[Action
 
     def kill(name: str, number: signal.Signals) -> Action:
         word = {signal.SIGKILL: "kill", signal.SIGSTOP: "stop", signal.SIGSEGV: "segv"}[number]
-        kind = f"{word} {name.split(':')[0]}{'/' + name.rsplit('/', 1)[1] if '/' in name else ''}"
+        rank = f"/{name.rsplit('/', 1)[1]}" if "/" in name else ""
+        kind = f"{word} {name.split('-')[0]}{rank}"
         return kind, lambda: faults.send(config, name, number)
 
     kills = [kill(name, signal.SIGKILL) for name in targets(config)]

@@ -6,6 +6,7 @@ the streams of others go on meanwhile; everything else is answered at once.
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import threading
@@ -26,8 +27,12 @@ LONG_TEXT = 16_384  # characters: about 15 ms of encoding
 MAX_LONG = 256  # long texts waiting for the thread; more get 429
 
 
+@functools.cache
 def open_model(name: str, index_path: Path) -> TokenizerModel:
-    """Build vocabulary and template from a checkpoint's index. Raises `ModelUnavailable`."""
+    """Build vocabulary and template from a checkpoint's index. Raises `ModelUnavailable`.
+
+    Cached: a checkpoint is immutable (its digest is its name), and `preload` leaves it to the stage.
+    """
     index = load_index(index_path)
     t = index.tokenizer
     vocabulary = Vocabulary(
@@ -137,6 +142,14 @@ class TokenizerStage:
             self._send(*self._done.get())
             self.loop.progress += 1
         self.loop.busy = not self._long.empty()
+
+
+def preload(config: Config) -> None:
+    """Build vocabularies before the stage is forked: its restarts then cost no time."""
+    for model in config.models:
+        index_path = registry.find_index(model, paths.models_dir())
+        if index_path is not None:
+            open_model(model.name, index_path)
 
 
 def main(config: Config) -> int:
