@@ -21,7 +21,7 @@ from tools.bench import ours as starling
 from tools.bench.bandwidth import read_bandwidth
 from tools.bench.peer import Peer, available
 from tools.bench.plots import write_plots
-from tools.bench.results import STRONGEST, STRONGEST_BANDWIDTH_GB_S, Figure, Rate, Report, Work, machine
+from tools.bench.results import STRONGEST, STRONGEST_BANDWIDTH_GB_S, Figure, Quiet, Rate, Report, Work, machine
 from tools.tiny_gguf import SHAPES, write_model
 
 SHORT = 16  # cached tokens that count as none
@@ -56,9 +56,7 @@ def located(gguf: Path | None, shape: str | None, recipe: str) -> ModelConfig:
 class Sides:
     """Both engines, each twice: once for many short sequences, once for a long one."""
 
-    def __init__(
-        self, stack: ExitStack, index: Path, gguf: Path, cores: list[int], peer: bool, longest: int
-    ) -> None:
+    def __init__(self, stack: ExitStack, index: Path, gguf: Path, cores: list[int], peer: bool, longest: int) -> None:
         temporary = [Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))) for _ in range(2)]
         many = (max(BATCHES), 128)
         one = (1, longest + 128)
@@ -78,20 +76,14 @@ class Sides:
 
 
 @click.command()
-@click.option(
-    "--gguf", type=click.Path(path_type=Path, exists=True), help="A model file; default: the demo model."
-)
+@click.option("--gguf", type=click.Path(path_type=Path, exists=True), help="A model file; default: the demo model.")
 @click.option("--shape", type=click.Choice(list(SHAPES)), help="A random model of a shape instead.")
 @click.option("--format", "recipe", default="Q4_0", show_default=True, help="Format of the random model.")
 @click.option("--cores", default="", help="Comma separated; default: two of those allowed.")
 @click.option("--rounds", default=5, show_default=True, help="Repetitions of each unit of work.")
-@click.option(
-    "--peer/--no-peer", default=True, show_default=True, help="Compare with llama.cpp if it is installed."
-)
+@click.option("--peer/--no-peer", default=True, show_default=True, help="Compare with llama.cpp if it is installed.")
 @click.option("--quick", is_flag=True, help="Leave out what takes long.")
-@click.option(
-    "--plots", type=click.Path(path_type=Path), help="Directory for the plots of docs/performance.md."
-)
+@click.option("--plots", type=click.Path(path_type=Path), help="Directory for the plots of docs/performance.md.")
 def main(
     gguf: Path | None, shape: str | None, recipe: str, cores: str, rounds: int, peer: bool, quick: bool,
     plots: Path | None,
@@ -115,12 +107,14 @@ def main(
         for work in planned:  # compiles, maps and fills caches on both sides
             if work.tokens <= 512 and work.cached <= SHORT:
                 sides.measure(work, sides.ours)
+        quiet = Quiet([os.getpid(), *(p.pid for p in sides.peers)])
         for number in range(rounds):
             for work in planned:
                 rates[work][0].append(sides.measure(work, sides.ours))
                 if peer:
                     rates[work][1].append(sides.measure(work, sides.peers))
             click.echo(f"round {number + 1} of {rounds} done")
+        others = quiet.others_share()
         weights_gb_s = read_bandwidth(sides.ours[0].engine.model.weight_bytes, numbers) / 1e9
         figures = []
         for work, (mine, theirs) in rates.items():
@@ -141,7 +135,7 @@ def main(
             "weights_resident_mb": round(starling.resident_mb(".bin"), 1),
         }
         report = Report(
-            machine(numbers),
+            machine(numbers) | {"others_share": others},
             {"name": model.name, "sha256": source.digest, "gguf_mb": round(source.nbytes / 1e6, 1),
              "weights_mb": round(sides.ours[0].engine.model.weight_bytes / 1e6, 1)},
             figures, engine, sides.peers[0].about if peer else None,

@@ -41,6 +41,7 @@ class Peer:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
+        self.pid = self._process.pid
         self.about: dict[str, Any] = self._answer()
 
     def _answer(self) -> dict[str, Any]:

@@ -39,9 +39,7 @@ def _curves(axes: Any, figures: list[Figure], x: list[float], y: Any) -> None:
         rates = [getattr(f, of) for f in figures]
         if not rates or None in rates:
             continue
-        axes.plot(
-            x, [y(f, r.median) for f, r in zip(figures, rates, strict=True)], "o-", color=colour, label=label
-        )
+        axes.plot(x, [y(f, r.median) for f, r in zip(figures, rates, strict=True)], "o-", color=colour, label=label)
         low = [y(f, r.low) for f, r in zip(figures, rates, strict=True)]
         high = [y(f, r.high) for f, r in zip(figures, rates, strict=True)]
         axes.fill_between(x, low, high, color=colour, alpha=0.2)

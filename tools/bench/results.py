@@ -105,9 +105,28 @@ class Report(msgspec.Struct):
             middle = (str(f.ours), str(f.peer or ""), ratio, strongest, to_strongest)
             rows.append((f.work.title, *middle, read, share))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
+        return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+class Quiet:
+    """How much of the cores went to other programs meanwhile: above a few percent, measure again."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self._pids = pids
+        self._begun = self._now()
+
+    def _now(self) -> tuple[int, int, int]:
+        """Ticks of all cores, of those the busy ones, and of them our processes'."""
+        fields = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        ours = 0
+        for pid in self._pids:
+            after_name = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            ours += int(after_name[11]) + int(after_name[12])
+        return sum(fields), sum(fields) - fields[3] - fields[4], ours
+
+    def others_share(self) -> float:
+        total, busy, ours = (b - a for a, b in zip(self._begun, self._now(), strict=True))
+        return round(max(0, busy - ours) / max(1, total), 3)
 
 
 def machine(cores: list[int]) -> dict[str, Any]:
