@@ -39,6 +39,7 @@ from stages.worker.kernels.formats import (
     six_dot,
     six_pair,
 )
+from stages.worker.kernels.linkage import INNER, MERGED
 from stages.worker.kernels.simd import (
     INLINE,
     JIT,
@@ -102,7 +103,7 @@ def group_unit_bytes(kind):
     return 0
 
 
-@njit(**JIT)
+@njit(**MERGED)
 def _start_of(kind):
     """Where a record holds what the integer sums of a format start at."""
     if kind == Q4_0:
@@ -114,7 +115,7 @@ def _start_of(kind):
     return START6 if kind == Q6_K else ZERO
 
 
-@njit(**JIT)
+@njit(**MERGED)
 def _has_minimums(kind):
     return kind == Q4_1 or kind == Q5_1 or kind == Q4_K or kind == Q5_K
 
@@ -273,7 +274,7 @@ def _row_bf16(w, x, columns):
 def _one_token(row, unit, unit_bytes):
     """A loop over row groups; `row(w, x, n)` gives 16 rows, n in units of `unit` K values."""
 
-    @njit(**{**JIT, "cache": False})
+    @njit(**INNER)
     def vector(w, columns, first, end, x, out):
         size = columns * unit_bytes // unit
         n = columns if unit == 1 else columns // 32
@@ -296,7 +297,7 @@ _vector_q5_k = _one_token(_row_q5_k, 256, 2880)
 _vector_q6_k = _one_token(_row_q6_k, 256, 3360)
 
 
-@njit(**{**JIT, "cache": False})
+@njit(**MERGED)
 def _vector(kind, w, columns, first, end, x, out):
     if kind == Q4_1:
         _vector_q4_1(w, columns, first, end, x, out)
@@ -345,7 +346,7 @@ _unpack_bytes = _codes(byte_pair)
 def _small(codes, scale_at, with_minimum, size):
     """Unpacker of formats of 32: codes, then f16 scales, then f16 minimums."""
 
-    @njit(**{**JIT, "cache": False})
+    @njit(**INNER)
     def unpack(w, blocks, to):
         for _ in range(blocks):
             _ask(w, size)
@@ -368,7 +369,7 @@ _unpack_q8_0 = _small(_unpack_bytes, 512, False, 544)
 def _super(codes, scale_at, size):
     """Unpacker of Q4_K and Q5_K: minimums get their sign here."""
 
-    @njit(**{**JIT, "cache": False})
+    @njit(**INNER)
     def unpack(w, blocks, to):
         for _ in range(blocks // 8):
             d, dmin = load_f16_as_f32(w), -load_f16_as_f32(w + 32)
@@ -387,7 +388,7 @@ _unpack_q4_k = _super(_unpack_nibbles, 256, 288)
 _unpack_q5_k = _super(_unpack_fives, 320, 352)
 
 
-@njit(**{**JIT, "cache": False})
+@njit(**INNER)
 def _unpack_q6_k(w, blocks, to):
     for _ in range(blocks // 8):
         d = load_f16_as_f32(w)
@@ -400,7 +401,7 @@ def _unpack_q6_k(w, blocks, to):
             w, to = w + 416, to + UNPACKED
 
 
-@njit(**{**JIT, "cache": False})
+@njit(**MERGED)
 def _unpack(kind, group, block, blocks, to):
     """Blocks block .. block + blocks - 1 of the row group at `group`; K-quants in whole super-blocks."""
     if kind == Q4_1:
@@ -421,7 +422,7 @@ def _unpack(kind, group, block, blocks, to):
         _unpack_q5_1(group + block * 384, blocks, to)
 
 
-@njit(**{**JIT, "cache": False})
+@njit(**MERGED)
 def _unpack_dense(kind, group, k, n, to):
     """K values k .. k+n-1 of a dense row group as f32."""
     for i in range(k, k + n):
@@ -449,7 +450,7 @@ def _tiles(n):
     """
     vectors = 2 * n
 
-    @njit(**{**JIT, "cache": False})
+    @njit(**INNER)
     def quantized(kind, u, v, blocks, x, stride, out, out_stride, gap, begin):
         start = _start_of(kind)
         halves, least = kind == Q6_K, _has_minimums(kind)
@@ -475,7 +476,7 @@ def _tiles(n):
             u, v, x = u + UNPACKED, v + UNPACKED, x + RECORD
         tiles.store(acc, out, out_stride, gap)
 
-    @njit(**{**JIT, "cache": False})
+    @njit(**INNER)
     def dense(u, v, values, x, stride, out, out_stride, gap, begin):
         acc = f32_tile(vectors)
         if not begin:
@@ -493,7 +494,7 @@ _quantized_3, _dense_3 = _tiles(3)
 _quantized_2, _dense_2 = _tiles(2)
 
 
-@njit(**JIT)
+@njit(**MERGED)
 def _tile_of(tokens):
     """Tokens of the next tile, so that every count from 2 up is a sum of 6, 4, 3 and 2."""
     if tokens == 7 or tokens == 8 or tokens == 4:
@@ -503,7 +504,7 @@ def _tile_of(tokens):
     return 6 if tokens >= 6 else 2
 
 
-@njit(**{**JIT, "cache": False})
+@njit(**MERGED)
 def _all_tokens(kind, u, v, n, x, stride, tokens, out, out_stride, gap, begin):
     """Every token with one unpacked chunk."""
     while tokens > 0:
@@ -519,7 +520,7 @@ def _all_tokens(kind, u, v, n, x, stride, tokens, out, out_stride, gap, begin):
         tokens, x, out = tokens - size, x + size * stride, out + size * out_stride
 
 
-@njit(**{**JIT, "cache": False})
+@njit(**MERGED)
 def _all_tokens_dense(u, v, n, x, stride, tokens, out, out_stride, gap, begin):
     """As `_all_tokens`, for unpacked floats."""
     while tokens > 0:
@@ -535,7 +536,7 @@ def _all_tokens_dense(u, v, n, x, stride, tokens, out, out_stride, gap, begin):
         tokens, x, out = tokens - size, x + size * stride, out + size * out_stride
 
 
-@njit(**{**JIT, "cache": False})
+@njit(**MERGED)
 def _many(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch):
     dense = kind == F32 or kind == F16 or kind == BF16
     size = columns * group_unit_bytes(kind) // group_unit(kind)
@@ -602,7 +603,7 @@ def embed_row(kind, w, columns, row, out):
         _embed_small(kind, group, lane, columns, out)
 
 
-@njit(**{**JIT, "cache": False})
+@njit(**INNER)
 def _code(kind, block, lane, k):
     """The code of value k (0..31) of a block."""
     s, b = k // 4, k % 4
@@ -619,7 +620,7 @@ def _code(kind, block, lane, k):
     return code
 
 
-@njit(**{**JIT, "cache": False})
+@njit(**INNER)
 def _embed_small(kind, group, lane, columns, out):
     size = group_unit_bytes(kind)
     with_minimum = kind == Q4_1 or kind == Q5_1
@@ -635,7 +636,7 @@ def _embed_small(kind, group, lane, columns, out):
             put_f32(out + 4 * (b * BLOCK + k), value + least if with_minimum else value)
 
 
-@njit(**{**JIT, "cache": False})
+@njit(**INNER)
 def _embed_super(kind, group, lane, columns, out):
     unit = group_unit_bytes(kind)
     head = 32 if kind == Q6_K else 64
