@@ -129,18 +129,21 @@ class Relay:
     # ---------------------------------------------------------------- from the scheduler
 
     def on_tokens(self, frame: Tokens) -> None:
-        """All sequences that moved in a step."""
-        streams: list[StreamTokens] = []
-        wanted: dict[str, tuple[int, ...]] = {}
+        """All sequences that moved in a step, or in several: a sequence may then be named several times."""
+        moved: dict[str, Sequence] = {}
         for new in frame.sequences:
             sequence = self.sequences.get(new.sequence)
             if sequence is None or sequence.finish:
                 self._late += 1
                 continue
-            if not self._take(sequence, new):
-                continue
-            if sequence.shown < len(sequence.tokens) or sequence.finish:
-                streams.append(self._show(sequence, wanted))
+            if self._take(sequence, new):
+                moved[sequence.id] = sequence
+        wanted: dict[str, tuple[int, ...]] = {}
+        streams = [
+            self._show(sequence, wanted)
+            for sequence in moved.values()
+            if sequence.shown < len(sequence.tokens) or sequence.finish
+        ]
         if streams:
             self._detokenize(frame.model, streams, wanted)
 

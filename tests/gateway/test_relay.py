@@ -150,6 +150,13 @@ class World:
         if self.generator.outbox and isinstance(self.generator.outbox[0], m.Tokens):
             self.relay.on_tokens(self.generator.outbox[0])
 
+    def steps_come_in_one_frame(self) -> None:
+        """A scheduler that has two steps to tell sends one frame, and names a sequence twice in it."""
+        box = self.generator.outbox
+        if len(box) > 1 and isinstance(box[0], m.Tokens) and isinstance(box[1], m.Tokens):
+            first, second = box.pop(0), box.pop(0)
+            box.insert(0, m.Tokens(first.model, second.step, [*first.sequences, *second.sequences]))
+
     def time_passes(self) -> None:
         self.now += 0.7
         self.relay.tick()
@@ -185,6 +192,7 @@ ACTIONS = [
     World.frame_of_scheduler_is_lost,
     World.answer_of_tokenizer_is_lost,
     World.frame_comes_twice,
+    World.steps_come_in_one_frame,
     World.time_passes,
 ]
 
@@ -388,6 +396,21 @@ def test_one_frame_goes_to_the_tokenizer_for_all_that_moved_in_a_step() -> None:
     (frame,) = world.to_tokenizer
     assert isinstance(frame, m.Detokenize)
     assert len(frame.streams) == 10
+
+
+def test_a_sequence_named_twice_in_a_frame_is_shown_once() -> None:
+    world = World()
+    request = world.request("r")
+    world.scheduler_reads()
+    world.generator.step()
+    world.generator.step()
+    world.steps_come_in_one_frame()
+    world.gateway_reads_scheduler()
+    (frame,) = world.to_tokenizer
+    assert isinstance(frame, m.Detokenize)
+    assert [(stream.start, len(stream.tokens)) for stream in frame.streams] == [(0, 2)]
+    world.settle()
+    check_finished(request)
 
 
 def test_an_unknown_model_at_the_tokenizer_fails_those_who_wait_for_it() -> None:
