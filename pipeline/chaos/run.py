@@ -120,7 +120,7 @@ async def run(
             wrong = next((o for o in traffic.outcomes[judged:] if traffic.verdict(o) != "identical"), None)
             judged = len(traffic.outcomes)
             if wrong is not None:
-                say(f"stop: a stream is {traffic.verdict(wrong)}: {wrong.error or 'bytes differ'}")
+                say(f"stop: a stream is {traffic.verdict(wrong)}: {traffic.difference(wrong)}")
                 break
             pending = pending or actions(scenario, config, chance)
             if not pending:

@@ -203,6 +203,23 @@ class Traffic:
         self._stop.set()
         await asyncio.gather(*self._tasks)
 
+    def difference(self, outcome: Outcome) -> str:
+        """In words: what is wrong with a stream."""
+        if outcome.answer is None:
+            return outcome.error
+        truth, found = self.truth[outcome.request], outcome.answer
+        for choice, (a, b) in enumerate(zip(truth.tokens, found.tokens, strict=False)):
+            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+            if a != b:
+                return (
+                    f"request {outcome.request}, choice {choice}: token {at} of {len(a)} is "
+                    f"{b[at : at + 4]}, not {a[at : at + 4]}"
+                )
+        names = [name for name in ("texts", "tokens", "finish", "logprobs", "usage")
+                 if getattr(truth, name) != getattr(found, name)]  # fmt: skip
+        parts = [f"{n} {getattr(found, n)!r:.300}, not {getattr(truth, n)!r:.300}" for n in names]
+        return f"request {outcome.request}: " + "; ".join(parts)
+
     def verdict(self, outcome: Outcome) -> str:
         """ "identical", "different" or "lost"."""
         if outcome.answer is None:
