@@ -8,6 +8,7 @@ plain read of as many bytes as its step reads, measured in the same run.  The la
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -60,6 +61,7 @@ class Sides:
         temporary = [Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))) for _ in range(2)]
         many = (max(BATCHES), 128)
         one = (1, longest + 128)
+        self.cores = cores
         self.ours = [
             stack.enter_context(starling.Ours(index, directory, cores, rows, tokens))
             for directory, (rows, tokens) in zip(temporary, (many, one), strict=True)
@@ -73,6 +75,50 @@ class Sides:
         if work.kind == "prefill":
             return sides[1].prefill(work.tokens)
         return sides[int(work.cached > SHORT)].decode(work.batch, work.cached, decode_tokens(work))
+
+    def step_bytes(self, work: Work) -> int:
+        """What a decode step of this work reads, half way through its tokens."""
+        return self.ours[0].step_bytes(work.batch, work.cached + decode_tokens(work) // 2)
+
+
+class Rounds:
+    """Every unit of work in turn on each side, and the plain read where it is the bound; [work][round]."""
+
+    def __init__(self, sides: Sides, planned: list[Work], n: int) -> None:
+        self.ours: dict[Work, list[float]] = {work: [] for work in planned}
+        self.peer: dict[Work, list[float]] = {work: [] for work in planned}
+        self.read: dict[Work, list[float]] = {w: [] for w in planned if w.kind == "decode" and w.batch == 1}
+        for work in planned:  # compiles, maps and fills caches on both sides
+            if work.tokens <= 512 and work.cached <= SHORT:
+                for side in (sides.ours, sides.peers) if sides.peers else (sides.ours,):
+                    sides.measure(work, side)
+        quiet = Quiet([os.getpid(), *(p.pid for p in sides.peers)])
+        for number in range(n):
+            for work in planned:
+                self.ours[work].append(sides.measure(work, sides.ours))
+                if sides.peers:
+                    self.peer[work].append(sides.measure(work, sides.peers))
+                if work in self.read:
+                    self.read[work].append(read_bandwidth(sides.step_bytes(work), sides.cores, 0.2, 1))
+            click.echo(f"round {number + 1} of {n} done")
+        self.others_share = quiet.others_share()
+
+    def figure(self, sides: Sides, work: Work, compare_with_strongest: bool) -> Figure:
+        mine, theirs = self.ours[work], self.peer[work]
+        figure = Figure(work, Rate.of(mine), Rate.of(theirs) if theirs else None)
+        if work.kind == "decode":
+            read_gb_s = sides.step_bytes(work) * figure.ours.median / work.batch / 1e9
+            figure.read_gb_s = round(read_gb_s, 2)
+            if work in self.read:
+                figure.bandwidth_share = round(read_gb_s / self.bandwidth_gb_s(work), 3)
+        if compare_with_strongest and work in STRONGEST:
+            short = Work("decode", batch=1, cached=SHORT)
+            scale = self.bandwidth_gb_s(short) / STRONGEST_BANDWIDTH_GB_S
+            figure.strongest = round(STRONGEST[work] * scale, 1)
+        return figure
+
+    def bandwidth_gb_s(self, work: Work) -> float:
+        return statistics.median(self.read[work]) / 1e9
 
 
 @click.command()
@@ -100,46 +146,28 @@ def main(
         click.echo("llama.cpp is not installed here (`make peers`): ours alone")
         peer = False
 
-    rates: dict[Work, tuple[list[float], list[float]]] = {work: ([], []) for work in planned}
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
         sides = Sides(stack, index, source.path, numbers, peer, longest)
-        for work in planned:  # compiles, maps and fills caches on both sides
-            if work.tokens <= 512 and work.cached <= SHORT:
-                sides.measure(work, sides.ours)
-        quiet = Quiet([os.getpid(), *(p.pid for p in sides.peers)])
-        for number in range(rounds):
-            for work in planned:
-                rates[work][0].append(sides.measure(work, sides.ours))
-                if peer:
-                    rates[work][1].append(sides.measure(work, sides.peers))
-            click.echo(f"round {number + 1} of {rounds} done")
-        others = quiet.others_share()
-        weights_gb_s = read_bandwidth(sides.ours[0].engine.model.weight_bytes, numbers) / 1e9
-        figures = []
-        for work, (mine, theirs) in rates.items():
-            figure = Figure(work, Rate.of(mine), Rate.of(theirs) if theirs else None)
-            if model.name == DEMO_MODEL and work in STRONGEST:
-                figure.strongest = round(STRONGEST[work] * weights_gb_s / STRONGEST_BANDWIDTH_GB_S, 1)
-            if work.kind == "decode":
-                step = sides.ours[0].step_bytes(work.batch, work.cached + decode_tokens(work) // 2)
-                figure.read_gb_s = round(step * figure.ours.median / work.batch / 1e9, 2)
-                if work.batch == 1:
-                    bound = read_bandwidth(step, numbers) / 1e9
-                    figure.bandwidth_share = round(figure.read_gb_s / bound, 3)
-            figures.append(figure)
+        done = Rounds(sides, planned, rounds)
         engine = starling.about() | {
             "step_overhead_us": round(sides.ours[0].overhead_us(64), 1),
             "load_ms": round(starling.load_ms(index, directory, numbers), 1),
-            "read_gb_s": round(weights_gb_s, 1),
             "weights_resident_mb": round(starling.resident_mb(".bin"), 1),
         }
+        bandwidth = {f"{sides.step_bytes(w) / 1e6:.0f} MB": round(done.bandwidth_gb_s(w), 1) for w in done.read}
         report = Report(
-            machine(numbers) | {"others_share": others},
-            {"name": model.name, "sha256": source.digest, "gguf_mb": round(source.nbytes / 1e6, 1),
-             "weights_mb": round(sides.ours[0].engine.model.weight_bytes / 1e6, 1)},
-            figures, engine, sides.peers[0].about if peer else None,
-        )  # fmt: skip
+            machine(numbers) | {"read_gb_s": bandwidth, "others_share": done.others_share},
+            {
+                "name": model.name,
+                "sha256": source.digest,
+                "gguf_mb": round(source.nbytes / 1e6, 1),
+                "weights_mb": round(sides.ours[0].engine.model.weight_bytes / 1e6, 1),
+            },
+            [done.figure(sides, work, model.name == DEMO_MODEL) for work in planned],
+            engine,
+            sides.peers[0].about if peer else None,
+        )
     click.echo("\n".join(report.lines()))
     for name, part in (
         ("machine", report.machine),
