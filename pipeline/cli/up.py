@@ -8,7 +8,6 @@ honcho is over it removes what the stages left (leftovers.py), so that Ctrl-C le
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import shutil
 import signal
@@ -171,23 +170,19 @@ class _Watcher:
         self._config = config
         self._run_dir = run_dir
         self._begun = begun
-        self._said = ""
+        self._said: list[str] = []
 
     def look(self) -> None:
         took = time.monotonic() - self._begun
-        if _answers_ready(self._config):
+        records = [record for record in status.read_all(self._run_dir) if record.alive]
+        waiting = [f"{record.stage} ({record.reason or 'starting'})" for record in records if not record.ready]
+        # Asked only when nothing else is missing: the gateway logs every request.
+        if records and not waiting and _answers_ready(self._config):
             self.is_ready = True
             click.echo(banner(self._config, took))
-        elif took > PATIENCE_S:
-            waiting = [
-                f"{record.stage} ({record.reason or 'starting'})"
-                for record in status.read_all(self._run_dir)
-                if record.alive and not record.ready and record.stage != "gateway"
-            ]
-            text = "waiting for " + ", ".join(waiting) if waiting else ""
-            if text != self._said:
-                self._said = text
-                click.echo(text)
+        elif took > PATIENCE_S and waiting and waiting != self._said:
+            self._said = waiting
+            click.echo("waiting for " + ", ".join(waiting))
 
 
 def _answers_ready(config: Config) -> bool:
@@ -211,17 +206,12 @@ def banner(config: Config, took_s: float) -> str:
     host = _reachable(config.server.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{config.server.port}"
     key = " \\\n    -H 'Authorization: Bearer YOUR-API-KEY'" if config.auth.api_keys else ""
-    body = json.dumps(
-        {
-            "model": config.models[0].name,
-            "stream": True,
-            "messages": [{"role": "user", "content": "Tell me a short story."}],
-        }
-    )
+    messages = '[{"role": "user", "content": "Tell me a short story."}]'
     return (
-        f"\nStarling is ready at {url} ({took_s:.1f} s). Paste this into another terminal:\n\n"
+        f"\nStarling is ready at {url} ({took_s:.1f} s). Try it:\n\n"
         f"  curl -N {url}/v1/chat/completions{key} \\\n"
         f"    -H 'Content-Type: application/json' \\\n"
-        f"    -d '{body}'\n\n"
+        f'    -d \'{{"model": "{config.models[0].name}", "stream": true,\n'
+        f'         "messages": {messages}}}\'\n\n'
         "Ctrl-C ends it.\n"
     )

@@ -206,9 +206,10 @@ def test_the_banner_is_a_line_to_paste() -> None:
     assert "ready at http://127.0.0.1:8080 (1.2 s)" in text
     command = text[text.index("curl") : text.index("Ctrl-C")]
     words = subprocess.run(
-        ["bash", "-c", f"curl() {{ printf '%s\\n' \"$@\"; }}\n{command}"],
+        ["bash", "-c", f"curl() {{ printf '%s\\0' \"$@\"; }}\n{command}"],
         capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
+    ).stdout.split("\0")[:-1]  # fmt: skip
+    assert max(map(len, text.splitlines())) <= 80
     assert words[:2] == ["-N", "http://127.0.0.1:8080/v1/chat/completions"]
     assert "Authorization: Bearer YOUR-API-KEY" in words
     assert json.loads(words[-1])["model"] == "smollm2-135m-instruct"
