@@ -69,9 +69,10 @@ class Server:
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            self.output.append(line)
-            self._lines.put(line)
+        with process.stdout as lines:
+            for line in lines:
+                self.output.append(line)
+                self._lines.put(line)
         self._lines.put(None)
 
     def wait_for(self, pattern: str, timeout_s: float = START_S) -> re.Match[str]:
