@@ -241,52 +241,46 @@ def _row_q6_k(w, x, blocks):
     return acc
 
 
-@njit(**INLINE)
-def _row_f32(w, x, columns):
-    acc = _zero()
-    for k in range(columns):
-        prefetch(w + AHEAD)
-        acc = fma(load_f32(w), splat_f32_at(x + 4 * k), acc)
-        w += 64
-    return acc
+def _dense_vector(load, size):
+    """A loop over dense row groups, two at a time: one chain of fmas alone would wait for itself.
 
-
-@njit(**INLINE)
-def _row_f16(w, x, columns):
-    acc = _zero()
-    for k in range(columns):
-        prefetch(w + AHEAD)
-        acc = fma(load_f16_as_f32(w), splat_f32_at(x + 4 * k), acc)
-        w += 32
-    return acc
-
-
-@njit(**INLINE)
-def _row_bf16(w, x, columns):
-    acc = _zero()
-    for k in range(columns):
-        prefetch(w + AHEAD)
-        acc = fma(load_bf16_as_f32(w), splat_f32_at(x + 4 * k), acc)
-        w += 32
-    return acc
-
-
-def _one_token(row, unit, unit_bytes):
-    """A loop over row groups; `row(w, x, n)` gives 16 rows, n in units of `unit` K values."""
+    `load(w)` gives 16 weights as f32, `size` is their bytes.
+    """
 
     @njit(**INNER)
     def vector(w, columns, first, end, x, out):
-        size = columns * unit_bytes // unit
-        n = columns if unit == 1 else columns // 32
-        for g in range(first, end):
-            store_f32(out + 64 * g, row(w + g * size, x, n))
+        for g in range(first, end, 2):
+            u = w + g * columns * size
+            v = u + columns * size if g + 1 < end else u
+            low, high = _zero(), _zero()
+            for k in range(columns):
+                prefetch(u + AHEAD)
+                prefetch(v + AHEAD)
+                value = splat_f32_at(x + 4 * k)
+                low, high = fma(load(u), value, low), fma(load(v), value, high)
+                u, v = u + size, v + size
+            store_f32(out + 64 * g, low)
+            if g + 1 < end:
+                store_f32(out + 64 * g + 64, high)
 
     return vector
 
 
-_vector_f32 = _one_token(_row_f32, 1, 64)
-_vector_f16 = _one_token(_row_f16, 1, 32)
-_vector_bf16 = _one_token(_row_bf16, 1, 32)
+def _one_token(row, unit, unit_bytes):
+    """A loop over row groups; `row(w, x, blocks)` gives 16 rows."""
+
+    @njit(**INNER)
+    def vector(w, columns, first, end, x, out):
+        size = columns // unit * unit_bytes
+        for g in range(first, end):
+            store_f32(out + 64 * g, row(w + g * size, x, columns // BLOCK))
+
+    return vector
+
+
+_vector_f32 = _dense_vector(load_f32, 64)
+_vector_f16 = _dense_vector(load_f16_as_f32, 32)
+_vector_bf16 = _dense_vector(load_bf16_as_f32, 32)
 _vector_q4_0 = _one_token(_row_q4_0, 32, 288)
 _vector_q4_1 = _one_token(_row_q4_1, 32, 320)
 _vector_q5_0 = _one_token(_row_q5_0, 32, 352)
