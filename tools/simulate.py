@@ -83,7 +83,7 @@ class Simulation:
         self._truth = CostModel(machine.fixed_us, machine.token_us, machine.position_us)
         self._rng = random.Random(seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._n = 0
+        self._n = self._prompts = 0
         self._busy = False
         self._alarm = float("inf")  # when the engine wants to be woken
         self._page_tokens, self._free_pages, self._total = page_tokens, pages, pages
@@ -109,10 +109,10 @@ class Simulation:
     def submit(
         self, when: float, name: str, prompt: int, output: int, tenant: str = "t", **fields: int
     ) -> None:
-        """A sequence of `prompt` tokens that generates `output`."""
-        frame = Submit(
-            name, name, "m", tenant, array("i", [TOKEN] * prompt).tobytes(), output, Sampling(), **fields
-        )
+        """A sequence of `prompt` tokens, unlike any other's, that generates `output`."""
+        self._prompts += 1
+        tokens = array("i", [self._prompts] + [TOKEN] * (prompt - 1))
+        frame = Submit(name, name, "m", tenant, tokens.tobytes(), output, Sampling(), **fields)
 
         def arrive() -> None:
             self.records[name] = Record(tenant, self.now)

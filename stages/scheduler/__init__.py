@@ -6,6 +6,7 @@
     cost.py       what a step will cost, learned from those that ran
     leases.py     pages: what was asked of `kv`, what was granted, what must be declared again
     admission.py  what is refused at the door, with the reason
+    siblings.py   prompts that begin alike: once is enough
     speculate.py  draft tokens by prompt lookup
     retry.py      whose fault it is when a step kills the worker
     ring.py       the step arena as this side writes and reads it

@@ -32,6 +32,7 @@ from stages.scheduler.queues import QueueFullError, Queues, Tenant
 from stages.scheduler.ring import Ring
 from stages.scheduler.roster import Roster, rejection
 from stages.scheduler.sequence import Sequence, State
+from stages.scheduler.siblings import leader_of
 from stages.scheduler.speculate import Drafter
 from stages.scheduler.stats import Stats
 
@@ -57,6 +58,7 @@ class Settings(NamedTuple):
     batch_timeout_s: float = 0.0
     speculate: int = 0  # most draft tokens of a sequence that says 0; less than 0: off
     run_ahead: bool = True
+    prefix_cache: bool = True  # kv shares pages among prompts that begin alike
     first_ask: int = 1  # ids of its asks to kv count from here
 
     @property
@@ -105,6 +107,7 @@ class Engine:
         self._kv_generation = -1
         self._is_short = False  # kv has denied a first lease: no new ones until pages come back
         self._suspects = False
+        self._has_waits = False  # held sequences that have not asked for pages yet, see siblings.py
         self._began = now  # when the worker began the first unacknowledged step
 
     # ================================================================== the step loop
@@ -216,6 +219,7 @@ class Engine:
                 if not sequence.inflight:
                     self.roster.let_go(sequence)
             else:
+                was_prompt = sequence.state is State.PREFILLING
                 if sequence.computed < sequence.prompt_len:
                     self.stats.prompt_computed += min(entry.count, sequence.prompt_len - sequence.computed)
                 if n:
@@ -224,7 +228,7 @@ class Engine:
                     sequence.computed = entry.start + entry.count
                 if not sequence.is_over:
                     fresh = sequence.computed - sequence.committed
-                    if fresh >= (COMMIT_EVERY if entry.count == 1 else self.leases.page_tokens):
+                    if fresh >= (self.leases.page_tokens if was_prompt else COMMIT_EVERY):
                         self.leases.commit(sequence)
                     if sequence.is_leaving and not sequence.inflight:
                         self.roster.set_aside(sequence)
@@ -290,13 +294,16 @@ class Engine:
 
     def take_up(self, now: float) -> None:
         """Give rows to waiting sequences and ask for their pages, within bounds and by share."""
-        roster, queues, batch = self.roster, self.queues, self.settings.max_batch_size
+        roster, queues, bounds = self.roster, self.queues, self.settings
+        if self._has_waits:
+            self._end_waits()
         if not queues.depth or not self.is_attached or not self.leases.is_up or self._is_short:
             return
         if self.waits_for_company(now) > 0 or any(s.is_starved or s.is_leaving for s in roster.held):
             return
         while queues.depth and roster.free_rows:
-            tenant = queues.next_tenant(batch + PREFETCH - len(roster.held), batch)
+            places = bounds.max_batch_size + PREFETCH - len(roster.held)
+            tenant = queues.next_tenant(places, bounds.max_batch_size)
             if tenant is None:
                 return
             sequence = queues.take(tenant)
@@ -313,7 +320,21 @@ class Engine:
                 sequence.row, sequence.tokens, sequence.prompt_len, sequence.sampling, sequence.choice,
                 tuple(sequence.stop_ids),
             )
-            self.leases.acquire(sequence)
+            if bounds.prefix_cache:
+                sequence.wait = leader_of(sequence, roster.held, self.leases.page_tokens)
+            if sequence.wait is None:
+                self.leases.acquire(sequence)
+            else:
+                self._has_waits = True
+
+    def _end_waits(self) -> None:
+        """Those whose common beginning has been computed, or will not be, ask for their pages."""
+        waiting = [s for s in self.roster.held if s.wait is not None and not s.is_over]
+        for sequence in waiting:
+            if sequence.wait is not None and sequence.wait.is_over:
+                sequence.wait = None
+                self.leases.acquire(sequence)
+        self._has_waits = bool(waiting)
 
     def waits_for_company(self, now: float) -> float:
         """Seconds that an idle model still waits for more sequences before it starts a batch."""

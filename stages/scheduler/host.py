@@ -25,6 +25,7 @@ from stages.scheduler.ring import Ring
 log = logging.getLogger("starling.scheduler")
 
 RETURN_S = 1.0  # a living worker whose connection went down may come back within this time
+AGAIN_S = 0.5  # between two attachments of one group
 FENCE_WAIT_S = 0.2  # for a group that was killed, before looking again at the next tick
 
 
@@ -70,6 +71,7 @@ class Host:
         self._geometry: StepsGeometry | None = None
         # Unlike any of an earlier life of this stage: doorbells and slots of those are void.
         self._generation = time.time_ns() // 1_000_000
+        self._not_before = -math.inf  # a group that came back from an attachment at once gets another later
         self._progress = (-1, 0.0)  # the worker's counter, and since when it stands
 
     # -------------------------------------------------------------- the worker
@@ -123,9 +125,10 @@ class Host:
                 return
             self._fence = None
             self._pids = ()
+            self._not_before = -math.inf
             self.engine.detached(now, died=True)
         ready = self._ready
-        if ready is None or self.engine.is_attached or not self.peer:
+        if ready is None or self.engine.is_attached or not self.peer or now < self._not_before:
             return
         if not self._has_arena(ready):
             return
@@ -144,6 +147,7 @@ class Host:
         )
         if not self._to_worker(self.peer, attach):
             return
+        self._not_before = now + AGAIN_S
         hello = self._hello
         self._pids = ready.pids or (((hello.pid, hello.start_ticks),) if hello else ())
         self._progress = (-1, now)

@@ -25,6 +25,7 @@ from pipeline.messages import Sampling, Submit
 
 if TYPE_CHECKING:
     from stages.scheduler.queues import Tenant
+    from stages.scheduler.siblings import Wait
     from stages.scheduler.speculate import Drafter
 
 PRIORITY_S = 10.0  # head start in the tenant's queue that one level of priority is worth
@@ -64,7 +65,7 @@ class Sequence:
         "drafter", "drafts", "end", "extend_at", "id", "inflight", "is_announced", "is_leaving", "is_over",
         "is_starved", "key", "lease", "leased", "length", "max_tokens", "order", "owner", "pages", "planned",
         "priority", "prompt_len", "request", "row", "salt", "sampling", "session", "speculate", "started",
-        "state", "stop_ids", "strikes", "tenant", "tokens", "valid_end",
+        "state", "stop_ids", "strikes", "tenant", "tokens", "valid_end", "wait",
     )
 
     def __init__(self, frame: Submit, owner: bytes, tenant: Tenant, now: float, order: int) -> None:
@@ -118,6 +119,7 @@ class Sequence:
         self.ahead = 0
         self.inflight = 0  # unacknowledged steps that name it
         self.drafts: tuple[int, ...] = ()  # of the verification under way
+        self.wait: Wait | None = None  # for another's computing of what both begin with
 
     def move(self, state: State) -> None:
         """Raises `IllegalTransitionError`."""

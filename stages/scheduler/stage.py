@@ -64,6 +64,7 @@ class SchedulerStage:
             max_output_tokens=s.max_output_tokens,
             batch_timeout_s=s.batch_timeout_ms / 1000,
             speculate=model.speculate,
+            prefix_cache=c.cache.enabled,
             first_ask=(index << ASK_BITS) + 1,
         )
         return Host(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.messages import Cancel
+from pipeline.messages import Cancel, Denied
 
 from .peers import reference, submission
 from .world import GATEWAY, World
@@ -282,3 +282,70 @@ def test_a_request_may_speculate_or_not_whatever_the_model_says():
         world.check_all()
     assert on.engine.stats.accepted > 0
     assert off.engine.stats.drafted == 0
+
+
+def test_prompts_that_begin_alike_are_computed_once():
+    world = World(batch=8, pages=64)
+    shared = [50 + i % 30 for i in range(160)]
+    for i in range(8):
+        world.submit(submission(f"s{i}", [*shared, i], 10, seed=i))
+    world.settle()
+    world.check_all()
+    stats = world.engine.stats
+    assert stats.prompt_computed == 161 + 7
+    assert stats.prompt_cached == 7 * 160
+
+
+def test_who_waits_for_a_neighbour_that_goes_away_computes_itself():
+    world = World(batch=8, pages=64, max_step_tokens=16)
+    shared = [50 + i % 30 for i in range(160)]
+    for i in range(3):
+        world.submit(submission(f"s{i}", [*shared, i], 10, seed=i))
+    world.turn()
+    world.talk_to_kv()
+    world.turn()
+    world.work()
+    world.cancel("s0")
+    world.settle()
+    world.check_all()
+    assert {world.ends["s1"], world.ends["s2"]} == {"length"}
+
+
+def test_other_contents_of_the_kv_arena_begin_everything_anew():
+    world = World(batch=4)
+    for i in range(6):
+        world.submit(submission(f"s{i}", [i + 1] * 30, 40, seed=i))
+    for _ in range(20):
+        world.turn()
+        world.talk_to_kv()
+        world.work()
+    world.collect()
+    # kv comes back with an arena of another generation: no page of the old one may be used again.
+    world.engine.kv_down()
+    world.to_kv.clear()
+    world.kv.fresh()
+    world.kv.generation += 1
+    assert world.engine.kv_ready(world.kv.ready())
+    world.engine.is_attached = False
+    while world.work():  # in the old arena, which it still has mapped
+        pass
+    world.pages.states[:] = -1
+    world.engine.detached(world.now, died=False)
+    world.attach()
+    world.settle()
+    world.check_all()
+    assert set(world.ends.values()) == {"length"}
+
+
+def test_a_lease_that_kv_does_not_recognise_is_acquired_anew():
+    world = World(batch=4)
+    for i in range(3):
+        world.submit(submission(f"s{i}", [i + 1] * 30, 40, seed=i))
+    for _ in range(10):
+        world.turn()
+        world.talk_to_kv()
+        world.work()
+    world.engine.denied(Denied(0, "s1", True, 0, 0, 0))
+    world.settle()
+    world.check_all()
+    assert set(world.ends.values()) == {"length"}

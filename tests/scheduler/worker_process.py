@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from pipeline.edges import EDGES
-from pipeline.messages import Attach, Detach, Heartbeat, StepBell, StepDone, WorkerReady
+from pipeline.messages import Attach, Detach, Heartbeat, Hello, StepBell, StepDone, WorkerReady
 from pipeline.wire import Link
 from shm import steps as sh
 from shm import words
@@ -32,12 +32,18 @@ def main(run_dir: str, model: str, digest: str, poison: int, stall: int) -> None
     link = Link(EDGES["scheduler-worker"], address, f"worker:{model}", heartbeat_ms=50)
     me = (os.getpid(), process_ticks(os.getpid()))
     ready = WorkerReady(model, digest, link.epoch, 1, (me,), VOCAB, CONTEXT)
-    link.on_up = lambda hello: link.send(ready)
+    worker: Worker | None = None
+
+    def on_up(hello: Hello) -> None:
+        nonlocal worker
+        worker = None  # what the scheduler before had given
+        link.send(ready)
+
+    link.on_up = on_up
     poll = select.poll()
     poll.register(link.fd, select.POLLIN)
     bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     stalled = Path(run_dir) / "stalled"
-    worker: Worker | None = None
     generation = progress = 0
     while True:
         for frame in link.receive():
