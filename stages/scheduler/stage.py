@@ -14,11 +14,11 @@ from collections import deque
 
 from pipeline import messages as m
 from pipeline import paths
+from pipeline.bell import Bell
 from pipeline.config import Config
 from pipeline.config_schema import ModelConfig
 from pipeline.loop import StageLoop
 from stages.scheduler.admission import Refusal
-from stages.scheduler.bell import Bell
 from stages.scheduler.engine import Settings
 from stages.scheduler.host import Host
 from stages.scheduler.metrics import INTERVAL_S, Gauge, show_tenants

@@ -40,8 +40,8 @@ def open_model(name: str, index_path: Path) -> TokenizerModel:
     )
     template = None
     if t.chat_template:
-        special = [vocabulary.token_bytes(i).decode("utf-8", "replace") for i in (t.bos, t.eos)]
-        template = ChatTemplate(t.chat_template, *special)
+        bos, eos = (vocabulary.token_bytes(i).decode("utf-8", "replace") for i in (t.bos, t.eos))
+        template = ChatTemplate(t.chat_template, bos, eos)
     described = m.Described(
         "", name, index.digest, vocabulary.size, index.hyper.context_length, vocabulary.eos_ids,
         template is not None, index.architecture, index.parameters, int(index_path.stat().st_mtime),

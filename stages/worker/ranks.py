@@ -1,8 +1,8 @@
 """The ranks beyond the first: processes forked by rank 0, one a core, that compute what it announces.
 
 A rank has the weights mapped and the kernels loaded already (it is a copy of rank 0 before that had any
-socket).  Python speaks to it through a pair of sockets: `attach` names the arenas, anything else lets go
-of them.  Between the two it sits in jitted code, and comes back when rank 0 announces an odd turn.
+socket).  Python speaks to it through a pair of pipes: a message names the arenas, or none.  Between two
+messages it sits in jitted code, and comes back when rank 0 announces an odd turn.
 
 It dies with rank 0 (`PR_SET_PDEATHSIG`), and rank 0 ends when it dies (`watch`): a group lives whole.
 """
@@ -13,7 +13,6 @@ import gc
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -72,13 +71,36 @@ class Attachment:
         self._arenas = []
 
 
+class Channel(NamedTuple):
+    """One end of two pipes. Messages are smaller than a pipe's atomic write."""
+
+    reader: int
+    writer: int
+
+    def send(self, message: bytes) -> None:
+        os.write(self.writer, message)
+
+    def receive(self) -> bytes:
+        """The next message; b"" when the other side is gone."""
+        return os.read(self.reader, select.PIPE_BUF)
+
+    def close(self) -> None:
+        os.close(self.reader)
+        os.close(self.writer)
+
+
+def channel_pair() -> tuple[Channel, Channel]:
+    (a, b), (c, d) = os.pipe(), os.pipe()
+    return Channel(a, d), Channel(c, b)
+
+
 class Rank(NamedTuple):
     """Rank 0's handle of another one."""
 
     pid: int
     ticks: int
     pidfd: int
-    channel: socket.socket
+    channel: Channel
 
 
 def pin(cpus: list[int], rank: int, ranks: int) -> None:
@@ -89,7 +111,7 @@ def pin(cpus: list[int], rank: int, ranks: int) -> None:
 
 def spawn(model: Model, rank: int, ranks: int, cpus: list[int]) -> Rank:
     """Fork one rank. To be called before this process has any thread or socket beyond its own."""
-    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine, its = channel_pair()
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -113,11 +135,11 @@ def spawn(model: Model, rank: int, ranks: int, cpus: list[int]) -> Rank:
         os._exit(code)
 
 
-def _follow(model: Model, rank: int, channel: socket.socket) -> int:
+def _follow(model: Model, rank: int, channel: Channel) -> int:
     """A rank's life: messages, and turns between them."""
     attachment: Attachment | None = None
     while True:
-        raw = channel.recv(65536)
+        raw = channel.receive()
         if not raw:
             return process.EXIT_OK
         paths = msgspec.msgpack.decode(raw, type=ArenaPaths)
@@ -143,7 +165,7 @@ def tell(ranks: list[Rank], paths: ArenaPaths) -> None:
         for rank in ranks:
             rank.channel.send(message)
         for rank in ranks:
-            if not select.select([rank.channel], [], [], ACK_S)[0] or rank.channel.recv(16) != b"ok":
+            if not select.select([rank.channel.reader], [], [], ACK_S)[0] or rank.channel.receive() != b"ok":
                 raise GroupError(f"rank process {rank.pid} does not follow")
     except OSError as error:
         raise GroupError(f"a rank process is gone: {error}") from None
