@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numba
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from stages.worker.twins import arithmetic, exact
 pytestmark = pytest.mark.slow
 
 SIZES = (1, 2, 3, 15, 16, 17, 31, 33, 63, 65, 576)
+Kernel = Callable[..., None]
 WRITE = {"f16": ew.write_kv_f16, "f32": ew.write_kv_f32, "int8": ew.write_kv_int8}
 
 
@@ -50,20 +53,22 @@ def test_elementwise_equals_the_twin(n: int) -> None:
     assert y[n] == 7  # nothing past the end
 
 
+@pytest.mark.parametrize(("pairs", "turn"), [("neighbours", ew.rotate), ("halves", ew.rotate_halves)])
 @pytest.mark.parametrize("n_rot", [2, 16, 30, 32, 64, 80])
-def test_rotation_equals_the_twin(n_rot: int) -> None:
+def test_rotation_equals_the_twin(n_rot: int, pairs: str, turn: Kernel) -> None:
     rng = np.random.default_rng(n_rot)
     tables = rope_tables(10000.0, n_rot, 4096)
     x, y = values(rng, 3, 1, 96), np.zeros((3, 1, 96), np.float32)
     positions = np.array([0, 255, 3071])
     cosine, sine = np.zeros((3, n_rot // 2), np.float32), np.zeros((3, n_rot // 2), np.float32)
     for i, p in enumerate(positions):
-        rows = (tables.cos_hi[p // 256], tables.sin_hi[p // 256], tables.cos_lo[p % 256], tables.sin_lo[p % 256])
+        high, low = p // 256, p % 256
+        rows = (tables.cos_hi[high], tables.sin_hi[high], tables.cos_lo[low], tables.sin_lo[low])
         ew.turn(*(at(r) for r in rows), at(cosine[i]), at(sine[i]), n_rot // 2)
-        ew.rotate(at(x[i]), at(y[i]), at(cosine[i]), at(sine[i]), n_rot, 96)
+        turn(at(x[i]), at(y[i]), at(cosine[i]), at(sine[i]), n_rot, 96)
     expected = exact.turns(tables, positions)
     same(cosine, expected[0])
-    same(y, exact.rotate(x, *expected))
+    same(y, exact.rotate(x, *expected, pairs))
 
 
 class Cache:
@@ -89,15 +94,15 @@ class Cache:
         group = heads // 2
         scratch = np.zeros(attention.scratch_words(d), np.float32)
         out = np.zeros((n, heads * d), np.float32)
-        scale = np.float32(1 / np.sqrt(d))
-        run = attention.functions(g.kv_type).block
+        scale = np.array([1 / np.sqrt(d)], np.float32)
+        run = attention.ENTRIES[g.kv_type]
         for head in range(2):
             for t in range(0, n, block):
                 some = np.ascontiguousarray(q[t : t + block, head * group : (head + 1) * group])
                 scratch[: some.size] = some.ravel()
                 run(at(scratch), at(self.pages), head * g.head_bytes, g.page_bytes, at(self.table), first + t,
-                    len(some), group, d, g.page_tokens, scale, at(out) + 4 * (t * heads + head * group) * d,
-                    4 * heads * d)  # fmt: skip
+                    len(some), group, d, g.page_tokens, at(scale), at(out) + 4 * (t * heads + head * group) * d,
+                    4 * heads * d, -1)  # fmt: skip
         return out
 
 

@@ -69,7 +69,7 @@ def _is_sound(ctx, row, start, count, samples, base, n_tokens, n_samples):
         and 1 <= count <= word(ctx, c.STEP_TOKENS) - n_tokens
         and start + count <= min(word(ctx, c.MAX_POSITIONS), word(ctx, c.MAX_TOKENS))
         and 0 <= samples <= min(count, word(ctx, c.STEP_SAMPLES) - n_samples)
-        and 0 <= base <= word(ctx, c.MAX_SAMPLES) - samples
+        and (samples == 0 or 0 <= base <= word(ctx, c.MAX_SAMPLES) - samples)
     )
 
 

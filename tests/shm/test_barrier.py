@@ -1,0 +1,103 @@
+"""Ranks meet in the order that stores promise, and a dead one keeps nobody."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import threading
+
+import numba
+import numpy as np
+import pytest
+
+from shm import barrier, words
+from shm.atomics import atomic_add, cycles, exchange, futex_wake, load_acquire, monotonic_ns, store_release
+
+pytestmark = pytest.mark.slow
+
+BARRIER, LINES = 0, 16 * 8  # bytes
+
+
+@numba.njit(nogil=True)
+def walk(base: int, rank: int, ranks: int, rounds: int) -> int:
+    """Each round every rank stores its round, meets, and checks everybody's."""
+    values = base + 4096
+    for i in range(1, rounds + 1):
+        store_release(values + 64 * rank, i)
+        if not barrier.meet(base + BARRIER, base + LINES, rank, ranks):
+            return -i
+        for other in range(ranks):
+            if load_acquire(values + 64 * other) != i:
+                return i
+        if not barrier.meet(base + BARRIER, base + LINES, rank, ranks):
+            return -i
+    return 0
+
+
+@pytest.fixture
+def shared() -> np.ndarray:
+    return np.frombuffer(mmap.mmap(-1, 8192), np.uint64)
+
+
+def prepare(shared: np.ndarray, ranks: int) -> int:
+    base = shared.ctypes.data
+    barrier.reset(base + BARRIER, base + LINES, ranks)
+    walk(base, 0, 1, 1)  # compiled before anybody forks
+    return base
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_threads_see_each_other(shared: np.ndarray, ranks: int) -> None:
+    base, found = prepare(shared, ranks), [1] * ranks
+
+    def run(rank: int) -> None:
+        found[rank] = walk(base, rank, ranks, 300 if ranks > 2 else 3000)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [0] * ranks
+
+
+def test_a_dead_rank_keeps_nobody(shared: np.ndarray) -> None:
+    base = prepare(shared, 2)
+    pid = os.fork()
+    if pid == 0:
+        walk(base, 1, 2, 10**9)
+        os._exit(0)
+    result = []
+    leader = threading.Thread(target=lambda: result.append(walk(base, 0, 2, 10**9)))
+    leader.start()
+    while words.load(shared, BARRIER // 8) < 100:  # they have met often
+        pass
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    barrier.give_up(base + BARRIER, base + LINES, 2)
+    leader.join(timeout=10)
+    assert not leader.is_alive()
+    assert result[0] < 0
+
+
+def test_atomics_by_address() -> None:
+    @numba.njit
+    def use(at: int) -> tuple[int, int, int]:
+        before = atomic_add(at, 5)
+        store_release(at + 8, 7)
+        return before, exchange(at, -1), futex_wake(at)
+
+    values = np.array([37, 0], np.int64)
+    assert use(values.ctypes.data) == (37, 42, 0)
+    assert values.tolist() == [-1, 7]
+
+
+def test_clocks_go_forward() -> None:
+    @numba.njit
+    def both() -> tuple[int, int, int, int]:
+        return monotonic_ns(), cycles(), monotonic_ns(), cycles()
+
+    a, b, c, d = both()
+    assert a <= c
+    assert b < d

@@ -1,0 +1,167 @@
+"""Law 1: a request's bytes, logits included, depend on nothing but the request.
+
+Alone, among 17, in chunks, on one rank or two, over pages of any size in any order, repeated, on the
+portable instruction path, with NumPy's own dispatch switched off: the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stages.worker.engine import Engine
+from stages.worker.kernels import features
+from tests.worker.conftest import Ingested, TinyGguf
+from tools.tiny_gguf import SHAPES
+
+pytestmark = pytest.mark.slow
+
+SHAPE, RECIPE = "grouped", "Q4_0_M"  # seven formats, dense ones too; records that are whole per group
+VOCAB = SHAPES[SHAPE].vocab_size
+PROMPT = 263  # crosses a segment of attention
+MORE = 6
+SAMPLING = {
+    "seed": 2**63 - 5, "temperature": 0.8, "top_k": 40, "top_p": 0.9, "repetition": 1.1, "frequency": 0.2,
+    "logprobs": 3,
+}  # fmt: skip
+
+
+def prompt(seed: int, n: int = PROMPT) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, n).astype(np.int32)
+
+
+def engine_for(index: Path, directory: Path, **options: object) -> Engine:
+    bounds = {"max_rows": 20, "max_tokens": 320, "step_tokens": 512, "max_samples": 32}
+    return Engine(index, directory, **(bounds | options))  # type: ignore[arg-type]
+
+
+def fill(engine: Engine, row: int, chunk: int) -> list[np.ndarray]:
+    return engine.prefill(row, PROMPT, chunk)
+
+
+def answer(engine: Engine, row: int, first: list[np.ndarray], others: tuple[int, ...] = ()) -> str:
+    """Digest of the row's logits, tokens and logprobs; `others` decode in the same steps, from where they are."""
+    h = hashlib.sha256()
+    for logits in first:
+        h.update(logits.tobytes())
+    for i in range(MORE):
+        entries = [(r, PROMPT + i, 1, 1) for r in others]
+        entries.insert(len(others) // 2, (row, PROMPT + i, 1, 1))
+        engine.run(entries)
+        place = len(others) // 2
+        s, slot = engine.steps, engine._slot
+        h.update(engine.logits(place).tobytes())
+        for out in (s.out_token, s.out_logprob, s.out_top_id, s.out_top_lp):
+            h.update(out[slot, place].tobytes())
+    h.update(engine.steps.tokens[row, : PROMPT + MORE + 1].tobytes())
+    return h.hexdigest()
+
+
+def alone(engine: Engine, chunk: int = 512) -> str:
+    engine.write_row(0, prompt(0), **SAMPLING)
+    return answer(engine, 0, fill(engine, 0, chunk))
+
+
+@pytest.fixture(scope="module")
+def index(tiny_gguf: TinyGguf, ingested: Ingested) -> Path:
+    return ingested(tiny_gguf(SHAPE, RECIPE))
+
+
+@pytest.fixture(scope="module")
+def expected(index: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    with engine_for(index, tmp_path_factory.mktemp("alone")) as engine:
+        return alone(engine)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_chunks_and_ranks(index: Path, tmp_path: Path, expected: str, ranks: int) -> None:
+    with engine_for(index, tmp_path, ranks=ranks) as engine:
+        for chunk in (1, 7, 64, 512) if ranks < 3 else (64,):
+            assert alone(engine, chunk) == expected
+
+
+@pytest.mark.parametrize(("page_tokens", "table_seed"), [(16, 1), (64, 2), (128, 3), (256, 4)])
+def test_page_sizes_and_places(
+    index: Path, tmp_path: Path, expected: str, page_tokens: int, table_seed: int
+) -> None:
+    with engine_for(index, tmp_path, page_tokens=page_tokens, table_seed=table_seed) as engine:
+        assert alone(engine, 100) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_among_seventeen(index: Path, tmp_path: Path, expected: str, ranks: int) -> None:
+    others = tuple(range(1, 17))
+    with engine_for(index, tmp_path, ranks=ranks) as engine:
+        engine.write_row(0, prompt(0), **SAMPLING)
+        for row in others:
+            engine.write_row(row, prompt(row), seed=row, temperature=1.0)
+        # All prompts grow together, in chunks of different lengths, prompts and samples in one step.
+        first: list[np.ndarray] = []
+        at = [0] * 17
+        while any(n < PROMPT for n in at):
+            entries, samples, place = [], 0, -1
+            for row in range(17):
+                count = min(17 + 3 * row, PROMPT - at[row], 512 // 17)
+                if count <= 0:
+                    continue
+                at[row] += count
+                ends = at[row] == PROMPT
+                if row == 0 and ends:
+                    place = samples
+                samples += ends
+                entries.append((row, at[row] - count, count, int(ends)))
+            engine.run(entries[::-1] if place < 0 else entries)
+            if place >= 0:
+                first = [engine.logits(place)]
+        assert answer(engine, 0, first, others) == expected
+
+
+def test_a_repeated_step_writes_the_same(index: Path, tmp_path: Path) -> None:
+    with engine_for(index, tmp_path) as engine:
+        engine.write_row(0, prompt(0), **SAMPLING)
+        fill(engine, 0, 512)
+        for i in range(4):
+            engine.run([(0, PROMPT + i, 1, 1)])
+            before = engine.logits(0).tobytes(), engine.outputs(1), engine.steps.tokens[0].tobytes()
+            engine.compute()
+            assert (engine.logits(0).tobytes(), engine.outputs(1), engine.steps.tokens[0].tobytes()) == before
+
+
+def test_verification_samples_equal_single_steps(index: Path, tmp_path: Path) -> None:
+    """Several samples of one entry are those that steps of one token each give."""
+    with engine_for(index, tmp_path) as engine:
+        engine.write_row(0, prompt(0), **SAMPLING)
+        fill(engine, 0, 512)
+        singles, logits = [], []
+        for i in range(4):
+            singles += engine.run([(0, PROMPT + i, 1, 1)])
+            logits.append(engine.logits(0).tobytes())
+        assert engine.run([(0, PROMPT, 4, 4)]) == singles
+        assert [engine.logits(i).tobytes() for i in range(4)] == logits
+
+
+@pytest.mark.parametrize(
+    ("isa", "disabled"),
+    [("portable", ""), ("native", "AVX512F AVX512CD AVX512_SKX AVX2 FMA3"), ("portable", "AVX2 FMA3")],
+)
+def test_instruction_sets(index: Path, tmp_path: Path, expected: str, isa: str, disabled: str) -> None:
+    environment = os.environ | {"STARLING_ISA": isa}
+    if disabled:
+        environment["NPY_DISABLE_CPU_FEATURES"] = disabled
+    command = [sys.executable, "-W", "ignore", "-m", "tests.worker.test_law_one", str(index), str(tmp_path)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    chosen = "portable" if isa == "portable" else features.isa()
+    assert done.stdout.split() == [chosen, expected]
+
+
+if __name__ == "__main__":
+    with engine_for(Path(sys.argv[1]), Path(sys.argv[2]), ranks=2) as engine_:
+        print(features.isa(), alone(engine_, 64))

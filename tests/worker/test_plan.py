@@ -1,0 +1,114 @@
+"""Nothing in a slot is believed: every bad number ends its entry, and only that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from shm import steps as sh
+from stages.worker.engine import Engine
+from stages.worker.kernels.plan import BAD_ENTRY
+from tests.worker.conftest import Ingested, TinyGguf
+
+pytestmark = pytest.mark.slow
+
+BIG = 2**31 - 1
+
+
+@pytest.fixture(scope="module")
+def engine(
+    tiny_gguf: TinyGguf, ingested: Ingested, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    bounds = {"max_rows": 6, "max_tokens": 96, "step_tokens": 64, "max_samples": 8}
+    with Engine(ingested(tiny_gguf("small", "Q4_1")), tmp_path_factory.mktemp("plan"), **bounds) as made:
+        yield made
+
+
+def fresh(engine: Engine) -> None:
+    for row in range(6):
+        engine.write_row(row, np.arange(row, row + 40))
+    engine.steps.tables[:] = np.arange(engine.steps.tables.size).reshape(engine.steps.tables.shape)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        (-1, 0, 1, 1), (6, 0, 1, 1), (BIG, 0, 1, 1), (-BIG, 0, 1, 1),
+        (1, -1, 1, 1), (1, BIG, 1, 1), (1, 96, 1, 1), (1, 90, 7, 1),
+        (1, 0, 0, 0), (1, 0, -5, 1), (1, 0, 65, 1), (1, 0, BIG, 1), (1, BIG, BIG, 1),
+        (1, 0, 4, 5), (1, 0, 20, 9),
+    ],
+)  # fmt: skip
+def test_an_entry_out_of_bounds_is_left_out(engine: Engine, bad: tuple[int, int, int, int]) -> None:
+    fresh(engine)
+    good = engine.run([(0, 0, 10, 1)])
+    logits = engine.logits(0)
+    fresh(engine)
+    engine.publish([(0, 0, 10, 1), bad, (2, 0, 3, 0)])
+    assert engine.compute() == 1
+    assert engine.outputs(1) == good
+    assert engine.logits(0).tobytes() == logits.tobytes()
+    if bad[3] > 0:
+        assert engine.outputs(2)[1] == BAD_ENTRY
+
+
+@pytest.mark.parametrize("base", [-1, 8, BIG, -BIG])
+def test_a_sample_without_a_place_is_left_out(engine: Engine, base: int) -> None:
+    fresh(engine)
+    engine.publish([(0, 0, 4, 1)])
+    engine.steps.entries[engine._slot, 0, sh.SAMPLE_BASE] = base
+    assert engine.compute() == 1
+
+
+@pytest.mark.parametrize("page", [-1, 10**6, BIG, -BIG])
+def test_a_page_that_is_not_there(engine: Engine, page: int) -> None:
+    fresh(engine)
+    engine.steps.tables[1, 1] = page
+    assert engine.run([(1, 0, 40, 1), (0, 0, 4, 1)])[0] == BAD_ENTRY
+    assert engine.run([(1, 0, 30, 1)])[0] >= 0  # does not reach the second page
+
+
+@pytest.mark.parametrize("token", [-1, -2, 300, BIG, -BIG])
+def test_a_token_of_no_vocabulary(engine: Engine, token: int) -> None:
+    fresh(engine)
+    engine.steps.tokens[1, 7] = token
+    assert engine.run([(1, 0, 8, 1)]) == [BAD_ENTRY]
+    assert engine.run([(1, 0, 7, 1)])[0] >= 0
+
+
+def test_more_tokens_than_a_step_holds(engine: Engine) -> None:
+    fresh(engine)
+    outputs = engine.run([(0, 0, 40, 1), (1, 0, 30, 1), (2, 0, 24, 1)])
+    assert outputs[1] == BAD_ENTRY
+    assert outputs[0] >= 0
+    assert outputs[2] >= 0
+
+
+@pytest.mark.parametrize("entries", [-1, 7, 2**40])
+def test_a_count_of_entries_that_cannot_be(engine: Engine, entries: int) -> None:
+    fresh(engine)
+    engine.publish([(row, 0, 2, 1) for row in range(6)])
+    engine.steps.slot_head[engine._slot, sh.SLOT_ENTRIES] = entries
+    engine.compute()
+    engine.publish([(0, 0, 2, 1)])
+    engine.steps.slot_head[engine._slot, sh.SLOT_STEP] += 1  # a slot of another step
+    engine.steps.out_token[engine._slot, 0] = 77
+    engine.compute()
+    assert engine.outputs(1) == [77]
+
+
+def test_history_and_parameters_out_of_range(engine: Engine) -> None:
+    """Of a row that is otherwise sound: nothing is read or written outside of it."""
+    fresh(engine)
+    engine.write_row(0, np.arange(8), repetition=1.5, frequency=0.5, mask_ids=(1, 2), bias=((5, 1.0),))
+    ints = engine.steps.row_ints[0]
+    for column, value in ((sh.OUTPUT_START, -(2**60)), (sh.OUTPUT_START, 2**60), (sh.N_MASK, 2**40),
+                          (sh.N_BIAS, 2**40), (sh.TOP_K, -7), (sh.LOGPROBS, 2**40), (sh.ORDER, -1)):  # fmt: skip
+        before, ints[column] = ints[column].copy(), value
+        assert 0 <= engine.run([(0, 0, 8, 1)])[0] < 300
+        ints[column] = before
+    engine.steps.bias_ids[0, 0] = -BIG
+    engine.steps.mask_ids[0, 0] = BIG
+    assert 0 <= engine.run([(0, 0, 8, 1)])[0] < 300
