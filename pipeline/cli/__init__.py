@@ -25,11 +25,13 @@ EXIT_INTERRUPTED = 130
 COMMANDS = {
     "chaos": "pipeline.cli.chaos:chaos",
     "config": "pipeline.cli.show:config",
+    "down": "pipeline.cli.down:down",
     "fetch": "pipeline.cli.prepare:fetch",
+    "logs": "pipeline.cli.logs:logs",
     "models": "pipeline.cli.show:models",
     "prepare": "pipeline.cli.prepare:prepare",
     "stage": "pipeline.cli.stage:stage",
-    "status": "pipeline.cli.show:status",
+    "status": "pipeline.cli.status:status",
     "supervise": "pipeline.cli.stage:supervise",
     "up": "pipeline.cli.up:up",
 }

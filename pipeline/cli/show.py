@@ -1,18 +1,15 @@
-"""What is configured, what models there are, how the stages are: commands that only read."""
+"""What is configured, what models there are: commands that only read."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import click
 import msgspec
 
 from pipeline import paths, registry
-from pipeline import status as records
 from pipeline.config import find_file, load, render
 from pipeline.config_schema import Config
-from pipeline.process import EXIT_FATAL
 
 
 def _print_json(value: Any) -> None:
@@ -73,25 +70,3 @@ def models(as_json: bool) -> None:
         click.echo(f"  {row['path']}")
         if row["digest"]:
             click.echo(f"  sha256 {row['digest']}")
-
-
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
-def status(as_json: bool) -> int:
-    """Show every stage; exits 1 unless all of them are alive and ready."""
-    found = records.read_all(paths.run_dir(load()))
-    is_well = bool(found) and all(record.alive and record.ready for record in found)
-    if as_json:
-        _print_json(found)
-    elif not found:
-        click.echo("no stage is running")
-    else:
-        click.echo(f"{'stage':<12}{'pid':>8}{'uptime':>10}{'restarts':>10}  state")
-        for record in found:
-            uptime = record.uptime_s + max(0.0, time.time() - record.written) if record.alive else 0.0
-            state = "gone" if not record.alive else "ready" if record.ready else record.reason or "not ready"
-            click.echo(
-                f"{record.stage:<12}{record.pid:>8}{uptime:>9.0f}s{record.restarts:>10}  {state}"
-                + (", working" if record.alive and record.busy else "")
-            )
-    return 0 if is_well else EXIT_FATAL

@@ -1,8 +1,8 @@
 """Everything from one command: check, prepare, start the stages under honcho, say when it is ready.
 
-`up` itself serves nothing.  It runs `honcho start` on the Procfile (honcho brings the stages' output
-together), waits until the gateway's /ready answers, and passes SIGINT, SIGTERM and SIGHUP on.  When
-honcho is over it removes what the stages left (leftovers.py), so that Ctrl-C leaves nothing behind.
+`up` itself serves nothing.  It runs `honcho start` on the Procfile (foreman.py; honcho brings the stages'
+output together) and waits until the gateway's /ready answers.  When honcho is over it removes what the
+stages left (leftovers.py), so that Ctrl-C leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -10,27 +10,23 @@ from __future__ import annotations
 import http.client
 import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
-from types import FrameType
 
 import click
 
 from pipeline import leftovers, paths, rundir, status
+from pipeline.cli.foreman import Foreman
 from pipeline.cli.prepare import prepare_all
 from pipeline.cli.stage import STAGES
 from pipeline.config import load
 from pipeline.config_schema import Config
 from pipeline.errors import ConfigError, ResourceError
-from pipeline.process import EXIT_FATAL, die_with_parent
+from pipeline.process import EXIT_FATAL
 
 PROCFILE = Path(__file__).resolve().parent.parent.parent / "Procfile"
 ARENA_SPARE_MB = 64  # beside the KV arenas: steps and activations
-POLL_S = 0.1
 PATIENCE_S = 5.0  # before it says what it waits for
 
 
@@ -44,13 +40,14 @@ def up() -> int:
         check_port(config)
         env = {**os.environ, **choose_arena_dir(config)}
         prepare_all(config)
-        code = _run(config, run_dir, env)
+        watcher = _Watcher(config, run_dir)
+        code = Foreman(write_procfile(config, run_dir), env).run(watcher.look)
     finally:
         only_one.release()
     arena_dir = paths.arena_dir(load(env=env), env)
     still_running = leftovers.sweep(run_dir, arena_dir, wait_s=5.0)
     if still_running:
-        click.echo(f"starling: {still_running} is still running; `starling status` shows it", err=True)
+        click.echo(f"up: {still_running} is still running; `starling status` shows it", err=True)
     return code or (EXIT_FATAL if still_running else 0)
 
 
@@ -123,66 +120,28 @@ def write_procfile(config: Config, run_dir: Path) -> Path:
 # ------------------------------------------------------------------ while it runs
 
 
-def _run(config: Config, run_dir: Path, env: dict[str, str]) -> int:
-    """honcho, from its start to its end; 0 when it ended because somebody asked."""
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
-    me = os.getpid()
-
-    def follow() -> None:
-        die_with_parent(me)
-
-    asked = False
-    begun = time.monotonic()
-    honcho = subprocess.Popen(
-        [sys.executable, "-m", "honcho", "start", "-f", str(write_procfile(config, run_dir))],
-        env=env,
-        # Out of the terminal's foreground group: Ctrl-C comes once, from here, and in order.
-        process_group=0,
-        preexec_fn=follow,
-    )
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        honcho.send_signal(signal.SIGTERM)
-
-    old = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        watcher = _Watcher(config, run_dir, begun)
-        while not watcher.is_ready and not asked:
-            try:
-                honcho.wait(POLL_S)
-                break
-            except subprocess.TimeoutExpired:
-                watcher.look()
-        code = honcho.wait()
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-    return 0 if asked else code or EXIT_FATAL
-
-
 class _Watcher:
     """Asks whether the server is ready, and says so once; or what it waits for."""
 
-    def __init__(self, config: Config, run_dir: Path, begun: float) -> None:
-        self.is_ready = False
+    def __init__(self, config: Config, run_dir: Path) -> None:
         self._config = config
         self._run_dir = run_dir
-        self._begun = begun
+        self._begun = time.monotonic()
         self._said: list[str] = []
 
-    def look(self) -> None:
+    def look(self) -> bool:
+        """Is it ready? Prints the banner then."""
         took = time.monotonic() - self._begun
         records = [record for record in status.read_all(self._run_dir) if record.alive]
         waiting = [f"{record.stage} ({record.reason or 'starting'})" for record in records if not record.ready]
         # Asked only when nothing else is missing: the gateway logs every request.
         if records and not waiting and _answers_ready(self._config):
-            self.is_ready = True
             click.echo(banner(self._config, took))
-        elif took > PATIENCE_S and waiting and waiting != self._said:
+            return True
+        if took > PATIENCE_S and waiting and waiting != self._said:
             self._said = waiting
             click.echo("waiting for " + ", ".join(waiting))
+        return False
 
 
 def _answers_ready(config: Config) -> bool:

@@ -151,6 +151,25 @@ def test_from_start_to_ctrl_c(start: Start, tmp_path: Path, number: signal.Signa
 
 
 @pytest.mark.slow
+def test_an_end_before_honcho_knows_its_processes(start: Start) -> None:
+    up = start(READY)
+    up.wait_for("gateway.1 started")
+    up.process.send_signal(signal.SIGINT)
+    assert up.end() == 0
+
+
+@pytest.mark.slow
+def test_who_asks_twice_does_not_wait(start: Start) -> None:
+    up = start(READY.replace("lambda *_: os._exit(0)", "signal.SIG_IGN"))
+    up.wait_for("ready at")
+    up.process.send_signal(signal.SIGINT)
+    up.wait_for("SIGTERM received")
+    up.process.send_signal(signal.SIGINT)
+    up.wait_for("up: gateway is still running")
+    assert up.process.wait(WAIT_S) == 1
+
+
+@pytest.mark.slow
 def test_a_stage_that_ends_ends_all_with_an_error(start: Start) -> None:
     up = start("import sys; sys.exit('cannot go on')")
     up.wait_for("cannot go on")
