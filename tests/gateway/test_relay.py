@@ -146,6 +146,11 @@ class World:
         if self.from_tokenizer:
             self.from_tokenizer.pop(0)
 
+    def two_steps_come_in_one_frame(self) -> None:
+        outbox = self.generator.outbox
+        if len(outbox) > 1 and all(isinstance(frame, m.Tokens) for frame in outbox[:2]):
+            outbox[:2] = [m.Tokens(MODEL, outbox[1].step, outbox[0].sequences + outbox[1].sequences)]
+
     def frame_comes_twice(self) -> None:
         if self.generator.outbox and isinstance(self.generator.outbox[0], m.Tokens):
             self.relay.on_tokens(self.generator.outbox[0])
@@ -192,6 +197,7 @@ ACTIONS = [
     World.frame_of_scheduler_is_lost,
     World.answer_of_tokenizer_is_lost,
     World.frame_comes_twice,
+    World.two_steps_come_in_one_frame,
     World.steps_come_in_one_frame,
     World.time_passes,
 ]
