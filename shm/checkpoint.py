@@ -103,9 +103,7 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
         try:
             return msgspec.msgpack.decode(self.tokenizer_raw, type=TokenizerData)
         except msgspec.MsgspecError as error:
-            raise CheckpointError(
-                f"index of {self.name}: bad tokenizer data ({error}); ingest it again"
-            ) from None
+            raise CheckpointError(f"index of {self.name}: bad tokenizer data ({error}); ingest it again") from None
 
     def tensor(self, name: str) -> Tensor:
         """Raises `KeyError` when the model has no such tensor."""
@@ -134,14 +132,10 @@ def load_index(path: Path) -> Index:
         # The version is looked at before the rest is believed to have today's shape.
         version = msgspec.msgpack.decode(raw, type=_Head).version
         if version != VERSION:
-            raise CheckpointError(
-                f"{path}: version is {version}, expected {VERSION}; remove it to ingest again"
-            )
+            raise CheckpointError(f"{path}: version is {version}, expected {VERSION}; remove it to ingest again")
         index = msgspec.msgpack.decode(raw, type=Index)
     except msgspec.MsgspecError as error:
-        raise CheckpointError(
-            f"{path}: not a checkpoint index ({error}); remove it to ingest again"
-        ) from None
+        raise CheckpointError(f"{path}: not a checkpoint index ({error}); remove it to ingest again") from None
     for t in index.tensors:
         if t.offset % ALIGNMENT or t.offset < 0 or t.nbytes < 0 or t.offset + t.nbytes > index.bin_bytes:
             raise CheckpointError(
@@ -166,8 +160,7 @@ class Checkpoint:
             size = os.fstat(file.fileno()).st_size
             if size != self.index.bin_bytes:
                 raise CheckpointError(
-                    f"{path}: {size} bytes, expected {self.index.bin_bytes}; "
-                    f"remove {index_path.name} to ingest again"
+                    f"{path}: {size} bytes, expected {self.index.bin_bytes}; remove {index_path.name} to ingest again"
                 )
             self._map = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
         self.data: np.ndarray = np.frombuffer(self._map, np.uint8)
@@ -184,8 +177,7 @@ class Checkpoint:
             found = checksum(self.data[t.offset : t.offset + t.nbytes])
             if found != t.checksum:
                 raise CheckpointError(
-                    f"tensor {t.name}: checksum is {found}, expected {t.checksum}; "
-                    "remove the .idx to ingest again"
+                    f"tensor {t.name}: checksum is {found}, expected {t.checksum}; remove the .idx to ingest again"
                 )
 
 
@@ -215,9 +207,7 @@ class CheckpointWriter:
             self._file = None
             self._temporary.unlink(missing_ok=True)
 
-    def add(
-        self, name: str, shape: tuple[int, int], fmt: str, layout: str, pieces: Iterable[np.ndarray]
-    ) -> Tensor:
+    def add(self, name: str, shape: tuple[int, int], fmt: str, layout: str, pieces: Iterable[np.ndarray]) -> Tensor:
         """Append a tensor whose bytes come in pieces, so that a large one is never held whole."""
         assert self._file is not None
         offset = align(self._file.tell(), ALIGNMENT)

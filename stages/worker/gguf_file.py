@@ -136,9 +136,7 @@ class GgufFile:
         self._what = f"tensor {name!r}"
         n_dimensions = self._scalar("<I")
         if not 1 <= n_dimensions <= _MAX_DIMENSIONS:
-            raise GgufError(
-                f"{self.path}: {self._what}: {n_dimensions} dimensions, expected 1 to {_MAX_DIMENSIONS}"
-            )
+            raise GgufError(f"{self.path}: {self._what}: {n_dimensions} dimensions, expected 1 to {_MAX_DIMENSIONS}")
         shape = tuple(self._scalar("<Q") for _ in range(n_dimensions))[::-1]
         kind, offset = self._scalar("<I"), self._scalar("<Q")
         if kind not in BY_ID:

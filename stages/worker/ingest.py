@@ -26,9 +26,7 @@ _MAX_DIMENSION = 1 << 24
 _ROPE = ("rope.cos_lo", "rope.sin_lo", "rope.cos_hi", "rope.sin_hi")
 
 
-def ingest(
-    source: Path, index_path: Path, digest: str, progress: Progress = lambda phase, done, total: None
-) -> Index:
+def ingest(source: Path, index_path: Path, digest: str, progress: Progress = lambda phase, done, total: None) -> Index:
     """Write `index_path` and its `.bin` from the GGUF `source`, whose SHA-256 is `digest` (hex).
 
     Raises `ModelUnavailable` when the file cannot be used; nothing is left behind then.
@@ -114,8 +112,7 @@ def _plan(file: GgufFile, h: Hyper) -> Iterator[TensorInfo]:
             continue
         if info.shape != shape:
             raise GgufError(
-                f"{file.path}: tensor {name!r} has shape {list(info.shape)}, "
-                f"expected {list(shape)} (rows first)"
+                f"{file.path}: tensor {name!r} has shape {list(info.shape)}, expected {list(shape)} (rows first)"
             )
         if len(shape) == 1 and not info.format.dense:
             raise GgufError(f"{file.path}: tensor {name!r} is {info.format.name}, expected F32, F16 or BF16")
@@ -139,8 +136,7 @@ class _Reader:
         self.architecture = self._get("general.architecture", str)
         if self.architecture not in _PAIRING:
             raise GgufError(
-                f"{file.path}: architecture is {self.architecture!r}; "
-                f"supported: {', '.join(sorted(_PAIRING))}"
+                f"{file.path}: architecture is {self.architecture!r}; supported: {', '.join(sorted(_PAIRING))}"
             )
 
     def _get(self, key: str, kind: Any, default: Any = None) -> Any:
@@ -161,17 +157,13 @@ class _Reader:
 
     def _multiple(self, key: str, value: int, of: int) -> None:
         if value % of:
-            raise GgufError(
-                f"{self.file.path}: {self.architecture}.{key} is {value}, expected a multiple of {of}"
-            )
+            raise GgufError(f"{self.file.path}: {self.architecture}.{key} is {value}, expected a multiple of {of}")
 
     def hyper(self) -> Hyper:
         path, arch = self.file.path, self.architecture
         experts = self._int("expert_count", 0, default=0)
         if experts:
-            raise GgufError(
-                f"{path}: {arch}.expert_count is {experts}: mixtures of experts are not supported"
-            )
+            raise GgufError(f"{path}: {arch}.expert_count is {experts}: mixtures of experts are not supported")
         width = self._int("embedding_length", 32)
         n_heads = self._int("attention.head_count", 1, 4096)
         n_kv_heads = self._int("attention.head_count_kv", 1, n_heads, default=n_heads)
@@ -192,8 +184,7 @@ class _Reader:
         context = self._int("context_length", 1)
         if 0 < window < context:
             raise GgufError(
-                f"{path}: {arch}.attention.sliding_window is {window}, "
-                f"below the context of {context}: not supported"
+                f"{path}: {arch}.attention.sliding_window is {window}, below the context of {context}: not supported"
             )
         eps = float(self._get(f"{arch}.attention.layer_norm_rms_epsilon", float))
         if not 0 <= eps < 1:
@@ -262,19 +253,15 @@ class _Reader:
         tokens = listed("tokens", str)
         embedding = self.file.tensors["token_embd.weight"].shape[0]
         if len(tokens) > embedding:
-            raise GgufError(
-                f"{self.file.path}: {len(tokens)} tokens, but 'token_embd.weight' has {embedding} rows"
-            )
+            raise GgufError(f"{self.file.path}: {len(tokens)} tokens, but 'token_embd.weight' has {embedding} rows")
         for key in ("bos", "eos", "eot", "unknown", "padding"):
             # -1 and its unsigned form both mean "none" in files in the wild.
             if number(key) >= embedding and number(key) != 0xFFFFFFFF:
                 raise GgufError(
-                    f"{self.file.path}: tokenizer.ggml.{key}_token_id is {number(key)}, "
-                    f"expected below {embedding}"
+                    f"{self.file.path}: tokenizer.ggml.{key}_token_id is {number(key)}, expected below {embedding}"
                 )
         bos, eos, eot, unknown, padding = (
-            -1 if number(key) == 0xFFFFFFFF else number(key)
-            for key in ("bos", "eos", "eot", "unknown", "padding")
+            -1 if number(key) == 0xFFFFFFFF else number(key) for key in ("bos", "eos", "eot", "unknown", "padding")
         )
         return TokenizerData(
             model=self._get("tokenizer.ggml.model", str, "none"),

@@ -88,9 +88,7 @@ def pack(source: np.ndarray, fmt: Format) -> Iterator[np.ndarray]:
         short = -rows.shape[0] % GROUP
         if short:
             rows = np.concatenate([rows, np.zeros((short, rows.shape[1]), np.uint8)])
-        units = np.ascontiguousarray(rows).reshape(
-            -1, GROUP, rows.shape[1] // fmt.source_bytes, fmt.source_bytes
-        )
+        units = np.ascontiguousarray(rows).reshape(-1, GROUP, rows.shape[1] // fmt.source_bytes, fmt.source_bytes)
         yield _pack_units(units, fmt).reshape(units.shape[0], -1)
 
 
@@ -218,12 +216,7 @@ def _unit_values(raw: np.ndarray, fmt: Format) -> np.ndarray:
         values = scales[:, :, 0] * (codes.astype(np.float32) - np.float32(fmt.zero))
         return values + scales[:, :, 1] if scales.shape[2] == 2 else values
     head = 32 if name == "Q6_K" else 64
-    supers = (
-        np.ascontiguousarray(raw[..., :head])
-        .view(np.float16)
-        .astype(np.float32)
-        .reshape(*shape, -1, 1, GROUP)
-    )
+    supers = np.ascontiguousarray(raw[..., :head]).view(np.float16).astype(np.float32).reshape(*shape, -1, 1, GROUP)
     codes, rest = _read_codes(raw[..., head:].reshape(*shape, 8, -1), name)  # (groups, units, 8, 16, 32)
     if name == "Q6_K":
         sub = rest.view(np.int8).reshape(*shape, 8, 2, GROUP).astype(np.float32)

@@ -76,9 +76,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     path.write_bytes(msgspec.msgpack.encode([99, "other"]))
     with pytest.raises(CheckpointError, match="version is 99, expected 1"):
         Checkpoint(path)
-    outside = msgspec.structs.replace(
-        index, tensors=[msgspec.structs.replace(index.tensors[0], offset=1 << 20)]
-    )
+    outside = msgspec.structs.replace(index, tensors=[msgspec.structs.replace(index.tensors[0], offset=1 << 20)])
     path.write_bytes(msgspec.msgpack.encode(outside))
     with pytest.raises(CheckpointError, match="tensor first lies at"):
         Checkpoint(path)

@@ -43,9 +43,7 @@ def test_the_cache_has_a_directory_for_each_target(tmp_path: Path) -> None:
     directories = set()
     for isa in ("portable", "native"):
         environment = {**os.environ, "STARLING_ISA": isa, "STARLING_HOME": str(tmp_path)}
-        out = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-        )
+        out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
         chosen, directory, cpu = out.stdout.split()
         assert chosen == "portable" or isa == "native"
         assert Path(directory).parent == tmp_path / "cache"

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.worker.kernels.activations import RECORD, SCALE, SSUM, row_bytes
+from stages.worker.kernels.dots import STARTS_BIASED
 from stages.worker.layout import FORMATS, groups_of
 from stages.worker.twins.arithmetic import quantize
 from stages.worker.twins.blocks import unpack
@@ -31,9 +32,7 @@ def awkward(tokens: int, columns: int, rng: np.random.Generator) -> np.ndarray:
         block = 32 * int(rng.integers(0, max(1, columns // 32)))
         x[t, block : block + 32] = (0.0, 2.0**-110, 1.0)[t % 3]
         if t % 3 == 2:
-            x[t, block + 1 : block + 32] = np.float32(0.5 / 127) * np.arange(
-                1, x[t, block + 1 : block + 32].size + 1
-            )
+            x[t, block + 1 : block + 32] = np.float32(0.5 / 127) * np.arange(1, x[t, block + 1 : block + 32].size + 1)
     return x
 
 
@@ -56,7 +55,7 @@ def test_records_hold_the_twins_blocks() -> None:
             expected = [
                 -8 * total,
                 -16 * total,
-                -128 * total,
+                (-128 if STARTS_BIASED else 0) * total,
                 -32 * halves[:, 0],
                 -32 * halves[:, 1],
                 0 * total,
@@ -163,7 +162,7 @@ def test_the_instruction_set_does_not_matter(environment: dict[str, str]) -> Non
 
 
 def test_whole_bytes_do_not_saturate() -> None:
-    """255 * 127 + 255 * 127 does not fit the i16 of `vpmaddubsw`; the widening body must not meet it."""
+    """The largest codes of 8 bits, whose pairs of products exceed 16 bits as they are stored."""
     m = random_matrix("Q8_0", 16, 1, np.random.default_rng(8))
     m.stream[:512] = 255  # codes of 127
     m.stream[512:] = np.full(16, 1.0, np.float16).view(np.uint8)

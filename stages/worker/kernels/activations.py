@@ -7,7 +7,7 @@ A record (32 values, 64 bytes = one cache line, 64-byte aligned):
     36  ssum     f32    scale * f32(h0 + h1)
     40  start4   i32    -8 (h0 + h1): where the integer sum of Q4_0 starts, so that zero points cost nothing
     44  start5   i32    -16 (h0 + h1), for Q5_0
-    48  start8   i32    -128 (h0 + h1), for Q8_0
+    48  start8   i32    -128 (h0 + h1), for Q8_0 (dots.py: or 0)
     52  start6   i32    -32 h0 and, at 56, -32 h1, for Q6_K
     60  zero     i32    where all other sums start
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from stages.worker.kernels.dots import STARTS_BIASED
 from stages.worker.kernels.simd import (
     INLINE,
     JIT,
@@ -42,6 +43,7 @@ RECORD = 64
 SCALE, SSUM, START4, START5, START8, START6, ZERO = 32, 36, 40, 44, 48, 52, 60
 BLOCK = 32
 
+_BIAS = -128 if STARTS_BIASED else 0
 _TINY = np.float32(2.0**-100)
 _TOP = np.float32(127)
 _INVERSE_TOP = np.float32(1 / 127)
@@ -74,7 +76,7 @@ def quantize_block(low, high, to):
     put_f32(to + SSUM, scale * np.float32(total))
     put_i32(to + START4, -8 * total)
     put_i32(to + START5, -16 * total)
-    put_i32(to + START8, -128 * total)
+    put_i32(to + START8, _BIAS * total)
     put_i32(to + START6, -32 * h0)
     put_i32(to + START6 + 4, -32 * h1)
     put_i32(to + ZERO, 0)

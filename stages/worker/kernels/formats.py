@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from numba import njit
 
+from stages.worker.kernels.dots import dot4, dot4_u8
 from stages.worker.kernels.simd import (
     INLINE,
-    dot4,
-    dot4_u7,
     load_i32,
     splat_i32,
     splat_i32_at,
@@ -57,8 +56,8 @@ def nibble_dot(w, x, start):
     """start + sum of codes * q over a block."""
     for j in range(4):
         low, high = nibble_pair(w, j)
-        start = dot4_u7(start, low, splat_i32_at(x + 8 * j))
-        start = dot4_u7(start, high, splat_i32_at(x + 8 * j + 4))
+        start = dot4(start, low, splat_i32_at(x + 8 * j))
+        start = dot4(start, high, splat_i32_at(x + 8 * j + 4))
     return start
 
 
@@ -67,8 +66,8 @@ def five_dot(w, x, start):
     """As `nibble_dot`, for 5-bit codes."""
     for j in range(4):
         low, high = five_pair(w, j)
-        start = dot4_u7(start, low, splat_i32_at(x + 8 * j))
-        start = dot4_u7(start, high, splat_i32_at(x + 8 * j + 4))
+        start = dot4(start, low, splat_i32_at(x + 8 * j))
+        start = dot4(start, high, splat_i32_at(x + 8 * j + 4))
     return start
 
 
@@ -77,8 +76,8 @@ def six_dot(w, x, start, half):
     """As `nibble_dot`, for 6-bit codes, over half 0 or 1 of a block."""
     for j in range(2 * half, 2 * half + 2):
         low, high = six_pair(w, j)
-        start = dot4_u7(start, low, splat_i32_at(x + 8 * j))
-        start = dot4_u7(start, high, splat_i32_at(x + 8 * j + 4))
+        start = dot4(start, low, splat_i32_at(x + 8 * j))
+        start = dot4(start, high, splat_i32_at(x + 8 * j + 4))
     return start
 
 
@@ -87,6 +86,6 @@ def byte_dot(w, x, start):
     """As `nibble_dot`, for 8-bit codes."""
     for j in range(4):
         low, high = byte_pair(w, j)
-        start = dot4(start, low, splat_i32_at(x + 8 * j))
-        start = dot4(start, high, splat_i32_at(x + 8 * j + 4))
+        start = dot4_u8(start, low, splat_i32_at(x + 8 * j))
+        start = dot4_u8(start, high, splat_i32_at(x + 8 * j + 4))
     return start

@@ -164,12 +164,7 @@ for _op, _sign in _COMPARE.items():
 def _register_binary(op: Any, cases: dict[str, tuple[Vector, Callable[[Builder, Any, Any], Any]]]) -> None:
     class Template(AbstractTemplate):
         def generic(self, args: Any, kws: Any) -> Any:
-            if (
-                len(args) == 2
-                and args[0] is args[1]
-                and isinstance(args[0], Vector)
-                and args[0].name in cases
-            ):
+            if len(args) == 2 and args[0] is args[1] and isinstance(args[0], Vector) and args[0].name in cases:
                 return signature(cases[args[0].name][0], *args)
             return None
 
@@ -261,11 +256,9 @@ def _storer(vector: Vector, name: str, doc: str) -> Any:
 load_f32 = _loader(f32x16, "load_f32", "16 f32 at an address.")
 load_i32 = _loader(i32x16, "load_i32", "16 i32, or 64 bytes, at an address.")
 load_f16 = _loader(f16x16, "load_f16", "16 f16 at an address.")
-load_f64 = _loader(f64x16, "load_f64", "16 f64 at an address.")
 store_f32 = _storer(f32x16, "store_f32", "Put 16 f32 at an address.")
 store_i32 = _storer(i32x16, "store_i32", "Put 16 i32, or 64 bytes, at an address.")
 store_f16 = _storer(f16x16, "store_f16", "Put 16 f16 at an address.")
-store_f64 = _storer(f64x16, "store_f64", "Put 16 f64 at an address.")
 
 
 def _extending(lane: ir.Type, signed: bool) -> Callable[[Builder, Any], Any]:
@@ -278,8 +271,6 @@ def _extending(lane: ir.Type, signed: bool) -> Callable[[Builder, Any], Any]:
 
 load_u8 = _operation("load_u8", i32x16, (_ADDRESS,), _extending(_I8, False), "16 u8, widened to i32.")
 load_s8 = _operation("load_s8", i32x16, (_ADDRESS,), _extending(_I8, True), "16 s8, widened to i32.")
-load_u16 = _operation("load_u16", i32x16, (_ADDRESS,), _extending(_I16, False), "16 u16, widened to i32.")
-load_s16 = _operation("load_s16", i32x16, (_ADDRESS,), _extending(_I16, True), "16 s16, widened to i32.")
 
 
 def _emit_bf16(builder: Builder, addr: Any) -> Any:
@@ -292,22 +283,13 @@ def _emit_f16(builder: Builder, addr: Any) -> Any:
 
 
 def _emit_store_low(lane: ir.Type) -> Callable[[Builder, Any, Any], None]:
-    return lambda builder, addr, value: _store(
-        builder, builder.trunc(value, ir.VectorType(lane, LANES)), addr
-    )
+    return lambda builder, addr, value: _store(builder, builder.trunc(value, ir.VectorType(lane, LANES)), addr)
 
 
 load_bf16_as_f32 = _operation("load_bf16_as_f32", f32x16, (_ADDRESS,), _emit_bf16, "16 bf16, exactly.")
 load_f16_as_f32 = _operation("load_f16_as_f32", f32x16, (_ADDRESS,), _emit_f16, "16 f16, exactly.")
 store_low8 = _operation(
     "store_low8", types.void, (_ADDRESS, i32x16), _emit_store_low(_I8), "The low byte of each lane: 16 bytes."
-)
-store_low16 = _operation(
-    "store_low16",
-    types.void,
-    (_ADDRESS, i32x16),
-    _emit_store_low(_I16),
-    "The low half of each lane: 32 bytes.",
 )
 
 
@@ -331,13 +313,10 @@ float_of_bits = _operation(
 )
 get_i32 = _scalar_load("get_i32", _I32, types.int64, "sext", "One i32 at an address, as int64.")
 get_i64 = _scalar_load("get_i64", _I64, types.int64, None, "One i64 at an address.")
-get_s16 = _scalar_load("get_s16", _I16, types.int64, "sext", "One s16 at an address, as int64.")
 get_u16 = _scalar_load("get_u16", _I16, types.int64, "zext", "One u16 at an address, as int64.")
 get_s8 = _scalar_load("get_s8", _I8, types.int64, "sext", "One s8 at an address, as int64.")
 get_u8 = _scalar_load("get_u8", _I8, types.int64, "zext", "One u8 at an address, as int64.")
-put_f32 = _operation(
-    "put_f32", types.void, (_ADDRESS, types.float32), lambda b, a, v: _store(b, v, a), "Put one f32."
-)
+put_f32 = _operation("put_f32", types.void, (_ADDRESS, types.float32), lambda b, a, v: _store(b, v, a), "Put one f32.")
 put_i32 = _operation(
     "put_i32", types.void, (_ADDRESS, _INT), lambda b, a, v: _store(b, b.trunc(v, _I32), a), "Put one i32."
 )
@@ -345,21 +324,15 @@ put_i64 = _operation("put_i64", types.void, (_ADDRESS, _INT), lambda b, a, v: _s
 put_16 = _operation(
     "put_16", types.void, (_ADDRESS, _INT), lambda b, a, v: _store(b, b.trunc(v, _I16), a), "Put 16 bits."
 )
-put_8 = _operation(
-    "put_8", types.void, (_ADDRESS, _INT), lambda b, a, v: _store(b, b.trunc(v, _I8), a), "Put 8 bits."
-)
+put_8 = _operation("put_8", types.void, (_ADDRESS, _INT), lambda b, a, v: _store(b, b.trunc(v, _I8), a), "Put 8 bits.")
 
 
-def _emit_prefetch(locality: int) -> Callable[[Builder, Any], None]:
-    def emit(builder: Builder, addr: Any) -> None:
-        flags = [ir.Constant(_I32, n) for n in (0, locality, 1)]  # read, locality, data
-        _call(builder, "llvm.prefetch.p0", ir.VoidType(), [_at(builder, addr, _I8), *flags])
-
-    return emit
+def _emit_prefetch(builder: Builder, addr: Any) -> None:
+    flags = [ir.Constant(_I32, n) for n in (0, 3, 1)]  # read, into all levels, data
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), [_at(builder, addr, _I8), *flags])
 
 
-prefetch = _operation("prefetch", types.void, (_ADDRESS,), _emit_prefetch(3), "Ask for a line into L1.")
-prefetch_l2 = _operation("prefetch_l2", types.void, (_ADDRESS,), _emit_prefetch(2), "Ask for a line into L2.")
+prefetch = _operation("prefetch", types.void, (_ADDRESS,), _emit_prefetch, "Ask for a line into L1.")
 
 
 # ------------------------------------------------------------------ making and converting
@@ -383,10 +356,6 @@ splat_i32_at = _operation(
     lambda b, a: _splat(b, _load(b, a, _I32)),
     "4 bytes in memory, 16 times.",
 )
-splat_f16_at = _operation(
-    "splat_f16_at", f32x16, (_ADDRESS,), lambda b, a: _splat(b, b.fpext(_load(b, a, _HALF), _FLOAT)),
-    "One f16 in memory, widened, 16 times.",
-)  # fmt: skip
 to_f32 = _operation("to_f32", f32x16, (i32x16,), lambda b, v: b.sitofp(v, f32x16.ir), "i32 to f32, rounded.")
 to_i32 = _operation(
     "to_i32",
@@ -404,17 +373,8 @@ f32_to_half = _operation(
     "Half to even; overflow is infinite.",
 )
 f32_to_f64 = _operation("f32_to_f64", f64x16, (f32x16,), lambda b, v: b.fpext(v, f64x16.ir), "Exact.")
-f64_to_f32 = _operation(
-    "f64_to_f32", f32x16, (f64x16,), lambda b, v: b.fptrunc(v, f32x16.ir), "Half to even."
-)
 bits_of = _operation("bits_of", i32x16, (f32x16,), lambda b, v: b.bitcast(v, i32x16.ir), "The bits of f32.")
 from_bits = _operation("from_bits", f32x16, (i32x16,), lambda b, v: b.bitcast(v, f32x16.ir), "f32 of bits.")
-
-
-@intrinsic
-def lane_numbers(typingctx: Any) -> Any:
-    """0, 1, ... 15."""
-    return i32x16(), lambda context, builder, sig, args: ir.Constant(i32x16.ir, list(range(LANES)))
 
 
 # ------------------------------------------------------------------ arithmetic
@@ -441,9 +401,6 @@ select = _operation(
 )
 select_i32 = _operation(
     "select_i32", i32x16, (mask16, i32x16, i32x16), lambda b, m, x, y: b.select(m, x, y), "x where m, else y."
-)
-shift_arithmetic = _operation(
-    "shift_arithmetic", i32x16, (i32x16,) * 2, lambda b, v, n: b.ashr(v, n), "v >> n, keeping the sign."
 )
 
 
@@ -523,59 +480,6 @@ reduce_add_i32 = _operation(
 )
 
 
-# ------------------------------------------------------------------ integer dot product
-
-
-def _halves(builder: Builder, value: Any) -> tuple[Any, Any]:
-    n = value.type.count // 2
-    return _pick(builder, value, list(range(n))), _pick(builder, value, list(range(n, 2 * n)))
-
-
-def _join(builder: Builder, low: Any, high: Any) -> Any:
-    return _pick(builder, low, list(range(2 * low.type.count)), high)
-
-
-def _dot_vnni(builder: Builder, acc: Any, codes: Any, values: Any) -> Any:
-    return _call(builder, "llvm.x86.avx512.vpdpbusd.512", i32x16.ir, [acc, codes, values])
-
-
-def _dot_widening(builder: Builder, acc: Any, codes: Any, values: Any) -> Any:
-    """u8 x s8 by way of i16: no product or pair can saturate."""
-    half = ir.VectorType(_I16, 16)
-    parts = []
-    for code, value in zip(_halves(builder, codes), _halves(builder, values), strict=True):
-        words = []
-        bytes16 = ir.VectorType(_I8, 16)
-        for c, v in zip(_halves(builder, code), _halves(builder, value), strict=True):
-            wide_c = builder.zext(builder.bitcast(c, bytes16), half)
-            wide_v = builder.sext(builder.bitcast(v, bytes16), half)
-            words.append(_call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(_I32, 8), [wide_c, wide_v]))
-        both = _join(builder, *words)
-        even, odd = _pick(builder, both, list(range(0, 16, 2))), _pick(builder, both, list(range(1, 16, 2)))
-        parts.append(builder.add(even, odd))
-    return builder.add(acc, _join(builder, *parts))
-
-
-def _dot_narrow(builder: Builder, acc: Any, codes: Any, values: Any) -> Any:
-    """u7 x s8 by `vpmaddubsw`: a pair sums to at most 2 * 127 * 128, which fits i16."""
-    bytes32, words16, longs8 = ir.VectorType(_I8, 32), ir.VectorType(_I16, 16), ir.VectorType(_I32, 8)
-    ones = ir.Constant(words16, [1] * 16)
-    parts = []
-    for code, value in zip(_halves(builder, codes), _halves(builder, values), strict=True):
-        arguments = [builder.bitcast(code, bytes32), builder.bitcast(value, bytes32)]
-        pairs = _call(builder, "llvm.x86.avx2.pmadd.ub.sw", words16, arguments)
-        parts.append(_call(builder, "llvm.x86.avx2.pmadd.wd", longs8, [pairs, ones]))
-    return builder.add(acc, _join(builder, *parts))
-
-
-_emit_dot = _dot_vnni if VNNI else _dot_widening
-_emit_dot_u7 = _dot_vnni if VNNI else _dot_narrow
-dot4 = _operation(
-    "dot4", i32x16, (i32x16,) * 3, _emit_dot, "Each lane: acc + sum of 4 products u8 (second) x s8 (third)."
-)
-dot4_u7 = _operation("dot4_u7", i32x16, (i32x16,) * 3, _emit_dot_u7, "As `dot4`, for u8 of at most 127.")
-
-
 # ------------------------------------------------------------------ exponential
 
 _LOG2E = float.fromhex("0x1.715476p+0")  # f32 nearest to 1 / ln 2
@@ -646,107 +550,37 @@ i32_tile = _zeros("i32_tile", i32x16)
 
 
 @intrinsic(prefer_literal=True)
-def tile_get(typingctx: Any, tile: Any, i: Any) -> Any:
-    """Vector i (a literal) of a tile."""
-    if not (isinstance(tile, Tile) and _literals(i)):
-        return None
-    index = i.literal_value
-    return tile.vector(tile, i), lambda context, builder, sig, args: builder.extract_value(args[0], index)
-
-
-@intrinsic(prefer_literal=True)
 def tile_put(typingctx: Any, tile: Any, i: Any, value: Any) -> Any:
     """The tile with vector i (a literal) replaced."""
     if not (isinstance(tile, Tile) and _literals(i) and value is tile.vector):
         return None
     index = i.literal_value
-    return tile(tile, i, value), lambda context, builder, sig, args: builder.insert_value(
-        args[0], args[2], index
-    )
-
-
-def tile_operation(name: str, arguments: tuple[Any, ...], emit: Callable[..., Any], doc: str) -> Any:
-    """An intrinsic `name(tile, *arguments) -> tile`; `emit(builder, i, vector, *values)` gives vector i.
-
-    It unrolls over the tile.  `arguments` are types of scalars or vectors that all i share, or `Tile` for a
-    tile of as many vectors, of which `emit` gets vector i.
-    """
-
-    def implementation(typingctx: Any, tile: Any, *args: Any) -> Any:
-        if not isinstance(tile, Tile):
-            return None
-        for given, expected in zip(args, arguments, strict=True):
-            if expected is Tile and not (isinstance(given, Tile) and given.n == tile.n):
-                return None
-
-        def codegen(context: Any, builder: Builder, sig: Any, values: Any) -> Any:
-            result = values[0]
-            for i in range(tile.n):
-                each = [
-                    builder.extract_value(value, i) if expected is Tile else value
-                    for value, expected in zip(values[1:], arguments, strict=True)
-                ]
-                value = emit(builder, i, builder.extract_value(values[0], i), *each)
-                result = builder.insert_value(result, value, i)
-            return result
-
-        typed = [given if e is Tile else e for given, e in zip(args, arguments, strict=True)]
-        return tile(tile, *typed), codegen
-
-    return _named_intrinsic(name, 1 + len(arguments), implementation, doc)
+    return tile(tile, i, value), lambda context, builder, sig, args: builder.insert_value(args[0], args[2], index)
 
 
 def _row(builder: Builder, base: Any, stride: Any, i: int) -> Any:
     return builder.add(base, builder.mul(stride, ir.Constant(_I64, i)))
 
 
-def _emit_tile_dot(dot: Callable[..., Any]) -> Callable[..., Any]:
-    def emit(builder: Builder, i: int, acc: Any, codes: Any, addr: Any, stride: Any) -> Any:
-        return dot(builder, acc, codes, _splat(builder, _load(builder, _row(builder, addr, stride, i), _I32)))
+@intrinsic
+def tile_load(typingctx: Any, tile: Any, addr: Any, stride: Any) -> Any:
+    """A tile of the same size with vector i from addr + i * stride."""
+    if not isinstance(tile, Tile):
+        return None
 
-    return emit
+    def codegen(context: Any, builder: Builder, sig: Any, values: Any) -> Any:
+        result = values[0]
+        for i in range(tile.n):
+            vector = _load(builder, _row(builder, values[1], values[2], i), tile.vector.ir)
+            result = builder.insert_value(result, vector, i)
+        return result
 
-
-def _emit_tile_scaled(builder: Builder, i: int, acc: Any, dots: Any, d: Any, addr: Any, stride: Any) -> Any:
-    scale = _splat(builder, _load(builder, _row(builder, addr, stride, i), _FLOAT))
-    return _math("fma")(builder, builder.fmul(builder.sitofp(dots, f32x16.ir), d), scale, acc)
-
-
-def _emit_tile_fma(builder: Builder, i: int, acc: Any, vector: Any, addr: Any, stride: Any) -> Any:
-    return _math("fma")(
-        builder, vector, _splat(builder, _load(builder, _row(builder, addr, stride, i), _FLOAT)), acc
-    )
-
-
-# Rows of a tile belong to tokens: row i reads 4 bytes at `addr + i * stride` and spreads them over the lanes.
-_ROWS = (_ADDRESS, _INT)
-tile_start = tile_operation(
-    "tile_start",
-    _ROWS,
-    lambda b, i, v, a, s: _splat(b, _load(b, _row(b, a, s, i), _I32)),
-    "Rows of one i32 each.",
-)
-tile_dot4 = tile_operation(
-    "tile_dot4", (i32x16, *_ROWS), _emit_tile_dot(_emit_dot), "`dot4` with each row's bytes."
-)
-tile_dot4_u7 = tile_operation(
-    "tile_dot4_u7", (i32x16, *_ROWS), _emit_tile_dot(_emit_dot_u7), "As `tile_dot4`, for u8 of at most 127."
-)
-tile_scaled = tile_operation(
-    "tile_scaled", (Tile, f32x16, *_ROWS), _emit_tile_scaled, "fma(f32(dots) * d, each row's scale, tile)."
-)
-tile_fma = tile_operation("tile_fma", (f32x16, *_ROWS), _emit_tile_fma, "fma(vector, each row's f32, tile).")
-tile_load = tile_operation(
-    "tile_load",
-    _ROWS,
-    lambda b, i, v, a, s: _load(b, _row(b, a, s, i), v.type),
-    "Row i at addr + i * stride.",
-)
+    return tile(tile, _ADDRESS, _INT), codegen
 
 
 @intrinsic
 def tile_store(typingctx: Any, tile: Any, addr: Any, stride: Any) -> Any:
-    """Put row i at addr + i * stride."""
+    """Put vector i to addr + i * stride."""
     if not isinstance(tile, Tile):
         return None
 

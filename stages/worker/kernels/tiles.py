@@ -15,6 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from stages.worker.kernels import simd
+from stages.worker.kernels.dots import emit_dot4, emit_dot4_u8
 from stages.worker.kernels.simd import Builder, Tile, f32x16, i32x16
 
 _I64, _I32, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
@@ -80,9 +81,7 @@ def _emit_dots(dot: Callable[..., Any], runs: range) -> Callable[..., None]:
     return emit
 
 
-def _emit_scaled(
-    builder: Builder, vectors: list[Any], dots: list[Any], d0: Any, d1: Any, x: Any, stride: Any
-) -> None:
+def _emit_scaled(builder: Builder, vectors: list[Any], dots: list[Any], d0: Any, d1: Any, x: Any, stride: Any) -> None:
     for t in range(len(vectors) // 2):
         scale = _spread(builder, _at(builder, x, stride, t), _FLOAT)
         for g, d in enumerate((d0, d1)):
@@ -120,20 +119,20 @@ _BOTH, _FIRST, _SECOND = range(8), range(4), range(4, 8)
 dots = _operation(
     "dots",
     _CODES,
-    _emit_dots(simd._emit_dot_u7, _BOTH),
+    _emit_dots(emit_dot4, _BOTH),
     "Add a block: code vectors at u0, u1 times 32 bytes at x.",
 )
-dots_u8 = _operation("dots_u8", _CODES, _emit_dots(simd._emit_dot, _BOTH), "As `dots`, for u8 above 127.")
+dots_u8 = _operation("dots_u8", _CODES, _emit_dots(emit_dot4_u8, _BOTH), "As `dots`, for 8-bit codes.")
 dots_first = _operation(
     "dots_first",
     _CODES,
-    _emit_dots(simd._emit_dot_u7, _FIRST),
+    _emit_dots(emit_dot4, _FIRST),
     "As `dots`, for the first 16 values of the block.",
 )
 dots_second = _operation(
     "dots_second",
     _CODES,
-    _emit_dots(simd._emit_dot_u7, _SECOND),
+    _emit_dots(emit_dot4, _SECOND),
     "As `dots`, for the last 16 values of the block.",
 )
 
@@ -147,9 +146,7 @@ def store(typingctx: Any, tile: Any, out: Any, stride: Any, gap: Any) -> Any:
     def codegen(context: Any, builder: Builder, sig: Any, values: Any) -> Any:
         for i in range(tile.n):
             addr = _at(builder, values[1], values[2], i // 2)
-            simd._store(
-                builder, builder.extract_value(values[0], i), builder.add(addr, values[3]) if i % 2 else addr
-            )
+            simd._store(builder, builder.extract_value(values[0], i), builder.add(addr, values[3]) if i % 2 else addr)
         return context.get_dummy_value()
 
     return types.void(tile, _ADDRESS, _ADDRESS, _ADDRESS), codegen

@@ -1,0 +1,65 @@
+"""The integer dot product of bytes: four products to a lane, added to i32; exact on every CPU.
+
+Codes are unsigned (weights), values signed (activations, -127 .. 127).  With VNNI one instruction does it.
+Without, `vpmaddubsw` does, which adds two products in 16 bits and would saturate above codes of 127: codes
+of 8 bits (value + 128) are therefore multiplied as the signed values they stand for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from stages.worker.kernels.simd import VNNI, Builder, _call, _operation, _pick, i32x16
+
+_BYTES, _WORDS, _LONGS = (ir.VectorType(ir.IntType(bits), n) for bits, n in ((8, 32), (16, 16), (32, 8)))
+
+
+def _vnni(builder: Builder, acc: Any, codes: Any, values: Any) -> Any:
+    return _call(builder, "llvm.x86.avx512.vpdpbusd.512", i32x16.ir, [acc, codes, values])
+
+
+def _halves(builder: Builder, value: Any) -> list[Any]:
+    """The 32 low and the 32 high bytes."""
+    return [builder.bitcast(_pick(builder, value, list(range(n, n + 8))), _BYTES) for n in (0, 8)]
+
+
+def _sum_of_pairs(builder: Builder, codes: Any, values: Any) -> Any:
+    """Eight sums of four products u8 x s8, where no two products exceed 16 bits."""
+    pairs = _call(builder, "llvm.x86.avx2.pmadd.ub.sw", _WORDS, [codes, values])
+    return _call(builder, "llvm.x86.avx2.pmadd.wd", _LONGS, [pairs, ir.Constant(_WORDS, [1] * 16)])
+
+
+def _joined(builder: Builder, acc: Any, sums: list[Any]) -> Any:
+    return builder.add(acc, _pick(builder, sums[0], list(range(16)), sums[1]))
+
+
+def _narrow(builder: Builder, acc: Any, codes: Any, values: Any) -> Any:
+    """Codes of at most 127: a pair is at most 2 * 127 * 127."""
+    halves = zip(_halves(builder, codes), _halves(builder, values), strict=True)
+    return _joined(builder, acc, [_sum_of_pairs(builder, c, v) for c, v in halves])
+
+
+def _signed(builder: Builder, acc: Any, codes: Any, values: Any) -> Any:
+    """Codes less 128, by |w| * (sign of w * v): a pair is at most 2 * 128 * 127."""
+    sums = []
+    for code, value in zip(_halves(builder, codes), _halves(builder, values), strict=True):
+        w = builder.xor(code, ir.Constant(_BYTES, [-128] * 32))
+        no_poison = ir.Constant(ir.IntType(1), 0)
+        size = _call(builder, "llvm.abs.v32i8", _BYTES, [w, no_poison])
+        sums.append(_sum_of_pairs(builder, size, _call(builder, "llvm.x86.avx2.psign.b", _BYTES, [value, w])))
+    return _joined(builder, acc, sums)
+
+
+# Emitters, for those who unroll. Sums of 8-bit codes start at -128 times the sum of the values where
+# `STARTS_BIASED`, and at 0 where the bias is taken off on the way.
+STARTS_BIASED = VNNI
+emit_dot4 = _vnni if VNNI else _narrow
+emit_dot4_u8 = _vnni if VNNI else _signed
+
+_TYPES = (i32x16, i32x16, i32x16)
+dot4 = _operation("dot4", i32x16, _TYPES, emit_dot4, "acc + 4 products of codes (second, up to 127) and values.")
+dot4_u8 = _operation(
+    "dot4_u8", i32x16, _TYPES, emit_dot4_u8, "As `dot4` for 8-bit codes, with the bias as `STARTS_BIASED` says."
+)
