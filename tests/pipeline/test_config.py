@@ -459,3 +459,23 @@ def test_anything_is_accepted_or_refused_in_words(raw: dict[str, Any], env: dict
         assert refusal is not None
         assert refusal.param
         assert refusal.message.startswith("the configuration cannot be used:\n  ")
+
+
+def test_every_key_is_read_by_somebody() -> None:
+    """A key that nobody reads is accepted and not honoured; what is not available is refused by name."""
+    schema_text = (ROOT / "pipeline" / "config_schema.py").read_text()
+    readers = schema_text[schema_text.index("class Config(") :]  # its methods answer for some
+    for folder in ("pipeline", "stages", "shm"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if not path.name.startswith("config"):
+                readers += path.read_text()
+    refused_keys = {key.split(".")[-1] for key in UNAVAILABLE} | {"responses"}
+    sections = [
+        kind for kind in vars(schema).values() if isinstance(kind, type) and issubclass(kind, schema.Section)
+    ]
+    for section in sections:
+        if section is schema.ResponseCacheConfig:  # not available as a whole
+            continue
+        for field in msgspec.structs.fields(section):
+            is_read = re.search(rf"\.{field.name}\b", readers)
+            assert is_read or field.name in refused_keys, f"{section.__name__}.{field.name}"
