@@ -1,0 +1,32 @@
+"""One server of the demo model for the tests of this folder that do not end it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline import paths
+from pipeline.config_schema import DEMO_MODEL
+from tests.e2e.server import Server
+
+
+def share_caches(home: Path) -> None:
+    """Models and compiled kernels are those of the tests' own home: made once."""
+    for folder in (paths.cache_dir(), paths.models_dir()):
+        folder.mkdir(parents=True, exist_ok=True)
+        (home / folder.name).symlink_to(folder)
+
+
+@pytest.fixture(scope="session")
+def demo_server(tmp_path_factory: pytest.TempPathFactory, demo_gguf: Path) -> Iterator[Server]:
+    """Every stage under honcho, a KV arena small enough that caches are evicted."""
+    home = tmp_path_factory.mktemp("demo")
+    share_caches(home)
+    config = {"models": [{"name": DEMO_MODEL, "kv_cache_mb": 128, "spill_path": str(home / "spill"), "spill_mb": 64}]}
+    with Server(home, config) as server:
+        yield server
+        assert server.stop() == 0
+        assert server.leftovers() == []
+        assert server.pids() == {}

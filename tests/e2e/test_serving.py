@@ -1,0 +1,110 @@
+"""Law 1 and the newcomer's promises, over HTTP through every stage."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from tests.e2e.server import Server
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [
+    "The lighthouse keeper climbed the stairs and",
+    "Write one sentence about copper.",
+    "1, 2, 3, 4,",
+    "def add(a, b):\n    return",
+]
+
+
+def ask(server: Server, i: int, **more: Any) -> dict[str, Any]:
+    """One of sixteen different requests: lengths, seeds, sampling, logprobs, stop strings."""
+    body: dict[str, Any] = {
+        "prompt": PROMPTS[i % 4] * (1 + i % 3), "max_tokens": 12 + 3 * (i % 5), "seed": i,
+        "temperature": (0, 0.8, 1.2)[i % 3], "logprobs": 2 if i % 4 == 1 else 0,
+    }  # fmt: skip
+    if i % 2:
+        body |= {"top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.2}
+    if i % 5 == 4:
+        body |= {"top_k": 20, "stop": [". ", "\n\n"]}
+    return dict(server.post("/v1/generate", **body, **more))
+
+
+def same(answer: dict[str, Any]) -> str:
+    """What must not depend on anything else."""
+    usage = {k: v for k, v in answer["usage"].items() if k != "prompt_tokens_details"}
+    return json.dumps([answer["choices"], usage], sort_keys=True)
+
+
+def test_sixteen_at_once_say_what_each_says_alone(demo_server: Server) -> None:
+    alone = [same(ask(demo_server, i)) for i in range(16)]
+    for _ in range(2):
+        found: list[str] = [""] * 16
+
+        def client(i: int, into: list[str] = found) -> None:
+            into[i] = same(ask(demo_server, i))
+
+        threads = [threading.Thread(target=client, args=(i,)) for i in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == alone
+
+
+def test_words_arrive_one_by_one_and_add_up(demo_server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "Say hello."}], "temperature": 0, "max_tokens": 24}
+    whole = demo_server.post("/v1/chat/completions", **body)
+    chunks = list(demo_server.stream("/v1/chat/completions", stream_options={"include_usage": True}, **body))
+    pieces = [c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"]]
+    assert "".join(pieces) == whole["choices"][0]["message"]["content"]
+    assert sum(1 for piece in pieces if piece) > 5
+    reasons = [c["choices"][0]["finish_reason"] for c in chunks if c["choices"]]
+    assert [r for r in reasons if r] == [whole["choices"][0]["finish_reason"]]
+    assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+
+
+def test_text_and_ids_are_the_same_prompt(demo_server: Server) -> None:
+    tokens = demo_server.post("/v1/tokenize", text="The sky is")["tokens"]
+    assert demo_server.post("/v1/detokenize", tokens=tokens)["text"] == "The sky is"
+    by_text = demo_server.post("/v1/generate", prompt="The sky is", max_tokens=8, temperature=0)
+    by_ids = demo_server.post("/v1/generate", prompt=tokens, max_tokens=8, temperature=0)
+    assert same(by_text) == same(by_ids)
+
+
+def test_a_client_that_hangs_up_frees_its_place(demo_server: Server) -> None:
+    stream = demo_server.stream("/v1/generate", prompt="Once", max_tokens=4000, ignore_eos=True, seed=1)
+    next(stream)
+    stream.close()
+    # The next one is served, and in the end nothing is running: the metrics say so.
+    demo_server.post("/v1/generate", prompt="Twice", max_tokens=2)
+    status, body, _ = demo_server.request("GET", "/ready")
+    assert status == 200, body
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "names"),
+    [
+        (b"{", 400, "JSON"),
+        (b'{"prompt": "a", "temperature": NaN}', 400, "NaN"),
+        (b'{"prompt": "\xff"}', 400, "UTF-8"),
+        (b'{"prompt": "a", "temprature": 1}', 400, "temprature"),
+        (b'{"prompt": "a", "max_tokens": -1}', 400, "max_tokens"),
+        (b'{"prompt": "a", "temperature": 3}', 400, "temperature"),
+        (json.dumps({"prompt": [5] * 200_000}).encode(), 400, "prompt"),
+        (json.dumps({"prompt": "a" * 10_500_000}).encode(), 413, "max_body_mb"),
+        (b'{"prompt": "a", "model": "nobody"}', 404, "nobody"),
+    ],
+    ids=["syntax", "nan", "utf-8", "typo", "negative", "range", "long", "large", "model"],
+)
+def test_bad_input_is_refused_by_name_and_nothing_is_lost(
+    demo_server: Server, body: bytes, status: int, names: str
+) -> None:
+    found, answer, _ = demo_server.request("POST", "/v1/generate", body)
+    assert found == status, answer
+    assert set(answer["error"]) >= {"message", "type", "code"}
+    assert names in answer["error"]["message"]
+    assert demo_server.request("GET", "/ready")[0] == 200

@@ -1,0 +1,106 @@
+"""`starling up`, as `make serve` runs it: from nothing to the banner, words, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from pipeline import paths
+from tests.e2e.server import ROOT, Server, wait_gone
+from tools.tiny_gguf import SHAPES, write_model
+
+pytestmark = pytest.mark.slow
+
+
+class Up(Server):
+    """The same server, by the command that newcomers use."""
+
+    def start(self) -> Up:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.cli", "up"], cwd=ROOT, env=self.environment,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
+        return self
+
+    def wait_ready(self) -> Up:
+        self.wait_for(rf"Starling is ready at http://127\.0\.0\.1:{self.port} ")
+        return self
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, object]:
+    """One tiny model; kernels are those that all tests compile once."""
+    paths.cache_dir().mkdir(parents=True, exist_ok=True)
+    (tmp_path / "cache").symlink_to(paths.cache_dir())
+    path = write_model(tmp_path / "tiny.gguf", SHAPES["small"])
+    return {"models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 16}]}
+
+
+def test_up_serves_and_ctrl_c_leaves_nothing(tmp_path: Path, config: dict[str, object]) -> None:
+    with Up(tmp_path, config) as server:
+        events = list(server.stream("/v1/generate", prompt=[1, 2, 3], max_tokens=5, ignore_eos=True, seed=1))
+        assert sum(len(event.get("tokens", ())) for event in events) == 5
+        whole = server.post("/v1/generate", prompt=[1, 2, 3], max_tokens=5, ignore_eos=True, seed=1)
+        tokens = [token for event in events for token in event.get("tokens", ())]
+        assert whole["choices"][0]["tokens"] == tokens
+        pids = server.pids()
+        assert len(pids) > 5
+        # As a terminal does it: to the foreground group.
+        assert server.stop(signal.SIGINT) == 0
+        assert all(wait_gone(pid) for pid in pids)
+    assert server.leftovers() == []
+
+
+def test_ctrl_c_while_it_starts(tmp_path: Path, config: dict[str, object]) -> None:
+    server = Up(tmp_path, config).start()
+    try:
+        server.wait_for(r"gateway\.1 +\| |gateway\.1 started")
+        pids = server.pids()
+        assert server.stop(signal.SIGINT) == 0
+        assert all(wait_gone(pid) for pid in pids)
+        assert server.leftovers() == []
+    finally:
+        server.stop(signal.SIGKILL)
+
+
+def test_the_stages_do_not_outlive_it(tmp_path: Path, config: dict[str, object]) -> None:
+    server = Up(tmp_path, config).start()
+    try:
+        server.wait_ready()
+        pids = server.pids()
+        assert server.process is not None
+        os.kill(server.process.pid, signal.SIGKILL)
+        # Nobody is left to tell them; they see it themselves, and the last one tidies up.
+        assert all(wait_gone(pid) for pid in pids)
+        server.process.wait()
+        assert server.leftovers() == []
+    finally:
+        server.stop(signal.SIGKILL)
+
+
+def test_killed_outright_and_started_again(tmp_path: Path, config: dict[str, object]) -> None:
+    server = Up(tmp_path, config).start()
+    try:
+        server.wait_ready()
+        pids = server.pids()
+        assert server.process is not None
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)  # so that nobody sees another one die and tidies up
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        server.process.wait()
+        assert all(wait_gone(pid) for pid in pids)
+        assert server.leftovers(), "nobody could tidy up"
+    finally:
+        server.stop(signal.SIGKILL)
+    with Up(tmp_path, config) as again:
+        assert again.post("/v1/generate", prompt=[1, 2, 3], max_tokens=1)["choices"]
+        assert again.stop(signal.SIGTERM) == 0
+    assert again.leftovers() == []
