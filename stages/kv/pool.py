@@ -35,6 +35,8 @@ class Tier(Protocol):
 
     def put(self, digest: PageDigest, record: bytes, content: np.ndarray) -> bool: ...
 
+    def expect(self, digests: Iterable[PageDigest]) -> None: ...
+
     def fetch(self, digest: PageDigest, out: np.ndarray) -> PageName | None: ...
 
     def discard(self, digest: PageDigest) -> None: ...
@@ -161,6 +163,8 @@ class Pool:
     def restore(self, digests: Sequence[PageDigest], fresh: Sequence[int]) -> int:
         """Bring pages back from the tiers into `fresh` ones. Returns how many came, in a run."""
         count = 0
+        for tier in self.tiers:
+            tier.expect(digests)
         for digest, page in zip(digests, fresh, strict=False):
             begun = time.perf_counter()
             if not self._fetch(digest, page):

@@ -26,7 +26,7 @@ import os
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,6 +167,13 @@ class PageStore:
             self._paused_until = begun + took * SLOW_FACTOR
             log.warning("%s: a page took %.0f ms to write; pausing", self.path, took * 1000)
         return True
+
+    def expect(self, digests: Iterable[PageDigest]) -> None:
+        """These will be fetched: let the disk begin with all of them, not with one after the other."""
+        for digest in digests:
+            slot = self._slot_of.get(digest)
+            if slot is not None:
+                os.posix_fadvise(self._fd, self._page_at(slot), self.page_bytes, os.POSIX_FADV_WILLNEED)
 
     def fetch(self, digest: PageDigest, out: np.ndarray) -> PageName | None:
         """Copy a page into `out` (page_bytes,) u8. None: it is not there or was damaged, `out` is void."""
