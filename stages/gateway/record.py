@@ -13,6 +13,7 @@ scheduler delivers them: whoever dies, prompt + tokens so far is what its succes
 from __future__ import annotations
 
 import enum
+from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from pipeline.errors import StarlingError
@@ -62,7 +63,7 @@ class Sequence:
     """One line of tokens and the text made of it. Plain attributes: touched for every token."""
 
     __slots__ = (
-        "begun_at", "cached_tokens", "choice", "decoded", "end", "final_id", "finish", "id", "index",
+        "asked", "begun_at", "cached_tokens", "choice", "decoded", "end", "final_id", "finish", "id", "index",
         "is_submitted", "logprobs", "max_tokens", "n_prompt", "not_before", "prompt", "prompt_index",
         "replay_id", "request", "resubmitted", "sampling", "shown", "state", "stop_ids", "stop_string",
         "text", "text_length", "tokens", "used",
@@ -94,6 +95,7 @@ class Sequence:
         self.begun_at = 0.0  # first token
         # To and from the tokenizer.
         self.shown = 0  # tokens sent to the decoder that is in use
+        self.asked: deque[int] = deque()  # frames to the decoder in use that are not answered
         self.replay_id = 0  # frames older than this one went to a decoder that is gone
         self.final_id = 0  # the frame that flushes the decoder; 0: not sent
         self.decoded = 0  # characters that the decoder in use has returned

@@ -281,6 +281,8 @@ class Relay:
                 # The decoder begins here: what older frames return is of another one.
                 sequence.replay_id = number
                 sequence.decoded = 0
+                sequence.asked.clear()
+            sequence.asked.append(number)
             sequence.shown = stream.start + len(stream.tokens)
             if stream.final:
                 sequence.final_id = number
@@ -325,6 +327,8 @@ class Relay:
         """Text of all sequences that moved in a step, to their sinks."""
         number = int(frame.id)
         wanted = self._wanted.pop(number, None)
+        while self._wanted and (oldest := next(iter(self._wanted))) < number:
+            del self._wanted[oldest]  # answers come in order: that one is lost
         lost: list[Sequence] = []
         touched: dict[str, Request] = {}
         for new in frame.streams:
@@ -332,7 +336,8 @@ class Relay:
             if sequence is None or sequence.is_over or number < sequence.replay_id:
                 self._late += 1
                 continue
-            if new.lost:
+            # An answer that was skipped is lost, and its text with it.
+            if new.lost or not sequence.asked or sequence.asked.popleft() != number:
                 lost.append(sequence)
                 continue
             request = sequence.request

@@ -13,6 +13,7 @@ import logging
 import secrets
 import time
 from array import array
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from pipeline.config_schema import Config
 from pipeline.errors import InvalidRequest, ModelNotFound, ModelUnavailable, Overloaded, StarlingError
 from pipeline.telemetry import Metrics
 from stages.gateway.ask import Ask
+from stages.gateway.drains import ALL, Drains, ended
 from stages.gateway.lengths import Bounds, output_budget
 from stages.gateway.limits import Caller, Quotas
 from stages.gateway.metrics import GatewayMetrics
@@ -58,7 +60,9 @@ class Service:
         self.states: dict[str, m.ModelState] = {}
         self.metrics = GatewayMetrics(metrics or Metrics("gateway", None, clock=clock), clock)
         self.in_flight = 0  # requests being admitted or served
-        self.is_draining = False
+        self.is_draining = False  # the process is told to stop
+        self.drains = Drains(clock)  # asked for by an operator
+        self._admitting: Counter[str] = Counter()  # by model: not in the relay yet
         self._send_tokenizer = send_tokenizer
         self._draw_seed = draw_seed
         self._questions: dict[str, tuple[m.Frame, asyncio.Future[Any]]] = {}
@@ -79,6 +83,8 @@ class Service:
 
     def problem(self, model: str) -> str:
         """Why the model cannot take a request now; "" when it can."""
+        if reason := self.drains.reason(model):
+            return reason
         for health in (self.tokenizer, self.scheduler):
             if health.problem:
                 return f"{health.stage}: {health.problem}"
@@ -92,9 +98,13 @@ class Service:
     def readiness(self) -> dict[str, Any]:
         """Each stage's own state, each model's, and the conclusion."""
         models = {model.name: model_report(self.states.get(model.name)) for model in self.config.models}
+        for name, report in models.items():
+            if drained := self.drains.reason(name):
+                report |= {"ready": False, "reason": drained}
         problems = [self.problem(name) for name in models]
         is_overloaded = self.in_flight >= self.config.server.max_concurrent_requests
-        reason = "draining" if self.is_draining else next(filter(None, problems), "")
+        closed = "draining" if self.is_draining else self.drains.reason()
+        reason = closed or next(filter(None, problems), "")
         if not reason and is_overloaded:
             reason = f"{self.in_flight} requests are in flight, the most that are taken"
         return {
@@ -102,8 +112,8 @@ class Service:
             "reason": reason or None,
             "stages": {
                 "gateway": {
-                    "ready": not self.is_draining and not is_overloaded,
-                    "reason": "draining" if self.is_draining else "overloaded" if is_overloaded else None,
+                    "ready": not closed and not is_overloaded,
+                    "reason": closed or ("overloaded" if is_overloaded else None),
                     "in_flight": self.in_flight,
                 },
                 "tokenizer": self.tokenizer.report(),
@@ -120,13 +130,15 @@ class Service:
 
     async def wait_ready(self, model: str, wait_s: float = READY_WAIT_S) -> None:
         """Raises `ModelUnavailable` with the reason."""
-        await self._wait(lambda: self.problem(model), wait_s)
+        await self._wait(lambda: self.problem(model), wait_s, model)
 
-    async def _wait(self, problem: Callable[[], str], wait_s: float) -> None:
+    async def _wait(self, problem: Callable[[], str], wait_s: float, model: str) -> None:
         deadline = self.clock() + wait_s
         while reason := problem():
             if self.is_draining:
                 raise _draining()
+            if refusal := self.drains.refusal(model):
+                raise refusal
             left = deadline - self.clock()
             if left <= 0:
                 raise ModelUnavailable(
@@ -196,6 +208,8 @@ class Service:
         self.tokenizer.beat(tokenizer_beat)
         self.scheduler.beat(scheduler_beat)
         self.relay.tick()
+        for drain in self.drains.due():
+            self.end_all(ended(drain), "" if drain.target == ALL else drain.target)
         self.metrics.sample(self.in_flight, self.relay.counts)
         if self.tokenizer.is_up and not self.tokenizer.problem:
             for model in self.config.models:
@@ -260,6 +274,7 @@ class Service:
         await self._wait(
             lambda: "" if model in self.described else self.tokenizer.problem or "the model is not described",
             READY_WAIT_S,
+            model,
         )
         return self.described[model]
 
@@ -296,6 +311,8 @@ class Service:
         """Raises when no request for text is taken now, whatever it asks."""
         if self.is_draining:
             raise _draining()
+        if refusal := self.drains.refusal():
+            raise refusal
         bound = self.config.server.max_concurrent_requests
         if self.in_flight >= bound:
             raise Overloaded(
@@ -310,6 +327,17 @@ class Service:
         The caller has counted it in `in_flight` before and counts it out at its end.
         """
         model = self.model_name(ask.model)
+        if refusal := self.drains.refusal(model):
+            raise refusal
+        self._admitting[model] += 1
+        try:
+            return await self._admit(model, ask, caller, started_at, client_id)
+        finally:
+            self._admitting[model] -= 1
+
+    async def _admit(
+        self, model: str, ask: Ask, caller: Caller, started_at: float, client_id: str
+    ) -> Request:
         self.quotas.take_request(caller.tenant)
         await self.wait_ready(model)
         described = self.described[model]
@@ -388,9 +416,13 @@ class Service:
         self.is_draining = True
         self.notice_change()
 
-    def end_all(self, error: StarlingError) -> int:
-        """End every request in flight with an error; returns how many there were."""
-        requests = list(self.relay.requests.values())
+    def in_flight_of(self, model: str) -> int:
+        """Requests for text from the model, being admitted or served."""
+        return self._admitting[model] + sum(r.model == model for r in self.relay.requests.values())
+
+    def end_all(self, error: StarlingError, model: str = "") -> int:
+        """End every request in flight (of a model) with an error; returns how many there were."""
+        requests = [r for r in self.relay.requests.values() if not model or r.model == model]
         for request in requests:
             self.relay.fail(request, error)
         return len(requests)

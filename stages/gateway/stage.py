@@ -16,11 +16,13 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
-from pipeline import logs
+from pipeline import logs, paths
 from pipeline.aio import Endpoints
 from pipeline.config import Config
+from pipeline.control import Control
 from pipeline.errors import ConfigError, Overloaded, StarlingError
 from pipeline.wire import Link
+from stages.gateway.admin import Admin
 from stages.gateway.http import make_app
 from stages.gateway.service import Service
 from stages.gateway.shape import to_json
@@ -68,6 +70,11 @@ class GatewayStage:
         self.scheduler.on_up = self.service.on_scheduler_up
         self.scheduler.on_down = self.service.on_scheduler_down
         self.endpoints.on_tick.append(self._tick)
+        self.control = Control(
+            paths.run_dir(config),
+            "gateway",
+            Admin(self.service, paths.arena_dir(config) / "gateway.drains").answer,
+        )
         self.port = 0  # that it listens on
         self._runner = web.AppRunner(
             make_app(config, self.service),
@@ -84,6 +91,7 @@ class GatewayStage:
         try:
             await self._runner.setup()
             server = await self._listen()
+            await self.control.start()
             self.endpoints.start()
             # What stands now stands for ever: later collections need not look at it.
             gc.collect()
@@ -95,6 +103,7 @@ class GatewayStage:
         finally:
             if server is not None:
                 server.close()
+            await self.control.close()
             await self._runner.cleanup()
             self.endpoints.close()
 

@@ -146,11 +146,6 @@ class World:
         if self.from_tokenizer:
             self.from_tokenizer.pop(0)
 
-    def two_steps_come_in_one_frame(self) -> None:
-        outbox = self.generator.outbox
-        if len(outbox) > 1 and all(isinstance(frame, m.Tokens) for frame in outbox[:2]):
-            outbox[:2] = [m.Tokens(MODEL, outbox[1].step, outbox[0].sequences + outbox[1].sequences)]
-
     def frame_comes_twice(self) -> None:
         if self.generator.outbox and isinstance(self.generator.outbox[0], m.Tokens):
             self.relay.on_tokens(self.generator.outbox[0])
@@ -197,7 +192,6 @@ ACTIONS = [
     World.frame_of_scheduler_is_lost,
     World.answer_of_tokenizer_is_lost,
     World.frame_comes_twice,
-    World.two_steps_come_in_one_frame,
     World.steps_come_in_one_frame,
     World.time_passes,
 ]
@@ -390,6 +384,21 @@ def test_an_answer_that_never_comes_is_asked_for_again() -> None:
     world.settle()
     check_finished(request)
     assert world.relay.counts.replayed == 1
+
+
+def test_an_answer_lost_between_two_is_noticed_by_the_next() -> None:
+    world = World()
+    request = world.request("hole", max_tokens=6, logprobs=2)
+    world.scheduler_reads()
+    for _ in range(3):
+        world.generator.step(2)
+        world.gateway_reads_scheduler()
+        world.tokenizer_reads()
+    del world.from_tokenizer[1]
+    world.settle()
+    check_finished(request)
+    assert world.relay.counts.replayed == 1
+    assert not world.relay._wanted
 
 
 def test_one_frame_goes_to_the_tokenizer_for_all_that_moved_in_a_step() -> None:
