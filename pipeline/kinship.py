@@ -74,7 +74,7 @@ def guardians(pid: int) -> list[int]:
     chain: list[tuple[int, list[str]]] = []
     process = look(pid)
     while process is not None and process.parent > 1 and len(chain) < _DEEPEST:
-        chain.append((process.parent, _command(process.parent)))
+        chain.append((process.parent, command(process.parent)))
         process = look(process.parent)
     last = max((i for i, (_, command) in enumerate(chain) if _is_honcho(command)), default=-1)
     if last < 0:
@@ -82,7 +82,13 @@ def guardians(pid: int) -> list[int]:
     return [ancestor for ancestor, _ in chain[: last + 1]]
 
 
-def _command(pid: int) -> list[str]:
+def honcho_of(pid: int) -> int:
+    """The outermost honcho above the process, 0 when it runs without one."""
+    return next((above for above in reversed(guardians(pid)) if _is_honcho(command(above))), 0)
+
+
+def command(pid: int) -> list[str]:
+    """Its program and arguments; empty when it is gone."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as f:
             return os.fsdecode(f.read(65536)).split("\0")

@@ -119,14 +119,19 @@ class PrettyFormatter(logging.Formatter):
         self.stage = stage
 
     def format(self, record: logging.LogRecord) -> str:
-        line = fields(record, self.stage)
-        stack = line.pop("stack", "")
-        when, level = line.pop("ts")[11:23], line.pop("level").upper()
-        text = f"{when} {level:<7} {line.pop('stage')}  {line.pop('event')}"
-        del line["pid"]
-        text += "".join(f"  {key}={value}" for key, value in line.items())
-        # Whatever a client has sent must not reach a terminal as control characters.
-        return "\n".join(map(_printable, [text, *stack.splitlines()]))
+        return pretty(fields(record, self.stage))
+
+
+def pretty(line: dict[str, Any]) -> str:
+    """A line's fields for people; a line of a file may lack any of them."""
+    shown = dict(line)
+    ts, level, stage, event = (str(shown.pop(key, "")) for key in ("ts", "level", "stage", "event"))
+    stack = str(shown.pop("stack", ""))
+    shown.pop("pid", None)
+    text = f"{ts[11:23]} {level.upper():<7} {stage}  {event}"
+    text += "".join(f"  {key}={value}" for key, value in shown.items())
+    # Whatever a client has sent must not reach a terminal as control characters.
+    return "\n".join(map(_printable, [text, *stack.splitlines()]))
 
 
 def _printable(text: str) -> str:

@@ -124,3 +124,19 @@ class StageLock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def lock_holder(run_dir: Path, stage: str) -> int:
+    """The pid of the process that holds the stage's lock now, 0 when nobody does."""
+    try:
+        fd = os.open(run_dir / f"{stage}.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.pread(fd, 32, 0).strip()
+        return int(pid) if pid.isdigit() else 0
+    finally:
+        os.close(fd)
+    return 0

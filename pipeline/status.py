@@ -37,6 +37,7 @@ class StageStatus(msgspec.Struct, frozen=True):
     restarts: int = 0  # by the supervisor
     parent: int = 0  # pid: the supervisor, if there is one
     alive: bool = True  # set by the reader
+    progressed: float = 0.0  # s since 1970: when `progress` was seen to have grown; 0.0: never
 
 
 class StatusFile:
@@ -50,10 +51,14 @@ class StatusFile:
         self._ticks = process_ticks(os.getpid())
         self._next = float("-inf")
         self._last: tuple[object, ...] = ()
+        self._progress = 0
+        self._progressed = 0.0
 
     def write(self, beat: Heartbeat) -> None:
         """At most every 500 ms, and at once when readiness changes. Errors (a full disk) are ignored."""
         now = self._clock()
+        if beat.progress != self._progress:
+            self._progress, self._progressed = beat.progress, round(time.time(), 3)
         urgent = (beat.ready, beat.reason)
         state = (*urgent, beat.busy, beat.progress)
         if state == self._last or (now < self._next and urgent == self._last[:2]):
@@ -62,7 +67,7 @@ class StatusFile:
         record = StageStatus(
             beat.stage, os.getpid(), self._ticks, process_epoch(), round(now - self._started, 3),
             beat.progress, beat.busy, beat.ready, beat.reason, round(time.time(), 3),
-            int(os.environ.get("STARLING_RESTARTS", "0")), os.getppid(),
+            int(os.environ.get("STARLING_RESTARTS", "0")), os.getppid(), progressed=self._progressed,
         )
         try:
             self._temporary.write_bytes(msgspec.json.encode(record))
