@@ -35,6 +35,7 @@ class Ours:
         profile: bool = False,
     ) -> None:
         before = set(threading.enumerate())
+        self._affinity = os.sched_getaffinity(0)
         os.sched_setaffinity(0, set(cores))
         self.engine = Engine(
             index_path, directory, ranks=len(cores), max_rows=rows, max_tokens=tokens,
@@ -51,6 +52,7 @@ class Ours:
 
     def __exit__(self, *exception: object) -> None:
         self.engine.close()
+        os.sched_setaffinity(0, self._affinity)
 
     def _fill(self, rows: int, tokens: int) -> None:
         vocab = self.engine.model.hyper.vocab_size

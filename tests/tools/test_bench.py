@@ -1,0 +1,88 @@
+"""The benchmark says what it measured: table, JSON, plots; and it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tools.bench.__main__ import main, works
+from tools.bench.bandwidth import read_bandwidth
+from tools.bench.plots import write_plots
+from tools.bench.results import STRONGEST, Figure, Quiet, Rate, Report, Work, machine
+
+DECODE = Work("decode", batch=1, cached=16)
+
+
+@pytest.fixture
+def report() -> Report:
+    figures = [
+        Figure(Work("prefill", tokens=512), Rate.of([3000.0, 2000.0, 2500.0]), Rate.of([500.0])),
+        Figure(DECODE, Rate(400, 390, 410), None, strongest=200.0, read_gb_s=40.0, bandwidth_share=0.8),
+        Figure(Work("decode", batch=4, cached=16), Rate(800, 790, 810), Rate(100, 90, 110), read_gb_s=20.0),
+    ]
+    return Report(machine([0]), {"name": "m"}, figures, {"isa": "vnni"})
+
+
+def test_rates_are_medians_with_range() -> None:
+    assert Rate.of([3.0, 1.0, 2.0, 10.0]) == Rate(2.5, 1.0, 10.0)
+    assert str(Rate(1234.4, 1000, 2000)) == "1,234 (1,000-2,000)"
+
+
+def test_the_table_leaves_out_what_was_not_measured(report: Report) -> None:
+    lines = report.lines()
+    assert lines[1].split() == ["prefill", "512", "2,500", "(2,000-3,000)", "500", "(500-500)", "5.00"]
+    assert lines[2].split()[-5:] == ["200", "2.00", "40.0", "80", "%"]
+
+
+def test_json_is_one_line_with_every_figure(report: Report) -> None:
+    raw = report.as_json()
+    assert b"\n" not in raw
+    value = json.loads(raw)
+    assert value["figures"][0]["work"] == {"kind": "prefill", "tokens": 512, "batch": 1}
+    assert [f["ratio"] for f in value["figures"]] == [5.0, None, 8.0]
+    assert value["figures"][1]["ratio_to_strongest"] == 2.0
+
+
+def test_every_comparable_figure_of_the_strongest_build_is_measured() -> None:
+    assert set(STRONGEST) <= set(works(quick=False))
+
+
+def test_plots(report: Report, tmp_path: Path) -> None:
+    paths = write_plots(report, tmp_path)
+    drawn = ["batch.svg", "prompt.svg", "roofline.svg"]
+    assert [p.name for p in paths] == (drawn if find_spec("matplotlib") else [])
+    assert all(p.read_text().startswith("<?xml") for p in paths)
+
+
+def test_others_share_is_a_share() -> None:
+    assert 0 <= Quiet([os.getpid()]).others_share() <= 1
+
+
+@pytest.mark.slow
+def test_a_read_takes_time() -> None:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    assert 1e8 < read_bandwidth(1 << 20, cores, seconds=0.01, rounds=2) < 1e13
+    assert sorted(os.sched_getaffinity(0))[:2] == cores
+
+
+@pytest.mark.slow
+def test_it_runs_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernels of this session's cache and a model directory of its own."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    monkeypatch.setattr("pipeline.paths.models_dir", lambda: tmp_path / "models")
+    monkeypatch.setattr("pipeline.paths.cache_dir", lambda: cache)
+    before = os.sched_getaffinity(0)
+    arguments = ["--shape", "small", "--quick", "--rounds", "1", "--no-peer", "--plots", str(tmp_path / "p")]
+    result = CliRunner().invoke(main, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    value = json.loads(result.output.splitlines()[-1])
+    assert {f["work"]["kind"] for f in value["figures"]} == {"prefill", "decode"}
+    assert all(f["ours"]["median"] > 0 for f in value["figures"])
+    assert value["peer"] is None
+    assert os.sched_getaffinity(0) == before
