@@ -27,6 +27,7 @@ COMMANDS = {
     "config": "pipeline.cli.show:config",
     "down": "pipeline.cli.down:down",
     "fetch": "pipeline.cli.prepare:fetch",
+    "kv": "pipeline.cli.kv:kv",
     "logs": "pipeline.cli.logs:logs",
     "models": "pipeline.cli.show:models",
     "prepare": "pipeline.cli.prepare:prepare",

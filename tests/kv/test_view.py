@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from pipeline import paths
+from pipeline.cli import cli
 from shm.pages import KvGeometry, create_kv
 from stages.kv import persist, prefix
 from stages.kv.manager import Grant, Manager
@@ -127,3 +130,17 @@ def test_identity_is_in_the_name_of_the_file(tmp_path: Path) -> None:
         for g in (geometry, geometry._replace(kv_type="f32"), geometry._replace(page_tokens=32))
     }
     assert len(names) == 6
+
+
+def test_the_command(pages: ModelPages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STARLING_CONFIG", str(tmp_path / "starling.yaml"))
+    runner = CliRunner()
+    shown = runner.invoke(cli, ["kv", "--json"], standalone_mode=False)
+    assert json.loads(shown.output)["models"][0]["cached"] == 4
+    assert runner.invoke(cli, ["kv", "check"], standalone_mode=False).return_value == 0
+    assert pages.manager is not None
+    pool = pages.manager.pool
+    pool.arena.pages[pool.cached_pages()[0], 5] ^= 1
+    damaged = runner.invoke(cli, ["kv", "check"], standalone_mode=False)
+    assert damaged.return_value == 1
+    assert "fails its checksum" in damaged.output
