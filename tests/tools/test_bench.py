@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from click.testing import CliRunner
 
 from tools.bench.__main__ import main, works
 from tools.bench.bandwidth import read_bandwidth
+from tools.bench.first_byte import first_byte
 from tools.bench.plots import write_plots
 from tools.bench.results import STRONGEST, Figure, Quiet, Rate, Report, Work, machine
 
@@ -59,6 +64,44 @@ def test_plots(report: Report, tmp_path: Path) -> None:
     assert all(p.read_text().startswith("<?xml") for p in paths)
 
 
+class _Streams(BaseHTTPRequestHandler):
+    """Answers as /v1/generate does; a prompt of one token is refused."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        refused = len(body["prompt"]) == 1
+        self.send_response(429 if refused else 200)
+        self.end_headers()
+        self.wfile.write(b"busy" if refused else b': hello\n\ndata: {"index": 0}\n\ndata: [DONE]\n\n')
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def streaming_url() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), _Streams) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_time_to_the_first_byte(streaming_url: str) -> None:
+    found = first_byte(streaming_url, repeats=3)
+    assert found is not None
+    assert 0 <= found["low_ms"] <= found["median_ms"] <= found["high_ms"]
+    with pytest.raises(RuntimeError, match="429 busy"):
+        first_byte(streaming_url, prompt_tokens=1)
+
+
+def test_no_server_is_no_figure() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # bound and not listening: refuses
+        assert first_byte(f"http://127.0.0.1:{nobody.getsockname()[1]}") is None
+
+
 def test_others_share_is_a_share() -> None:
     assert 0 <= Quiet([os.getpid()]).others_share() <= 1
 
@@ -78,7 +121,7 @@ def test_it_runs_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("pipeline.paths.models_dir", lambda: tmp_path / "models")
     monkeypatch.setattr("pipeline.paths.cache_dir", lambda: cache)
     before = os.sched_getaffinity(0)
-    arguments = ["--shape", "small", "--quick", "--rounds", "1", "--no-peer", "--plots", str(tmp_path / "p")]
+    arguments = ["--shape", "small", "--quick", "--rounds", "1", "--no-peer", "--url", "http://127.0.0.1:9"]
     result = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     value = json.loads(result.output.splitlines()[-1])

@@ -20,6 +20,7 @@ from pipeline.config_schema import DEMO_MODEL, ModelConfig
 from stages.worker.prepare import prepare_checkpoint
 from tools.bench import ours as starling
 from tools.bench.bandwidth import read_bandwidth
+from tools.bench.first_byte import first_byte
 from tools.bench.peer import Peer, available
 from tools.bench.plots import write_plots
 from tools.bench.results import STRONGEST, STRONGEST_BANDWIDTH_GB_S, Figure, Quiet, Rate, Report, Work, machine
@@ -128,10 +129,11 @@ class Rounds:
 @click.option("--cores", default="", help="Comma separated; default: two of those allowed.")
 @click.option("--rounds", default=5, show_default=True, help="Repetitions of each unit of work.")
 @click.option("--peer/--no-peer", default=True, show_default=True, help="Compare with llama.cpp if it is installed.")
+@click.option("--url", default="http://127.0.0.1:8080", show_default=True, help="A server, if one is up.")
 @click.option("--quick", is_flag=True, help="Leave out what takes long.")
 @click.option("--plots", type=click.Path(path_type=Path), help="Directory for the plots of docs/performance.md.")
 def main(
-    gguf: Path | None, shape: str | None, recipe: str, cores: str, rounds: int, peer: bool, quick: bool,
+    gguf: Path | None, shape: str | None, recipe: str, cores: str, rounds: int, peer: bool, url: str, quick: bool,
     plots: Path | None,
 ) -> None:  # fmt: skip
     """Figures of speed: prefill and decode, alone and beside llama.cpp."""
@@ -142,6 +144,9 @@ def main(
     source = registry.fetch(model, models_dir)
     planned = works(quick)
     longest = max(max(w.tokens, w.cached) for w in planned)
+    over_http = first_byte(url)
+    if over_http is None:
+        click.echo(f"no server at {url}: the time to the first byte is left out")
     if peer and not available():
         click.echo("llama.cpp is not installed here (`make peers`): ours alone")
         peer = False
@@ -151,6 +156,7 @@ def main(
         sides = Sides(stack, index, source.path, numbers, peer, longest)
         done = Rounds(sides, planned, rounds)
         engine = starling.about() | {
+            "first_byte": over_http,
             "step_overhead_us": round(sides.ours[0].overhead_us(64), 1),
             "load_ms": round(starling.load_ms(index, directory, numbers), 1),
             "weights_resident_mb": round(starling.resident_mb(".bin"), 1),
