@@ -107,12 +107,14 @@ class Simulation:
         heapq.heappush(self._events, (when, self._n, what))
 
     def submit(
-        self, when: float, name: str, prompt: int, output: int, tenant: str = "t", **fields: int
+        self, when: float, name: str, prompt: int, output: int, tenant: str = "t", priority: int = 0
     ) -> None:
         """A sequence of `prompt` tokens, unlike any other's, that generates `output`."""
         self._prompts += 1
         tokens = array("i", [self._prompts] + [TOKEN] * (prompt - 1))
-        frame = Submit(name, name, "m", tenant, tokens.tobytes(), output, Sampling(), **fields)
+        frame = Submit(
+            name, name, "m", tenant, tokens.tobytes(), output, Sampling(), priority=priority
+        )
 
         def arrive() -> None:
             self.records[name] = Record(tenant, self.now)
@@ -237,8 +239,8 @@ def poisson(sim: Simulation, rate: float, seconds: float, prompt: int, output: i
     now, i = 0.0, 0
     while (now := now + rng.expovariate(rate)) < seconds:
         i += 1
-        lengths = [max(1, min(3 * mean, int(rng.expovariate(1 / mean)))) for mean in (prompt, output)]
-        sim.submit(now, f"r{i}", *lengths)
+        n_in, n_out = (max(1, min(3 * mean, int(rng.expovariate(1 / mean)))) for mean in (prompt, output))
+        sim.submit(now, f"r{i}", n_in, n_out)
 
 
 def percentile(values: list[float], part: float) -> float:
