@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import click
@@ -22,6 +22,8 @@ from pipeline.errors import ModelNotFound
 # prepare(model, models_dir, progress): fetch, ingest, compile; idempotent and flocked, for the
 # worker does the same when it starts and finds something missing.
 WORKER_PREPARE = "stages.worker.prepare"
+SPEAK_S = 5.0
+BYTES = 1_000_000  # totals above this are bytes, below it counts
 
 
 @click.command()
@@ -73,27 +75,35 @@ def shown(subject: str) -> Iterator[registry.Progress]:
 
 
 class _Lines:
-    """A line for each phase that has ended, with its time and size."""
+    """A line when a phase begins and ends, and every few seconds how far it is."""
 
-    def __init__(self, subject: str) -> None:
+    def __init__(self, subject: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.subject = subject
+        self.clock = clock
         self.phase = ""
         self.total = 0
-        self.begun = 0.0
+        self.begun = self.spoken = 0.0
 
     def __call__(self, phase: str, done: int, total: int) -> None:
+        now = self.clock()
         if phase != self.phase:
             self.finish()
-            self.phase, self.begun = phase, time.monotonic()
+            self.phase, self.begun, self.spoken = phase, now, now
             click.echo(f"{self.subject}: {phase} ...")
+        elif now - self.spoken >= SPEAK_S and done < total:
+            self.spoken = now
+            click.echo(f"{self.subject}: {phase} {_amount(done, total)}")
         self.total = total
 
     def finish(self) -> None:
         if self.phase:
-            took = time.monotonic() - self.begun
-            size = f"{self.total / 1e6:.0f} MB, " if self.total > 1_000_000 else ""
-            click.echo(f"{self.subject}: {self.phase} done ({size}{took:.1f} s)")
+            size = f"{self.total / 1e6:.0f} MB, " if self.total > BYTES else ""
+            click.echo(f"{self.subject}: {self.phase} done ({size}{self.clock() - self.begun:.1f} s)")
         self.phase = ""
+
+
+def _amount(done: int, total: int) -> str:
+    return f"{done / 1e6:.0f}/{total / 1e6:.0f} MB" if total > BYTES else f"{done}/{total}" if total else ""
 
 
 @contextmanager
@@ -110,10 +120,7 @@ def _bars(subject: str) -> Iterator[registry.Progress]:
         tasks: dict[str, TaskID] = {}
 
         def show(phase: str, done: int, total: int) -> None:
-            if total > 1_000_000:  # bytes
-                amount = f"{done / 1e6:.0f}/{total / 1e6:.0f} MB"
-            else:
-                amount = f"{done}/{total}" if total else ""
+            amount = _amount(done, total)
             if phase not in tasks:
                 for task in tasks.values():
                     bars.stop_task(task)

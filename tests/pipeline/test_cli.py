@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from pipeline.cli import COMMANDS, cli
 from pipeline.cli import up as up_module
-from pipeline.cli.prepare import shown
+from pipeline.cli.prepare import _Lines, shown
 from pipeline.config import resolve
 from pipeline.errors import ConfigError, ResourceError
 
@@ -96,6 +96,16 @@ def test_progress_without_a_terminal_is_a_line_for_each_phase(capsys: pytest.Cap
     assert lines[0] == "m: download ..."
     assert lines[1].startswith("m: download done (2 MB, ")
     assert [line.split(" (")[0] for line in lines[2:]] == ["m: compile ...", "m: compile done"]
+
+
+def test_a_long_phase_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    lines = _Lines("m", clock=lambda: now)
+    for done in range(4):
+        lines("compile", done, 4)
+        now += 3.0
+    lines.finish()
+    assert capsys.readouterr().out == "m: compile ...\nm: compile 2/4\nm: compile done (12.0 s)\n"
 
 
 # ------------------------------------------------------------------ how it ends
