@@ -1,0 +1,116 @@
+"""What the cache does for clients, and that no fault of it changes a byte."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config_schema import DEMO_MODEL
+from shm.pages import HEADER, PAGE_FULL, attach_kv
+from tests.e2e.conftest import share_caches
+from tests.e2e.server import Server, wait_gone
+
+pytestmark = pytest.mark.slow
+
+PAGE_TOKENS = 32
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(100, 40_000), k=length)
+
+
+def ask(server: Server, tokens: list[int]) -> tuple[int, str]:
+    """(cached tokens, text)."""
+    answer: dict[str, Any] = server.post("/v1/generate", prompt=tokens, max_tokens=12, temperature=0)
+    usage = answer["usage"]
+    return usage["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["text"]
+
+
+def full_pages(tokens: list[int]) -> int:
+    return (len(tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+def test_a_shared_beginning_is_computed_once(demo_server: Server) -> None:
+    system = prompt(1, 400)
+    cached, _ = ask(demo_server, system + prompt(2, 10))
+    assert cached == 0
+    for user in range(3, 6):
+        tokens = system + prompt(user, 10)
+        cached, text = ask(demo_server, tokens)
+        assert cached == 400 // PAGE_TOKENS * PAGE_TOKENS
+        again, same = ask(demo_server, tokens)
+        assert again == full_pages(tokens)
+        assert same == text
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Mapping[str, Any]:
+    share_caches(tmp_path)
+    model = {"name": DEMO_MODEL, "kv_cache_mb": 64, "spill_path": str(tmp_path / "spill"), "spill_mb": 256}
+    return {"models": [model]}
+
+
+def kill_everything(server: Server) -> None:
+    """As a power cut, but for the memory: nobody sees another one die and tidies up."""
+    pids = server.pids()
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
+    assert all(wait_gone(pid) for pid in pids)
+
+
+def damage_cached_pages(server: Server) -> int:
+    """One bit of each page that nobody holds. Returns how many there were."""
+    (path,) = [Path(p) for p in server.leftovers() if p.endswith(".kv")]
+    arena, views, _ = attach_kv(path)
+    fields = views.headers.view(HEADER)[:, 0]
+    pages = [
+        page for page in range(len(views.pages))
+        if fields["state"][page] == PAGE_FULL and fields["refs"][page] == 0
+    ]  # fmt: skip
+    for page in pages:
+        views.pages[page, 1000 + page] ^= 4
+    arena.close()
+    return len(pages)
+
+
+def test_the_cache_survives_whatever_ends_the_server(tmp_path: Path, config: Mapping[str, Any]) -> None:
+    tokens = prompt(7, 1000)
+    with Server(tmp_path, config) as server:
+        cached, text = ask(server, tokens)
+        assert cached == 0
+        kill_everything(server)
+    with Server(tmp_path, config) as server:
+        assert ask(server, tokens) == (full_pages(tokens), text)  # out of the arena
+        server.stop()
+        assert server.leftovers() == []
+    with Server(tmp_path, config) as server:
+        assert ask(server, tokens) == (full_pages(tokens), text)  # out of the state directory
+        server.stop()
+
+
+def test_damage_and_pressure_change_no_byte(tmp_path: Path, config: Mapping[str, Any]) -> None:
+    first, second = prompt(8, 700), prompt(9, 700)
+    with Server(tmp_path, config) as server:
+        texts = [ask(server, tokens)[1] for tokens in (first, second)]
+        # 64 MiB are 91 pages of 32 tokens: both, and these, do not fit.
+        for seed in range(10, 14):
+            ask(server, prompt(seed, 700))
+        assert ask(server, first) == (full_pages(first), texts[0])  # out of the spill file
+        assert damage_cached_pages(server) > 0
+        for file in (tmp_path / "spill").glob("*.pages"):
+            with open(file, "r+b") as pages:
+                for offset in range(5000, file.stat().st_size, 300_000):
+                    os.pwrite(pages.fileno(), b"\x55", offset)
+        assert ask(server, first)[1] == texts[0]
+        assert ask(server, second)[1] == texts[1]
+        status, metrics, _ = server.request("GET", "/metrics")
+        assert status == 200
+        assert "starling_kv_cache_checksum_failures_total" in metrics
+        server.stop()
