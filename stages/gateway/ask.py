@@ -23,6 +23,7 @@ MAX_STOP_STRINGS = 4  # OpenAI's bound
 MAX_STOP_CHARACTERS = 256
 MAX_BIASES = 300  # as in Sampling.logit_bias
 MAX_TOP_LOGPROBS = 20
+MAX_SPECULATE = 16  # draft tokens in a step, as in models.*.speculate
 MAX_PROMPT_IDS = 1_000_000  # of the field; the model's context is the real bound
 U64 = 1 << 64
 
@@ -49,6 +50,8 @@ class Ask(msgspec.Struct, kw_only=True):
     logprobs: bool = False
     top_logprobs: int = 0
     skip_special: bool = True
+    cache_salt: str = ""  # prompts share cached pages only with others of the same salt
+    speculate: int = 0  # most draft tokens in a step; 0: as the model is configured
 
     @property
     def prompt_field(self) -> str:
@@ -121,6 +124,8 @@ COMMON_FIELDS: dict[str, Reader] = {
     "stop_token_ids": token_ids(16),
     "stream": flag,
     "skip_special_tokens": flag,
+    "cache_salt": text(128, empty=False),
+    "speculate": integer(0, MAX_SPECULATE, hint="0 is as the model is configured"),
 }
 
 
@@ -137,6 +142,8 @@ def common(values: dict[str, Any]) -> dict[str, Any]:
         "stop_token_ids": values.get("stop_token_ids", ()),
         "stream": values.get("stream", False),
         "skip_special": values.get("skip_special_tokens", True),
+        "cache_salt": values.get("cache_salt", ""),
+        "speculate": values.get("speculate", 0),
     }
 
 

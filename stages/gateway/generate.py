@@ -7,6 +7,8 @@ Request:
      "temperature": 1, "top_k": 0, "top_p": 1, "repetition_penalty": 1, "frequency_penalty": 0,
      "presence_penalty": 0, "logit_bias": {"id": bias}, "order": ["mask", ...], "seed": 7,
      "min_tokens": 0, "ignore_eos": false, "stop": "text" | [texts], "stop_token_ids": [ids],
+     "cache_salt": "...",                cached prompts are shared only under the same salt
+     "speculate": 0,                     most draft tokens in a step; never changes the text
      "n": 1, "logprobs": 5,              the sampled token's and the 5 highest
      "skip_special_tokens": true, "stream": false}
 

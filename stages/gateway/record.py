@@ -193,4 +193,6 @@ def submission(sequence: Sequence, forced: bytes, now: float) -> Submit:
         stop_ids=sequence.stop_ids,
         deadline_ms=max(1, round((request.deadline - now) * 1000)),
         priority=request.priority,
+        cache_salt=request.ask.cache_salt,
+        speculate=request.ask.speculate,
     )

@@ -60,6 +60,19 @@ def test_a_stream_outlives_its_peers(server: Server, victims: list[str]) -> None
     assert starts == sorted(set(starts))
 
 
+def test_what_a_submission_carries(server: Server) -> None:
+    body = {"prompt": "x", "max_tokens": 5, "seed": -1, "cache_salt": "mine", "speculate": 4, "top_k": 9,
+            "stop_token_ids": [7], "order": ["mask", "temperature", "top_k"], "logit_bias": {"5": -1.5}}  # fmt: skip
+    assert server.post("/v1/generate", body).status == 200
+    sent = server.peers.do(lambda: server.peers.generator.submitted[-1])
+    assert (sent.cache_salt, sent.speculate, sent.tenant, sent.model) == ("mine", 4, "default", MODEL)
+    assert sent.sampling == m.Sampling(
+        seed=2**64 - 1, top_k=9, order=("mask", "temperature", "top_k"), logit_bias=((5, -1.5),)
+    )
+    assert sent.stop_ids == (256, 7)
+    assert 0 < sent.deadline_ms <= 300_000
+
+
 def test_a_client_that_goes_away_cancels_its_request(server: Server) -> None:
     generator = server.peers.generator
     stream = server.stream("/v1/generate", {**LONG, "n": 3, "max_tokens": 300})
