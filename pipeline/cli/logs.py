@@ -35,7 +35,7 @@ def logs(stage: str | None, follow: bool, lines: int, as_json: bool) -> int:
     directory = paths.logs_dir()
     tails = {name: Tail(directory / f"{name}.log") for name in _names(stage)}
     last: deque[Line] = deque(maxlen=lines or None)
-    newest = sorted(line for tail in tails.values() for line in tail.read(lines))
+    newest = _in_order(tails, lines)
     if lines:
         last.extend(newest)
     if not follow and not any(tail.path.exists() for tail in tails.values()):
@@ -44,7 +44,7 @@ def logs(stage: str | None, follow: bool, lines: int, as_json: bool) -> int:
     for line in last:
         _show(line, as_json)
     while follow:
-        for line in sorted(line for tail in tails.values() for line in tail.read()):
+        for line in _in_order(tails):
             _show(line, as_json)
         time.sleep(POLL_S)
     return 0
@@ -52,6 +52,11 @@ def logs(stage: str | None, follow: bool, lines: int, as_json: bool) -> int:
 
 def _names(stage: str | None) -> list[str]:
     return [name for one in ((stage,) if stage else STAGES) for name in (one, f"{one}-supervisor")]
+
+
+def _in_order(tails: dict[str, Tail], at_most: int | None = None) -> list[Line]:
+    lines = [line for tail in tails.values() for line in tail.read(at_most)]
+    return sorted(lines, key=lambda line: line[0])
 
 
 def _show(line: Line, as_json: bool) -> None:

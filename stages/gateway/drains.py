@@ -25,6 +25,7 @@ class Drain(msgspec.Struct):
     timeout_s: float
     deadline: float  # of the injected clock: when the rest is ended
     is_kept: bool  # a gateway that starts again drains as well
+    ended: int = 0  # requests that were not finished in time
 
 
 class Drains:
@@ -44,7 +45,9 @@ class Drains:
         return {drain.target: drain.timeout_s for drain in self._drains.values() if drain.is_kept}
 
     def begin(self, target: str, timeout_s: float, is_kept: bool = True) -> None:
-        """Stop admission; a second call sets the time anew."""
+        """Stop admission; a second call sets the time anew, and keeps what was to be kept."""
+        before = self._drains.get(target)
+        is_kept = is_kept or (before is not None and before.is_kept)
         self._drains[target] = Drain(target, timeout_s, self._clock() + timeout_s, is_kept)
 
     def lift(self, target: str) -> list[str]:
@@ -74,12 +77,15 @@ class Drains:
         return [drain for drain in self._drains.values() if now >= drain.deadline]
 
     def report(self) -> dict[str, Any]:
-        """Seconds left for each target; 0.0 when its time is up."""
+        """Of each target: seconds left for those in flight, and how many were ended since."""
         now = self._clock()
-        return {name: round(max(0.0, d.deadline - now), 1) for name, d in sorted(self._drains.items())}
+        return {
+            name: {"left_s": round(max(0.0, drain.deadline - now), 1), "ended": drain.ended}
+            for name, drain in sorted(self._drains.items())
+        }
 
 
-def ended(drain: Drain) -> StarlingError:
+def too_late(drain: Drain) -> StarlingError:
     """What a request is told that was not finished in time."""
     return StarlingError(
         "DRAINING",

@@ -22,7 +22,7 @@ from pipeline.config_schema import Config
 from pipeline.errors import InvalidRequest, ModelNotFound, ModelUnavailable, Overloaded, StarlingError
 from pipeline.telemetry import Metrics
 from stages.gateway.ask import Ask
-from stages.gateway.drains import ALL, Drains, ended
+from stages.gateway.drains import ALL, Drains, too_late
 from stages.gateway.lengths import Bounds, output_budget
 from stages.gateway.limits import Caller, Quotas
 from stages.gateway.metrics import GatewayMetrics
@@ -209,7 +209,7 @@ class Service:
         self.scheduler.beat(scheduler_beat)
         self.relay.tick()
         for drain in self.drains.due():
-            self.end_all(ended(drain), "" if drain.target == ALL else drain.target)
+            drain.ended += self.end_all(too_late(drain), "" if drain.target == ALL else drain.target)
         self.metrics.sample(self.in_flight, self.relay.counts)
         if self.tokenizer.is_up and not self.tokenizer.problem:
             for model in self.config.models:

@@ -1,0 +1,109 @@
+"""`starling drain` and `starling resume`: stop admission, let streams finish, take requests again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from pipeline import control, paths
+from pipeline.cli.stage import STAGES
+from pipeline.config import load
+from pipeline.config_schema import Config
+from pipeline.errors import Conflict, ModelNotFound
+
+ALL = "all"
+TIMEOUT_S = 30.0
+POLL_S = 0.1
+LAST_WORDS_S = 5.0  # beyond the time, for the ended ones to be told
+
+
+@click.command(
+    epilog="Exit codes: 0 drained, everything had finished; 1 some requests were ended (their clients got an "
+    "error that says so), or no gateway answers."
+)
+@click.argument("target", default=ALL, metavar="[STAGE|MODEL|all]")
+@click.option("--timeout", type=click.FloatRange(min=0, max=86_400), default=TIMEOUT_S, show_default=True,
+              metavar="S", help="For streams to finish; then they are ended.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="The state after it as JSON.")
+def drain(target: str, timeout: float, as_json: bool) -> int:
+    """Take no more requests: 503 DRAINING with Retry-After, and /ready says why.
+
+    Waits until what is in flight has finished. It stays drained until `starling resume`, also when the
+    gateway restarts. Every stage serves every request, but for a worker, which serves its model: draining
+    a worker drains that model, draining another stage everything.
+    """
+    config = load()
+    run_dir = paths.run_dir(config)
+    name = admission(config, target)
+    if not as_json:
+        click.echo(f"draining {name} ...")
+    ended, state = drained(run_dir, name, timeout)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(state)).decode())
+    elif ended:
+        click.echo(f"drained {name}; {ended} not finished within {timeout:g} s, ended with an error")
+    else:
+        click.echo(f"drained {name}; `starling resume` takes requests again")
+    return 1 if ended else 0
+
+
+@click.command(epilog="Exit codes: 0 requests are taken; 1 something else is drained still, or no gateway answers.")
+@click.argument("target", default=ALL, metavar="[STAGE|MODEL|all]")
+@click.option("--json", "as_json", is_flag=True, help="The state after it as JSON.")
+def resume(target: str, as_json: bool) -> int:
+    """Take requests again after `starling drain`; "all" lifts every drain."""
+    config = load()
+    name = admission(config, target)
+    state = control.call(paths.run_dir(config), "gateway", {"op": "resume", "target": name})
+    left = ", ".join(state["draining"])
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(state)).decode())
+    elif left:
+        click.echo(f"still drained: {left}")
+    else:
+        click.echo(f"resumed {name}")
+    return 1 if left else 0
+
+
+def admission(config: Config, target: str) -> str:
+    """What the gateway must refuse for it: `ALL` or a model. Raises `ModelNotFound`."""
+    if config.model(target) is not None and target != "":
+        return target
+    if target == ALL or (target in STAGES and target != "worker"):
+        return ALL
+    if target == "worker" and len(config.models) == 1:
+        return config.models[0].name
+    for model in config.models:
+        if target == f"worker-{model.slug}":
+            return model.name
+    models = ", ".join(model.name for model in config.models)
+    raise ModelNotFound(f"{target!r} is no stage and no model; there are all, {', '.join(STAGES)}, {models}")
+
+
+def drained(
+    run_dir: Path, target: str, timeout_s: float, keep: bool = True,
+    clock: Callable[[], float] = time.monotonic, pause: Callable[[float], None] = time.sleep,
+) -> tuple[int, dict[str, Any]]:  # fmt: skip
+    """Drain and wait: how many were not finished when the time was up, and the gateway's state.
+
+    `keep` False: the gateway's own restart lifts it.
+    """
+    request = {"op": "drain", "target": target, "timeout_s": timeout_s, "keep": keep}
+    state = control.call(run_dir, "gateway", request)
+    deadline = clock() + timeout_s + LAST_WORDS_S
+    while in_flight(state, target) and clock() < deadline:
+        pause(POLL_S)
+        state = control.call(run_dir, "gateway", {"op": "state"})
+    drain = state["draining"].get(target)
+    if drain is None:
+        raise Conflict(f"{target} was resumed by somebody else before it was drained")
+    return drain["ended"], state
+
+
+def in_flight(state: dict[str, Any], target: str) -> int:
+    return int(state["in_flight"] if target == ALL else state["models"][target])

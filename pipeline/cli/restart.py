@@ -1,0 +1,130 @@
+"""`starling restart`: stages one after the other, each ready again before the next is touched.
+
+The stage's supervisor does it (SIGHUP): the stage ends in order, everything of it is gone before its
+successor starts.  What is in flight waits and goes on; only the gateway's own connections cannot outlive
+it, so it is drained first, and `all` leaves it alone unless told.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import click
+
+from pipeline import control, paths, status
+from pipeline.cli.down import supervisor_of
+from pipeline.cli.drain import ALL, drained
+from pipeline.cli.stage import STAGES
+from pipeline.config import load
+from pipeline.config_schema import Config
+from pipeline.errors import StarlingError
+from pipeline.process import EXIT_FATAL
+
+TIMEOUT_S = 120.0
+POLL_S = 0.05
+GATEWAY_TIMEOUT_S = 1.0
+
+
+@click.command(
+    epilog="Exit codes: 0 every one is ready again; 1 one is not (those after it were left as they are), or "
+    "requests had to be ended for the gateway."
+)
+@click.argument("target", metavar="STAGE|all")
+@click.option("--timeout", type=click.FloatRange(min=0.1), default=TIMEOUT_S, show_default=True, metavar="S",
+              help="For each stage to be ready again.")  # fmt: skip
+@click.option("--drain-timeout", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="S",
+              help="For streams to finish before the gateway restarts.")  # fmt: skip
+@click.option("--with-gateway", is_flag=True, help="With all: the gateway too, at last, drained before.")
+def restart(target: str, timeout: float, drain_timeout: float, with_gateway: bool) -> int:
+    """Restart STAGE, or all one by one, without a failed request.
+
+    STAGE is tokenizer, scheduler, kv, worker (every model's), worker-MODEL or gateway. Streams in flight
+    pause and go on with the same bytes. Connections end with the gateway: it takes no new requests while
+    those in flight finish, and connections are refused until it is back (a second or two).
+    """
+    config = load()
+    run_dir = paths.run_dir(config)
+    code = 0
+    for record in chosen(config, run_dir, target, with_gateway):
+        begun = time.monotonic()
+        if record.stage == "gateway":
+            click.echo("gateway: draining ...")
+            ended, _ = drained(run_dir, ALL, drain_timeout, keep=False)
+            if ended:
+                click.echo(f"gateway: {ended} not finished within {drain_timeout:g} s, ended with an error")
+                code = EXIT_FATAL
+        problem = restarted(config, run_dir, record, time.monotonic() + timeout)
+        if problem:
+            click.echo(f"starling: {record.stage} is not ready after {timeout:g} s: {problem}", err=True)
+            return EXIT_FATAL
+        click.echo(f"{record.stage}: ready again after {time.monotonic() - begun:.1f} s")
+    if target == ALL and not with_gateway:
+        click.echo("gateway: left as it is, for connections end with it (--with-gateway drains it first)")
+    return code
+
+
+def chosen(config: Config, run_dir: Path, target: str, with_gateway: bool) -> list[status.StageStatus]:
+    """Records of the stages to restart, in order. Raises `StarlingError` when one cannot be restarted."""
+    workers = [f"worker-{model.slug}" for model in config.models]
+    names = {ALL: ["tokenizer", "scheduler", "kv", *workers], "worker": workers}.get(target, [target])
+    if target == ALL and with_gateway:
+        names.append("gateway")
+    known = [*(name for name in STAGES if name != "worker"), *workers]
+    found = {record.stage: record for record in status.read_all(run_dir)}
+    for name in names:
+        if name not in known:
+            raise click.BadParameter(f"{name!r} is no stage; there are all, worker, {', '.join(known)}")
+        if name not in found:
+            raise StarlingError("MODEL_UNAVAILABLE", f"{name} is not running; `starling status` shows what is")
+        if not supervisor_of(found[name]):
+            raise StarlingError(
+                "MODEL_UNAVAILABLE",
+                f"{name} runs without a supervisor of ours; whoever started it can restart it "
+                f"(systemctl restart starling-{name.partition('-')[0]})",
+            )
+    return [found[name] for name in names]
+
+
+def restarted(config: Config, run_dir: Path, old: status.StageStatus, deadline: float) -> str:
+    """Restart and wait until the whole server is as ready as before; "" or what is missing."""
+    supervisor = supervisor_of(old)
+    if not supervisor:
+        return "its supervisor is gone"
+    fd = os.pidfd_open(supervisor)
+    try:
+        signal.pidfd_send_signal(fd, signal.SIGHUP)
+    finally:
+        os.close(fd)
+    # What peers say of each other is as old as a heartbeat: ready must last longer than that.
+    settled_s = 3 * config.server.heartbeat_ms / 1000
+    ready_since = float("inf")
+    problem = ""
+    while (now := time.monotonic()) < deadline:
+        problem = missing(run_dir, old)
+        if problem:
+            ready_since = float("inf")
+        elif now - (ready_since := min(ready_since, now)) >= settled_s:
+            return ""
+        time.sleep(POLL_S)
+    return problem or "it was ready for a moment only"
+
+
+def missing(run_dir: Path, old: status.StageStatus) -> str:
+    """Why the server is not ready with a successor of `old`; "" when it is. Drains do not count."""
+    for record in status.read_all(run_dir):
+        if record.stage == old.stage and record.epoch <= old.epoch:
+            return "it has not ended yet" if record.alive else "it has ended and not started yet"
+        if not (record.alive and record.ready):
+            return f"{record.stage}: {record.reason or 'not running'}"
+    if not (run_dir / f"{old.stage}.status").exists():
+        return "it has ended and not started yet"
+    try:
+        state = control.call(run_dir, "gateway", {"op": "state"}, GATEWAY_TIMEOUT_S)
+    except StarlingError as error:
+        return error.message
+    if state["draining"]:
+        return ""
+    return str(state["readiness"]["reason"] or "")

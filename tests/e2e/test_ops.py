@@ -1,0 +1,224 @@
+"""The operator's commands on a running server: status, logs, restart, drain, resume, down."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import paths
+from tests.e2e.server import ROOT, Server, wait_gone
+from tests.e2e.test_up import Up
+from tools.tiny_gguf import SHAPES, write_model
+
+pytestmark = pytest.mark.slow
+
+STAGES = ["tokenizer", "scheduler", "kv", "gateway", "worker-tiny"]
+REQUEST: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 120, "ignore_eos": True, "temperature": 0.9}
+ENDLESS: dict[str, Any] = {**REQUEST, "max_tokens": 2000, "n": 8, "seed": 1}
+
+
+def make_config(home: Path) -> dict[str, Any]:
+    """Two names of one tiny model would need two workers; one is enough for what is asked here."""
+    paths.cache_dir().mkdir(parents=True, exist_ok=True)
+    (home / "cache").symlink_to(paths.cache_dir())
+    path = write_model(home / "tiny.gguf", SHAPES["small"])
+    return {"models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 16}]}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    home = tmp_path_factory.mktemp("ops")
+    with Up(home, make_config(home)) as server:
+        yield server
+        assert server.stop() == 0
+        assert server.leftovers() == []
+
+
+def starling(server: Server, *args: str, code: int = 0) -> str:
+    """What the command prints; its exit code must be `code`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", *args], cwd=ROOT, env=server.environment,
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == code, (args, done.returncode, done.stdout, done.stderr)
+    return done.stdout
+
+
+def status(server: Server) -> dict[str, dict[str, Any]]:
+    return {row["stage"]: row for row in json.loads(starling(server, "status", "--json"))}
+
+
+def tokens_of(events: list[dict[str, Any]]) -> list[int]:
+    assert not [event for event in events if "error" in event], events[-1]
+    return [token for event in events for token in event.get("tokens", ())]
+
+
+class Traffic:
+    """Streams without a pause in `n` threads, each compared with the undisturbed one."""
+
+    def __init__(self, server: Server, n: int = 3) -> None:
+        self.server = server
+        self.expected = {seed: tokens_of(list(self._stream(seed))) for seed in range(n)}
+        self.streams = 0
+        self.faults: list[str] = []
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(seed,)) for seed in range(n)]
+
+    def _stream(self, seed: int) -> Iterator[dict[str, Any]]:
+        return self.server.stream("/v1/generate", **REQUEST, seed=seed)
+
+    def _run(self, seed: int) -> None:
+        while not self._over.is_set():
+            try:
+                if tokens_of(list(self._stream(seed))) != self.expected[seed]:
+                    self.faults.append(f"stream {seed} has other tokens")
+            except Exception as error:
+                self.faults.append(repr(error))
+                return
+            self.streams += 1
+
+    def __enter__(self) -> Traffic:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def test_status_shows_every_stage(server: Up) -> None:
+    rows = status(server)
+    assert sorted(rows) == sorted(STAGES)
+    for row in rows.values():
+        assert row["state"] == "ready"
+        assert row["memory_bytes"] > 1 << 20
+        assert row["pid"] in server.pids()
+    lines = starling(server, "status").splitlines()
+    assert len(lines) == 1 + len(STAGES)
+    assert max(map(len, lines)) <= 80
+
+
+def test_logs_bring_the_stages_together(server: Up) -> None:
+    lines = [json.loads(line) for line in starling(server, "logs", "-n", "0", "--json").splitlines()]
+    assert lines == []
+    lines = [json.loads(line) for line in starling(server, "logs", "-n", "1000", "--json").splitlines()]
+    assert {"gateway", "worker"} <= {line["stage"] for line in lines}
+    assert [line["ts"] for line in lines] == sorted(line["ts"] for line in lines)
+    assert " INFO    gateway  listening" in starling(server, "logs", "gateway")
+
+
+def test_logs_follow(server: Up) -> None:
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "pipeline.cli", "logs", "gateway", "-f", "-n", "1"], cwd=ROOT,
+        env=server.environment, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert follower.stdout is not None
+        assert follower.stdout.readline()
+        server.post("/v1/generate", prompt=[1, 2], max_tokens=1)
+        assert any("endpoint=/v1/generate" in line for line in follower.stdout)
+    finally:
+        follower.kill()
+        follower.communicate()
+
+
+def test_every_stage_restarts_without_a_failed_request(server: Up) -> None:
+    before = status(server)
+    with Traffic(server) as traffic:
+        said = starling(server, "restart", "all")
+    assert traffic.faults == []
+    assert traffic.streams > 0
+    after = status(server)
+    for name in STAGES:
+        if name == "gateway":
+            assert after[name]["pid"] == before[name]["pid"]
+        else:
+            assert f"{name}: ready again" in said
+            assert after[name]["pid"] != before[name]["pid"]
+            assert after[name]["restarts"] == before[name]["restarts"] + 1
+    assert "gateway: left as it is" in said
+
+
+def test_the_gateway_is_drained_before_it_restarts(server: Up) -> None:
+    before = status(server)["gateway"]["pid"]
+    stream = server.stream("/v1/generate", **REQUEST, seed=5)
+    begun = [next(stream)]
+    rest: list[dict[str, Any]] = []
+    reader = threading.Thread(target=lambda: rest.extend(stream))
+    reader.start()
+    assert "gateway: ready again" in starling(server, "restart", "gateway")
+    reader.join()
+    assert len(tokens_of(begun + rest)) == REQUEST["max_tokens"]
+    assert status(server)["gateway"]["pid"] != before
+    # The drain was the restart's own: requests are taken again.
+    assert server.post("/v1/generate", prompt=[1], max_tokens=1)["choices"]
+
+
+def test_a_drain_refuses_and_lets_finish(server: Up) -> None:
+    stream = server.stream("/v1/generate", **{**REQUEST, "max_tokens": 1500}, seed=3)
+    begun = [next(stream)]
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.cli", "drain", "--timeout", "60"], cwd=ROOT,
+            env=server.environment, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert len(tokens_of(begun + list(stream))) == 1500
+        said, _ = process.communicate()
+        assert process.returncode == 0, said
+        code, body, headers = server.request("POST", "/v1/generate", {"prompt": [1], "max_tokens": 1})
+        assert (code, body["error"]["code"]) == (503, "DRAINING")
+        assert int(headers["Retry-After"]) > 0
+        code, body, _ = server.request("GET", "/ready")
+        assert (code, body["reason"]) == (503, "the server is drained")
+        assert "takes no requests for all" in starling(server, "status", code=1)
+        # It is the operator's word, not the process's: a successor keeps it.
+        starling(server, "restart", "gateway")
+        assert server.request("GET", "/ready")[0] == 503
+    finally:
+        starling(server, "resume")
+    assert server.request("GET", "/ready")[0] == 200
+    assert server.post("/v1/generate", prompt=[1], max_tokens=1)["choices"]
+
+
+def test_what_does_not_finish_in_time_is_told_so(server: Up) -> None:
+    stream = server.stream("/v1/generate", **ENDLESS)
+    next(stream)
+    try:
+        assert "1 not finished within 0.2 s" in starling(server, "drain", "tiny", "--timeout", "0.2", code=1)
+        error = [event["error"] for event in stream if "error" in event]
+        assert [e["code"] for e in error] == ["DRAINING"]
+        assert "model tiny was drained" in error[0]["message"]
+    finally:
+        starling(server, "resume", "tiny")
+    assert server.post("/v1/generate", prompt=[1], max_tokens=1)["choices"]
+
+
+def test_wrong_targets_are_refused(server: Up) -> None:
+    starling(server, "drain", "nobody", code=1)
+    starling(server, "restart", "nobody", code=2)
+
+
+@pytest.mark.parametrize("kind", [Server, Up])
+def test_down_ends_it_and_leaves_nothing(tmp_path: Path, kind: type[Server]) -> None:
+    server = kind(tmp_path, make_config(tmp_path))
+    try:
+        server.start().wait_ready()
+        pids = server.pids()
+        assert "ended" in starling(server, "down")
+        assert all(wait_gone(pid) for pid in pids)
+        assert server.leftovers() == []
+        assert "nothing is running" in starling(server, "down")
+        assert "no stage is running" in starling(server, "status", code=1)
+    finally:
+        server.stop(9)
+    assert os.path.exists(tmp_path / "logs" / "gateway.log")
