@@ -101,6 +101,8 @@ class ModelPages:
         path = persist.store_path(directory, self.model.slug, self.digest, self.geometry)
         what = persist.identity(self.digest, self.geometry)
         try:
+            for old in persist.remove_old(directory, self.model.slug, path):
+                log.info("%s is of an older version of the model and was removed", old)
             fault = faultplan.hook("disk", "saved" if residency == persist.IN_STATE else "spill")
             return PageStore(path, what, self.geometry.page_bytes, max_bytes, residency, fault=fault)
         except OSError as error:

@@ -10,6 +10,7 @@ A copy is found again by its name; whether it is what it was, its checksum says 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from shm.pages import KvGeometry
@@ -18,11 +19,27 @@ from stages.kv.spill import PageStore
 
 IN_SPILL, IN_STATE = 1, 2  # bits of a page header's `residency`
 PROVEN_USES = 2
+KEPT_VERSIONS = 1  # files of other versions of a model
 
 
 def store_path(directory: Path, slug: str, digest: str, geometry: KvGeometry) -> Path:
     """One file for each identity: another version of a model does not overwrite this one's."""
     return directory / f"{slug}-{digest[:12]}-{geometry.kv_type}-{geometry.page_tokens}.pages"
+
+
+def stores_of(directory: Path, slug: str) -> list[Path]:
+    """The files of all versions of a model, the last used one last."""
+    pattern = re.compile(re.escape(slug) + r"-[0-9a-f]{12}-[a-z0-9]+-[0-9]+\.pages")
+    found = [path for path in directory.glob(f"{slug}-*.pages") if pattern.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
+
+
+def remove_old(directory: Path, slug: str, mine: Path) -> list[Path]:
+    """Keep one other version's file beside `mine`, for whoever goes back; remove what is older."""
+    others = [path for path in stores_of(directory, slug) if path != mine]
+    for path in others[:-KEPT_VERSIONS]:
+        path.unlink(missing_ok=True)
+    return others[:-KEPT_VERSIONS]
 
 
 def identity(digest: str, geometry: KvGeometry) -> dict[str, object]:

@@ -25,6 +25,7 @@ from shm.arena import ArenaError
 from shm.pages import PAGE_FREE, PAGE_FULL, PAGE_LEASED, KvArena, attach_kv
 from stages.kv.headers import Headers, PageName, checksum
 from stages.kv.page_file import PageFile
+from stages.kv.persist import stores_of
 from stages.kv.session_files import SUFFIX, parse
 
 LOOKS = 3  # at something that seems wrong, before it is reported
@@ -120,7 +121,7 @@ def _model(config: Config, model: ModelConfig, check: bool, now_ns: int) -> Mode
     if model.spill_path:
         folders.append(("spilled", Path(model.spill_path).expanduser()))
     for kind, folder in folders:
-        for file in sorted(folder.glob(f"{model.slug}-*.pages")):
+        for file in stores_of(folder, model.slug):
             report.disks.append(_read_disk(kind, file, check))
     report.unreachable = _count_unreachable(names, report)
     report.sessions = list(_read_sessions(config, model, report, now_ns))

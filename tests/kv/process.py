@@ -83,14 +83,15 @@ def load_config(home: Path) -> Any:
 class KvProcess:
     """`starling stage kv`."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, faults: str = "") -> None:
         self.home = home
+        self.faults = faults
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> KvProcess:
         environment = {
             **os.environ, "STARLING_HOME": str(self.home), "PYTHONPATH": str(ROOT),
-            "STARLING_CONFIG": str(self.home / "starling.yaml"),
+            "STARLING_CONFIG": str(self.home / "starling.yaml"), "STARLING_FAULTS": self.faults,
         }  # fmt: skip
         with open(self.home / "kv.log", "ab") as log:
             self.process = subprocess.Popen(

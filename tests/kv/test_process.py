@@ -195,6 +195,39 @@ def test_evicted_pages_come_back_from_the_spill_file(home: Path) -> None:
         assert s.run("b", words(1, 2, 3, 4)).cached_tokens == 3 * PAGE_TOKENS
 
 
+def test_a_full_disk_only_costs_the_copies(home: Path) -> None:
+    configure(home, spill_path=str(home / "spill"), spill_mb=8)
+    digest = write_model(home)
+    with KvProcess(home, "disk:enospc@spill, disk:eio@saved") as kv, Scheduler(home, digest) as s:
+        total = s.wait_ready().pages
+        for _ in range(2):
+            s.run("a", words(1, 2, 3))
+            s.acquire("flood", [5], ahead=total * PAGE_TOKENS - 1)
+            s.release("flood")
+        assert s.run("b", words(1, 2, 3)).cached_tokens == 0
+        assert s.state().spilled == 0
+        assert "No space left on device" in kv.log()
+        assert kv.kill(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize("page", [1, 2, 3])
+def test_killed_while_it_names_a_page(home: Path, page: int) -> None:
+    digest = write_model(home)
+    with Scheduler(home, digest) as s:
+        with KvProcess(home, f"kv:kill@page={page}") as kv:
+            s.wait_ready()
+            s.acquire("a", words(1, 2, 3))
+            s.compute("a")
+            assert kv.process is not None
+            assert kv.process.wait(30) == -signal.SIGKILL
+            s.wait(lambda: s.ready is None)
+        with KvProcess(home):
+            s.wait_ready()
+            assert s.state().cached == 0  # the lease was declared, and holds them
+            s.release("a")
+            assert s.run("b", words(1, 2, 3)).cached_tokens == 3 * PAGE_TOKENS
+
+
 def test_another_version_of_the_model_starts_afresh(home: Path) -> None:
     first = write_model(home)
     with KvProcess(home) as kv, Scheduler(home, first) as s:

@@ -132,6 +132,18 @@ def test_identity_is_in_the_name_of_the_file(tmp_path: Path) -> None:
     assert len(names) == 6
 
 
+def test_files_of_old_versions_do_not_pile_up(tmp_path: Path) -> None:
+    geometry = KvGeometry(1, 1, 32, 16, "f16")
+    paths_ = [persist.store_path(tmp_path, "m", f"{i:064x}"[::-1], geometry) for i in range(5)]
+    other = persist.store_path(tmp_path, "m-2", "f" * 64, geometry)
+    for age, path in enumerate([*paths_, other]):
+        path.write_bytes(b"x")
+        os.utime(path, (age, age))
+    assert persist.stores_of(tmp_path, "m") == paths_
+    assert persist.remove_old(tmp_path, "m", paths_[1]) == [paths_[0], paths_[2], paths_[3]]
+    assert sorted(tmp_path.iterdir()) == sorted([paths_[1], paths_[4], other])
+
+
 def test_the_command(pages: ModelPages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STARLING_CONFIG", str(tmp_path / "starling.yaml"))
     runner = CliRunner()
