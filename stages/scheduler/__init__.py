@@ -12,7 +12,6 @@
     ring.py       the step arena as this side writes and reads it
     engine.py     one model: the above put together; frames and outputs in, steps and frames out
     stats.py      counters and histograms
-    bell.py       the doorbell that workers ring
     metrics.py    what is shown of it
     fence.py      the end of a worker group, waited for
     host.py       one model as the stage runs it: arena, worker group, kv

@@ -35,6 +35,8 @@ from shm.steps import attach_steps
 
 from .peers import Kv, Pages, reference, submission
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 DIGEST = "ab" * 32
 PAGES = 64
