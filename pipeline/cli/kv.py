@@ -8,6 +8,7 @@ import click
 import msgspec
 from rich.console import Console
 
+from pipeline.cli.warm import warm
 from pipeline.config import load
 from pipeline.process import EXIT_FATAL, EXIT_OK
 
@@ -27,6 +28,9 @@ def kv(context: click.Context, as_json: bool) -> int:
 def check(context: click.Context, as_json: bool) -> int:
     """Compute every checksum as well; exit code 1 when something is damaged."""
     return _report(as_json or bool(context.obj), check=True)
+
+
+kv.add_command(warm)
 
 
 def _report(as_json: bool, check: bool) -> int:
