@@ -47,6 +47,7 @@ from stages.worker.kernels.simd import (
     load_f32,
     load_f32_part,
     maximum,
+    prefetch,
     put_f32,
     put_i64,
     reduce_add,
@@ -60,7 +61,7 @@ from stages.worker.kernels.simd import (
 SEGMENT = 256
 ROWS = 24  # most rows of a block
 VECTORS = 4  # of 16 positions (scores) or 16 dims (values) that a register tile spans
-TILE_ROWS = 6  # rows of a full tile: 24 accumulators, 4 operands
+ALONE = 4  # rows up to which a tile is a single query's, and reads K and V from far away
 _FLOAT = ir.FloatType()
 
 
@@ -184,7 +185,7 @@ read_value = _reader(False)  # (kv, address of 16 codes, of their one scale): 16
 
 def _make_scores(rows: int) -> Any:
     """Scores of `rows` rows at 64 positions."""
-    n_tile, columns = rows * VECTORS, VECTORS
+    n_tile, columns, alone = rows * VECTORS, VECTORS, rows <= ALONE
 
     @numba.njit(**INNER)
     def scores(kv, q, s, table, group, head_dim, page_tokens, scale):
@@ -194,6 +195,19 @@ def _make_scores(rows: int) -> Any:
         at = table + 8 * group
         k0, k1, k2, k3 = get_i64(at), get_i64(at + 8), get_i64(at + 16), get_i64(at + 24)
         step = code_bytes(kv) * page_tokens
+        if alone:
+            # With so few rows memory is what takes time: ask for what comes next, line by line.
+            if group + VECTORS < SEGMENT // LANES:
+                next_0, next_2 = get_i64(at + 32), get_i64(at + 48)
+                for d in range(head_dim):
+                    prefetch(next_0 + d * step)
+                    prefetch(next_2 + d * step)
+            else:
+                size = code_bytes(kv) * LANES * head_dim
+                for i in range(VECTORS):
+                    first = get_i64(table + 256 + 8 * i)
+                    for line in range(0, size, 64):
+                        prefetch(first + line)
         if scale_bytes(kv):
             e0, e1, e2, e3 = get_i64(at + 128), get_i64(at + 136), get_i64(at + 144), get_i64(at + 152)
             for d in range(head_dim):
@@ -217,7 +231,7 @@ def _make_scores(rows: int) -> Any:
 
 def _make_values(rows: int, columns: int) -> Any:
     """Weighted values of `rows` rows in 16 * `columns` dims."""
-    n_tile, wide = rows * columns, columns == VECTORS
+    n_tile, wide, alone = rows * columns, columns == VECTORS, rows <= ALONE
 
     @numba.njit(**INNER)
     def values(kv, s, o, table, dim, begin, end, head_dim):
@@ -233,6 +247,10 @@ def _make_values(rows: int, columns: int) -> Any:
             e = np.int64(0)
             if scaled:
                 e = get_i64(table + 384 + 8 * group) + 2 * ((j % LANES) * (head_dim // 32))
+            if alone and group + VECTORS < SEGMENT // LANES:
+                ahead = get_i64(table + 256 + 8 * (group + VECTORS))
+                for line in range(0, width * LANES * head_dim, 64):
+                    prefetch(ahead + line)
             for i in range(j, stop):
                 # A block of 32 dims has one scale.
                 b = tile_put(b, 0, read_value(kv, v, e + 2 * (dim // 32)))
