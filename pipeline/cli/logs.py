@@ -83,12 +83,16 @@ class Tail:
                 continue
         return list(lines)
 
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def _raw(self) -> Iterator[bytes]:
         yield from self._new()
         if self._file is not None and self._is_replaced():
             yield from self._new()  # what came between the reading and the rotation
-            self._file.close()
-            self._file = None
+            self.close()
             self._rest = b""
             yield from self._new()
 

@@ -1,4 +1,6 @@
-"""What an operator may ask of the gateway over its control socket: `state`, `drain`, `resume`.
+"""What an operator may ask of the gateway: `state`, `drain`, `resume`.
+
+Over its control socket, or over HTTP with an admin's key (the same fields in the body, the op in the path):
 
     {"op": "state"}
     {"op": "drain", "target": "all" or a model, "timeout_s": 30.0, "keep": true}
@@ -24,6 +26,7 @@ from stages.gateway.service import Service
 log = logging.getLogger("starling.gateway.admin")
 
 MAX_TIMEOUT_S = 86_400.0
+FIELDS = {"state": (), "drain": ("target", "timeout_s", "keep"), "resume": ("target",)}
 
 
 class Admin:
@@ -37,15 +40,17 @@ class Admin:
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Raises `StarlingError`."""
-        match request.get("op"):
-            case "state":
-                pass
-            case "drain":
-                self._drain(request)
-            case "resume":
-                self._resume(request)
-            case other:
-                raise InvalidRequest(f"op is {other!r}; there are state, drain and resume", "op")
+        op = request.get("op")
+        if not isinstance(op, str) or op not in FIELDS:
+            raise InvalidRequest(f"op is {op!r}; there are {', '.join(FIELDS)}", "op")
+        for name in request:
+            if name != "op" and name not in FIELDS[op]:
+                known = ", ".join(FIELDS[op]) or "none"
+                raise InvalidRequest(f"{op} has no field {name[:100]!r}; its fields: {known}", name[:100])
+        if op == "drain":
+            self._drain(request)
+        elif op == "resume":
+            self._resume(request)
         return self.state()
 
     def state(self) -> dict[str, Any]:
@@ -60,9 +65,12 @@ class Admin:
     def _drain(self, request: dict[str, Any]) -> None:
         target = self._target(request)
         timeout_s = request.get("timeout_s", 0.0)
-        if not isinstance(timeout_s, (int, float)) or not 0 <= timeout_s <= MAX_TIMEOUT_S:
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 <= timeout_s <= MAX_TIMEOUT_S:
             raise InvalidRequest(f"timeout_s is {timeout_s!r}; it is from 0 to {MAX_TIMEOUT_S:g}", "timeout_s")
-        self._service.drains.begin(target, float(timeout_s), request.get("keep") is not False)
+        is_kept = request.get("keep", True)
+        if not isinstance(is_kept, bool):
+            raise InvalidRequest(f"keep is {is_kept!r}; it is true or false", "keep")
+        self._service.drains.begin(target, float(timeout_s), is_kept)
         self._changed()
         log.info("drained by an operator", extra={"target": target, "timeout_s": timeout_s})
 

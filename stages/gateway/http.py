@@ -17,8 +17,9 @@ from aiohttp import HttpVersion11, web
 
 from pipeline import exposition
 from pipeline.config_schema import Config
-from pipeline.errors import InvalidRequest, ModelNotFound, NotFound, StarlingError, TooLarge
+from pipeline.errors import Forbidden, InvalidRequest, ModelNotFound, NotFound, StarlingError, TooLarge
 from stages.gateway import chat, completions, generate
+from stages.gateway.admin import Admin
 from stages.gateway.ask import Ask
 from stages.gateway.body import parse_object
 from stages.gateway.limits import Caller, Keys
@@ -60,7 +61,7 @@ TEXT_ENDPOINTS = (
 )
 
 
-def make_app(config: Config, service: Service) -> web.Application:
+def make_app(config: Config, service: Service, admin: Admin | None = None) -> web.Application:
     """The application; serves as soon as a runner takes it."""
     app = web.Application(
         client_max_size=config.server.max_body_mb << 20,
@@ -79,6 +80,10 @@ def make_app(config: Config, service: Service) -> web.Application:
     app.router.add_get("/v1/engines/{id:.+}", _engines)
     app.router.add_get("/health", _health)
     app.router.add_get("/ready", _ready)
+    if admin is not None:
+        app.router.add_get("/v1/admin/state", _admin_handler("state", config, admin))
+        for op in ("drain", "resume"):
+            app.router.add_post(f"/v1/admin/{op}", _admin_handler(op, config, admin))
     if config.metrics.enabled:
         app.router.add_get(config.metrics.endpoint, _metrics)
     return app
@@ -388,6 +393,16 @@ async def _engines(request: web.Request) -> web.Response:
     name = request.match_info.get("id", "")
     location = request.rel_url.with_path(f"/v1/models/{name}" if name else "/v1/models")
     return web.Response(status=308, headers={"Location": str(location), "Deprecation": "true"})
+
+
+def _admin_handler(op: str, config: Config, admin: Admin) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if not request[_CALLER].is_admin:
+            raise Forbidden("this takes an API key with `admin: true`; on the server itself, use `starling`")
+        body = await _read_body(request, config) if request.method == "POST" else {}
+        return _json(await admin.answer({**body, "op": op}))
+
+    return handle
 
 
 async def _health(request: web.Request) -> web.Response:

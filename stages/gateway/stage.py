@@ -70,14 +70,11 @@ class GatewayStage:
         self.scheduler.on_up = self.service.on_scheduler_up
         self.scheduler.on_down = self.service.on_scheduler_down
         self.endpoints.on_tick.append(self._tick)
-        self.control = Control(
-            paths.run_dir(config),
-            "gateway",
-            Admin(self.service, paths.arena_dir(config) / "gateway.drains").answer,
-        )
+        self.admin = Admin(self.service, paths.arena_dir(config) / "gateway.drains")
+        self.control = Control(paths.run_dir(config), "gateway", self.admin.answer)
         self.port = 0  # that it listens on
         self._runner = web.AppRunner(
-            make_app(config, self.service),
+            make_app(config, self.service, self.admin),
             handler_cancellation=True,
             access_log=None,
             keepalive_timeout=KEEPALIVE_S,

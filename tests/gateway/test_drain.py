@@ -1,0 +1,185 @@
+"""Draining as operators ask for it: what is refused, what finishes, what is ended, and who may ask."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import control
+from pipeline.errors import StarlingError
+from stages.gateway.drains import ALL, Drains, too_late
+from tests.gateway.peers import MODEL
+from tests.gateway.server import Server
+
+MakeServer = Callable[..., Server]
+TEXT = {"prompt": "words", "max_tokens": 20, "seed": 7, "ignore_eos": True}
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_drain_refuses_its_model_and_no_other() -> None:
+    drains = Drains(Clock())
+    drains.begin("a", 5.0)
+    refusal = drains.refusal("a")
+    assert refusal is not None
+    assert (refusal.code, refusal.status, refusal.headers()) == ("DRAINING", 503, {"Retry-After": "5"})
+    assert "model a" in refusal.message
+    assert drains.refusal("b") is None
+    assert drains.refusal() is None
+    assert (drains.reason("a"), drains.reason("b")) == ("model a is drained", "")
+
+
+def test_a_drain_of_all_refuses_everything_until_it_is_lifted() -> None:
+    drains = Drains(Clock())
+    drains.begin(ALL, 5.0)
+    drains.begin("a", 5.0)
+    assert drains.refusal("b") is not None
+    assert drains.refusal() is not None
+    assert drains.lift("b") == []
+    assert drains.lift("a") == ["a"]
+    assert drains.refusal("a") is not None
+    assert drains.lift(ALL) == [ALL]
+    assert drains.refusal("a") is None
+
+
+def test_the_rest_is_due_when_the_time_is_up() -> None:
+    clock = Clock()
+    drains = Drains(clock)
+    drains.begin("a", 5.0)
+    clock.now += 4.9
+    assert drains.due() == []
+    assert drains.report() == {"a": {"left_s": 0.1, "ended": 0}}
+    clock.now += 0.1
+    (due,) = drains.due()
+    assert "not finished within 5 s" in too_late(due).message
+
+
+def test_what_an_operator_keeps_a_restart_does_not_lift() -> None:
+    drains = Drains(Clock())
+    drains.begin(ALL, 1.0, is_kept=False)
+    assert drains.kept == {}
+    drains.begin(ALL, 2.0)
+    drains.begin(ALL, 3.0, is_kept=False)
+    assert drains.kept == {ALL: 3.0}
+
+
+# ------------------------------------------------------------------ the process
+
+
+def ask(server: Server, **request: Any) -> dict[str, Any]:
+    return control.call(server.home / "run", "gateway", request)
+
+
+@pytest.mark.parametrize("target", [ALL, MODEL])
+def test_streams_finish_and_new_requests_are_refused(server: Server, target: str) -> None:
+    peers = server.peers
+    stream = server.stream("/v1/generate", TEXT)
+    events = stream.events()
+    begun = [next(events)]
+    peers.do(lambda: setattr(peers, "is_stepping", False))
+    try:
+        state = ask(server, op="drain", target=target, timeout_s=60)
+        assert (state["in_flight"], state["models"]) == (1, {MODEL: 1})
+        refused = server.post("/v1/generate", TEXT)
+        assert (refused.status, refused.error["code"]) == (503, "DRAINING")
+        assert refused.headers["Retry-After"] == "5"
+        ready = server.get("/ready")
+        assert ready.status == 503
+        assert "is drained" in ready.json["reason"]
+        assert not server.get(f"/v1/models/{MODEL}").json["ready"]
+        peers.do(lambda: setattr(peers, "is_stepping", True))
+        rest = list(events)
+        assert rest[-1].data == "[DONE]"
+        assert not [e for e in begun + rest if "error" in e.data]
+        assert ask(server, op="state")["draining"][target]["ended"] == 0
+    finally:
+        stream.close()
+        peers.do(lambda: setattr(peers, "is_stepping", True))
+        state = ask(server, op="resume", target=target)
+    assert state["draining"] == {}
+    assert state["readiness"]["ready"]
+    assert server.post("/v1/generate", TEXT).status == 200
+
+
+def test_the_rest_is_ended_with_an_error_that_says_so(server: Server) -> None:
+    peers = server.peers
+    stream = server.stream("/v1/generate", TEXT)
+    events = stream.events()
+    next(events)
+    peers.do(lambda: setattr(peers, "is_stepping", False))
+    answers: list[Any] = []
+    waiting = threading.Thread(target=lambda: answers.append(server.post("/v1/generate", TEXT)))
+    waiting.start()
+    try:
+        while ask(server, op="state")["models"][MODEL] < 2:
+            pass
+        ask(server, op="drain", target=MODEL, timeout_s=0)
+        last = [event.data for event in events if "error" in event.data]
+        assert [error["error"]["code"] for error in last] == ["DRAINING"]
+        waiting.join()
+        assert (answers[0].status, answers[0].error["code"]) == (503, "DRAINING")
+        assert "not finished within 0 s" in answers[0].error["message"]
+        assert ask(server, op="state")["draining"][MODEL]["ended"] == 2
+    finally:
+        stream.close()
+        peers.do(lambda: setattr(peers, "is_stepping", True))
+        ask(server, op="resume")
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        ({"op": "explode"}, "op"),
+        ({}, "op"),
+        ({"op": "drain", "timeout_s": -1}, "timeout_s"),
+        ({"op": "drain", "timeout_s": True}, "timeout_s"),
+        ({"op": "drain", "target": 7}, "target"),
+        ({"op": "drain", "target": "nobody"}, "model"),
+        ({"op": "resume", "timeout_s": 1}, "timeout_s"),
+        ({"op": "drain", "keep": 1}, "keep"),
+    ],
+)
+def test_wrong_words_change_nothing(server: Server, request_: dict[str, Any], param: str) -> None:
+    with pytest.raises(StarlingError) as caught:
+        control.call(server.home / "run", "gateway", request_)
+    assert caught.value.param == param
+    assert ask(server, op="state")["draining"] == {}
+
+
+def test_over_http_it_takes_the_key_of_an_admin(make_server: MakeServer) -> None:
+    keys = [{"key": "sk-admin", "admin": True}, {"key": "sk-user"}]
+    server = make_server(auth={"api_keys": keys})
+    server.wait_ready()
+    admin, user = ({"Authorization": f"Bearer {key}"} for key in ("sk-admin", "sk-user"))
+    for path in ("drain", "resume"):
+        assert server.post(f"/v1/admin/{path}", {}).status == 401
+        assert server.post(f"/v1/admin/{path}", {}, user).error["code"] == "FORBIDDEN"
+    assert server.get("/v1/admin/state", user).status == 403
+    assert server.post("/v1/admin/drain", {"tarqet": "all"}, admin).error["param"] == "tarqet"
+    assert server.get("/v1/admin/state", admin).json["draining"] == {}
+    assert list(server.post("/v1/admin/drain", {"timeout_s": 3}, admin).json["draining"]) == [ALL]
+    assert server.post("/v1/generate", TEXT, user).error["code"] == "DRAINING"
+    assert server.post("/v1/admin/resume", {}, admin).json["draining"] == {}
+    assert server.post("/v1/generate", TEXT, user).status == 200
+
+
+def test_a_server_without_keys_has_no_admin(server: Server) -> None:
+    assert server.post("/v1/admin/drain", {}).error["code"] == "FORBIDDEN"
+
+
+def test_the_control_socket_is_its_users_alone_and_goes_with_it(homes: Callable[[], Path]) -> None:
+    server = Server(homes())
+    server.wait_ready()
+    path: Path = server.home / "run" / "gateway.control.sock"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert server.close() == 0
+    assert not path.exists()

@@ -1,0 +1,155 @@
+"""Commands for a running server, without one: tables, log files, targets, measures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from pipeline import kinship, measure, rundir
+from pipeline.cli.down import running, supervisor_of
+from pipeline.cli.drain import ALL, admission
+from pipeline.cli.logs import Tail
+from pipeline.cli.restart import chosen
+from pipeline.cli.status import Row, duration, look, size, table
+from pipeline.config import resolve
+from pipeline.config_schema import Config, ModelConfig
+from pipeline.errors import ModelNotFound, StarlingError
+from pipeline.status import StageStatus
+
+CONFIG = Config(models=(ModelConfig(name="a/b"), ModelConfig(name="c")))
+
+
+def test_the_table_fits_80_columns_whatever_the_numbers() -> None:
+    large = Row("worker-" + "x" * 40, "not running", "r" * 10, 4_194_304, 1, 1e8, 99, 6400.0, 1 << 39, 64,
+                1000, 64, True, 1 << 60, 1e8)  # fmt: skip
+    lines = list(table([large, Row("kv", "draining")]))
+    assert max(len(line) for line in lines) <= 80
+    assert lines[1].split()[1] == "4194304"
+    assert lines[2] == "  " + "r" * 10
+    assert lines[3].split() == ["kv", *"-------", "draining"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.4, "0s"), (119, "119s"), (120, "2m"), (7200, "2h"), (86400 * 3, "3d")]
+)
+def test_durations(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+@pytest.mark.parametrize(("count", "shown"), [(2048, "2K"), (3 << 20, "3.0M"), (700 << 20, "700M"), (3 << 29, "1.5G")])
+def test_sizes(count: int, shown: str) -> None:
+    assert size(count) == shown
+
+
+def test_a_server_that_is_down_has_rows_but_no_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    rows = look(resolve({"models": [{"name": "m", "path": "m.gguf"}]}, {}))
+    assert [(row.stage, row.state, row.pid) for row in rows] == [
+        (name, "not running", None) for name in ("tokenizer", "scheduler", "kv", "gateway", "worker-m")
+    ]
+
+
+def test_cpu_and_memory_of_a_process_and_what_is_below_it() -> None:
+    code = (
+        "import subprocess, sys; block = bytearray(32 << 20)\n"
+        "while sum(range(10000)) and __import__('time').process_time() < 0.2: pass\n"
+        "child = subprocess.Popen(['cat'], stdin=subprocess.PIPE); print('up', flush=True); sys.stdin.read()\n"
+        "child.communicate()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        assert len(measure.family(process.pid)) == 2
+        assert measure.cpu_s(process.pid) >= 0.15
+        assert measure.memory_bytes(process.pid) > 32 << 20
+        process.communicate()
+    assert (measure.cpu_s(process.pid), measure.memory_bytes(process.pid)) == (0.0, 0)
+
+
+# ------------------------------------------------------------------ logs
+
+
+def line(ts: str, event: str) -> bytes:
+    return json.dumps({"ts": ts, "event": event}).encode() + b"\n"
+
+
+def events(tail: Tail, at_most: int | None = None) -> list[str]:
+    return [fields["event"] for _, fields, _ in tail.read(at_most)]
+
+
+def test_a_tail_follows_lines_and_rotation(tmp_path: Path) -> None:
+    path = tmp_path / "kv.log"
+    tail = Tail(path)
+    assert events(tail) == []
+    with path.open("wb", buffering=0) as file:
+        file.write(line("1", "a") + line("2", "b") + line("3", "c")[:-5])
+        assert events(tail, 1) == ["b"]
+        file.write(line("3", "c")[-5:] + b"not ours\n[]\n" + line("4", "d"))
+        assert events(tail) == ["c", "d"]
+        file.write(line("5", "e"))
+    path.rename(tmp_path / "kv.log.1")
+    assert events(tail) == ["e"]
+    path.write_bytes(line("6", "f"))
+    assert events(tail) == ["f"]
+    tail.close()
+
+
+# ------------------------------------------------------------------ targets
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [("all", ALL), ("kv", ALL), ("gateway", ALL), ("c", "c"), ("a/b", "a/b"), ("worker-a--b", "a/b")],
+)
+def test_what_a_drain_of_it_refuses(target: str, name: str) -> None:
+    assert admission(CONFIG, target) == name
+
+
+@pytest.mark.parametrize("target", ["worker", "nobody", ""])
+def test_what_cannot_be_drained(target: str) -> None:
+    with pytest.raises(ModelNotFound, match="there are all, tokenizer"):
+        admission(CONFIG, target)
+
+
+def record(run_dir: Path, stage: str, parent: int) -> StageStatus:
+    stat = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    found = StageStatus(stage, os.getpid(), stat, 1, 1.0, 0, False, True, "", 1.0, 0, parent)
+    fields = {name: getattr(found, name) for name in StageStatus.__struct_fields__}
+    (run_dir / f"{stage}.status").write_text(json.dumps(fields))
+    return found
+
+
+def test_only_what_is_supervised_is_restarted(tmp_path: Path) -> None:
+    with pytest.raises(click.BadParameter, match="'nobody' is no stage"):
+        chosen(CONFIG, tmp_path, "nobody", False)
+    with pytest.raises(StarlingError, match="kv is not running"):
+        chosen(CONFIG, tmp_path, "kv", False)
+    bare = record(tmp_path, "kv", os.getppid())
+    assert supervisor_of(bare) == 0
+    with pytest.raises(StarlingError, match="systemctl restart starling-kv"):
+        chosen(CONFIG, tmp_path, "kv", False)
+
+
+def test_who_keeps_a_server_alive(tmp_path: Path) -> None:
+    assert running(tmp_path) == []
+    record(tmp_path, "kv", 1)
+    record(tmp_path, "gateway", 1)
+    me = os.getpid()
+    assert running(tmp_path) == [("gateway", me), ("kv", me)]
+    lock = rundir.StageLock(tmp_path, "up")
+    assert running(tmp_path)[0] == ("starling up", me)
+    lock.release()
+    assert len(running(tmp_path)) == 2
+
+
+def test_no_honcho_above_a_plain_process() -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        assert kinship.honcho_of(process.pid) == 0
