@@ -47,7 +47,7 @@ class Service:
         send_scheduler: Callable[[m.Frame], bool],
         send_tokenizer: Callable[[m.Frame], bool],
         clock: Callable[[], float] = time.monotonic,
-        draw_seed: Callable[[], int] = lambda: secrets.randbits(64),
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(53),
         metrics: Metrics | None = None,
     ) -> None:
         self.config = config
