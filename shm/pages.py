@@ -50,6 +50,7 @@ from shm.arena import Arena, ArenaError, align
 
 KIND = "kv"
 LAYOUT = 1
+NUMERICS = 1  # version of docs/numerics.md: by another one, the same tokens make other bytes
 PAGE_HEADER = 256
 KV_TYPES = {"f16": 2, "f32": 4, "int8": 1}
 PAGE_FREE, PAGE_LEASED, PAGE_FULL = range(3)
@@ -134,7 +135,7 @@ def create_kv(
 ) -> tuple[Arena, KvArena]:
     """The kv stage's call: all pages free. Raises `ArenaError` when it does not fit."""
     g.check()
-    meta = {**g._asdict(), "pages": n_pages}
+    meta = {**g._asdict(), "pages": n_pages, "numerics": NUMERICS}
     arena = Arena.create(path, KIND, LAYOUT, kv_arena_bytes(g, n_pages), meta, digest, generation)
     return arena, kv_views(arena, g, n_pages)
 
@@ -147,6 +148,8 @@ def attach_kv(
     try:
         g = KvGeometry(*(arena.meta[name] for name in KvGeometry._fields))
         g.check()
+        if arena.meta["numerics"] != NUMERICS:
+            raise ValueError(f"numerics {arena.meta['numerics']}, expected {NUMERICS}")
         return arena, kv_views(arena, g, int(arena.meta["pages"])), g
     except (KeyError, TypeError, ValueError) as error:
         arena.close()

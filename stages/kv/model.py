@@ -24,7 +24,8 @@ from stages.kv.spill import PageStore
 log = logging.getLogger("starling.kv")
 
 SPILL_FACTOR = 4  # a spill file without a bound of its own: so many times the arena
-SAVE_PAGES = 4  # copied in one go, so that no frame waits for more
+SAVE_PAGES = 4  # copied in one go while the server runs, so that no frame waits for more
+SAVE_PAGES_LAST = 64  # and at the end: some 20 ms
 
 
 class ModelPages:
@@ -149,7 +150,7 @@ class ModelPages:
         """At a clean stop: a few of the most recent pages. True: there may be more."""
         if self.manager is None or self.saved is None:
             return False
-        return persist.save_recent(self.manager.pool, self.saved, SAVE_PAGES) > 0
+        return persist.save_recent(self.manager.pool, self.saved, SAVE_PAGES_LAST) > 0
 
     def close(self) -> None:
         """Let go of everything; the arena's file stays for a successor."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shm.pages import KvGeometry
+from shm.pages import NUMERICS, KvGeometry
 from stages.kv.pool import Pool
 from stages.kv.spill import PageStore
 
@@ -44,7 +44,7 @@ def remove_old(directory: Path, slug: str, mine: Path) -> list[Path]:
 
 def identity(digest: str, geometry: KvGeometry) -> dict[str, object]:
     """What a file of pages must say of itself to be used."""
-    return {"digest": digest, **geometry._asdict()}
+    return {"digest": digest, "numerics": NUMERICS, **geometry._asdict()}
 
 
 def note_copies(pool: Pool, store: PageStore) -> None:

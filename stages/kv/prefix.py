@@ -1,6 +1,6 @@
 """Names of full pages: the chained digest of all tokens up to a page's end.
 
-    root      = SHA-256(version, model digest, geometry, kv type, salt)[:16]
+    root      = SHA-256(version, model digest, numerics, geometry, kv type, salt)[:16]
     digest(0) = SHA-256(root + tokens of page 0)[:16]
     digest(i) = SHA-256(digest(i - 1) + tokens of page i)[:16]
 
@@ -19,7 +19,7 @@ from typing import NewType
 
 import numpy as np
 
-from shm.pages import KvGeometry
+from shm.pages import NUMERICS, KvGeometry
 
 # 16 bytes. A type of its own, because a root, a digest and a model's digest must not be mixed up.
 PageDigest = NewType("PageDigest", bytes)
@@ -31,7 +31,7 @@ _VERSION = b"starling kv chain 1"
 
 def root(model_digest: bytes, geometry: KvGeometry, salt: str) -> PageDigest:
     """Where a chain starts. `model_digest`: raw SHA-256 of the model; `salt`: separates tenants."""
-    identity = "/".join(str(field) for field in geometry).encode()
+    identity = "/".join(str(field) for field in (NUMERICS, *geometry)).encode()
     hasher = hashlib.sha256()
     for part in (_VERSION, model_digest, identity, salt.encode("utf-8", "surrogatepass")):
         hasher.update(len(part).to_bytes(8, "little"))

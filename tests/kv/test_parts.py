@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shm import pages
 from shm.pages import HEADER, PAGE_FULL, PAGE_HEADER, PAGE_LEASED
 from shm.steps import SERIAL, StepsGeometry, create_steps
 from stages.kv import prefix
-from stages.kv.adopt import scan
+from stages.kv.adopt import open_arena, scan
 from stages.kv.allocator import Allocator
 from stages.kv.evict import Evictor
 from stages.kv.headers import Headers, PageName
@@ -106,7 +107,7 @@ def test_unknown_policy() -> None:
 
 def test_names_are_as_defined() -> None:
     """By hand: root and chain, so that a change of the definition is seen."""
-    identity = b"1/1/32/16/f16"
+    identity = b"1/1/1/32/16/f16"  # numerics first
     hasher = hashlib.sha256()
     for part in (b"starling kv chain 1", DIGEST, identity, b""):
         hasher.update(len(part).to_bytes(8, "little") + part)
@@ -245,3 +246,17 @@ def test_rows_are_read_only_while_they_are_the_sequence_s(tmp_path: Path) -> Non
         assert rows.known(row, n_tokens) is None
     rows.detach()
     arena.close()
+
+
+def test_an_arena_of_another_arithmetic_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an update of the kernels' contract, what the old ones computed must not be mixed in."""
+    def opened(generation: int) -> tuple[bool, int]:
+        """(adopted, generation); lets go of every view, which would keep the lock."""
+        home = open_arena(tmp_path / "m.kv", GEOMETRY, DIGEST, 64 * GEOMETRY.page_bytes, generation)
+        home.arena.close()
+        return home.found is not None, home.arena.generation
+
+    assert opened(1) == (False, 1)
+    assert opened(2) == (True, 1)
+    monkeypatch.setattr(pages, "NUMERICS", pages.NUMERICS + 1)
+    assert opened(3) == (False, 3)
