@@ -55,7 +55,12 @@ class _Commands(click.Group):
         return command
 
 
-@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done; 1 failed, trying again may help; 2 wrong usage; 78 the configuration or the "
+    "machine must be changed first; 130 interrupted. COMMAND --help says what 1 means there.",
+)
 @click.option("--config", "config_file", metavar="FILE", help="Configuration, YAML or TOML.")
 @click.version_option(package_name="starling", prog_name="starling")
 def cli(config_file: str | None) -> None:

@@ -83,7 +83,9 @@ def running(run_dir: Path) -> list[tuple[str, int]]:
 def supervisor_of(record: status.StageStatus) -> int:
     """The pid of the stage's `starling supervise`, 0 when there is none."""
     command = kinship.command(record.parent)
-    return record.parent if "supervise" in command[1:5] else 0
+    # A record may have been left by a crash, and its parent's number be another process's by now.
+    is_ours = "supervise" in command[1:5] and record.stage.partition("-")[0] in command
+    return record.parent if is_ours else 0
 
 
 def opened(found: list[tuple[str, int]]) -> list[Process]:
