@@ -51,7 +51,7 @@ def located(gguf: Path | None, shape: str | None, recipe: str) -> ModelConfig:
         if not gguf.exists():
             gguf.parent.mkdir(parents=True, exist_ok=True)
             click.echo(f"writing {gguf} ...")
-            write_model(gguf, SHAPES[shape], recipe).chmod(0o600)
+            write_model(gguf.with_suffix(".part"), SHAPES[shape], recipe).rename(gguf)
     return ModelConfig(name=DEMO_MODEL) if gguf is None else ModelConfig(name=gguf.stem, path=str(gguf))
 
 

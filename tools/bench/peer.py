@@ -33,7 +33,7 @@ def available() -> bool:
 
 
 class Peer:
-    """The parent's side. `about` says what runs: version, build, CPU features, load time, memory."""
+    """The parent's side. `about` says what runs: version, build, CPU features, load time."""
 
     def __init__(self, model: Path, cores: list[int], slots: int, slot_tokens: int) -> None:
         command = [sys.executable, "-m", "tools.bench.peer", str(model), "--cores", ",".join(map(str, cores))]
