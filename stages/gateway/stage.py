@@ -23,6 +23,7 @@ from pipeline.control import Control
 from pipeline.errors import ConfigError, Overloaded, StarlingError
 from pipeline.wire import Link
 from stages.gateway.admin import Admin
+from stages.gateway.connections import Connections
 from stages.gateway.http import make_app
 from stages.gateway.service import Service
 from stages.gateway.shape import to_json
@@ -73,8 +74,9 @@ class GatewayStage:
         self.admin = Admin(self.service, paths.arena_dir(config) / "gateway.drains")
         self.control = Control(paths.run_dir(config), "gateway", self.admin.answer)
         self.port = 0  # that it listens on
+        self._connections = Connections(self.service.clock)
         self._runner = web.AppRunner(
-            make_app(config, self.service, self.admin),
+            self._connections.watch(make_app(config, self.service, self.admin)),
             handler_cancellation=True,
             access_log=None,
             keepalive_timeout=KEEPALIVE_S,
@@ -136,6 +138,8 @@ class GatewayStage:
             log.info("draining", extra={"in_flight": service.in_flight})
             service.drain()
         service.tick(self.tokenizer.last_beat, self.scheduler.last_beat)
+        if self._runner.server is not None:
+            self._connections.sweep(self._runner.server.connections)
         endpoints.progress = service.relay.counts.tokens + service.metrics.total_requests
         # Waiting for another stage is no work of this one.
         endpoints.busy = service.in_flight > 0 if endpoints.stopping else False
