@@ -27,6 +27,6 @@ def demo_server(tmp_path_factory: pytest.TempPathFactory, demo_gguf: Path) -> It
     config = {"models": [{"name": DEMO_MODEL, "kv_cache_mb": 128, "spill_path": str(home / "spill"), "spill_mb": 64}]}
     with Server(home, config) as server:
         yield server
-        assert server.stop() == 0
+        server.stop()
         assert server.leftovers() == []
         assert server.pids() == {}
