@@ -83,7 +83,7 @@ CHUNK = 16  # blocks of a row group unpacked at a time: 10 KB of scratch, whole 
 UNPACKED = 640  # bytes of an unpacked block: 8 code vectors, two vectors of scales or minimums
 DENSE_CHUNK = 160  # K values of a dense row group unpacked at a time
 SCRATCH_BYTES = 2 * CHUNK * UNPACKED  # two row groups
-TOKENS_BYTES = 384 << 10  # activations that a pass over the weights keeps in the second-level cache
+TOKENS_BYTES = 640 << 10  # activations that a pass over the weights keeps in the second-level cache
 
 
 @njit(**JIT)

@@ -20,6 +20,7 @@ from stages.worker.kernels.simd import Builder, Tile, f32x16, i32x16
 
 _I64, _I32, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
 _ADDRESS = types.int64
+SPLIT = 8  # vectors of a tile up to which sums go in two chains
 
 
 def _at(builder: Builder, base: Any, stride: Any, n: int, more: int = 0) -> Any:
@@ -70,13 +71,18 @@ def _emit_start(builder: Builder, vectors: list[Any], x: Any, stride: Any) -> No
 
 def _emit_dots(dot: Callable[..., Any], runs: range) -> Callable[..., None]:
     def emit(builder: Builder, vectors: list[Any], u0: Any, u1: Any, x: Any, stride: Any) -> None:
+        # Small tiles have registers for two chains of sums a vector, which wait less for each other.
+        chains = [vectors] + ([[ir.Constant(i32x16.ir, None)] * len(vectors)] if len(vectors) <= SPLIT else [])
         for j in runs:
             offset = ir.Constant(_I64, 64 * j)
             codes = [simd._load(builder, builder.add(u, offset), i32x16.ir) for u in (u0, u1)]
+            sums = chains[j % len(chains)]
             for t in range(len(vectors) // 2):
                 q = _spread(builder, _at(builder, x, stride, t, 4 * j), _I32)
                 for g in range(2):
-                    vectors[2 * t + g] = dot(builder, vectors[2 * t + g], codes[g], q)
+                    sums[2 * t + g] = dot(builder, sums[2 * t + g], codes[g], q)
+        for other in chains[1:]:
+            vectors[:] = [builder.add(a, b) for a, b in zip(vectors, other, strict=True)]
 
     return emit
 
