@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.config_schema import DEMO_MODEL
 from tests.e2e.server import Server
 
 pytestmark = pytest.mark.slow
@@ -56,7 +57,10 @@ def test_sixteen_at_once_say_what_each_says_alone(demo_server: Server) -> None:
 
 
 def test_words_arrive_one_by_one_and_add_up(demo_server: Server) -> None:
-    body = {"messages": [{"role": "user", "content": "Say hello."}], "temperature": 0, "max_tokens": 24}
+    body = {
+        "model": DEMO_MODEL, "messages": [{"role": "user", "content": "Say hello."}], "temperature": 0,
+        "max_tokens": 24,
+    }  # fmt: skip
     whole = demo_server.post("/v1/chat/completions", **body)
     chunks = list(demo_server.stream("/v1/chat/completions", stream_options={"include_usage": True}, **body))
     pieces = [c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"]]
