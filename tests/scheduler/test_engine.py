@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.messages import Cancel, Denied
+from stages.scheduler.sequence import State
 
 from .peers import reference, submission
 from .world import GATEWAY, World
@@ -349,3 +350,46 @@ def test_a_lease_that_kv_does_not_recognise_is_acquired_anew():
     world.settle()
     world.check_all()
     assert set(world.ends.values()) == {"length"}
+
+
+@pytest.mark.parametrize("half_way", [False, True])
+def test_a_verification_that_dies_with_its_worker_is_repeated(half_way):
+    world = World(period=10, speculate=8, batch=2)
+    for i in range(2):
+        world.submit(submission(f"s{i}", [20 * i + k for k in range(1, 11)], 150, seed=i))
+    deaths = 0
+    for _ in range(2000):
+        world.turn()
+        world.talk_to_kv()
+        if any(step.is_verifying for step in world.engine.unacknowledged) and deaths < 40:
+            deaths += 1
+            world.kill_worker(half_way)
+            world.turn()
+        world.work()
+        world.turn()
+        world.collect()
+        if not world.engine.is_busy:
+            break
+    world.check_all()
+    assert deaths > 10
+    assert set(world.ends.values()) == {"length"}
+
+
+def test_whoever_is_set_aside_computes_no_further():
+    world = World(batch=2, pages=8, page_tokens=16, cache=False)
+    for i in range(2):
+        world.submit(submission(f"s{i}", [i + 1] * 40, 80, seed=i))
+    for _ in range(500):
+        world.turn()
+        world.talk_to_kv()
+        world.work()
+        if world.engine.stats.preemptions:
+            break
+    young = world.engine.roster.held[-1]
+    if young.is_leaving:
+        for _ in range(2):
+            world.work()
+            world.turn()
+    assert young.state is State.PENDING
+    world.settle()
+    world.check_all()
