@@ -197,7 +197,8 @@ def _make_scores(rows: int) -> Any:
         step = code_bytes(kv) * page_tokens
         if alone:
             # With so few rows memory is what takes time: ask for what comes next, line by line.
-            if group + VECTORS < SEGMENT // LANES:
+            # A place that repeats the first is past the end.
+            if group + VECTORS < SEGMENT // LANES and get_i64(at + 32) != get_i64(table):
                 next_0, next_2 = get_i64(at + 32), get_i64(at + 48)
                 for d in range(head_dim):
                     prefetch(next_0 + d * step)
@@ -249,8 +250,9 @@ def _make_values(rows: int, columns: int) -> Any:
                 e = get_i64(table + 384 + 8 * group) + 2 * ((j % LANES) * (head_dim // 32))
             if alone and group + VECTORS < SEGMENT // LANES:
                 ahead = get_i64(table + 256 + 8 * (group + VECTORS))
-                for line in range(0, width * LANES * head_dim, 64):
-                    prefetch(ahead + line)
+                if ahead != get_i64(table + 256):
+                    for line in range(0, width * LANES * head_dim, 64):
+                        prefetch(ahead + line)
             for i in range(j, stop):
                 # A block of 32 dims has one scale.
                 b = tile_put(b, 0, read_value(kv, v, e + 2 * (dim // 32)))
@@ -341,7 +343,9 @@ def _fill_table(table, pages, head_at, page_bytes, tables, segment, n, page_toke
     """
     codes = head_dim * page_tokens * k_width
     both = codes + head_dim // 32 * page_tokens * e_width
-    for group in range(SEGMENT // LANES):
+    # Tiles read four places at once, and ask for the four after them.
+    groups = min(SEGMENT, (n + 2 * VECTORS * LANES - 1) // (VECTORS * LANES) * VECTORS * LANES) // LANES
+    for group in range(groups):
         position = LANES * group if LANES * group < n else 0
         at = segment * SEGMENT + position
         page = get_i32(tables + 4 * (at // page_tokens))

@@ -28,7 +28,7 @@ from stages.worker.kernels.activations import RECORD, quantize_row
 from stages.worker.kernels.context import word
 from stages.worker.kernels.linkage import INNER, MERGED, call_entry, run_entry
 from stages.worker.kernels.matmul import BF16, F16, F32
-from stages.worker.kernels.simd import get_f32, get_i32, get_i64, put_f32, put_i32, put_i64
+from stages.worker.kernels.simd import get_f32, get_i32, get_i64, prefetch, put_f32, put_i32, put_i64
 
 GROUP = 16
 GATED_BYTES = 64 * 1024  # of gate, and of up: what is computed at once before the two are multiplied
@@ -348,6 +348,18 @@ def write_key(ctx, entry, token, kv_head, head_at, scratch):
     else:
         ew.write_kv_int8(scratch, v, at, at + half, slot, page_tokens, dim, scratch + 4 * dim)
 
+@njit(**INNER)
+def ask_for_page(ctx, entry, head_at):
+    """Prefetch the lines of the page that a single query's K will be written to, and read with."""
+    position, page_tokens = word(entry, p.P_START), word(ctx, c.PAGE_TOKENS)
+    number = get_i32(_table(ctx, entry) + 4 * (position // page_tokens))
+    at = word(ctx, c.PAGES) + number * word(ctx, c.PAGE_BYTES) + head_at
+    step = word(ctx, c.KV_WIDTH) * page_tokens
+    at += position % page_tokens * word(ctx, c.KV_WIDTH)
+    for d in range(word(ctx, c.HEAD_DIM)):
+        prefetch(at + d * step)
+
+
 @njit(**MERGED)
 def write_keys(ctx, layer):
     """K and V of this rank's share of the tokens of entries with several."""
@@ -438,6 +450,7 @@ def attend(ctx, layer):
                 for index in range(segments):
                     if unit % ranks == rank:
                         if index == segments - 1:
+                            ask_for_page(ctx, entry, head_at)
                             write_key(ctx, entry, token, head, head_at, word(ctx, c.ATTENTION))
                         arrivals = word(ctx, c.ARRIVALS) + 64 * (e * kv_heads + head)
                         attend_part(ctx, entry, token, head, head_at, index, segments, arrivals)
@@ -446,6 +459,7 @@ def attend(ctx, layer):
             for begin in range(0, count, block):
                 if unit % ranks == rank:
                     if count == 1:
+                        ask_for_page(ctx, entry, head_at)
                         write_key(ctx, entry, token, head, head_at, word(ctx, c.ATTENTION))
                     queries = min(block, count - begin)
                     attend_queries(ctx, entry, token + begin, start + begin, queries, head, head_at)
