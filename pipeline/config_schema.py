@@ -41,6 +41,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     run_dir: str = ""  # sockets and readiness files; "": STARLING_HOME/run
     state_dir: str = ""  # journal, saved pages, sessions; "": STARLING_HOME/state
     arena_dir: str = ""  # mapped arenas; "": a directory of its own in /dev/shm
+    journal_mb: MegabytesOrNone = 16  # of requests in flight, so that they outlive the gateway; 0: none
     drain_timeout_ms: MillisecondsOrNone = 4_000  # honcho kills 5 s after SIGTERM
     heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)] = 250
     remote_edges: bool = False  # tcp:// edges may leave this machine; frames are neither secret nor signed

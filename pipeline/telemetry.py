@@ -53,6 +53,7 @@ FAMILIES: dict[str, Family] = {
                "first token.", ("model",), SECONDS),
         Family("starling_requests_in_flight", "gauge", "HTTP requests being answered."),
         Family("starling_recoveries_total", "counter", "Sequences submitted again after a stage died."),
+        Family("starling_journal_left_out_total", "counter", "Requests that the gateway's journal has not."),
         Family("starling_rejections_total", "counter", "Requests refused, by error code.", ("code",)),
         # tokenizer
         Family("starling_tokenizer_tokens_total", "counter", "Tokens encoded and decoded.", ("direction",)),

@@ -2,7 +2,8 @@
 
 One middleware takes the time, the request id, the caller's key, turns every failure into the error body,
 counts and logs.  Handlers for text read the body, admit the request and then wait once, for its end; the
-relay writes to the connection itself.  A client that goes away cancels the handler, and that its request.
+relay writes to the connection itself.  A client that goes away cancels the handler, and that its request,
+unless somebody else reads it (`recovery.py`).
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from stages.gateway.admin import Admin
 from stages.gateway.ask import Ask
 from stages.gateway.body import parse_object
 from stages.gateway.limits import Caller, Keys
-from stages.gateway.record import Request
+from stages.gateway.record import Outcome, Request
 from stages.gateway.relay import TokenBytes
 from stages.gateway.service import Service
 from stages.gateway.shape import Shape, to_json
 from stages.gateway.sse import EventStream, WholeAnswer
+from stages.gateway.takeup import Mark, parse_mark
 from stages.gateway.tokens import read_detokenize, read_tokenize
 
 log = logging.getLogger("starling.gateway.http")
@@ -49,15 +51,16 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class TextEndpoint(NamedTuple):
     """An endpoint that generates text: how its body is read and how its answer looks."""
 
+    name: str  # Ask.endpoint
     path: str
     read: Callable[[dict[str, Any]], Ask]
     shape: Callable[[Request, TokenBytes], Shape]
 
 
 TEXT_ENDPOINTS = (
-    TextEndpoint("/v1/generate", generate.read, generate.GenerateShape),
-    TextEndpoint("/v1/chat/completions", chat.read, chat.ChatShape),
-    TextEndpoint("/v1/completions", completions.read, completions.CompletionShape),
+    TextEndpoint("generate", "/v1/generate", generate.read, generate.GenerateShape),
+    TextEndpoint("chat", "/v1/chat/completions", chat.read, chat.ChatShape),
+    TextEndpoint("completions", "/v1/completions", completions.read, completions.CompletionShape),
 )
 
 
@@ -72,6 +75,7 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
     app.on_response_prepare.append(_headers(config))
     for endpoint in TEXT_ENDPOINTS:
         app.router.add_post(endpoint.path, _text_handler(endpoint, config, service))
+    app.router.add_get("/v1/requests/{id}", _request)
     app.router.add_post("/v1/tokenize", _tokenize)
     app.router.add_post("/v1/detokenize", _detokenize)
     app.router.add_get("/v1/models", _models)
@@ -156,6 +160,9 @@ def _headers(config: Config) -> Callable[[web.Request, web.StreamResponse], Awai
 
     async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = "starling"
+        if request.app[SERVICE].is_leaving:
+            response.force_close()
+            response.headers["Connection"] = "close"
         if request_id := _id(request):
             response.headers["X-Request-Id"] = request_id
         if has_cors:
@@ -251,45 +258,101 @@ async def _read_body(request: web.Request, config: Config) -> dict[str, Any]:
 
 def _text_handler(endpoint: TextEndpoint, config: Config, service: Service) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
+        if mark := _mark(request):
+            record = service.find(mark.request, request[_CALLER].tenant, mark)
+            if record.ask.endpoint != endpoint.name:
+                raise InvalidRequest(
+                    f"Last-Event-ID names a request of another endpoint; use GET /v1/requests/{record.id}",
+                    "Last-Event-ID",
+                )
+            return await _take_up(request, service, record, mark)
         service.refuse_new()
         service.in_flight += 1
         try:
             ask = endpoint.read(await _read_body(request, config))
             record = await service.admit(ask, request[_CALLER], request[_STARTED], request[_CLIENT])
             request[_RECORD] = record
-            known = service.relay.token_bytes.setdefault(record.model, {})
-            shape = endpoint.shape(record, known)
+            shape = _shape(service, record)
+            sink = _sink(request, record, shape) if ask.stream else WholeAnswer()
+            record.sink = sink
+            service.open(record)
             try:
-                if ask.stream:
-                    return await _stream(request, service, record, shape)
-                return await _whole(service, record, shape)
+                return await _answer(request, sink, shape)
             finally:
-                service.relay.abandon(record)  # nothing, unless the client has gone
+                service.recovery.leave(record, sink)  # nothing, unless the client has gone
         finally:
             service.in_flight -= 1
 
     return handle
 
 
-async def _whole(service: Service, record: Request, shape: Shape) -> web.Response:
-    sink = WholeAnswer()
-    record.sink = sink
-    service.relay.open(record)
-    await sink.over
-    return web.Response(body=shape.whole(), content_type="application/json")
+async def _request(request: web.Request) -> web.StreamResponse:
+    """GET /v1/requests/ID: the answer of a request that was sent before, from `Last-Event-ID` on."""
+    service = request.app[SERVICE]
+    mark = _mark(request)
+    name = request.match_info["id"]
+    if mark is not None and mark.request != name:
+        raise InvalidRequest(f"Last-Event-ID is of request {mark.request}, not of this one", "Last-Event-ID")
+    record = service.find(name, request[_CALLER].tenant, mark)
+    return await _take_up(request, service, record, mark)
 
 
-async def _stream(
-    request: web.Request, service: Service, record: Request, shape: Shape
+def _mark(request: web.Request) -> Mark | None:
+    given = request.headers.get("Last-Event-ID", "")
+    return parse_mark(given) if given else None
+
+
+async def _take_up(
+    request: web.Request, service: Service, record: Request, mark: Mark | None
 ) -> web.StreamResponse:
+    """One more reader of a request, from `mark` on. A request that was not streamed has one whole answer."""
+    request[_RECORD] = record
+    shape = _shape(service, record)
+
+    def begin(received: list[int]) -> EventStream | WholeAnswer:
+        if record.ask.stream:
+            stream = _sink(request, record, shape)
+            stream.take_up(record, mark.places if mark is not None else (), received)
+            return stream
+        whole = WholeAnswer()
+        if record.outcome is Outcome.FINISHED:
+            whole.finished()
+        elif record.error is not None:
+            whole.failed(record.error)
+        return whole
+
+    service.in_flight += 1
+    try:
+        sink = await service.take_up(record, mark, begin)
+        try:
+            return await _answer(request, sink, shape)
+        finally:
+            service.recovery.leave(record, sink)
+    finally:
+        service.in_flight -= 1
+
+
+def _shape(service: Service, record: Request) -> Shape:
+    endpoint = next(e for e in TEXT_ENDPOINTS if e.name == record.ask.endpoint)
+    return endpoint.shape(record, service.relay.token_bytes.setdefault(record.model, {}))
+
+
+def _sink(request: web.Request, record: Request, shape: Shape) -> EventStream:
     def drop(reason: str) -> None:
         log.warning("dropping a connection: %s", reason, extra={"request_id": record.id})
         if request.transport is not None:
             request.transport.abort()
 
-    sink = EventStream(record, shape, drop)
-    record.sink = sink
-    service.relay.open(record)
+    return EventStream(record, shape, drop)
+
+
+async def _answer(
+    request: web.Request, sink: EventStream | WholeAnswer, shape: Shape
+) -> web.StreamResponse:
+    """What comes out of the sink, until its end."""
+    if isinstance(sink, WholeAnswer):
+        await sink.over
+        return web.Response(body=shape.whole(), content_type="application/json")
     await sink.begun  # an error up to here is answered with its status
     response = web.StreamResponse(
         headers={
@@ -418,7 +481,7 @@ async def _ready(request: web.Request) -> web.Response:
 
 async def _metrics(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
-    service.metrics.sample(service.in_flight, service.relay.counts)
+    service.metrics.sample(service.in_flight, service.relay.counts, service.recovery.left_out)
     body = exposition.render(service.config, service.metrics.numbers)
     return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})
 

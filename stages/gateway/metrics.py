@@ -41,8 +41,9 @@ class GatewayMetrics:
             waited = begun - request.started_at
             self.numbers.observe("starling_time_to_first_token_seconds", waited, request.model)
 
-    def sample(self, in_flight: int, counts: Counts) -> None:
+    def sample(self, in_flight: int, counts: Counts, left_out: int) -> None:
         """Before the numbers are read."""
+        self.numbers.set("starling_journal_left_out_total", left_out)
         self.numbers.set("starling_requests_in_flight", in_flight)
         self.numbers.set("starling_recoveries_total", counts.resubmitted + counts.replayed)
 

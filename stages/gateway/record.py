@@ -64,7 +64,8 @@ class Sequence:
 
     __slots__ = (
         "asked", "begun_at", "cached_tokens", "choice", "decoded", "end", "final_id", "finish", "id", "index",
-        "is_submitted", "logprobs", "max_tokens", "n_prompt", "not_before", "prompt", "prompt_index",
+        "is_flushed", "is_submitted", "logprobs", "max_tokens", "n_prompt", "not_before", "prompt",
+        "prompt_index",
         "replay_id", "request", "resubmitted", "sampling", "shown", "state", "stop_ids", "stop_string",
         "text", "text_length", "tokens", "used",
     )  # fmt: skip
@@ -101,6 +102,7 @@ class Sequence:
         self.decoded = 0  # characters that the decoder in use has returned
         self.text: list[str] = []
         self.text_length = 0  # characters
+        self.is_flushed = False  # that is all of its text
         self.end = 0  # output tokens whose text (and logprobs) have gone to the sink
         self.stop_string = ""
         self.used = 0  # output tokens that count: up to and including a stop
@@ -147,6 +149,7 @@ class Request:
         self.outcome = Outcome.OPEN
         self.error: StarlingError | None = None
         self.left = 0  # sequences that have not ended
+        self.is_recovered = False  # by a gateway that did not take it in: see recovery.py
 
     @property
     def hex(self) -> str:

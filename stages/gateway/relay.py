@@ -365,6 +365,8 @@ class Relay:
         if text:
             sequence.text.append(text)
             sequence.text_length += len(text)
+        is_final = bool(sequence.final_id) and number >= sequence.final_id
+        sequence.is_flushed = new.stopped or is_final
         begin, end = sequence.end, new.used if new.stopped else new.end
         if end > begin:
             sequence.end = end
@@ -373,7 +375,7 @@ class Relay:
             sink.text(sequence, text, begin, begin)
         if new.stopped:
             self._stop(sequence, new)
-        elif sequence.final_id and number >= sequence.final_id:
+        elif is_final:
             self._finish(sequence, len(sequence.tokens))
 
     def _stop(self, sequence: Sequence, new: StreamText) -> None:

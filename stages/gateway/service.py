@@ -15,20 +15,30 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline import messages as m
 from pipeline.config_schema import Config
-from pipeline.errors import InvalidRequest, ModelNotFound, ModelUnavailable, Overloaded, StarlingError
+from pipeline.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    ModelUnavailable,
+    NotFound,
+    Overloaded,
+    StarlingError,
+)
 from pipeline.telemetry import Metrics
 from stages.gateway.ask import Ask
 from stages.gateway.drains import ALL, Drains, too_late
+from stages.gateway.journal import Journal
 from stages.gateway.lengths import Bounds, output_budget
 from stages.gateway.limits import Caller, Quotas
 from stages.gateway.metrics import GatewayMetrics
 from stages.gateway.readiness import StageHealth, model_report
-from stages.gateway.record import Request, Sequence
+from stages.gateway.record import Request, Sequence, Sink
+from stages.gateway.recovery import Recovery, Watch
 from stages.gateway.relay import Relay
+from stages.gateway.takeup import TOKENS, Mark
 
 log = logging.getLogger("starling.gateway")
 
@@ -36,6 +46,9 @@ READY_WAIT_S = 10.0  # a request waits this long for a stage that is coming back
 RETRY_AFTER_S = 5.0  # what the 503 says
 ASK_TIMEOUT_S = 30.0  # for one answer of the tokenizer
 MAX_QUESTIONS = 2048  # to the tokenizer, unanswered
+
+
+AnySink = TypeVar("AnySink", bound=Sink)
 
 
 class Service:
@@ -49,10 +62,15 @@ class Service:
         clock: Callable[[], float] = time.monotonic,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(53),
         metrics: Metrics | None = None,
+        journal: Journal | None = None,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self.config = config
         self.clock = clock
         self.relay = Relay(send_scheduler, send_tokenizer, clock, self._on_end)
+        self.recovery = Recovery(
+            self.relay, journal, clock, wall, config.server.request_timeout_ms / 1000
+        )
         self.quotas = Quotas(config.rate_limits, clock)
         self.tokenizer = StageHealth("tokenizer", clock)
         self.scheduler = StageHealth("scheduler", clock)
@@ -61,6 +79,7 @@ class Service:
         self.metrics = GatewayMetrics(metrics or Metrics("gateway", None, clock=clock), clock)
         self.in_flight = 0  # requests being admitted or served
         self.is_draining = False  # the process is told to stop
+        self.is_leaving = False  # the next request of a connection is for a successor
         self.drains = Drains(clock)  # asked for by an operator
         self._admitting: Counter[str] = Counter()  # by model: not in the relay yet
         self._send_tokenizer = send_tokenizer
@@ -210,7 +229,9 @@ class Service:
         self.relay.tick()
         for drain in self.drains.due():
             drain.ended += self.end_all(too_late(drain), "" if drain.target == ALL else drain.target)
-        self.metrics.sample(self.in_flight, self.relay.counts)
+        if not self.is_draining:
+            self.recovery.tick(self.described, {model.name for model in self.config.models})
+        self.metrics.sample(self.in_flight, self.relay.counts, self.recovery.left_out)
         if self.tokenizer.is_up and not self.tokenizer.problem:
             for model in self.config.models:
                 if model.name not in self.described and f"describe/{model.name}" not in self._questions:
@@ -304,6 +325,71 @@ class Service:
             )
         )
         return answer.streams[0].text
+
+    async def received(self, request: Request, mark: Mark) -> list[int]:
+        """For each choice the characters that a reader has who has got as far as `mark`."""
+        counts = [0] * len(request.sequences)
+        asked = []
+        for sequence, place in zip(request.sequences, mark.places):
+            tokens = min(place.tokens, sequence.end)
+            if place.level != TOKENS or not tokens:
+                continue
+            if tokens == sequence.end and not sequence.is_flushed:
+                counts[sequence.index] = sequence.text_length
+            else:
+                asked.append((sequence.index, tuple(sequence.tokens[:tokens])))
+        if asked:
+            ask = request.ask
+            answer: m.Detokenized = await self.question(
+                lambda key: m.Detokenize(
+                    key, request.model,
+                    [m.StreamTokens(f"{key}/{index}", 0, tokens, ask.stop, False, ask.skip_special)
+                     for index, tokens in asked],
+                )
+            )  # fmt: skip
+            self._send_tokenizer(m.Forget([stream.sequence for stream in answer.streams]))
+            for (index, _), stream in zip(asked, answer.streams):
+                counts[index] = len(stream.text)
+        return counts
+
+    # ---------------------------------------------------------------- requests again
+
+    def open(self, request: Request) -> None:
+        """Begin an admitted request that has its sink."""
+        self.recovery.open(request, self.described[request.model].digest)
+
+    def find(self, request_id: str, tenant: str, mark: Mark | None = None) -> Request:
+        """A request to be taken up at `mark`. Raises `NotFound`, also for what another tenant has."""
+        request = self.recovery.find(request_id, tenant)
+        if request is None:
+            raise NotFound(
+                f"there is no request {request_id[:80]!r} (any more); an ended one is kept for a short time"
+            )
+        if mark is not None and len(mark.places) != len(request.sequences):
+            raise InvalidRequest(
+                f"Last-Event-ID has {len(mark.places)} places and the request {len(request.sequences)} "
+                f"choices; send the id of the last event as it was received",
+                "Last-Event-ID",
+            )
+        return request
+
+    async def take_up(
+        self, request: Request, mark: Mark | None, begin: Callable[[list[int]], AnySink]
+    ) -> AnySink:
+        """Wait until the request is as far again as `mark`, and add the reader that `begin` makes.
+
+        `begin` gets the characters that the reader has of each choice, and brings it up to date.
+        """
+        watch = Watch(request, mark)
+        self.recovery.join(request, watch)
+        try:
+            await watch.over
+            sink = begin(await self.received(request, mark) if mark is not None else [])
+        except BaseException:
+            self.recovery.leave(request, watch)
+            raise
+        self.recovery.swap(request, watch, sink)
+        return sink
 
     # ---------------------------------------------------------------- admission
 
@@ -410,6 +496,7 @@ class Service:
     def _on_end(self, request: Request) -> None:
         self.quotas.charge_output(request.tenant, request.completion_tokens)
         self.metrics.ended(request)
+        self.recovery.ended(request)
 
     def drain(self) -> None:
         """Take no more requests for text."""

@@ -5,17 +5,21 @@ there is no task and no timer for a token.  A reader that is slower than the mod
 `MAX_BACKLOG_BYTES`, then its connection is dropped: memory is bounded, nobody else waits.
 
 Each event has an `id:`: the request's id and, after a colon, the output index reached, joined by dots
-for several choices (`req-5f..:17.9`).  It says from where a stream would be taken up again.
+for several choices (`req-5f..:17.9`); `takeup.py` has the whole of it.  It says from where the stream is
+taken up again.  Of events before the first text only the last one has it: who has seen it has seen all.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from collections.abc import Sequence as Sequence_
 
 from pipeline.errors import StarlingError
-from stages.gateway.record import Request, Sequence
+from stages.gateway.record import Outcome, Request, Sequence, State
 from stages.gateway.shape import Shape, error_json
+from stages.gateway.takeup import DONE as CLOSED
+from stages.gateway.takeup import ENDED, FLUSHED, LEVELS, TOKENS, Place
 
 MAX_BACKLOG_BYTES = 1 << 20  # written and not yet taken by the kernel, for one connection
 RETRY_MS = 1000  # what a reconnecting reader should wait
@@ -57,27 +61,30 @@ class EventStream:
         self._shape = shape
         self._drop = drop  # called once, with the reason, when the reader is too slow
         self._is_dropped = False
+        self._max_backlog = MAX_BACKLOG_BYTES
         self._transport: asyncio.WriteTransport | None = None
         self._is_chunked = True
         self._pending: list[bytes] = []
         self._is_open = False
         self._id = f"id: {request.id}:".encode()
-        self._ends = [0] * len(request.sequences)
+        self._places = ["0"] * len(request.sequences)
 
     # ---------------------------------------------------------------- from the relay
 
     def text(self, sequence: Sequence, new: str, begin: int, end: int) -> None:
         self._open()
-        self._ends[sequence.index] = end
+        self._reach(sequence, end, FLUSHED if sequence.is_flushed else TOKENS)
         event = self._shape.text(sequence, new, begin, end)
         if event is not None:
             self._event(event)
 
     def ended(self, sequence: Sequence) -> None:
         self._open()
+        self._reach(sequence, sequence.end, ENDED)
         self._event(self._shape.ended(sequence))
 
     def finished(self) -> None:
+        self._places = [place.rstrip("fed") + LEVELS[CLOSED] for place in self._places]
         for event in self._shape.closing():
             self._event(event)
         self._close(DONE)
@@ -103,18 +110,55 @@ class EventStream:
             return
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
         backlog = transport.get_write_buffer_size()
-        if backlog > MAX_BACKLOG_BYTES:
+        if backlog > self._max_backlog:
             self._is_dropped = True
             self._drop(
-                f"the client reads too slowly: {backlog} bytes wait for it, at most {MAX_BACKLOG_BYTES} may"
+                f"the client reads too slowly: {backlog} bytes wait for it, at most {self._max_backlog} may"
             )
 
     # ---------------------------------------------------------------- from the handler
+
+    def take_up(self, request: Request, places: Sequence_[Place], received: Sequence_[int]) -> None:
+        """Say what the record has beyond `places`, of whose tokens the reader has `received` characters.
+
+        Without places all of it. Then the stream is as if it had been here from the beginning.
+        """
+        if places:
+            self._is_open = True
+            self._pending.append(b"retry: %d\n\n" % RETRY_MS)
+            self.begun.set_result(None)
+        for sequence in request.sequences:
+            if not places:
+                if sequence.end or sequence.text_length or sequence.is_flushed:
+                    self._go_on(sequence, Place(0), 0)
+            else:
+                self._go_on(sequence, places[sequence.index], received[sequence.index])
+        if request.outcome is Outcome.FINISHED:
+            if places and all(place.level == CLOSED for place in places):
+                self._close(DONE)
+            else:
+                self.finished()
+        elif request.error is not None:
+            self.failed(request.error)
+
+    def _go_on(self, sequence: Sequence, place: Place, received: int) -> None:
+        text = "".join(sequence.text)
+        begin = min(place.tokens, sequence.end) if place.level == TOKENS else sequence.end
+        received = received if place.level == TOKENS else len(text)
+        self._reach(sequence, begin, place.level)
+        if begin or received:
+            self._shape.text(sequence, text[:received], 0, begin)  # for what it counts; it is not sent
+        if sequence.end > begin or len(text) > received:
+            self.text(sequence, text[received:], begin, sequence.end)
+        if sequence.state is State.FINISHED and place.level < ENDED:
+            self.ended(sequence)
 
     def attach(self, transport: asyncio.WriteTransport, is_chunked: bool) -> None:
         """The headers are out: write what has come meanwhile, and from now on at once."""
         self._transport = transport
         self._is_chunked = is_chunked
+        # What came before the reader could take anything is not held against it.
+        self._max_backlog += sum(map(len, self._pending))
         self.flush()
 
     # ----------------------------------------------------------------
@@ -124,18 +168,20 @@ class EventStream:
             return
         self._is_open = True
         self._pending.append(b"retry: %d\n" % RETRY_MS)
-        for event in self._shape.opening():
-            self._event(event)
+        *before, last = self._shape.opening() or (b"",)
+        self._pending.extend(b"data: %b\n\n" % event for event in before)
+        if last:
+            self._event(last)
         if not self.begun.done():
             self.begun.set_result(None)
 
+    def _reach(self, sequence: Sequence, tokens: int, level: int) -> None:
+        self._places[sequence.index] = f"{tokens}{LEVELS[level]}"
+
     def _event(self, event: bytes) -> None:
-        ends = self._ends
-        if len(ends) == 1:
-            self._pending.append(b"%b%d\ndata: %b\n\n" % (self._id, ends[0], event))
-        else:
-            where = ".".join(map(str, ends)).encode()
-            self._pending.append(b"%b%b\ndata: %b\n\n" % (self._id, where, event))
+        places = self._places
+        where = places[0] if len(places) == 1 else ".".join(places)
+        self._pending.append(b"%b%b\ndata: %b\n\n" % (self._id, where.encode(), event))
 
     def _close(self, last: bytes) -> None:
         self._pending.append(last)

@@ -10,6 +10,7 @@ import asyncio
 import gc
 import logging
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from pipeline.wire import Link
 from stages.gateway.admin import Admin
 from stages.gateway.connections import Connections
 from stages.gateway.http import make_app
+from stages.gateway.journal import Journal
 from stages.gateway.service import Service
 from stages.gateway.shape import to_json
 
@@ -63,9 +65,11 @@ class GatewayStage:
         self.scheduler: Link = self.endpoints.connect(
             "gateway-scheduler", lambda frame: self.service.on_scheduler(frame)
         )
+        self.journal = _open_journal(config)
         self.service = Service(
-            config, self.scheduler.send, self.tokenizer.send, metrics=self.endpoints.metrics
-        )
+            config, self.scheduler.send, self.tokenizer.send,
+            metrics=self.endpoints.metrics, journal=self.journal,
+        )  # fmt: skip
         self.tokenizer.on_up = self.service.on_tokenizer_up
         self.tokenizer.on_down = self.service.on_tokenizer_down
         self.scheduler.on_up = self.service.on_scheduler_up
@@ -104,6 +108,8 @@ class GatewayStage:
                 server.close()
             await self.control.close()
             await self._runner.cleanup()
+            if self.journal is not None:
+                self.journal.close()
             self.endpoints.close()
 
     async def _listen(self) -> asyncio.Server:
@@ -163,6 +169,18 @@ class GatewayStage:
             deadline = self.service.clock() + LAST_WORDS_S
             while self.service.in_flight and self.service.clock() < deadline:
                 await asyncio.sleep(0.01)
+
+
+def _open_journal(config: Config) -> Journal | None:
+    """None: requests do not outlive this process."""
+    if not config.server.journal_mb:
+        return None
+    directory = paths.state_dir(config) / "journal"
+    try:
+        return Journal(directory, config.server.journal_mb << 20, time.time)
+    except OSError as error:
+        log.error("there is no journal: %s: %s", directory, error.strerror)
+        return None
 
 
 def main(config: Config) -> int:

@@ -168,7 +168,7 @@ class Event(NamedTuple):
 class Server:
     """The gateway's process and its peers."""
 
-    def __init__(self, home: Path, **sections: Any) -> None:
+    def __init__(self, home: Path, *, pass_fds: tuple[int, ...] = (), **sections: Any) -> None:
         self.home = home
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         server = {"port": 0, "arena_dir": str(home / "shm"), **sections.pop("server", {})}
@@ -179,16 +179,29 @@ class Server:
         self.env = {**os.environ, "STARLING_HOME": str(home), "STARLING_CONFIG": str(file)}
         self.config = load(file, {"STARLING_HOME": str(home), "STARLING_SERVER__RUN_DIR": str(home / "run")})
         (home / "run").mkdir(mode=0o700, exist_ok=True)
+        self.lines: list[str] = []
+        self._start(pass_fds)
+        self.peers = Peers(self.config)
+        self.peers.start()
+        self.port = int(self.wait_log("listening")["port"])
+
+    def _start(self, pass_fds: tuple[int, ...] = ()) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pipeline.cli", "stage", "gateway"],
-            env=self.env, stderr=subprocess.PIPE, text=True, bufsize=1,
+            env=self.env, stderr=subprocess.PIPE, text=True, bufsize=1, pass_fds=pass_fds,
         )  # fmt: skip
-        self.lines: list[str] = []
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
-        self.peers = Peers(self.config)
-        self.peers.start()
+
+    def kill_and_restart(self) -> None:
+        """SIGKILL and a successor, as a supervisor would have it; on another port."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        self._start()
         self.port = int(self.wait_log("listening")["port"])
 
     def _read_log(self) -> None:
@@ -250,18 +263,24 @@ class Server:
     def get(self, path: str, headers: dict[str, str] | None = None) -> Answer:
         return self.request("GET", path, None, headers)
 
-    def stream(self, path: str, body: Any) -> Stream:
-        return Stream(self, path, {**body, "stream": True})
+    def stream(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Stream:
+        return Stream(self, path, {**body, "stream": True}, headers)
+
+    def take_up(self, path: str, headers: dict[str, str] | None = None) -> Stream:
+        """GET of a stream."""
+        return Stream(self, path, None, headers)
 
 
 class Stream:
     """An open stream of events."""
 
-    def __init__(self, server: Server, path: str, body: Any) -> None:
+    def __init__(self, server: Server, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
         self._connection = server.connect()
-        self._connection.request(
-            "POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+        if body is None:
+            self._connection.request("GET", path, None, headers or {})
+        else:
+            kind = {"Content-Type": "application/json", **(headers or {})}
+            self._connection.request("POST", path, json.dumps(body).encode(), kind)
         sock = self._connection.sock  # before the response: `Connection: close` would take it away
         assert isinstance(sock, socket.socket)
         self.sock = sock

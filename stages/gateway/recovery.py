@@ -1,0 +1,303 @@
+"""Requests that outlive their connection, and those that outlive the gateway.
+
+    in flight     in the relay; its readers share a `Fan` once there is more than the first
+    waiting       read from the journal; opened as soon as its model is described and the same
+    kept          ended a short time ago in this process: the record has every byte of the answer
+    dormant       ended a short time ago, according to the journal: generated again if somebody asks
+
+A client that goes away cancels its request, unless another reader is there.  A request that was recovered
+has lost its client through no fault of its own: it has `CLAIM_S` to be taken up, then it is cancelled.
+Without a journal (`None`) everything works but the recovery.  The clocks are given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from pipeline.errors import Conflict, StarlingError
+from pipeline.messages import Described
+from shm.pages import NUMERICS
+from stages.gateway.journal import KEEP_S, Ended, Entry, Journal, Line, Opened
+from stages.gateway.record import Outcome, Request, Sequence, Sink, State
+from stages.gateway.relay import Relay
+from stages.gateway.takeup import Fan, Mark, is_reached
+
+log = logging.getLogger("starling.gateway.recovery")
+
+CLAIM_S = 60.0  # for a reader to take up a recovered request
+MAX_READERS = 8  # of one request
+MAX_KEPT = 256  # ended requests
+MAX_KEPT_TOKENS = 1 << 20  # of all of them; a logprob counts as a token
+
+
+class Recovery:
+    """One per process, beside its relay. `clock` is monotonic, `wall` is s since 1970."""
+
+    def __init__(
+        self,
+        relay: Relay,
+        journal: Journal | None,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        timeout_s: float,
+    ) -> None:
+        self.journal = journal
+        self._relay = relay
+        self._clock = clock
+        self._wall = wall
+        self._timeout_s = timeout_s  # of a request that is generated again on demand
+        self._waiting: dict[str, tuple[Opened, Request]] = {}
+        self._dormant: dict[str, Entry] = {}
+        self._kept: dict[str, tuple[Request, float]] = {}  # and until when; oldest first
+        self._kept_tokens = 0
+        self._unclaimed: dict[str, float] = {}  # recovered, without a reader: until when
+        self._sync: asyncio.Future[None] | None = None
+        for entry in journal.entries if journal is not None else ():
+            if entry.ended is not None:
+                self._dormant[entry.opened.id] = entry
+            else:
+                self._waiting[entry.opened.id] = entry.opened, self._request(entry.opened)
+        if self._waiting:
+            log.warning("requests were in flight and are recovered", extra={"requests": len(self._waiting)})
+
+    @property
+    def left_out(self) -> int:
+        return self.journal.left_out if self.journal is not None else 0
+
+    # ---------------------------------------------------------------- a request's life
+
+    def open(self, request: Request, digest: str) -> None:
+        """Into the journal, then to the scheduler."""
+        if self.journal is not None:
+            self.journal.open(self._opened(request, digest))
+        self._relay.open(request)
+
+    def ended(self, request: Request) -> None:
+        """It has its outcome."""
+        self._unclaimed.pop(request.id, None)
+        is_kept = request.outcome is not Outcome.ABANDONED
+        error = request.error
+        if self.journal is not None:
+            code = "" if is_kept else "ABANDONED"
+            code, message = (error.code, error.message) if error is not None else (code, "")
+            self.journal.end(Ended(request.id, self._wall(), code, message), is_kept)
+        if is_kept:
+            self._kept[request.id] = request, self._clock() + KEEP_S
+            self._kept_tokens += _weight(request)
+            while len(self._kept) > MAX_KEPT or self._kept_tokens > MAX_KEPT_TOKENS:
+                self._let_go(next(iter(self._kept)))
+
+    def _let_go(self, request_id: str) -> None:
+        request, _ = self._kept.pop(request_id)
+        self._kept_tokens -= _weight(request)
+
+    # ---------------------------------------------------------------- readers
+
+    def find(self, request_id: str, tenant: str) -> Request | None:
+        """A request that can be read, of that tenant. One that is dormant is woken."""
+        request = self._relay.requests.get(request_id)
+        if request is None and request_id in self._kept:
+            request = self._kept[request_id][0]
+        if request is None and request_id in self._waiting:
+            request = self._waiting[request_id][1]
+        if request is not None:
+            return request if request.tenant == tenant else None
+        entry = self._dormant.get(request_id)
+        if entry is None or entry.opened.tenant != tenant or self._is_stale(entry):
+            return None
+        del self._dormant[request_id]
+        return self._wake(entry)
+
+    def join(self, request: Request, sink: Sink) -> None:
+        """One more reader. Raises `Conflict` when it has enough."""
+        fan = request.sink
+        if not isinstance(fan, Fan):
+            fan = request.sink = Fan(fan) if fan is not None else Fan()
+        if len(fan.sinks) >= MAX_READERS:
+            raise Conflict(f"{request.id} has {MAX_READERS} readers, the most that a request may have")
+        fan.sinks.append(sink)
+        self._unclaimed.pop(request.id, None)
+
+    def swap(self, request: Request, sink: Sink, other: Sink) -> None:
+        """`other` in place of a reader that is there."""
+        fan = request.sink
+        if isinstance(fan, Fan):
+            fan.sinks[fan.sinks.index(sink)] = other
+
+    def leave(self, request: Request, sink: Sink) -> None:
+        """A reader has gone, or has all it wanted."""
+        fan = request.sink
+        if isinstance(fan, Fan):
+            fan.sinks = [other for other in fan.sinks if other is not sink]
+            if fan.sinks:
+                return
+        if request.outcome is not Outcome.OPEN:
+            request.sink = None
+            return
+        if request.is_recovered:
+            self._unclaimed[request.id] = self._clock() + CLAIM_S
+        else:
+            self._relay.abandon(request)
+
+    # ---------------------------------------------------------------- time
+
+    def tick(self, described: Mapping[str, Described], models: set[str]) -> None:
+        """Every 100 ms. `models`: all that are configured."""
+        now = self._clock()
+        for opened, request in list(self._waiting.values()):
+            model = described.get(opened.model)
+            if error := self._obstacle(opened, request, model, models, now):
+                del self._waiting[request.id]
+                self._fail(request, error)
+            elif model is not None:
+                del self._waiting[request.id]
+                fan = request.sink
+                if not (isinstance(fan, Fan) and fan.sinks):
+                    self._unclaimed[request.id] = now + CLAIM_S
+                self._relay.open(request)
+        for request_id in [r for r, until in self._unclaimed.items() if now >= until]:
+            del self._unclaimed[request_id]
+            unclaimed = self._relay.requests.get(request_id)
+            if unclaimed is not None:
+                log.info("a recovered request was not taken up", extra={"id": request_id})
+                self._relay.abandon(unclaimed)
+        while self._kept and now >= next(iter(self._kept.values()))[1]:
+            self._let_go(next(iter(self._kept)))
+        if self._dormant:
+            self._dormant = {name: entry for name, entry in self._dormant.items() if not self._is_stale(entry)}
+        self._sync_journal()
+
+    def _obstacle(
+        self, opened: Opened, request: Request, model: Described | None, models: set[str], now: float
+    ) -> StarlingError | None:
+        """Why the answer cannot be generated again."""
+        if now >= request.deadline:
+            return StarlingError("TIMEOUT", "the request's time was over before the gateway was back")
+        if opened.model not in models:
+            return StarlingError("MODEL_NOT_FOUND", f"there is no model {opened.model!r} any more", "model")
+        if (model is not None and model.digest != opened.digest) or opened.numerics != NUMERICS:
+            return StarlingError(
+                "CONFLICT", f"model {opened.model!r} is another version now, whose answer would differ; "
+                f"send the request again", "model",
+            )  # fmt: skip
+        return None
+
+    def _fail(self, request: Request, error: StarlingError) -> None:
+        """End a request that the relay does not have."""
+        request.error = error
+        request.end(Outcome.FAILED)
+        for sequence in request.sequences:
+            sequence.move(State.FAILED)
+        self.ended(request)
+        if request.sink is not None:
+            request.sink.failed(error)
+            request.sink.flush()
+
+    def _sync_journal(self) -> None:
+        """On a thread: a slow disk must not hold up the streams."""
+        if self.journal is None or (self._sync is not None and not self._sync.done()):
+            return
+        fd = self.journal.unsynced()
+        if fd is not None:
+            self._sync = asyncio.get_running_loop().run_in_executor(None, _sync_and_close, fd)
+
+    # ---------------------------------------------------------------- records and requests
+
+    def _is_stale(self, entry: Entry) -> bool:
+        return entry.ended is None or self._wall() - entry.ended.when > KEEP_S
+
+    def _wake(self, entry: Entry) -> Request:
+        opened, ended = entry
+        if ended is not None and ended.code:
+            request = self._request(opened)
+            request.error = StarlingError(ended.code, ended.message)
+            request.end(Outcome.FAILED)
+            return request
+        opened.deadline = self._wall() + self._timeout_s
+        request = self._request(opened)
+        if self.journal is not None:
+            self.journal.open(opened)
+        self._waiting[opened.id] = opened, request
+        return request
+
+    def _opened(self, request: Request, digest: str) -> Opened:
+        prompts: dict[bytes, int] = {}
+        lines = [
+            Line(
+                prompts.setdefault(s.prompt, len(prompts)), s.prompt_index, s.choice, s.max_tokens, s.sampling,
+                s.stop_ids,
+            )
+            for s in request.sequences
+        ]  # fmt: skip
+        return Opened(
+            request.id, request.tenant, request.model, digest, NUMERICS,
+            msgspec.structs.replace(request.ask, prompts=[], messages=None),
+            request.seed, request.created, request.fingerprint,
+            self._wall() + request.deadline - self._clock(),
+            request.priority, request.client_id, list(prompts), request.echoes, lines,
+        )  # fmt: skip
+
+    def _request(self, opened: Opened) -> Request:
+        now = self._clock()
+        request = Request(
+            opened.id, opened.ask, opened.model, opened.tenant, now + opened.deadline - self._wall(),
+            priority=opened.priority, created=opened.created, fingerprint=opened.fingerprint,
+            started_at=now, client_id=opened.client_id,
+        )  # fmt: skip
+        request.seed = opened.seed
+        request.echoes = opened.echoes
+        request.is_recovered = True
+        request.sink = Fan()
+        for index, line in enumerate(opened.lines):
+            sequence = Sequence(
+                request, index, line.prompt_index, line.choice, opened.prompts[line.prompt],
+                line.max_tokens, line.sampling, line.stop_ids,
+            )  # fmt: skip
+            sequence.resubmitted = 1  # it has been admitted before: a full queue makes it wait
+            request.sequences.append(sequence)
+        return request
+
+
+class Watch:
+    """A reader that only waits until all choices have got as far again as another one had them."""
+
+    def __init__(self, request: Request, mark: Mark | None) -> None:
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._request = request
+        self._places = mark.places if mark is not None else ()
+        self.flush()
+
+    def text(self, sequence: Sequence, new: str, begin: int, end: int) -> None: ...
+
+    def ended(self, sequence: Sequence) -> None: ...
+
+    def finished(self) -> None: ...
+
+    def failed(self, error: StarlingError) -> None: ...
+
+    def flush(self) -> None:
+        request = self._request
+        is_there = request.outcome is not Outcome.OPEN or all(
+            is_reached(sequence, place) for sequence, place in zip(request.sequences, self._places)
+        )
+        if is_there and not self.over.done():
+            self.over.set_result(None)
+
+
+def _weight(request: Request) -> int:
+    each = 1 + max((s.sampling.logprobs for s in request.sequences), default=0) + 1
+    return sum(s.n_prompt + len(s.tokens) * each for s in request.sequences)
+
+
+def _sync_and_close(fd: int) -> None:
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        log.error("the journal could not be synced: %s", error.strerror)
+    finally:
+        os.close(fd)

@@ -1,0 +1,167 @@
+"""Streams taken up again: wherever they broke, before and after together are the undisturbed stream."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.gateway.peers import MODEL
+from tests.gateway.server import Event, Server
+
+MakeServer = Callable[..., Server]
+
+GENERATE = {"prompt": "again", "max_tokens": 60, "seed": 7, "n": 2, "logprobs": 2, "ignore_eos": True}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 60, "seed": 3,
+        "ignore_eos": True, "stop": ["suchen"], "stream_options": {"include_usage": True}}  # fmt: skip
+COMPLETION = {"model": MODEL, "prompt": ["a", "bc"], "max_tokens": 40, "seed": 5, "echo": True}
+COUNTED = {"model": MODEL, "prompt": "abc", "max_tokens": 40, "seed": 5, "logprobs": 2, "ignore_eos": True}
+CASES = [
+    ("/v1/generate", GENERATE),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/completions", COMPLETION),
+    ("/v1/completions", COUNTED),
+]
+
+
+def joined(events: list[Event]) -> str:
+    """All that a client is owed, whatever the grouping of tokens into events."""
+    assert events[-1].data == "[DONE]"
+    choices: dict[int, dict[str, Any]] = {}
+    rest: list[Any] = []
+    for event in events[:-1]:
+        data = event.data
+        assert "error" not in data, data
+        if "index" not in data and not data.get("choices"):
+            data = {key: value for key, value in data.items() if key not in ("id", "created")}
+            data["usage"] = {key: n for key, n in data["usage"].items() if key.endswith("_tokens")}
+            rest.append(data)
+            continue
+        piece = data if "index" in data else data["choices"][0]
+        choice = choices.setdefault(piece["index"], {"text": "", "tokens": [], "logprobs": [], "other": []})
+        choice["text"] += piece.get("text") or piece.get("delta", {}).get("content") or ""
+        if "start" in piece:
+            assert piece["start"] == len(choice["tokens"])
+        choice["tokens"] += piece.get("tokens", [])
+        logprobs = piece.get("logprobs")
+        if isinstance(logprobs, dict):
+            logprobs = list(zip(*(logprobs[key] for key in sorted(logprobs))))
+        choice["logprobs"] += logprobs or []
+        choice["other"] += [(k, piece[k]) for k in ("finish_reason", "stop_string") if piece.get(k)]
+        choice["other"] += [("role", piece["delta"]["role"])] if "role" in piece.get("delta", {}) else []
+    return json.dumps([choices, rest], sort_keys=True)
+
+
+def cut(stream: Any, count: int) -> list[Event]:
+    """The first events; then the connection is lost."""
+    events: Iterator[Event] = stream.events()
+    first = [next(events) for _ in range(count)]
+    stream.sock.shutdown(socket.SHUT_RDWR)
+    stream.close()
+    return first
+
+
+@pytest.mark.parametrize(("path", "body"), CASES)
+def test_an_ended_stream_is_taken_up_at_every_event(server: Server, path: str, body: Any) -> None:
+    whole = server.stream(path, body).all()
+    expected = joined(whole)
+    request_id = whole[-1].id.partition(":")[0]
+    ids = [event.id for event in whole[:-1]]
+    for count in range(len(whole) - 1):
+        if not ids[count]:
+            continue  # of several first events only the last one has an id
+        rest = server.take_up(f"/v1/requests/{request_id}", {"Last-Event-ID": ids[count]}).all()
+        assert joined(whole[: count + 1] + rest) == expected, ids[count]
+    assert joined(server.take_up(f"/v1/requests/{request_id}").all()) == expected
+    assert joined(whole[:3] + server.stream(path, body, {"Last-Event-ID": whole[2].id}).all()) == expected
+
+
+@pytest.mark.parametrize(("path", "body"), CASES)
+def test_a_stream_outlives_the_gateway(make_server: MakeServer, path: str, body: Any) -> None:
+    server = make_server()
+    server.wait_ready()
+    peers = server.peers
+    expected = joined(server.stream(path, body).all())
+    stream = server.stream(path, body)
+    events = stream.events()
+    begun = [next(events) for _ in range(7)]
+    peers.do(lambda: setattr(peers, "is_stepping", False))
+    peers.do(lambda: setattr(peers, "tokens_per_step", 7))  # other events from here on
+    server.kill_and_restart()
+    stream.close()
+    peers.do(peers.kill_scheduler)
+    peers.do(peers.start_scheduler)
+    peers.do(lambda: setattr(peers, "is_stepping", True))
+    request_id = begun[-1].id.partition(":")[0]
+    rest = server.take_up(f"/v1/requests/{request_id}", {"Last-Event-ID": begun[-1].id}).all()
+    assert joined(begun + rest) == expected
+    # It has ended, and a gateway dies before its client has read the end.
+    server.kill_and_restart()
+    rest = server.take_up(f"/v1/requests/{request_id}", {"Last-Event-ID": begun[-1].id}).all()
+    assert joined(begun + rest) == expected
+
+
+def test_a_whole_answer_outlives_the_gateway(make_server: MakeServer) -> None:
+    server = make_server()
+    server.wait_ready()
+    expected = server.post("/v1/generate", GENERATE)
+    request_id = expected.headers["X-Request-Id"]
+    server.kill_and_restart()
+    again = server.get(f"/v1/requests/{request_id}")
+    assert (again.status, again.json["choices"]) == (200, expected.json["choices"])
+    assert again.json["id"] == request_id
+
+
+def test_only_its_tenant_may_read_a_request(make_server: MakeServer) -> None:
+    keys = [{"key": f"sk-{name}", "tenant": name} for name in ("mine", "other")]
+    mine, other = ({"Authorization": f"Bearer {key['key']}"} for key in keys)
+    server = make_server(auth={"api_keys": keys})
+    server.wait_ready()
+    request_id = server.post("/v1/generate", GENERATE, mine).headers["X-Request-Id"]
+    for _ in range(2):
+        refused = server.get(f"/v1/requests/{request_id}", other)
+        unknown = server.get("/v1/requests/req-00", mine)
+        assert refused.status == unknown.status == 404
+        assert refused.error["message"].replace(request_id, "req-00") == unknown.error["message"]
+        assert server.get(f"/v1/requests/{request_id}", mine).status == 200
+        server.kill_and_restart()
+
+
+def test_another_reader_keeps_a_request_alive(server: Server) -> None:
+    body = {**GENERATE, "max_tokens": 290}
+    expected = joined(server.stream("/v1/generate", body).all())
+    first = server.stream("/v1/generate", body)
+    events = first.events()
+    begun = [next(events) for _ in range(4)]
+    second = server.take_up(f"/v1/requests/{begun[0].id.partition(':')[0]}")
+    also = [next(second.events())]
+    first.sock.shutdown(socket.SHUT_RDWR)
+    first.close()
+    assert joined(also + second.all()) == expected
+
+
+def test_a_stream_that_its_only_client_left_is_gone(server: Server) -> None:
+    generator = server.peers.generator
+    begun = cut(server.stream("/v1/generate", {**GENERATE, "max_tokens": 290}), 3)
+    request_id = begun[0].id.partition(":")[0]
+    while server.peers.do(lambda: any(name.startswith(request_id) for name in generator.running)):
+        pass
+    assert server.get(f"/v1/requests/{request_id}").status == 404
+
+
+@pytest.mark.parametrize("given", ["x", "req-1", "req-0a:", "req-0a:1x", "req-0a:1.", "req-0a:-1"])
+def test_what_is_no_events_id_is_refused(server: Server, given: str) -> None:
+    answer = server.get("/v1/requests/req-0a", {"Last-Event-ID": given})
+    assert (answer.status, answer.error["param"]) == (400, "Last-Event-ID")
+
+
+def test_an_id_of_another_shape_or_place_is_refused(server: Server) -> None:
+    request_id = server.post("/v1/generate", GENERATE).headers["X-Request-Id"]
+    for path, mark in ((request_id, f"{request_id}:1"), ("req-0a", f"{request_id}:1.1")):
+        answer = server.get(f"/v1/requests/{path}", {"Last-Event-ID": mark})
+        assert (answer.status, answer.error["param"]) == (400, "Last-Event-ID")
+    answer = server.post("/v1/completions", COMPLETION, {"Last-Event-ID": f"{request_id}:1.1"})
+    assert (answer.status, answer.error["param"]) == (400, "Last-Event-ID")
