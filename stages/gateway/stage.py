@@ -35,6 +35,7 @@ log = logging.getLogger("starling.gateway")
 BACKLOG = 1024
 KEEPALIVE_S = 75.0
 SPARE_CONNECTIONS = 256  # idle ones, health checks and those to be refused, beside the requests in flight
+REFUSAL_S = 1.0  # for a refused connection to read why
 LAST_WORDS_S = 1.0  # for the handlers to send the end of what has been ended
 
 _FULL_BODY = to_json(Overloaded("the server has as many connections as it takes; try again").body())
@@ -45,12 +46,15 @@ _FULL = (
 
 
 class _Refusal(asyncio.Protocol):
-    """One connection too many: told so and closed."""
+    """One connection too many: told so and closed.
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    Not at once: what it sends meanwhile, unread, would make the kernel throw the answer away.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         transport.write(_FULL)
-        transport.close()
+        transport.write_eof()
+        asyncio.get_running_loop().call_later(REFUSAL_S, transport.abort)
 
 
 class GatewayStage:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from pipeline import messages as m
+from stages.gateway.stage import SPARE_CONNECTIONS
 from tests.gateway.peers import MODEL, output, text_of
 from tests.gateway.server import Server
 
@@ -282,3 +283,15 @@ def test_a_port_in_use_is_one_clear_line(make_server: MakeServer) -> None:
     assert f"127.0.0.1:{server.port}" in line
     assert "STARLING_SERVER__PORT" in line
     assert "Traceback" not in second.stderr
+
+
+def test_more_connections_than_are_taken_are_told_so(make_server: MakeServer) -> None:
+    server = make_server(server={"max_concurrent_requests": 1})
+    server.wait_ready()
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(1 + SPARE_CONNECTIONS)]
+    refused = server.get("/health")
+    assert (refused.status, refused.error["code"]) == (503, "OVERLOADED")
+    assert refused.headers["Retry-After"] == "1"
+    for connection in idle:
+        connection.close()
+    wait_until(lambda: server.get("/health").status == 200)
