@@ -118,6 +118,9 @@ class Queues:
         self.depth -= 1
         if not tenant.waiting:
             tenant.heap.clear()
+        elif len(tenant.heap) > 16 + 2 * tenant.waiting:
+            tenant.heap = [entry for entry in tenant.heap if entry[1] in self._in]
+            heapq.heapify(tenant.heap)
 
     def head(self, tenant: Tenant) -> Sequence:
         """The next of a tenant that has `waiting` > 0."""

@@ -202,6 +202,9 @@ class Roster:
 
     def expire(self, now: float) -> None:
         """End those whose time is over, and orphans nobody has asked for."""
+        if len(self._deadlines) > 64 + 4 * len(self.live):
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].is_over]
+            heapq.heapify(self._deadlines)
         while self._deadlines and self._deadlines[0][0] <= now:
             sequence = heapq.heappop(self._deadlines)[2]
             if sequence.is_over:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 from hypothesis import given, settings
@@ -393,3 +395,19 @@ def test_whoever_is_set_aside_computes_no_further():
     assert young.state is State.PENDING
     world.settle()
     world.check_all()
+
+
+def test_what_has_ended_is_forgotten_before_its_deadline():
+    world = World(batch=4, max_queue_depth=2000)
+    ended = []
+    for i in range(300):
+        world.submit(submission(f"s{i}", [i % 90, 2], 3, deadline_ms=300_000))
+        ended.append(weakref.ref(world.engine.roster.live[f"s{i}"]))
+        if i % 3 == 0:
+            world.cancel(f"s{i}")
+    world.settle()
+    world.check_all()
+    world.engine.tick(world.now)
+    gc.collect()
+    assert sum(ref() is not None for ref in ended) < 100
+    assert all(not tenant.heap for tenant in world.engine.queues.tenants.values())

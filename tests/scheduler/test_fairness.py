@@ -5,6 +5,7 @@ By simulation: the engine's own code, time from a formula (tools/simulate.py).
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 from itertools import pairwise
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from stages.scheduler.engine import Settings
 from stages.scheduler.queues import QUANTUM, QueueFullError, Queues
 from stages.scheduler.sequence import PRIORITY_S, Sequence
-from tools.simulate import Machine, Simulation, closed_loop, percentile, poisson, report
+from tools.simulate import Machine, Simulation, closed_loop, main, percentile, poisson, report
 
 from .peers import submission
 
@@ -187,3 +188,12 @@ def test_the_same_traffic_gives_the_same_figures():
         return report(sim)
 
     assert figures() == figures()
+
+
+def test_the_command_prints_a_table_and_one_line_of_json(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["simulate", "--clients", "4", "--requests", "8", "--output", "5"])
+    main()
+    *table, last = capsys.readouterr().out.splitlines()
+    figures = json.loads(last)
+    assert figures["finished"] == 8
+    assert len(table) == len(figures)
