@@ -34,7 +34,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NamedTuple
 
-from pipeline import kinship, logs, process
+from pipeline import kinship, listening, logs, process
 from pipeline.config_schema import Config
 from pipeline.errors import ConfigError, ResourceError, StarlingError
 from pipeline.restarts import Limits, RestartPolicy
@@ -116,7 +116,7 @@ def start_program(command: list[str]) -> Start:
 
     def start(beat_fd: int, restarts: int) -> int:
         env = {**os.environ, **_environment(beat_fd, restarts)}
-        child = subprocess.Popen(command, env=env, pass_fds=(beat_fd,), process_group=0)
+        child = subprocess.Popen(command, env=env, pass_fds=(beat_fd, *listening.lent()), process_group=0)
         child.returncode = 0  # waited for here, by pid: Popen must neither wait nor complain
         return child.pid
 

@@ -26,6 +26,7 @@ from pipeline.process import EXIT_FATAL
 TIMEOUT_S = 120.0
 POLL_S = 0.05
 GATEWAY_TIMEOUT_S = 1.0
+SPARE_S = 10.0  # beyond the time, until a gateway that nobody restarts accepts again
 
 
 @click.command(
@@ -51,10 +52,10 @@ def restart(target: str, timeout: float, drain_timeout: float, with_gateway: boo
     for record in chosen(config, run_dir, target, with_gateway):
         begun = time.monotonic()
         if record.stage == "gateway":
-            click.echo("gateway: draining ...")
-            ended, _ = drained(run_dir, ALL, drain_timeout, keep=False)
-            if ended:
-                click.echo(f"gateway: {ended} not finished within {drain_timeout:g} s, ended with an error")
+            click.echo("gateway: waiting for streams to finish ...")
+            left = handed_over(run_dir, drain_timeout)
+            if left:
+                click.echo(f"gateway: {left} not finished within {drain_timeout:g} s, ended with an error")
                 code = EXIT_FATAL
         problem = restarted(config, run_dir, record, time.monotonic() + timeout)
         if problem:
@@ -64,6 +65,25 @@ def restart(target: str, timeout: float, drain_timeout: float, with_gateway: boo
     if target == ALL and not with_gateway:
         click.echo("gateway: left as it is, for connections end with it (--with-gateway drains it first)")
     return code
+
+
+def handed_over(run_dir: Path, timeout_s: float) -> int:
+    """Make the gateway finish; how many requests it could not.
+
+    New connections wait for its successor meanwhile, if the supervisor holds the socket; otherwise they
+    are refused (503).
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        state = control.call(run_dir, "gateway", {"op": "handover", "timeout_s": timeout_s + SPARE_S})
+    except StarlingError as error:
+        if error.code != "CONFLICT":
+            raise
+        return drained(run_dir, ALL, timeout_s, keep=False)[0]
+    while not state["handed_over"] and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        state = control.call(run_dir, "gateway", {"op": "state"})
+    return int(state["in_flight"])
 
 
 def chosen(config: Config, run_dir: Path, target: str, with_gateway: bool) -> list[status.StageStatus]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import click
 
-from pipeline import leftovers, logs, paths, process
+from pipeline import leftovers, listening, logs, paths, process
 from pipeline.config import load
 from pipeline.config_schema import Config
 from pipeline.errors import ConfigError
@@ -40,7 +40,10 @@ def supervise(name: str, model: str) -> int:
     config = load()
     run = _program(name, model, config)
     command = [sys.executable, "-m", "pipeline.cli", "stage", name] + (["--model", model] if model else [])
+    held = listening.hold(config) if name == "gateway" else None
     code = keep_alive(name, command, config, run, lambda: _preload(name, config))
+    if held is not None:
+        held.close()
     leftovers.sweep(paths.run_dir(config), paths.arena_dir(config))
     return code
 

@@ -17,13 +17,13 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
-from pipeline import logs, paths
+from pipeline import listening, logs, paths
 from pipeline.aio import Endpoints
 from pipeline.config import Config
 from pipeline.control import Control
-from pipeline.errors import ConfigError, Overloaded, StarlingError
+from pipeline.errors import ConfigError, Conflict, InvalidRequest, Overloaded, StarlingError
 from pipeline.wire import Link
-from stages.gateway.admin import Admin
+from stages.gateway.admin import MAX_TIMEOUT_S, Admin
 from stages.gateway.connections import Connections
 from stages.gateway.http import make_app
 from stages.gateway.journal import Journal
@@ -80,7 +80,7 @@ class GatewayStage:
         self.scheduler.on_down = self.service.on_scheduler_down
         self.endpoints.on_tick.append(self._tick)
         self.admin = Admin(self.service, paths.arena_dir(config) / "gateway.drains")
-        self.control = Control(paths.run_dir(config), "gateway", self.admin.answer)
+        self.control = Control(paths.run_dir(config), "gateway", self._operate)
         self.port = 0  # that it listens on
         self._connections = Connections(self.service.clock)
         self._runner = web.AppRunner(
@@ -91,13 +91,16 @@ class GatewayStage:
             shutdown_timeout=LAST_WORDS_S,
         )
         self._was_ready = False
+        self._server: asyncio.Server | None = None
+        self._lent = listening.claim()
+        self._leaving_until = 0.0  # of the clock; 0.0: nobody has asked for a handover
+        self._is_handed_over = False
 
     async def run(self, listening: Callable[[int], Any] = lambda port: None) -> int:
         """Serve until told to stop; returns the exit code. `listening(port)` is called once it accepts."""
-        server = None
         try:
             await self._runner.setup()
-            server = await self._listen()
+            self._server = await self._listen()
             await self.control.start()
             self.endpoints.start()
             # What stands now stands for ever: later collections need not look at it.
@@ -108,8 +111,10 @@ class GatewayStage:
             await self._end_the_rest()
             return code
         finally:
-            if server is not None:
-                server.close()
+            if self._server is not None:
+                self._server.close()
+            if self._lent is not None:
+                self._lent.close()
             await self.control.close()
             await self._runner.cleanup()
             if self.journal is not None:
@@ -130,7 +135,10 @@ class GatewayStage:
 
         loop = asyncio.get_running_loop()
         try:
-            server = await loop.create_server(accept, host, port, backlog=BACKLOG, reuse_address=True)
+            if self._lent is not None:
+                server = await loop.create_server(accept, sock=self._lent.dup(), backlog=BACKLOG)
+            else:
+                server = await loop.create_server(accept, host, port, backlog=BACKLOG, reuse_address=True)
         except (OSError, socket.gaierror) as error:
             raise ConfigError(
                 f"cannot listen on {host}:{port}: {error.strerror or error}; end what uses it, or set "
@@ -141,8 +149,51 @@ class GatewayStage:
         log.info("listening", extra={"host": host, "port": self.port})
         return server
 
+    # -------------------------------------------------------------- handing over
+
+    async def _operate(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The control socket's handler: what `Admin` knows, and `{"op": "handover", "timeout_s"}`.
+
+        A handover stops accepting: who connects now waits for the successor, in the queue of the socket
+        that the supervisor holds. What is in flight is finished. Without a successor in time it is over.
+        """
+        if request.get("op") == "handover":
+            self._hand_over(request.get("timeout_s"))
+            request = {"op": "state"}
+        return {**await self.admin.answer(request), "handed_over": self._is_handed_over}
+
+    def _hand_over(self, timeout_s: Any) -> None:
+        if self._lent is None:
+            raise Conflict("this gateway's listening socket is its own, nobody could take it over")
+        if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise InvalidRequest(f"timeout_s is {timeout_s!r}; it is up to {MAX_TIMEOUT_S:g}", "timeout_s")
+        self._leaving_until = self.service.clock() + timeout_s
+        self.service.is_leaving = True
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        log.info("handing over", extra={"in_flight": self.service.in_flight})
+
+    async def _take_back(self) -> None:
+        log.warning("no successor has come: accepting again")
+        self._leaving_until = 0.0
+        self._is_handed_over = self.service.is_leaving = False
+        self._server = await self._listen()
+
+    def _tick_handover(self) -> None:
+        if not self.service.in_flight and not self._is_handed_over:
+            self._is_handed_over = True
+            # They are idle, all of them: their clients connect anew, and wait.
+            for connection in self._runner.server.connections if self._runner.server else ():
+                connection.force_close()
+        if self.service.clock() >= self._leaving_until and not self.endpoints.stopping:
+            self._leaving_until = float("inf")
+            self._taking_back = asyncio.get_running_loop().create_task(self._take_back())
+
     def _tick(self) -> None:
         """Every 100 ms."""
+        if self._leaving_until:
+            self._tick_handover()
         service, endpoints = self.service, self.endpoints
         if endpoints.stopping and not service.is_draining:
             log.info("draining", extra={"in_flight": service.in_flight})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -170,6 +171,40 @@ def test_over_http_it_takes_the_key_of_an_admin(make_server: MakeServer) -> None
     assert server.post("/v1/generate", TEXT, user).error["code"] == "DRAINING"
     assert server.post("/v1/admin/resume", {}, admin).json["draining"] == {}
     assert server.post("/v1/generate", TEXT, user).status == 200
+
+
+def test_a_gateway_without_a_lent_socket_cannot_hand_over(server: Server) -> None:
+    with pytest.raises(StarlingError) as caught:
+        ask(server, op="handover", timeout_s=1)
+    assert caught.value.code == "CONFLICT"
+    assert server.get("/ready").status == 200
+
+
+def test_a_handover_keeps_those_who_connect_waiting(
+    homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        held.set_inheritable(True)
+        monkeypatch.setenv("STARLING_LISTEN_FD", str(held.fileno()))
+        server = Server(homes(), pass_fds=(held.fileno(),))
+        try:
+            server.wait_ready()
+            assert server.port == held.getsockname()[1]
+            kept = server.connect()
+            kept.request("GET", "/health")
+            assert kept.getresponse().read()
+            assert ask(server, op="handover", timeout_s=1.0)["in_flight"] == 0
+            assert kept.sock.recv(1) == b""  # told to connect anew
+            answers: list[Any] = []
+            waiting = threading.Thread(target=lambda: answers.append(server.get("/health")))
+            waiting.start()
+            # Nobody comes: after its time the gateway serves whoever has waited.
+            server.wait_log("no successor has come: accepting again")
+            waiting.join()
+            assert answers[0].status == 200
+            kept.close()
+        finally:
+            assert server.close() == 0
 
 
 def test_a_server_without_keys_has_no_admin(server: Server) -> None:
