@@ -2,7 +2,7 @@
 
 The stage's supervisor does it (SIGHUP): the stage ends in order, everything of it is gone before its
 successor starts.  What is in flight waits and goes on; only the gateway's own connections cannot outlive
-it, so it is drained first, and `all` leaves it alone unless told.
+it, so they finish first while new ones wait for the successor, and `all` leaves it alone unless told.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ SPARE_S = 10.0  # beyond the time, until a gateway that nobody restarts accepts 
               help="For each stage to be ready again.")  # fmt: skip
 @click.option("--drain-timeout", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="S",
               help="For streams to finish before the gateway restarts.")  # fmt: skip
-@click.option("--with-gateway", is_flag=True, help="With all: the gateway too, at last, drained before.")
+@click.option("--with-gateway", is_flag=True, help="With all: the gateway too, at last.")
 def restart(target: str, timeout: float, drain_timeout: float, with_gateway: bool) -> int:
     """Restart STAGE, or all one by one, without a failed request.
 
     STAGE is tokenizer, scheduler, kv, worker (every model's), worker-MODEL or gateway. Streams in flight
-    pause and go on with the same bytes. Connections end with the gateway: it takes no new requests while
-    those in flight finish, and connections are refused until it is back (a second or two).
+    pause and go on with the same bytes. Connections end with the gateway: what is in flight finishes
+    first, and who connects meanwhile waits for its successor.
     """
     config = load()
     run_dir = paths.run_dir(config)
