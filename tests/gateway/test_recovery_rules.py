@@ -1,0 +1,161 @@
+"""What a gateway's successor does with what it finds in the journal; by a clock of the test's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import messages as m
+from stages.gateway import generate
+from stages.gateway.journal import KEEP_S, Journal
+from stages.gateway.record import Outcome, Request, Sequence
+from stages.gateway.recovery import CLAIM_S, MAX_KEPT, Recovery, Watch
+from stages.gateway.relay import Relay
+from stages.gateway.takeup import Fan
+from tests.gateway.peers import MODEL
+
+DIGEST = "ab" * 32
+DESCRIBED = {MODEL: m.Described("", MODEL, DIGEST, 258, 4096, (256,), True)}
+
+
+class World:
+    """A gateway without sockets; `restart` is another one over the same directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.now = 0.0
+        self.sent: list[m.Frame] = []
+        self.restart()
+
+    def restart(self, after_s: float = 0.0) -> None:
+        self.now += after_s
+        self.sent.clear()
+        self.journal = Journal(self.directory, 1 << 20, lambda: 1e9 + self.now)
+        self.relay = Relay(self._send, lambda frame: True, lambda: self.now, lambda r: self.recovery.ended(r))
+        self.recovery = Recovery(
+            self.relay, self.journal, lambda: self.now, lambda: 1e9 + self.now, timeout_s=300
+        )
+
+    def _send(self, frame: m.Frame) -> bool:
+        self.sent.append(frame)
+        return True
+
+    def open(self, name: str = "req-1", model: str = MODEL) -> Request:
+        ask = generate.read({"prompt": [1, 2], "n": 2, "stream": True})
+        request = Request(name, ask, model, "mine", self.now + 300, created=5, fingerprint="fp")
+        request.seed = 7
+        for choice in range(2):
+            sampling = m.Sampling(seed=7)
+            request.sequences.append(Sequence(request, choice, 0, choice, b"12345678", 9, sampling, (256,)))
+        request.sink = Fan()
+        self.recovery.open(request, DIGEST)
+        return request
+
+    async def tick(self, after_s: float = 0.0, described: Any = None) -> None:
+        self.now += after_s
+        self.relay.tick()
+        self.recovery.tick(DESCRIBED if described is None else described, {MODEL})
+
+    def find(self, name: str = "req-1") -> Request:
+        request = self.recovery.find(name, "mine")
+        assert request is not None
+        return request
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path / "journal")
+
+
+async def test_a_successor_submits_what_its_predecessor_had_submitted(world: World) -> None:
+    world.open()
+    before = list(world.sent)
+    world.restart(after_s=2)
+    await world.tick(described={})
+    assert world.sent == []
+    await world.tick()
+    for old, new in zip(before, world.sent, strict=True):
+        assert isinstance(old, m.Submit)
+        assert isinstance(new, m.Submit)
+        assert (old.deadline_ms, new.deadline_ms) == (300_000, 298_000)
+        assert m.Submit(*[getattr(old, f) for f in m.Submit.__struct_fields__]) == old
+        assert {f: getattr(new, f) for f in m.Submit.__struct_fields__ if f != "deadline_ms"} == {
+            f: getattr(old, f) for f in m.Submit.__struct_fields__ if f != "deadline_ms"
+        }
+
+
+async def test_what_cannot_be_the_same_answer_ends_with_an_error(world: World) -> None:
+    world.open()
+    world.open("req-2", "gone")
+    world.restart()
+    other = {MODEL: m.Described("", MODEL, "cd" * 32, 258, 4096, (256,), True)}
+    watch = Watch(world.find(), None)
+    world.recovery.join(world.find(), watch)
+    await world.tick(described=other)
+    for name, code in (("req-1", "CONFLICT"), ("req-2", "MODEL_NOT_FOUND")):
+        error = world.find(name).error
+        assert error is not None
+        assert error.code == code
+    assert watch.over.done()
+    assert world.sent == []
+    world.restart()  # the error is what it ended with
+    error = world.find().error
+    assert error is not None
+    assert error.code == "CONFLICT"
+
+
+async def test_a_request_whose_time_is_over_is_not_begun(world: World) -> None:
+    world.open()
+    world.restart(after_s=301)
+    await world.tick()
+    error = world.find().error
+    assert error is not None
+    assert error.code == "TIMEOUT"
+    assert world.sent == []
+
+
+async def test_what_nobody_takes_up_is_cancelled(world: World) -> None:
+    world.open()
+    world.restart()
+    await world.tick()
+    await world.tick(CLAIM_S - 1)
+    request = world.find()
+    watch = Watch(request, None)
+    world.recovery.join(request, watch)
+    await world.tick(CLAIM_S)
+    assert request.outcome is Outcome.OPEN
+    world.recovery.leave(request, watch)  # its client is lost again
+    await world.tick(CLAIM_S - 1)
+    assert request.outcome is Outcome.OPEN
+    await world.tick(1)
+    assert request.outcome is Outcome.ABANDONED
+    assert sum(isinstance(frame, m.Cancel) for frame in world.sent) == 2
+    assert world.recovery.find("req-1", "mine") is None
+    world.restart()
+    assert world.recovery.find("req-1", "mine") is None
+
+
+async def test_ended_requests_are_kept_for_a_time_and_up_to_a_number(world: World) -> None:
+    for number in range(MAX_KEPT + 5):
+        request = world.open(f"req-{number}")
+        request.sink = None
+        world.relay.fail(request, _error())
+    assert world.recovery.find("req-4", "mine") is None
+    assert world.find("req-5").outcome is Outcome.FAILED
+    await world.tick(KEEP_S)
+    assert world.recovery.find("req-5", "mine") is None
+
+
+async def test_a_client_that_leaves_cancels_what_was_not_recovered(world: World) -> None:
+    request = world.open()
+    request.sink = watch = Watch(request, None)
+    world.recovery.leave(request, watch)
+    assert request.outcome is Outcome.ABANDONED
+
+
+def _error() -> Any:
+    from pipeline.errors import StarlingError
+
+    return StarlingError("INFERENCE", "no")
