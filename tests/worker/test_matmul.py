@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from stages.worker.kernels.activations import RECORD, SCALE, SSUM, row_bytes
 from stages.worker.kernels.dots import STARTS_BIASED
 from stages.worker.layout import FORMATS, groups_of
+from stages.worker.layout import unpack as layout_unpack
 from stages.worker.twins.arithmetic import quantize
 from stages.worker.twins.blocks import unpack
 from stages.worker.twins.exact import matmul as exact_matmul
-from tests.worker.matrices import activations, aligned, multiply, random_matrix
+from tests.worker.matrices import Packed, activations, aligned, multiply, random_matrix
 
 SIZES = (1, 2, 3, 15, 16, 17, 31, 33, 63, 65)
 
@@ -141,7 +142,32 @@ def digest_of_products() -> str:
         x[1:] = awkward(4, m.columns, rng)
         for tokens in (1, 2, 5):
             h.update(multiply(m, x[:tokens]).tobytes())
+        if name in ("Q4_0", "Q5_0", "Q8_0", "Q6_K"):
+            fill_codes(m)
+            h.update(multiply(m, x).tobytes())
     return h.hexdigest()
+
+
+def fill_codes(m: Packed) -> None:
+    """Give every value the largest code there is: where 16-bit sums would saturate."""
+    units = m.stream.reshape(-1, m.fmt.unit_bytes)
+    if m.fmt.name == "Q6_K":
+        for b in range(8):
+            units[:, 32 + 416 * b : 416 * (b + 1)] = 255
+    else:
+        units[:, :-32] = 255
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q6_K"])
+def test_the_largest_sums(name: str) -> None:
+    """Every code the largest, every activation -127: as f64 has it."""
+    m = random_matrix(name, 16, 32 // FORMATS[name].unit or 1, np.random.default_rng(9))
+    fill_codes(m)
+    x = np.full((2, m.columns), -1, np.float32)
+    values = layout_unpack(m.stream, m.fmt, 16, m.columns)
+    expected = -values.astype(np.float64).sum(axis=1)
+    for tokens in (1, 2):
+        np.testing.assert_allclose(multiply(m, x[:tokens])[0], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,26 @@ def _joined(builder: Builder, acc: Any, sums: list[Any]) -> Any:
     return builder.add(acc, _pick(builder, sums[0], list(range(16)), sums[1]))
 
 
+def begin_pairs() -> list[Any]:
+    """Sums of `add_pairs` that stand at zero."""
+    return [ir.Constant(_WORDS, None)] * 2
+
+
+def add_pairs(builder: Builder, sums: list[Any], codes: Any, values: Any) -> list[Any]:
+    """Add products in pairs to 16-bit sums: 8 times for codes of at most 15, 4 for 31, twice for 63.
+
+    8 * 2 * 15 * 127 = 30480, 4 * 2 * 31 * 127 = 31496 and 2 * 2 * 63 * 127 = 32004 fit.
+    """
+    halves = zip(sums, _halves(builder, codes), _halves(builder, values), strict=True)
+    return [builder.add(total, _call(builder, "llvm.x86.avx2.pmadd.ub.sw", _WORDS, [c, v])) for total, c, v in halves]
+
+
+def end_pairs(builder: Builder, acc: Any, sums: list[Any]) -> Any:
+    """The i32 sums of 16-bit pairs, added to `acc`."""
+    ones = ir.Constant(_WORDS, [1] * 16)
+    return _joined(builder, acc, [_call(builder, "llvm.x86.avx2.pmadd.wd", _LONGS, [s, ones]) for s in sums])
+
+
 def _narrow(builder: Builder, acc: Any, codes: Any, values: Any) -> Any:
     """Codes of at most 127: a pair is at most 2 * 127 * 127."""
     halves = zip(_halves(builder, codes), _halves(builder, values), strict=True)

@@ -120,6 +120,11 @@ def _has_minimums(kind):
     return kind == Q4_1 or kind == Q5_1 or kind == Q4_K or kind == Q5_K
 
 
+@njit(**MERGED)
+def _has_nibbles(kind):
+    return kind == Q4_0 or kind == Q4_1 or kind == Q4_K
+
+
 @njit(**INLINE)
 def _zero():
     return splat_f32(np.float32(0))
@@ -460,10 +465,14 @@ def _tiles(n):
                 dots = tiles.dots_second(dots, u, v, x, stride)
                 acc = tiles.scaled(acc, dots, load_f32(u + 576), load_f32(v + 576), x + SCALE, stride)
             else:
-                if VNNI or kind != Q8_0:
+                if VNNI:
                     dots = tiles.dots(dots, u, v, x, stride)
-                else:
+                elif kind == Q8_0:
                     dots = tiles.dots_u8(dots, u, v, x, stride)
+                elif _has_nibbles(kind):
+                    dots = tiles.dots_u4(dots, u, v, x, stride)
+                else:
+                    dots = tiles.dots(dots, u, v, x, stride)
                 acc = tiles.scaled(acc, dots, load_f32(u + 512), load_f32(v + 512), x + SCALE, stride)
                 if least:
                     acc = tiles.fma(acc, load_f32(u + 576), load_f32(v + 576), x + SSUM, stride)
@@ -491,6 +500,8 @@ _quantized_2, _dense_2 = _tiles(2)
 @njit(**MERGED)
 def _tile_of(tokens):
     """Tokens of the next tile, so that every count from 2 up is a sum of 6, 4, 3 and 2."""
+    if not VNNI:
+        return 3 if tokens == 3 else 2  # 16 registers of 256 bits hold no more
     if tokens == 7 or tokens == 8 or tokens == 4:
         return 4
     if tokens == 5 or tokens == 3:

@@ -15,7 +15,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from stages.worker.kernels import simd
-from stages.worker.kernels.dots import emit_dot4, emit_dot4_u8
+from stages.worker.kernels.dots import add_pairs, begin_pairs, emit_dot4, emit_dot4_u8, end_pairs
 from stages.worker.kernels.simd import Builder, Tile, f32x16, i32x16
 
 _I64, _I32, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
@@ -87,6 +87,28 @@ def _emit_dots(dot: Callable[..., Any], runs: range) -> Callable[..., None]:
     return emit
 
 
+def _emit_dots_folded(fold: int, runs: range) -> Callable[..., None]:
+    """Without VNNI: sums stay in 16 bits for `fold` steps, which spares widening and adding each of them."""
+
+    def emit(builder: Builder, vectors: list[Any], u0: Any, u1: Any, x: Any, stride: Any) -> None:
+        for first in runs[::fold]:
+            sums = [begin_pairs() for _ in vectors]
+            for j in range(first, first + fold):
+                offset = ir.Constant(_I64, 64 * j)
+                codes = [simd._load(builder, builder.add(u, offset), i32x16.ir) for u in (u0, u1)]
+                for t in range(len(vectors) // 2):
+                    q = _spread(builder, _at(builder, x, stride, t, 4 * j), _I32)
+                    for g in range(2):
+                        sums[2 * t + g] = add_pairs(builder, sums[2 * t + g], codes[g], q)
+            vectors[:] = [end_pairs(builder, v, total) for v, total in zip(vectors, sums, strict=True)]
+
+    return emit
+
+
+def _dots_of(fold: int, runs: range) -> Callable[..., None]:
+    return _emit_dots(emit_dot4, runs) if simd.VNNI else _emit_dots_folded(fold, runs)
+
+
 def _emit_scaled(builder: Builder, vectors: list[Any], dots: list[Any], d0: Any, d1: Any, x: Any, stride: Any) -> None:
     for t in range(len(vectors) // 2):
         scale = _spread(builder, _at(builder, x, stride, t), _FLOAT)
@@ -125,20 +147,21 @@ _BOTH, _FIRST, _SECOND = range(8), range(4), range(4, 8)
 dots = _operation(
     "dots",
     _CODES,
-    _emit_dots(emit_dot4, _BOTH),
+    _dots_of(4, _BOTH),
     "Add a block: code vectors at u0, u1 times 32 bytes at x.",
 )
+dots_u4 = _operation("dots_u4", _CODES, _dots_of(8, _BOTH), "As `dots`, for codes of at most 15.")
 dots_u8 = _operation("dots_u8", _CODES, _emit_dots(emit_dot4_u8, _BOTH), "As `dots`, for 8-bit codes.")
 dots_first = _operation(
     "dots_first",
     _CODES,
-    _emit_dots(emit_dot4, _FIRST),
+    _dots_of(2, _FIRST),
     "As `dots`, for the first 16 values of the block.",
 )
 dots_second = _operation(
     "dots_second",
     _CODES,
-    _emit_dots(emit_dot4, _SECOND),
+    _dots_of(2, _SECOND),
     "As `dots`, for the last 16 values of the block.",
 )
 
