@@ -7,13 +7,15 @@ maps a checkpoint checks nothing again.
 
 from __future__ import annotations
 
+import errno
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipeline.errors import ModelUnavailable
+from pipeline.errors import ModelUnavailable, ResourceError
 from shm.checkpoint import CheckpointWriter, Hyper, Index, TokenizerData
 from stages.worker.gguf_file import GgufError, GgufFile, TensorInfo
 from stages.worker.layout import pack
@@ -29,12 +31,21 @@ _ROPE = ("rope.cos_lo", "rope.sin_lo", "rope.cos_hi", "rope.sin_hi")
 def ingest(source: Path, index_path: Path, digest: str, progress: Progress = lambda phase, done, total: None) -> Index:
     """Write `index_path` and its `.bin` from the GGUF `source`, whose SHA-256 is `digest` (hex).
 
-    Raises `ModelUnavailable` when the file cannot be used; nothing is left behind then.
+    Raises `ModelUnavailable` when the file cannot be used, `ResourceError` when there is no room for the
+    checkpoint; nothing is left behind then.
     """
     try:
         return _ingest(source, index_path, digest, progress)
     except GgufError as error:
         raise ModelUnavailable(str(error), param="model") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(index_path.parent).free
+        raise ResourceError(
+            f"{index_path.parent}: no room for the checkpoint of {source} ({source.stat().st_size:,} bytes needed, "
+            f"{free:,} free); free space there or move STARLING_HOME"
+        ) from None
 
 
 def _ingest(source: Path, index_path: Path, digest: str, progress: Progress) -> Index:

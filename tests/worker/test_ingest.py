@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import struct
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
-from pipeline.errors import ModelUnavailable
+from pipeline.errors import ModelUnavailable, ResourceError
 from shm.checkpoint import Checkpoint, bin_path
 from stages.worker.gguf_file import GgufFile
 from stages.worker.ingest import ingest
@@ -84,6 +85,23 @@ def test_demo_model(demo_gguf: Path, tmp_path: Path) -> None:
         for n in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up",
                   "ffn_down")
     ]  # fmt: skip
+
+
+def test_qwen2_pairs_halves(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    renamed = tmp_path / "qwen2.gguf"
+    renamed.write_bytes(tiny_gguf("small", "Q8_0").read_bytes().replace(b"llama", b"qwen2"))
+    index = ingest(renamed, tmp_path / "m.idx", DIGEST)
+    assert (index.architecture, index.hyper.rope_pairing, index.hyper.attention_bias) == ("qwen2", "halves", False)
+
+
+def test_a_full_disk_is_said_so(tiny_gguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("shm.checkpoint.os.fsync", full)
+    with pytest.raises(ResourceError, match="no room for the checkpoint"):
+        ingest(tiny_gguf("small", "Q8_0"), tmp_path / "m.idx", DIGEST)
+    assert list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------ bad files
