@@ -416,7 +416,7 @@ class SessionBegin(Frame, tag="b"):
     """A turn of a session begins; one at a time. Answers `SessionHeld` or `SessionRefused`.
 
     Asked again for a turn that is under way (an answer was lost, kv has restarted): `resume` is its
-    number, and the answer is the same.
+    number, and the answer is the same.  -1: whichever the sender may have begun before.
     """
 
     id: int  # correlation; grows
@@ -445,7 +445,7 @@ class SessionCommit(Frame, tag="p"):
 
 
 class SessionAbort(Frame, tag="v"):
-    """The turn was cancelled or failed: the session is what it was before. No answer."""
+    """The turn was cancelled or failed: the session is what it was before, if it was. No answer."""
 
     model: str
     tenant: str

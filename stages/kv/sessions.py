@@ -28,6 +28,7 @@ from stages.kv.session import Session
 from stages.kv.session_files import SessionFiles
 
 MAX_ID = 128  # characters
+EMPTY_S = 600  # a session without any turn is kept so long
 
 
 def _new_id() -> str:
@@ -79,7 +80,10 @@ class Sessions:
         salt: str = "",
         resume: int = 0,
     ) -> Session:
-        """A turn of `holder` begins. Raises `NotFound`, `Conflict`, `Overloaded`, `ResourceError`."""
+        """A turn of `holder` begins. Raises `NotFound`, `Conflict`, `Overloaded`, `ResourceError`.
+
+        `resume`: the turn that `holder` may have begun before; -1: whichever it is.
+        """
         session = self._held.get((tenant, session_id)) if session_id else None
         if session is not None and self._is_over(session, self._clock()):
             self._drop(session)
@@ -88,7 +92,7 @@ class Sessions:
             if not create:
                 raise self._unknown(session_id)
             session = self._create(tenant, session_id, ttl_s, salt)
-        if session.holder and not (session.holder == holder and resume == session.turn):
+        if session.holder and not (session.holder == holder and resume in (-1, session.turn)):
             raise Conflict(f"session {session.id!r} has a turn under way; wait for it", param="session_id")
         session.holder = holder
         return session
@@ -133,10 +137,12 @@ class Sessions:
         return session
 
     def abort(self, holder: bytes, tenant: str, session_id: str, turn: int) -> None:
-        """The turn came to nothing. A late or unknown one is ignored."""
+        """The turn came to nothing, and a session with it that had no other. A late or unknown one is ignored."""
         session = self._held.get((tenant, session_id))
         if session is not None and session.holder == holder and session.turn == turn:
             session.holder = b""
+            if not session.turns:
+                self._drop(session)
 
     def drop_holder(self, holder: bytes) -> None:
         """Whoever holds turns is gone: none of them is under way any more."""
@@ -218,7 +224,9 @@ class Sessions:
 
     @staticmethod
     def _is_over(session: Session, now: float) -> bool:
-        return bool(session.ttl_s) and not session.holder and now - session.last_use >= session.ttl_s
+        """One without a turn, kept or under way, is what a gateway that was killed left behind."""
+        ttl_s = session.ttl_s if session.turns else min(session.ttl_s or EMPTY_S, EMPTY_S)
+        return bool(ttl_s) and not session.holder and now - session.last_use >= ttl_s
 
     @staticmethod
     def _is_last(session: Session, base: int, tokens: bytes) -> bool:

@@ -15,7 +15,7 @@ from pipeline.errors import Conflict, InvalidRequest, NotFound, Overloaded, Reso
 from stages.kv import prefix
 from stages.kv.manager import Grant
 from stages.kv.session_files import SUFFIX, SessionFiles, parse
-from stages.kv.sessions import Sessions
+from stages.kv.sessions import EMPTY_S, Sessions
 from tests.kv.world import DIGEST, GEOMETRY, PAGE_TOKENS, Clock, FakeRows, contents, manager, small_arena
 
 ME, OTHER = b"gateway-1", b"gateway-2"
@@ -68,8 +68,28 @@ def test_two_turns_at_once_are_a_conflict(sessions: Sessions) -> None:
     with pytest.raises(Conflict):
         sessions.begin(ME, "t", "a")
     assert sessions.begin(ME, "t", "a", resume=1).turn == 1  # the same one, asked again
+    assert sessions.begin(ME, "t", "a", resume=-1).turn == 1
+    with pytest.raises(Conflict):
+        sessions.begin(OTHER, "t", "a", resume=-1)
+    sessions.commit(ME, "t", "a", 1, 0, raw(1))
+    assert sessions.begin(OTHER, "t", "a").turn == 2
+
+
+def test_a_session_whose_first_turn_came_to_nothing_was_never_there(
+    sessions: Sessions, clock: Time, tmp_path: Path
+) -> None:
+    sessions.begin(ME, "t", "a", create=True)
     sessions.abort(ME, "t", "a", 1)
-    assert sessions.begin(OTHER, "t", "a").turn == 1
+    with pytest.raises(NotFound):
+        sessions.begin(ME, "t", "a")
+    sessions.begin(ME, "t", "b", create=True)
+    sessions.drop_holder(ME)  # killed: its successor may take the turn up again
+    clock.now += EMPTY_S - 1
+    assert sessions.begin(OTHER, "t", "b", resume=1).turn == 1
+    sessions.drop_holder(OTHER)
+    clock.now += 1
+    assert sessions.expire() == 1
+    assert list(tmp_path.glob("*" + SUFFIX)) == []
 
 
 def test_a_cancelled_turn_leaves_nothing(sessions: Sessions, tmp_path: Path, clock: Time) -> None:
@@ -132,7 +152,8 @@ def test_closed_and_expired_are_gone(sessions: Sessions, clock: Time, tmp_path: 
     with pytest.raises(NotFound):
         sessions.begin(ME, "t", "a")
     assert sessions.expire() == 0  # a went when it was asked for; b has a turn under way
-    sessions.abort(ME, "t", "b", 1)
+    sessions.commit(ME, "t", "b", 1, 0, raw(2))
+    clock.now += 11
     assert sessions.expire() == 1
     sessions.begin(ME, "t", "c", create=True)
     sessions.close("t", "c")
