@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,25 @@ def test_the_cache_has_a_directory_for_each_target(tmp_path: Path) -> None:
         directories.add(directory)
     if chosen != "portable":
         assert len(directories) == 2
+
+
+def test_a_restriction_that_comes_too_late_is_refused(tmp_path: Path) -> None:
+    """Jitted functions of another CPU must not pass for portable ones."""
+    code = "import numba; numba.njit(lambda x: x); import stages.worker"
+    environment = {**os.environ, "STARLING_ISA": "portable", "STARLING_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "import it first" in done.stderr
+
+
+def test_old_caches_are_removed(tmp_path: Path) -> None:
+    for days in range(8):
+        old = tmp_path / "cache" / f"kernels-{days}"
+        old.mkdir(parents=True)
+        os.utime(old, (time.time() - 86400 * days, time.time() - 86400 * days))
+    environment = {**os.environ, "STARLING_HOME": str(tmp_path)}
+    code = "import stages.worker; print(stages.worker.settle.__module__)"
+    subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+    left = {path.name for path in (tmp_path / "cache").iterdir()}
+    assert {"kernels-0", "kernels-1", "kernels-2"} <= left
+    assert len(left) == 4

@@ -1,7 +1,7 @@
 """Which instructions the kernels may use, and where compiled kernels are kept.
 
-Import this (or `simd`, which does) before numba is imported anywhere else: it settles numba's cache
-directory and target CPU, which numba reads from its environment once.  `STARLING_ISA` restricts:
+`settle` tells numba its cache directory and target CPU, which numba takes up once: the package
+`stages.worker` calls it when it is imported, before anything is jitted.  `STARLING_ISA` restricts:
 
     portable   x86-64-v3 (AVX2, FMA, F16C), the minimum
     vnni       512-bit AVX-512 with VNNI
@@ -16,13 +16,16 @@ import functools
 import hashlib
 import importlib.metadata
 import os
+import shutil
 import sys
+import time
 from pathlib import Path
 
 import llvmlite.binding as llvm
 
 MINIMUM = ("avx2", "fma", "f16c", "bmi2")
 VNNI_NEEDS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
+KEPT_CACHES = 4
 ISAS = ("portable", "vnni", "native")
 _PORTABLE_CPU = "x86-64-v3"
 _PORTABLE_FEATURES = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse4.2,+ssse3"
@@ -98,18 +101,37 @@ def cache_dir() -> Path:
 def settle() -> str:
     """Point numba at the cache directory and the target CPU, once; returns the ISA.
 
-    Raises `UnsupportedCpu`, or `RuntimeError` when numba compiled something before.
+    Raises `UnsupportedCpu`, or `RuntimeError` when numba was set up for another CPU before.
     """
     name, features = target()
     directory = cache_dir()
     directory.mkdir(parents=True, exist_ok=True)
+    os.utime(directory)
+    _prune(directory.parent)
     os.environ["NUMBA_CACHE_DIR"] = str(directory)
     os.environ["NUMBA_CPU_NAME"] = name
     os.environ["NUMBA_CPU_FEATURES"] = features
     if "numba" in sys.modules:
-        import numba
-
-        numba.core.config.reload_config()
-        if name != numba.core.config.CPU_NAME:
-            raise RuntimeError("numba was imported before stages.worker.kernels and cannot be settled")
+        _reload(name)
     return isa()
+
+
+def _reload(name: str) -> None:
+    """Make a numba that was imported already take up the environment."""
+    import numba
+    from numba.core import registry
+
+    # The first jitted function fixes the CPU of all others.
+    is_fixed = "_toplevel_target_context" in vars(registry.cpu_target)
+    if is_fixed and name != (numba.core.config.CPU_NAME or llvm.get_host_cpu_name()):
+        raise RuntimeError(f"functions were jitted before `stages.worker` asked for {name}: import it first")
+    numba.core.config.reload_config()
+
+
+def _prune(parent: Path) -> None:
+    """Remove caches of other sources and CPUs: all but the last used, and none used today."""
+    used = {path: path.stat().st_mtime for path in parent.glob("kernels-*")}
+    stale = sorted(used, key=lambda path: used[path])[:-KEPT_CACHES]
+    for path in stale:
+        if used[path] < time.time() - 86400:
+            shutil.rmtree(path, ignore_errors=True)
