@@ -23,6 +23,8 @@ from pathlib import Path
 
 import llvmlite.binding as llvm
 
+from pipeline.errors import ConfigError
+
 MINIMUM = ("avx2", "fma", "f16c", "bmi2")
 VNNI_NEEDS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
 KEPT_CACHES = 4
@@ -31,7 +33,7 @@ _PORTABLE_CPU = "x86-64-v3"
 _PORTABLE_FEATURES = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse4.2,+ssse3"
 
 
-class UnsupportedCpu(RuntimeError):
+class UnsupportedCpu(ConfigError):
     """This CPU cannot run the kernels (or not the ones asked for); the message says what it lacks."""
 
 
