@@ -175,6 +175,14 @@ def test_a_full_disk_is_not_fatal_and_leaves_no_half_record(
     assert set(found(tmp_path)) == {"req-a", "req-c"}
 
 
+def test_a_planned_fault_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STARLING_FAULTS", "disk:enospc@journal")
+    target = journal(tmp_path)
+    assert not target.open(opened("req-a"))
+    target.close()
+    assert found(tmp_path) == {}
+
+
 def test_a_rewriting_that_was_cut_short_is_not_looked_at(tmp_path: Path) -> None:
     target = journal(tmp_path)
     target.open(opened("req-a"))
