@@ -25,9 +25,20 @@ MAX_BIASES = 300  # as in Sampling.logit_bias
 MAX_TOP_LOGPROBS = 20
 MAX_SPECULATE = 16  # draft tokens in a step, as in models.*.speculate
 MAX_PROMPT_IDS = 1_000_000  # of the field; the model's context is the real bound
+MAX_ID = 128  # characters of a session's
+DEFAULT_TTL_S = 3600  # of a new session that gives none
+MAX_TTL_S = 30 * 86_400
 U64 = 1 << 64
 
 TextOrIds = str | tuple[int, ...]
+
+
+class Turn(msgspec.Struct, array_like=True):
+    """Of a session, once kv has begun it."""
+
+    session: str
+    number: int  # 0: it is over and need not be kept again
+    base: int  # tokens that the session held before
 
 
 class Ask(msgspec.Struct, kw_only=True):
@@ -52,6 +63,10 @@ class Ask(msgspec.Struct, kw_only=True):
     skip_special: bool = True
     cache_salt: str = ""  # prompts share cached pages only with others of the same salt
     speculate: int = 0  # most draft tokens in a step; 0: as the model is configured
+    session_id: str | None = None  # "": a new one
+    creates_session: bool = False  # when there is none of that id
+    session_ttl_s: int = 0  # of a new one; 0: never closed by itself
+    turn: Turn | None = None  # filled in at admission
 
     @property
     def prompt_field(self) -> str:

@@ -10,17 +10,22 @@ Request:
      "cache_salt": "...",                cached prompts are shared only under the same salt
      "speculate": 0,                     most draft tokens in a step; never changes the text
      "n": 1, "logprobs": 5,              the sampled token's and the 5 highest
-     "skip_special_tokens": true, "stream": false}
+     "skip_special_tokens": true, "stream": false,
+     "session_id": "...",                a turn of that session: the prompt goes after what it holds; "": a new one
+     "create_session": false,            a session of that id may be new
+     "session_ttl_s": 3600}              of a new one: closed when unused for so long; 0: never
 
 Answer:
     {"id": "req-...", "object": "generation", "created": 1, "model": "...", "seed": 7,
      "choices": [{"index": 0, "text": "...", "tokens": [ids], "finish_reason": "stop" | "length",
                   "stop_string": "..." | null, "logprobs": [...] | null}],
+     "session_id": "...",                in turns of sessions
      "usage": {...}}
 
 Stream: an event for each piece of text, `{"index", "text", "tokens", "start", "logprobs"?}` with the
 output index of its first token; for each choice `{"index", "finish_reason", "stop_string"}`; then
-`{"id", "object", "created", "model", "seed", "usage"}` and `[DONE]`.
+`{"id", "object", "created", "model", "seed", "session_id"?, "usage"}` and
+`[DONE]`.
 """
 
 from __future__ import annotations
@@ -30,16 +35,28 @@ from typing import Any
 from pipeline.errors import InvalidRequest
 from stages.gateway.ask import (
     COMMON_FIELDS,
+    DEFAULT_TTL_S,
+    MAX_ID,
     MAX_OUTPUT_TOKENS,
     MAX_PROMPT_IDS,
     MAX_TOP_LOGPROBS,
+    MAX_TTL_S,
     Ask,
     TextOrIds,
     check_together,
     common,
 )
 from stages.gateway.chat import with_logprobs
-from stages.gateway.fields import Reader, Unsupported, integer, read_fields, refuse, token_ids
+from stages.gateway.fields import (
+    Reader,
+    Unsupported,
+    flag,
+    integer,
+    read_fields,
+    refuse,
+    text,
+    token_ids,
+)
 from stages.gateway.record import Request, Sequence
 from stages.gateway.relay import TokenBytes
 from stages.gateway.shape import finite, to_json, token_text, usage
@@ -59,7 +76,6 @@ def read_prompt(value: Any, name: str) -> TextOrIds:
 
 
 UNSUPPORTED = {
-    "session_id": Unsupported(hint="send the whole text so far as the prompt"),
     "best_of": Unsupported(1, hint="use n"),
 }
 
@@ -68,6 +84,9 @@ FIELDS: dict[str, Reader] = {
     "prompt": read_prompt,
     "max_tokens": integer(1, MAX_OUTPUT_TOKENS),
     "logprobs": integer(0, MAX_TOP_LOGPROBS),
+    "session_id": text(MAX_ID),
+    "create_session": flag,
+    "session_ttl_s": integer(0, MAX_TTL_S, hint="0 is never"),
 }
 
 
@@ -84,9 +103,28 @@ def read(body: dict[str, Any]) -> Ask:
         max_tokens=values.get("max_tokens"),
         logprobs=has_logprobs,
         top_logprobs=values.get("logprobs", 0),
+        **_session(values),
         **arguments,
     )
+    if ask.session_id is not None and ask.n > 1:
+        raise InvalidRequest(f"n is {ask.n}; a session goes on with one answer: leave n out", "n")
     return check_together(ask)
+
+
+def _session(values: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `Ask`."""
+    creates = values.get("create_session", False)
+    name = values.get("session_id", "" if creates else None)
+    if "session_ttl_s" in values and not creates and name != "":
+        raise InvalidRequest(
+            'session_ttl_s is for a new session; send it with "create_session": true or with an empty '
+            "session_id", "session_ttl_s",
+        )  # fmt: skip
+    return {
+        "session_id": name,
+        "creates_session": creates,
+        "session_ttl_s": values.get("session_ttl_s", DEFAULT_TTL_S),
+    }
 
 
 # ------------------------------------------------------------------ out
@@ -105,6 +143,8 @@ class GenerateShape:
             "model": request.model,
             "seed": request.seed,
         }
+        if request.ask.turn is not None:
+            self._base["session_id"] = request.ask.turn.session
 
     def opening(self) -> list[bytes]:
         return []

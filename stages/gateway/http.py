@@ -27,6 +27,7 @@ from stages.gateway.limits import Caller, Keys
 from stages.gateway.record import Outcome, Request
 from stages.gateway.relay import TokenBytes
 from stages.gateway.service import Service
+from stages.gateway.sessions import read_close
 from stages.gateway.shape import Shape, to_json
 from stages.gateway.sse import EventStream, WholeAnswer
 from stages.gateway.takeup import Mark, parse_mark
@@ -76,6 +77,7 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
     for endpoint in TEXT_ENDPOINTS:
         app.router.add_post(endpoint.path, _text_handler(endpoint, config, service))
     app.router.add_get("/v1/requests/{id}", _request)
+    app.router.add_post("/v1/session/close", _close_session)
     app.router.add_post("/v1/tokenize", _tokenize)
     app.router.add_post("/v1/detokenize", _detokenize)
     app.router.add_get("/v1/models", _models)
@@ -231,6 +233,7 @@ def _log_request(
             "completion_tokens": record.completion_tokens,
             "first_token_ms": round((begun - record.started_at) * 1000, 1) if begun else None,
             "finish": record.outcome.value,
+            "session_id": record.ask.turn.session if record.ask.turn else None,
         }
     if error is not None:
         fields |= {"error": error.code, "reason": error.message}
@@ -373,6 +376,14 @@ async def _answer(
 
 
 # ------------------------------------------------------------------ the others
+
+
+async def _close_session(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    name, session_id = read_close(await _read_body(request, service.config))
+    model = service.model_name(name)
+    await service.sessions.close(model, request[_CALLER].tenant, session_id)
+    return _json({"model": model, "session_id": session_id, "closed": True})
 
 
 async def _tokenize(request: web.Request) -> web.Response:

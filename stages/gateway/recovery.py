@@ -219,6 +219,8 @@ class Recovery:
             request.end(Outcome.FAILED)
             return request
         opened.deadline = self._wall() + self._timeout_s
+        if opened.ask.turn is not None:
+            opened.ask.turn.number = 0  # it was kept when the request ended
         request = self._request(opened)
         if self.journal is not None:
             self.journal.open(opened)

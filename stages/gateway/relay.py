@@ -62,7 +62,9 @@ class Relay:
         send_tokenizer: Callable[[Frame], bool],
         clock: Callable[[], float],
         on_end: Callable[[Request], None] = lambda request: None,
+        on_last: Callable[[Request], bool] = lambda request: False,
     ) -> None:
+        """`on_last`: all text of a request is out. True: it ends when `complete` is called."""
         self.requests: dict[str, Request] = {}
         self.sequences: dict[str, Sequence] = {}
         self.token_bytes: dict[str, TokenBytes] = {}  # by model; for logprobs, bounded by vocabularies
@@ -70,6 +72,7 @@ class Relay:
         self._send_tokenizer = send_tokenizer
         self._clock = clock
         self._on_end = on_end
+        self._on_last = on_last
         self._next_id = 1  # of Detokenize frames; grows, so that an answer tells its age
         self._wanted: dict[int, dict[str, tuple[int, ...]]] = {}  # frame -> sequence -> ids asked for
         self._unsubmitted: dict[str, Sequence] = {}
@@ -95,6 +98,16 @@ class Relay:
         """The client has gone. Late calls are harmless."""
         if request.outcome is Outcome.OPEN:
             self._end(request, Outcome.ABANDONED)
+
+    def complete(self, request: Request) -> None:
+        """All its sequences are finished, and so is it. Late calls are harmless."""
+        if request.outcome is not Outcome.OPEN:
+            return
+        sink = request.sink
+        self._end(request, Outcome.FINISHED)
+        if sink is not None:
+            sink.finished()
+            sink.flush()
 
     def fail(self, request: Request, error: StarlingError) -> None:
         """End the request with an error. Late calls are harmless."""
@@ -396,10 +409,8 @@ class Relay:
         if sink is not None:
             sink.ended(sequence)
         request.left -= 1
-        if request.left == 0:
-            self._end(request, Outcome.FINISHED)
-            if sink is not None:
-                sink.finished()
+        if request.left == 0 and not self._on_last(request):
+            self.complete(request)
 
     # ---------------------------------------------------------------- time
 

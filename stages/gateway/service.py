@@ -38,6 +38,7 @@ from stages.gateway.readiness import StageHealth, model_report
 from stages.gateway.record import Request, Sequence, Sink
 from stages.gateway.recovery import Recovery, Watch
 from stages.gateway.relay import Relay
+from stages.gateway.sessions import Sessions
 from stages.gateway.takeup import TOKENS, Mark
 
 log = logging.getLogger("starling.gateway")
@@ -64,10 +65,14 @@ class Service:
         metrics: Metrics | None = None,
         journal: Journal | None = None,
         wall: Callable[[], float] = time.time,
+        send_kv: Callable[[m.Frame], bool] = lambda frame: False,
     ) -> None:
         self.config = config
         self.clock = clock
-        self.relay = Relay(send_scheduler, send_tokenizer, clock, self._on_end)
+        self.relay = Relay(
+            send_scheduler, send_tokenizer, clock, self._on_end, lambda request: self.sessions.finish(request)
+        )
+        self.sessions = Sessions(self.relay, send_kv)
         self.recovery = Recovery(
             self.relay, journal, clock, wall, config.server.request_timeout_ms / 1000
         )
@@ -227,6 +232,7 @@ class Service:
         self.tokenizer.beat(tokenizer_beat)
         self.scheduler.beat(scheduler_beat)
         self.relay.tick()
+        self.sessions.tick()
         for drain in self.drains.due():
             drain.ended += self.end_all(too_late(drain), "" if drain.target == ALL else drain.target)
         if not self.is_draining:
@@ -356,6 +362,7 @@ class Service:
 
     def open(self, request: Request) -> None:
         """Begin an admitted request that has its sink."""
+        self.sessions.open(request)
         self.recovery.open(request, self.described[request.model].digest)
 
     def find(self, request_id: str, tenant: str, mark: Mark | None = None) -> Request:
@@ -426,9 +433,25 @@ class Service:
     ) -> Request:
         self.quotas.take_request(caller.tenant)
         await self.wait_ready(model)
+        if ask.session_id is None:
+            return await self._put_together(model, ask, (), caller, started_at, client_id)
+        ask, held = await self.sessions.begin(model, caller.tenant, ask)
+        try:
+            return await self._put_together(model, ask, held, caller, started_at, client_id)
+        except BaseException:
+            if ask.turn is not None:
+                self.sessions.abort(model, caller.tenant, ask.turn)
+            raise
+
+    async def _put_together(
+        self, model: str, ask: Ask, held: tuple[int, ...], caller: Caller, started_at: float, client_id: str
+    ) -> Request:
+        """`held`: the tokens before the prompt, of the session."""
         described = self.described[model]
-        prompts = await self._prompts(ask, model)
+        prompts = await self._prompts(ask, model, add_bos=not held)
         self._check_ids(ask, prompts, described.vocab_size)
+        if held:
+            prompts = [held + prompt for prompt in prompts]
         bounds = self.bounds(model)
         budgets = [
             output_budget(len(prompt), ask.max_tokens, bounds, _field(ask, index), ask.max_tokens_field)
@@ -467,13 +490,14 @@ class Service:
         context = min(context, limit) if limit else context
         return Bounds(context, scheduler.max_prompt_tokens, scheduler.max_output_tokens)
 
-    async def _prompts(self, ask: Ask, model: str) -> list[tuple[int, ...]]:
+    async def _prompts(self, ask: Ask, model: str, *, add_bos: bool) -> list[tuple[int, ...]]:
         if ask.messages is not None:
             if not self.described[model].chat:
                 raise InvalidRequest(f"model {model!r} has no chat template; use /v1/completions", "model")
             return [(await self.render(model, ask.messages)).tokens]
         asked: list[Awaitable[m.Encoded] | tuple[int, ...]] = [
-            self.encode(model, prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompts
+            self.encode(model, prompt, add_bos=add_bos) if isinstance(prompt, str) else prompt
+            for prompt in ask.prompts
         ]
         # All at once: a tokenizer that is asked for many answers them in one round.
         texts = iter(await asyncio.gather(*(item for item in asked if not isinstance(item, tuple))))
@@ -497,6 +521,7 @@ class Service:
         self.quotas.charge_output(request.tenant, request.completion_tokens)
         self.metrics.ended(request)
         self.recovery.ended(request)
+        self.sessions.ended(request)
 
     def drain(self) -> None:
         """Take no more requests for text."""

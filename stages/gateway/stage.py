@@ -1,4 +1,4 @@
-"""The gateway process: the listening socket, the two edges, and an orderly end.
+"""The gateway process: the listening socket, the three edges, and an orderly end.
 
 SIGTERM drains: no request for text is taken any more (503, /ready says so), streams in flight go on up to
 `server.drain_timeout_ms`, then the rest end with an error that says why, and the process exits.
@@ -69,15 +69,20 @@ class GatewayStage:
         self.scheduler: Link = self.endpoints.connect(
             "gateway-scheduler", lambda frame: self.service.on_scheduler(frame)
         )
+        self.kv: Link = self.endpoints.connect(
+            "gateway-kv", lambda frame: self.service.sessions.on_frame(frame)
+        )
         self.journal = _open_journal(config)
         self.service = Service(
             config, self.scheduler.send, self.tokenizer.send,
-            metrics=self.endpoints.metrics, journal=self.journal,
+            metrics=self.endpoints.metrics, journal=self.journal, send_kv=self.kv.send,
         )  # fmt: skip
         self.tokenizer.on_up = self.service.on_tokenizer_up
         self.tokenizer.on_down = self.service.on_tokenizer_down
         self.scheduler.on_up = self.service.on_scheduler_up
         self.scheduler.on_down = self.service.on_scheduler_down
+        self.kv.on_up = self.service.sessions.on_up
+        self.kv.on_down = self.service.sessions.on_down
         self.endpoints.on_tick.append(self._tick)
         self.admin = Admin(self.service, paths.arena_dir(config) / "gateway.drains")
         self.control = Control(paths.run_dir(config), "gateway", self._operate)

@@ -425,7 +425,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "order": ["mask", "spin"]}, "order[1]", "one of"),
     ({"prompt": "x", "temprature": 1}, "temprature", "did you mean temperature?"),
     ({"prompt": "x", "zzz": 1}, "zzz", "unknown parameter zzz"),
-    ({"prompt": "x", "session_id": "s"}, "session_id", "not supported"),
+    ({"prompt": "x", "session_id": 5}, "session_id", "a string"),
     ({"prompt": "x", "model": "byts"}, "model", "did you mean 'bytes'?"),
     ({"prompt": "x" * 5000}, "prompt", "has 5000 tokens; at most 4095"),
     ({"prompt": "x" * 4000, "max_tokens": 200}, "max_tokens", "at most 96"),

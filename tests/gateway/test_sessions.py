@@ -1,0 +1,336 @@
+"""Turns of sessions: what is kept, what leaves nothing, and kv dying at every place."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline import messages as m
+from pipeline.errors import StarlingError
+from stages.gateway.ask import Ask
+from stages.gateway.record import Outcome, Request, Sequence
+from stages.gateway.relay import Relay
+from stages.gateway.sessions import Sessions
+from stages.kv.session_frames import answer
+from tests.gateway.kv_peer import MAX_SESSIONS, KvPeer, open_sessions
+from tests.gateway.peers import EOS, MODEL, output
+from tests.gateway.server import Server
+
+ME = b"me"
+HELLO = m.Hello("kv", 1, 1, 1)
+
+
+# ------------------------------------------------------------------ without sockets
+
+
+class World:
+    """The gateway's sessions and kv's, with queues that kv's death empties."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.to_kv: list[m.Frame] = []
+        self.to_gateway: list[m.Frame] = []
+        self.ended: list[Request] = []
+        self.relay = Relay(
+            lambda frame: True, lambda frame: True, lambda: 0.0, self._on_end, lambda r: self.sessions.finish(r)
+        )
+        self.sessions = Sessions(self.relay, self._send)
+        self.is_up = False
+        self.kv_comes()
+
+    def _send(self, frame: m.Frame) -> bool:
+        self.to_kv.append(frame)
+        return True
+
+    def _on_end(self, request: Request) -> None:
+        self.ended.append(request)
+        self.sessions.ended(request)
+
+    def kv_dies(self) -> None:
+        if self.is_up:
+            self.is_up = False
+            self.to_kv.clear()
+            self.to_gateway.clear()
+            self.sessions.on_down(HELLO)
+
+    def kv_comes(self) -> None:
+        if not self.is_up:
+            self.is_up = True
+            self.kv = open_sessions(self.directory)
+            self.sessions.on_up(HELLO)
+
+    def kv_reads(self) -> None:
+        if self.to_kv:
+            reply = answer(self.kv, ME, self.to_kv.pop(0))
+            if reply is not None:
+                self.to_gateway.append(reply)
+
+    def gateway_reads(self) -> None:
+        if self.to_gateway:
+            self.sessions.on_frame(self.to_gateway.pop(0))
+
+    def settle(self) -> None:
+        self.kv_comes()
+        while self.to_kv or self.to_gateway:
+            self.kv_reads()
+            self.gateway_reads()
+        self.sessions.tick()
+
+    def request(self, ask: Ask, prompt: tuple[int, ...], number: int) -> Request:
+        request = Request(f"req-{number}", ask, MODEL, "t", 1e9)
+        line = Sequence(
+            request, 0, 0, 0, array("i", prompt).tobytes(), 50, m.Sampling(), (EOS,)
+        )
+        request.sequences.append(line)
+        self.sessions.open(request)
+        self.relay.open(request)
+        return request
+
+    def finish(self, request: Request, tokens: list[int]) -> None:
+        (line,) = request.sequences
+        if request.outcome is Outcome.OPEN and not line.is_over:
+            line.tokens, line.end = list(tokens), len(tokens)
+            self.relay._finish(line, len(tokens))
+
+
+STEPS = st.sampled_from(
+    ["kv_reads", "gateway_reads", "kv_dies", "kv_comes", "finish", "leave", "cancel", "tick"]
+)
+
+
+@given(st.lists(STEPS, max_size=60))
+@settings(max_examples=150, deadline=None)
+def test_every_finished_turn_is_held_and_no_other(steps: list[str]) -> None:
+    """Whatever dies whenever; a turn whose client left while it was being kept may be either."""
+
+    async def run(world: World) -> None:
+        held: list[int] = []
+        number = 0
+        turn: asyncio.Task[Any] | None = None
+        request: Request | None = None
+        output_of: dict[str, list[int]] = {}
+        doubtful: list[int] | None = None
+        for step in [*steps, "end"]:
+            if turn is None and request is None:
+                number += 1
+                ask = Ask(endpoint="generate", model=MODEL, session_id="s", creates_session=True)
+                turn = asyncio.ensure_future(world.sessions.begin(MODEL, "t", ask))
+            await asyncio.sleep(0)
+            if step in ("kv_reads", "gateway_reads", "kv_dies", "kv_comes"):
+                getattr(world, step)()
+            elif step == "tick":
+                world.sessions.tick()
+            elif step == "cancel" and turn is not None:
+                turn.cancel()
+            elif step == "leave" and request is not None:
+                if request.sequences[0].is_over and request.outcome is Outcome.OPEN:
+                    doubtful = held + output_of[request.id]
+                world.relay.abandon(request)
+            elif step == "finish" and request is not None:
+                world.finish(request, [number])
+            elif step == "end":
+                world.settle()
+            for _ in range(3):
+                await asyncio.sleep(0)
+            if turn is not None and turn.done():
+                if turn.cancelled() or turn.exception() is not None:
+                    if not turn.cancelled():  # let go a moment ago, and kv has not said so yet
+                        error = turn.exception()
+                        assert isinstance(error, StarlingError)
+                        assert error.code == "CONFLICT"
+                else:
+                    ask, tokens = turn.result()
+                    if list(tokens) != held:
+                        assert list(tokens) == doubtful
+                    held, doubtful = list(tokens), None
+                    request = world.request(ask, (*tokens, 1000 + number), number)
+                    output_of[request.id] = [1000 + number, number]
+                turn = None
+            if request is not None and request.outcome is not Outcome.OPEN:
+                assert request.error is None
+                if request.outcome is Outcome.FINISHED:
+                    held = held + output_of[request.id]
+                request = None
+        if turn is not None:
+            turn.cancel()
+        if request is not None:
+            world.finish(request, [number])
+            world.settle()
+            assert request.outcome is Outcome.FINISHED
+            held = held + output_of[request.id]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        world.settle()
+        assert world.sessions._busy == {}
+        assert world.sessions._asked == {}
+        (kept,) = [list(s.tokens) for s in world.kv.all()] or [[]]
+        assert kept in (held, doubtful)
+        assert all(not s.holder for s in world.kv.all())
+
+    with tempfile.TemporaryDirectory() as directory:
+        asyncio.run(run(World(Path(directory))))
+
+
+# ------------------------------------------------------------------ over HTTP
+
+
+@pytest.fixture(scope="module")
+def kv(server: Server, homes: Callable[[], Path]) -> Iterator[KvPeer]:
+    peer = KvPeer(server.config, homes())
+    yield peer
+    peer.stop()
+
+
+def turn(server: Server, prompt: Any, session: str | None, status: int = 200, **more: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 20, "seed": 7, "ignore_eos": True, **more}
+    if session is not None:
+        body["session_id"] = session
+    got = server.post("/v1/generate", body)
+    assert got.status == status, got.body
+    answer: dict[str, Any] = got.json if status == 200 else got.error
+    return answer
+
+
+def close(server: Server, session: str, status: int = 200) -> Any:
+    got = server.post("/v1/session/close", {"session_id": session})
+    assert got.status == status, got.body
+    return got.json
+
+
+def ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def test_a_turn_goes_after_what_the_session_holds(server: Server, kv: KvPeer) -> None:
+    first = turn(server, "One. ", "")
+    name = first["session_id"]
+    assert name.startswith("sess-")
+    second = turn(server, "Two. ", name)
+    assert second["session_id"] == name
+    history = ids("One. ") + first["choices"][0]["tokens"] + ids("Two. ")
+    once = turn(server, history, None)
+    assert "session_id" not in once
+    assert second["choices"] == once["choices"]
+    assert second["usage"] == once["usage"]
+    assert second["usage"]["prompt_tokens"] == len(history)
+    held = history + second["choices"][0]["tokens"]
+    assert kv.held(name) == held
+    events = server.stream("/v1/generate", {"prompt": "", "max_tokens": 5, "session_id": name}).all()
+    assert events[-2].data["session_id"] == name
+    tokens = [token for event in events[:-1] for token in event.data.get("tokens", [])]
+    assert kv.held(name) == held + tokens
+    assert close(server, name) == {"model": MODEL, "session_id": name, "closed": True}
+    for error in (close(server, name, 404)["error"], turn(server, "x", name, 404)):
+        assert (error["code"], error["param"]) == ("NOT_FOUND", "session_id")
+    assert kv.count() == 0
+
+
+def test_a_name_of_ones_own_and_what_ends_the_text_is_not_held(server: Server, kv: KvPeer) -> None:
+    assert turn(server, "x", "mine", 404)["param"] == "session_id"
+    first = turn(server, "x", "mine", create_session=True, stop=["zu"], ignore_eos=False, max_tokens=200)
+    assert first["session_id"] == "mine"
+    assert kv.held("mine") == ids("x") + first["choices"][0]["tokens"]
+    assert EOS not in kv.held("mine")
+    turn(server, "y", "mine", create_session=True)
+    kv.do(lambda: setattr(kv, "late_s", 3601.0))
+    assert turn(server, "z", "mine", 404)["code"] == "NOT_FOUND"
+    kv.do(lambda: setattr(kv, "late_s", 0.0))
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"session_id": 7}, "session_id"),
+        ({"session_id": "x" * 129}, "session_id"),
+        ({"session_id": "x", "session_ttl_s": 5}, "session_ttl_s"),
+        ({"session_id": "", "session_ttl_s": -1}, "session_ttl_s"),
+        ({"session_id": "", "n": 2}, "n"),
+        ({"session_id": "", "max_tokens": 4097}, "max_tokens"),
+        ({"session_id": "", "prompt": [999]}, "prompt"),
+    ],
+)
+def test_refused_turns_leave_nothing(server: Server, kv: KvPeer, more: dict[str, Any], param: str) -> None:
+    got = server.post("/v1/generate", {"prompt": "x", "max_tokens": 20, **more})
+    assert (got.status, got.error["param"]) == (400, param)
+    assert kv.count() == 0
+
+
+def test_the_bound_of_sessions(server: Server, kv: KvPeer) -> None:
+    names = [turn(server, "x", "", session_ttl_s=0)["session_id"] for _ in range(MAX_SESSIONS)]
+    refused = server.post("/v1/generate", {"prompt": "x", "session_id": "", "max_tokens": 1})
+    assert (refused.status, refused.error["code"]) == (429, "OVERLOADED")
+    assert "max_sessions" in refused.error["message"]
+    assert "Retry-After" in refused.headers
+    for name in names:
+        close(server, name)
+    name = turn(server, "x", "", cache_salt="mine")["session_id"]
+    assert turn(server, "x", name, 400, cache_salt="other")["param"] == "cache_salt"
+    turn(server, "x", name)
+    close(server, name)
+
+
+def test_two_turns_at_once_a_client_that_leaves_and_a_close(server: Server, kv: KvPeer) -> None:
+    name = turn(server, "x", "")["session_id"]
+    before = kv.held(name)
+    body = {"prompt": "y", "session_id": name, "ignore_eos": True, "max_tokens": 300}
+
+    def hold() -> None:
+        server.peers.is_stepping = False
+        server.peers.generator.step(2)
+
+    def go_on() -> None:
+        server.peers.is_stepping = True
+
+    stream = server.stream("/v1/generate", body)
+    next(stream.events())
+    server.peers.do(hold)
+    assert turn(server, "z", name, 409)["code"] == "CONFLICT"
+    stream.close()
+    while server.peers.do(lambda: bool(server.peers.generator.running)):
+        pass  # each round of the peer is waited for
+    server.peers.do(go_on)
+    assert kv.held(name) == before
+    turn(server, "z", name)
+
+    stream = server.stream("/v1/generate", {**body, "max_tokens": 200})
+    next(stream.events())
+    server.peers.do(hold)
+    close(server, name)
+    events = stream.all()
+    assert events[-2].data["error"]["code"] == "NOT_FOUND"
+    server.peers.do(go_on)
+    assert kv.count() == 0
+
+
+def test_a_kv_that_dies_loses_nothing(server: Server, kv: KvPeer) -> None:
+    first = turn(server, "x", "")
+    name = first["session_id"]
+    stream = server.stream(
+        "/v1/generate", {"prompt": "y", "session_id": name, "ignore_eos": True, "max_tokens": 40, "seed": 7}
+    )
+    kv.do(kv.die)
+    kv.do(kv.begin)
+    events = stream.all()
+    tokens = [token for event in events[:-1] for token in event.data.get("tokens", [])]
+    history = ids("x") + first["choices"][0]["tokens"] + ids("y")
+    assert tokens == output(array("i", history).tobytes(), 7, 0, 40)
+    assert kv.held(name) == history + tokens
+
+    # The turn is over, and kv dies before it has heard so: the end of the stream waits for its return.
+    kv.do(lambda: setattr(kv, "held_back", m.SessionCommit))
+    stream = server.stream("/v1/generate", {"prompt": "", "session_id": name, "max_tokens": 3})
+    lost = kv.lost.get(timeout=10)
+    assert isinstance(lost, m.SessionCommit)
+    kv.do(kv.die)
+    kv.do(kv.begin)
+    assert stream.all()[-2].data["session_id"] == name
+    assert kv.held(name) == history + tokens + list(array("i", lost.tokens))
+    close(server, name)
