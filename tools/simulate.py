@@ -118,7 +118,7 @@ class Simulation:
 
         def arrive() -> None:
             self.records[name] = Record(tenant, self.now)
-            self.engine.submit(OWNER, frame, self.now)
+            self.engine.door.submit(OWNER, frame, self.now)
             self._turn()
 
         self.at(when, arrive)

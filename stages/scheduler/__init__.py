@@ -5,7 +5,8 @@
     batch.py      who computes: the entries of one step under its budget
     cost.py       what a step will cost, learned from those that ran
     leases.py     pages: what was asked of `kv`, what was granted, what must be declared again
-    admission.py  what is refused at the door, with the reason
+    admission.py  what can never be computed here, with the reason
+    door.py       the gateways' side: submissions, cancels, overload
     siblings.py   prompts that begin alike: once is enough
     speculate.py  draft tokens by prompt lookup
     retry.py      whose fault it is when a step kills the worker

@@ -22,15 +22,16 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeline.messages import Cancel, Denied, Granted, KvReady, KvState, Logprob, ModelState, Submit
+from pipeline.messages import Denied, Granted, KvReady, KvState, Logprob, ModelState
 from stages.scheduler import retry
-from stages.scheduler.admission import Limits, Refusal, malformed, misfit
+from stages.scheduler.admission import Limits, Refusal, misfit
 from stages.scheduler.batch import Batch, Budget, Entry, compose
 from stages.scheduler.cost import CostModel
+from stages.scheduler.door import UNAVAILABLE_S, Door
 from stages.scheduler.leases import BadTableError, Leases
-from stages.scheduler.queues import QueueFullError, Queues, Tenant
+from stages.scheduler.queues import Queues
 from stages.scheduler.ring import Ring
-from stages.scheduler.roster import Roster, rejection
+from stages.scheduler.roster import Roster
 from stages.scheduler.sequence import Sequence, State
 from stages.scheduler.siblings import leader_of
 from stages.scheduler.speculate import Drafter
@@ -41,8 +42,6 @@ SPARE_SAMPLES = 64  # places for draft tokens in a step, beyond one sample for e
 LEAD_S = 0.003  # the next step is published this long before the one under way should end
 SHORT_S = 0.010  # steps that take less are followed up at once
 COMMIT_EVERY = 128  # output positions between two words to kv; prompts are wanted by others at once
-MAX_DRAFT = 16  # draft tokens of a sequence in a step
-UNAVAILABLE_S = 60.0  # without a worker for so long, what waits is refused
 
 
 class Settings(NamedTuple):
@@ -97,13 +96,14 @@ class Engine:
         self.queues = Queues(s.max_queue_depth, s.max_tenant_depth, weight_of)
         self.roster = Roster(self.queues, self.leases, self.stats, s.n_rows)
         self.roster.on_freed = self.pages_may_be_free
+        self.door = Door(self)
         self.limits = Limits(s.max_prompt_tokens, s.max_output_tokens)
         self.budget = Budget(s.max_batch_size, max(s.max_step_tokens, s.max_batch_size), s.max_samples)
         self.depth = 2 if s.run_ahead else 1  # most unacknowledged steps
         self.ring: Ring | None = None
         self.is_attached = False
         self.unacknowledged: deque[Step] = deque()
-        self._detached_since = now
+        self.detached_since = now
         self._kv_generation = -1
         self._is_short = False  # kv has denied a first lease: no new ones until pages come back
         self._suspects = False
@@ -505,88 +505,8 @@ class Engine:
             self.roster.fail(culprit, "INFERENCE", message)
         self._suspects = any(retry.is_suspect(s) for s in self.roster.held)
         if self.is_attached:
-            self._detached_since = now
+            self.detached_since = now
         self.is_attached = False
-
-    # ================================================================== gateways
-
-    def submit(self, owner: bytes, frame: Submit, now: float) -> None:
-        """A sequence for the queue, or its `Rejected`."""
-        roster = self.roster
-        refusal = malformed(frame)
-        if refusal is None and frame.sequence in roster.live:
-            if roster.adopt(owner, frame):
-                return
-            roster.abandon(roster.live[frame.sequence])
-        if refusal is None and not frame.forced:
-            refusal = self._crowded(frame, now)
-        if refusal is not None:
-            self.stats.refused += 1
-            roster.rejected.append((owner, rejection(frame.sequence, refusal)))
-            return
-        sequence = roster.enter(owner, frame, now)
-        sequence.speculate = max(0, min(frame.speculate or self.settings.speculate, MAX_DRAFT))
-        refusal = misfit(sequence, self.limits)
-        if refusal is not None:
-            if frame.forced:
-                roster.fail(sequence, refusal.code, refusal.message)
-            else:
-                roster.reject(sequence, refusal)
-        elif sequence.outputs and sequence.tokens[-1] in sequence.stop_ids:
-            roster.finish(sequence, "stop")
-        elif sequence.length >= sequence.end:
-            roster.finish(sequence, "length")
-        else:
-            self.queues.push(sequence)
-
-    def _crowded(self, frame: Submit, now: float) -> Refusal | None:
-        """Why a new sequence cannot wait here now. One with forced tokens was accepted before."""
-        if not self.is_attached and now - self._detached_since > UNAVAILABLE_S:
-            message = f"model {frame.model} has no worker that is ready"
-            return Refusal("MODEL_UNAVAILABLE", message, "model", 5.0)
-        tenant = self.queues.tenant(frame.tenant)
-        try:
-            out = self.queues.room(tenant)
-        except QueueFullError as error:
-            wait = self.wait_s(tenant)
-            return Refusal("OVERLOADED", f"queue of {frame.model} is full: {error}", "", wait)
-        if out is not None:
-            wait = self.wait_s(out.tenant)
-            message = f"queue of {frame.model} is full and most of it is yours"
-            self.roster.reject(out, Refusal("OVERLOADED", message, "", wait))
-        if frame.deadline_ms > 0 and self.stats.steps > 32:
-            wait = self.wait_s(tenant)
-            if wait * 1000 > frame.deadline_ms:
-                message = f"{wait:.0f} s of work wait before it, the request's time is {frame.deadline_ms} ms"
-                return Refusal("OVERLOADED", message, "", wait)
-        return None
-
-    def cancel(self, frame: Cancel) -> None:
-        """Nobody wants more of it. Unknown ids are late and normal."""
-        sequence = self.roster.live.get(frame.sequence)
-        if sequence is None:
-            self.stats.late += 1
-            return
-        if frame.at >= 0:
-            sequence.valid_end = sequence.prompt_len + frame.at
-        self.roster.finish(sequence, "cancelled")
-
-    def wait_s(self, tenant: Tenant) -> float:
-        """How long until what `tenant` has waiting now is through, by measured cost and by its share."""
-        n = self.settings.max_batch_size
-        output_us = (self.cost.fixed_us + n * self.cost.token_us) / n * self.stats.mean_output
-
-        def work_us(t: Tenant) -> float:
-            return t.waiting * output_us + t.prompt_backlog * self.cost.token_us
-
-        active = [t for t in self.queues.tenants.values() if t.is_active]
-        everything = sum(work_us(t) for t in active)
-        everything += sum(
-            max(0, s.length - s.planned) * self.cost.token_us + output_us / 2 for s in self.roster.held
-        )
-        share = tenant.weight / (sum(t.weight for t in active if t is not tenant) + tenant.weight)
-        own = work_us(tenant) / share + output_us * n / 2
-        return max(1.0, math.ceil(min(everything, own) * 1e-6))
 
     # ================================================================== time and state
 
@@ -594,7 +514,7 @@ class Engine:
         """Call about every 100 ms."""
         self.roster.expire(now)
         self.queues.forget_idle()
-        if not self.is_attached and now - self._detached_since > UNAVAILABLE_S:
+        if not self.is_attached and now - self.detached_since > UNAVAILABLE_S:
             refusal = Refusal("MODEL_UNAVAILABLE", "no worker became ready in time", "model", 5.0)
             for sequence in list(self.roster.live.values()):
                 self.roster.reject(sequence, refusal)

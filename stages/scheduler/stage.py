@@ -180,11 +180,11 @@ class SchedulerStage:
                 refusal = Refusal("MODEL_NOT_FOUND", f"no model {frame.model!r}; there is {known}", "model")
                 self._tell(peer, rejection(frame.sequence, refusal))
             else:
-                host.engine.submit(peer, frame, self._clock())
+                host.engine.door.submit(peer, frame, self._clock())
         elif isinstance(frame, m.Cancel):
             for host in self.hosts.values():
                 if frame.sequence in host.engine.roster.live:
-                    host.engine.cancel(frame)
+                    host.engine.door.cancel(frame)
         elif isinstance(frame, m.SchedulerStats):
             self._push_state(frame.id, [peer])
 

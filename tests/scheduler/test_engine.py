@@ -218,7 +218,7 @@ def test_time_over_ends_with_an_error_and_frees_the_pages():
 
 def test_a_cancel_for_an_unknown_sequence_is_counted_and_ignored():
     world = World()
-    world.engine.cancel(Cancel("nobody"))
+    world.engine.door.cancel(Cancel("nobody"))
     assert world.engine.stats.late == 1
 
 
@@ -238,7 +238,7 @@ def test_a_sequence_submitted_anew_goes_on_from_what_was_computed():
         world.work()
     assert not world.engine.roster.moved
     computed = world.engine.stats.prompt_computed
-    world.engine.submit(GATEWAY, submission("a", [1, 2, 3], 60, forced=got), world.now)
+    world.engine.door.submit(GATEWAY, submission("a", [1, 2, 3], 60, forced=got), world.now)
     world.settle()
     assert world.tokens["a"] == reference(frame)[0]
     assert world.engine.stats.prompt_computed == computed, "nothing was computed again"

@@ -68,11 +68,11 @@ class World:
         if frame.sequence not in self.submitted:
             self.submitted[frame.sequence] = frame
             self.tokens[frame.sequence] = []
-        self.engine.submit(GATEWAY, frame, self.now)
+        self.engine.door.submit(GATEWAY, frame, self.now)
 
     def cancel(self, name: str) -> None:
         self.cancelled.add(name)
-        self.engine.cancel(Cancel(name))
+        self.engine.door.cancel(Cancel(name))
 
     def turn(self) -> int:
         published = self.engine.turn(self.now)

@@ -1,0 +1,102 @@
+"""The gateways' side of a model: what they submit and cancel, and what is refused because too much waits."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from pipeline.messages import Cancel, Submit
+from stages.scheduler.admission import Refusal, malformed, misfit
+from stages.scheduler.queues import QueueFullError, Tenant
+from stages.scheduler.roster import rejection
+
+if TYPE_CHECKING:
+    from stages.scheduler.engine import Engine
+
+MAX_DRAFT = 16  # draft tokens of a sequence in a step
+UNAVAILABLE_S = 60.0  # without a worker for so long, what waits is refused
+
+
+class Door:
+    """Of one engine. Answers gather in its roster."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def submit(self, owner: bytes, frame: Submit, now: float) -> None:
+        """A sequence for the queue, or its `Rejected`."""
+        roster = self._engine.roster
+        refusal = malformed(frame)
+        if refusal is None and frame.sequence in roster.live:
+            if roster.adopt(owner, frame):
+                return
+            roster.abandon(roster.live[frame.sequence])
+        if refusal is None and not frame.forced:
+            refusal = self._crowded(frame, now)
+        if refusal is not None:
+            self._engine.stats.refused += 1
+            roster.rejected.append((owner, rejection(frame.sequence, refusal)))
+            return
+        sequence = roster.enter(owner, frame, now)
+        sequence.speculate = max(0, min(frame.speculate or self._engine.settings.speculate, MAX_DRAFT))
+        refusal = misfit(sequence, self._engine.limits)
+        if refusal is not None:
+            if frame.forced:
+                roster.fail(sequence, refusal.code, refusal.message)
+            else:
+                roster.reject(sequence, refusal)
+        elif sequence.outputs and sequence.tokens[-1] in sequence.stop_ids:
+            roster.finish(sequence, "stop")
+        elif sequence.length >= sequence.end:
+            roster.finish(sequence, "length")
+        else:
+            self._engine.queues.push(sequence)
+
+    def _crowded(self, frame: Submit, now: float) -> Refusal | None:
+        """Why a new sequence cannot wait here now. One with forced tokens was accepted before."""
+        if not self._engine.is_attached and now - self._engine.detached_since > UNAVAILABLE_S:
+            message = f"model {frame.model} has no worker that is ready"
+            return Refusal("MODEL_UNAVAILABLE", message, "model", 5.0)
+        tenant = self._engine.queues.tenant(frame.tenant)
+        try:
+            out = self._engine.queues.room(tenant)
+        except QueueFullError as error:
+            wait = self.wait_s(tenant)
+            return Refusal("OVERLOADED", f"queue of {frame.model} is full: {error}", "", wait)
+        if out is not None:
+            wait = self.wait_s(out.tenant)
+            message = f"queue of {frame.model} is full and most of it is yours"
+            self._engine.roster.reject(out, Refusal("OVERLOADED", message, "", wait))
+        if frame.deadline_ms > 0 and self._engine.stats.steps > 32:
+            wait = self.wait_s(tenant)
+            if wait * 1000 > frame.deadline_ms:
+                message = f"{wait:.0f} s of work wait before it, the request's time is {frame.deadline_ms} ms"
+                return Refusal("OVERLOADED", message, "", wait)
+        return None
+
+    def cancel(self, frame: Cancel) -> None:
+        """Nobody wants more of it. Unknown ids are late and normal."""
+        sequence = self._engine.roster.live.get(frame.sequence)
+        if sequence is None:
+            self._engine.stats.late += 1
+            return
+        if frame.at >= 0:
+            sequence.valid_end = sequence.prompt_len + frame.at
+        self._engine.roster.finish(sequence, "cancelled")
+
+    def wait_s(self, tenant: Tenant) -> float:
+        """How long until what `tenant` has waiting now is through, by measured cost and by its share."""
+        n = self._engine.settings.max_batch_size
+        output_us = (self._engine.cost.fixed_us + n * self._engine.cost.token_us) / n * self._engine.stats.mean_output
+
+        def work_us(t: Tenant) -> float:
+            return t.waiting * output_us + t.prompt_backlog * self._engine.cost.token_us
+
+        active = [t for t in self._engine.queues.tenants.values() if t.is_active]
+        everything = sum(work_us(t) for t in active)
+        everything += sum(
+            max(0, s.length - s.planned) * self._engine.cost.token_us + output_us / 2 for s in self._engine.roster.held
+        )
+        share = tenant.weight / (sum(t.weight for t in active if t is not tenant) + tenant.weight)
+        own = work_us(tenant) / share + output_us * n / 2
+        return max(1.0, math.ceil(min(everything, own) * 1e-6))
