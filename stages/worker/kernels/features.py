@@ -86,7 +86,7 @@ def cache_key() -> str:
     here = Path(__file__).parent
     # What kernels call and the constants that are compiled into them, wherever these stand.
     outside = [here.parents[2] / "shm" / f"{name}.py" for name in ("atomics", "barrier", "pages", "steps")]
-    for path in [*sorted(here.rglob("*.py")), here.parent / "activations.py", *outside]:
+    for path in [*sorted(here.rglob("*.py")), here.parent / "activations.py", here.parent / "layout.py", *outside]:
         h.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     h.update("|".join((isa(), *target(), sys.version)).encode())
     for package in ("numba", "llvmlite", "numpy"):
