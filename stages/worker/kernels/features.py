@@ -88,7 +88,8 @@ def cache_key() -> str:
     outside = [here.parents[2] / "shm" / f"{name}.py" for name in ("atomics", "barrier", "pages", "steps")]
     for path in [*sorted(here.rglob("*.py")), here.parent / "activations.py", here.parent / "layout.py", *outside]:
         h.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    h.update("|".join((isa(), *target(), sys.version)).encode())
+    # Numba finds its files by the path of the source: another checkout has nothing of this one's.
+    h.update("|".join((str(here.resolve()), isa(), *target(), sys.version)).encode())
     for package in ("numba", "llvmlite", "numpy"):
         h.update(f"|{package} {importlib.metadata.version(package)}".encode())
     return h.hexdigest()[:16]
