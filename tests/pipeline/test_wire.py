@@ -245,10 +245,13 @@ def test_time_in_which_we_did_not_run_is_not_the_peers_silence(pair: Pair) -> No
 def test_a_side_that_was_given_up_hears_of_it(pair: Pair) -> None:
     """The hub loses the link (both processes live): the link must know that its state there is gone."""
     pair.meet()
-    for _ in range(DEAD_AFTER_BEATS + 2):
+    # A frame of the greeting may still be on its way, and counts as a sign of life when it comes.
+    for _ in range(4 * (DEAD_AFTER_BEATS + 2)):
         pair.clock.now += HEARTBEAT_MS / 1000
         pair.tick(pair.hub)
         pair.hub.receive()
+        if pair.events:
+            break
     assert pair.events == [("hub down", 1)]
     assert not pair.hub.peers
     pair.until(lambda: pair.hub.peers and ("link up", 1) in pair.events)
