@@ -24,6 +24,9 @@ from typing import Any
 
 import yaml
 
+from pipeline.chaos.faults import children
+from pipeline.status import read_all
+
 ROOT = Path(__file__).parents[2]
 START_S = 120  # kernels may have to be compiled
 STOP_S = 15
@@ -133,6 +136,21 @@ class Server:
             except OSError:
                 continue
         return found
+
+    def pid_of(self, name: str, timeout_s: float = 60) -> int:
+        """The live process of a stage ("kv"), or of a rank of a worker ("worker-NAME/1"); waits for one
+        that is being started anew, as a stage that a test has just hit may be."""
+        stage, _, rank = name.partition("/")
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for record in read_all(self.home / "run"):
+                if record.stage != stage or not record.alive or wait_gone(record.pid, 0):
+                    continue
+                if not rank:
+                    return record.pid
+                if len(ranks := children(record.pid)) >= int(rank):
+                    return ranks[int(rank) - 1]
+            assert time.monotonic() < deadline, f"no live {name} in {timeout_s} s:\n" + "".join(self.output[-40:])
 
     def leftovers(self) -> list[str]:
         """Sockets in the run directory and arenas that name this server."""

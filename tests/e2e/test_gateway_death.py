@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from pipeline.config_schema import DEMO_MODEL
-from pipeline.status import read_all
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server, wait_gone
 
@@ -67,10 +66,6 @@ def comparable(data: list[dict[str, Any]]) -> str:
     return json.dumps([choices, usage], sort_keys=True)
 
 
-def gateway_pid(server: Server) -> int:
-    return next(r.pid for r in read_all(server.home / "run") if r.stage == "gateway" and r.alive)
-
-
 def wait_answering(server: Server) -> None:
     """Until the successor listens: a connection is what tells."""
     deadline = time.monotonic() + 60
@@ -92,7 +87,7 @@ def test_a_stream_outlives_the_gateway(tmp_path: Path, demo_gguf: Path) -> None:
             for event in events(server, "/v1/generate", REQUEST, MINE):
                 begun.append(event)
                 if len(begun) == 30:
-                    pid = gateway_pid(server)
+                    pid = server.pid_of("gateway")
                     os.kill(pid, signal.SIGKILL)
                     assert wait_gone(pid)
         except (OSError, ValueError):

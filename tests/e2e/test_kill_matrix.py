@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import threading
 from typing import Any
 
 import pytest
 
-from pipeline.chaos.faults import children
 from pipeline.config_schema import DEMO_MODEL
-from pipeline.status import read_all
-from shm.arena import process_ticks
-from tests.e2e.server import Server
+from tests.e2e.server import Server, wait_gone
 
 pytestmark = pytest.mark.slow
 
@@ -23,12 +22,6 @@ REQUEST: dict[str, Any] = {
 }  # fmt: skip
 TARGETS = ("tokenizer", "scheduler", "kv", f"worker-{DEMO_MODEL}", f"worker-{DEMO_MODEL}/1")
 MOMENTS = {"prefill": 0, "first": 1, "middle": TOKENS, "last": 2 * TOKENS - 1}
-
-
-def target_pid(server: Server, name: str) -> int:
-    stage, _, rank = name.partition("/")
-    record = next(r for r in read_all(server.home / "run") if r.stage == stage and r.alive)
-    return children(record.pid)[int(rank) - 1] if rank else record.pid
 
 
 def comparable(events: list[dict[str, Any]]) -> str:
@@ -65,16 +58,11 @@ def test_the_stream_ends_with_the_bytes_it_would_have_had(
 ) -> None:
     if number is signal.SIGSTOP and moment not in ("prefill", "middle"):
         moment = {"first": "prefill", "last": "middle"}[moment]
-    import os
-
-    pid = target_pid(demo_server, name)
-    ticks = process_ticks(pid)
+    pid = demo_server.pid_of(name)
     stream = demo_server.stream("/v1/generate", **REQUEST)
     events: list[dict[str, Any]] = []
     if MOMENTS[moment] == 0:
         # The request is on its way when the generator has been asked for its first event, in a thread.
-        import threading
-
         strike = threading.Timer(0.0, lambda: os.kill(pid, number))
         strike.start()
         events = list(stream)
@@ -86,4 +74,4 @@ def test_the_stream_ends_with_the_bytes_it_would_have_had(
                 os.kill(pid, number)
     assert comparable(events) == undisturbed
     # Whoever was hit is gone for good before the next case: fencing is death.
-    assert process_ticks(pid) != ticks or demo_server.request("GET", "/ready")[0] in (200, 503)
+    assert wait_gone(pid)

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.status import read_all
 from tests.e2e.server import Server, wait_gone
 
 pytestmark = pytest.mark.slow
 
 
 def kill_kv(server: Server) -> None:
-    pid = next(r.pid for r in read_all(server.home / "run") if r.stage == "kv" and r.alive)
+    pid = server.pid_of("kv")
     os.kill(pid, signal.SIGKILL)
     assert wait_gone(pid)
 
