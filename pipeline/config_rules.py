@@ -45,7 +45,6 @@ UNAVAILABLE = {
     "performance.use_mmap": Unavailable(
         True, "weights are always mapped: loading is mmap and nothing else; drop the key"
     ),
-    "cache.responses.enabled": Unavailable(False, "the response cache is not in this version; drop the key"),
 }
 
 

@@ -115,13 +115,13 @@ class AuthConfig(Section, frozen=True, kw_only=True):
 
 
 class ResponseCacheConfig(Section, frozen=True, kw_only=True):
-    """Whole answers by everything that determines their bytes."""
+    """Whole answers by everything that determines their bytes, in the gateway's memory."""
 
     enabled: bool = False
     max_size_mb: Megabytes = 64
     max_entries: Count = 10_000
     eviction_policy: Policy = "lru"
-    ttl_s: Seconds = 3600
+    ttl_s: Seconds = 3600  # from when it was computed; 0: no limit
 
 
 class CacheConfig(Section, frozen=True, kw_only=True):

@@ -55,6 +55,14 @@ FAMILIES: dict[str, Family] = {
         Family("starling_recoveries_total", "counter", "Sequences submitted again after a stage died."),
         Family("starling_journal_left_out_total", "counter", "Requests that the gateway's journal has not."),
         Family("starling_rejections_total", "counter", "Requests refused, by error code.", ("code",)),
+        Family("starling_response_cache_hits_total", "counter", "Requests answered from the response cache.",
+               ("model",)),
+        Family("starling_response_cache_misses_total", "counter", "Requests whose answer was looked for there "
+               "and computed.", ("model",)),
+        Family("starling_response_cache_evictions_total", "counter", "Answers dropped: the cache was full, or "
+               "their time was over (ttl).", ("reason",)),
+        Family("starling_response_cache_entries", "gauge", "Answers kept."),
+        Family("starling_response_cache_bytes", "gauge", "What they take."),
         # tokenizer
         Family("starling_tokenizer_tokens_total", "counter", "Tokens encoded and decoded.", ("direction",)),
         # scheduler

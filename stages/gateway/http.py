@@ -167,9 +167,12 @@ def _headers(config: Config) -> Callable[[web.Request, web.StreamResponse], Awai
             response.headers["Connection"] = "close"
         if request_id := _id(request):
             response.headers["X-Request-Id"] = request_id
+        record = request.get(_RECORD)
+        if record is not None and record.response_cache:
+            response.headers["X-Starling-Cache"] = record.response_cache
         if has_cors:
             response.headers["Access-Control-Allow-Origin"] = "*"
-            response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+            response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, X-Starling-Cache, Retry-After"
             if request.method == "OPTIONS":
                 response.headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"
                 response.headers["Access-Control-Allow-Headers"] = (
@@ -492,7 +495,7 @@ async def _ready(request: web.Request) -> web.Response:
 
 async def _metrics(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
-    service.metrics.sample(service.in_flight, service.relay.counts, service.recovery.left_out)
+    service.sample()
     body = exposition.render(service.config, service.metrics.numbers)
     return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from pipeline.telemetry import Metrics
 from stages.gateway.record import Request
 from stages.gateway.relay import Counts
+from stages.gateway.responses import HIT, ResponseCache
 
 
 class GatewayMetrics:
@@ -40,6 +41,18 @@ class GatewayMetrics:
         if begun:
             waited = begun - request.started_at
             self.numbers.observe("starling_time_to_first_token_seconds", waited, request.model)
+
+    def looked_up(self, request: Request) -> None:
+        """In the response cache."""
+        found = "hits" if request.response_cache == HIT else "misses"
+        self.numbers.add(f"starling_response_cache_{found}_total", request.model)
+
+    def sample_responses(self, cache: ResponseCache) -> None:
+        """Before the numbers are read, when there is one."""
+        self.numbers.set("starling_response_cache_entries", len(cache))
+        self.numbers.set("starling_response_cache_bytes", cache.bytes)
+        self.numbers.set("starling_response_cache_evictions_total", cache.evicted, "full")
+        self.numbers.set("starling_response_cache_evictions_total", cache.expired, "ttl")
 
     def sample(self, in_flight: int, counts: Counts, left_out: int) -> None:
         """Before the numbers are read."""

@@ -21,6 +21,7 @@ from pipeline.messages import Logprob, Sampling, Submit
 
 if TYPE_CHECKING:
     from stages.gateway.ask import Ask
+    from stages.gateway.responses import ResponseKey
 
 
 class IllegalTransitionError(RuntimeError):
@@ -150,6 +151,8 @@ class Request:
         self.error: StarlingError | None = None
         self.left = 0  # sequences that have not ended
         self.is_recovered = False  # by a gateway that did not take it in: see recovery.py
+        self.response_cache = ""  # hit, miss or bypass; "": there is none. See responses.py
+        self.response_key: ResponseKey | None = None  # under which its answer is to be kept
 
     @property
     def hex(self) -> str:

@@ -25,6 +25,7 @@ from shm.pages import NUMERICS
 from stages.gateway.journal import KEEP_S, Ended, Entry, Journal, Line, Opened
 from stages.gateway.record import Outcome, Request, Sequence, Sink, State
 from stages.gateway.relay import Relay
+from stages.gateway.responses import Line as Answer
 from stages.gateway.takeup import Fan, Mark, is_reached
 
 log = logging.getLogger("starling.gateway.recovery")
@@ -71,11 +72,14 @@ class Recovery:
 
     # ---------------------------------------------------------------- a request's life
 
-    def open(self, request: Request, digest: str) -> None:
-        """Into the journal, then to the scheduler."""
+    def open(self, request: Request, digest: str, answer: list[Answer] | None = None) -> None:
+        """Into the journal, then to the scheduler; or, with an `answer` that was kept, to its end."""
         if self.journal is not None:
             self.journal.open(self._opened(request, digest))
-        self._relay.open(request)
+        if answer is None:
+            self._relay.open(request)
+        else:
+            self._relay.give(request, answer)
 
     def ended(self, request: Request) -> None:
         """It has its outcome."""

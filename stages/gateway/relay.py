@@ -35,6 +35,7 @@ from pipeline.messages import (
     Tokens,
 )
 from stages.gateway.record import IllegalTransitionError, Outcome, Request, Sequence, State, submission
+from stages.gateway.responses import Line, fill
 
 log = logging.getLogger("starling.gateway.relay")
 
@@ -93,6 +94,23 @@ class Relay:
         for sequence in request.sequences:
             self.sequences[sequence.id] = sequence
             self._submit(sequence)
+
+    def give(self, request: Request, lines: list[Line]) -> None:
+        """Take a request with its sequences and sink, and end it with an answer that was kept."""
+        now = self._clock()
+        self.requests[request.id] = request
+        request.left = 0
+        for sequence, line in zip(request.sequences, lines, strict=True):
+            self.sequences[sequence.id] = sequence
+            fill(sequence, line, now)
+        sink = request.sink
+        for sequence in request.sequences:
+            sequence.move(State.FINISHED)
+            if sink is not None:
+                if sequence.end or sequence.text_length:
+                    sink.text(sequence, "".join(sequence.text), 0, sequence.end)
+                sink.ended(sequence)
+        self.complete(request)
 
     def abandon(self, request: Request) -> None:
         """The client has gone. Late calls are harmless."""

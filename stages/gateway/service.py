@@ -35,9 +35,10 @@ from stages.gateway.lengths import Bounds, output_budget
 from stages.gateway.limits import Caller, Quotas
 from stages.gateway.metrics import GatewayMetrics
 from stages.gateway.readiness import StageHealth, model_report
-from stages.gateway.record import Request, Sequence, Sink
+from stages.gateway.record import Outcome, Request, Sequence, Sink
 from stages.gateway.recovery import Recovery, Watch
 from stages.gateway.relay import Relay
+from stages.gateway.responses import BYPASS, HIT, MISS, Line, ResponseCache, is_determined, key_of, lines_of
 from stages.gateway.sessions import Sessions
 from stages.gateway.takeup import TOKENS, Mark
 
@@ -77,6 +78,7 @@ class Service:
             self.relay, journal, clock, wall, config.server.request_timeout_ms / 1000
         )
         self.quotas = Quotas(config.rate_limits, clock)
+        self.responses = ResponseCache(config.cache.responses, clock)
         self.tokenizer = StageHealth("tokenizer", clock)
         self.scheduler = StageHealth("scheduler", clock)
         self.described: dict[str, m.Described] = {}
@@ -237,13 +239,20 @@ class Service:
             drain.ended += self.end_all(too_late(drain), "" if drain.target == ALL else drain.target)
         if not self.is_draining:
             self.recovery.tick(self.described, {model.name for model in self.config.models})
-        self.metrics.sample(self.in_flight, self.relay.counts, self.recovery.left_out)
+        self.responses.expire()
+        self.sample()
         if self.tokenizer.is_up and not self.tokenizer.problem:
             for model in self.config.models:
                 if model.name not in self.described and f"describe/{model.name}" not in self._questions:
                     self._describe(model.name)
         if before != (self.tokenizer.problem, self.scheduler.problem):
             self.notice_change()
+
+    def sample(self) -> None:
+        """Bring the metrics up to date."""
+        self.metrics.sample(self.in_flight, self.relay.counts, self.recovery.left_out)
+        if self.responses.is_enabled:
+            self.metrics.sample_responses(self.responses)
 
     def _describe(self, model: str) -> None:
         question = f"describe/{model}"
@@ -363,7 +372,24 @@ class Service:
     def open(self, request: Request) -> None:
         """Begin an admitted request that has its sink."""
         self.sessions.open(request)
-        self.recovery.open(request, self.described[request.model].digest)
+        digest = self.described[request.model].digest
+        self.recovery.open(request, digest, self._kept_answer(request, digest))
+
+    def _kept_answer(self, request: Request, digest: str) -> list[Line] | None:
+        """From the response cache; None: it is to be computed."""
+        if not self.responses.is_enabled:
+            return None
+        model = self.config.model(request.model)
+        if model is None or not is_determined(request):
+            request.response_cache = BYPASS
+            return None
+        key = key_of(request, digest, model.kv_type)
+        lines = self.responses.get(key)
+        request.response_cache = MISS if lines is None else HIT
+        if lines is None:
+            request.response_key = key
+        self.metrics.looked_up(request)
+        return lines
 
     def find(self, request_id: str, tenant: str, mark: Mark | None = None) -> Request:
         """A request to be taken up at `mark`. Raises `NotFound`, also for what another tenant has."""
@@ -522,6 +548,8 @@ class Service:
         self.metrics.ended(request)
         self.recovery.ended(request)
         self.sessions.ended(request)
+        if request.response_key is not None and request.outcome is Outcome.FINISHED:
+            self.responses.put(request.response_key, lines_of(request))
 
     def drain(self) -> None:
         """Take no more requests for text."""

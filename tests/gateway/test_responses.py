@@ -1,0 +1,349 @@
+"""The response cache: its key, its bounds and its order, and the same bytes from a real gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeline import messages as m
+from pipeline.config_schema import ResponseCacheConfig
+from stages.gateway.ask import Ask, Turn
+from stages.gateway.record import Request, Sequence
+from stages.gateway.responses import (
+    ENTRY_BYTES,
+    Line,
+    ResponseCache,
+    ResponseKey,
+    is_determined,
+    key_of,
+    lines_of,
+)
+from tests.gateway.peers import MODEL
+from tests.gateway.server import Server
+
+# ------------------------------------------------------------------ bounds and order
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def name(i: int) -> ResponseKey:
+    return ResponseKey(i.to_bytes(32, "big"))
+
+
+def line(text: str = "x", tokens: int = 3) -> Line:
+    return Line(bytes(4 * tokens), [], text, tokens, "stop", "")
+
+
+def make(**values: Any) -> tuple[ResponseCache, Clock]:
+    clock = Clock()
+    return ResponseCache(ResponseCacheConfig(enabled=True, **values), clock), clock
+
+
+def order(cache: ResponseCache) -> list[int]:
+    return [int.from_bytes(key, "big") for key in cache.order()]
+
+
+@pytest.mark.parametrize(
+    ("policy", "leaving"),
+    [("lru", [1, 3, 2, 0]), ("lfu", [1, 3, 2, 0]), ("fifo", [0, 1, 2, 3])],
+)
+def test_the_order_of_leaving(policy: str, leaving: list[int]) -> None:
+    """0 is used twice more, 2 and 3 once more (3 before 2), 1 never; what is new is never used."""
+    cache, _ = make(max_entries=4, eviction_policy=policy)
+    for i in range(4):
+        assert cache.put(name(i), [line()])
+    for i in (0, 3, 2, 0):
+        assert cache.get(name(i)) == [line()]
+    assert order(cache) == leaving
+    gone = []
+    for i in range(10, 13):
+        before = order(cache)
+        cache.put(name(i), [line()])
+        gone += sorted(set(before) - set(order(cache)))
+    # Used least: a new answer leaves before one that was used once more.
+    assert gone == ([1, 10, 11] if policy == "lfu" else leaving[:3])
+    assert (len(cache), cache.evicted) == (4, 3)
+
+
+def test_bytes_are_bounded_and_counted() -> None:
+    cache, _ = make(max_size_mb=1, max_entries=1_000_000)
+    each = 100_000 + ENTRY_BYTES
+    for i in range(50):
+        assert cache.put(name(i), [line("x" * 100_000)])
+        assert cache.bytes <= 1 << 20
+        assert cache.bytes >= len(cache) * each
+    assert len(cache) == (1 << 20) // (each + 15)
+    assert order(cache) == list(range(40, 50))
+
+
+def test_an_answer_larger_than_everything_is_not_kept_and_costs_no_other() -> None:
+    cache, _ = make(max_size_mb=1)
+    cache.put(name(1), [line()])
+    assert not cache.put(name(2), [line("x" * (1 << 20))])
+    assert order(cache) == [1]
+
+
+def test_time_is_counted_from_the_computation_not_from_the_use() -> None:
+    cache, clock = make(ttl_s=60)
+    cache.put(name(1), [line()])
+    clock.now += 30
+    cache.put(name(2), [line()])
+    clock.now += 29.9
+    assert cache.get(name(1)) == [line()]
+    clock.now += 0.1
+    assert cache.get(name(1)) is None
+    assert cache.get(name(2)) == [line()]
+    assert (cache.expired, cache.evicted, len(cache)) == (1, 0, 1)
+    clock.now += 30
+    cache.expire()
+    assert (len(cache), cache.bytes) == (0, 0)
+
+
+def test_without_a_time_to_live_an_answer_stays() -> None:
+    cache, clock = make(ttl_s=0)
+    cache.put(name(1), [line()])
+    clock.now += 1e9
+    assert cache.get(name(1)) == [line()]
+
+
+def test_an_entry_that_is_used_a_million_times_costs_no_memory() -> None:
+    cache, _ = make(eviction_policy="lfu")
+    cache.put(name(1), [line()])
+    for _ in range(10_000):
+        cache.get(name(1))
+    assert len(cache._heap) <= 64 + 4 + 1
+
+
+# ------------------------------------------------------------------ the key
+
+
+def record(sampling: dict[str, Any] | None = None, line: dict[str, Any] | None = None, **ask: Any) -> Request:
+    sampling = {"seed": 7, **(sampling or {})}
+    line = {
+        "prompt": b"\1\0\0\0\2\0\0\0", "max_tokens": 10, "stop_ids": (2,), "prompt_index": 0, "choice": 0,
+        **(line or {}),
+    }  # fmt: skip
+    made = Ask(endpoint="generate", model="", sampling=m.Sampling(**sampling), **{"seed": 7, **ask})
+    request = Request("req-1", made, MODEL, "t", 1e9)
+    request.sequences.append(
+        Sequence(
+            request, 0, line["prompt_index"], line["choice"], line["prompt"], line["max_tokens"],
+            m.Sampling(**sampling), line["stop_ids"],
+        )
+    )  # fmt: skip
+    return request
+
+
+DIGEST = "ab" * 32
+CHANGED: dict[str, Callable[[], ResponseKey]] = {
+    "model": lambda: key_of(record(), "cd" * 32, "f16"),
+    "kv_type": lambda: key_of(record(), DIGEST, "int8"),
+    "prompt": lambda: key_of(record(line={"prompt": b"\1\0\0\0\3\0\0\0"}), DIGEST, "f16"),
+    "max_tokens": lambda: key_of(record(line={"max_tokens": 11}), DIGEST, "f16"),
+    "stop_ids": lambda: key_of(record(line={"stop_ids": ()}), DIGEST, "f16"),
+    "choice": lambda: key_of(record(line={"choice": 1}), DIGEST, "f16"),
+    "stop": lambda: key_of(record(stop=("a",)), DIGEST, "f16"),
+    "skip_special": lambda: key_of(record(skip_special=False), DIGEST, "f16"),
+    "cache_salt": lambda: key_of(record(cache_salt="s"), DIGEST, "f16"),
+    **{
+        field: (lambda field=field, value=value: key_of(record({field: value}), DIGEST, "f16"))  # type: ignore[misc]
+        for field, value in {
+            "seed": 8, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "repetition_penalty": 1.1,
+            "frequency_penalty": 0.1, "presence_penalty": 0.1, "logprobs": 0, "min_tokens": 1,
+            "ignore_eos": True, "order": ("mask",), "logit_bias": ((1, 1.0),),
+        }.items()
+    },
+}  # fmt: skip
+
+
+def test_every_sampling_parameter_is_looked_at() -> None:
+    assert set(m.Sampling.__struct_fields__) <= set(CHANGED)
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_whatever_determines_the_bytes_is_in_the_key(what: str) -> None:
+    assert CHANGED[what]() != key_of(record(), DIGEST, "f16")
+
+
+def test_what_law_1_leaves_out_is_not_in_the_key() -> None:
+    key = key_of(record(), DIGEST, "f16")
+    other = record(stream=True, speculate=4, include_usage=True)
+    other.priority, other.deadline, other.id = 5, 1.0, "req-2"
+    assert key_of(other, DIGEST, "f16") == key
+
+
+def test_two_prompts_do_not_run_together() -> None:
+    both, joined = record(), record(line={"prompt": b"\1\0\0\0" * 4})
+    both.sequences = record(line={"prompt": b"\1\0\0\0" * 2}).sequences * 2
+    assert key_of(both, DIGEST, "f16") != key_of(joined, DIGEST, "f16")
+
+
+def test_at_temperature_0_no_seed_matters() -> None:
+    greedy = [record({"temperature": 0.0, "seed": seed}, seed=None) for seed in (1, 2)]
+    assert all(map(is_determined, greedy))
+    assert key_of(greedy[0], DIGEST, "f16") == key_of(greedy[1], DIGEST, "f16")
+    assert not is_determined(record(seed=None))
+    assert is_determined(record())
+    turn = record(turn=Turn("sess", 1, 0))
+    assert not is_determined(turn)
+
+
+def test_what_is_kept_is_what_counts_of_a_sequence() -> None:
+    request = record()
+    (sequence,) = request.sequences
+    sequence.tokens, sequence.used, sequence.end = [1, 2, 3, 4], 3, 3
+    sequence.logprobs = [m.Logprob(-1.0, ())] * 4
+    sequence.text, sequence.finish, sequence.stop_string = ["a", "b"], "stop", "c"
+    (kept,) = lines_of(request)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(kept), type=Line) == kept
+    assert (len(kept.tokens), len(kept.logprobs), kept.text) == (12, 3, "ab")
+
+
+# ------------------------------------------------------------------ a real gateway
+
+ON = {"cache": {"responses": {"enabled": True, "max_entries": 8}}}
+NEW = ("id", "created", "usage", "seed")
+
+
+def same(body: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if key not in NEW}
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/generate": {"prompt": "Hello", "max_tokens": 30, "seed": 7, "logprobs": 2, "n": 2},
+    "/v1/chat/completions": {
+        "model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "seed": 7, "logprobs": True,
+        "top_logprobs": 1, "stop": "zu",
+    },
+    "/v1/completions": {
+        "model": MODEL, "prompt": ["ab", "Käfig"], "temperature": 0, "max_tokens": 20, "logprobs": 1,
+        "skip_special_tokens": False,
+    },
+}  # fmt: skip
+
+
+def counts(server: Server) -> dict[str, float]:
+    lines = server.get("/metrics").body.decode().splitlines()
+    found = {}
+    for entry in lines:
+        if entry.startswith("starling_response_cache_"):
+            label, _, value = entry.rpartition(" ")
+            found[label.removeprefix("starling_response_cache_")] = float(value)
+    return found
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_same_request_again_is_answered_without_the_scheduler(
+    path: str, make_server: Callable[..., Server]
+) -> None:
+    server = make_server(**ON)
+    server.wait_ready()
+    first = server.post(path, BODIES[path])
+    asked = server.peers.do(lambda: len(server.peers.generator.submitted))
+    again = server.post(path, BODIES[path])
+    assert server.peers.do(lambda: len(server.peers.generator.submitted)) == asked > 0
+    assert (first.headers["X-Starling-Cache"], again.headers["X-Starling-Cache"]) == ("miss", "hit")
+    one, two = first.json, again.json
+    assert same(one) == same(two)
+    assert one["id"] != two["id"]
+    for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert one["usage"][count] == two["usage"][count]
+    assert two["usage"]["prompt_tokens_details"]["cached_tokens"] == two["usage"]["prompt_tokens"]
+    found = counts(server)
+    assert found[f'hits_total{{model="{MODEL}"}}'] == 1
+    assert found[f'misses_total{{model="{MODEL}"}}'] == 1
+    assert found["entries"] == 1
+    assert found["bytes"] > 0
+
+
+def texts(events: list[Any]) -> dict[int, str]:
+    """By choice, of /v1/generate."""
+    found: dict[int, str] = {}
+    for event in events:
+        if event.data != "[DONE]" and "text" in event.data:
+            found[event.data["index"]] = found.get(event.data["index"], "") + event.data["text"]
+    return found
+
+
+def test_streams_and_whole_answers_share_what_is_kept(make_server: Callable[..., Server]) -> None:
+    server = make_server(**ON)
+    server.wait_ready()
+    body = {"prompt": "Hello", "max_tokens": 40, "seed": 7, "n": 2}
+    whole = server.post("/v1/generate", body)
+    stream = server.stream("/v1/generate", body)
+    assert stream.response.headers["X-Starling-Cache"] == "hit"
+    events = stream.all()
+    assert events[-1].data == "[DONE]"
+    assert texts(events) == {c["index"]: c["text"] for c in whole.json["choices"]}
+    ends = {e.data["index"]: e.data for e in events if e.data != "[DONE]" and "finish_reason" in e.data}
+    assert {i: e["finish_reason"] for i, e in ends.items()} == {
+        c["index"]: c["finish_reason"] for c in whole.json["choices"]
+    }
+    # The other way round, and the stream can be read again from any of its events.
+    other = {**body, "prompt": "Other"}
+    streamed = server.stream("/v1/generate", other).all()
+    assert server.post("/v1/generate", other).headers["X-Starling-Cache"] == "hit"
+    hit = server.stream("/v1/generate", other).all()
+    assert texts(hit) == texts(streamed)
+    rest = server.take_up(f"/v1/requests/{hit[0].id.partition(':')[0]}").all()
+    assert texts(rest) == texts(streamed)
+    assert rest[-1].data == "[DONE]"
+
+
+def test_a_drawn_seed_asks_for_another_answer(make_server: Callable[..., Server]) -> None:
+    server = make_server(**ON)
+    server.wait_ready()
+    answers = [server.post("/v1/generate", {"prompt": "Hello", "max_tokens": 40}) for _ in range(3)]
+    assert {a.headers["X-Starling-Cache"] for a in answers} == {"bypass"}
+    assert len({a.json["seed"] for a in answers}) == 3
+    assert "entries" in counts(server)
+    assert counts(server)["entries"] == 0
+
+
+def test_what_failed_or_was_left_is_not_kept(make_server: Callable[..., Server]) -> None:
+    server = make_server(**ON)
+    server.wait_ready()
+    body = {"prompt": "Hello", "max_tokens": 2000, "seed": 7, "ignore_eos": True}
+    generator = server.peers.generator
+
+    def refuse(frame: m.Submit) -> m.Rejected | None:
+        return m.Rejected(frame.sequence, "OVERLOADED", "full", "", 1.0)
+
+    server.peers.do(lambda: setattr(generator, "refuse", refuse))
+    assert server.post("/v1/generate", body).status == 429
+    server.peers.do(lambda: setattr(generator, "refuse", lambda frame: None))
+    stream = server.stream("/v1/generate", body)
+    next(stream.events())
+    stream.close()
+    wait_cancelled(server)
+    again = server.post("/v1/generate", body)
+    assert again.headers["X-Starling-Cache"] == "miss"
+    assert len(again.json["choices"][0]["tokens"]) == 2000
+    assert server.post("/v1/generate", body).json["choices"] == again.json["choices"]
+    assert counts(server)["entries"] == 1
+
+
+def wait_cancelled(server: Server) -> None:
+    """Until the scheduler has been told; asked over HTTP, which takes its time."""
+    for _ in range(2000):
+        if server.peers.do(lambda: len(server.peers.generator.cancelled)):
+            return
+        server.get("/health")
+    raise AssertionError("the request of a client that left was not cancelled")
+
+
+def test_off_by_default(server: Server) -> None:
+    body = {"prompt": "Hello", "max_tokens": 5, "seed": 7}
+    for _ in range(2):
+        answer = server.post("/v1/generate", body)
+        assert "X-Starling-Cache" not in answer.headers
+        assert answer.json["choices"][0]["tokens"]
+    assert counts(server) == {}
