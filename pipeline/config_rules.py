@@ -20,6 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _API_KEY = re.compile(r"[!-~]{1,256}")
 _TENANT = re.compile(r"[A-Za-z0-9._@-]{0,64}")
+_SALT = re.compile(r"[^\x00-\x1f\x7f]{0,128}")
 _RESERVED_PATHS = ("/v1", "/health", "/ready")
 
 
@@ -138,6 +139,12 @@ def _auth(config: Config) -> Iterator[Rule]:
         if weight != key.weight:
             reason = f"auth.api_keys.{first} gives tenant {key.owner!r} the weight {weight}"
             yield Rule(f"{at}.weight", str(key.weight), reason)
+        other = config.tenant_salt(key.owner)
+        if key.cache_salt != other:
+            reason = f"another key of tenant {key.owner!r} has {other!r}; a tenant has one"
+            yield Rule(f"{at}.cache_salt", repr(key.cache_salt), reason)
+        if not _SALT.fullmatch(key.cache_salt):
+            yield Rule(f"{at}.cache_salt", repr(key.cache_salt), "expected up to 128 printable characters")
         named = config.scheduler.tenant_weights.get(key.owner)
         if named is not None and key.weight not in (1.0, named):
             reason = f"scheduler.tenant_weights.{key.owner} is {named}"

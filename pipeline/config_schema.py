@@ -21,6 +21,7 @@ MegabytesOrNone = Annotated[int, Meta(ge=0, le=16_777_216)]
 Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
 MillisecondsOrNone = Annotated[int, Meta(ge=0, le=86_400_000)]
 Seconds = Annotated[int, Meta(ge=0, le=31_536_000)]
+SessionSeconds = Annotated[int, Meta(ge=0, le=2_592_000)]  # as a request may give it: up to 30 days
 Weight = Annotated[float, Meta(ge=0.01, le=1000.0)]
 Policy = Literal["lru", "lfu", "fifo"]
 
@@ -98,6 +99,7 @@ class ApiKey(Section, frozen=True, kw_only=True):
     weight: Weight = 1.0  # of the tenant, as in scheduler.tenant_weights
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0  # within the tenant, higher first
     admin: bool = False
+    cache_salt: str = ""  # of the tenant: shares cached pages and answers with nobody of another salt
 
     @property
     def owner(self) -> str:
@@ -131,6 +133,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     max_size_mb: Megabytes = 512  # of a model's KV arena, unless it gives kv_cache_mb
     eviction_policy: Policy = "lru"
     max_sequences: Count = 1000  # sessions of a model, unless it gives max_sessions
+    session_ttl_s: SessionSeconds = 3600  # of a session that gives none; 0: never closed by itself
     ttl_s: Seconds = 0  # idle pages older than this go; 0: never
     persist_mb: MegabytesOrNone = 512  # copies of a model's pages that survive a clean stop; 0: none
     responses: ResponseCacheConfig = ResponseCacheConfig()
@@ -184,6 +187,10 @@ class Config(Section, frozen=True, kw_only=True):
     def kv_cache_bytes(self, model: ModelConfig) -> int:
         """The most bytes that the model's KV arena may have, headers included."""
         return (model.kv_cache_mb or self.cache.max_size_mb) << 20
+
+    def tenant_salt(self, tenant: str) -> str:
+        """`cache_salt` of the tenant's keys, "" without."""
+        return next((key.cache_salt for key in self.auth.api_keys if key.owner == tenant), "")
 
     def tenant_weight(self, tenant: str) -> float:
         """Share of a tenant: of `scheduler.tenant_weights`, else of its keys, else 1."""

@@ -26,7 +26,6 @@ MAX_TOP_LOGPROBS = 20
 MAX_SPECULATE = 16  # draft tokens in a step, as in models.*.speculate
 MAX_PROMPT_IDS = 1_000_000  # of the field; the model's context is the real bound
 MAX_ID = 128  # characters of a session's
-DEFAULT_TTL_S = 3600  # of a new session that gives none
 MAX_TTL_S = 30 * 86_400
 U64 = 1 << 64
 
@@ -65,7 +64,7 @@ class Ask(msgspec.Struct, kw_only=True):
     speculate: int = 0  # most draft tokens in a step; 0: as the model is configured
     session_id: str | None = None  # "": a new one
     creates_session: bool = False  # when there is none of that id
-    session_ttl_s: int = 0  # of a new one; 0: never closed by itself
+    session_ttl_s: int | None = None  # of a new one; 0: never closed by itself; None: as configured
     turn: Turn | None = None  # filled in at admission
 
     @property
@@ -76,6 +75,13 @@ class Ask(msgspec.Struct, kw_only=True):
 def read_seed(value: Any, name: str) -> int:
     """Any 64-bit number, signed or not; taken modulo 2**64."""
     return int(integer(-(1 << 63), U64 - 1)(value, name)) % U64
+
+
+def read_salt(value: Any, name: str) -> str:
+    salt: str = text(128, empty=False)(value, name)
+    if "\0" in salt:
+        raise InvalidRequest(f"{name} has a NUL character; leave it out", name)
+    return salt
 
 
 def read_order(value: Any, name: str) -> tuple[str, ...]:
@@ -139,7 +145,7 @@ COMMON_FIELDS: dict[str, Reader] = {
     "stop_token_ids": token_ids(16),
     "stream": flag,
     "skip_special_tokens": flag,
-    "cache_salt": text(128, empty=False),
+    "cache_salt": read_salt,
     "speculate": integer(0, MAX_SPECULATE, hint="0 is as the model is configured"),
 }
 

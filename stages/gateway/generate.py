@@ -13,7 +13,7 @@ Request:
      "skip_special_tokens": true, "stream": false,
      "session_id": "...",                a turn of that session: the prompt goes after what it holds; "": a new one
      "create_session": false,            a session of that id may be new
-     "session_ttl_s": 3600}              of a new one: closed when unused for so long; 0: never
+     "session_ttl_s": 3600}              of a new one: closed when unused for so long; 0: never; default: as configured
 
 Answer:
     {"id": "req-...", "object": "generation", "created": 1, "model": "...", "seed": 7,
@@ -35,7 +35,6 @@ from typing import Any
 from pipeline.errors import InvalidRequest
 from stages.gateway.ask import (
     COMMON_FIELDS,
-    DEFAULT_TTL_S,
     MAX_ID,
     MAX_OUTPUT_TOKENS,
     MAX_PROMPT_IDS,
@@ -123,7 +122,7 @@ def _session(values: dict[str, Any]) -> dict[str, Any]:
     return {
         "session_id": name,
         "creates_session": creates,
-        "session_ttl_s": values.get("session_ttl_s", DEFAULT_TTL_S),
+        "session_ttl_s": values.get("session_ttl_s"),
     }
 
 

@@ -23,13 +23,22 @@ class Caller(NamedTuple):
     tenant: str
     priority: int = 0
     is_admin: bool = False
+    salt: str = ""  # of the tenant's cached pages
+
+    def salted(self, own: str) -> str:
+        """The salt of a request that gives `own`: with the tenant's before it, which no request can give,
+        because no salt has a NUL in it."""
+        return f"{self.salt}\0{own}" if self.salt else own
 
 
 class Keys:
     """API keys by digest. A presented key is compared with every one, in constant time."""
 
     def __init__(self, auth: AuthConfig) -> None:
-        self._keys = [(_digest(key.key), Caller(key.owner, key.priority, key.admin)) for key in auth.api_keys]
+        self._keys = [
+            (_digest(key.key), Caller(key.owner, key.priority, key.admin, key.cache_salt))
+            for key in auth.api_keys
+        ]
 
     def caller(self, authorization: str | None) -> Caller:
         """Of an `Authorization` header. Raises `Unauthenticated`."""

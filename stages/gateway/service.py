@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import msgspec
+
 from pipeline import messages as m
 from pipeline.config_schema import Config
 from pipeline.errors import (
@@ -459,9 +461,13 @@ class Service:
     ) -> Request:
         self.quotas.take_request(caller.tenant)
         await self.wait_ready(model)
+        salt = caller.salted(ask.cache_salt)
         if ask.session_id is None:
+            ask = msgspec.structs.replace(ask, cache_salt=salt)
             return await self._put_together(model, ask, (), caller, started_at, client_id)
-        ask, held = await self.sessions.begin(model, caller.tenant, ask)
+        if ask.session_ttl_s is None:
+            ask = msgspec.structs.replace(ask, session_ttl_s=self.config.cache.session_ttl_s)
+        ask, held = await self.sessions.begin(model, caller.tenant, ask, salt)
         try:
             return await self._put_together(model, ask, held, caller, started_at, client_id)
         except BaseException:

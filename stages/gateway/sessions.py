@@ -65,9 +65,10 @@ class Sessions:
 
     # ---------------------------------------------------------------- a turn
 
-    async def begin(self, model: str, tenant: str, ask: Ask) -> tuple[Ask, tuple[int, ...]]:
+    async def begin(self, model: str, tenant: str, ask: Ask, salt: str) -> tuple[Ask, tuple[int, ...]]:
         """`ask` with its `turn`, and the tokens that the session holds. `abort` it, or `open` its request.
 
+        `salt`: `ask`'s own with its tenant's, for a session that is new; a later turn has its session's.
         Raises `NotFound`, `Conflict`, `Overloaded`, `ResourceError`, `ModelUnavailable`.
         """
         name = ask.session_id or new_id()
@@ -77,7 +78,7 @@ class Sessions:
         is_new = ask.creates_session or not ask.session_id
         self._busy[key] = ""
         frame = m.SessionBegin(
-            self._number(), model, tenant, name, is_new, ask.session_ttl_s, ask.cache_salt, _RESUME_MINE
+            self._number(), model, tenant, name, is_new, ask.session_ttl_s or 0, salt, _RESUME_MINE
         )
         # Without an answer it may have begun all the same: then it is let go as soon as the answer is here.
         held = await self._ask(frame, lambda answer: self._undo(key, answer))
@@ -88,7 +89,7 @@ class Sessions:
         tokens = array("i")
         tokens.frombytes(held.tokens)
         turn = Turn(name, held.turn, len(tokens))
-        if ask.cache_salt and held.salt != ask.cache_salt:
+        if ask.cache_salt and held.salt != salt:
             self.abort(model, tenant, turn)
             raise InvalidRequest(
                 f"session {name!r} was begun with another cache_salt; leave it out in later turns", "cache_salt"
@@ -197,7 +198,7 @@ class Sessions:
             self._send(
                 m.SessionBegin(
                     self._number(), request.model, request.tenant, turn.session, turn.number == 1,
-                    request.ask.session_ttl_s, request.ask.cache_salt, turn.number,
+                    request.ask.session_ttl_s or 0, request.ask.cache_salt, turn.number,
                 )
             )  # fmt: skip
 

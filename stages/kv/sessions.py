@@ -158,9 +158,11 @@ class Sessions:
         Raises `NotFound`.
         """
         session = self._held.get((tenant, session_id))
-        if session is None:
+        is_over = session is not None and self._is_over(session, self._clock())
+        if session is not None:
+            self._drop(session)
+        if session is None or is_over:
             raise self._unknown(session_id)
-        self._drop(session)
 
     def expire(self) -> int:
         """Drop sessions whose time is over, but none with a turn under way. Returns how many."""
@@ -178,7 +180,7 @@ class Sessions:
     # -------------------------------------------------------------- pieces
 
     def _create(self, tenant: str, session_id: str, ttl_s: int, salt: str) -> Session:
-        if len(self._held) >= self.max_sessions:
+        if len(self._held) >= self.max_sessions and not self.expire():
             raise Overloaded(
                 f"{self.max_sessions} sessions are held (max_sessions); close one or try again later",
                 param="session_id",

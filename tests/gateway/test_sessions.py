@@ -124,7 +124,7 @@ def test_every_finished_turn_is_held_and_no_other(steps: list[str]) -> None:
             if turn is None and request is None:
                 number += 1
                 ask = Ask(endpoint="generate", model=MODEL, session_id="s", creates_session=True)
-                turn = asyncio.ensure_future(world.sessions.begin(MODEL, "t", ask))
+                turn = asyncio.ensure_future(world.sessions.begin(MODEL, "t", ask, ask.cache_salt))
             await asyncio.sleep(0)
             if step in ("kv_reads", "gateway_reads", "kv_dies", "kv_comes"):
                 getattr(world, step)()
@@ -255,6 +255,7 @@ def test_a_name_of_ones_own_and_what_ends_the_text_is_not_held(server: Server, k
         ({"session_id": "x", "session_ttl_s": 5}, "session_ttl_s"),
         ({"session_id": "", "session_ttl_s": -1}, "session_ttl_s"),
         ({"session_id": "", "n": 2}, "n"),
+        ({"session_id": "", "cache_salt": "a\0b"}, "cache_salt"),
         ({"session_id": "", "max_tokens": 4097}, "max_tokens"),
         ({"session_id": "", "prompt": [999]}, "prompt"),
     ],

@@ -12,6 +12,48 @@ from tests.gateway.peers import output
 from tests.gateway.server import Server
 
 
+def test_a_tenant_s_salt_and_the_configured_time(
+    make_server: Callable[..., Server], homes: Callable[[], Path]
+) -> None:
+    keys = [
+        {"key": "sk-a", "tenant": "a", "cache_salt": "blue"}, {"key": "sk-a2", "tenant": "a", "cache_salt": "blue"},
+        {"key": "sk-b", "tenant": "b"},
+    ]  # fmt: skip
+    server = make_server(auth={"api_keys": keys}, cache={"session_ttl_s": 60, "responses": {"enabled": True}})
+    kv = KvPeer(server.config, homes())
+
+    def ask(key: str, **more: Any) -> Any:
+        body = {"prompt": "x", "max_tokens": 3, "seed": 7, **more}
+        return server.post("/v1/generate", body, {"Authorization": f"Bearer {key}"})
+
+    def salts() -> list[str]:
+        return [frame.cache_salt for frame in server.peers.do(lambda: list(server.peers.generator.submitted))]
+
+    try:
+        server.wait_ready()
+        for key, more in (
+            ("sk-a", {}), ("sk-b", {}), ("sk-a", {"cache_salt": "own"}), ("sk-b", {"cache_salt": "own"}),
+            ("sk-b", {"cache_salt": "blue"}),
+        ):  # fmt: skip
+            assert ask(key, **more).headers["X-Starling-Cache"] == "miss"
+        assert len(set(salts())) == 5
+        assert salts()[1] == ""
+        assert ask("sk-a2").headers["X-Starling-Cache"] == "hit"
+        # A session keeps its salt: left out later, or the same, but no other.
+        name = ask("sk-a", session_id="", cache_salt="own").json["session_id"]
+        assert ask("sk-a2", session_id=name).status == 200
+        assert ask("sk-a", session_id=name, cache_salt="own").status == 200
+        assert ask("sk-a", session_id=name, cache_salt="other").status == 400
+        assert set(salts()[5:]) == {salts()[2]}
+        assert ask("sk-b", session_id=name).status == 404
+        kv.do(lambda: setattr(kv, "late_s", 59.0))
+        assert ask("sk-a", session_id=name).status == 200
+        kv.do(lambda: setattr(kv, "late_s", 59.0 + 61.0))
+        assert ask("sk-a", session_id=name).status == 404
+    finally:
+        kv.stop()
+
+
 def test_a_turn_outlives_the_gateway(make_server: Callable[..., Server], homes: Callable[[], Path]) -> None:
     server = make_server()
     kv = KvPeer(server.config, homes())

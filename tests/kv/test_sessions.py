@@ -144,6 +144,17 @@ def test_bounds(sessions: Sessions) -> None:
         sessions.commit(ME, "t", "s2", 1, 5, raw(1))
 
 
+def test_what_is_over_takes_no_place(sessions: Sessions, clock: Time) -> None:
+    for i in range(3):
+        sessions.begin(ME, "t", f"s{i}", create=True, ttl_s=10 + i)
+        sessions.commit(ME, "t", f"s{i}", 1, 0, raw(1))
+    clock.now += 10
+    assert sessions.begin(ME, "t", "s3", create=True).id == "s3"
+    assert sorted(session.id for session in sessions.all()) == ["s1", "s2", "s3"]
+    with pytest.raises(Overloaded):
+        sessions.begin(ME, "t", "s4", create=True)
+
+
 def test_closed_and_expired_are_gone(sessions: Sessions, clock: Time, tmp_path: Path) -> None:
     sessions.begin(ME, "t", "a", create=True, ttl_s=10)
     sessions.commit(ME, "t", "a", 1, 0, raw(1))
@@ -155,6 +166,11 @@ def test_closed_and_expired_are_gone(sessions: Sessions, clock: Time, tmp_path: 
     sessions.commit(ME, "t", "b", 1, 0, raw(2))
     clock.now += 11
     assert sessions.expire() == 1
+    sessions.begin(ME, "t", "d", create=True, ttl_s=10)
+    sessions.commit(ME, "t", "d", 1, 0, raw(1))
+    clock.now += 10
+    with pytest.raises(NotFound):
+        sessions.close("t", "d")  # over, if nobody has looked yet
     sessions.begin(ME, "t", "c", create=True)
     sessions.close("t", "c")
     with pytest.raises(NotFound):

@@ -478,3 +478,14 @@ def test_every_key_is_read_by_somebody() -> None:
         for field in msgspec.structs.fields(section):
             is_read = re.search(rf"\.{field.name}\b", readers)
             assert is_read or field.name in refused_keys, f"{section.__name__}.{field.name}"
+
+
+def test_a_tenant_has_one_salt() -> None:
+    keys = [{"key": "sk-a", "tenant": "t", "cache_salt": "one"}, {"key": "sk-b", "tenant": "t"}]
+    with pytest.raises(ConfigError) as error:
+        resolve({"auth": {"api_keys": keys}}, {})
+    assert "auth.api_keys.1.cache_salt" in error.value.message
+    with pytest.raises(ConfigError) as error:
+        resolve({"auth": {"api_keys": [{"key": "sk-a", "cache_salt": "a\0b"}]}}, {})
+    assert "auth.api_keys.0.cache_salt" in error.value.message
+    assert resolve({"auth": {"api_keys": keys[:1]}}, {}).tenant_salt("t") == "one"
