@@ -58,6 +58,7 @@ class StageLife:
         self._beat_fd = process.claim_beat_fd()
         self._watchdog_s = process.watchdog_interval_s()
         self._next_watchdog = float("-inf")
+        self._next_breath = float("-inf")
         self._told_ready = False
         self._closed = False
 
@@ -120,6 +121,21 @@ class StageLife:
             process.sd_notify("WATCHDOG=1")
         for callback in self.on_tick:
             callback()
+
+    def breathe(self) -> None:
+        """In the middle of long work that does progress, as often as it likes: peers and supervisor hear of it.
+
+        Nothing is received and no callback runs, so that the work's state may be half-way.
+        """
+        now = self.clock()
+        if now < self._next_breath:
+            return
+        self._next_breath = now + TICK_S
+        self.progress += 1
+        beat = self.beat()
+        for endpoint in self.endpoints:
+            endpoint.breathe(beat)
+        self._tell_supervisor()
 
     @contextmanager
     def allow(self, seconds: float) -> Iterator[None]:

@@ -368,6 +368,12 @@ class _Endpoint:
             else:
                 self._send(key, beat)
 
+    def breathe(self, beat: Heartbeat) -> None:
+        """Between two ticks, in the middle of long work: a heartbeat when one is due, and nothing else."""
+        if not self._closed and self._clock() - self._last_sent >= 0.9 * self._interval:
+            self._last_sent = self._clock()
+            self._beat(beat)
+
     def close(self, flush_ms: int = FLUSH_MS) -> None:
         """Orderly: queued frames get `flush_ms` (the context's `term` waits for it). Idempotent."""
         if self._closed:

@@ -240,7 +240,8 @@ def _log_request(
         }
     if error is not None:
         fields |= {"error": error.code, "reason": error.message}
-    quiet = status < 400 and record is None
+    # Who polls /ready is told so each time; the log has the change (stage.py).
+    quiet = (status < 400 and record is None) or endpoint == "/ready"
     level = logging.DEBUG if quiet else logging.WARNING if status >= 500 else logging.INFO
     log.log(level, "request", extra=fields)
 

@@ -1,9 +1,9 @@
 """Can this server take a request now, and if not, who is in the way? Pure; the clock is given.
 
 Each stage speaks for itself: its heartbeats carry ready, busy, a reason and a counter of progress.  The
-gateway hears the tokenizer and the scheduler; the scheduler's model states carry what it knows of kv and
+gateway hears the tokenizer, the scheduler and kv; the scheduler's model states carry what it knows of the
 workers.  Long work that does progress never makes a stage unready; a counter that stands while there is
-work does, and a stage that is silent does.
+work does, and a stage that is silent does: both are known within a second.
 """
 
 from __future__ import annotations
@@ -13,17 +13,22 @@ from typing import Any
 
 from pipeline.messages import Heartbeat, ModelState
 
-STUCK_S = 1.0  # busy with the same progress for longer: not ready
+STUCK_S = 0.6  # busy with the same progress for longer: not ready
+SILENT_S = 0.7  # no heartbeat for longer: not ready. The connection is given up later: that costs work
+LOOK_S = 0.3  # between two looks at most, or we were away ourselves
+SILENT_BEATS = 3  # heartbeats that may fail to come, where they are rare
 
 
 class StageHealth:
     """What is known of one peer."""
 
-    def __init__(self, stage: str, clock: Callable[[], float], stuck_s: float = STUCK_S) -> None:
+    def __init__(self, stage: str, clock: Callable[[], float], heartbeat_s: float = 0.25) -> None:
         self.stage = stage
         self._clock = clock
-        self._stuck_s = stuck_s
+        self._stuck_s = max(STUCK_S, SILENT_BEATS * heartbeat_s - 0.15)
+        self._silent_s = max(SILENT_S, SILENT_BEATS * heartbeat_s)
         self._beat: Heartbeat | None = None
+        self._looked_at = self._heard_at = clock()
         self._progressed_at = clock()
         self._is_up = False
         self._was_up = False
@@ -31,7 +36,7 @@ class StageHealth:
     def up(self) -> None:
         self._is_up = self._was_up = True
         self._beat = None
-        self._progressed_at = self._clock()
+        self._progressed_at = self._heard_at = self._looked_at = self._clock()
 
     def down(self) -> None:
         self._is_up = False
@@ -39,11 +44,18 @@ class StageHealth:
 
     def beat(self, beat: Heartbeat | None) -> None:
         """The last heartbeat heard; call at least every 100 ms."""
-        if beat is None:
-            return
+        now = self._clock()
+        # Time in which we did not look (stopped, starved) is not the peer's silence.
+        lost = max(0.0, now - self._looked_at - LOOK_S)
+        self._heard_at += lost
+        self._progressed_at += lost
+        self._looked_at = now
         last = self._beat
+        if beat is None or beat is last:
+            return
+        self._heard_at = now
         if last is None or not beat.busy or (beat.epoch, beat.progress) != (last.epoch, last.progress):
-            self._progressed_at = self._clock()
+            self._progressed_at = now
         self._beat = beat
 
     @property
@@ -60,7 +72,10 @@ class StageHealth:
             return "no heartbeat yet"
         if not beat.ready:
             return beat.reason or "not ready"
-        standing = self._clock() - self._progressed_at
+        now = self._clock()
+        if now - self._heard_at > self._silent_s:
+            return f"silent for {now - self._heard_at:.1f} s"
+        standing = now - self._progressed_at
         if beat.busy and standing > self._stuck_s:
             return f"has work and has made no progress for {standing:.1f} s"
         return ""

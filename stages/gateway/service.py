@@ -81,8 +81,10 @@ class Service:
         )
         self.quotas = Quotas(config.rate_limits, clock)
         self.responses = ResponseCache(config.cache.responses, clock)
-        self.tokenizer = StageHealth("tokenizer", clock)
-        self.scheduler = StageHealth("scheduler", clock)
+        heartbeat_s = config.server.heartbeat_ms / 1000
+        self.tokenizer = StageHealth("tokenizer", clock, heartbeat_s)
+        self.scheduler = StageHealth("scheduler", clock, heartbeat_s)
+        self.kv = StageHealth("kv", clock, heartbeat_s)
         self.described: dict[str, m.Described] = {}
         self.states: dict[str, m.ModelState] = {}
         self.metrics = GatewayMetrics(metrics or Metrics("gateway", None, clock=clock), clock)
@@ -113,9 +115,10 @@ class Service:
         """Why the model cannot take a request now; "" when it can."""
         if reason := self.drains.reason(model):
             return reason
-        for health in (self.tokenizer, self.scheduler):
-            if health.problem:
-                return f"{health.stage}: {health.problem}"
+        # A kv that is not there is the scheduler's to tell: a model is not ready without it.
+        for health in (self.tokenizer, self.scheduler, *([self.kv] if self.kv.is_up else [])):
+            if problem := health.problem:
+                return f"{health.stage}: {problem}"
         if model not in self.described:
             return "tokenizer: the model is not described yet"
         state = self.states.get(model)
@@ -146,6 +149,7 @@ class Service:
                 },
                 "tokenizer": self.tokenizer.report(),
                 "scheduler": self.scheduler.report(),
+                "kv": self.kv.report(),
             },
             "models": models,
         }
@@ -230,11 +234,25 @@ class Service:
         self.scheduler.down()
         self.states.clear()
 
-    def tick(self, tokenizer_beat: m.Heartbeat | None, scheduler_beat: m.Heartbeat | None) -> None:
+    def on_kv_up(self, hello: m.Hello) -> None:
+        self.kv.up()
+        self.sessions.on_up(hello)
+
+    def on_kv_down(self, hello: m.Hello) -> None:
+        self.kv.down()
+        self.sessions.on_down(hello)
+
+    def tick(
+        self,
+        tokenizer_beat: m.Heartbeat | None,
+        scheduler_beat: m.Heartbeat | None,
+        kv_beat: m.Heartbeat | None = None,
+    ) -> None:
         """Every 100 ms."""
-        before = (self.tokenizer.problem, self.scheduler.problem)
-        self.tokenizer.beat(tokenizer_beat)
-        self.scheduler.beat(scheduler_beat)
+        stages = (self.tokenizer, self.scheduler, self.kv)
+        before = [bool(stage.problem) for stage in stages]
+        for stage, beat in zip(stages, (tokenizer_beat, scheduler_beat, kv_beat)):
+            stage.beat(beat)
         self.relay.tick()
         self.sessions.tick()
         for drain in self.drains.due():
@@ -247,7 +265,7 @@ class Service:
             for model in self.config.models:
                 if model.name not in self.described and f"describe/{model.name}" not in self._questions:
                     self._describe(model.name)
-        if before != (self.tokenizer.problem, self.scheduler.problem):
+        if before != [bool(stage.problem) for stage in stages]:
             self.notice_change()
 
     def sample(self) -> None:

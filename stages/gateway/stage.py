@@ -81,8 +81,8 @@ class GatewayStage:
         self.tokenizer.on_down = self.service.on_tokenizer_down
         self.scheduler.on_up = self.service.on_scheduler_up
         self.scheduler.on_down = self.service.on_scheduler_down
-        self.kv.on_up = self.service.sessions.on_up
-        self.kv.on_down = self.service.sessions.on_down
+        self.kv.on_up = self.service.on_kv_up
+        self.kv.on_down = self.service.on_kv_down
         self.endpoints.on_tick.append(self._tick)
         self.admin = Admin(self.service, paths.arena_dir(config) / "gateway.drains")
         self.control = Control(paths.run_dir(config), "gateway", self._operate)
@@ -203,7 +203,7 @@ class GatewayStage:
         if endpoints.stopping and not service.is_draining:
             log.info("draining", extra={"in_flight": service.in_flight})
             service.drain()
-        service.tick(self.tokenizer.last_beat, self.scheduler.last_beat)
+        service.tick(self.tokenizer.last_beat, self.scheduler.last_beat, self.kv.last_beat)
         if self._runner.server is not None:
             self._connections.sweep(self._runner.server.connections)
         endpoints.progress = service.relay.counts.tokens + service.metrics.total_requests
@@ -211,9 +211,12 @@ class GatewayStage:
         endpoints.busy = service.in_flight > 0 if endpoints.stopping else False
         # The process can do its part; whether the server can is in /ready.
         endpoints.ready = True
-        is_ready = bool(service.readiness()["ready"])
+        state = service.readiness()
+        is_ready = bool(state["ready"])
         if is_ready and not self._was_ready:
             log.info("ready", extra={"url": f"http://{self.config.server.host}:{self.port}"})
+        elif self._was_ready and not is_ready:
+            log.warning("not ready: %s", state["reason"])
         self._was_ready = is_ready
 
     async def _end_the_rest(self) -> None:

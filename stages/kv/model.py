@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from pipeline import faultplan, paths
@@ -31,9 +32,13 @@ SAVE_PAGES_LAST = 64  # and at the end: some 20 ms
 class ModelPages:
     """Closed until `open` has found the model's index."""
 
-    def __init__(self, config: Config, model: ModelConfig) -> None:
+    def __init__(
+        self, config: Config, model: ModelConfig, on_moved: Callable[[], object] = lambda: None
+    ) -> None:
+        """`on_moved` is called after each page that went to a disk or came from one."""
         self.config = config
         self.model = model
+        self._on_moved = on_moved
         self.rows = Rows()
         self.digest = ""  # hex
         self.geometry: KvGeometry | None = None
@@ -71,6 +76,7 @@ class ModelPages:
             spill=self.spilled,
             tiers=stores,
             on_publish=faultplan.hook("kv", "page"),
+            on_moved=self._on_moved,
         )
         if home.found is not None:
             pool.headers.forget_copies()

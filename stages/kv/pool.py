@@ -68,6 +68,7 @@ class Pool:
     tiers: Sequence[Tier] = ()  # where missing pages are looked for, `spill` included
     clock_ns: Callable[[], int] = time.time_ns
     on_publish: Callable[[int], object] | None = None  # called with the count of pages named (faults)
+    on_moved: Callable[[], object] = lambda: None  # after each page to or from a disk: it may have taken long
 
     def __post_init__(self) -> None:
         self.total = len(self.arena.pages)
@@ -171,6 +172,7 @@ class Pool:
                 break
             count += 1
             self.counters.restore_s.append(time.perf_counter() - begun)
+            self.on_moved()
         self.counters.restored += count
         return count
 
@@ -280,6 +282,7 @@ class Pool:
             return
         if self.spill.put(digest, self.headers.record(page), self.arena.pages[page]):
             self.counters.spilled += 1
+        self.on_moved()
 
     # -------------------------------------------------------------- after a restart
 

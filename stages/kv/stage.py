@@ -54,7 +54,9 @@ class KvStage:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.loop = StageLoop("kv", config)
-        self.models = {model.name: Attached(ModelPages(config, model)) for model in config.models}
+        self.models = {
+            model.name: Attached(ModelPages(config, model, self.loop.breathe)) for model in config.models
+        }
         self.hub = self.loop.bind("scheduler-kv", self._on_frame)
         self.hub.on_down = self._on_down
         self.gateways = self.loop.bind("gateway-kv", self._on_gateway)

@@ -528,10 +528,10 @@ class Engine:
         return self.is_attached and self.leases.is_up
 
     def state(self, digest: str, reason: str, kv_free: int, kv_page_bytes: int) -> ModelState:
-        """What the gateways show of the model."""
-        stats, ready = self.stats, self.is_ready
+        """What the gateways show of the model. `reason`: why it is not ready, "" when it is."""
+        stats = self.stats
         return ModelState(
-            self.settings.model, digest, ready, "" if ready else reason, self.queues.depth,
+            self.settings.model, digest, not reason, reason, self.queues.depth,
             len(self.roster.held), self.settings.max_batch_size, kv_free, self.leases.total_pages,
             kv_page_bytes, stats.steps, stats.generated, stats.preemptions,
         )

@@ -19,6 +19,7 @@ from pipeline import messages as m
 from shm.arena import Arena, ArenaError, process_ticks
 from shm.steps import StepsGeometry, create_steps
 from stages.scheduler.engine import Engine, Settings
+from stages.scheduler.evidence import Evidence
 from stages.scheduler.fence import Fence
 from stages.scheduler.ring import Ring
 
@@ -26,6 +27,7 @@ log = logging.getLogger("starling.scheduler")
 
 RETURN_S = 1.0  # a living worker whose connection went down may come back within this time
 AGAIN_S = 0.5  # between two attachments of one group
+STANDS_S = 0.5  # a worker with a step that shows no sign of computing for so long: not ready
 FENCE_WAIT_S = 0.2  # for a group that was killed, before looking again at the next tick
 
 
@@ -73,6 +75,9 @@ class Host:
         self._generation = time.time_ns() // 1_000_000
         self._not_before = -math.inf  # a group that came back from an attachment at once gets another later
         self._progress = (-1, 0.0)  # the worker's counter, and since when it stands
+        self._evidence = Evidence()
+        self.stands_for_s = 0.0  # the worker has a step and shows no sign of computing it
+        self.signs = 0  # of a worker that computes: grows with them
 
     # -------------------------------------------------------------- the worker
 
@@ -227,6 +232,7 @@ class Host:
     def tick(self, now: float) -> None:
         """Every 100 ms: deadlines, a stuck step, a fence that has not closed, a worker that stays away."""
         self.engine.tick(now)
+        self._look_for_signs(now)
         if now >= self._fence_at:
             self.kill(now, "its worker does not answer")
         self._look(now)
@@ -240,10 +246,29 @@ class Host:
         elif now - self._progress[1] > self._stuck_step_s:
             self.kill(now, f"a step made no progress for {self._stuck_step_s:g} s")
 
+    def _look_for_signs(self, now: float) -> None:
+        """How long the worker has stood with a step: `stands_for_s`."""
+        engine = self.engine
+        counter = -1
+        if engine.ring is not None and engine.unacknowledged and engine.is_attached:
+            counter = engine.ring.progress + engine.ring.done
+        if self._evidence.look(now, counter, self._pids):
+            self.signs += 1
+        self.stands_for_s = self._evidence.stands_for_s(now)
+
+    @property
+    def problem(self) -> str:
+        """Why the model takes no requests now; "" when it does."""
+        if not self.engine.is_ready:
+            return self.reason or "waiting for kv"
+        if self.stands_for_s > STANDS_S:
+            return "its worker has a step and does not compute"
+        return ""
+
     def state(self) -> m.ModelState:
         kv = self.kv_state
         free = kv.free + kv.cached if kv else 0
-        return self.engine.state(self.digest, self.reason, free, kv.page_bytes if kv else 0)
+        return self.engine.state(self.digest, self.problem, free, kv.page_bytes if kv else 0)
 
     def close(self) -> None:
         """Give up the step arena; whoever maps it keeps what it has."""

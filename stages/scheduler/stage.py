@@ -103,7 +103,11 @@ class SchedulerStage:
             asleep = [host.sleep() for host in hosts]
             if all(asleep):
                 break
-        self.loop.progress = sum(host.engine.stats.steps + host.engine.stats.submitted for host in hosts)
+        # A worker in a long step and a kv that moves pages for it are this stage's progress, too.
+        kv = self.kv.last_beat
+        self.loop.progress = (kv.progress if kv is not None else 0) + sum(
+            host.engine.stats.steps + host.engine.stats.submitted + host.signs for host in hosts
+        )
         self.loop.busy = self._is_needed() if self.loop.stopping else any(h.engine.is_busy for h in hosts)
         delay = min(host.engine.delay(now) for host in hosts)
         return None if delay == math.inf else delay
@@ -149,10 +153,11 @@ class SchedulerStage:
         for host in self.hosts.values():
             host.tick(now)
         hosts = self.hosts.values()
-        waiting = [f"{h.name}: {h.reason or 'waiting for kv'}" for h in hosts if not h.engine.is_ready]
+        waiting = [f"{host.name}: {problem}" for host in hosts if (problem := host.problem)]
+        is_news = self.loop.reason != "; ".join(waiting)
         self.loop.ready = not waiting
         self.loop.reason = "; ".join(waiting)
-        if now >= self._next_push:
+        if now >= self._next_push or is_news:
             self._next_push = now + self.config.server.heartbeat_ms / 1000
             self._push_state("", list(self.gateways.peers))
         if now >= self._next_show:

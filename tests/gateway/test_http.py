@@ -356,7 +356,7 @@ def test_health_ready_and_metrics(server: Server) -> None:
     ready = server.get("/ready")
     assert ready.status == 200
     assert ready.json["ready"] is True
-    assert set(ready.json["stages"]) == {"gateway", "tokenizer", "scheduler"}
+    assert set(ready.json["stages"]) == {"gateway", "tokenizer", "scheduler", "kv"}
     assert ready.json["models"][MODEL]["ready"] is True
     metrics = server.get("/metrics")
     assert metrics.headers["Content-Type"].startswith("text/plain; version=0.0.4")

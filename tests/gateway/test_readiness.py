@@ -54,7 +54,7 @@ def test_long_work_that_progresses_and_idleness_are_fine() -> None:
         assert health.problem == ""
     for _ in range(100):
         health.beat(beat(99, busy=False))
-        clock.now += 1
+        clock.now += 0.3
         assert health.problem == ""
     # Work that has just come to an idle stage has its time.
     health.beat(beat(99, busy=True))
@@ -68,4 +68,57 @@ def test_a_successor_with_the_same_counter_is_not_stuck() -> None:
     health.beat(beat(3, epoch=1))
     clock.now += 5
     health.beat(beat(3, epoch=2))
+    assert health.problem == ""
+
+
+def test_silence_is_noticed_although_there_is_no_work() -> None:
+    clock = Clock()
+    health = StageHealth("kv", clock)
+    health.up()
+    last = beat(3, busy=False)
+    for _ in range(7):
+        health.beat(last)
+        assert health.problem == ""
+        clock.now += 0.1
+    for _ in range(2):
+        clock.now += 0.1
+        health.beat(last)
+    assert "silent for" in health.problem
+    health.beat(beat(3, busy=False))
+    assert health.problem == ""
+
+
+def test_both_are_known_within_a_second_of_the_last_sign() -> None:
+    """At the worst: the last sign came just after a beat, and the next beat but one is late."""
+    clock = Clock()
+    health = StageHealth("kv", clock, 0.25)
+    health.up()
+    health.beat(beat(1))
+    stood = clock.now
+    clock.now += 0.3
+    health.beat(beat(2))
+    while not health.problem:
+        clock.now += 0.1
+        health.beat(beat(2))
+    assert clock.now - stood <= 1.0 + 1e-9
+
+
+def test_the_time_in_which_nobody_looked_is_not_the_peers_silence() -> None:
+    clock = Clock()
+    health = StageHealth("kv", clock)
+    health.up()
+    health.beat(beat(1))
+    clock.now += 60
+    health.beat(beat(1))
+    assert health.problem == ""
+
+
+def test_rare_heartbeats_are_waited_for() -> None:
+    clock = Clock()
+    health = StageHealth("kv", clock, heartbeat_s=2.0)
+    health.up()
+    last = beat(1, busy=False)
+    for _ in range(55):
+        health.beat(last)
+        clock.now += 0.1
     assert health.problem == ""

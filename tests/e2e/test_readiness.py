@@ -1,0 +1,213 @@
+"""/ready says no within a second of a stage standing still with work, and not while long work goes on."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from pipeline import paths
+from tests.e2e.bare import BareServer
+from tests.e2e.server import Server, wait_gone
+from tools.tiny_gguf import SHAPES, write_model
+
+pytestmark = pytest.mark.slow
+
+REQUEST: dict[str, Any] = {
+    "prompt": [1, 2, 3], "max_tokens": 3000, "ignore_eos": True, "temperature": 0.9, "seed": 5, "logprobs": 1,
+}  # fmt: skip
+WITHIN_S = 1.0
+STAGES = ("tokenizer", "scheduler", "kv", "worker-tiny", "worker-tiny/1")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareServer]:
+    home = tmp_path_factory.mktemp("bare")
+    paths.cache_dir().mkdir(parents=True, exist_ok=True)
+    (home / "cache").symlink_to(paths.cache_dir())
+    path = write_model(home / "tiny.gguf", SHAPES["small"]._replace(context_length=4096))
+    config = {"models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 16, "ranks": 2}]}
+    with BareServer(home, config) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: BareServer) -> list[Any]:
+    return answer(list(server.stream("/v1/generate", **REQUEST)))
+
+
+def answer(events: list[dict[str, Any]]) -> list[Any]:
+    assert not [event for event in events if "error" in event], events[-1]
+    told: list[Any] = []
+    for event in events:
+        told += zip(event.get("tokens", ()), map(json.dumps, event.get("logprobs") or ()), strict=True)
+    return told
+
+
+class Probe:
+    """/ready on a kept connection: each answer is the wait for the next."""
+
+    def __init__(self, server: Server) -> None:
+        self._connection: http.client.HTTPConnection = server.connect(10)
+
+    def look(self) -> tuple[bool, str]:
+        self._connection.request("GET", "/ready")
+        response = self._connection.getresponse()
+        body = json.loads(response.read())
+        assert response.status == (200 if body["ready"] else 503)
+        return body["ready"], body["reason"] or ""
+
+    def wait(self, is_ready: bool, timeout_s: float = 30.0) -> tuple[float, str]:
+        """Seconds until /ready says so, and its reason."""
+        begun = time.monotonic()
+        while True:
+            ready, reason = self.look()
+            waited = time.monotonic() - begun
+            if ready is is_ready:
+                return waited, reason
+            assert waited < timeout_s, reason
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@pytest.fixture
+def probe(server: BareServer) -> Iterator[Probe]:
+    probe = Probe(server)
+    yield probe
+    probe.close()
+
+
+class Stream(threading.Thread):
+    """A stream in flight, read to its end; `begun` is set at its first token."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(daemon=True)
+        self.begun = threading.Event()
+        self.events: list[dict[str, Any]] = []
+        self._server = server
+        self.start()
+        assert self.begun.wait(60)
+
+    def run(self) -> None:
+        for event in self._server.stream("/v1/generate", **REQUEST):
+            self.events.append(event)
+            self.begun.set()
+
+    def finish(self) -> list[Any]:
+        self.join(120)
+        assert not self.is_alive()
+        return answer(self.events)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_that_stands_still_is_known_within_a_second(
+    server: BareServer, undisturbed: list[Any], probe: Probe, name: str
+) -> None:
+    probe.wait(True)
+    stream = Stream(server)
+    pid = server.pid_of(name)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        waited, reason = probe.wait(False)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert waited < WITHIN_S, reason
+    assert ("worker" if "worker" in name else name) in reason
+    probe.wait(True)
+    assert stream.finish() == undisturbed
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "scheduler", "kv"])
+def test_one_that_was_given_up_and_comes_back_does_no_harm(
+    server: BareServer, undisturbed: list[Any], probe: Probe, name: str
+) -> None:
+    """SIGCONT at the worst moment: its peers have just declared it dead, and it knows nothing of that."""
+    probe.wait(True)
+    stream = Stream(server)
+    pid = server.pid_of(name)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        server.wait_for(rf"peer down.*peer={name}\b.*heartbeats have stopped")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert stream.finish() == undisturbed
+    assert server.pid_of(name) == pid
+    probe.wait(True)
+
+
+def test_a_stopped_group_is_fenced_before_another_takes_its_place(
+    server: BareServer, undisturbed: list[Any], probe: Probe
+) -> None:
+    probe.wait(True)
+    stream = Stream(server)
+    rank = server.pid_of("worker-tiny/1")
+    leader = server.pid_of("worker-tiny")
+    for pid in (leader, rank):
+        os.kill(pid, signal.SIGSTOP)
+    server.wait_for("worker group is fenced")
+    assert wait_gone(leader)
+    assert wait_gone(rank)
+    server.stages["worker"].wait()
+    server.start_stage("worker")
+    assert stream.finish() == undisturbed
+    probe.wait(True)
+
+
+# ------------------------------------------------------------------ long work
+
+
+def always_ready(server: Server, work: Callable[[], Any]) -> Any:
+    """Do `work` while /ready is asked again and again."""
+    over = threading.Event()
+    refusals: list[str] = []
+
+    def watch() -> None:
+        probe = Probe(server)
+        while not over.wait(0.02):
+            ready, reason = probe.look()
+            if not ready:
+                refusals.append(reason)
+        probe.close()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        done = work()
+    finally:
+        over.set()
+        watcher.join()
+    assert refusals == []
+    return done
+
+
+def test_long_prompts_that_evict_each_other_are_progress(demo_server: Server) -> None:
+    """The second one's pages are those of the first, which go to a file meanwhile."""
+
+    def ask(first: int, count: int) -> int:
+        prompt = [(7 * i) % 40_000 + first for i in range(count)]
+        answer = demo_server.post("/v1/generate", prompt=prompt, max_tokens=2)
+        return int(answer["usage"]["prompt_tokens"])
+
+    before = evictions(demo_server)
+    assert always_ready(demo_server, lambda: (ask(100, 4000), ask(200, 2200))) == (4000, 2200)
+    assert evictions(demo_server) > before
+
+
+def test_a_long_text_is_progress(demo_server: Server) -> None:
+    text = "The lighthouse keeper, 1234 steps up; " * 60_000
+    counted = always_ready(demo_server, lambda: demo_server.post("/v1/tokenize", text=text))["count"]
+    assert counted > 400_000
+
+
+def evictions(server: Server) -> float:
+    metrics = server.request("GET", "/metrics")[1]
+    (line,) = [line for line in metrics.splitlines() if line.startswith("starling_kv_cache_evictions_total")]
+    return float(line.split()[1])
