@@ -89,6 +89,7 @@ class RateLimitsConfig(Section, frozen=True, kw_only=True):
 
     requests_per_minute: Annotated[int, Meta(ge=0, le=100_000_000)] = 0
     tokens_per_minute: Annotated[int, Meta(ge=0, le=10_000_000_000)] = 0
+    max_queue_depth: CountOrNone = 0  # waiting sequences of a tenant, for each model; more get 429
 
 
 class ApiKey(Section, frozen=True, kw_only=True):

@@ -59,6 +59,7 @@ class SchedulerStage:
             model=model.name,
             max_batch_size=c.max_batch_size(model),
             max_queue_depth=s.max_queue_depth,
+            max_tenant_depth=c.rate_limits.max_queue_depth,
             max_step_tokens=s.max_step_tokens,
             max_prompt_tokens=s.max_prompt_tokens,
             max_output_tokens=s.max_output_tokens,

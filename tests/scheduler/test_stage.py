@@ -284,6 +284,24 @@ def test_a_poisoned_request_ends_alone(site):
     site.check()
 
 
+@pytest.mark.parametrize("site", [{"STARLING_RATE_LIMITS__MAX_QUEUE_DEPTH": "2"}], indirect=True)
+def test_each_tenant_has_a_queue_of_its_own_bound(site):
+    site.start_kv()
+    site.start_gateway()  # and no worker: everything waits
+    site.until(lambda: any(isinstance(f, SchedulerState) for f in site.log))
+    for i in range(3):
+        site.submit(submission(f"a{i}", [1], 5, tenant="a"))
+    site.submit(submission("b0", [1], 5, tenant="b"))
+    site.until(lambda: bool(site.ends))
+    assert site.ends == {"a2": "OVERLOADED"}
+    (refused,) = (frame for frame in site.log if isinstance(frame, Rejected))
+    assert refused.retry_after_s >= 1
+    site.start_worker()
+    site.until(site.all_ended)
+    del site.sent["a2"]
+    site.check()
+
+
 @pytest.mark.parametrize("site", [{"STARLING_SCHEDULER__STUCK_STEP_MS": "300"}], indirect=True)
 def test_a_step_that_stands_still_is_killed_and_repeated(site):
     site.stall = 101
