@@ -1,0 +1,228 @@
+"""Clients of an OpenAI-compatible server, for the benchmark: plain sockets, one epoll loop, streams read as they come.
+
+They share the cores with what they measure, so that while a run lasts nothing is parsed: what a socket
+delivers is kept with the time it came at, and `Answer` takes it apart afterwards.  Knows HTTP/1.1 with
+chunks and server-sent events, and neither of the two servers.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+END = b"\r\n0\r\n\r\n"  # of a body in chunks; a header may end in 0, too
+CONNECT_S = 10.0
+
+
+class Ask(NamedTuple):
+    """One request: a body for `path`, and whose it is."""
+
+    body: dict[str, Any]
+    key: str = ""  # sent as bearer token
+    tenant: str = ""
+    path: str = "/v1/completions"
+
+    def encode(self, host: str) -> bytes:
+        body = json.dumps(self.body).encode()
+        key = f"Authorization: Bearer {self.key}\r\n" if self.key else ""
+        head = (
+            f"POST {self.path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n{key}"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+class Answer:
+    """What came back: times are `perf_counter` seconds."""
+
+    def __init__(self, ask: Ask, sent: float) -> None:
+        self.ask = ask
+        self.sent = sent
+        self.parts: list[tuple[float, bytes]] = []
+        self.error = ""  # of the connection
+        self.status = 0
+        self.prompt_tokens = self.tokens = 0
+        self.finish = ""
+        self.text = ""
+        self.times: list[float] = []  # of the events that brought text
+
+    @property
+    def is_good(self) -> bool:
+        return self.status == 200 and not self.error and bool(self.times) and self.finish in ("stop", "length")
+
+    @property
+    def first_s(self) -> float:
+        return self.times[0] - self.sent
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between one event with text and the next."""
+        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+
+    def parse(self) -> None:
+        """Take the stream apart. Whatever is no event of OpenAI's goes into `error`."""
+        raw = b"".join(data for _, data in self.parts)
+        head, found, body = raw.partition(b"\r\n\r\n")
+        try:
+            self.status = int(head.split(b" ", 2)[1])
+        except (IndexError, ValueError):
+            self.error = self.error or f"no HTTP: {raw[:80]!r}"
+            return
+        if self.status != 200:
+            self.error = self.error or body[:300].decode(errors="replace")
+            return
+        at = len(head) + len(found)
+        ends, moments, total = [], [], 0
+        for when, data in self.parts:
+            total += len(data)
+            ends.append(total)
+            moments.append(when)
+        part = 0
+        pending, events = b"", []
+        while True:
+            size_end = raw.find(b"\r\n", at)
+            if size_end < 0:
+                break
+            size = int(raw[at:size_end].split(b";")[0] or b"0", 16)
+            chunk_end = size_end + 2 + size
+            if not size or chunk_end > len(raw):
+                break
+            while ends[part] < chunk_end:
+                part += 1
+            *lines, pending = (pending + raw[size_end + 2 : chunk_end]).split(b"\n")
+            events += [(moments[part], line[6:]) for line in lines if line.startswith(b"data: {")]
+            at = chunk_end + 2
+        for when, event in events:
+            self._event(when, json.loads(event))
+
+    def _event(self, when: float, event: dict[str, Any]) -> None:
+        if "error" in event:
+            self.error = json.dumps(event["error"])
+        if event.get("usage"):
+            self.prompt_tokens = event["usage"]["prompt_tokens"]
+            self.tokens = event["usage"]["completion_tokens"]
+        for choice in event.get("choices", ()):
+            text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            if text:
+                self.text += text
+                self.times.append(when)
+            self.finish = choice.get("finish_reason") or self.finish
+
+
+class Client:
+    """One connection: asks one after the other, each when the answer before it has ended."""
+
+    def __init__(self, address: tuple[str, int], asks: Iterable[Ask]) -> None:
+        self._address = address
+        self._asks = deque(asks)
+        self.answers: list[Answer] = []
+        self.socket = self._connect()
+
+    def _connect(self) -> socket.socket:
+        made = socket.create_connection(self._address, CONNECT_S)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return made
+
+    def next(self) -> bool:
+        """Send the next request; False: there is none left."""
+        if not self._asks:
+            return False
+        ask = self._asks.popleft()
+        message = ask.encode(f"{self._address[0]}:{self._address[1]}")
+        self.answers.append(Answer(ask, time.perf_counter()))
+        self.socket.sendall(message)
+        return True
+
+    def read(self) -> bool:
+        """Take what has come. True: the answer has ended."""
+        data = self.socket.recv(1 << 18)
+        answer = self.answers[-1]
+        if not data:
+            answer.error = answer.error or ("" if answer.parts else "the connection was closed")
+            self.socket.close()
+            self.socket = self._connect()
+            return True
+        answer.parts.append((time.perf_counter(), data))
+        if not data.endswith(END) and len(data) < len(END):
+            data = b"".join(part for _, part in answer.parts[-len(END) :])
+        if data.endswith(END):
+            return True
+        first = answer.parts[0][1]
+        return not first.startswith(b"HTTP/1.1 200") and _is_whole(b"".join(part for _, part in answer.parts))
+
+
+def _is_whole(raw: bytes) -> bool:
+    """Has an answer with a Content-Length (a refusal) come in full?"""
+    head, _, body = raw.partition(b"\r\n\r\n")
+    for line in head.lower().split(b"\r\n"):
+        if line.startswith(b"content-length:"):
+            return len(body) >= int(line.partition(b":")[2])
+    return False
+
+
+class Run(NamedTuple):
+    """All answers of a run, in the order of their asking by client."""
+
+    answers: list[Answer]
+    began: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+def drive(
+    address: tuple[str, int],
+    clients: Iterable[Iterable[Ask]],
+    limit_s: float = 600.0,
+    meanwhile: Callable[[float], None] | None = None,
+) -> Run:
+    """Every client's asks, all clients at once, until all are answered or the time is up.
+
+    `meanwhile(now)` is called at every round of the loop (at least every 50 ms).
+    Raises `OSError` when nobody listens.
+    """
+    active = {}
+    poll = select.epoll()
+    everyone = [Client(address, asks) for asks in clients]
+    began = time.perf_counter()
+    try:
+        for client in everyone:
+            if client.next():
+                active[client.socket.fileno()] = client
+                poll.register(client.socket.fileno(), select.EPOLLIN)
+        while active:
+            for fd, _ in poll.poll(0.05 if meanwhile else 1.0):
+                client = active[fd]
+                if not client.read():
+                    continue
+                if client.socket.fileno() != fd:  # a closed descriptor has left the poll by itself
+                    del active[fd]
+                    fd = client.socket.fileno()
+                    active[fd] = client
+                    poll.register(fd, select.EPOLLIN)
+                if not client.next():
+                    del active[fd]
+                    poll.unregister(fd)
+            now = time.perf_counter()
+            if meanwhile is not None:
+                meanwhile(now)
+            if now - began > limit_s:
+                for client in active.values():
+                    client.answers[-1].error = f"not answered within {limit_s:g} s"
+                break
+        ended = time.perf_counter()
+    finally:
+        poll.close()
+        for client in everyone:
+            client.socket.close()
+    answers = [answer for client in everyone for answer in client.answers]
+    for answer in answers:
+        answer.parse()
+    return Run(answers, began, ended)

@@ -1,0 +1,246 @@
+"""The two servers that the benchmark asks over HTTP: Starling with all its stages, and llama.cpp's own.
+
+Both serve the same file with the same number of slots, on the same cores, on a port of 127.0.0.1 that is
+free.  Starling stands in a home of its own (models and compiled kernels are shared); llama-server comes out
+of the wheel `xllamacpp`, in a process of its own:
+
+    python -m tools.bench.http_sides MODEL --cores 0,1 --slots 16 --slot-tokens 1024
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import click
+import yaml
+
+from pipeline import kinship, measure, paths
+from pipeline.status import read_all
+from tools.bench.http_client import Ask
+
+ROOT = Path(__file__).parents[2]
+START_S = 300.0  # kernels may have to be compiled
+STOP_S = 20.0
+CONTROL_PLANE = ("gateway", "tokenizer", "scheduler", "kv")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Starling:
+    """`starling up` with a configuration of its own. A context manager; ready when entered."""
+
+    name = "starling"
+
+    def __init__(
+        self, model: Mapping[str, Any], cores: list[int], settings: Mapping[str, Any], keys: Mapping[str, str]
+    ) -> None:
+        """`settings`: of the configuration; `keys`: by tenant, the first one is who `ask` asks for."""
+        self.keys = dict(keys)
+        self.port = free_port()
+        self.address = ("127.0.0.1", self.port)
+        self.model = str(model["name"])
+        self._home = tempfile.TemporaryDirectory(prefix="starling-bench-")
+        home = Path(self._home.name)
+        for folder in (paths.cache_dir(), paths.models_dir()):
+            folder.mkdir(parents=True, exist_ok=True)
+            (home / folder.name).symlink_to(folder)
+        config = {
+            "models": [{**model, "cpus": cores}],
+            "cache": {"persist_mb": 0},
+            "auth": {"api_keys": [{"key": key, "tenant": tenant} for tenant, key in keys.items()]},
+            **settings,
+            "server": {"port": self.port, **settings.get("server", {})},
+        }
+        (home / "starling.yaml").write_text(yaml.safe_dump(config))
+        self.run_dir = home / "run"
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("STARLING_", "LLM_ENGINE_"))}
+        environment |= {"STARLING_HOME": str(home), "STARLING_CONFIG": str(home / "starling.yaml")}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self._log = (home / "output").open("w+b")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.cli", "up"], cwd=ROOT, env=environment,
+            stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._log.seek(0)
+                raise RuntimeError("the server did not start:\n" + self._log.read().decode(errors="replace")[-3000:])
+            time.sleep(0.1)
+
+    def _answers(self) -> bool:
+        return http_get(self.address, "/ready")[0] == 200
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def ask(self, body: dict[str, Any]) -> Ask:
+        """A request of the first tenant's."""
+        tenant = next(iter(self.keys), "")
+        return Ask(body, self.keys.get(tenant, ""), tenant)
+
+    def stages(self) -> dict[str, list[int]]:
+        """Process ids by stage, ranks with their worker."""
+        records = [record for record in read_all(self.run_dir) if record.alive]
+        return {record.stage: [record.pid, *kinship.children(record.pid)] for record in records}
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU time of each stage so far; `supervisors` is everything else that the server consists of."""
+        used = {stage: sum(map(measure.cpu_s, pids)) for stage, pids in self.stages().items()}
+        everything = sum(map(measure.cpu_s, measure.family(self._process.pid)))
+        used["supervisors"] = everything - sum(used.values())
+        return used
+
+    def metric(self, name: str) -> float:
+        """A metric's sum over its labels; 0.0 when there is none."""
+        total = 0.0
+        for line in http_get(self.address, "/metrics")[1].splitlines():
+            if line.startswith(name) and line[len(name)] in " {":
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+    @property
+    def pids(self) -> list[int]:
+        return measure.family(self._process.pid)
+
+    def close(self) -> None:
+        """Idempotent; what stands in /dev/shm goes with the server's own end."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()  # every stage dies with its parent
+                self._process.wait()
+        if not self._log.closed:
+            self._log.close()
+            self._home.cleanup()
+
+
+class Peer:
+    """llama-server. A context manager; ready when entered."""
+
+    name = "llama-server"
+
+    def __init__(self, model: Path, cores: list[int], slots: int, slot_tokens: int) -> None:
+        self.port = free_port()
+        self.address = ("127.0.0.1", self.port)
+        self.model = model.stem
+        self.keys: dict[str, str] = {}  # it knows no tenants
+        command = [sys.executable, "-m", "tools.bench.http_sides", str(model), "--port", str(self.port)]
+        command += ["--cores", ",".join(map(str, cores)), "--slots", str(slots), "--slot-tokens", str(slot_tokens)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"llama-server ended with code {self._process.wait()}")
+        self.about: dict[str, Any] = json.loads(line)
+
+    @property
+    def pids(self) -> list[int]:
+        return [self._process.pid]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent: it ends when its standard input does."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None and not stream.closed:
+                stream.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def http_get(address: tuple[str, int], path: str) -> tuple[int, str]:
+    """Status and text; (0, "") when nobody answers."""
+    connection = http.client.HTTPConnection(*address, timeout=10.0)
+    with contextlib.closing(connection):
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException):
+            return 0, ""
+
+
+# ------------------------------------------------------------------ the peer's process
+
+
+@click.command()
+@click.argument("model")
+@click.option("--cores", required=True)
+@click.option("--port", type=int, required=True)
+@click.option("--slots", type=int, required=True)
+@click.option("--slot-tokens", type=int, required=True)
+def main(model: str, cores: str, port: int, slots: int, slot_tokens: int) -> None:
+    """Serve until standard input ends; one line of JSON says what serves."""
+    import xllamacpp
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the library prints is no answer
+    numbers = [int(core) for core in cores.split(",")]
+    os.sched_setaffinity(0, set(numbers))
+    # Threads of OpenMP that spin while they wait would take the cores from whoever is measured next.
+    params = xllamacpp.CommonParams()
+    params.model.path = model
+    params.hostnames = ["127.0.0.1"]
+    params.port = port
+    params.n_parallel = slots
+    params.n_ctx = slots * slot_tokens
+    params.cpuparams.n_threads = len(numbers)
+    params.cpuparams_batch.n_threads = len(numbers)
+    params.n_threads_http = slots + 4
+    params.cache_ram_mib = 0
+    params.verbosity = -1
+    begun = time.perf_counter()
+    server = xllamacpp.Server(params)
+    about = {
+        "version": xllamacpp.__version__,
+        "cpu": xllamacpp.get_system_info().strip(" |"),
+        "load_ms": round(1000 * (time.perf_counter() - begun), 1),
+        "listens": str(server.listening_address),
+        "slots": slots,
+    }
+    answers.write(json.dumps(about) + "\n")
+    answers.flush()
+    sys.stdin.read()
+    os._exit(0)  # the library's own shutdown waits for its HTTP threads
+
+
+if __name__ == "__main__":
+    main()
