@@ -121,7 +121,7 @@ def test_it_runs_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("pipeline.paths.models_dir", lambda: tmp_path / "models")
     monkeypatch.setattr("pipeline.paths.cache_dir", lambda: cache)
     before = os.sched_getaffinity(0)
-    arguments = ["--shape", "small", "--quick", "--rounds", "1", "--no-peer", "--url", "http://127.0.0.1:9"]
+    arguments = ["--shape", "small", "--quick", "--rounds", "1", "--no-peer", "--no-http", "--url", "http://127.0.0.1:9"]
     result = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     value = json.loads(result.output.splitlines()[-1])

@@ -20,18 +20,31 @@ import click
 from pipeline import paths, registry
 from pipeline.config_schema import DEMO_MODEL, ModelConfig
 from stages.worker.prepare import prepare_checkpoint
+from tools.bench import http as over_http
 from tools.bench import ours as starling
 from tools.bench.bandwidth import read_bandwidth
 from tools.bench.first_byte import first_byte
 from tools.bench.peer import Peer, available
 from tools.bench.plots import write_plots
-from tools.bench.results import STRONGEST, STRONGEST_BANDWIDTH_GB_S, Figure, Quiet, Rate, Report, Work, machine
+from tools.bench.results import (
+    STRONGEST,
+    STRONGEST_BANDWIDTH_GB_S,
+    Figure,
+    Quiet,
+    Rate,
+    Report,
+    Work,
+    busy_share,
+    machine,
+)
 from tools.tiny_gguf import SHAPES, write_model
 
 SHORT = 16  # cached tokens that count as none
 BATCHES = (1, 4, 8, 16, 32)
 CACHED = (512, 1024, 2048)
 PROMPTS = (64, 512, 4096)
+HTTP_ROUNDS = 3
+BUSY = 0.1  # of the cores, by other programs
 
 
 def works(quick: bool) -> list[Work]:
@@ -131,12 +144,13 @@ class Rounds:
 @click.option("--cores", default="", help="Comma separated; default: two of those allowed.")
 @click.option("--rounds", default=5, show_default=True, help="Repetitions of each unit of work.")
 @click.option("--peer/--no-peer", default=True, show_default=True, help="Compare with llama.cpp if it is installed.")
+@click.option("--http/--no-http", default=True, show_default=True, help="The server over HTTP, too (a GGUF file's).")
 @click.option("--url", default="http://127.0.0.1:8080", show_default=True, help="A server, if one is up.")
 @click.option("--quick", is_flag=True, help="Leave out what takes long.")
 @click.option("--plots", type=click.Path(path_type=Path), help="Directory for the plots of docs/performance.md.")
 def main(
-    gguf: Path | None, shape: str | None, recipe: str, cores: str, rounds: int, peer: bool, url: str, quick: bool,
-    plots: Path | None,
+    gguf: Path | None, shape: str | None, recipe: str, cores: str, rounds: int, peer: bool, http: bool, url: str,
+    quick: bool, plots: Path | None,
 ) -> None:  # fmt: skip
     """Figures of speed: prefill and decode, alone and beside llama.cpp."""
     numbers = [int(c) for c in cores.split(",")] if cores else sorted(os.sched_getaffinity(0))[:2]
@@ -146,19 +160,25 @@ def main(
     source = registry.fetch(model, models_dir)
     planned = works(quick)
     longest = max(max(w.tokens, w.cached) for w in planned)
-    over_http = first_byte(url)
-    if over_http is None:
+    to_first_byte = first_byte(url)
+    if to_first_byte is None:
         click.echo(f"no server at {url}: the time to the first byte is left out")
     if peer and not available():
         click.echo("llama.cpp is not installed here (`make peers`): ours alone")
         peer = False
 
+    share = busy_share()
+    if share > BUSY:
+        click.echo(
+            f"other programs use {100 * share:.0f} % of the cores: figures will be low, and a step whose threads "
+            f"wait for each other many times slower; measure on a quiet machine"
+        )
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
         sides = Sides(stack, index, source.path, numbers, peer, longest)
         done = Rounds(sides, planned, rounds)
         engine = starling.about() | {
-            "first_byte": over_http,
+            "first_byte": to_first_byte,
             "step_overhead_us": round(sides.ours[0].overhead_us(64), 1),
             "load_ms": round(starling.load_ms(index, directory, numbers), 1),
             "weights_resident_mb": round(starling.resident_mb(".bin"), 1),
@@ -185,6 +205,8 @@ def main(
     ):
         if part:
             click.echo(f"{name}: " + ", ".join(f"{k} {v}" for k, v in part.items()))
+    if http and shape is None:  # a random model has no words
+        report.http = over_http.measure(model, numbers, min(rounds, HTTP_ROUNDS), peer, quick)
     for path in write_plots(report, plots) if plots else ():
         click.echo(f"wrote {path}")
     click.echo(report.as_json().decode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,6 +85,7 @@ class Report(msgspec.Struct):
     figures: list[Figure]
     engine: dict[str, Any]  # overhead, load, memory, instruction set
     peer: dict[str, Any] | None = None
+    http: dict[str, Any] | None = None  # see http.py
 
     def as_json(self) -> bytes:
         value = msgspec.to_builtins(self)
@@ -127,6 +129,13 @@ class Quiet:
     def others_share(self) -> float:
         total, busy, ours = (b - a for a, b in zip(self._begun, self._now(), strict=True))
         return round(max(0, busy - ours) / max(1, total), 3)
+
+
+def busy_share(seconds: float = 1.0) -> float:
+    """Part of all cores that is in use now, while this process sleeps."""
+    quiet = Quiet([])
+    time.sleep(seconds)
+    return quiet.others_share()
 
 
 def machine(cores: list[int]) -> dict[str, Any]:

@@ -1,0 +1,141 @@
+"""The benchmark over HTTP: what it makes of streams, of refusals and of orders; and that it runs on a real server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.config_schema import DEMO_MODEL, ModelConfig
+from stages.worker.prepare import prepare_checkpoint
+from tools.bench.http import main
+from tools.bench.http_client import Answer, Ask, Run, drive
+from tools.bench.http_work import WORKS, Prompts, Row, Side, Work, order, outcome, percentile, table
+
+WORK = Work(2, 10, requests=2)
+
+
+def event(text: str = "", finish: str | None = None, **more: object) -> bytes:
+    choices = [{"text": text, "index": 0, "finish_reason": finish}]
+    return b"data: " + json.dumps({"choices": choices, **more}).encode() + b"\n\n"
+
+
+class _Streams(BaseHTTPRequestHandler):
+    """Chunks that end where they like, and connections that are kept. The prompt says what is to happen."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["prompt"] == "full":
+            self.send_response(429)
+            self.send_header("Content-Length", "4")
+            self.end_headers()
+            self.wfile.write(b"full")
+            return
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        usage = {"prompt_tokens": 7, "completion_tokens": 3}
+        stream = event("a") + event() + event("b\n0\r\n\r\n") + event("", "length") + event(usage=usage)
+        if body["prompt"] == "error":
+            stream = event("a") + b'data: {"error": {"code": "TIMEOUT"}}\n\n'
+        for at in range(0, len(stream), 37):
+            piece = stream[at : at + 37]
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        self.wfile.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def address() -> Iterator[tuple[str, int]]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Streams) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield ("127.0.0.1", server.server_port)
+        server.shutdown()
+        thread.join()
+
+
+def test_a_stream_is_taken_apart(address: tuple[str, int]) -> None:
+    run = drive(address, [[Ask({"prompt": "x"}), Ask({"prompt": "y"})], [Ask({"prompt": "z"})]])
+    assert [answer.is_good for answer in run.answers] == [True] * 3
+    for answer in run.answers:
+        assert (answer.text, answer.tokens, answer.prompt_tokens, answer.finish) == ("ab\n0\r\n\r\n", 3, 7, "length")
+        assert len(answer.times) == 2 and answer.first_s > 0
+    found = outcome(WORK, run)
+    assert found.failed == 0 and found.tokens_per_s > 0 and found.order is None
+
+
+def test_what_is_refused_or_ends_in_an_error_has_failed(address: tuple[str, int]) -> None:
+    asks = [Ask({"prompt": p}) for p in ("full", "error", "x")]
+    run = drive(address, [asks])
+    full, error, good = run.answers
+    assert (full.status, full.error, full.is_good) == (429, "full", False)
+    assert "TIMEOUT" in error.error and not error.is_good
+    assert good.is_good
+    assert outcome(WORK, run).failed == 2
+
+
+def _answer(tenant: str, first: float) -> Answer:
+    answer = Answer(Ask({}, tenant=tenant), 0.0)
+    answer.times = [first, first + 1]
+    return answer
+
+
+def test_the_order_of_tenants_is_judged_while_all_of_them_wait() -> None:
+    names = "ab" + "abab" + "ab"
+    even = order([_answer(tenant, i) for i, tenant in enumerate(names)])
+    assert even["spread"] <= 1
+    uneven = order([_answer(tenant, i) for i, tenant in enumerate("ab" + "aaaaa" + "bbbba")])
+    assert uneven["spread"] == 5
+    assert uneven["first_ms_a"] < uneven["first_ms_b"]
+
+
+def test_rows_say_ratios() -> None:
+    answers = [_answer("a", 0.5)]
+    answers[0].status, answers[0].finish, answers[0].tokens = 200, "length", 64
+    found = outcome(WORKS[0], Run(answers, 0.0, 2.0))
+    assert found.tokens_per_s == 42.7  # 64 tokens from the beginning to the last one at 1.5 s
+    row = Row(WORKS[0], Side.of([found, found]), Side.of([found]))
+    assert row.ratio == 1.0 and row.ratio_to_strongest == round(42.7 / 202, 2)
+    lines = table([row])
+    assert len(lines) == 3 and "starling" in lines[1] and "llama-server" in lines[2]
+    assert row.plain()["work"]["clients"] == 1
+
+
+def test_percentiles_of_nothing_are_zero() -> None:
+    assert percentile([], 0.5) == 0.0
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+
+
+@pytest.mark.slow
+def test_prompts_have_their_number_of_tokens(demo_gguf: Path, tmp_path: Path) -> None:
+    from stages.tokenizer.stage import open_model
+
+    index = prepare_checkpoint(ModelConfig(name=DEMO_MODEL, path=str(demo_gguf)), tmp_path)
+    prompts, vocabulary = Prompts(index, 1), open_model("x", index).vocabulary
+    for work in WORKS:
+        clients = prompts.asks(work, "m", {"a": "key"})
+        assert len(clients) == work.clients and all(len(asks) == work.requests for asks in clients)
+        texts = [ask.body["prompt"] for asks in clients for ask in asks]
+        assert len(set(texts)) == len(texts)
+        assert {len(vocabulary.encode(t, False, add_bos=True)) for t in texts} == {work.prompt + work.shared}
+
+
+@pytest.mark.slow
+def test_it_runs_on_a_real_server(demo_gguf: Path) -> None:
+    arguments = ["--rounds", "1", "--quick", "--no-peer", "--only", "table", "--slots", "4"]
+    result = CliRunner().invoke(main, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    value = json.loads(result.output.splitlines()[-1])["http"]["table"]
+    assert value["slots"] == 4
+    assert all(row["ours"]["failed"] == 0 and row["ours"]["tokens_per_s"]["median"] > 0 for row in value["rows"])
