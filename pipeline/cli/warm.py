@@ -1,7 +1,9 @@
 """`starling kv warm FILE`: have a running server compute prompts, so that later ones find their beginnings.
 
 A line of FILE is a prompt: plain text, or JSON: a string, an array of token ids, an array of chat messages, or
-the body of a request.  Each is sent with `max_tokens` 1, one after the other; the pages stay as cache.
+the body of a request, of which what determines its pages is taken (model, prompt, messages, cache_salt): no
+session gets a turn, no kept answer is given.  Each is sent with `max_tokens` 1, one after the other; the pages
+stay as cache.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pipeline.config_schema import Config
 from pipeline.process import EXIT_FATAL, EXIT_OK
 
 TIMEOUT_S = 600.0
+_TAKEN = ("model", "prompt", "messages", "cache_salt")  # of a request's body
 
 
 class Warmed(NamedTuple):
@@ -30,8 +33,8 @@ class Warmed(NamedTuple):
     error: str = ""
 
 
-def read_requests(text: str, model: str = "") -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """(line number, path, body) of each line that is not empty."""
+def read_requests(text: str, model: str, default: str = "") -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """(line number, path, body) of each line that is not empty. `model`: of all; else a line's own, or `default`."""
     for number, line in enumerate(text.splitlines(), 1):
         line = line.strip()
         if not line:
@@ -41,17 +44,21 @@ def read_requests(text: str, model: str = "") -> Iterator[tuple[int, str, dict[s
         except json.JSONDecodeError:
             value = line
         path, body = _request(value)
-        yield number, path, {**body, "max_tokens": 1, **({"model": model} if model else {})}
+        name = model or body.get("model", default)
+        yield number, path, {**body, "max_tokens": 1, "model": name}
 
 
 def _request(value: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(value, dict):
-        body = {k: v for k, v in value.items() if k not in ("stream", "max_completion_tokens", "stream_options")}
+        body = {k: v for k, v in value.items() if k in _TAKEN}
     elif isinstance(value, list) and value and isinstance(value[0], dict):
         body = {"messages": value}
     else:
         body = {"prompt": value}
-    return ("/v1/chat/completions" if "messages" in body else "/v1/generate"), body
+    if "messages" in body:
+        return "/v1/chat/completions", body
+    several = isinstance(body.get("prompt"), list) and bool(body["prompt"]) and not isinstance(body["prompt"][0], int)
+    return ("/v1/completions" if several else "/v1/generate"), body
 
 
 def warm_one(host: str, port: int, key: str, line: int, path: str, body: dict[str, Any]) -> Warmed:
@@ -80,13 +87,14 @@ def address(config: Config) -> tuple[str, int]:
 
 @click.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--model", default="", metavar="NAME", help="Default: the server's.")
+@click.option("--model", default="", metavar="NAME", help="Default: each line's own, or the first one.")
 @click.option("--key", envvar="STARLING_API_KEY", default="", help="API key, if the server wants one.")
 def warm(file: Path, model: str, key: str) -> int:
     """Compute the prompts in FILE, one a line, so that the cache has them."""
-    host, port = address(load())
+    config = load()
+    host, port = address(config)
     try:
-        requests = list(read_requests(file.read_text(encoding="utf-8"), model))
+        requests = list(read_requests(file.read_text(encoding="utf-8"), model, config.models[0].name))
     except UnicodeDecodeError as error:
         raise click.ClickException(f"{file} is not UTF-8: {error}") from None
     done: list[Warmed] = []

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from pipeline.cli import cli
 from pipeline.cli.warm import read_requests
+from pipeline.config_schema import DEMO_MODEL
 
 
 def test_a_line_is_a_prompt() -> None:
@@ -23,10 +24,12 @@ Once upon a time
 "quoted"
 [1, 2, 3]
 [{"role": "user", "content": "hi"}]
-{"prompt": "x", "cache_salt": "s", "stream": true, "max_tokens": 900}
+{"prompt": "x", "cache_salt": "s", "stream": true, "max_tokens": 900, "min_tokens": 5, "n": 4, "seed": 1}
 [not json
+["a", "b"]
+{"prompt": [1], "session_id": "mine", "temperature": 0, "model": "other"}
 """
-    assert list(read_requests(lines, "m")) == [
+    assert list(read_requests(lines, "", "m")) == [
         (1, "/v1/generate", {"prompt": "Once upon a time", "max_tokens": 1, "model": "m"}),
         (3, "/v1/generate", {"prompt": "quoted", "max_tokens": 1, "model": "m"}),
         (4, "/v1/generate", {"prompt": [1, 2, 3], "max_tokens": 1, "model": "m"}),
@@ -34,7 +37,10 @@ Once upon a time
          {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "model": "m"}),
         (6, "/v1/generate", {"prompt": "x", "cache_salt": "s", "max_tokens": 1, "model": "m"}),
         (7, "/v1/generate", {"prompt": "[not json", "max_tokens": 1, "model": "m"}),
+        (8, "/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1, "model": "m"}),
+        (9, "/v1/generate", {"prompt": [1], "max_tokens": 1, "model": "other"}),
     ]  # fmt: skip
+    assert {body["model"] for _, _, body in read_requests(lines, "one", "m")} == {"one"}
 
 
 class Server(BaseHTTPRequestHandler):
@@ -75,7 +81,9 @@ def test_asks_and_sums_up(server: HTTPServer, tmp_path: Path) -> None:
     assert done.return_value == 1
     assert f"{file}:2: no such word" in done.output.replace("\n", "")
     assert "2 of 3 prompts, 10 tokens, 4 of them were there" in done.output
-    assert server.seen[0] == ("Bearer sk-1", {"prompt": "one", "max_tokens": 1})  # type: ignore[attr-defined]
+    assert server.seen[0] == (
+        "Bearer sk-1", {"prompt": "one", "max_tokens": 1, "model": DEMO_MODEL}
+    )  # type: ignore[attr-defined]
 
 
 def test_says_that_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
