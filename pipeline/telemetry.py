@@ -86,8 +86,12 @@ FAMILIES: dict[str, Family] = {
         Family("starling_draft_tokens_total", "counter", "Speculated tokens, by outcome.",
                ("model", "outcome")),
         # kv
-        Family("starling_kv_cache_bytes", "gauge", "KV pages, by state: allocated, resident, spilled.",
+        Family("starling_kv_cache_bytes", "gauge", "KV pages, by state: allocated, resident, spilled, saved.",
                ("state",)),
+        Family("starling_kv_cache_fragmentation_ratio", "gauge", "Share of what is reserved and holds nothing: "
+               "positions of leased pages (arena), slots of files (spilled, saved).", ("model", "where")),
+        Family("starling_kv_cache_compacted_bytes_total", "counter", "Given back to the file system by closing "
+               "holes in files of pages."),
         Family("starling_kv_cache_pages", "gauge", "KV pages, by state: free, cached, leased.",
                ("model", "state")),
         Family("starling_kv_cache_evictions_total", "counter", "KV pages evicted."),
@@ -97,6 +101,7 @@ FAMILIES: dict[str, Family] = {
                ("model",)),
         Family("starling_kv_cache_checksum_failures_total", "counter", "Pages dropped because their bytes "
                "had changed."),
+        Family("starling_kv_cache_spilled_pages_total", "counter", "Evicted pages copied to the disk."),
         Family("starling_kv_cache_restored_pages_total", "counter", "Pages that came back from the disk."),
         Family("starling_kv_cache_restore_seconds", "histogram", "Time to bring a page back.", (), SECONDS),
         Family("starling_sessions", "gauge", "Sessions held.", ("model",)),

@@ -77,6 +77,7 @@ class Lease:
     cached_pages: int  # shared at the start
     settled: int  # leading pages that have been dealt with: shared, named or duplicates
     born_ns: int  # when it was admitted
+    n_tokens: int  # positions with a known token: of the prompt, then as far as is committed
     is_doubtful: bool = False  # declared wrongly: holds its pages until it is released, names none
 
 
@@ -153,7 +154,9 @@ class Manager:
         pool.counters.hits += shared
         pool.counters.misses += sharable - shared
         pages = found + fresh
-        self.leases[sequence] = Lease(sequence, row, serial, root, pages, digests, shared, shared, now)
+        self.leases[sequence] = Lease(
+            sequence, row, serial, root, pages, digests, shared, shared, now, len(tokens)
+        )
         return Grant(tuple(pages), shared * self.page_tokens)
 
     def extend(self, sequence: str, want_tokens: int) -> Grant | Denial:
@@ -211,10 +214,21 @@ class Manager:
         pool = self.pool
         return Denial(needed <= pool.total, needed - held, pool.free + pool.cached, pool.total)
 
+    def fragmentation(self) -> float:
+        """Share of the positions of leased pages that hold no token: reserved ahead, or behind a sequence's end.
+
+        Pages are of one size and a sequence's need not be neighbours, so there is no other waste.
+        """
+        each = self.page_tokens
+        # A page that several hold is full: what is unused is one lease's alone.
+        unused = sum(max(0, len(lease.pages) * each - lease.n_tokens) for lease in self.leases.values())
+        return unused / (self.pool.leased * each) if self.pool.leased else 0.0
+
     # -------------------------------------------------------------- naming
 
     def _settle(self, lease: Lease, n_tokens: int) -> None:
         """Name the lease's full pages within the first `n_tokens` positions."""
+        lease.n_tokens = max(lease.n_tokens, n_tokens)
         full = min(n_tokens // self.page_tokens, len(lease.pages))
         if full <= lease.settled or lease.is_doubtful or not self._caching:
             return
@@ -261,7 +275,7 @@ class Manager:
                 if 0 <= page < pool.total
                 and (pool.name_of(page) is not None or self._is_leased_as(page, claim.pages[-1]))
             ]
-            lease = Lease(claim.sequence, claim.row, 0, self._root_of(""), mine, [], 0, 0, 0, True)
+            lease = Lease(claim.sequence, claim.row, 0, self._root_of(""), mine, [], 0, 0, 0, claim.n_tokens, True)
         for page in lease.pages:
             if pool.is_in_limbo(page):
                 pool.allocator.claim(page)
@@ -280,7 +294,7 @@ class Manager:
         # The last page was leased fresh to this very sequence: shared pages come first.
         root, serial = headers.lease_of(pages[-1])
         born_ns = headers.born_ns(pages[-1])
-        lease = Lease(claim.sequence, claim.row, serial, root, pages, [], 0, 0, born_ns)
+        lease = Lease(claim.sequence, claim.row, serial, root, pages, [], 0, 0, born_ns, claim.n_tokens)
         knows_tokens = self._caching
         for i, page in enumerate(pages):
             if pool.is_in_limbo(page):

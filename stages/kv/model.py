@@ -17,6 +17,7 @@ from stages.kv import persist, prefix
 from stages.kv.adopt import open_arena
 from stages.kv.manager import Manager
 from stages.kv.pool import Pool
+from stages.kv.prune import prune_pages, prune_sessions
 from stages.kv.rows import Rows
 from stages.kv.session_files import SessionFiles
 from stages.kv.sessions import Sessions
@@ -119,7 +120,7 @@ class ModelPages:
     def _open_sessions(self, context_length: int) -> Sessions | None:
         """The sessions of this version of the model; None when their files cannot be used."""
         assert self.geometry is not None
-        directory = paths.state_dir(self.config) / "sessions" / f"{self.model.slug}-{self.digest[:12]}"
+        directory = self.sessions_dir
         roots = prefix.roots(bytes.fromhex(self.digest), self.geometry)
         try:
             return Sessions(
@@ -129,6 +130,11 @@ class ModelPages:
         except OSError as error:
             log.error("%s cannot be used, there are no sessions: %s", directory, error.strerror or error)
             return None
+
+    @property
+    def sessions_dir(self) -> Path:
+        """Of this version of the model."""
+        return paths.state_dir(self.config) / "sessions" / f"{self.model.slug}-{self.digest[:12]}"
 
     # -------------------------------------------------------------- now and then
 
@@ -158,6 +164,10 @@ class ModelPages:
             return False
         return persist.save_recent(self.manager.pool, self.saved, SAVE_PAGES_LAST) > 0
 
+    def compact(self) -> bool:
+        """Close a few holes in one of the files. True: there are more."""
+        return any(store.compact(SAVE_PAGES) for store in self.stores())
+
     def close(self) -> None:
         """Let go of everything; the arena's file stays for a successor."""
         for store in (self.saved, self.spilled):
@@ -173,9 +183,26 @@ class ModelPages:
         return [store for store in (self.spilled, self.saved) if store is not None]
 
 
+def prune(models: list[ModelPages], now: float) -> None:
+    """Remove files of versions and models that are not served any more. All `models` are open."""
+    config = models[0].config
+    slugs = [model.model.slug for model in models]
+    spills = [Path(model.spill_path).expanduser() for model in config.models if model.spill_path]
+    gone = prune_pages([paths.state_dir(config) / "kv", *spills], slugs, now)
+    over = prune_sessions(
+        paths.state_dir(config) / "sessions", [model.sessions_dir for model in models], slugs, now
+    )
+    try:
+        for path in (*gone, *over):
+            log.info("%s is of a model or version that is not served and was removed", path)
+    except OSError as error:
+        log.warning("old files cannot be removed: %s", error)
+
+
 def measure(models: list[ModelPages], metrics: Metrics) -> None:
     """Enter the figures of all models."""
-    allocated = resident = spilled = evictions = failures = restored = 0
+    allocated = resident = evictions = failures = restored = spilled_pages = returned = 0
+    on_disk = {"spilled": 0, "saved": 0}
     for model in models:
         if model.manager is None or model.geometry is None:
             continue
@@ -183,7 +210,16 @@ def measure(models: list[ModelPages], metrics: Metrics) -> None:
         counters, page_bytes, name = pool.counters, model.geometry.page_bytes, model.model.name
         allocated += pool.total * page_bytes
         resident += (pool.cached + pool.leased) * page_bytes
-        spilled += sum(len(store) for store in model.stores()) * page_bytes
+        for kind, store in (("spilled", model.spilled), ("saved", model.saved)):
+            if store is not None:
+                on_disk[kind] += len(store) * page_bytes
+                holes = store.hole_bytes / store.file_bytes
+                metrics.set("starling_kv_cache_fragmentation_ratio", holes, name, kind)
+                returned += store.counters.returned_bytes
+        metrics.set(
+            "starling_kv_cache_fragmentation_ratio", model.manager.fragmentation(), name, "arena"
+        )
+        spilled_pages += counters.spilled
         evictions += counters.evictions
         failures += counters.checksum_failures + sum(s.counters.damaged for s in model.stores())
         restored += counters.restored
@@ -196,8 +232,10 @@ def measure(models: list[ModelPages], metrics: Metrics) -> None:
         for seconds in counters.restore_s:
             metrics.observe("starling_kv_cache_restore_seconds", seconds)
         counters.restore_s.clear()
-    for state, value in (("allocated", allocated), ("resident", resident), ("spilled", spilled)):
+    for state, value in (("allocated", allocated), ("resident", resident), *on_disk.items()):
         metrics.set("starling_kv_cache_bytes", value, state)
     metrics.set("starling_kv_cache_evictions_total", evictions)
     metrics.set("starling_kv_cache_checksum_failures_total", failures)
+    metrics.set("starling_kv_cache_spilled_pages_total", spilled_pages)
     metrics.set("starling_kv_cache_restored_pages_total", restored)
+    metrics.set("starling_kv_cache_compacted_bytes_total", returned)

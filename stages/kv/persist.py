@@ -20,6 +20,7 @@ from stages.kv.spill import PageStore
 IN_SPILL, IN_STATE = 1, 2  # bits of a page header's `residency`
 PROVEN_USES = 2
 KEPT_VERSIONS = 1  # files of other versions of a model
+PAGES_NAME = re.compile(r"(?P<slug>.+)-[0-9a-f]{12}-[a-z0-9]+-[0-9]+\.pages")  # as `store_path` makes it
 
 
 def store_path(directory: Path, slug: str, digest: str, geometry: KvGeometry) -> Path:
@@ -29,8 +30,8 @@ def store_path(directory: Path, slug: str, digest: str, geometry: KvGeometry) ->
 
 def stores_of(directory: Path, slug: str) -> list[Path]:
     """The files of all versions of a model, the last used one last."""
-    pattern = re.compile(re.escape(slug) + r"-[0-9a-f]{12}-[a-z0-9]+-[0-9]+\.pages")
-    found = [path for path in directory.glob(f"{slug}-*.pages") if pattern.fullmatch(path.name)]
+    named = ((path, PAGES_NAME.fullmatch(path.name)) for path in directory.glob("*.pages"))
+    found = [path for path, name in named if name is not None and name["slug"] == slug]
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
 
 

@@ -41,6 +41,10 @@ class Tier(Protocol):
 
     def discard(self, digest: PageDigest) -> None: ...
 
+    def touch(self, digest: PageDigest) -> None: ...
+
+    def idle(self, before_ns: int) -> list[PageDigest]: ...
+
 
 @dataclass
 class Counters:
@@ -244,14 +248,24 @@ class Pool:
         return True
 
     def expire(self) -> int:
-        """Give up cached pages that nobody has used for the time to live. Returns how many."""
+        """Give up cached pages that nobody has used for the time to live, and copies of such pages on disk.
+
+        Returns how many pages of the arena went.
+        """
         if not self.ttl_ns:
             return 0
-        pages = self._evictor.expired(self.clock_ns() - self.ttl_ns)
+        before_ns = self.clock_ns() - self.ttl_ns
+        pages = self._evictor.expired(before_ns)
         for page in pages:
             self._drop(page)
         self.counters.expired += len(pages)
         self.counters.evictions += len(pages)
+        for tier in self.tiers:
+            for digest in tier.idle(before_ns):
+                if digest in self.index:  # its page is young enough, and in use without the copy
+                    tier.touch(digest)
+                else:
+                    tier.discard(digest)
         return len(pages)
 
     def discard(self, digests: Iterable[PageDigest]) -> int:

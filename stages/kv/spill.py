@@ -13,7 +13,9 @@ Reading is through a map, after the kernel has been asked to bring the range in:
 truncated file is then an error as well.  The checksum is taken of the copy in the arena, of the very
 bytes that will be used.  Whatever fails costs a page, is counted and logged, and is never served.
 
-The one writer is the kv stage (flock).  When all slots are taken, the longest unused one is.
+The one writer is the kv stage (flock).  When all slots are taken, the longest unused one is.  Slots that
+became free are holes; when there are two extents of them, `compact` moves the last extent's pages down and
+gives its bytes back.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ class StoreCounters:
     replaced: int = 0  # given up for others
     damaged: int = 0  # dropped at open or on the way back: checksum, geometry, truncation
     errors: int = 0  # of the disk
+    moved: int = 0  # pages, to close holes
+    returned_bytes: int = 0  # to the file system, by compaction
 
 
 class PageStore:
@@ -79,6 +83,7 @@ class PageStore:
         max_bytes: int,
         residency: int,
         clock: Callable[[], float] = time.monotonic,
+        wall_ns: Callable[[], int] = time.time_ns,
         fault: Callable[[int], object] | None = None,
     ) -> None:
         """Open or create. Raises `OSError` when that cannot be, `BlockingIOError` when it is in use.
@@ -92,12 +97,14 @@ class PageStore:
         self.page_bytes = page_bytes
         self.counters = StoreCounters()
         self._clock = clock
+        self._wall_ns = wall_ns
         self._fault = fault
         self._paused_until = self._full_until = float("-inf")
         self._slots_each = max(0, min(SLOTS, (max_bytes - 2 * BLOCK) // page_bytes))
         self._extent_bytes = BLOCK + self._slots_each * page_bytes
         self._max_extents = max(0, max_bytes - BLOCK) // self._extent_bytes if self._slots_each else 0
         self._slot_of: OrderedDict[PageDigest, int] = OrderedDict()  # longest unused first
+        self._used_ns: dict[PageDigest, int] = {}  # wall clock
         self._free: list[int] = []
         self._maps: list[mmap.mmap] = []
         self._views: list[np.ndarray] = []
@@ -127,6 +134,11 @@ class PageStore:
     def file_bytes(self) -> int:
         return BLOCK + len(self._maps) * self._extent_bytes
 
+    @property
+    def hole_bytes(self) -> int:
+        """Of the file's, those of slots without a page."""
+        return len(self._free) * self.page_bytes
+
     def digests(self) -> list[PageDigest]:
         """Longest unused first."""
         return list(self._slot_of)
@@ -134,13 +146,23 @@ class PageStore:
     def touch(self, digest: PageDigest) -> None:
         """Used again: it goes last."""
         self._slot_of.move_to_end(digest)
+        self._used_ns[digest] = self._wall_ns()
+
+    def idle(self, before_ns: int) -> list[PageDigest]:
+        """Those not used since `before_ns` of the wall clock, longest unused first."""
+        found = []
+        for digest in self._slot_of:
+            if self._used_ns[digest] >= before_ns:
+                break
+            found.append(digest)
+        return found
 
     # -------------------------------------------------------------- to disk and back
 
     def put(self, digest: PageDigest, record: bytes, content: np.ndarray) -> bool:
         """Keep a copy. False: the disk is full, failing or slow, or the bound is zero."""
         if digest in self._slot_of:
-            self._slot_of.move_to_end(digest)
+            self.touch(digest)
             return True
         begun = self._clock()
         if begun < self._paused_until or self.capacity == 0:
@@ -161,6 +183,7 @@ class PageStore:
             self._fail(error)
             return False
         self._slot_of[digest] = slot
+        self._used_ns[digest] = self._wall_ns()
         self.counters.stored += 1
         took = self._clock() - begun
         if took > SLOW_S:
@@ -190,7 +213,7 @@ class PageStore:
             log.warning("%s: the page in slot %d is damaged and was dropped", self.path, slot)
             self._drop(digest)
             return None
-        self._slot_of.move_to_end(digest)
+        self.touch(digest)
         self.counters.fetched += 1
         return name
 
@@ -198,6 +221,26 @@ class PageStore:
         """It is not wanted any more."""
         if digest in self._slot_of:
             self._drop(digest)
+
+    def compact(self, limit: int) -> bool:
+        """Move at most `limit` pages of the last extent into holes before it, and cut the file when it is empty.
+
+        True: there is more to do.  With fewer than two extents of holes nothing is done, so that one that was
+        given back is not asked for again at once.
+        """
+        if len(self._free) < 2 * self._slots_each or not self._maps or self._clock() < self._paused_until:
+            return False
+        first = (len(self._maps) - 1) * self._slots_each
+        left = [(digest, slot) for digest, slot in self._slot_of.items() if slot >= first]
+        try:
+            for digest, slot in left[:limit]:
+                self._move(digest, slot, first)
+            if len(left) <= limit:
+                self._shrink(first)
+        except OSError as error:
+            self._fail(error)
+            return False
+        return len(self._free) >= 2 * self._slots_each
 
     def close(self) -> None:
         """Idempotent. What was put stays."""
@@ -235,7 +278,8 @@ class PageStore:
             return self._free.pop()
         if not self._slot_of:
             return -1
-        _, slot = self._slot_of.popitem(last=False)
+        digest, slot = self._slot_of.popitem(last=False)
+        del self._used_ns[digest]
         self.counters.replaced += 1
         return slot
 
@@ -253,8 +297,37 @@ class PageStore:
         self._maps.append(map_)
         self._views.append(np.frombuffer(map_, np.uint8))
 
+    def _move(self, digest: PageDigest, slot: int, below: int) -> None:
+        """A page into a hole before slot `below`; its bytes are read with their checksum, or it is dropped."""
+        page = np.empty(self.page_bytes, np.uint8)
+        record = os.pread(self._fd, PAGE_RECORD, self._record_at(slot))
+        if self._read(slot, digest, page) is None:
+            self.counters.damaged += 1
+            log.warning("%s: the page in slot %d is damaged and was dropped", self.path, slot)
+            self._drop(digest)
+            return
+        hole = min(self._free)
+        assert hole < below, "more pages than slots before them"
+        self._write(self._record_at(hole), bytes(PAGE_RECORD))
+        self._write(self._page_at(hole), page.data)
+        self._write(self._record_at(hole), record)
+        self._write(self._record_at(slot), bytes(PAGE_RECORD))
+        self._free.remove(hole)
+        self._free.append(slot)
+        self._slot_of[digest] = hole
+        self.counters.moved += 1
+
+    def _shrink(self, first: int) -> None:
+        """Give the last extent back; its slots, from `first` on, are free."""
+        os.ftruncate(self._fd, self.file_bytes - self._extent_bytes)
+        self._views.pop()
+        self._maps.pop().close()
+        self._free = sorted((slot for slot in self._free if slot < first), reverse=True)
+        self.counters.returned_bytes += self._extent_bytes
+
     def _drop(self, digest: PageDigest) -> None:
         slot = self._slot_of.pop(digest)
+        del self._used_ns[digest]
         self._free.append(slot)
         try:
             self._write(self._record_at(slot), bytes(PAGE_RECORD))
@@ -322,8 +395,9 @@ class PageStore:
                     self.counters.damaged += 1
                 self._free.append(slot)
         self._free.reverse()
-        for _, digest, slot in sorted(records):
+        for last_use, digest, slot in sorted(records):
             if digest in self._slot_of:
                 self._free.append(slot)
             else:
                 self._slot_of[digest] = slot
+                self._used_ns[digest] = last_use

@@ -19,13 +19,14 @@ from pipeline.loop import StageLoop
 from shm.arena import ArenaError
 from shm.checkpoint import CheckpointError
 from stages.kv.manager import DeclaredLease, Denial, Grant, Manager
-from stages.kv.model import ModelPages, measure
+from stages.kv.model import ModelPages, measure, prune
 from stages.kv.session_frames import answer
 
 log = logging.getLogger("starling.kv")
 
 RETRY_S = 0.2  # until a model is prepared, and until its arena fits
 CHORES_S = 1.0  # expiry and saving
+PRUNE_S = 3600.0  # files of what is not served any more
 ALLOW_S = 120.0  # reserving and scanning a large arena
 HEAR_S = 0.5  # after SIGTERM: how long until the scheduler's heartbeats say whether it stops too
 
@@ -62,7 +63,7 @@ class KvStage:
         self.gateways = self.loop.bind("gateway-kv", self._on_gateway)
         self.gateways.on_down = self._gateway_down
         self.loop.on_tick.append(self._tick)
-        self._next_open = self._next_chores = self._next_push = float("-inf")
+        self._next_open = self._next_chores = self._next_push = self._next_prune = float("-inf")
         self._stopping_since = float("inf")
 
     def run(self) -> int:
@@ -83,11 +84,15 @@ class KvStage:
             self._next_open = now + RETRY_S
             for model in missing:
                 self._open(model)
+        if not missing and now >= self._next_prune:
+            self._next_prune = now + PRUNE_S
+            prune([model.pages for model in self.models.values()], time.time())
         if now >= self._next_chores:
             more = False
             for model in self.models.values():
                 model.pages.expire()
                 more |= model.pages.save_proven()
+                more |= model.pages.compact()
             self._next_chores = now + (CHORES_S / 10 if more else CHORES_S)
         return max(0.0, min(self._next_chores, self._next_open if missing else self._next_chores) - now)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,8 @@ from shm.pages import PAGE_FREE
 from stages.kv.adopt import scan
 from stages.kv.headers import Headers
 from stages.kv.manager import DeclaredLease, Denial, Grant, Manager
-from tests.kv.world import PAGE_TOKENS, Clock, FakeRows, contents, manager, small_arena
+from stages.kv.spill import PageStore
+from tests.kv.world import PAGE_BYTES, PAGE_TOKENS, Clock, FakeRows, contents, manager, small_arena
 
 
 def words(*numbers: int, tail: int = 1) -> list[int]:
@@ -141,6 +144,43 @@ def test_cached_pages_expire() -> None:
     assert w.m.pool.expire() == 1
     assert w.run("c", words(2)) == 1
     assert w.run("d", words(1)) == 0
+
+
+def test_copies_on_disk_expire_with_their_pages(tmp_path: Path) -> None:
+    w = World(ttl_ns=1000)
+    pool = w.m.pool
+    store = PageStore(tmp_path / "pages", {}, PAGE_BYTES, 1 << 20, 1, wall_ns=w.clock)
+    pool.spill, pool.tiers = store, [store]
+    w.run("a", words(1, 2))
+    assert pool.make_room(pool.total)
+    assert len(store) == 2
+    w.clock.now += 900
+    assert w.run("b", words(1)) == 1  # comes back, and is young again
+    w.clock.now += 200
+    pool.expire()
+    assert store.digests() == [pool.name_of(pool.cached_pages()[0])]  # the other was not used for too long
+    w.clock.now += 1000
+    assert pool.expire() == 1
+    assert len(store) == 0
+    assert w.run("c", words(1, 2)) == 0
+    w.m.check()
+    store.close()
+
+
+def test_fragmentation_is_what_is_reserved_and_holds_nothing() -> None:
+    w = World()
+    assert w.m.fragmentation() == 0
+    w.run("a", words(1, 2))
+    assert w.m.fragmentation() == 0  # cached pages are full
+    one = w.acquire("b", words(1, 2, 3), ahead=0)
+    assert isinstance(one, Grant)
+    assert w.m.fragmentation() == pytest.approx((len(one.pages) * PAGE_TOKENS - 49) / (4 * PAGE_TOKENS))
+    two = w.acquire("c", words(1, 2), ahead=PAGE_TOKENS)
+    assert isinstance(two, Grant)
+    unused = 15 + len(two.pages) * PAGE_TOKENS - 33
+    assert w.m.fragmentation() == pytest.approx(unused / (w.m.pool.leased * PAGE_TOKENS))
+    w.m.commit("c", 45)
+    assert w.m.fragmentation() == pytest.approx((unused - 12) / (w.m.pool.leased * PAGE_TOKENS))
 
 
 def test_of_equal_pages_one_has_the_name() -> None:

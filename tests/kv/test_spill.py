@@ -293,3 +293,107 @@ def test_half_written_pages_are_recognised(path: Path, monkeypatch: pytest.Monke
         assert fetch(again, 0)
         assert fetch(again, 1) == (allowed == 3)
         again.close()
+
+
+# ------------------------------------------------------------------ holes
+
+
+def full_store(path: Path, extents: int, **options: Any) -> PageStore:
+    store = open_store(path, BLOCK + extents * EXTENT, **options)
+    assert all(store.put(*page(i)) for i in range(extents * SLOTS))
+    return store
+
+
+def test_holes_are_closed_and_their_bytes_given_back(path: Path) -> None:
+    store = full_store(path, 4)
+    kept = [i for i in range(4 * SLOTS) if i % 4 == 3]  # a quarter, all over the file
+    for i in set(range(4 * SLOTS)) - set(kept):
+        store.discard(page(i)[0])
+    assert store.hole_bytes == 3 * SLOTS * PAGE_BYTES
+    assert path.stat().st_size == BLOCK + 4 * EXTENT
+    rounds = 0
+    while store.compact(3):
+        rounds += 1
+        assert store.digests() == [page(i)[0] for i in kept]  # in the order of their use, as before
+    assert rounds >= 4
+    assert path.stat().st_size == store.file_bytes == BLOCK + 2 * EXTENT
+    assert store.hole_bytes == SLOTS * PAGE_BYTES  # room, so that the next page need not grow it again
+    assert store.counters.returned_bytes == 2 * EXTENT
+    assert all(fetch(store, i) for i in kept)
+    store.close()
+    store = open_store(path, BLOCK + 4 * EXTENT)
+    assert len(store) == len(kept)
+    assert all(fetch(store, i) for i in kept)
+    assert all(store.put(*page(i)) for i in range(1000, 1000 + 3 * SLOTS))
+    assert len(store) == 4 * SLOTS
+    assert all(fetch(store, i) for i in [*kept, *range(1000, 1000 + 3 * SLOTS)])
+    store.close()
+
+
+def test_a_full_file_has_no_holes_to_close(path: Path) -> None:
+    store = full_store(path, 2)
+    for i in range(2 * SLOTS - 1):
+        assert not store.compact(10)
+        store.discard(page(i)[0])
+    assert store.counters.moved == 0
+    store.discard(page(2 * SLOTS - 1)[0])
+    assert not store.compact(10)  # nothing to move: the last extent goes at once
+    assert path.stat().st_size == BLOCK + EXTENT
+    store.close()
+
+
+def test_a_damaged_page_is_not_moved(path: Path) -> None:
+    store = full_store(path, 3)
+    for i in range(2 * SLOTS):
+        store.discard(page(i)[0])
+    with open(path, "r+b") as file:
+        os.pwrite(file.fileno(), b"\x00\x01\x02", BLOCK + 2 * EXTENT + BLOCK + 5)
+    while store.compact(4):
+        pass
+    damaged = [i for i in range(2 * SLOTS, 3 * SLOTS) if not fetch(store, i)]
+    assert len(damaged) == store.counters.damaged == 1
+    store.close()
+
+
+@pytest.mark.parametrize("written", range(4))
+def test_a_crash_while_a_page_is_moved_loses_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch, written: int
+) -> None:
+    """The page is moved with four writes; the process ends before the one of number `written`."""
+    store = full_store(path, 3)
+    for i in range(2 * SLOTS):
+        store.discard(page(i)[0])
+    done = []
+
+    def write(fd: int, data: Any, offset: int) -> int:
+        if len(done) == written:
+            raise OSError(5, "as far as it came")
+        done.append(offset)
+        return os_pwrite(fd, data, offset)
+
+    os_pwrite = os.pwrite
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", write)
+        assert not store.compact(4)
+    assert all(fetch(store, i) for i in range(2 * SLOTS, 3 * SLOTS))  # this process goes on
+    store.close()  # which writes nothing: a successor reads what is there
+    again = open_store(path, BLOCK + 3 * EXTENT)
+    assert len(again) == SLOTS
+    assert all(fetch(again, i) for i in range(2 * SLOTS, 3 * SLOTS))
+    again.close()
+
+
+def test_age_on_disk_is_since_the_last_use(path: Path) -> None:
+    now = [0]
+    store = open_store(path, wall_ns=lambda: now[0])
+    for i in range(4):
+        now[0] = i
+        store.put(*page(i))
+    now[0] = 10
+    assert fetch(store, 0)
+    assert store.idle(3) == [page(1)[0], page(2)[0]]
+    assert store.idle(100) == [page(i)[0] for i in (1, 2, 3, 0)]
+    store.close()
+    store = open_store(path)
+    assert store.idle(1002) == [page(0)[0], page(1)[0]]  # as the pages' own records say
+    store.close()

@@ -1,0 +1,105 @@
+"""Files of what is not served any more: which go, which stay, and when."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shm.pages import KvGeometry
+from stages.kv import persist
+from stages.kv.prune import PAGES_S, SESSION_S, prune_pages, prune_sessions
+from stages.kv.session import Session
+from stages.kv.session_files import SessionFiles
+from tests.kv.process import KvProcess, Scheduler, configure, write_model
+
+GEOMETRY = KvGeometry(1, 1, 32, 16, "f16")
+NOW = 1_800_000_000.0
+DAY = 86_400
+
+
+def pages(folder: Path, slug: str, age_s: float) -> Path:
+    path = persist.store_path(folder, slug, "ab" * 32, GEOMETRY)
+    path.write_bytes(b"x")
+    os.utime(path, (NOW - age_s, NOW - age_s))
+    return path
+
+
+def test_pages_of_models_that_are_not_served_go_after_a_week(tmp_path: Path) -> None:
+    old, young = pages(tmp_path, "gone", PAGES_S), pages(tmp_path, "left", PAGES_S - 1)
+    served = pages(tmp_path, "mine", 100 * DAY)
+    longer, other = pages(tmp_path, "mine-2", 100 * DAY), tmp_path / "notes.pages"
+    other.write_bytes(b"somebody's own")
+    os.utime(other, (0, 0))
+    assert list(prune_pages([tmp_path, tmp_path, tmp_path / "none"], ["mine"], NOW)) == [old, longer]
+    assert sorted(tmp_path.iterdir()) == sorted([young, served, other])
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Path]:
+    """A session of a version of a model, used last so long ago."""
+
+    def made(version: str, name: str, age_s: float, ttl_s: int) -> Path:
+        files = SessionFiles(tmp_path / version)
+        session = Session(name, "t", "", ttl_s, NOW - age_s, NOW - age_s)
+        files.create(session)
+        files.append(session, 0, array("i", [1, 2]), NOW - age_s)
+        path = files.path("t", name)
+        os.utime(path, (NOW - age_s, NOW - age_s))
+        os.utime(path.parent, (NOW - age_s, NOW - age_s))
+        return path
+
+    return made
+
+
+def test_sessions_of_other_versions_go_when_their_time_is_over(
+    tmp_path: Path, make: Callable[..., Path]
+) -> None:
+    mine, other = "m-" + "a" * 12, "m-" + "b" * 12
+    kept = [
+        make(mine, "over, and its kv's to drop", 2 * DAY, 60),
+        make(other, "young", DAY, 2 * DAY),
+        make(other, "without an end", SESSION_S - 1, 0),
+    ]
+    gone = [
+        make(other, "over", 61, 60),
+        make(other, "without an end, and old", SESSION_S, 0),
+        make("x-" + "c" * 12, "of a model that is not served", DAY, 60),
+    ]
+    torn = tmp_path / other / "torn.session"
+    torn.write_bytes(b"\0" * 40)
+    removed = list(prune_sessions(tmp_path, [tmp_path / mine], ["m"], NOW))
+    assert sorted(removed) == sorted([*gone, torn])
+    assert all(path.exists() for path in kept)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [mine, other]
+
+
+def test_of_a_served_model_one_other_version_stays(tmp_path: Path, make: Callable[..., Path]) -> None:
+    for age, letter in enumerate("abcd"):
+        make("m-" + letter * 12, "s", age, 0)
+    make("n-" + "e" * 12, "s", 50, 0)
+    list(prune_sessions(tmp_path, [tmp_path / ("m-" + "c" * 12)], ["m"], NOW))
+    left = ["m-" + "a" * 12, "m-" + "c" * 12, "n-" + "e" * 12]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
+def test_no_folder_no_matter(tmp_path: Path) -> None:
+    assert list(prune_sessions(tmp_path / "none", [], [], NOW)) == []
+
+
+@pytest.mark.slow
+def test_the_stage_prunes_when_its_models_are_open(tmp_path: Path) -> None:
+    home = tmp_path
+    configure(home)
+    digest = write_model(home)
+    folder = home / "state" / "kv"
+    folder.mkdir(parents=True, exist_ok=True)
+    stranger = pages(folder, "stranger", 0)
+    os.utime(stranger, (1, 1))
+    with KvProcess(home) as kv, Scheduler(home, digest) as s:
+        s.wait_ready()
+        s.wait(lambda: not stranger.exists())
+        assert "not served" in kv.log()
