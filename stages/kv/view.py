@@ -21,6 +21,7 @@ from rich.tree import Tree
 
 from pipeline import paths
 from pipeline.config_schema import Config, ModelConfig
+from pipeline.telemetry import Snapshot
 from shm.arena import ArenaError
 from shm.pages import PAGE_FREE, PAGE_FULL, PAGE_LEASED, KvArena, attach_kv
 from stages.kv.headers import Headers, PageName, checksum
@@ -50,6 +51,7 @@ class DiskReport(msgspec.Struct):
     file_bytes: int
     pages: int
     slots: int
+    hole_bytes: int = 0  # of slots without a page
     problems: list[str] = []
 
 
@@ -72,7 +74,7 @@ class ModelReport(msgspec.Struct):
     leased: int = 0
     page_bytes: int = 0
     page_tokens: int = 0
-    longest_free_run: int = 0  # pages
+    fragmentation: float | None = None  # share of leased positions that hold no token; None: no stage says it
     unreachable: int = 0  # cached pages whose predecessor is nowhere
     runs: list[Run] = []
     disks: list[DiskReport] = []
@@ -114,6 +116,7 @@ def _model(config: Config, model: ModelConfig, check: bool, now_ns: int) -> Mode
         report.problems.append(str(error))
     else:
         report.is_there = True
+        report.fragmentation = _fragmentation(config, model.name)
         report.page_bytes, report.page_tokens = geometry.page_bytes, geometry.page_tokens
         names = _read_arena(report, views, check, now_ns)
         arena.close()
@@ -136,11 +139,12 @@ def _read_arena(report: ModelReport, views: KvArena, check: bool, now_ns: int) -
     full = states == PAGE_FULL
     report.free = int(np.count_nonzero(states == PAGE_FREE))
     report.cached = int(np.count_nonzero(full & (refs == 0)))
-    report.leased = report.total - report.free - report.cached
-    if np.any(states > PAGE_FULL):
-        unknown = np.count_nonzero(states > PAGE_FULL)
-        report.problems.append(f"{report.model}: {unknown} pages of no known state")
-    report.longest_free_run = _longest(states == PAGE_FREE)
+    report.leased = int(np.count_nonzero((states == PAGE_LEASED) | (full & (refs > 0))))
+    if report.free + report.cached + report.leased != report.total:
+        report.problems.append(
+            f"{report.model}: {report.free} free + {report.cached} cached + {report.leased} leased pages are not "
+            f"{report.total}: {np.count_nonzero(states > PAGE_FULL)} are of no known state"
+        )
     names: dict[bytes, PageName] = {}
     pages: dict[bytes, int] = {}
     for page in np.flatnonzero(full):
@@ -172,10 +176,15 @@ def _problem(headers: Headers, views: KvArena, page: int, check: bool) -> str:
     return problem
 
 
-def _longest(flags: np.ndarray) -> int:
-    """Length of the longest run of True."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
-    return int(np.max(edges[1::2] - edges[::2], initial=0))
+def _fragmentation(config: Config, model: str) -> float | None:
+    """As the kv stage last said it in its metrics; no header tells how far a leased page is filled."""
+    family = "starling_kv_cache_fragmentation_ratio"
+    try:
+        raw = (paths.arena_dir(config) / "kv.metrics").read_bytes()
+        series = msgspec.msgpack.decode(raw, type=Snapshot).families.get(family, [])
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return next((entry.value for entry in series if entry.labels == (model, "arena")), None)
 
 
 def _runs(
@@ -219,6 +228,7 @@ def _read_disk(kind: str, path: Path, check: bool) -> DiskReport:
                     report.problems.append(f"{path}: slot {slot} has a torn record")
                 elif check and not file.is_sound(slot, name):
                     report.problems.append(f"{path}: slot {slot} fails its checksum")
+            report.hole_bytes = (report.slots - report.pages) * file.page_bytes
     except (OSError, ValueError) as error:
         report.problems.append(f"{path}: {error}")
     return report
@@ -270,21 +280,16 @@ def _stands_still(path: Path, raw: bytes) -> bool:
 
 
 def show(report: Report) -> RenderableType:
-    """Tables of arenas, prefix tree, files and sessions; problems last."""
-    parts: list[RenderableType] = [_arenas(report)]
+    """Tables of arenas, prefix tree, files and sessions; problems last. They fit 80 columns."""
+    parts: list[RenderableType] = []
     for model in report.models:
+        parts.append(_arena(model))
         if model.runs:
             parts.append(_tree(model))
         if model.sessions:
             parts.append(_sessions(model))
-    disks = [(model.model, disk) for model in report.models for disk in model.disks]
-    if disks:
-        table = Table(title="Pages on disk", title_justify="left")
-        for column in ("model", "kind", "pages", "slots", "file"):
-            table.add_column(column, justify="right" if column in ("pages", "slots") else "left")
-        for name, disk in disks:
-            table.add_row(name, disk.kind, f"{disk.pages:,}", f"{disk.slots:,}", disk.path)
-        parts.append(table)
+        if model.disks:
+            parts.append(_disks(model))
     for problem in report.problems:
         parts.append(f"[red]{problem}[/red]")
     if report.is_checked and not report.problems:
@@ -292,19 +297,32 @@ def show(report: Report) -> RenderableType:
     return Group(*parts)
 
 
-def _arenas(report: Report) -> Table:
-    table = Table(title="KV arenas", title_justify="left")
-    columns = ("size", "page", "total", "free", "cached", "leased", "longest free run", "unreachable")
-    for column in ("model", *columns):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for m in report.models:
-        if not m.is_there:
-            table.add_row(m.model, "no arena")
-            continue
+def _arena(m: ModelReport) -> Table:
+    table = Table(title=f"KV arena of {m.model}", title_justify="left")
+    for column in ("pages", "number", "size"):
+        table.add_column(column, justify="left" if column == "pages" else "right")
+    if not m.is_there:
+        table.add_row("no arena", "", "")
+        return table
+    for name, count in (("free", m.free), ("cached", m.cached), ("leased", m.leased), ("total", m.total)):
+        table.add_row(name, f"{count:,}", _bytes(count * m.page_bytes))
+    table.add_row(f"one: {m.page_tokens} tokens", "", _bytes(m.page_bytes))
+    if m.unreachable:
+        table.add_row("cached, the page before gone", f"{m.unreachable:,}", _bytes(m.unreachable * m.page_bytes))
+    if m.fragmentation is not None:
+        table.add_row("leased positions without a token", "", f"{100 * m.fragmentation:.1f} %")
+    return table
+
+
+def _disks(m: ModelReport) -> Table:
+    table = Table(title=f"Pages of {m.model} on disk", title_justify="left")
+    for column in ("kind", "pages", "slots", "size", "holes"):
+        table.add_column(column, justify="left" if column == "kind" else "right")
+    table.add_column("file", overflow="fold")
+    for disk in m.disks:
         table.add_row(
-            m.model, _bytes(m.total * m.page_bytes), f"{m.page_tokens} tokens, {_bytes(m.page_bytes)}",
-            f"{m.total:,}", f"{m.free:,}", f"{m.cached:,}", f"{m.leased:,}", f"{m.longest_free_run:,}",
-            f"{m.unreachable:,}",
+            disk.kind, f"{disk.pages:,}", f"{disk.slots:,}", _bytes(disk.file_bytes), _bytes(disk.hole_bytes),
+            disk.path,
         )  # fmt: skip
     return table
 
@@ -318,9 +336,9 @@ def _tree(model: ModelReport) -> Tree:
         size = _bytes(run.pages * model.page_bytes)
         held = f", {run.held} in use" if run.held else ""
         label = (
-            f"{run.digest[:12]}  tokens {run.first * model.page_tokens}.."
+            f"{run.digest[:8]} tokens {run.first * model.page_tokens}.."
             f"{(run.first + run.pages) * model.page_tokens}, {run.pages} pages, {size}, "
-            f"used {run.uses} times, idle {_age(run.idle_s)}{held}"
+            f"{run.uses} uses, idle {_age(run.idle_s)}{held}"
         )
         branches[run.digest] = branches.get(run.parent, tree).add(label)
     return tree

@@ -13,10 +13,11 @@ from rich.console import Console
 
 from pipeline import paths
 from pipeline.cli import cli
+from pipeline.telemetry import Metrics
 from shm.pages import KvGeometry, create_kv
 from stages.kv import persist, prefix
 from stages.kv.manager import Grant, Manager
-from stages.kv.model import ModelPages
+from stages.kv.model import ModelPages, measure
 from stages.kv.pool import Pool
 from stages.kv.spill import BLOCK
 from stages.kv.view import Report, inspect, show
@@ -47,7 +48,7 @@ def run(manager: Manager, who: str, words: list[int]) -> None:
 
 
 def text(report: Report) -> str:
-    console = Console(record=True, width=160, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(record=True, width=80, file=open(os.devnull, "w"))  # noqa: SIM115
     with console.file:
         console.print(show(report))
     return console.export_text()
@@ -73,6 +74,7 @@ def test_shows_what_is_there(pages: ModelPages) -> None:
     assert [(s.id, s.tokens, s.turns) for s in m.sessions] == [("chat-1", 40, 1)]
     assert [(disk.kind, disk.pages) for disk in m.disks] == [("saved", 2)]
     shown = text(report)
+    assert max(map(len, shown.splitlines())) <= 80
     for piece in ("tokens 0..32, 2 pages", "1 in use", "chat-1", "every checksum holds"):
         assert piece in shown
 
@@ -156,3 +158,29 @@ def test_the_command(pages: ModelPages, tmp_path: Path, monkeypatch: pytest.Monk
     damaged = runner.invoke(cli, ["kv", "check"], standalone_mode=False)
     assert damaged.return_value == 1
     assert "fails its checksum" in damaged.output
+
+
+def test_fragmentation_is_told(pages: ModelPages, tmp_path: Path) -> None:
+    assert pages.manager is not None
+    assert pages.saved is not None
+    assert inspect(pages.config).models[0].fragmentation is None  # nobody has said it
+    while pages.save_proven():
+        pass
+    metrics = Metrics("kv", paths.arena_dir(pages.config))
+    measure([pages], metrics)
+    metrics.write()
+    (m,) = inspect(pages.config).models
+    assert m.fragmentation == pytest.approx(pages.manager.fragmentation())
+    assert m.fragmentation > 0  # "c" has 17 tokens in 3 pages
+    (disk,) = m.disks
+    assert disk.hole_bytes == pages.saved.hole_bytes == (disk.slots - disk.pages) * m.page_bytes
+    shown = text(inspect(pages.config))
+    assert f"{100 * m.fragmentation:.1f} %" in shown
+
+
+def test_states_that_do_not_add_up_are_told(pages: ModelPages) -> None:
+    assert pages.manager is not None
+    pages.manager.pool.arena.headers[pages.manager.pool.cached_pages()[0], 72] = 9
+    (problem, *_) = inspect(pages.config).problems
+    assert "are not" in problem
+    assert "1 are of no known state" in problem
