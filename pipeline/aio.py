@@ -20,7 +20,7 @@ from typing import Any
 
 from pipeline import process
 from pipeline.config_schema import Config
-from pipeline.life import TICK_S, StageLife
+from pipeline.life import StageLife
 from pipeline.messages import Frame
 from pipeline.wire import Hub, Link
 
@@ -132,7 +132,7 @@ class Endpoints(StageLife):
                 self.tick()
             except Exception:
                 log.exception("a tick failed")
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self.tick_s)
 
     def _on_signal(self) -> None:
         if self.stopping:

@@ -25,6 +25,8 @@ from pipeline.telemetry import Metrics
 from pipeline.wire import Hub, Link, process_epoch
 
 TICK_S = 0.1
+QUIET_TICK_S = 0.25  # once nothing has moved for QUIET_AFTER_S
+QUIET_AFTER_S = 2.0
 STALL_MS = 10_000  # away from the loop for longer without `allow`: the supervisor kills the stage
 
 
@@ -53,6 +55,9 @@ class StageLife:
         self.on_tick: list[Callable[[], Any]] = []
         self.endpoints: list[Link | Hub] = []
         self.clock = clock
+        self.is_quiet = False  # ready and without work for a while: it ticks more seldom
+        self._moved = (0, False, "")
+        self._moved_at = clock()
         self._stopping_since = 0.0
         self._allowance_ms = STALL_MS
         self._beat_fd = process.claim_beat_fd()
@@ -98,20 +103,22 @@ class StageLife:
         """What the peers are told now."""
         ready = self.ready and not self.stopping
         reason = "" if ready else "stopping" if self.stopping else self.reason
-        return Heartbeat(self.stage, process_epoch(), self.progress, self.busy, ready, reason)
+        return Heartbeat(self.stage, process_epoch(), self.progress, self.busy, ready, reason, self.is_quiet)
 
     def tick(self) -> None:
-        """Every 100 ms; also by a stage that is about to stay away."""
+        """Every 100 ms, or 250 while it is quiet; also by a stage that is about to stay away."""
+        self._look_around()
         beat = self.beat()
         for endpoint in self.endpoints:
             endpoint.tick(beat)
         self._tell_supervisor()
         self._status.write(beat)
-        for endpoint in self.endpoints:
-            edge = endpoint.edge.name
-            self.metrics.set("starling_frames_dropped_total", endpoint.dropped, self.stage, edge)
-            self.metrics.set("starling_frames_refused_total", endpoint.refused, self.stage, edge)
-        self.metrics.write()
+        if self.metrics.is_due:
+            for endpoint in self.endpoints:
+                edge = endpoint.edge.name
+                self.metrics.set("starling_frames_dropped_total", endpoint.dropped, self.stage, edge)
+                self.metrics.set("starling_frames_refused_total", endpoint.refused, self.stage, edge)
+            self.metrics.write()
         if beat.ready and not self._told_ready:
             self._told_ready = True
             process.sd_notify("READY=1")
@@ -136,6 +143,24 @@ class StageLife:
         for endpoint in self.endpoints:
             endpoint.breathe(beat)
         self._tell_supervisor()
+
+    def _look_around(self) -> None:
+        """Is this stage quiet?"""
+        now = self.clock()
+        state = (self.progress, self.ready, self.reason)
+        if self.busy or self.stopping or state != self._moved:
+            self._moved, self._moved_at = state, now
+        self.is_quiet = self.ready and now - self._moved_at >= QUIET_AFTER_S
+
+    def rouse(self) -> None:
+        """Something has come that ticks are wanted for: as often as ever from now on."""
+        self._moved_at = self.clock()
+        self.is_quiet = False
+
+    @property
+    def tick_s(self) -> float:
+        """Until the next tick.  Quiet stages tick together, so that what they tell each other arrives together."""
+        return QUIET_TICK_S - self.clock() % QUIET_TICK_S if self.is_quiet else TICK_S
 
     @contextmanager
     def allow(self, seconds: float) -> Iterator[None]:

@@ -26,9 +26,11 @@ from pipeline.life import STALL_MS, TICK_S, StageLife
 from pipeline.messages import Frame
 from pipeline.wire import Hub, Link
 
-__all__ = ["STALL_MS", "TICK_S", "StageLoop"]
+__all__ = ["MOST_S", "STALL_MS", "TICK_S", "StageLoop"]
 
 log = logging.getLogger("starling.loop")
+
+MOST_S = 60.0  # of waiting; ticks come sooner
 
 
 class StageLoop(StageLife):
@@ -111,8 +113,10 @@ class StageLoop(StageLife):
         try:
             delay: float | None = 0.0
             while not (self._quit or self.drained):
-                self.poll(TICK_S if delay is None else delay)
+                self.poll(MOST_S if delay is None else delay)
                 delay = work()
+                if self.is_quiet and self.busy:
+                    self.rouse()
         except Exception:
             log.exception("fatal error, the stage ends")
             self.exit_code = self.exit_code or process.EXIT_FATAL
@@ -127,13 +131,18 @@ class StageLoop(StageLife):
         """
         now = self.clock()
         if now >= self._next_tick:
-            self._next_tick = now + TICK_S
+            self._next_tick = now + TICK_S  # before: a tick may look at the clock again
             self.tick()
+            self._next_tick = now + self.tick_s
         wait = max(0.0, min(timeout_s, self._next_tick - now))
         for fd, _ in self._poll.poll(wait * 1000):
             callback = self._callbacks.get(fd)
             if callback is not None:
                 callback()
+
+    def rouse(self) -> None:
+        super().rouse()
+        self._next_tick = min(self._next_tick, self.clock() + TICK_S)
 
     @property
     def ended(self) -> bool:

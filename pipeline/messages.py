@@ -38,7 +38,7 @@ class Hello(Frame, tag="H"):
 
 
 class Heartbeat(Frame, tag="B"):
-    """Sent every `heartbeat_ms` on every edge."""
+    """Sent every `heartbeat_ms` on every edge; by the connecting side of a quiet stage, see pipeline/wire.py."""
 
     stage: str
     epoch: int
@@ -46,6 +46,7 @@ class Heartbeat(Frame, tag="B"):
     busy: bool  # it has work
     ready: bool  # it can take work
     reason: str = ""  # why it is not ready
+    quiet: bool = False  # nothing moves: over a connection that it made it says so less often
 
 
 # ------------------------------------------------------------------ sampling

@@ -41,7 +41,8 @@ from pipeline.restarts import Limits, RestartPolicy
 
 log = logging.getLogger("starling.supervisor")
 
-TICK_S = 0.25  # between looks at what tells nobody: beats, processes below the stage
+TICK_S = 0.25  # between looks at what tells nobody: processes below the stage, and its beats
+LONE_TICK_S = 1.0  # beats alone: they may fail to come for many seconds. Its own stop or death wakes us
 FIRST_BEAT_S = 120.0  # from the start of the process; imports on a cold disk included
 GRACE_S = 0.3  # beyond the drain time, for the stage's own end
 SAME_SIGNAL_S = 0.5  # honcho and a terminal may both send one: not a second wish
@@ -281,12 +282,13 @@ class Supervisor:
         reason = ""
         asked = False
         while True:
-            ready = self._look(TICK_S)
+            tick_s = TICK_S if asked or reason or kinship.children(pid) else LONE_TICK_S
+            ready = self._look(tick_s)
             if pidfd in ready:
                 return reason
             now = self._clock()
             # Time in which we did not run (a suspended machine) is not the stage's silence.
-            heard += max(0.0, now - looked - 1.0)
+            heard += max(0.0, now - looked - tick_s - 1.0)
             looked = now
             allowed_ms = process.read_beats(beats)
             if allowed_ms is not None:

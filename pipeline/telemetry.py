@@ -196,6 +196,11 @@ class Metrics:
             {name: list(series.values()) for name, series in self._series.items()},
         )
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `write` would do anything."""
+        return self.path is not None and self._clock() >= self._next
+
     def write(self) -> None:
         """Place the snapshot, at most once a second. A full disk is ignored: the old one stays."""
         now = self._clock()

@@ -42,6 +42,9 @@ from shm.arena import process_ticks
 log = logging.getLogger("starling.wire")
 
 DEAD_AFTER_BEATS = 10  # heartbeat intervals without any frame
+# A server at rest should cost next to nothing.  Who listens for readiness is the side that connects, so that
+# the other direction may be slower while nothing moves; a process's death is seen by its pidfd anyway.
+QUIET_BEATS = 4  # intervals between two heartbeats of a quiet connector
 BATCH_FRAMES = 1024  # most frames of one `receive`, so that one edge cannot starve the others
 MAX_FRAME_BYTES = 64 << 20
 RECONNECT_MS = 20  # a successor is up within tens of ms; a failed ipc connect costs microseconds
@@ -352,14 +355,22 @@ class _Endpoint:
         for key, peer in list(self._known.items()):
             if 0 < late < float("inf"):
                 peer.last_seen += late  # we did not run (stopped, starved): not the peer's silence
-            if now - peer.last_seen > DEAD_AFTER_BEATS * self._interval:
+            if now - peer.last_seen > self._patience(peer) * self._interval:
                 if self._option(zmq.EVENTS) & zmq.POLLIN:
                     os.eventfd_write(self._wake, 1)  # unread frames: it may live yet
                 else:
                     self._lose(key, "its heartbeats have stopped")
-        if now - self._last_sent >= 0.9 * self._interval:
+        if now - self._last_sent >= 0.9 * self._interval and self._is_due(beat, now):
             self._last_sent = now
             self._beat(beat)
+
+    def _patience(self, peer: _Peer) -> int:
+        """Intervals without a frame after which it is given up."""
+        is_quiet = peer.last_beat is not None and peer.last_beat.quiet
+        return DEAD_AFTER_BEATS + (2 * QUIET_BEATS if is_quiet else 0)
+
+    def _is_due(self, beat: Heartbeat, now: float) -> bool:
+        return True
 
     def _beat(self, beat: Heartbeat) -> None:
         for key, peer in list(self._known.items()):
@@ -416,6 +427,7 @@ class Link(_Endpoint):
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.PROBE_ROUTER, 1)
         self._socket.connect(address)
+        self._said = Heartbeat("", 0, 0, False, False)  # the last beat that was offered
         self._contacts = 1
         self._known[b""] = _Peer(1, clock())
 
@@ -448,6 +460,13 @@ class Link(_Endpoint):
             self._contacts += 1
             self._known[b""] = _Peer(self._contacts, self._clock())
         self._tick(beat)
+
+    def _is_due(self, beat: Heartbeat, now: float) -> bool:
+        """A quiet stage says so less often, and at once when it is not any more."""
+        said, self._said = self._said, beat
+        if not (beat.quiet and said.quiet and self.peer) or beat.reason != said.reason:
+            return True
+        return now - self._last_sent >= 0.9 * QUIET_BEATS * self._interval
 
     def _notify(self, key: bytes, hello: Hello, is_up: bool) -> None:
         (self.on_up if is_up else self.on_down)(hello)

@@ -200,6 +200,8 @@ class GatewayStage:
         if self._leaving_until:
             self._tick_handover()
         service, endpoints = self.service, self.endpoints
+        if service.in_flight or self._leaving_until:
+            endpoints.rouse()
         if endpoints.stopping and not service.is_draining:
             log.info("draining", extra={"in_flight": service.in_flight})
             service.drain()

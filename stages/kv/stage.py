@@ -16,6 +16,7 @@ from pipeline import messages as m
 from pipeline import paths, registry
 from pipeline.config_schema import Config
 from pipeline.loop import StageLoop
+from pipeline.wire import QUIET_BEATS
 from shm.arena import ArenaError
 from shm.checkpoint import CheckpointError
 from stages.kv.manager import DeclaredLease, Denial, Grant, Manager
@@ -258,7 +259,8 @@ class KvStage:
         now = time.monotonic()
         is_due = now >= self._next_push
         if is_due:
-            self._next_push = now + self.config.server.heartbeat_ms / 1000
+            beats = QUIET_BEATS if self.loop.is_quiet else 1
+            self._next_push = now + 0.9 * beats * self.config.server.heartbeat_ms / 1000
             measure([model.pages for model in self.models.values()], self.loop.metrics)
         for model in self.models.values():
             if model.manager is None or model.peer is None or not model.is_answered:

@@ -18,6 +18,7 @@ from pipeline.bell import Bell
 from pipeline.config import Config
 from pipeline.config_schema import ModelConfig
 from pipeline.loop import StageLoop
+from pipeline.wire import QUIET_BEATS
 from stages.scheduler.admission import Refusal
 from stages.scheduler.engine import Settings
 from stages.scheduler.host import Host
@@ -159,7 +160,8 @@ class SchedulerStage:
         self.loop.ready = not waiting
         self.loop.reason = "; ".join(waiting)
         if now >= self._next_push or is_news:
-            self._next_push = now + self.config.server.heartbeat_ms / 1000
+            beats = QUIET_BEATS if self.loop.is_quiet else 1
+            self._next_push = now + 0.9 * beats * self.config.server.heartbeat_ms / 1000
             self._push_state("", list(self.gateways.peers))
         if now >= self._next_show:
             self._next_show = now + INTERVAL_S

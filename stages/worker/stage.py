@@ -20,7 +20,7 @@ from pipeline import messages as m
 from pipeline.config import Config
 from pipeline.config_schema import ModelConfig
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError, StarlingError
-from pipeline.loop import StageLoop
+from pipeline.loop import MOST_S, StageLoop
 from pipeline.process import EXIT_FATAL
 from shm import barrier, words
 from shm import steps as sh
@@ -191,6 +191,8 @@ class WorkerStage:
         if not await_head(base, step, SPIN_NS):
             return False
         self.loop.busy = True
+        if self.loop.is_quiet:
+            self.loop.rouse()
         if self._hook is not None:
             self._hook(step)
         self._turn += 2
@@ -229,14 +231,14 @@ class WorkerStage:
         loop.busy = loop.stopping and self._attachment is not None and self.link.peer is not None
         attachment = self._attachment
         if attachment is None:
-            loop.poll(0.1)
+            loop.poll(MOST_S)
             return
         control = attachment.steps.control
         words.store(control, sh.WORKER_SLEEPING, 1)
         words.fence()
         try:
             if words.load(control, sh.HEAD) == words.load(control, sh.DONE):
-                loop.poll(0.1)
+                loop.poll(MOST_S)
         finally:
             words.store(control, sh.WORKER_SLEEPING, 0)
 

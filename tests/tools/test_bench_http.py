@@ -49,6 +49,8 @@ class _Streams(BaseHTTPRequestHandler):
             piece = stream[at : at + 37]
             self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         self.wfile.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+        if body["prompt"] == "last":  # the connection ends, and the client was not told
+            self.close_connection = True
 
     def log_message(self, *_: object) -> None:
         pass
@@ -73,6 +75,11 @@ def test_a_stream_is_taken_apart(address: tuple[str, int]) -> None:
         assert len(answer.times) == 2 and answer.first_s > 0
     found = outcome(WORK, run)
     assert found.failed == 0 and found.tokens_per_s > 0 and found.order is None
+
+
+def test_a_connection_that_the_server_closes_is_made_anew(address: tuple[str, int]) -> None:
+    run = drive(address, [[Ask({"prompt": "last"}) for _ in range(4)] for _ in range(3)])
+    assert [answer.is_good for answer in run.answers] == [True] * 12
 
 
 def test_what_is_refused_or_ends_in_an_error_has_failed(address: tuple[str, int]) -> None:

@@ -121,31 +121,55 @@ class Client:
         self._address = address
         self._asks = deque(asks)
         self.answers: list[Answer] = []
-        self.socket = self._connect()
+        self.connections = 0
+        self._message = b""
+        self._asked = 0  # over this connection
+        self.socket: socket.socket
+        self._connect()
 
-    def _connect(self) -> socket.socket:
-        made = socket.create_connection(self._address, CONNECT_S)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return made
+    def _connect(self) -> None:
+        self.socket = socket.create_connection(self._address, CONNECT_S)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connections += 1
+        self._asked = 0
 
     def next(self) -> bool:
         """Send the next request; False: there is none left."""
         if not self._asks:
             return False
         ask = self._asks.popleft()
-        message = ask.encode(f"{self._address[0]}:{self._address[1]}")
+        self._message = ask.encode(f"{self._address[0]}:{self._address[1]}")
         self.answers.append(Answer(ask, time.perf_counter()))
-        self.socket.sendall(message)
+        self._send()
         return True
+
+    def _send(self) -> None:
+        self._asked += 1
+        try:
+            self.socket.sendall(self._message)
+        except OSError:
+            self._again()
+
+    def _again(self) -> None:
+        """A connection that the server has closed after an answer: as any client, ask over a new one."""
+        self.socket.close()
+        self._connect()
+        self._send()
 
     def read(self) -> bool:
         """Take what has come. True: the answer has ended."""
-        data = self.socket.recv(1 << 18)
         answer = self.answers[-1]
+        try:
+            data = self.socket.recv(1 << 18)
+        except ConnectionResetError:
+            data = b""
         if not data:
-            answer.error = answer.error or ("" if answer.parts else "the connection was closed")
+            if not answer.parts and self._asked > 1:
+                self._again()
+                return False
+            answer.error = "the connection was closed"
             self.socket.close()
-            self.socket = self._connect()
+            self._connect()
             return True
         answer.parts.append((time.perf_counter(), data))
         if not data.endswith(END) and len(data) < len(END):
@@ -188,7 +212,7 @@ def drive(
     `meanwhile(now)` is called at every round of the loop (at least every 50 ms).
     Raises `OSError` when nobody listens.
     """
-    active = {}
+    active: dict[int, Client] = {}
     poll = select.epoll()
     everyone = [Client(address, asks) for asks in clients]
     began = time.perf_counter()
@@ -200,22 +224,23 @@ def drive(
         while active:
             for fd, _ in poll.poll(0.05 if meanwhile else 1.0):
                 client = active[fd]
-                if not client.read():
-                    continue
-                if client.socket.fileno() != fd:  # a closed descriptor has left the poll by itself
+                connections = client.connections
+                has_more = not client.read() or client.next()
+                if client.connections != connections:
+                    # The closed descriptor has left the poll by itself; the new one may have its number.
                     del active[fd]
                     fd = client.socket.fileno()
                     active[fd] = client
                     poll.register(fd, select.EPOLLIN)
-                if not client.next():
+                if not has_more:
                     del active[fd]
                     poll.unregister(fd)
             now = time.perf_counter()
             if meanwhile is not None:
                 meanwhile(now)
             if now - began > limit_s:
-                for client in active.values():
-                    client.answers[-1].error = f"not answered within {limit_s:g} s"
+                for late in active.values():
+                    late.answers[-1].error = f"not answered within {limit_s:g} s"
                 break
         ended = time.perf_counter()
     finally:
