@@ -1,16 +1,18 @@
-"""llama.cpp through the PyPI wheel `xllamacpp`, as a child process that answers lines of JSON.
+"""llama.cpp as a child process that answers lines of JSON: compiled for this CPU if `llama-cpp-python` is installed
+(native_peer.py), else the PyPI wheel `xllamacpp`, which is compiled for AVX2.
 
 The wheel offers llama.cpp's server and not its decode call, so a figure comes from the server's own
 timings: `prompt_ms` for prefill, and for decode the time between the first and the last token of a request
 (the first one belongs to the prompt), summed over the requests that run at once.  No HTTP is involved.
 A process of its own keeps its threads and its memory apart from ours.
 
-    {"prefill": 512}                     -> {"tokens_per_s": ...}
-    {"decode": 4, "cached": 16, "n": 64} -> {"tokens_per_s": ...}
+    {"prefill": 512}                     -> {"tokens_per_s": ..., "resident_mb": ...}
+    {"decode": 4, "cached": 16, "n": 64} -> the same
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -23,13 +25,11 @@ from typing import Any
 import click
 import numpy as np
 
+from tools.bench.native_peer import NativePeer, resident_mb
+
 
 def available() -> bool:
-    try:
-        import xllamacpp  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return any(importlib.util.find_spec(name) is not None for name in ("llama_cpp", "xllamacpp"))
 
 
 class Peer:
@@ -55,7 +55,9 @@ class Peer:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
-        return self._answer()["tokens_per_s"]
+        answer = self._answer()
+        self.about["resident_mb"] = answer["resident_mb"]
+        return answer["tokens_per_s"]
 
     def prefill(self, n_tokens: int) -> float:
         """Tokens per second of one prompt."""
@@ -134,7 +136,8 @@ def main(model: str, cores: str, slots: int, slot_tokens: int) -> None:
     os.dup2(2, 1)  # whatever the library prints is no answer
     numbers = [int(c) for c in cores.split(",")]
     os.sched_setaffinity(0, set(numbers))
-    server = _Server(model, len(numbers), slots, slot_tokens)
+    kind: type[NativePeer] | type[_Server] = NativePeer if importlib.util.find_spec("llama_cpp") else _Server
+    server = kind(model, len(numbers), slots, slot_tokens)
 
     def answer(value: dict[str, Any]) -> None:
         answers.write(json.dumps(value) + "\n")
@@ -147,7 +150,7 @@ def main(model: str, cores: str, slots: int, slot_tokens: int) -> None:
             rate = server.prefill(ask["prefill"])
         else:
             rate = server.decode(ask["decode"], ask["cached"], ask["n"])
-        answer({"tokens_per_s": rate})
+        answer({"tokens_per_s": rate, "resident_mb": round(resident_mb(), 1)})
     os._exit(0)  # the library's own shutdown waits for its HTTP threads
 
 
