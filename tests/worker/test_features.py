@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from stages.worker.kernels.features import MINIMUM, VNNI_NEEDS, UnsupportedCpu, choose_isa
+from stages.worker.kernels import features
+from stages.worker.kernels.features import AMX_NEEDS, MINIMUM, VNNI_NEEDS, UnsupportedCpu, choose_isa
 
 HASWELL = dict.fromkeys(MINIMUM, True)
 SERVER = HASWELL | dict.fromkeys(VNNI_NEEDS, True)
+NEWER = SERVER | dict.fromkeys(AMX_NEEDS, True)
 
 
 def test_choice() -> None:
@@ -21,6 +23,52 @@ def test_choice() -> None:
     assert choose_isa(SERVER, "native") == "vnni"
     assert choose_isa(SERVER, "portable") == "portable"
     assert choose_isa(SERVER, "vnni") == "vnni"
+    assert choose_isa(NEWER, "native") == "amx"
+    assert choose_isa(NEWER, "vnni") == "vnni"
+    assert choose_isa(NEWER | {"avx512vnni": False}, "native") == "portable"
+    assert choose_isa(SERVER, "tiles") == "tiles"
+
+
+def test_amx_that_is_not_permitted_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> None:
+        raise UnsupportedCpu("the system does not permit AMX tiles")
+
+    monkeypatch.setattr(features.llvm, "get_host_cpu_features", lambda: NEWER)
+    monkeypatch.setattr(features, "permit_amx", refused)
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    monkeypatch.setenv("STARLING_ISA", "native")
+    assert features.isa.__wrapped__() == "vnni"
+    monkeypatch.setenv("STARLING_ISA", "amx")
+    with pytest.raises(UnsupportedCpu, match="does not permit"):
+        features.isa.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict"),
+    [
+        ("raise SystemExit(0)", ""),
+        ("print('other bytes'); raise SystemExit(1)", "ended with 1: other bytes"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "ended with -4"),
+    ],
+)
+def test_amx_proves_itself_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, verdict: str
+) -> None:
+    """A CPU may report tiles that it cannot run: whatever becomes of the probe, an instruction set is chosen."""
+
+    class Host(dict[str, bool]):
+        def flatten(self) -> str:
+            return ",".join(f"+{name}" for name in self)
+
+    monkeypatch.setattr(features.llvm, "get_host_cpu_features", lambda: Host(NEWER))
+    monkeypatch.setattr(features, "permit_amx", lambda: None)
+    monkeypatch.setattr(features, "PROBE", ["-c", f"open({str(tmp_path / 'runs')!r}, 'a').write('x'); {code}"])
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    monkeypatch.setenv("STARLING_ISA", "native")
+    for _ in range(2):
+        assert features.isa.__wrapped__() == ("vnni" if verdict else "amx")
+        assert verdict in features.amx_verdict()
+    assert (tmp_path / "runs").read_text() == "x"
 
 
 @pytest.mark.parametrize("missing", MINIMUM)
@@ -30,10 +78,12 @@ def test_cpus_below_the_minimum_are_refused(missing: str) -> None:
 
 
 def test_wishes_are_checked() -> None:
-    with pytest.raises(UnsupportedCpu, match="'sse', expected one of portable, vnni, native"):
+    with pytest.raises(UnsupportedCpu, match="'sse', expected one of portable, vnni, amx, native, tiles"):
         choose_isa(SERVER, "sse")
     with pytest.raises(UnsupportedCpu, match="lacks avx512vnni"):
         choose_isa(SERVER | {"avx512vnni": False}, "vnni")
+    with pytest.raises(UnsupportedCpu, match="lacks amx-tile, amx-int8"):
+        choose_isa(SERVER, "amx")
 
 
 def test_the_cache_has_a_directory_for_each_target(tmp_path: Path) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import subprocess
 import sys
 
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stages.worker.kernels import features
 from stages.worker.kernels.activations import RECORD, SCALE, SSUM, row_bytes
 from stages.worker.kernels.dots import STARTS_BIASED
 from stages.worker.layout import FORMATS, groups_of
@@ -20,6 +23,17 @@ from stages.worker.twins.arithmetic import quantize
 from stages.worker.twins.blocks import unpack
 from stages.worker.twins.exact import matmul as exact_matmul
 from tests.worker.matrices import Packed, activations, aligned, multiply, random_matrix
+
+
+def here() -> list[str]:
+    """The instruction sets that this CPU can be restricted to."""
+    host, found = dict(llvm.get_host_cpu_features()), []
+    for isa in features.ISAS:
+        with contextlib.suppress(features.UnsupportedCpu):
+            features.choose_isa(host, isa)
+            found.append(isa)
+    return found
+
 
 SIZES = (1, 2, 3, 15, 16, 17, 31, 33, 63, 65)
 
@@ -142,9 +156,13 @@ def digest_of_products() -> str:
         x[1:] = awkward(4, m.columns, rng)
         for tokens in (1, 2, 5):
             h.update(multiply(m, x[:tokens]).tobytes())
+        more = awkward(50, m.columns, rng)
+        for tokens in (15, 16, 17, 31, 33, 50):
+            h.update(multiply(m, more[:tokens]).tobytes())
         if name in ("Q4_0", "Q5_0", "Q8_0", "Q6_K"):
             fill_codes(m)
             h.update(multiply(m, x).tobytes())
+            h.update(multiply(m, np.repeat(x[:1], 16, axis=0)).tobytes())
     return h.hexdigest()
 
 
@@ -172,8 +190,8 @@ def test_the_largest_sums(name: str) -> None:
 
 @pytest.mark.parametrize(
     "environment",
-    [{"STARLING_ISA": "portable"}, {"NPY_DISABLE_CPU_FEATURES": "AVX512F AVX2 FMA3"}],
-    ids=["portable", "numpy-dispatch-disabled"],
+    [*({"STARLING_ISA": isa} for isa in here()), {"NPY_DISABLE_CPU_FEATURES": "AVX512F AVX2 FMA3"}],
+    ids=lambda environment: ",".join(environment.values()),
 )
 def test_the_instruction_set_does_not_matter(environment: dict[str, str]) -> None:
     code = "from tests.worker.test_matmul import digest_of_products as d; print(d())"

@@ -5,18 +5,23 @@
 
     portable   x86-64-v3 (AVX2, FMA, F16C), the minimum
     vnni       512-bit AVX-512 with VNNI
-    native     the best of these that the CPU has (default)
+    amx        the same with AMX tiles for 16 tokens and more
+    native     the best of these that the CPU has (default); AMX if it has proved itself here (amx_probe.py)
+    tiles      the kernels of `amx` with VNNI in place of its instructions, for tests where there is no AMX
 
 All of them give the same bytes (docs/numerics.md); a restriction is for tests and for comparing.
 """
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,8 +32,11 @@ from pipeline.errors import ConfigError
 
 MINIMUM = ("avx2", "fma", "f16c", "bmi2")
 VNNI_NEEDS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
+AMX_NEEDS = ("amx-tile", "amx-int8")
 KEPT_CACHES = 4
-ISAS = ("portable", "vnni", "native")
+ISAS = ("portable", "vnni", "amx", "native", "tiles")
+PROBE = ["-m", "stages.worker.kernels.amx_probe"]  # arguments of a Python that tells by its exit code
+PROBE_S = 300  # until a probe of AMX that does not end counts as failed
 _PORTABLE_CPU = "x86-64-v3"
 _PORTABLE_FEATURES = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse4.2,+ssse3"
 
@@ -43,7 +51,7 @@ def starling_home() -> Path:
 
 
 def choose_isa(host: dict[str, bool], wanted: str) -> str:
-    """`portable` or `vnni` for a CPU with the features `host`.
+    """`portable`, `vnni`, `amx` or `tiles` for a CPU with the features `host`.
 
     Raises `UnsupportedCpu` below the minimum or when `wanted` needs what the CPU lacks.
     """
@@ -55,29 +63,82 @@ def choose_isa(host: dict[str, bool], wanted: str) -> str:
         )
     if wanted not in ISAS:
         raise UnsupportedCpu(f"STARLING_ISA is {wanted!r}, expected one of {', '.join(ISAS)}")
-    lacks = [name for name in VNNI_NEEDS if not host.get(name)]
-    if wanted == "vnni" and lacks:
-        raise UnsupportedCpu(f"STARLING_ISA is 'vnni' but this CPU lacks {', '.join(lacks)}")
-    if wanted == "portable" or lacks:
-        return "portable"
-    return "vnni"
+    needs = {"vnni": VNNI_NEEDS, "tiles": VNNI_NEEDS, "amx": VNNI_NEEDS + AMX_NEEDS}
+    lacks = [name for name in needs.get(wanted, ()) if not host.get(name)]
+    if lacks:
+        raise UnsupportedCpu(f"STARLING_ISA is {wanted!r} but this CPU lacks {', '.join(lacks)}")
+    if wanted != "native":
+        return wanted
+    return next((name for name in ("amx", "vnni") if all(host.get(feature) for feature in needs[name])), "portable")
+
+
+def permit_amx() -> None:
+    """Ask Linux for this process's use of AMX tiles (arch_prctl, ARCH_REQ_XCOMP_PERM for XTILEDATA).
+
+    Raises `UnsupportedCpu` with the system's reason.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(158, 0x1023, 18) != 0:
+        raise UnsupportedCpu(f"the system does not permit AMX tiles: {os.strerror(ctypes.get_errno())}")
 
 
 @functools.cache
 def isa() -> str:
-    """The instruction set of this process's kernels."""
-    return choose_isa(dict(llvm.get_host_cpu_features()), os.environ.get("STARLING_ISA") or "native")
+    """The instruction set of this process's kernels; asks for the permission and the proof that AMX needs."""
+    wanted = os.environ.get("STARLING_ISA") or "native"
+    chosen = choose_isa(dict(llvm.get_host_cpu_features()), wanted)
+    if chosen != "amx":
+        return chosen
+    try:
+        permit_amx()
+        if wanted == "native" and (against := amx_verdict()):
+            raise UnsupportedCpu(against)
+    except UnsupportedCpu:
+        if wanted == "amx":
+            raise
+        return "vnni"
+    return chosen
 
 
-def target() -> tuple[str, str]:
-    """LLVM's CPU name and feature string that the kernels are compiled for."""
-    if isa() == "portable":
+def amx_verdict() -> str:
+    """Why AMX is not used on this machine: "" if it gives equal bytes in less time. Probed once and kept."""
+    directory = _cache_dir("amx")
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "amx.verdict"
+    with open(directory / "amx.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            part = path.with_suffix(".part")
+            part.write_text(_probe())
+            part.rename(path)
+    return path.read_text()
+
+
+def _probe() -> str:
+    """In a process of its own, which an instruction that does not work may end."""
+    environment = {**os.environ, "STARLING_ISA": "amx"}
+    command = [sys.executable, *PROBE]
+    try:
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"its probe did not end in {PROBE_S} s"
+    if done.returncode == 0:
+        return ""
+    words = (done.stdout + done.stderr).strip()[-500:]
+    return f"its probe ended with {done.returncode}: {words}"
+
+
+def target(name: str) -> tuple[str, str]:
+    """LLVM's CPU name and feature string that the kernels of an instruction set are compiled for."""
+    if name == "portable":
         return _PORTABLE_CPU, _PORTABLE_FEATURES
     return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
 
 
 @functools.cache
-def cache_key() -> str:
+def cache_key(name: str) -> str:
     """Hash of all that compiled kernels depend on: their sources, the target CPU, the compilers.
 
     Numba itself looks only at the file of a jitted function, not at the intrinsics it uses.
@@ -89,15 +150,19 @@ def cache_key() -> str:
     for path in [*sorted(here.rglob("*.py")), here.parent / "activations.py", here.parent / "layout.py", *outside]:
         h.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     # Numba finds its files by the path of the source: another checkout has nothing of this one's.
-    h.update("|".join((str(here.resolve()), isa(), *target(), sys.version)).encode())
+    h.update("|".join((str(here.resolve()), name, *target(name), sys.version)).encode())
     for package in ("numba", "llvmlite", "numpy"):
         h.update(f"|{package} {importlib.metadata.version(package)}".encode())
     return h.hexdigest()[:16]
 
 
+def _cache_dir(name: str) -> Path:
+    return starling_home() / "cache" / f"kernels-{cache_key(name)}"
+
+
 def cache_dir() -> Path:
     """Where this process's compiled kernels are kept."""
-    return starling_home() / "cache" / f"kernels-{cache_key()}"
+    return _cache_dir(isa())
 
 
 @functools.cache
@@ -106,7 +171,7 @@ def settle() -> str:
 
     Raises `UnsupportedCpu`, or `RuntimeError` when numba was set up for another CPU before.
     """
-    name, features = target()
+    name, features = target(isa())
     directory = cache_dir()
     directory.mkdir(parents=True, exist_ok=True)
     os.utime(directory)

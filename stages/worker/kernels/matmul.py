@@ -8,8 +8,9 @@ group`.  `x` holds int8 records (activations.py), or f32 for F32, F16 and BF16 w
 address of `SCRATCH_BYTES` of the caller's own, 64-byte aligned.  Addresses and strides are int64, in bytes.
 
 One token: weights go from memory through registers.  More: a chunk of a row group is unpacked once into
-scratch (in L1), then multiplied with tiles of tokens whose accumulators stay in registers (tiles.py).  Every
-accumulator sees the same operations in the same order either way, so all batches give equal bytes.
+scratch (in L1), then multiplied with tiles of tokens whose accumulators stay in registers (tiles.py; amx.py for
+16 tokens at a time where the CPU has such tiles).  Every accumulator sees the same operations in the same
+order either way, so all batches give equal bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from stages.worker.kernels import tiles
+from stages.worker.kernels import amx, tiles
 from stages.worker.kernels.activations import (
     BLOCK,
     RECORD,
@@ -41,6 +42,7 @@ from stages.worker.kernels.formats import (
 )
 from stages.worker.kernels.linkage import INNER, MERGED
 from stages.worker.kernels.simd import (
+    AMX,
     INLINE,
     JIT,
     VNNI,
@@ -82,7 +84,8 @@ AHEAD = 2560  # bytes that prefetches run before loads
 CHUNK = 16  # blocks of a row group unpacked at a time: 10 KB of scratch, whole super-blocks
 UNPACKED = 640  # bytes of an unpacked block: 8 code vectors, two vectors of scales or minimums
 DENSE_CHUNK = 160  # K values of a dense row group unpacked at a time
-SCRATCH_BYTES = 2 * CHUNK * UNPACKED  # two row groups
+CHUNKS_BYTES = 2 * CHUNK * UNPACKED  # two row groups
+SCRATCH_BYTES = CHUNKS_BYTES + amx.SPILL_BYTES
 TOKENS_BYTES = 640 << 10  # activations that a pass over the weights keeps in the second-level cache
 
 
@@ -510,8 +513,15 @@ def _tile_of(tokens):
 
 
 @njit(**MERGED)
-def _all_tokens(kind, u, v, n, x, stride, tokens, out, out_stride, gap, begin):
+def _all_tokens(kind, u, v, n, x, stride, tokens, out, out_stride, gap, begin, spill):
     """Every token with one unpacked chunk."""
+    if AMX:
+        start, halves, least = _start_of(kind), kind == Q6_K, _has_minimums(kind)
+        while tokens >= amx.TOKENS and tokens != amx.TOKENS + 1:  # the other tiles take no single token
+            amx.quantized_16(start, halves, least, u, n, x, stride, out, out_stride, begin, spill)
+            if gap != 0:
+                amx.quantized_16(start, halves, least, v, n, x, stride, out + gap, out_stride, begin, spill)
+            tokens, x, out = tokens - amx.TOKENS, x + amx.TOKENS * stride, out + amx.TOKENS * out_stride
     while tokens > 0:
         size = _tile_of(tokens)
         if size == 6:
@@ -548,7 +558,11 @@ def _many(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scra
     n = columns if dense else columns // BLOCK
     step = DENSE_CHUNK if dense else CHUNK
     # Tokens go in passes over the weights, as many at a time as the second-level cache holds.
-    at_once = max(24, TOKENS_BYTES // stride // 6 * 6)
+    at_once = max(48, TOKENS_BYTES // stride // 48 * 48) if AMX else max(24, TOKENS_BYTES // stride // 6 * 6)
+    spill = scratch + CHUNKS_BYTES
+    by_tiles = AMX and not dense and tokens >= amx.TOKENS
+    if by_tiles:
+        amx.configure(spill)
     t = 0
     while t < tokens:
         some = tokens - t
@@ -557,7 +571,7 @@ def _many(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scra
         for g in range(first, end, 2):
             pair = g + 1 < end
             u = w + g * size
-            v, gap, to = (u + size, 64, scratch + SCRATCH_BYTES // 2) if pair else (u, 0, scratch)
+            v, gap, to = (u + size, 64, scratch + CHUNKS_BYTES // 2) if pair else (u, 0, scratch)
             target = out + t * out_stride + 64 * g
             for at in range(0, n, step):
                 part = min(step, n - at)
@@ -572,8 +586,10 @@ def _many(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scra
                     if pair:
                         _unpack(kind, v, at, part, to)
                     here = x + t * stride + at * RECORD
-                    _all_tokens(kind, scratch, to, part, here, stride, some, target, out_stride, gap, at == 0)
+                    _all_tokens(kind, scratch, to, part, here, stride, some, target, out_stride, gap, at == 0, spill)
         t += some
+    if by_tiles:
+        amx.release()
 
 
 @njit(**JIT)

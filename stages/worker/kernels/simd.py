@@ -32,7 +32,8 @@ from numba.core.typing.templates import AbstractTemplate, infer_global, signatur
 from numba.extending import intrinsic, lower_builtin, models, register_model  # noqa: E402
 
 LANES = 16
-VNNI = ISA == "vnni"
+AMX = ISA in ("amx", "tiles")  # `tiles`: the AMX kernels with their tile products done by VNNI
+VNNI = AMX or ISA == "vnni"
 
 # One reviewed constant for every jitted function of the project.
 JIT = {"nogil": True, "cache": True, "fastmath": False, "error_model": "numpy", "boundscheck": False}
