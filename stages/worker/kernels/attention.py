@@ -13,6 +13,11 @@ Scratch of one rank, in f32 words from `scratch` (see `scratch_words`):
     ACC     (ROWS, head_dim)     merged so far
     STATE   (ROWS, 4)            M, L so far; m, l of the segment
     TABLE   (4, 16) addresses    of each 16 positions of the segment: K, K scales, V, V scales
+    NEXT    (4) addresses        of K of the first 64 positions that are read after the segment, or 0
+    AFTER   (4) addresses        the same of what is read after the call; the caller's to write (`announce`)
+
+A single query is bound by memory: while K or V of 64 positions is multiplied, the next 64 are asked for line
+by line, evenly, so that computing and fetching overlap.
 
 `ENTRIES` has the function for each type of cache, an entry (linkage.py).
 """
@@ -61,6 +66,7 @@ from stages.worker.kernels.simd import (
 SEGMENT = 256
 ROWS = 24  # most rows of a block
 VECTORS = 4  # of 16 positions (scores) or 16 dims (values) that a register tile spans
+NEXT, AFTER = 512, 544  # bytes from TABLE
 ALONE = 4  # rows up to which a tile is a single query's, and reads K and V from far away
 _FLOAT = ir.FloatType()
 
@@ -195,24 +201,25 @@ def _make_scores(rows: int) -> Any:
         at = table + 8 * group
         k0, k1, k2, k3 = get_i64(at), get_i64(at + 8), get_i64(at + 16), get_i64(at + 24)
         step = code_bytes(kv) * page_tokens
+        # With so few rows memory is what takes time: ask for what comes next, a little with each dim.
+        # A place that repeats the first is past the end: V comes next.
+        a0 = a1 = a2 = a3 = ask = np.int64(0)
         if alone:
-            # With so few rows memory is what takes time: ask for what comes next, line by line.
-            # A place that repeats the first is past the end.
             if group + VECTORS < SEGMENT // LANES and get_i64(at + 32) != get_i64(table):
-                next_0, next_2 = get_i64(at + 32), get_i64(at + 48)
-                for d in range(head_dim):
-                    prefetch(next_0 + d * step)
-                    prefetch(next_2 + d * step)
+                a0, a1, a2, a3, ask = get_i64(at + 32), get_i64(at + 40), get_i64(at + 48), get_i64(at + 56), step
             else:
-                size = code_bytes(kv) * LANES * head_dim
-                for i in range(VECTORS):
-                    first = get_i64(table + 256 + 8 * i)
-                    for line in range(0, size, 64):
-                        prefetch(first + line)
+                v = table + 256
+                a0, a1, a2, a3 = get_i64(v), get_i64(v + 8), get_i64(v + 16), get_i64(v + 24)
+                ask = code_bytes(kv) * LANES
         if scale_bytes(kv):
             e0, e1, e2, e3 = get_i64(at + 128), get_i64(at + 136), get_i64(at + 144), get_i64(at + 152)
             for d in range(head_dim):
                 e = d // 32 * 2 * page_tokens
+                if alone:
+                    prefetch(a0 + d * ask)
+                    prefetch(a1 + d * ask)
+                    prefetch(a2 + d * ask)
+                    prefetch(a3 + d * ask)
                 b = tile_put(b, 0, read_key(kv, k0 + d * step, e0 + e))
                 b = tile_put(b, 1, read_key(kv, k1 + d * step, e1 + e))
                 b = tile_put(b, 2, read_key(kv, k2 + d * step, e2 + e))
@@ -220,6 +227,11 @@ def _make_scores(rows: int) -> Any:
                 acc = outer_fma(acc, q + 4 * d, 4 * head_dim, b)
         else:
             for d in range(head_dim):
+                if alone:
+                    prefetch(a0 + d * ask)
+                    prefetch(a1 + d * ask)
+                    prefetch(a2 + d * ask)
+                    prefetch(a3 + d * ask)
                 b = tile_put(b, 0, read_key(kv, k0 + d * step, 0))
                 b = tile_put(b, 1, read_key(kv, k1 + d * step, 0))
                 b = tile_put(b, 2, read_key(kv, k2 + d * step, 0))
@@ -230,12 +242,24 @@ def _make_scores(rows: int) -> Any:
     return scores
 
 
+@numba.njit(**MERGED)
+def ask_for_keys(table, i, head_dim, step):
+    """Prefetch part i of 64 of the K of NEXT; rows of a dim are `step` bytes apart."""
+    at = table + NEXT
+    k0, k1, k2, k3 = get_i64(at), get_i64(at + 8), get_i64(at + 16), get_i64(at + 24)
+    for d in range(i * head_dim // 64, (i + 1) * head_dim // 64):
+        prefetch(k0 + d * step)
+        prefetch(k1 + d * step)
+        prefetch(k2 + d * step)
+        prefetch(k3 + d * step)
+
+
 def _make_values(rows: int, columns: int) -> Any:
     """Weighted values of `rows` rows in 16 * `columns` dims."""
     n_tile, wide, alone = rows * columns, columns == VECTORS, rows <= ALONE
 
     @numba.njit(**INNER)
-    def values(kv, s, o, table, dim, begin, end, head_dim):
+    def values(kv, s, o, table, dim, begin, end, head_dim, page_tokens):
         """o: rows of head_dim f32; adds positions begin .. end-1 of the segment to dims from `dim` on."""
         width, scaled = code_bytes(kv), scale_bytes(kv) > 0
         b = f32_tile(columns)
@@ -248,12 +272,21 @@ def _make_values(rows: int, columns: int) -> Any:
             e = np.int64(0)
             if scaled:
                 e = get_i64(table + 384 + 8 * group) + 2 * ((j % LANES) * (head_dim // 32))
-            if alone and group + VECTORS < SEGMENT // LANES:
-                ahead = get_i64(table + 256 + 8 * (group + VECTORS))
-                if ahead != get_i64(table + 256):
-                    for line in range(0, width * LANES * head_dim, 64):
-                        prefetch(ahead + line)
+            # Asked for in passing: V of 64 positions on, or K of what comes after the segment.
+            ahead, row_bytes, rest = np.int64(0), width * head_dim, False
+            if alone:
+                if group + VECTORS < SEGMENT // LANES and get_i64(table + 288 + 8 * group) != get_i64(table + 256):
+                    ahead = get_i64(table + 288 + 8 * group) + (j % LANES) * row_bytes if dim == 0 else np.int64(0)
+                else:
+                    rest = dim + LANES * columns >= head_dim and get_i64(table + NEXT) != 0
             for i in range(j, stop):
+                if alone:
+                    if ahead != 0:
+                        for line in range(0, row_bytes, 64):
+                            prefetch(ahead + line)
+                        ahead += row_bytes
+                    elif rest:
+                        ask_for_keys(table, i % (VECTORS * LANES), head_dim, width * page_tokens)
                 # A block of 32 dims has one scale.
                 b = tile_put(b, 0, read_value(kv, v, e + 2 * (dim // 32)))
                 if wide:
@@ -334,6 +367,27 @@ def scratch_words(head_dim: int) -> int:
     return ROWS * (3 * head_dim + SEGMENT + 4) + 4 * 16 * 2 + 64
 
 
+@numba.njit(**MERGED)
+def table_at(scratch, head_dim):
+    """Address of TABLE."""
+    return scratch + 4 * ROWS * (3 * head_dim + SEGMENT + 4)
+
+
+@numba.njit(**INNER)
+def announce(to, pages, head_at, page_bytes, tables, segment, last, page_tokens, k_width):
+    """Write K's addresses of the first 64 positions of a segment of a row to `to` (NEXT or AFTER).
+
+    Of the row's last position (`last`) on, the last 16 are named again; a `segment` past it or below 0 is nothing.
+    """
+    for group in range(VECTORS):
+        at = np.int64(0)
+        if 0 <= segment * SEGMENT <= last:
+            position = min(segment * SEGMENT + LANES * group, last // LANES * LANES)
+            page = get_i32(tables + 4 * (position // page_tokens))
+            at = pages + page * page_bytes + head_at + position % page_tokens * k_width
+        put_i64(to + 8 * group, at)
+
+
 @numba.njit(**INNER)
 def _fill_table(table, pages, head_at, page_bytes, tables, segment, n, page_tokens, k_width, e_width, head_dim):
     """TABLE for the first n positions of a segment of the row whose page table stands at `tables` (i32).
@@ -385,7 +439,7 @@ def all_scores(kv, q, s, table, group, rows, head_dim, page_tokens, scale):
             r += 1
 
 @numba.njit(**INNER)
-def all_values(kv, s, o, table, rows, begin, end, head_dim):
+def all_values(kv, s, o, table, rows, begin, end, head_dim, page_tokens):
     """Positions begin .. end-1 for all rows."""
     r = 0
     while r < rows:
@@ -395,25 +449,25 @@ def all_values(kv, s, o, table, rows, begin, end, head_dim):
         dim = 0
         while dim + 64 <= head_dim:
             if n == 6:
-                wide_6(kv, at_s, at_o, table, dim, begin, end, head_dim)
+                wide_6(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
             elif n == 4:
-                wide_4(kv, at_s, at_o, table, dim, begin, end, head_dim)
+                wide_4(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
             elif n == 3:
-                wide_3(kv, at_s, at_o, table, dim, begin, end, head_dim)
+                wide_3(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
             elif n == 2:
-                wide_2(kv, at_s, at_o, table, dim, begin, end, head_dim)
+                wide_2(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
             else:
-                wide_1(kv, at_s, at_o, table, dim, begin, end, head_dim)
+                wide_1(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
             dim += 64
         while dim < head_dim:
             if n == 6:
-                thin_6(kv, at_s, at_o, table, dim, begin, end, head_dim)
+                thin_6(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
             elif n == 3:
-                thin_3(kv, at_s, at_o, table, dim, begin, end, head_dim)
+                thin_3(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
             else:
                 for i in range(n):
                     at_si, at_oi = at_s + 4 * i * SEGMENT, at_o + 4 * i * head_dim
-                    thin_1(kv, at_si, at_oi, table, dim, begin, end, head_dim)
+                    thin_1(kv, at_si, at_oi, table, dim, begin, end, head_dim, page_tokens)
             dim += LANES
         r += n
 
@@ -428,7 +482,7 @@ def segment(kv, scratch, pages, head_at, page_bytes, tables, index, first, rows,
     s = scratch + 4 * ROWS * head_dim
     o = s + 4 * ROWS * SEGMENT
     state = o + 8 * ROWS * head_dim
-    table = state + 16 * ROWS
+    table = table_at(scratch, head_dim)
     begin = index * SEGMENT
     skipped = max(0, begin - first) * group_size
     last = first + (rows - 1) // group_size
@@ -448,7 +502,7 @@ def segment(kv, scratch, pages, head_at, page_bytes, tables, index, first, rows,
         seen = min(SEGMENT, first + r // group_size + 1 - begin)
         _weigh(s + 4 * r * SEGMENT, seen, state + 16 * r)
     common = min(SEGMENT, first + skipped // group_size + 1 - begin)
-    all_values(kv, at_s, at_o, table, todo, 0, common, head_dim)
+    all_values(kv, at_s, at_o, table, todo, 0, common, head_dim, page_tokens)
     # Past the first query's position the rows part: those of one query go on together.
     query = skipped // group_size + 1
     while query * group_size < rows:
@@ -456,7 +510,7 @@ def segment(kv, scratch, pages, head_at, page_bytes, tables, index, first, rows,
         if seen > common:
             r = query * group_size
             at_sr, at_or = s + 4 * r * SEGMENT, o + 4 * r * head_dim
-            all_values(kv, at_sr, at_or, table, group_size, common, seen, head_dim)
+            all_values(kv, at_sr, at_or, table, group_size, common, seen, head_dim, page_tokens)
         query += 1
     return skipped
 
@@ -467,7 +521,7 @@ def attend(kv, scratch, pages, head_at, page_bytes, tables, first, queries, grou
     """All segments for `queries` queries packed in Q, rows (query, head of the group), to `out`.
 
     out: f32 of the group's first head for the first query; the group's heads follow each other.
-    With `only` >= 0: nothing but that segment, whose results stay in STATE and O.
+    With `only` >= 0: nothing but that segment, whose results stay in STATE and O.  AFTER is read.
     """
     rows = queries * group_size
     o = scratch + 4 * ROWS * (head_dim + SEGMENT)
@@ -477,7 +531,16 @@ def attend(kv, scratch, pages, head_at, page_bytes, tables, first, queries, grou
     begin, end = 0, (first + queries - 1) // SEGMENT + 1
     if only >= 0:
         begin, end = only, only + 1
+    table = table_at(scratch, head_dim)
     for index in range(begin, end):
+        if index + 1 < end:
+            announce(
+                table + NEXT, pages, head_at, page_bytes, tables, index + 1, first + queries - 1, page_tokens,
+                code_bytes(kv),
+            )  # fmt: skip
+        else:
+            for i in range(0, 32, 8):
+                put_i64(table + NEXT + i, get_i64(table + AFTER + i))
         begun = segment(
             kv, scratch, pages, head_at, page_bytes, tables, index, first, rows, group_size, head_dim, page_tokens,
             scale,

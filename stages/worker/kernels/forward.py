@@ -388,6 +388,18 @@ def merge_segments(ctx, entry, token, kv_head, segments, scratch):
         out = word(ctx, c.MIXED) + token * word(ctx, c.MIXED_STRIDE) + 4 * head * dim
         attention.finish(scratch + 64, scratch, out, dim)
 
+@njit(**INNER)
+def announce_unit(ctx, layer, entry, head, segment):
+    """Tell attention what this rank reads next: a segment's K of a single query, or nothing (segment -1)."""
+    dim, kv_heads = word(ctx, c.HEAD_DIM), word(ctx, c.N_KV_HEADS)
+    head_at = (layer * kv_heads + head) * word(ctx, c.HEAD_BYTES)
+    attention.announce(
+        attention.table_at(word(ctx, c.ATTENTION), dim) + attention.AFTER, word(ctx, c.PAGES), head_at,
+        word(ctx, c.PAGE_BYTES), _table(ctx, entry), segment, word(entry, p.P_START), word(ctx, c.PAGE_TOKENS),
+        word(ctx, c.KV_WIDTH),
+    )  # fmt: skip
+
+
 @njit(**MERGED)
 def attend_part(ctx, entry, token, kv_head, head_at, index, segments, arrivals):
     """One segment of a single query; whoever is the last of its segments merges them."""
@@ -439,8 +451,8 @@ def attend(ctx, layer):
     rank, ranks = word(ctx, c.RANK), word(ctx, c.RANKS)
     kv_heads = word(ctx, c.N_KV_HEADS)
     block = attention.ROWS // (word(ctx, c.N_HEADS) // kv_heads)
-    unit = 0
-    for e in range(word(word(ctx, c.PLAN), _P_ENTRIES)):
+    unit, entries = 0, word(word(ctx, c.PLAN), _P_ENTRIES)
+    for e in range(entries):
         entry = p.entry_at(ctx, e)
         start, count, token = word(entry, p.P_START), word(entry, p.P_COUNT), word(entry, p.P_TOKEN)
         segments = start // SEGMENT + 1
@@ -452,6 +464,11 @@ def attend(ctx, layer):
                         if index == segments - 1:
                             ask_for_page(ctx, entry, head_at)
                             write_key(ctx, entry, token, head, head_at, word(ctx, c.ATTENTION))
+                        after = index + ranks
+                        if head + after // segments < kv_heads:
+                            announce_unit(ctx, layer, entry, head + after // segments, after % segments)
+                        else:
+                            announce_unit(ctx, layer, entry, head, -1)
                         arrivals = word(ctx, c.ARRIVALS) + 64 * (e * kv_heads + head)
                         attend_part(ctx, entry, token, head, head_at, index, segments, arrivals)
                     unit += 1
@@ -461,6 +478,13 @@ def attend(ctx, layer):
                     if count == 1:
                         ask_for_page(ctx, entry, head_at)
                         write_key(ctx, entry, token, head, head_at, word(ctx, c.ATTENTION))
+                        after, following = head + ranks, entry
+                        if after >= kv_heads and e + 1 < entries:
+                            after, following = after - kv_heads, p.entry_at(ctx, e + 1)
+                        if after < kv_heads and word(following, p.P_COUNT) == 1:
+                            announce_unit(ctx, layer, following, after, 0)
+                        else:
+                            announce_unit(ctx, layer, entry, head, -1)
                     queries = min(block, count - begin)
                     attend_queries(ctx, entry, token + begin, start + begin, queries, head, head_at)
                 unit += 1
