@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow check map format bench chaos peers lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow check map format bench chaos peers peers-native lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -14,7 +14,7 @@ ARGS ?=
 help: ## this list
 	@awk 'BEGIN { FS = ":.*## "; print "make TARGET" } \
 	  /^##@/ { printf "\n%s\n", substr($$0, 5) } \
-	  /^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	  /^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@printf '\n%s\n' 'PYTHON=python3.12 names the Python of a new .venv; STARLING_HOME holds models and state.'
 
 serve: $(VENV)/.locked ## set up, fetch the demo model, start every stage; Ctrl-C ends it
@@ -54,6 +54,10 @@ chaos: $(VENV)/.locked ## ten minutes of faults against the running server; fail
 
 peers: $(VENV)/.locked-dev ## other engines for `make bench` to compare with
 	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r requirements-peers.lock
+
+peers-native: $(VENV)/.locked-dev ## llama.cpp compiled for this CPU; takes minutes and a C++ compiler
+	@CMAKE_ARGS="-DGGML_NATIVE=ON $(CMAKE_ARGS)" $(BIN)/python -m pip install --require-hashes \
+	  --no-binary llama-cpp-python -r requirements-peers-native.lock
 
 lock: $(VENV)/.locked-dev ## resolve dependencies anew into the lock files
 	@tools/lock.sh $(BIN)/python

@@ -19,3 +19,4 @@ lock() {
 lock requirements.lock --group build
 lock requirements-dev.lock --constraint requirements.lock --group build --group dev
 lock requirements-peers.lock --constraint requirements-dev.lock --group build --group peers
+lock requirements-peers-native.lock --constraint requirements-dev.lock --group build --group peers-native

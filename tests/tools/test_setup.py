@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCKS = ("requirements.lock", "requirements-dev.lock", "requirements-peers.lock")
+LOCKS = ("requirements.lock", "requirements-dev.lock", "requirements-peers.lock", "requirements-peers-native.lock")
 
 
 def pinned(lock: str) -> dict[str, str]:
