@@ -1,20 +1,19 @@
-"""Faults at exact points, for tests: `STARLING_FAULTS`, read once; nothing of it runs without that.
+"""What a plan of faults says: `STARLING_FAULTS`, for tests, and what `starling chaos` gives a live server.
 
     STARLING_FAULTS="worker:exit@step=17, kv:stop@page=3, wire:drop@gateway>scheduler:5, disk:enospc@spill"
 
     PLACE:ACTION@POINT=N     at the Nth event of that kind in the process (1 is the first): once
     wire:drop@FROM>TO:N      the Nth frame from one stage to another is lost: once
     disk:ACTION@POINT        every time
+    disk:slow@POINT=N        every time, N milliseconds
 
+Points: `worker@step`, `kv@page`, `wire@FROM>TO`; of disks `spill`, `saved` and `sessions` (kv writes),
+`spill_read`, `saved_read`, `journal` (the gateway writes) and `journal_sync`.
 Actions: `exit` (code 1), `kill` (SIGKILL), `segv`, `stop` (SIGSTOP), `drop` (the caller drops the thing),
-`enospc` and `eio` (an `OSError`).  A process that a supervisor has restarted reads the same plan: faults
-that end a process happen only in its first incarnation (`STARLING_RESTARTS` is 0).
+`enospc` and `eio` (an `OSError`), `slow`.  A process that a supervisor has restarted reads the same plan:
+faults of the environment that end a process happen only in its first incarnation (`STARLING_RESTARTS` is 0).
 
-A caller asks for its hook once, and calls it only if there is one:
-
-    hook = faultplan.hook("worker", "step")
-    ...
-    if hook is not None: hook(number)
+Imported when there is a plan, by pipeline/faultpoints.py, and in no other run.
 """
 
 from __future__ import annotations
@@ -23,24 +22,26 @@ import errno
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.errors import ConfigError
+from pipeline.faultpoints import VARIABLE, Strike
+from shm.arena import process_ticks
 
-VARIABLE = "STARLING_FAULTS"
-ACTIONS = ("exit", "kill", "segv", "stop", "drop", "enospc", "eio")
+ACTIONS = ("exit", "kill", "segv", "stop", "drop", "enospc", "eio", "slow")
+MAX_PLAN = 4096  # bytes of a live server's plan
 _FATAL = ("exit", "kill", "segv", "stop")
 _PATTERN = re.compile(r"(\w+):(\w+)@([\w>]+)(?:[=:](\d+))?")
-
-Hook = Callable[[int], bool]  # (number of the event) -> whether the caller is to drop the thing
 
 
 class Fault(NamedTuple):
     place: str
     action: str
     point: str
-    at: int  # 0: every time
+    at: int  # 0: every time; of `slow`: milliseconds
 
 
 def parse(text: str) -> list[Fault]:
@@ -56,21 +57,29 @@ def parse(text: str) -> list[Fault]:
     return faults
 
 
-def hook(place: str, point: str, env: Mapping[str, str] = os.environ) -> Hook | None:
-    """What to call at each event of `place:...@point`; None when the plan has nothing for it."""
-    text = env.get(VARIABLE, "")
-    if not text:
-        return None
+def hook(
+    place: str,
+    point: str,
+    planned: str,
+    live: str = "",
+    env: Mapping[str, str] = os.environ,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Strike | None:
+    """What to call at each event of `place:...@point`; None when neither plan has anything for it."""
     restarted = env.get("STARLING_RESTARTS", "0") != "0"
-    mine = [
-        fault for fault in parse(text)
-        if (fault.place, fault.point) == (place, point) and not (restarted and fault.action in _FATAL)
-    ]  # fmt: skip
+    faults = [fault for fault in parse(planned) if not (restarted and fault.action in _FATAL)] + parse(live)
+    mine = [fault for fault in faults if (fault.place, fault.point) == (place, point)]
     if not mine:
         return None
 
     def strike(number: int) -> bool:
-        return any(_do(fault.action) for fault in mine if fault.at in (0, number))
+        is_dropped = False
+        for fault in mine:
+            if fault.action == "slow":
+                sleep(fault.at / 1000)
+            elif fault.at in (0, number):
+                is_dropped |= _do(fault.action)
+        return is_dropped
 
     return strike
 
@@ -84,3 +93,29 @@ def _do(action: str) -> bool:
         number = errno.ENOSPC if action == "enospc" else errno.EIO
         raise OSError(number, os.strerror(number))
     return action == "drop"
+
+
+# ------------------------------------------------------------------ a live server's
+
+
+def give(path: Path, plan: str) -> None:
+    """Put `plan` in force while this process lives, or until `path` is removed. Raises `ConfigError`."""
+    parse(plan)
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(f"{os.getpid()} {process_ticks(os.getpid())}\n{plan}")
+    os.replace(fresh, path)
+
+
+def live(path: Path) -> str:
+    """The plan in force; "" when there is none, it cannot be read, or its author has ended."""
+    try:
+        with open(path, "rb") as file:
+            head, _, plan = file.read(MAX_PLAN).decode().partition("\n")
+        pid, ticks = map(int, head.split())
+        if process_ticks(pid) != ticks:
+            path.unlink(missing_ok=True)
+            return ""
+        parse(plan)
+    except (OSError, ValueError, ConfigError):
+        return ""
+    return plan

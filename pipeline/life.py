@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from pipeline import paths, process, rundir
+from pipeline import faultpoints, paths, process, rundir
 from pipeline.config_schema import Config
 from pipeline.edges import EDGES
 from pipeline.messages import Heartbeat
@@ -73,6 +73,7 @@ class StageLife:
         self._status = StatusFile(run_dir, stage, clock)
         self.metrics = Metrics(stage, arena_dir if config.metrics.enabled else None, clock=clock)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._faults = faultpoints.Follower(run_dir)
         self._tell_supervisor()
 
     # -------------------------------------------------------------- edges
@@ -126,6 +127,7 @@ class StageLife:
         if self._watchdog_s and now >= self._next_watchdog:
             self._next_watchdog = now + self._watchdog_s
             process.sd_notify("WATCHDOG=1")
+        self._faults.look()
         for callback in self.on_tick:
             callback()
 

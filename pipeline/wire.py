@@ -33,7 +33,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from pipeline import faultplan, rundir
+from pipeline import faultpoints, rundir
 from pipeline.edges import Edge
 from pipeline.errors import ConfigError
 from pipeline.messages import PROTOCOL_VERSION, Frame, Heartbeat, Hello, encode
@@ -119,7 +119,7 @@ class _Endpoint:
         self._is_local = address.startswith("ipc://")
         self._closed = False
         ends = (edge.connector, edge.binder) if kind == zmq.DEALER else (edge.binder, edge.connector)
-        self._fault = faultplan.hook("wire", ">".join(ends))
+        self._fault = faultpoints.point("wire", ">".join(ends))
         self._frames_sent = 0
 
         socket = (context or zmq.Context.instance()).socket(kind)
@@ -171,10 +171,9 @@ class _Endpoint:
 
     def _send_frame(self, key: bytes, frame: Frame) -> bool:
         """A stage's frame, which a fault plan may lose on its way."""
-        if self._fault is not None:
-            self._frames_sent += 1
-            if self._fault(self._frames_sent):
-                return True
+        self._frames_sent += 1
+        if self._fault.strike is not None and self._fault.strike(self._frames_sent):
+            return True
         return self._send(key, frame)
 
     def _send_hello(self, key: bytes) -> bool:

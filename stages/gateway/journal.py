@@ -25,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from pipeline import faultplan
+from pipeline import faultpoints
 from pipeline.messages import Sampling
 from stages.gateway.ask import Ask
 
@@ -109,7 +109,7 @@ class Journal:
         self.left_out = 0  # requests that are not in it, or whose end is not
         self.entries: list[Entry] = []  # found at the start, in their order
         self._wall = wall
-        self._fault = faultplan.hook("disk", "journal")
+        self._fault = faultpoints.point("disk", "journal")
         self._places: dict[str, _Place] = {}
         self._size = 0
         self._live = 0  # bytes of what a rewriting would keep
@@ -183,8 +183,8 @@ class Journal:
             if self._fd < 0:
                 return self._leave_out("it is closed")
             try:
-                if self._fault is not None:
-                    self._fault(0)
+                if self._fault.strike is not None:
+                    self._fault.strike(0)
                 _write(self._fd, record, self._size)
             except OSError:
                 os.ftruncate(self._fd, self._size)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from pipeline import faultpoints
 from pipeline.errors import Conflict, StarlingError
 from pipeline.messages import Described
 from shm.pages import NUMERICS
@@ -301,7 +302,10 @@ def _weight(request: Request) -> int:
 
 
 def _sync_and_close(fd: int) -> None:
+    fault = faultpoints.point("disk", "journal_sync")
     try:
+        if fault.strike is not None:
+            fault.strike(0)
         os.fdatasync(fd)
     except OSError as error:
         log.error("the journal could not be synced: %s", error.strerror)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline import faultplan, paths
+from pipeline import faultpoints, paths
 from pipeline.config_schema import Config, ModelConfig
 from pipeline.telemetry import Metrics
 from shm.arena import Arena
@@ -76,7 +76,7 @@ class ModelPages:
             ttl_ns=config.cache.ttl_s * 1_000_000_000,
             spill=self.spilled,
             tiers=stores,
-            on_publish=faultplan.hook("kv", "page"),
+            fault=faultpoints.point("kv", "page"),
             on_moved=self._on_moved,
         )
         if home.found is not None:
@@ -111,8 +111,8 @@ class ModelPages:
         try:
             for old in persist.remove_old(directory, self.model.slug, path):
                 log.info("%s is of an older version of the model and was removed", old)
-            fault = faultplan.hook("disk", "saved" if residency == persist.IN_STATE else "spill")
-            return PageStore(path, what, self.geometry.page_bytes, max_bytes, residency, fault=fault)
+            name = "saved" if residency == persist.IN_STATE else "spill"
+            return PageStore(path, what, self.geometry.page_bytes, max_bytes, residency, name=name)
         except OSError as error:
             log.error("%s cannot be used, pages are not kept there: %s", path, error.strerror or error)
             return None

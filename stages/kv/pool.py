@@ -19,6 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
+from pipeline.faultpoints import Point
 from shm.pages import PAGE_FREE, KvArena
 from stages.kv.allocator import CACHED, FREE, LEASED, LIMBO, Allocator
 from stages.kv.evict import Evictor
@@ -71,7 +72,7 @@ class Pool:
     spill: Tier | None = None  # where evicted pages go
     tiers: Sequence[Tier] = ()  # where missing pages are looked for, `spill` included
     clock_ns: Callable[[], int] = time.time_ns
-    on_publish: Callable[[int], object] | None = None  # called with the count of pages named (faults)
+    fault: Point | None = None  # struck with the count of pages named
     on_moved: Callable[[], object] = lambda: None  # after each page to or from a disk: it may have taken long
 
     def __post_init__(self) -> None:
@@ -183,8 +184,8 @@ class Pool:
     def publish(self, page: int, name: PageName) -> None:
         """A leased page is full, final, and the only one of its name."""
         self._published += 1
-        if self.on_publish is not None:
-            self.on_publish(self._published)
+        if self.fault is not None and self.fault.strike is not None:
+            self.fault.strike(self._published)
         self.headers.publish(page, name)
         self.index[name.digest] = page
         self._name_of[page] = name.digest

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from pipeline import faultpoints
 from stages.kv.session import Session
 
 log = logging.getLogger("starling.kv")
@@ -48,6 +49,7 @@ class SessionFiles:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._fault = faultpoints.point("disk", "sessions")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, tenant: str, session_id: str) -> Path:
@@ -63,6 +65,7 @@ class SessionFiles:
         opened = Opened(session.id, session.tenant, session.salt, session.ttl_s, session.created)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
+            self._strike()
             _append(fd, 0, _OPENED, msgspec.msgpack.encode(opened))
         except OSError:
             path.unlink(missing_ok=True)
@@ -74,9 +77,14 @@ class SessionFiles:
         """One turn. Raises `OSError`: then the file is as before."""
         fd = os.open(self.path(session.tenant, session.id), os.O_WRONLY | os.O_CLOEXEC)
         try:
+            self._strike()
             _append(fd, os.fstat(fd).st_size, _COMMITTED, _TURN.pack(now, base) + tokens.tobytes())
         finally:
             os.close(fd)
+
+    def _strike(self) -> None:
+        if self._fault.strike is not None:
+            self._fault.strike(0)
 
     def remove(self, session: Session) -> None:
         self.path(session.tenant, session.id).unlink(missing_ok=True)

@@ -37,6 +37,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from pipeline import faultpoints
 from shm.pages import HEADER, PAGE_FULL, PAGE_RECORD
 from stages.kv.headers import PageName, checksum, unpack_name
 from stages.kv.prefix import PageDigest
@@ -84,11 +85,11 @@ class PageStore:
         residency: int,
         clock: Callable[[], float] = time.monotonic,
         wall_ns: Callable[[], int] = time.time_ns,
-        fault: Callable[[int], object] | None = None,
+        name: str = "spill",
     ) -> None:
         """Open or create. Raises `OSError` when that cannot be, `BlockingIOError` when it is in use.
 
-        `fault` is called before each write of a page, with their count, and may raise `OSError`.
+        `name` is that of its fault points: each write of a page, with their count, and `NAME_read`.
         """
         if page_bytes % BLOCK:
             raise ValueError(f"page_bytes is {page_bytes}, expected a multiple of {BLOCK}")
@@ -98,7 +99,8 @@ class PageStore:
         self.counters = StoreCounters()
         self._clock = clock
         self._wall_ns = wall_ns
-        self._fault = fault
+        self._fault = faultpoints.point("disk", name)
+        self._read_fault = faultpoints.point("disk", name + "_read")
         self._paused_until = self._full_until = float("-inf")
         self._slots_each = max(0, min(SLOTS, (max_bytes - 2 * BLOCK) // page_bytes))
         self._extent_bytes = BLOCK + self._slots_each * page_bytes
@@ -172,8 +174,8 @@ class PageStore:
             slot = self._take_slot()
             if slot < 0:
                 return False
-            if self._fault is not None:
-                self._fault(self.counters.stored + 1)
+            if self._fault.strike is not None:
+                self._fault.strike(self.counters.stored + 1)
             self._write(self._record_at(slot), bytes(PAGE_RECORD))
             self._write(self._page_at(slot), content.data)
             self._write(self._record_at(slot), record)
@@ -344,6 +346,8 @@ class PageStore:
             rest = rest[done:]
 
     def _read(self, slot: int, digest: PageDigest, out: np.ndarray) -> PageName | None:
+        if self._read_fault.strike is not None:
+            self._read_fault.strike(self.counters.fetched + 1)
         extent, _ = divmod(slot, self._slots_each)
         begin = self._page_at(slot) - (BLOCK + extent * self._extent_bytes)
         end = begin + self.page_bytes

@@ -15,7 +15,7 @@ import socket
 import time
 from pathlib import Path
 
-from pipeline import faultplan, paths
+from pipeline import faultpoints, paths
 from pipeline import messages as m
 from pipeline.config import Config
 from pipeline.config_schema import ModelConfig
@@ -51,7 +51,8 @@ class WorkerStage:
         self._activations: Arena | None = None
         self._generation = 0
         self._turn = 0
-        self._hook = faultplan.hook("worker", "step")
+        self._fault = faultpoints.point("worker", "step")
+        self._steps = 0  # counted for the fault plan
         self._next_poll = 0.0
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._bell_path = ""
@@ -193,8 +194,9 @@ class WorkerStage:
         self.loop.busy = True
         if self.loop.is_quiet:
             self.loop.rouse()
-        if self._hook is not None:
-            self._hook(step)
+        if self._fault.strike is not None:
+            self._steps += 1
+            self._fault.strike(self._steps)
         self._turn += 2
         timing = attachment.steps.timing.ctypes.data
         refused = turns.take_turns(attachment.table.address, attachment.control, self._turn, step, timing, 0)

@@ -5,11 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from pipeline import faultpoints
 from pipeline.errors import ConfigError
-from pipeline.faultplan import Fault, hook, parse
+from pipeline.faultplan import Fault, give, hook, live, parse
 
 
 def test_the_documented_plan_is_understood() -> None:
@@ -29,16 +31,16 @@ def test_a_plan_that_cannot_be_read_names_the_part(text: str) -> None:
 
 
 def test_no_plan_no_hook() -> None:
-    assert hook("worker", "step", {}) is None
-    assert hook("worker", "step", {"STARLING_FAULTS": "kv:exit@page=1"}) is None
-    assert hook("worker", "step", {"STARLING_FAULTS": "worker:exit@step=1", "STARLING_RESTARTS": "2"}) is None
+    assert hook("worker", "step", "", env={}) is None
+    assert hook("worker", "step", "kv:exit@page=1", env={}) is None
+    assert hook("worker", "step", "worker:exit@step=1", env={"STARLING_RESTARTS": "2"}) is None
 
 
 def test_drops_strike_once_and_disks_always() -> None:
-    drop = hook("wire", "gateway>scheduler", {"STARLING_FAULTS": "wire:drop@gateway>scheduler:2"})
+    drop = hook("wire", "gateway>scheduler", "wire:drop@gateway>scheduler:2", env={})
     assert drop is not None
     assert [drop(n) for n in (1, 2, 3)] == [False, True, False]
-    full = hook("disk", "spill", {"STARLING_FAULTS": "disk:enospc@spill"})
+    full = hook("disk", "spill", "disk:enospc@spill", env={})
     assert full is not None
     for n in (1, 2):
         with pytest.raises(OSError) as caught:
@@ -51,9 +53,9 @@ def test_drops_strike_once_and_disks_always() -> None:
 )
 def test_fatal_faults_end_the_process_at_their_event(action: str, code: int) -> None:
     script = (
-        "from pipeline.faultplan import hook\n"
-        "strike = hook('worker', 'step')\n"
-        "for n in range(1, 4): print(n, flush=True); strike(n)\n"
+        "from pipeline.faultpoints import point\n"
+        "fault = point('worker', 'step')\n"
+        "for n in range(1, 4): print(n, flush=True); fault.strike(n)\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", script],
@@ -62,3 +64,63 @@ def test_fatal_faults_end_the_process_at_their_event(action: str, code: int) -> 
     )  # fmt: skip
     assert ended.returncode == code
     assert ended.stdout.split() == ["1", "2"]
+
+
+def test_a_slow_disk_takes_its_time_and_works() -> None:
+    slept: list[float] = []
+    slow = hook("disk", "spill_read", "disk:slow@spill_read=250", env={}, sleep=slept.append)
+    assert slow is not None
+    assert [slow(1), slow(2)] == [False, False]
+    assert slept == [0.25, 0.25]
+
+
+def test_a_live_server_follows_the_plan_while_its_author_lives(tmp_path: Path) -> None:
+    path = tmp_path / faultpoints.FILE
+    follower = faultpoints.Follower(tmp_path)
+    point = faultpoints.point("disk", "test_point")
+    try:
+        follower.look()
+        assert point.strike is None
+        give(path, "disk:enospc@test_point")
+        follower.look()
+        assert point.strike is not None
+        with pytest.raises(OSError, match="No space left"):
+            point.strike(1)
+        # One that is made meanwhile has it, too.
+        assert faultpoints.point("disk", "other").strike is None
+        path.unlink()
+        follower.look()
+        assert point.strike is None
+        # Of an author who is gone nothing is left, neither a fault nor the file.
+        author = "from pathlib import Path; from pipeline.faultplan import give; give(Path({!r}), 'disk:eio@spill')"
+        subprocess.run([sys.executable, "-c", author.format(str(path))], check=True)
+        assert path.exists()
+        follower.look()
+        assert point.strike is None
+        assert not path.exists()
+    finally:
+        path.unlink(missing_ok=True)
+        follower.look()
+
+
+def test_what_is_no_plan_is_none(tmp_path: Path) -> None:
+    path = tmp_path / faultpoints.FILE
+    for raw in (b"", b"x", b"1", b"\xff\xfe\n", f"{os.getpid()} 1\ndisk:enospc@spill".encode()):
+        path.write_bytes(raw)
+        assert live(path) == ""
+    with pytest.raises(ConfigError):
+        give(path, "disk:melt@spill")
+
+
+def test_without_a_plan_the_module_is_not_there() -> None:
+    script = (
+        "import sys\n"
+        "import pipeline.wire, pipeline.life, stages.kv.stage, stages.gateway.stage, stages.worker.stage\n"
+        "from pathlib import Path\n"
+        "from pipeline import faultpoints\n"
+        "assert faultpoints.point('disk', 'spill').strike is None\n"
+        "faultpoints.Follower(Path('/nonexistent')).look()\n"
+        "sys.exit('pipeline.faultplan' in sys.modules)\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "STARLING_FAULTS"}
+    assert subprocess.run([sys.executable, "-c", script], env=env, check=False).returncode == 0
