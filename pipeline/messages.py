@@ -47,6 +47,7 @@ class Heartbeat(Frame, tag="B"):
     ready: bool  # it can take work
     reason: str = ""  # why it is not ready
     quiet: bool = False  # nothing moves: over a connection that it made it says so less often
+    sent: int = -1  # frames sent to this peer since Hello, set by wire.py: one that is missing was lost; -1: untold
 
 
 # ------------------------------------------------------------------ sampling

@@ -9,6 +9,8 @@ each incarnation of the peer, so that soft state can be tied to it.
     Hello.contact  names the sender's acquaintance with the receiver: it changes when the sender has
                    given the receiver up (and with it all soft state) though both processes live.
                    A change of either is `on_down(old)` and `on_up(new)` at the receiver.
+    Heartbeat.sent counts the frames sent to this peer: one that has not arrived was lost on its way, and a
+                   peer of whom a frame is missing is given up and met again, as after its death.
 
 `fd` is an epoll descriptor over the socket's own (edge-triggered) descriptor, the pidfds of the peers
 and an eventfd with which the object wakes its own reader when something is left to be read: after a
@@ -51,6 +53,8 @@ RECONNECT_MS = 20  # a successor is up within tens of ms; a failed ipc connect c
 LAST_WORDS_MS = 2  # between a peer's death and its frames' arrival; waited once, at its death
 FLUSH_MS = 200  # an orderly close gives queued frames this long
 
+ENDED = "its process has ended"
+
 _EPOCH = 0
 
 
@@ -73,7 +77,7 @@ os.register_at_fork(after_in_child=_forget_epoch)
 class _Peer:
     """What is known of the process at the other end of one connection."""
 
-    __slots__ = ("contact", "hello", "last_beat", "last_seen", "pidfd")
+    __slots__ = ("contact", "hello", "last_beat", "last_seen", "pidfd", "received", "sent")
 
     def __init__(self, contact: int, now: float) -> None:
         self.contact = contact  # our acquaintance's number, sent in our Hellos to it
@@ -81,6 +85,7 @@ class _Peer:
         self.last_beat: Heartbeat | None = None
         self.last_seen = now
         self.pidfd = -1
+        self.sent = self.received = 0  # frames, since it was met
 
 
 class _Endpoint:
@@ -114,7 +119,7 @@ class _Endpoint:
         self._contacts = 0
         self._complained: set[bytes] = set()
         self._deferred: tuple[bytes, Hello] | None = None
-        self._dead: list[tuple[bytes, _Peer]] = []
+        self._dead: list[tuple[bytes, _Peer, str]] = []  # to be given up, and why
         self._last_tick = self._last_sent = float("-inf")
         self._is_local = address.startswith("ipc://")
         self._closed = False
@@ -172,9 +177,11 @@ class _Endpoint:
     def _send_frame(self, key: bytes, frame: Frame) -> bool:
         """A stage's frame, which a fault plan may lose on its way."""
         self._frames_sent += 1
-        if self._fault.strike is not None and self._fault.strike(self._frames_sent):
-            return True
-        return self._send(key, frame)
+        is_lost = self._fault.strike is not None and self._fault.strike(self._frames_sent)
+        if not is_lost and not self._send(key, frame):
+            return False
+        self._known[key].sent += 1
+        return True
 
     def _send_hello(self, key: bytes) -> bool:
         contact = self._known[key].contact
@@ -239,10 +246,14 @@ class _Endpoint:
                 self._meet_stranger(key, now)
                 continue
             peer.last_seen = now
-            if isinstance(frame, Heartbeat):
-                peer.last_beat = frame
-            else:
+            if not isinstance(frame, Heartbeat):
+                peer.received += 1
                 frames.append((key, frame))
+                continue
+            peer.last_beat = frame
+            if frame.sent not in (-1, peer.received) and all(other is not peer for _, other, _ in self._dead):
+                lost = f"{frame.sent - peer.received} of its frames were lost on their way"
+                self._dead.append((key, peer, lost))
         os.eventfd_write(self._wake, 1)
         return False
 
@@ -252,14 +263,18 @@ class _Endpoint:
             key = self._pidfds.pop(fd, None)
             if key is not None:
                 self._epoll.unregister(fd)
-                self._dead.append((key, self._known[key]))
+                self._dead.append((key, self._known[key], ENDED))
         return bool(self._dead)
 
     def _bury(self) -> None:
         dead, self._dead = self._dead, []
-        for key, peer in dead:
-            if self._known.get(key) is peer:
-                self._lose(key, "its process has ended")
+        for key, peer, why in dead:
+            if self._known.get(key) is not peer:
+                continue
+            self._lose(key, why)
+            if why is not ENDED:
+                log.warning("%s", why, extra={"edge": self.edge.name, "peer": peer.hello and peer.hello.stage})
+                self._meet_stranger(key, self._clock())
 
     def _decode(self, key: bytes, payload: bytes) -> Frame | None:
         try:
@@ -376,7 +391,7 @@ class _Endpoint:
             if peer.hello is None:
                 self._send_hello(key)
             else:
-                self._send(key, beat)
+                self._send(key, msgspec.structs.replace(beat, sent=peer.sent))
 
     def breathe(self, beat: Heartbeat) -> None:
         """Between two ticks, in the middle of long work: a heartbeat when one is due, and nothing else."""

@@ -1,0 +1,60 @@
+"""Each fault of the documented plan, fired in a real server: it is felt where it says, and no byte differs."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import paths
+from tests.e2e.server import Server
+from tools.tiny_gguf import SHAPES, write_model
+
+pytestmark = pytest.mark.slow
+
+PLAN = "worker:exit@step=17, kv:stop@page=3, wire:drop@gateway>scheduler:5, disk:enospc@spill"
+SHAPE = SHAPES["small"]._replace(context_length=2048)
+
+
+def prompt(n: int, count: int) -> list[int]:
+    return [(n * 131 + i * 7) % 290 + 1 for i in range(count)]
+
+
+def ask(server: Server, n: int, count: int = 200) -> Any:
+    answer = server.post(
+        "/v1/generate", prompt=prompt(n, count), max_tokens=12, ignore_eos=True, temperature=0.9, seed=n, logprobs=1
+    )
+    answer["usage"].pop("prompt_tokens_details")
+    return json.dumps([answer["choices"], answer["usage"]], sort_keys=True)
+
+
+def metric(server: Server, name: str) -> float:
+    text = server.request("GET", "/metrics")[1]
+    (value,) = re.findall(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    return float(value)
+
+
+def test_the_documented_plan_fires(tmp_path: Path) -> None:
+    paths.cache_dir().mkdir(parents=True, exist_ok=True)
+    (tmp_path / "cache").symlink_to(paths.cache_dir())
+    path = write_model(tmp_path / "tiny.gguf", SHAPE)
+    model = {
+        "name": "tiny", "path": str(path), "kv_cache_mb": 1, "ranks": 2,
+        "spill_path": str(tmp_path / "spill"), "spill_mb": 8,
+    }  # fmt: skip
+    config = {"models": [model], "server": {"request_timeout_ms": 30_000}}
+    with Server(tmp_path, config, {"STARLING_FAULTS": PLAN}) as server:
+        disturbed = [ask(server, n) for n in range(30)]
+        for said in ("worker ended with code 1", "kv was stopped and has been killed", "lost on their way"):
+            assert any(said in line for line in server.output), said
+        # What is evicted finds no room on the disk, and is computed again.
+        assert [ask(server, n) for n in range(30)] == disturbed
+        deadline = time.monotonic() + 10  # figures are a second old at most
+        while metric(server, "starling_kv_cache_evictions_total") == 0:
+            assert time.monotonic() < deadline
+        assert metric(server, 'starling_kv_cache_bytes{state="spilled"}') == 0
+        assert any("No space left on device" in line for line in server.output)
