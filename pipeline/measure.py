@@ -42,6 +42,11 @@ def memory_bytes(pid: int) -> int:
                     return int(line.split()[1]) << 10
     except OSError:
         pass
+    return resident_bytes(pid)
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident set size, pages that are shared with others in full."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as f:
             return int(f.read().split()[1]) * os.sysconf("SC_PAGESIZE")

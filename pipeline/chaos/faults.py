@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from pipeline import paths
+from pipeline import faultpoints, measure, paths
 from pipeline.config_schema import Config
+from pipeline.faultplan import give
 from pipeline.status import read_all
 from shm.arena import ArenaError, process_ticks
 from shm.pages import HEADER, PAGE_FULL, attach_kv
@@ -94,3 +98,78 @@ def flip_bit(config: Config, chance: random.Random) -> str:
             del views
             arena.close()
     raise NothingToDoError("no cached page is idle")
+
+
+# ------------------------------------------------------------------ disks
+
+
+class FullDisk:
+    """No file of the server can grow or be written: the kernel refuses it (RLIMIT_FSIZE 0, EFBIG).
+
+    What is mapped already stays as it is; logs, journal, spill, sessions, records and metrics all fail.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._limited: dict[tuple[int, int], tuple[int, int]] = {}  # (pid, ticks): limits before
+
+    def begin(self) -> str:
+        # The supervisors, too: what starts meanwhile has no disk either.
+        records = [record for record in read_all(paths.run_dir(self._config)) if record.alive]
+        pids = {pid for record in records for pid in (*measure.family(record.pid), record.parent) if pid > 1}
+        for pid in sorted(pids):
+            ticks = process_ticks(pid)
+            try:
+                soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
+            except (OSError, ValueError):
+                continue
+            self._limited[pid, ticks] = soft, hard
+        if not self._limited:
+            raise NothingToDoError("no process lets its limits be changed")
+        return f"disk full for {len(self._limited)} processes"
+
+    def end(self) -> None:
+        """Whoever has been started meanwhile has inherited the limit from its supervisor."""
+        limits = {pid: limit for (pid, ticks), limit in self._limited.items() if process_ticks(pid) == ticks}
+        heirs = {child: limit for pid, limit in limits.items() for child in measure.family(pid)}
+        for pid, limit in {**heirs, **limits}.items():
+            try:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+            except (OSError, ValueError):
+                continue
+        self._limited.clear()
+
+
+class SlowDisk:
+    """Every write and read of the server's files takes its time, by a fault plan that the live stages follow."""
+
+    POINTS = ("spill", "saved", "sessions", "spill_read", "saved_read", "journal_sync")
+
+    def __init__(self, config: Config, delay_ms: int) -> None:
+        self._path = paths.run_dir(config) / faultpoints.FILE
+        self._delay_ms = delay_ms
+
+    def begin(self) -> str:
+        give(self._path, ", ".join(f"disk:slow@{point}={self._delay_ms}" for point in self.POINTS))
+        return f"disk slow by {self._delay_ms} ms an access"
+
+    def end(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------ reloading
+
+RELOAD_S = 120.0
+
+
+def reload(model: str) -> str:
+    """`starling reload MODEL`: the same file again, as a new version. Raises `NothingToDoError`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", "reload", model], capture_output=True, text=True, timeout=RELOAD_S,
+        check=False,
+    )  # fmt: skip
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise NothingToDoError(f"starling reload {model} exits with {done.returncode}: {said[-1] if said else ''}")
+    return f"reloaded {model}"

@@ -15,12 +15,17 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 from pipeline.chaos import faults
 from pipeline.chaos.traffic import Outcome, Traffic
+from pipeline.chaos.vitals import Vitals
 from pipeline.config_schema import Config
 
 RECOVERY_S = 60.0
+DISK_S = 4.0  # a disk stays full or slow
+WATCH_S = 5.0  # between two looks at what the server uses
 SETTLE_S = 1.0  # between a recovery and the next fault, so that one is not measured as the other
 
 
@@ -31,6 +36,7 @@ class Event:
     kind: str
     what: str
     at: float
+    over: float = 0.0  # 0.0: it was a moment
     until: float = 0.0
     recovered: bool = True
 
@@ -62,7 +68,15 @@ class Row:
         }  # fmt: skip
 
 
-Action = tuple[str, Callable[[], str]]  # (kind, do)
+class Action(NamedTuple):
+    """A fault that may be done. One that lasts is ended after `hold_s`."""
+
+    kind: str
+    do: Callable[[], str]
+    end: Callable[[], object] | None = None
+    hold_s: float = 0.0
+    refuses_sessions: bool = False  # meanwhile a turn cannot be kept, and is refused as it should be
+    must_be: bool = False  # there is always something to do, or the scenario is void
 
 
 def targets(config: Config) -> list[str]:
@@ -77,18 +91,26 @@ def actions(scenario: str, config: Config, chance: random.Random) -> list[Action
         word = {signal.SIGKILL: "kill", signal.SIGSTOP: "stop", signal.SIGSEGV: "segv"}[number]
         rank = f"/{name.rsplit('/', 1)[1]}" if "/" in name else ""
         kind = f"{word} {name.split('-')[0]}{rank}"
-        return kind, lambda: faults.send(config, name, number)
+        return Action(kind, lambda: faults.send(config, name, number))
 
     kills = [kill(name, signal.SIGKILL) for name in targets(config)]
     stops = [kill(name, signal.SIGSTOP) for name in targets(config)]
-    flips: list[Action] = [("bit-flip", lambda: faults.flip_bit(config, chance))]
+    flips = [Action("bit-flip", lambda: faults.flip_bit(config, chance))]
     crashes = [kill(name, signal.SIGSEGV) for name in targets(config) if name.startswith("worker")]
+    full = faults.FullDisk(config)
+    slow = faults.SlowDisk(config, chance.choice((5, 20, 80)))
+    fulls = [Action("disk-full", full.begin, full.end, DISK_S, refuses_sessions=True)]
+    slows = [Action("slow-disk", slow.begin, slow.end, DISK_S)]
+    reloads = [Action("reload", partial(faults.reload, model.name), must_be=True) for model in config.models]
     rounds = {
         "kill-each": kills,
         "zombie": stops,
         "bit-flip": flips,
         "memory": [],
-        "mixed": kills + stops + crashes + flips * 4,
+        "disk-full": fulls,
+        "slow-disk": slows,
+        "reload": reloads,
+        "mixed": kills + stops + crashes + flips * 4 + fulls + slows,
     }
     chosen = list(rounds[scenario])
     if scenario == "mixed":
@@ -96,7 +118,7 @@ def actions(scenario: str, config: Config, chance: random.Random) -> list[Action
     return chosen
 
 
-SCENARIOS = ("kill-each", "zombie", "bit-flip", "memory", "mixed")
+SCENARIOS = ("kill-each", "zombie", "disk-full", "slow-disk", "bit-flip", "memory", "reload", "mixed")
 
 
 async def run(
@@ -106,49 +128,88 @@ async def run(
     duration_s: float,
     seed: int,
     say: Callable[[str], None] = lambda line: None,
-) -> tuple[list[Row], list[Event]]:
-    """Do it. Stops early at the first lost or different stream, which is then in the rows."""
+) -> tuple[list[Row], Vitals]:
+    """Do it. Stops early at the first lost or different stream, which is then in the rows.
+
+    Raises `RuntimeError` when the undisturbed run fails, or the scenario has nothing to do.
+    """
     chance = random.Random(seed)
     await traffic.learn()
     traffic.start()
+    vitals = Vitals(config)
+    watcher = asyncio.create_task(_watch(vitals, min(WATCH_S, duration_s / 4)))
+    try:
+        events = await _torment(scenario, config, traffic, duration_s, chance, say)
+    finally:
+        await traffic.finish()
+        watcher.cancel()
+    await asyncio.to_thread(vitals.look)
+    return tabulate(traffic, events), vitals
+
+
+async def _watch(vitals: Vitals, every_s: float) -> None:
+    """The first look comes when the traffic has filled what it fills."""
+    while True:
+        await asyncio.sleep(every_s)
+        await asyncio.to_thread(vitals.look)
+
+
+async def _torment(
+    scenario: str,
+    config: Config,
+    traffic: Traffic,
+    duration_s: float,
+    chance: random.Random,
+    say: Callable[[str], None],
+) -> list[Event]:
+    """Faults, one after the other, until the time is up or a stream is wrong."""
     events: list[Event] = []
     deadline = time.monotonic() + duration_s
     pending: list[Action] = []
     judged = 0
-    try:
-        while time.monotonic() < deadline:
-            wrong = next((o for o in traffic.outcomes[judged:] if traffic.verdict(o) != "identical"), None)
-            judged = len(traffic.outcomes)
-            if wrong is not None:
-                say(f"stop: a stream is {traffic.verdict(wrong)}: {traffic.difference(wrong)}")
-                break
-            pending = pending or actions(scenario, config, chance)
-            if not pending:
-                await asyncio.sleep(SETTLE_S)
-                continue
-            kind, do = pending.pop(0)
-            try:
-                events.append(Event(kind, do(), time.monotonic()))
-            except faults.NothingToDoError as reason:
-                say(f"skip {kind}: {reason}")
-                await asyncio.sleep(SETTLE_S)
-                continue
-            event = events[-1]
-            event.recovered = await _recovered(traffic, event)
-            event.until = time.monotonic()
-            say(f"{event.what}: back after {1000 * (event.until - event.at):.0f} ms")
-            if not event.recovered:
-                say(f"stop: no recovery within {RECOVERY_S:.0f} s")
-                break
+    while time.monotonic() < deadline:
+        wrong = next((o for o in traffic.outcomes[judged:] if traffic.verdict(o) != "identical"), None)
+        judged = len(traffic.outcomes)
+        if wrong is not None:
+            say(f"stop: a stream is {traffic.verdict(wrong)}: {traffic.difference(wrong)}")
+            break
+        pending = pending or actions(scenario, config, chance)
+        if not pending:
             await asyncio.sleep(SETTLE_S)
-    finally:
-        await traffic.finish()
-    return tabulate(traffic, events), events
+            continue
+        action = pending.pop(0)
+        if action.refuses_sessions:
+            await traffic.without_sessions()
+        event = Event(action.kind, "", time.monotonic())
+        try:
+            event.what = await asyncio.to_thread(action.do)
+        except faults.NothingToDoError as reason:
+            if action.must_be:
+                raise RuntimeError(str(reason)) from None
+            say(f"skip {action.kind}: {reason}")
+            await asyncio.sleep(SETTLE_S)
+            continue
+        events.append(event)
+        if action.end is not None:
+            try:
+                await asyncio.sleep(action.hold_s)
+            finally:
+                action.end()
+                event.over = time.monotonic()
+        event.recovered = await _recovered(traffic, time.monotonic())
+        event.until = time.monotonic()
+        traffic.has_sessions = True
+        say(f"{event.what}: back after {1000 * (event.until - event.at):.0f} ms")
+        if not event.recovered:
+            say(f"stop: no recovery within {RECOVERY_S:.0f} s")
+            break
+        await asyncio.sleep(SETTLE_S)
+    return events
 
 
-async def _recovered(traffic: Traffic, event: Event) -> bool:
+async def _recovered(traffic: Traffic, since: float) -> bool:
     """Wait until the server says it is ready again, after it could notice that it is not."""
-    deadline = event.at + RECOVERY_S
+    deadline = since + RECOVERY_S
     await asyncio.sleep(0.3)
     while time.monotonic() < deadline:
         if await traffic.client.ready():
@@ -164,7 +225,7 @@ def tabulate(traffic: Traffic, events: list[Event]) -> list[Row]:
         row = rows.setdefault(event.kind, Row(event.kind))
         row.faults += 1
         for outcome in traffic.outcomes:
-            if outcome.begun <= event.at <= outcome.ended:
+            if outcome.begun <= max(event.at, event.over) and outcome.ended >= event.at:
                 _count(row, outcome, traffic)
                 row.pauses_ms.append(outcome.longest_gap_ms(event.at, event.until or outcome.ended))
     total = Row("all streams", len(events))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 
 import aiohttp
 import click
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from pipeline.chaos.run import SCENARIOS, Row, run
 from pipeline.chaos.traffic import CLIENT_TIMEOUT_S, Client, Traffic, plan
+from pipeline.chaos.vitals import Vitals
 from pipeline.config import load
 from pipeline.config_schema import Config
 from pipeline.process import EXIT_FATAL
@@ -27,7 +29,10 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
     return float(match[1]) * UNITS[match[2] or "s"]
 
 
-@click.command()
+EPILOG = "Exit codes: 0 every stream had its bytes; 1 one was lost or different, or no server is ready; 2 usage."
+
+
+@click.command(epilog=EPILOG)
 @click.option("--scenario", type=click.Choice(SCENARIOS), default="mixed", show_default=True)
 @click.option("--duration", default="60s", callback=_seconds, show_default=True, help="90s, 10m, 1h.")
 @click.option("--streams", type=click.IntRange(1, 256), default=8, show_default=True)
@@ -46,14 +51,33 @@ def chaos(
     key: str,
     as_json: bool,
 ) -> int:
-    """Break the running server (this home's) under traffic; exits 1 at a lost or different byte."""
+    """Break the running server (this home's) under traffic and compare every byte.
+
+    \b
+    kill-each   SIGKILL to each stage and rank in turn
+    zombie      SIGSTOP to each
+    disk-full   no file of the server can be written for some seconds
+    slow-disk   every access takes some ms more
+    bit-flip    a bit of a cached page changes
+    memory      long prompts that press each other out of the arena
+    reload      `starling reload` of each model, again and again
+    mixed       all of it but reload, in an order drawn by --seed
+    """
     config = load()
     console = Console(stderr=as_json)
-    rows = asyncio.run(_run(config, scenario, duration, streams, tokens, requests, seed, key, console.print))
+    begun = time.monotonic()
+    rows, vitals = asyncio.run(
+        _run(config, scenario, duration, streams, tokens, requests, seed, key, console.print)
+    )
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode([row.as_dict() for row in rows])).decode())
+        report = {
+            "scenario": scenario, "seed": seed, "duration_s": round(time.monotonic() - begun, 1),
+            "rows": [row.as_dict() for row in rows], "use": vitals.rows(),
+        }  # fmt: skip
+        click.echo(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
         console.print(_table(rows))
+        console.print(_use_table(vitals))
     total = rows[-1]
     return EXIT_FATAL if total.lost or total.different else 0
 
@@ -61,7 +85,7 @@ def chaos(
 async def _run(
     config: Config, scenario: str, duration: float, streams: int, tokens: int, requests: int, seed: int,
     key: str, say: object,
-) -> list[Row]:  # fmt: skip
+) -> tuple[list[Row], Vitals]:  # fmt: skip
     host = config.server.host if config.server.host not in ("0.0.0.0", "::") else "127.0.0.1"
     timeout = aiohttp.ClientTimeout(total=CLIENT_TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0)
@@ -70,12 +94,14 @@ async def _run(
         if not await client.ready():
             raise click.ClickException(f"no server is ready at {host}:{config.server.port}; start one first")
         long_prompts = scenario == "memory"
-        traffic = Traffic(client, plan(requests, seed, tokens, long_prompts), streams, seed)
+        if config.cache.responses.enabled:
+            raise click.ClickException("cache.responses answers without computing: switch it off to prove anything")
         try:
-            rows, _ = await run(scenario, config, traffic, duration, seed, say)  # type: ignore[arg-type]
+            asked = plan(requests, seed, tokens, await client.models(), long_prompts)
+            traffic = Traffic(client, asked, streams, seed)
+            return await run(scenario, config, traffic, duration, seed, say)  # type: ignore[arg-type]
         except RuntimeError as error:
             raise click.ClickException(str(error)) from None
-    return rows
 
 
 def _table(rows: list[Row]) -> Table:
@@ -87,4 +113,16 @@ def _table(rows: list[Row]) -> Table:
             str(row.lost), *("" if d[k] is None else f"{d[k]:.0f}"
                              for k in ("pause_ms_p50", "pause_ms_p95", "pause_ms_max")),
         )  # fmt: skip
+    return table
+
+
+def _use_table(vitals: Vitals) -> Table:
+    """What the server used: at the first look, at the end, and at most. Shared memory counts by its share."""
+    table = Table("start > end (most)", "memory MB", "descriptors", "files MB")
+    for row in vitals.rows():
+        cells = []
+        for what in ("pss_mb", "descriptors", "file_mb"):
+            start, end, most = (row[f"{what}_{when}"] for when in ("start", "end", "most"))
+            cells.append("" if not most else f"{start:.0f} > {end:.0f} ({most:.0f})")
+        table.add_row(str(row["name"]), *cells)
     return table
