@@ -1,17 +1,27 @@
-"""Every stage killed at every moment of a stream: not a byte changes (the short form of the matrix)."""
+"""Every stage killed at every moment of a stream: not a byte changes (the short form of the matrix).
+
+Each stage and rank alone at four moments, stopped at two, stopped and continued, and crashed in a kernel; then
+each pair at once, over all kinds of requests.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import re
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from pipeline import paths
 from pipeline.config_schema import DEMO_MODEL
 from tests.e2e.server import Server, wait_gone
+from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -20,8 +30,14 @@ REQUEST: dict[str, Any] = {
     "prompt": "The old lighthouse keeper climbed the spiral stairs every evening, counting each step. " * 16,
     "max_tokens": TOKENS, "seed": 11, "temperature": 0.8, "top_p": 0.95, "logprobs": 2, "ignore_eos": True, "n": 2,
 }  # fmt: skip
-TARGETS = ("tokenizer", "scheduler", "kv", f"worker-{DEMO_MODEL}", f"worker-{DEMO_MODEL}/1")
-MOMENTS = {"prefill": 0, "first": 1, "middle": TOKENS, "last": 2 * TOKENS - 1}
+STAGES = ("tokenizer", "scheduler", "kv", "worker", "worker/1")
+MOMENTS = {"prefill": 0, "first": 1, "middle": TOKENS, "last": 2 * TOKENS - 1}  # tokens that have arrived
+LOOK_S = 0.2  # just before a supervisor looks at what is below its stage
+
+
+def process(name: str, model: str) -> str:
+    """A stage's name in the status records."""
+    return name.replace("worker", f"worker-{model}")
 
 
 def comparable(events: list[dict[str, Any]]) -> str:
@@ -30,19 +46,39 @@ def comparable(events: list[dict[str, Any]]) -> str:
     usage: dict[str, Any] = {}
     for event in events:
         assert "error" not in event, event
-        usage = event.get("usage", usage)
-        if "index" not in event:
-            continue
-        choice = choices.setdefault(event["index"], {"text": "", "tokens": [], "logprobs": [], "finish": []})
-        if "tokens" in event:
-            assert event["start"] == len(choice["tokens"])
-            choice["text"] += event["text"]
-            choice["tokens"] += event["tokens"]
-            choice["logprobs"] += event["logprobs"]
-        if "finish_reason" in event:
-            choice["finish"].append(event["finish_reason"])
+        usage = event.get("usage") or usage
+        for piece in event.get("choices", [event] if "index" in event else []):
+            choice = choices.setdefault(piece["index"], {"text": "", "tokens": [], "logprobs": [], "finish": []})
+            choice["text"] += piece.get("text") or piece.get("delta", {}).get("content") or ""
+            if "tokens" in piece:
+                assert piece["start"] == len(choice["tokens"])
+                choice["tokens"] += piece["tokens"]
+            logprobs = piece.get("logprobs") or []
+            choice["logprobs"] += logprobs["content"] if isinstance(logprobs, dict) else logprobs
+            if piece.get("finish_reason"):
+                choice["finish"].append((piece["finish_reason"], piece.get("stop_string")))
+    assert all(len(choice["finish"]) == 1 for choice in choices.values())
     usage.pop("prompt_tokens_details")
     return json.dumps([choices, usage], sort_keys=True)
+
+
+def struck(stream: Iterator[dict[str, Any]], after: int, strike: Callable[[], None]) -> list[dict[str, Any]]:
+    """All events; `strike` when so many tokens (events of a chat) have come, 0: while the prompt is computed."""
+    if not after:
+        # The request is on its way when the generator has been asked for its first event, in a thread.
+        timer = threading.Timer(0.0, strike)
+        timer.start()
+        events = list(stream)
+        timer.join()
+        return events
+    events, seen = [], 0
+    for event in stream:
+        events.append(event)
+        before, seen = seen, seen + len(event.get("tokens", "1" if "choices" in event else ""))
+        if before < after <= seen:
+            strike()
+    assert seen >= after
+    return events
 
 
 @pytest.fixture(scope="module")
@@ -50,28 +86,130 @@ def undisturbed(demo_server: Server) -> str:
     return comparable(list(demo_server.stream("/v1/generate", **REQUEST)))
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("name", TARGETS, ids=[name.replace(f"-{DEMO_MODEL}", "") for name in TARGETS])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+CASES = [
+    *itertools.product([signal.SIGKILL], STAGES, MOMENTS),
+    *itertools.product([signal.SIGSTOP], STAGES, ["prefill", "middle"]),
+    *itertools.product([signal.SIGSEGV], ["worker", "worker/1"], ["prefill", "middle"]),
+]
+
+
+@pytest.mark.parametrize(("number", "name", "moment"), CASES, ids=[f"{n.name}-{s}-{m}" for n, s, m in CASES])
 def test_the_stream_ends_with_the_bytes_it_would_have_had(
     demo_server: Server, undisturbed: str, name: str, moment: str, number: signal.Signals
 ) -> None:
-    if number is signal.SIGSTOP and moment not in ("prefill", "middle"):
-        moment = {"first": "prefill", "last": "middle"}[moment]
-    pid = demo_server.pid_of(name)
+    pid = demo_server.pid_of(process(name, DEMO_MODEL))
     stream = demo_server.stream("/v1/generate", **REQUEST)
-    events: list[dict[str, Any]] = []
-    if MOMENTS[moment] == 0:
-        # The request is on its way when the generator has been asked for its first event, in a thread.
-        strike = threading.Timer(0.0, lambda: os.kill(pid, number))
-        strike.start()
-        events = list(stream)
-        strike.join()
-    else:
-        for event in stream:
-            events.append(event)
-            if len(events) == MOMENTS[moment]:
-                os.kill(pid, number)
-    assert comparable(events) == undisturbed
+    assert comparable(struck(stream, MOMENTS[moment], lambda: os.kill(pid, number))) == undisturbed
     # Whoever was hit is gone for good before the next case: fencing is death.
     assert wait_gone(pid)
+
+
+@pytest.mark.parametrize("name", ["worker", "worker/1"])
+def test_one_that_is_continued_while_it_is_being_replaced_does_no_harm(
+    demo_server: Server, undisturbed: str, name: str
+) -> None:
+    """It is killed, or goes on as if nothing had been: never something in between."""
+    pid = demo_server.pid_of(process(name, DEMO_MODEL))
+    pidfd = os.pidfd_open(pid)
+
+    def go_on() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+
+    timer = threading.Timer(LOOK_S, go_on)
+
+    def strike() -> None:
+        signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+        timer.start()
+
+    stream = demo_server.stream("/v1/generate", **REQUEST)
+    assert comparable(struck(stream, TOKENS, strike)) == undisturbed
+    timer.join()
+    os.close(pidfd)
+    assert comparable(list(demo_server.stream("/v1/generate", **REQUEST))) == undisturbed
+
+
+# ------------------------------------------------------------------ pairs, over all kinds of requests
+
+
+PROMPT = [(i * 37) % 290 + 1 for i in range(90)]
+SAMPLED: dict[str, Any] = {"ignore_eos": True, "temperature": 0.9, "seed": 3, "max_tokens": 240}
+KINDS: dict[str, dict[str, Any]] = {
+    "sampled": {"prompt": PROMPT, **SAMPLED, "logprobs": 3},
+    "speculative": {"prompt": [5, 6, 7, 8] * 30, **SAMPLED, "temperature": 0, "speculate": 8},
+    "preempted": {"prompt": PROMPT[:60], **SAMPLED, "n": 16, "max_tokens": 260},
+    "cached": {"prompt": PROMPT * 5, **SAMPLED, "logprobs": 0},
+    "session": {"prompt": PROMPT[:40], **SAMPLED, "session_id": ""},
+    "stopped": {"prompt": PROMPT, **SAMPLED, "stop_token_ids": [17], "min_tokens": 120, "ignore_eos": False},
+    "constrained": {
+        "prompt": PROMPT, **SAMPLED, "top_k": 20, "repetition_penalty": 1.2, "frequency_penalty": 0.3,
+        "logit_bias": {"9": 2.0}, "order": ["mask", "temperature", "top_k", "top_p", "penalties"],
+    },
+}  # fmt: skip
+PAIRS = list(itertools.combinations(STAGES, 2))
+
+
+@pytest.fixture(scope="module")
+def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A small model, in an arena of 128 pages: sixteen streams do not fit."""
+    home = tmp_path_factory.mktemp("kinds")
+    paths.cache_dir().mkdir(parents=True, exist_ok=True)
+    (home / "cache").symlink_to(paths.cache_dir())
+    path = write_model(home / "tiny.gguf", SHAPES["small"])
+    with Server(home, {"models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 1, "ranks": 2}]}) as server:
+        yield server
+        text = server.request("GET", "/metrics")[1]
+        preempted = re.findall(r"^starling_preemptions_total\{.*\} (\S+)$", text, re.MULTILINE)
+        assert sum(map(float, preempted)) > 0
+        server.stop()
+        assert server.leftovers() == []
+
+
+def turns(server: Server, kind: str) -> Iterator[dict[str, Any]]:
+    """The stream to be disturbed; of a session the second turn."""
+    body = KINDS[kind]
+    if kind == "session":
+        first = server.post("/v1/generate", **body)
+        body = {**body, "prompt": PROMPT[40:], "session_id": first["session_id"]}
+    return server.stream("/v1/generate", **body)
+
+
+def without_id(events: list[dict[str, Any]]) -> str:
+    return comparable([{k: v for k, v in event.items() if k != "session_id"} for event in events])
+
+
+@pytest.mark.parametrize(("case", "pair"), list(enumerate(PAIRS)), ids=["+".join(pair) for pair in PAIRS])
+def test_two_at_once_and_every_kind_of_request(tiny_server: Server, case: int, pair: tuple[str, str]) -> None:
+    kind = list(KINDS)[case % len(KINDS)]
+    expected = without_id(list(turns(tiny_server, kind)))
+    pids = [tiny_server.pid_of(process(name, "tiny")) for name in pair]
+
+    def strike() -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    after = 60 * KINDS[kind].get("n", 1)
+    assert without_id(struck(turns(tiny_server, kind), after, strike)) == expected
+    assert all(map(wait_gone, pids))
+
+
+def test_a_chat_outlives_all_of_them(demo_server: Server) -> None:
+    """One after the other in one answer: a chat with logprobs and a stop string."""
+    body = {
+        "model": DEMO_MODEL, "messages": [{"role": "user", "content": "Tell me of the sea, at length."}],
+        "max_tokens": 80, "seed": 2, "temperature": 0.7, "logprobs": True, "top_logprobs": 2, "stop": ["\n\n\n"],
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    expected = comparable(list(demo_server.stream("/v1/chat/completions", **body)))
+    names = iter(("kv", "scheduler", "tokenizer", "worker/1"))
+
+    def strike() -> None:
+        os.kill(demo_server.pid_of(process(next(names), DEMO_MODEL)), signal.SIGKILL)
+
+    events: list[dict[str, Any]] = []
+    for event in demo_server.stream("/v1/chat/completions", **body):
+        events.append(event)
+        if len(events) in (5, 15, 25, 35):
+            strike()
+    assert next(names, None) is None
+    assert comparable(events) == expected
