@@ -21,6 +21,7 @@ from pipeline import paths, registry
 from pipeline.config_schema import DEMO_MODEL, ModelConfig
 from stages.worker.prepare import prepare_checkpoint
 from tools.bench import http as over_http
+from tools.bench import kv
 from tools.bench import ours as starling
 from tools.bench.bandwidth import read_bandwidth
 from tools.bench.first_byte import first_byte
@@ -207,6 +208,7 @@ def main(
             click.echo(f"{name}: " + ", ".join(f"{k} {v}" for k, v in part.items()))
     if http and shape is None:  # a random model has no words
         report.http = over_http.measure(model, numbers, min(rounds, HTTP_ROUNDS), peer, quick)
+        report.kv = kv.measure(model, numbers, rounds)
     for path in write_plots(report, plots) if plots else ():
         click.echo(f"wrote {path}")
     click.echo(report.as_json().decode())

@@ -46,7 +46,7 @@ class Answer:
         self.parts: list[tuple[float, bytes]] = []
         self.error = ""  # of the connection
         self.status = 0
-        self.prompt_tokens = self.tokens = 0
+        self.prompt_tokens = self.cached_tokens = self.tokens = 0
         self.finish = ""
         self.text = ""
         self.times: list[float] = []  # of the events that brought text
@@ -105,6 +105,8 @@ class Answer:
             self.error = json.dumps(event["error"])
         if event.get("usage"):
             self.prompt_tokens = event["usage"]["prompt_tokens"]
+            details = event["usage"].get("prompt_tokens_details") or {}
+            self.cached_tokens = details.get("cached_tokens", 0)
             self.tokens = event["usage"]["completion_tokens"]
         for choice in event.get("choices", ()):
             text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""

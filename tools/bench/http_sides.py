@@ -13,6 +13,7 @@ import contextlib
 import http.client
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -48,9 +49,13 @@ class Starling:
     name = "starling"
 
     def __init__(
-        self, model: Mapping[str, Any], cores: list[int], settings: Mapping[str, Any], keys: Mapping[str, str]
-    ) -> None:
-        """`settings`: of the configuration; `keys`: by tenant, the first one is who `ask` asks for."""
+        self, model: Mapping[str, Any], cores: list[int], settings: Mapping[str, Any], keys: Mapping[str, str],
+        spill: bool = False,
+    ) -> None:  # fmt: skip
+        """`settings`: of the configuration; `keys`: by tenant, the first one is who `ask` asks for.
+
+        `spill`: evicted pages go to a file in its home.
+        """
         self.keys = dict(keys)
         self.port = free_port()
         self.address = ("127.0.0.1", self.port)
@@ -61,7 +66,7 @@ class Starling:
             folder.mkdir(parents=True, exist_ok=True)
             (home / folder.name).symlink_to(folder)
         config = {
-            "models": [{**model, "cpus": cores}],
+            "models": [{**model, "cpus": cores, **({"spill_path": str(home / "spill")} if spill else {})}],
             "cache": {"persist_mb": 0},
             "auth": {"api_keys": [{"key": key, "tenant": tenant} for tenant, key in keys.items()]},
             **settings,
@@ -73,8 +78,12 @@ class Starling:
         environment |= {"STARLING_HOME": str(home), "STARLING_CONFIG": str(home / "starling.yaml")}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._log = (home / "output").open("w+b")
+        self._environment = environment
+        self._start()
+
+    def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.cli", "up"], cwd=ROOT, env=environment,
+            [sys.executable, "-m", "pipeline.cli", "up"], cwd=ROOT, env=self._environment,
             stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
@@ -128,6 +137,22 @@ class Starling:
     @property
     def pids(self) -> list[int]:
         return measure.family(self._process.pid)
+
+    def kill_and_start(self) -> float:
+        """SIGKILL to every process at once, none of which sees another one die; seconds until it is ready again."""
+        pids = self.pids
+        fds = [os.pidfd_open(pid) for pid in pids]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for fd in fds:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(fd, number)
+        for fd in fds:
+            select.select([fd], [], [], STOP_S)
+            os.close(fd)
+        self._process.wait(STOP_S)
+        begun = time.perf_counter()
+        self._start()
+        return time.perf_counter() - begun
 
     def close(self) -> None:
         """Idempotent; what stands in /dev/shm goes with the server's own end."""

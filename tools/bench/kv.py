@@ -1,30 +1,36 @@
-"""`python -m tools.bench.kv`: what the kv manager costs. The last line is one JSON object.
+"""`python -m tools.bench.kv`: what the kv stage costs, and what it is worth. The last line is one JSON object.
 
-Times are medians over rounds with the lowest and the highest.  Pages are those of the demo model (32
-tokens, f16, 737,280 bytes).  The restore figure reads files that the page cache holds; what the disk
-itself delivers is measured beside it when the cache can be dropped for the file.
+Times are medians over rounds with the lowest and the highest.  Of the manager alone, in this process: pages are
+those of the demo model (32 tokens, f16, 737,280 bytes); the restore figure reads files that the page cache holds,
+and what the disk itself delivers is measured beside it.  Then of a whole server over HTTP (`kv_http.py`).
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 import statistics
+import sys
 import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 import numpy as np
 
+from pipeline.config_schema import DEMO_MODEL, ModelConfig
 from shm.pages import PAGE_HEADER, KvArena, KvGeometry
 from stages.kv import persist, prefix
 from stages.kv.manager import Grant, Manager
 from stages.kv.pool import Pool
 from stages.kv.spill import PageStore
+from tools.bench import kv_http
+from tools.bench.results import Quiet, machine
 
 GEOMETRY = KvGeometry(30, 3, 64, 32, "f16")
 DIGEST = bytes(32)
@@ -171,19 +177,42 @@ def read_file(path: Path) -> float:
     return (time.perf_counter() - begun) / (total / 1e6)
 
 
-@click.command()
-@click.option("--rounds", default=20, show_default=True)
-@click.option("--directory", type=click.Path(path_type=Path), help="On the disk to be measured.")
-def main(rounds: int, directory: Path | None) -> None:
-    """Measure and print."""
-    figures: dict[str, object] = {**measure_lookup(4 * rounds)}
-    figures["bookkeeping_10000_prefixes_mb"] = round(measure_memory(), 1)
+def measure(
+    model: ModelConfig, cores: list[int], rounds: int, directory: Path | None = None, http: bool = True
+) -> dict[str, Any]:
+    """Everything, printed as it comes. `directory`: on the disk to be measured."""
+    figures: dict[str, Any] = {}
+
+    def tell(found: dict[str, Any]) -> None:
+        figures.update(found)
+        for name, value in found.items():
+            click.echo(f"kv: {name:42} {value}")
+
+    tell(measure_lookup(16 * rounds))
+    tell({"bookkeeping_10000_prefixes_mb": round(measure_memory(), 1)})
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        figures.update(measure_restore(Path(scratch), max(3, rounds // 4)))
-    for name, value in figures.items():
-        click.echo(f"{name:42} {value}")
-    click.echo(msgspec.json.encode(figures).decode())
+        tell(measure_restore(Path(scratch), rounds))
+    if http:
+        named = {"name": model.name, **({"path": model.path} if model.path else {})}
+        tell(kv_http.measure(named, cores, max(1, rounds // 2)))
+    return figures
+
+
+@click.command()
+@click.option("--rounds", default=5, show_default=True)
+@click.option("--directory", type=click.Path(path_type=Path), help="On the disk to be measured.")
+@click.option("--cores", default="", help="Of the server, comma separated; default: two of those allowed.")
+@click.option("--http/--no-http", default=True, show_default=True, help="A server of the demo model as well.")
+def main(rounds: int, directory: Path | None, cores: str, http: bool) -> None:
+    """What the KV cache costs and what it is worth."""
+    numbers = [int(c) for c in cores.split(",")] if cores else sorted(os.sched_getaffinity(0))[:2]
+    quiet = Quiet([])
+    figures = measure(ModelConfig(name=DEMO_MODEL), numbers, rounds, directory, http)
+    report = {"machine": machine(numbers), "busy_share": quiet.others_share(), "kv": figures}
+    click.echo(msgspec.json.encode(report).decode())
 
 
 if __name__ == "__main__":
+    # A server of ours goes by its context manager: an end by signal, too, takes it away.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     main()

@@ -86,6 +86,7 @@ class Report(msgspec.Struct):
     engine: dict[str, Any]  # overhead, load, memory, instruction set
     peer: dict[str, Any] | None = None
     http: dict[str, Any] | None = None  # see http.py
+    kv: dict[str, Any] | None = None  # see kv.py
 
     def as_json(self) -> bytes:
         value = msgspec.to_builtins(self)
