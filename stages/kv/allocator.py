@@ -55,10 +55,12 @@ class Allocator:
         if state == CACHED:
             self.cached -= 1
             self._state[page] = LEASED
-        elif state != LEASED:
+            self.refs[page] = 1
+            return 1
+        if state != LEASED:
             raise ValueError(f"page {page} is neither leased nor cached")
-        self.refs[page] += 1
-        return self.refs[page]
+        self.refs[page] = held = self.refs[page] + 1
+        return held
 
     def drop(self, page: int, keep: bool) -> int:
         """One sequence fewer. The last one leaves it CACHED (`keep`) or FREE. Returns the rest."""

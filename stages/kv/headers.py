@@ -6,6 +6,7 @@ the truth or recognises a torn header, whenever the process dies; `read` is the 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ _FREE = PAGE_FREE.to_bytes(4, "little")
 _LEASED = PAGE_LEASED.to_bytes(4, "little")
 _FULL = PAGE_FULL.to_bytes(4, "little")
 _STATE_AT, _CHECK_AT, _CHECK_END = 72, 64, 72
+_VOUCHER = struct.Struct("<32x16sQ8xQ")  # digest, checksum and check of a header
+assert _VOUCHER.size == _CHECK_END
 
 
 def checksum(content: np.ndarray) -> int:
@@ -144,6 +147,19 @@ class Headers:
     def name(self, page: int) -> PageName | None:
         """Of a full page; None when the header is torn."""
         return unpack_name(self.record(page))
+
+    def vouches(self, page: int, digest: PageDigest, content: np.ndarray) -> bool:
+        """Is the header whole and of that name, and are these the bytes that it was given for?
+
+        As `name` and `checksum` would have it, without making a `PageName`: it is asked of every page of a hit.
+        """
+        at = page * PAGE_HEADER
+        name, content_check, check = _VOUCHER.unpack_from(self._bytes, at)
+        return bool(
+            name == digest
+            and xxhash.xxh3_64_intdigest(self._bytes[at : at + _CHECK_AT]) == check
+            and xxhash.xxh3_64_intdigest(content.data) == content_check
+        )
 
     def record(self, page: int) -> bytes:
         """The kv stage's part of the header, as it is written to disk with the page."""

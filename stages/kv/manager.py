@@ -142,8 +142,7 @@ class Manager:
         sharable = min(len(digests), max(0, len(tokens) - 1) // self.page_tokens)
         found, on_disk = pool.find(digests[:sharable])
         needed = max(self.pages_for(want_tokens), len(found) + len(on_disk))
-        for page in found:  # first of all: they must not be evicted to make room for their own tail
-            pool.pin(page)
+        pool.pin(found)  # first of all: they must not be evicted to make room for their own tail
         if not pool.make_room(needed - len(found)):
             denial = self._denial(needed, held=len(found))
             pool.unpin(found)
@@ -280,7 +279,7 @@ class Manager:
             if pool.is_in_limbo(page):
                 pool.allocator.claim(page)
             else:
-                pool.pin(page)
+                pool.pin((page,))
         self.leases[claim.sequence] = lease
         return is_good
 

@@ -23,7 +23,7 @@ from pipeline.faultpoints import Point
 from shm.pages import PAGE_FREE, KvArena
 from stages.kv.allocator import CACHED, FREE, LEASED, LIMBO, Allocator
 from stages.kv.evict import Evictor
-from stages.kv.headers import Headers, PageName, checksum
+from stages.kv.headers import Headers, PageName
 from stages.kv.prefix import PageDigest
 
 
@@ -120,9 +120,10 @@ class Pool:
     def find(self, digests: Sequence[PageDigest]) -> tuple[list[int], list[PageDigest]]:
         """The longest known run: sound pages in the arena, then names that a tier has."""
         found: list[int] = []
+        index, is_sound = self.index, self._is_sound
         for digest in digests:
-            page = self.index.get(digest)
-            if page is None or not self._is_sound(page):
+            page = index.get(digest)
+            if page is None or not is_sound(page):
                 break
             found.append(page)
         on_disk: list[PageDigest] = []
@@ -135,11 +136,11 @@ class Pool:
                 on_disk.append(digest)
         return found, on_disk
 
-    def pin(self, page: int) -> None:
-        """One more holds a named page."""
-        if self.allocator.state(page) == CACHED:
-            self._evictor.remove(page)
-        self.allocator.share(page)
+    def pin(self, pages: Iterable[int]) -> None:
+        """One more holds these named pages."""
+        for page in pages:
+            if self.allocator.share(page) == 1:  # it was cached
+                self._evictor.remove(page)
 
     def unpin(self, pages: Sequence[int]) -> None:
         """One hold fewer on each, the last page first."""
@@ -212,12 +213,7 @@ class Pool:
         """A cached page whose bytes or header are not what they were. Computes the checksum."""
         if self.allocator.state(page) != CACHED:
             return False  # in use: it was looked at when it was taken into use, or is its user's own
-        name = self.headers.name(page)
-        return (
-            name is None
-            or name.digest != self._name_of[page]
-            or name.checksum != checksum(self.arena.pages[page])
-        )
+        return not self.headers.vouches(page, self._name_of[page], self.arena.pages[page])
 
     def disown(self, page: int) -> None:
         """A damaged cached page, which a sequence may be using, loses its name and is in limbo."""

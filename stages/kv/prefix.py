@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import partial
-from typing import NewType
+from typing import NewType, cast
 
 import numpy as np
 
@@ -49,9 +49,9 @@ def chain(parent: PageDigest, tokens: np.ndarray, page_tokens: int) -> list[Page
     text = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
     step = 4 * page_tokens
     sha256 = hashlib.sha256
-    digests = []
+    digests: list[bytes] = []
     digest: bytes = parent
     for begin in range(0, len(text) // step * step, step):
         digest = sha256(digest + text[begin : begin + step]).digest()[:DIGEST_BYTES]
-        digests.append(PageDigest(digest))
-    return digests
+        digests.append(digest)
+    return cast("list[PageDigest]", digests)

@@ -8,6 +8,7 @@ could cross with a grant.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from pathlib import Path
@@ -123,6 +124,7 @@ class KvStage:
                 with self.loop.allow(ALLOW_S):
                     model.pages.open(index_path)
                 model.error = ""
+                gc.freeze()  # an index of many pages stands for long: collections need not look at it
         except (ArenaError, CheckpointError, OSError) as error:
             model.error = str(error)
             if model.error != before:

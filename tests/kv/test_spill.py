@@ -146,6 +146,18 @@ def test_a_flipped_bit_while_it_was_closed(path: Path) -> None:
     again.close()
 
 
+def test_what_is_expected_may_be_missing_torn_or_cut_off(path: Path) -> None:
+    """Pages are expected in any order, over extents, with gaps; a part of the file that is gone is no error yet."""
+    store = open_store(path)
+    for i in range(SLOTS + 4):
+        store.put(*page(i))
+    store.discard(page(3)[0])
+    os.truncate(path, BLOCK + EXTENT + BLOCK + PAGE_BYTES)
+    store.expect([page(i)[0] for i in reversed(range(SLOTS + 8))])
+    assert [i for i in range(SLOTS + 4) if fetch(store, i)] == [0, 1, 2, *range(4, SLOTS + 1)]
+    store.close()
+
+
 @pytest.mark.parametrize("left", [0, 100, BLOCK, BLOCK + 10, 2 * BLOCK + 100, BLOCK + EXTENT + 5])
 def test_truncation_under_our_hands_is_no_signal(path: Path, left: int) -> None:
     store = open_store(path)
