@@ -8,7 +8,7 @@
     disk:slow@POINT=N        every time, N milliseconds
 
 Points: `worker@step`, `kv@page`, `wire@FROM>TO`; of disks `spill`, `saved` and `sessions` (kv writes),
-`spill_read`, `saved_read`, `journal` (the gateway writes) and `journal_sync`.
+`spill_read`, `saved_read`, `journal` and `quotas` (the gateway writes) and `journal_sync`.
 Actions: `exit` (code 1), `kill` (SIGKILL), `segv`, `stop` (SIGSTOP), `drop` (the caller drops the thing),
 `enospc` and `eio` (an `OSError`), `slow`.  A process that a supervisor has restarted reads the same plan:
 faults of the environment that end a process happen only in its first incarnation (`STARLING_RESTARTS` is 0).

@@ -3,19 +3,24 @@
 A tenant's quotas are token buckets of one minute's worth: a burst may take all of it, then it refills
 evenly.  What a request will cost is known only at its end, so its prompt is charged when it begins and
 its output when it ends; a bucket may go below zero and is waited for.  A prompt larger than a minute's
-worth is let in when the bucket is full, so nothing is refused for ever.
+worth is let in when the bucket is full, so nothing is refused for ever.  What was used up outlives the
+process where there is a file for it (quota_file.py): time goes on while nobody serves.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import math
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from pipeline.config_schema import AuthConfig, RateLimitsConfig
 from pipeline.errors import RateLimited, Unauthenticated
+from stages.gateway.quota_file import Level, QuotaFile, key_of
 
+REQUESTS, TOKENS = "requests", "tokens"  # what is counted
 ANYONE = "default"  # the tenant of all when there are no keys
 
 
@@ -100,15 +105,24 @@ class Quotas:
 
     MAX_IDLE = 1024  # tenants kept; full buckets beyond that are dropped, which changes nothing
 
-    def __init__(self, limits: RateLimitsConfig, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        limits: RateLimitsConfig,
+        clock: Callable[[], float],
+        kept: QuotaFile | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`clock` is monotonic, `wall` is s since 1970. Without a file nothing outlives the process."""
         self._limits = limits
         self._clock = clock
+        self._kept = kept
+        self._wall = wall
         self._requests: dict[str, Bucket] = {}
         self._tokens: dict[str, Bucket] = {}
 
     def take_request(self, tenant: str) -> None:
         """Raises `RateLimited` with the time to wait; then nothing is taken."""
-        bucket = self._bucket(self._requests, tenant, self._limits.requests_per_minute)
+        bucket = self._bucket(REQUESTS, tenant)
         if bucket is None:
             return
         wait = bucket.wait_s(1)
@@ -117,11 +131,11 @@ class Quotas:
                 f"{bucket.per_minute} requests per minute are allowed and used up; try again in {wait:.1f} s",
                 retry_after_s=wait,
             )
-        bucket.take(1)
+        self._take(REQUESTS, tenant, bucket, 1)
 
     def take_prompt(self, tenant: str, tokens: int) -> None:
         """Raises `RateLimited` with the time to wait; then nothing is taken."""
-        bucket = self._bucket(self._tokens, tenant, self._limits.tokens_per_minute)
+        bucket = self._bucket(TOKENS, tenant)
         if bucket is None:
             return
         wait = bucket.wait_s(tokens)
@@ -131,14 +145,23 @@ class Quotas:
                 f"and the prompt has {tokens}; try again in {wait:.1f} s",
                 retry_after_s=wait,
             )
-        bucket.take(tokens)
+        self._take(TOKENS, tenant, bucket, tokens)
 
     def charge_output(self, tenant: str, tokens: int) -> None:
-        bucket = self._bucket(self._tokens, tenant, self._limits.tokens_per_minute)
+        bucket = self._bucket(TOKENS, tenant)
         if bucket is not None:
-            bucket.take(tokens)
+            self._take(TOKENS, tenant, bucket, tokens)
 
-    def _bucket(self, buckets: dict[str, Bucket], tenant: str, per_minute: int) -> Bucket | None:
+    def _take(self, kind: str, tenant: str, bucket: Bucket, amount: float) -> None:
+        bucket.take(amount)
+        if self._kept is not None:
+            self._kept.put(key_of(kind, tenant), Level(bucket.per_minute, bucket.level, self._wall()))
+
+    def _bucket(self, kind: str, tenant: str) -> Bucket | None:
+        if kind == REQUESTS:
+            buckets, per_minute = self._requests, self._limits.requests_per_minute
+        else:
+            buckets, per_minute = self._tokens, self._limits.tokens_per_minute
         if not per_minute:
             return None
         bucket = buckets.get(tenant)
@@ -147,4 +170,14 @@ class Quotas:
                 for name in [name for name, other in buckets.items() if other.is_full]:
                     del buckets[name]
             bucket = buckets[tenant] = Bucket(per_minute, self._clock)
+            self._restore(kind, tenant, bucket)
         return bucket
+
+    def _restore(self, kind: str, tenant: str, bucket: Bucket) -> None:
+        """What had been used when it was last charged, less what time has given back since."""
+        known = self._kept.levels.get(key_of(kind, tenant)) if self._kept is not None else None
+        if known is None or not math.isfinite(known.level):
+            return
+        passed_s = max(0.0, self._wall() - known.at)  # a clock that was set back gives nothing back
+        used = known.per_minute - known.level - passed_s * known.per_minute / 60
+        bucket.take(max(0.0, used))

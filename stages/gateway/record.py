@@ -150,6 +150,7 @@ class Request:
         self.outcome = Outcome.OPEN
         self.error: StarlingError | None = None
         self.left = 0  # sequences that have not ended
+        self.is_charged = False  # its tokens have been counted before: it is generated again for a reader
         self.is_recovered = False  # by a gateway that did not take it in: see recovery.py
         self.response_cache = ""  # hit, miss or bypass; "": there is none. See responses.py
         self.response_key: ResponseKey | None = None  # under which its answer is to be kept

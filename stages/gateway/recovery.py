@@ -209,7 +209,7 @@ class Recovery:
             return
         fd = self.journal.unsynced()
         if fd is not None:
-            self._sync = asyncio.get_running_loop().run_in_executor(None, _sync_and_close, fd)
+            self._sync = asyncio.get_running_loop().run_in_executor(None, sync_and_close, fd)
 
     # ---------------------------------------------------------------- records and requests
 
@@ -227,6 +227,7 @@ class Recovery:
         if opened.ask.turn is not None:
             opened.ask.turn.number = 0  # it was kept when the request ended
         request = self._request(opened)
+        request.is_charged = True
         if self.journal is not None:
             self.journal.open(opened)
         self._waiting[opened.id] = opened, request
@@ -301,13 +302,14 @@ def _weight(request: Request) -> int:
     return sum(s.n_prompt + len(s.tokens) * each for s in request.sequences)
 
 
-def _sync_and_close(fd: int) -> None:
+def sync_and_close(fd: int) -> None:
+    """On a thread: the disk has everything when this returns, or the log says so."""
     fault = faultpoints.point("disk", "journal_sync")
     try:
         if fault.strike is not None:
             fault.strike(0)
         os.fdatasync(fd)
     except OSError as error:
-        log.error("the journal could not be synced: %s", error.strerror)
+        log.error("journal or quotas could not be synced: %s", error.strerror)
     finally:
         os.close(fd)

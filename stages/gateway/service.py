@@ -36,6 +36,7 @@ from stages.gateway.journal import Journal
 from stages.gateway.lengths import Bounds, output_budget
 from stages.gateway.limits import Caller, Quotas
 from stages.gateway.metrics import GatewayMetrics
+from stages.gateway.quota_file import QuotaFile
 from stages.gateway.readiness import StageHealth, model_report
 from stages.gateway.record import Outcome, Request, Sequence, Sink
 from stages.gateway.recovery import Recovery, Watch
@@ -69,6 +70,7 @@ class Service:
         journal: Journal | None = None,
         wall: Callable[[], float] = time.time,
         send_kv: Callable[[m.Frame], bool] = lambda frame: False,
+        quota_file: QuotaFile | None = None,
     ) -> None:
         self.config = config
         self.clock = clock
@@ -79,7 +81,7 @@ class Service:
         self.recovery = Recovery(
             self.relay, journal, clock, wall, config.server.request_timeout_ms / 1000
         )
-        self.quotas = Quotas(config.rate_limits, clock)
+        self.quotas = Quotas(config.rate_limits, clock, quota_file, wall)
         self.responses = ResponseCache(config.cache.responses, clock)
         heartbeat_s = config.server.heartbeat_ms / 1000
         self.tokenizer = StageHealth("tokenizer", clock, heartbeat_s)
@@ -568,7 +570,8 @@ class Service:
     # ---------------------------------------------------------------- the end
 
     def _on_end(self, request: Request) -> None:
-        self.quotas.charge_output(request.tenant, request.completion_tokens)
+        if not request.is_charged:
+            self.quotas.charge_output(request.tenant, request.completion_tokens)
         self.metrics.ended(request)
         self.recovery.ended(request)
         self.sessions.ended(request)

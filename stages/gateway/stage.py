@@ -27,6 +27,8 @@ from stages.gateway.admin import MAX_TIMEOUT_S, Admin
 from stages.gateway.connections import Connections
 from stages.gateway.http import make_app
 from stages.gateway.journal import Journal
+from stages.gateway.quota_file import QuotaFile
+from stages.gateway.recovery import sync_and_close
 from stages.gateway.service import Service
 from stages.gateway.shape import to_json
 
@@ -73,9 +75,11 @@ class GatewayStage:
             "gateway-kv", lambda frame: self.service.sessions.on_frame(frame)
         )
         self.journal = _open_journal(config)
+        self.quota_file = _open_quotas(config)
+        self._quota_sync: asyncio.Future[None] | None = None
         self.service = Service(
             config, self.scheduler.send, self.tokenizer.send,
-            metrics=self.endpoints.metrics, journal=self.journal, send_kv=self.kv.send,
+            metrics=self.endpoints.metrics, journal=self.journal, send_kv=self.kv.send, quota_file=self.quota_file,
         )  # fmt: skip
         self.tokenizer.on_up = self.service.on_tokenizer_up
         self.tokenizer.on_down = self.service.on_tokenizer_down
@@ -124,6 +128,8 @@ class GatewayStage:
             await self._runner.cleanup()
             if self.journal is not None:
                 self.journal.close()
+            if self.quota_file is not None:
+                self.quota_file.close()
             self.endpoints.close()
 
     async def _listen(self) -> asyncio.Server:
@@ -206,6 +212,10 @@ class GatewayStage:
             log.info("draining", extra={"in_flight": service.in_flight})
             service.drain()
         service.tick(self.tokenizer.last_beat, self.scheduler.last_beat, self.kv.last_beat)
+        if self.quota_file is not None and (self._quota_sync is None or self._quota_sync.done()):
+            fd = self.quota_file.unsynced()
+            if fd is not None:
+                self._quota_sync = asyncio.get_running_loop().run_in_executor(None, sync_and_close, fd)
         if self._runner.server is not None:
             self._connections.sweep(self._runner.server.connections)
         endpoints.progress = service.relay.counts.tokens + service.metrics.total_requests
@@ -245,6 +255,18 @@ def _open_journal(config: Config) -> Journal | None:
         return Journal(directory, config.server.journal_mb << 20, time.time)
     except OSError as error:
         log.error("there is no journal: %s: %s", directory, error.strerror)
+        return None
+
+
+def _open_quotas(config: Config) -> QuotaFile | None:
+    """None: there are none, or what has been used does not outlive this process."""
+    if not (config.rate_limits.requests_per_minute or config.rate_limits.tokens_per_minute):
+        return None
+    path = paths.state_dir(config) / "quotas" / "levels.table"
+    try:
+        return QuotaFile(path)
+    except OSError as error:
+        log.error("quotas are kept in memory only: %s: %s", path, error.strerror)
         return None
 
 

@@ -67,16 +67,17 @@ class Server:
             [sys.executable, "-m", "honcho", "--no-colour", "start"], cwd=ROOT, env=self.environment,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
-        threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
+        self._lines = queue.SimpleQueue()  # what a life before had to say is over
+        threading.Thread(target=self._read, args=(self.process, self._lines), daemon=True).start()
         return self
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
+    def _read(self, process: subprocess.Popen[str], into: queue.SimpleQueue[str | None]) -> None:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
                 self.output.append(line)
-                self._lines.put(line)
-        self._lines.put(None)
+                into.put(line)
+        into.put(None)
 
     def wait_for(self, pattern: str, timeout_s: float = START_S) -> re.Match[str]:
         """The next line of output that matches; fails with the output when it does not come."""

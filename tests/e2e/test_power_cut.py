@@ -1,0 +1,73 @@
+"""Every process is killed at once, as by a power cut: what was promised is read back, without a hand."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import paths
+from tests.e2e.server import Server, wait_gone
+from tests.e2e.test_gateway_death import comparable, events
+from tools.tiny_gguf import SHAPES, write_model
+
+pytestmark = pytest.mark.slow
+
+MINE, OTHER = {"Authorization": "Bearer sk-mine"}, {"Authorization": "Bearer sk-other"}
+PROMPT = [(i * 37) % 290 + 1 for i in range(200)]
+SAMPLED: dict[str, Any] = {"ignore_eos": True, "temperature": 0.9, "seed": 3}
+LONG: dict[str, Any] = {"prompt": PROMPT, **SAMPLED, "max_tokens": 1500, "n": 4, "stream": True}
+
+
+def test_all_of_it_comes_back(tmp_path: Path) -> None:
+    paths.cache_dir().mkdir(parents=True, exist_ok=True)
+    (tmp_path / "cache").symlink_to(paths.cache_dir())
+    path = write_model(tmp_path / "tiny.gguf", SHAPES["small"])
+    config = {
+        "models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 16, "ranks": 2}],
+        "auth": {"api_keys": [{"key": "sk-mine", "tenant": "mine"}, {"key": "sk-other", "tenant": "other"}]},
+        "rate_limits": {"requests_per_minute": 4},
+    }
+    with Server(tmp_path, config) as server:
+        def ask(headers: dict[str, str], **body: Any) -> tuple[int, Any]:
+            code, answer, _ = server.request("POST", "/v1/generate", {**SAMPLED, "max_tokens": 20, **body}, headers)
+            return code, answer
+
+        # The other tenant uses up its minute, on what the first one's requests will have to be.
+        second = {"prompt": [7, 8, 9], "seed": 4}
+        _, first = ask(OTHER, prompt=PROMPT[:50], session_id="")
+        _, whole = ask(OTHER, **second, session_id=first["session_id"])
+        undisturbed = comparable([data for _, data in events(server, "/v1/generate", LONG, OTHER)])
+        assert [ask(OTHER, prompt=[1])[0] for _ in range(2)] == [200, 429]
+
+        _, opened = ask(MINE, prompt=PROMPT[:50], session_id="")
+        begun = []
+        with contextlib.suppress(OSError, ValueError):
+            for event in events(server, "/v1/generate", LONG, MINE):
+                begun.append(event)
+                if len(begun) == 60:
+                    pids = list(server.pids())
+                    for pid in pids:
+                        os.kill(pid, signal.SIGKILL)
+                    assert all(map(wait_gone, pids))
+        server.stop()
+        assert server.leftovers()  # sockets and arenas lie about, as a crash leaves them
+        server.start().wait_ready()
+
+        assert ask(OTHER, prompt=[1])[0] == 429
+        last = begun[-1][0]
+        resumed = list(events(server, f"/v1/requests/{last.partition(':')[0]}", None, {**MINE, "Last-Event-ID": last}))
+        assert comparable([data for _, data in begun + resumed]) == undisturbed
+        code, turn = ask(MINE, **second, session_id=opened["session_id"])
+        assert code == 200, turn
+        assert turn["choices"] == whole["choices"]
+        assert turn["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+        code, again = ask(MINE, prompt=PROMPT)
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 160
+        server.stop()
+        assert server.leftovers() == []
+        assert server.pids() == {}

@@ -1,0 +1,132 @@
+"""What a tenant has used up is used up after a restart; a damaged record costs nobody anything but itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config_schema import RateLimitsConfig
+from pipeline.errors import RateLimited
+from stages.gateway import quota_file
+from stages.gateway.limits import Quotas
+from stages.gateway.quota_file import RECORD_BYTES, Level, QuotaFile, key_of
+from tests.gateway.server import Server
+from tests.gateway.test_stage import MakeServer
+
+
+class World:
+    """Lives of a gateway over one file. `now` is of both clocks; only the wall's goes on between lives."""
+
+    def __init__(self, path: Path, **limits: int) -> None:
+        self.path = path
+        self.limits = limits
+        self.now = 1_700_000_000.0
+        self.begin()
+
+    def begin(self, **limits: int) -> None:
+        begun = self.now
+        self.file = QuotaFile(self.path)
+        config = RateLimitsConfig(**(limits or self.limits))
+        self.quotas = Quotas(config, lambda: self.now - begun, self.file, lambda: self.now)
+
+    def wait_s(self, tenant: str, tokens: int) -> float:
+        try:
+            self.quotas.take_prompt(tenant, tokens)
+        except RateLimited as refused:
+            return refused.retry_after_s or 0.0
+        return 0.0
+
+
+def test_what_is_used_stays_used_and_time_gives_it_back(tmp_path: Path) -> None:
+    world = World(tmp_path / "q", tokens_per_minute=600, requests_per_minute=2)
+    assert world.wait_s("a", 400) == 0
+    world.quotas.charge_output("a", 500)
+    for _ in range(2):
+        world.quotas.take_request("a")
+    world.begin()
+    assert world.wait_s("a", 100) == pytest.approx(40.0)
+    assert world.wait_s("b", 600) == 0
+    with pytest.raises(RateLimited):
+        world.quotas.take_request("a")
+    # While nobody serves the buckets fill as they always do.
+    world.now += 39.0
+    world.begin()
+    assert world.wait_s("a", 100) == pytest.approx(1.0)
+    world.now += 1.0
+    world.begin()
+    assert world.wait_s("a", 100) == 0
+
+
+def test_another_limit_takes_over_what_was_used(tmp_path: Path) -> None:
+    world = World(tmp_path / "q", tokens_per_minute=600)
+    assert world.wait_s("a", 300) == 0
+    world.begin(tokens_per_minute=1200)
+    assert world.wait_s("a", 901) == pytest.approx(0.05, abs=0.01)
+    assert world.wait_s("a", 900) == 0
+
+
+def test_a_clock_that_was_set_back_takes_nothing_away(tmp_path: Path) -> None:
+    world = World(tmp_path / "q", tokens_per_minute=600)
+    assert world.wait_s("a", 600) == 0
+    world.now -= 86_400
+    world.begin()
+    assert world.wait_s("a", 60) == pytest.approx(6.0)
+    world.now += 6
+    assert world.wait_s("a", 60) == 0
+
+
+def test_a_damaged_record_is_as_if_it_had_never_been(tmp_path: Path) -> None:
+    world = World(tmp_path / "q", tokens_per_minute=600)
+    for tenant in "ab":
+        assert world.wait_s(tenant, 600) == 0
+    raw = bytearray((tmp_path / "q").read_bytes())
+    raw[RECORD_BYTES + 20] ^= 1
+    (tmp_path / "q").write_bytes(raw)
+    world.begin()
+    assert world.wait_s("a", 600) == 0
+    assert world.wait_s("b", 600) > 0
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"x", b"STRLQUO2" + bytes(200), b"STRLQUO1", b"STRLQUO1" + bytes(77), bytes(1 << 20)]
+)
+def test_whatever_is_there_it_begins(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "q").write_bytes(raw)
+    world = World(tmp_path / "q", tokens_per_minute=600)
+    assert world.wait_s("a", 600) == 0
+    world.begin()
+    assert world.wait_s("a", 600) > 0
+
+
+def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quota_file, "SLOTS", 4)
+    file = QuotaFile(tmp_path / "q")
+    keys = [key_of("tokens", f"tenant-{n}") for n in range(10)]
+    for n, key in enumerate(keys):
+        file.put(key, Level(600, 0.0, float(n)))
+        file.put(keys[0], Level(600, 1.0, float(n)))  # in use all the while
+    again = QuotaFile(tmp_path / "q")
+    assert set(again.levels) == {keys[0], *keys[7:]}
+    assert (tmp_path / "q").stat().st_size == 5 * RECORD_BYTES
+
+
+def test_without_a_disk_quotas_go_on_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                               caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+    monkeypatch.setenv("STARLING_FAULTS", "disk:enospc@quotas")
+    world = World(tmp_path / "q", tokens_per_minute=600)
+    for _ in range(3):
+        assert world.wait_s("a", 200) == 0
+    assert world.wait_s("a", 200) > 0
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+
+
+def test_a_gateway_that_is_killed_remembers(make_server: MakeServer) -> None:
+    server: Server = make_server(rate_limits={"requests_per_minute": 3, "tokens_per_minute": 100_000})
+    server.wait_ready()
+    body = {"prompt": "x", "max_tokens": 5}
+    assert [server.post("/v1/generate", body).status for _ in range(4)] == [200, 200, 200, 429]
+    server.kill_and_restart()
+    server.wait_ready()
+    refused = server.post("/v1/generate", body)
+    assert (refused.status, refused.error["code"]) == (429, "RATE_LIMITED")
