@@ -77,15 +77,18 @@ def _values(node: Any, parts: list[str], key: str) -> Iterator[tuple[str, Any]]:
         yield from _values(getattr(node, parts[0]), parts[1:], f"{key}.{parts[0]}")
 
 
+def check_name(name: str) -> str:
+    """Why it cannot be a model's name; "" when it can."""
+    if len(name) <= 128 and _NAME.fullmatch(name):
+        return ""
+    return "expected up to 128 letters, digits, dots, dashes and underscores, in parts joined by single slashes"
+
+
 def _models(config: Config) -> Iterator[Rule]:
     seen: dict[str, int] = {}
     for index, model in enumerate(config.models):
         at = f"models.{index}"
-        if len(model.name) > 128 or not _NAME.fullmatch(model.name):
-            reason = (
-                "expected up to 128 letters, digits, dots, dashes and underscores, in parts joined by "
-                "single slashes"
-            )
+        if reason := check_name(model.name):
             yield Rule(f"{at}.name", repr(model.name), reason)
         if model.slug in seen:
             taken = f"models.{seen[model.slug]} has this name already; rename one"

@@ -24,7 +24,7 @@ def sweep(
     pause: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> str:
-    """Remove sockets, status records and arenas of a server that is over.
+    """Remove sockets, records and arenas of a server that is over.
 
     Returns the name of a stage that still holds its lock after `wait_s`, having removed nothing; "" when
     all is done.
@@ -66,6 +66,9 @@ def _ours(run_dir: Path) -> Iterator[Path]:
         if stat.S_ISSOCK(path.lstat().st_mode):
             yield path
     yield from run_dir.glob("*.status")
+    yield from run_dir.glob("*.failed")
+    yield from run_dir.glob("lineup.json")
+    yield from run_dir.glob(".lineup.json.new")
     yield from run_dir.glob(".*.status.new")
 
 

@@ -166,6 +166,7 @@ class Described(Frame, tag="M"):
     architecture: str = ""
     parameters: int = 0
     created: int = 0
+    tokenizer: str = ""  # digest of vocabulary, merges, special ids and template
 
 
 class TokenizerFailed(Frame, tag="X"):
@@ -429,6 +430,7 @@ class SessionBegin(Frame, tag="b"):
     ttl_s: int = 0  # of a new one: closed when unused for so long; 0: never
     salt: str = ""  # of a new one: `Submit.cache_salt` of its turns
     resume: int = 0
+    instance: str = ""  # version of the model that computes the turn, see pipeline/lineup.py; "": that serves
 
 
 class SessionCommit(Frame, tag="p"):

@@ -76,16 +76,17 @@ def supervise(
     # numpy's BLAS would start threads when it is imported, and a forked child would not have them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     logs.setup(f"{stage}-supervisor", config)
-    guardians = [fd for fd in map(_pidfd, kinship.guardians(os.getpid())) if fd >= 0]
+    guardians = open_guardians()
     start = start_program(command)
-    if run is not None and _preloaded(preload):
+    if run is not None and preloaded(preload):
         start = start_fork(run, stage, config)
     policy = RestartPolicy(random.SystemRandom().random, limits)
     drain_s = config.server.drain_timeout_ms / 1000 + GRACE_S
     return Supervisor(stage, start, policy, guardians, drain_s).run()
 
 
-def _preloaded(preload: Callable[[], object] | None) -> bool:
+def preloaded(preload: Callable[[], object] | None) -> bool:
+    """Call it. False: this process cannot be forked as a stage (its modules fail, or start threads)."""
     try:
         if preload is not None:
             preload()
@@ -100,6 +101,11 @@ def _preloaded(preload: Callable[[], object] | None) -> bool:
     gc.collect()
     gc.freeze()  # what is shared with every child stays untouched by its collector
     return True
+
+
+def open_guardians() -> list[int]:
+    """Pidfds of those whose death ends this process, see kinship.py."""
+    return [fd for fd in map(_pidfd, kinship.guardians(os.getpid())) if fd >= 0]
 
 
 def _pidfd(pid: int) -> int:

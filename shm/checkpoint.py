@@ -105,6 +105,11 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
         except msgspec.MsgspecError as error:
             raise CheckpointError(f"index of {self.name}: bad tokenizer data ({error}); ingest it again") from None
 
+    @property
+    def tokenizer_digest(self) -> str:
+        """SHA-256 (hex) of vocabulary, merges, special ids and template: equal ones mean the same by an id."""
+        return hashlib.sha256(self.tokenizer_raw).hexdigest()
+
     def tensor(self, name: str) -> Tensor:
         """Raises `KeyError` when the model has no such tensor."""
         for t in self.tensors:

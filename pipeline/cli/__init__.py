@@ -29,14 +29,17 @@ COMMANDS = {
     "drain": "pipeline.cli.drain:drain",
     "fetch": "pipeline.cli.prepare:fetch",
     "kv": "pipeline.cli.kv:kv",
+    "load": "pipeline.cli.reload:load",
     "logs": "pipeline.cli.logs:logs",
     "models": "pipeline.cli.show:models",
     "prepare": "pipeline.cli.prepare:prepare",
+    "reload": "pipeline.cli.reload:reload",
     "restart": "pipeline.cli.restart:restart",
     "resume": "pipeline.cli.drain:resume",
     "stage": "pipeline.cli.stage:stage",
     "status": "pipeline.cli.status:status",
     "supervise": "pipeline.cli.stage:supervise",
+    "unload": "pipeline.cli.reload:unload",
     "up": "pipeline.cli.up:up",
 }
 

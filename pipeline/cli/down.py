@@ -68,7 +68,9 @@ def running(run_dir: Path) -> list[tuple[str, int]]:
     if up:
         found.append((UP, up))
     for record in status.read_all(run_dir):
-        supervisor = supervisor_of(record)
+        supervisor = top_of(supervisor_of(record))
+        if supervisor and supervisor in [pid for _, pid in found]:
+            continue  # a crew has several
         if supervisor:
             honcho = kinship.honcho_of(supervisor)
             if honcho and (HONCHO, honcho) not in found:
@@ -86,6 +88,14 @@ def supervisor_of(record: status.StageStatus) -> int:
     # A record may have been left by a crash, and its parent's number be another process's by now.
     is_ours = "supervise" in command[1:5] and record.stage.partition("-")[0] in command
     return record.parent if is_ours else 0
+
+
+def top_of(supervisor: int) -> int:
+    """Of a supervisor of workers: the crew that it belongs to. 0 stays 0."""
+    above = kinship.look(supervisor)
+    if above is None or "supervise" not in kinship.command(above.parent)[1:5]:
+        return supervisor
+    return above.parent
 
 
 def opened(found: list[tuple[str, int]]) -> list[Process]:

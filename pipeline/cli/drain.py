@@ -10,7 +10,7 @@ from typing import Any
 import click
 import msgspec
 
-from pipeline import control, paths
+from pipeline import control, lineup, paths
 from pipeline.cli.stage import STAGES
 from pipeline.config import load
 from pipeline.config_schema import Config
@@ -72,17 +72,18 @@ def resume(target: str, as_json: bool) -> int:
 
 def admission(config: Config, target: str) -> str:
     """What the gateway must refuse for it: `ALL` or a model. Raises `ModelNotFound`."""
-    if config.model(target) is not None and target != "":
+    instances = lineup.read(config).instances
+    names = list(dict.fromkeys(one.name for one in instances))
+    if target in names:
         return target
     if target == ALL or (target in STAGES and target != "worker"):
         return ALL
-    if target == "worker" and len(config.models) == 1:
-        return config.models[0].name
-    for model in config.models:
-        if target == f"worker-{model.slug}":
-            return model.name
-    models = ", ".join(model.name for model in config.models)
-    raise ModelNotFound(f"{target!r} is no stage and no model; there are all, {', '.join(STAGES)}, {models}")
+    if target == "worker" and len(names) == 1:
+        return names[0]
+    for one in instances:
+        if target in (one.stage, one.id):
+            return one.name
+    raise ModelNotFound(f"{target!r} is no stage and no model; there are all, {', '.join((*STAGES, *names))}")
 
 
 def drained(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from pipeline import control, paths, status
+from pipeline import control, lineup, paths, status
 from pipeline.cli.down import supervisor_of
 from pipeline.cli.drain import ALL, drained
 from pipeline.cli.stage import STAGES
@@ -88,7 +88,7 @@ def handed_over(run_dir: Path, timeout_s: float) -> int:
 
 def chosen(config: Config, run_dir: Path, target: str, with_gateway: bool) -> list[status.StageStatus]:
     """Records of the stages to restart, in order. Raises `StarlingError` when one cannot be restarted."""
-    workers = [f"worker-{model.slug}" for model in config.models]
+    workers = [one.stage for one in lineup.read(config).instances if one.state != "loading"]
     names = {ALL: ["tokenizer", "scheduler", "kv", *workers], "worker": workers}.get(target, [target])
     if target == ALL and with_gateway:
         names.append("gateway")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import click
 
-from pipeline import leftovers, listening, logs, paths, process
+from pipeline import crew, leftovers, lineup, listening, logs, paths, process
 from pipeline.config import load
 from pipeline.config_schema import Config
 from pipeline.errors import ConfigError
@@ -34,16 +34,25 @@ def stage(name: str, model: str) -> int:
 
 @click.command()
 @click.argument("name", type=_STAGE, metavar="STAGE")
-@click.option("--model", default="", metavar="NAME", help="The worker's model; default: the first.")
+@click.option("--model", default="", metavar="NAME", help="Only that model's workers; default: every model's.")
 def supervise(name: str, model: str) -> int:
-    """Keep STAGE alive: restart it when it dies, give up loudly when it dies too often."""
+    """Keep STAGE alive: restart it when it dies, give up loudly when it dies too often.
+
+    `worker` keeps a group of workers for each model that is loaded, as `starling load`, `reload` and
+    `unload` change it.
+    """
     config = load()
-    run = _program(name, model, config)
-    command = [sys.executable, "-m", "pipeline.cli", "stage", name] + (["--model", model] if model else [])
-    held = listening.hold(config) if name == "gateway" else None
-    code = keep_alive(name, command, config, run, lambda: _preload(name, config))
-    if held is not None:
-        held.close()
+    if name == "worker":
+        if model and config.model(model) is None:
+            raise _unknown(model, [known.name for known in config.models])
+        code = crew.keep(config, lambda one: _program(name, one.id, config), lambda: _preload(name, config), model)
+    else:
+        run = _program(name, model, config)
+        command = [sys.executable, "-m", "pipeline.cli", "stage", name]
+        held = listening.hold(config) if name == "gateway" else None
+        code = keep_alive(name, command, config, run, lambda: _preload(name, config))
+        if held is not None:
+            held.close()
     leftovers.sweep(paths.run_dir(config), paths.arena_dir(config))
     return code
 
@@ -52,14 +61,18 @@ def _program(name: str, model: str, config: Config) -> Callable[[], int]:
     """What the stage's process does; its modules are imported when it is called."""
     arguments: tuple[str, ...] = ()
     if name == "worker":
-        chosen = config.model(model)
-        if chosen is None:
-            known = ", ".join(known.name for known in config.models)
-            raise ConfigError(f"--model {model}: no such model is configured; there are {known}")
-        arguments = (chosen.name,)
+        instances = lineup.read(config).instances
+        known = [instance.id for instance in instances]
+        if not known or (model and model not in known):
+            raise _unknown(model, known)
+        arguments = (model or known[0],)
     elif model:
         raise click.UsageError(f"--model is the worker's; the stage {name} serves every model")
     return lambda: int(importlib.import_module(f"stages.{name}.stage").main(config, *arguments) or 0)
+
+
+def _unknown(model: str, known: list[str]) -> ConfigError:
+    return ConfigError(f"--model {model}: no such model is configured; there are {', '.join(known) or 'none'}")
 
 
 def _preload(name: str, config: Config) -> None:

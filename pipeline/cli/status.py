@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
-from pipeline import control, exposition, measure, paths
+from pipeline import control, exposition, lineup, measure, paths
 from pipeline import status as records
 from pipeline.cli.stage import STAGES
 from pipeline.config import load
@@ -74,7 +74,7 @@ def look(config: Config, sleep: Callable[[float], None] = time.sleep) -> list[Ro
     run_dir = paths.run_dir(config)
     found = {record.stage: record for record in records.read_all(run_dir)}
     names = [name for name in STAGES if name != "worker"]
-    names += [f"worker-{model.slug}" for model in config.models]
+    names += [one.stage for one in lineup.read(config).instances]
     names += sorted(set(found).difference(names))
     if not any(record.alive for record in found.values()):
         return [Row(name, "not running") for name in names]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from pipeline import leftovers, paths, rundir, status
+from pipeline import leftovers, paths, room, rundir, status
 from pipeline.cli.foreman import Foreman
 from pipeline.cli.prepare import prepare_all
 from pipeline.cli.stage import STAGES
@@ -26,7 +26,6 @@ from pipeline.errors import ConfigError, ResourceError
 from pipeline.process import EXIT_FATAL
 
 PROCFILE = Path(__file__).resolve().parent.parent.parent / "Procfile"
-ARENA_SPARE_MB = 64  # beside the KV arenas: steps and activations
 PATIENCE_S = 5.0  # before it says what it waits for
 
 
@@ -41,7 +40,7 @@ def up() -> int:
         env = {**os.environ, **choose_arena_dir(config)}
         prepare_all(config)
         watcher = _Watcher(config, run_dir)
-        code = Foreman(write_procfile(config, run_dir), env).run(watcher.look)
+        code = Foreman(write_procfile(run_dir), env).run(watcher.look)
     finally:
         only_one.release()
     arena_dir = paths.arena_dir(load(env=env), env)
@@ -78,20 +77,20 @@ def choose_arena_dir(config: Config, shm: Path = Path("/dev/shm")) -> dict[str, 
 
     Raises `ResourceError`, with the numbers, when they fit nowhere.
     """
-    need = sum(config.kv_cache_bytes(model) for model in config.models) + (ARENA_SPARE_MB << 20)
+    need = sum(config.kv_cache_bytes(model) for model in config.models) + (room.ARENA_SPARE_MB << 20)
     home = Path(config.server.arena_dir or shm)
     there = paths.arena_dir(config)
     # What a killed server has left counts as free: it is adopted or replaced.
     left = sum(path.stat().st_size for path in there.glob("*")) if there.is_dir() else 0
-    room = _free(home) + left
-    if room >= need:
+    free = _free(home) + left
+    if free >= need:
         return {}
     advice = "make them smaller (STARLING_CACHE__MAX_SIZE_MB) or move them (STARLING_SERVER__ARENA_DIR)"
     other = paths.home() / "arenas"
     if config.server.arena_dir or _free(other.parent) < need:
-        raise ResourceError(f"the arenas need {need >> 20} MB, and {home} has {room >> 20} MB free; {advice}")
+        raise ResourceError(f"the arenas need {need >> 20} MB, and {home} has {free >> 20} MB free; {advice}")
     click.echo(
-        f"{home} has {room >> 20} MB free and the arenas need {need >> 20} MB: they go to {other}, which is "
+        f"{home} has {free >> 20} MB free and the arenas need {need >> 20} MB: they go to {other}, which is "
         f"slower; {advice}"
     )
     return {"STARLING_SERVER__ARENA_DIR": str(other)}
@@ -103,15 +102,11 @@ def _free(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def write_procfile(config: Config, run_dir: Path) -> Path:
-    """The Procfile at the top, or one with a worker line for each model when there are several."""
-    if len(config.models) == 1 and PROCFILE.is_file():
+def write_procfile(run_dir: Path) -> Path:
+    """The Procfile at the top, or the same in the run directory where this was installed without it."""
+    if PROCFILE.is_file():
         return PROCFILE
-    lines = [f"{name}: exec starling supervise {name}" for name in STAGES if name != "worker"]
-    lines += [
-        f"worker-{index}: exec starling supervise worker --model {model.name}"
-        for index, model in enumerate(config.models)
-    ]
+    lines = [f"{name}: exec starling supervise {name}" for name in STAGES]
     procfile = run_dir / "Procfile"
     procfile.write_text("\n".join(lines) + "\n")
     return procfile

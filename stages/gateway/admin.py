@@ -1,17 +1,23 @@
-"""What an operator may ask of the gateway: `state`, `drain`, `resume`.
+"""What an operator may ask of the gateway: `state`, `drain`, `resume`, `load`, `reload`, `unload`.
 
 Over its control socket, or over HTTP with an admin's key (the same fields in the body, the op in the path):
 
     {"op": "state"}
     {"op": "drain", "target": "all" or a model, "timeout_s": 30.0, "keep": true}
     {"op": "resume", "target": "all" or a model}
+    {"op": "load", "target": model, "path": file, "kv_cache_mb": 512, "timeout_s": 600.0, "change": id, "wait": true}
+    {"op": "reload", "target": model, "path": file, "timeout_s": 600.0, "change": id, "wait": true}
+    {"op": "unload", "target": model, "timeout_s": 30.0, "change": id, "wait": true}
 
-Every answer is the state after it.  Drains outlive this process in a small file beside the arenas, which
-goes with the whole server.
+Every answer is the state after it; of the last three with `change`: `done`, and how it ended or how far it
+is.  With `wait` false they answer at once; asked again with the same `change` (an id of the asker's) they
+begin nothing anew.  Drains outlive this process in a small file beside the arenas, which goes with the whole
+server; so do the loaded models, in the run directory.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from pathlib import Path
@@ -21,19 +27,31 @@ import msgspec
 
 from pipeline.errors import InvalidRequest
 from stages.gateway.drains import ALL
+from stages.gateway.loader import Loader, new_change
 from stages.gateway.service import Service
 
 log = logging.getLogger("starling.gateway.admin")
 
 MAX_TIMEOUT_S = 86_400.0
-FIELDS = {"state": (), "drain": ("target", "timeout_s", "keep"), "resume": ("target",)}
+POLL_S = 0.05  # for the end of a change
+LOAD_TIMEOUT_S, UNLOAD_TIMEOUT_S = 600.0, 30.0  # unless something else is asked for
+MAX_KV_CACHE_MB = 16_777_216
+FIELDS = {
+    "state": (),
+    "drain": ("target", "timeout_s", "keep"),
+    "resume": ("target",),
+    "load": ("target", "path", "kv_cache_mb", "timeout_s", "change", "wait"),
+    "reload": ("target", "path", "timeout_s", "change", "wait"),
+    "unload": ("target", "timeout_s", "change", "wait"),
+}
 
 
 class Admin:
     """Answers for `service`; `kept` is where drains are written."""
 
-    def __init__(self, service: Service, kept: Path) -> None:
+    def __init__(self, service: Service, kept: Path, loader: Loader | None = None) -> None:
         self._service = service
+        self._loader = loader or Loader(service)
         self._kept = kept
         for target, timeout_s in self._read().items():
             service.drains.begin(target, timeout_s)
@@ -51,26 +69,51 @@ class Admin:
             self._drain(request)
         elif op == "resume":
             self._resume(request)
+        elif op != "state":
+            return {**self.state(), "change": await self._change(op, request)}
         return self.state()
 
     def state(self) -> dict[str, Any]:
         service = self._service
         return {
             "in_flight": service.in_flight,
-            "models": {model.name: service.in_flight_of(model.name) for model in service.config.models},
+            "models": {name: service.in_flight_of(name) for name in self._names()},
+            "instances": self._loader.state(),
             "draining": service.drains.report(),
             "readiness": service.readiness(),
         }
 
+    def _names(self) -> list[str]:
+        """Models that are there, those that are about to go included."""
+        return list(dict.fromkeys(one.name for one in self._service.instances.all))
+
+    async def _change(self, op: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Begin it, or look how far it is."""
+        target, path = _text(request, "target", 128), _text(request, "path", 4096)
+        if not target:
+            raise InvalidRequest("target is missing: the model's name", "target")
+        change = _text(request, "change", 64) or new_change()
+        timeout_s = _seconds(request, UNLOAD_TIMEOUT_S if op == "unload" else LOAD_TIMEOUT_S)
+        waits = _flag(request, "wait")
+        if op == "unload":
+            self._loader.unload(target, change, timeout_s)
+        elif op == "reload":
+            self._loader.reload(target, path, change, timeout_s)
+        else:
+            megabytes = request.get("kv_cache_mb", 0)
+            if isinstance(megabytes, bool) or not isinstance(megabytes, int) or not 0 <= megabytes <= MAX_KV_CACHE_MB:
+                raise InvalidRequest(
+                    f"kv_cache_mb is {megabytes!r}; it is from 1 to {MAX_KV_CACHE_MB}, 0 as configured", "kv_cache_mb"
+                )
+            self._loader.load(target, path, change, timeout_s, megabytes)
+        while not (report := self._loader.report(change))["done"] and waits:
+            await asyncio.sleep(POLL_S)
+        return {"id": change, **report}
+
     def _drain(self, request: dict[str, Any]) -> None:
         target = self._target(request)
-        timeout_s = request.get("timeout_s", 0.0)
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 <= timeout_s <= MAX_TIMEOUT_S:
-            raise InvalidRequest(f"timeout_s is {timeout_s!r}; it is from 0 to {MAX_TIMEOUT_S:g}", "timeout_s")
-        is_kept = request.get("keep", True)
-        if not isinstance(is_kept, bool):
-            raise InvalidRequest(f"keep is {is_kept!r}; it is true or false", "keep")
-        self._service.drains.begin(target, float(timeout_s), is_kept)
+        timeout_s, is_kept = _seconds(request, 0.0), _flag(request, "keep")
+        self._service.drains.begin(target, timeout_s, is_kept)
         self._changed()
         log.info("drained by an operator", extra={"target": target, "timeout_s": timeout_s})
 
@@ -104,5 +147,26 @@ class Admin:
             kept = msgspec.json.decode(self._kept.read_bytes(), type=dict[str, float])
         except (OSError, msgspec.DecodeError):
             return {}
-        names = {ALL, *(model.name for model in self._service.config.models)}
+        names = {ALL, *self._names()}
         return {target: timeout_s for target, timeout_s in kept.items() if target in names}
+
+
+def _seconds(request: dict[str, Any], default: float) -> float:
+    value = request.get("timeout_s", default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_TIMEOUT_S:
+        raise InvalidRequest(f"timeout_s is {value!r}; it is from 0 to {MAX_TIMEOUT_S:g}", "timeout_s")
+    return float(value)
+
+
+def _flag(request: dict[str, Any], name: str) -> bool:
+    value = request.get(name, True)
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} is {value!r}; it is true or false", name)
+    return value
+
+
+def _text(request: dict[str, Any], name: str, most: int) -> str:
+    value = request.get(name, "")
+    if not isinstance(value, str) or len(value) > most:
+        raise InvalidRequest(f"{name} is {str(value)[:100]!r}; it is a text of up to {most} characters", name)
+    return value

@@ -88,7 +88,7 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
     app.router.add_get("/ready", _ready)
     if admin is not None:
         app.router.add_get("/v1/admin/state", _admin_handler("state", config, admin))
-        for op in ("drain", "resume"):
+        for op in ("drain", "resume", "load", "reload", "unload"):
             app.router.add_post(f"/v1/admin/{op}", _admin_handler(op, config, admin))
     if config.metrics.enabled:
         app.router.add_get(config.metrics.endpoint, _metrics)
@@ -341,7 +341,7 @@ async def _take_up(
 
 def _shape(service: Service, record: Request) -> Shape:
     endpoint = next(e for e in TEXT_ENDPOINTS if e.name == record.ask.endpoint)
-    return endpoint.shape(record, service.relay.token_bytes.setdefault(record.model, {}))
+    return endpoint.shape(record, service.relay.token_bytes.setdefault(record.vocabulary, {}))
 
 
 def _sink(request: web.Request, record: Request, shape: Shape) -> EventStream:
@@ -397,9 +397,10 @@ async def _tokenize(request: web.Request) -> web.Response:
     try:
         ask = read_tokenize(await _read_body(request, service.config))
         model = service.model_name(ask.model)
-        encoded = await service.encode(
-            model, ask.text, add_bos=ask.add_bos, parse_special=ask.parse_special, offsets=True
-        )
+        with service.using(model) as instance:
+            encoded = await service.encode(
+                instance.id, ask.text, add_bos=ask.add_bos, parse_special=ask.parse_special, offsets=True
+            )
     finally:
         service.in_flight -= 1
     body = {
@@ -418,15 +419,16 @@ async def _detokenize(request: web.Request) -> web.Response:
     try:
         ask = read_detokenize(await _read_body(request, service.config))
         model = service.model_name(ask.model)
-        described = await service.describe(model)
-        for index, token in enumerate(ask.tokens):
-            if token >= described.vocab_size:
-                raise InvalidRequest(
-                    f"tokens[{index}] is {token}; the model's vocabulary has the ids from 0 to "
-                    f"{described.vocab_size - 1}",
-                    "tokens",
-                )
-        text = await service.decode(model, ask.tokens, skip_special=ask.skip_special)
+        with service.using(model) as instance:
+            described = await service.describe(instance)
+            for index, token in enumerate(ask.tokens):
+                if token >= described.vocab_size:
+                    raise InvalidRequest(
+                        f"tokens[{index}] is {token}; the model's vocabulary has the ids from 0 to "
+                        f"{described.vocab_size - 1}",
+                        "tokens",
+                    )
+            text = await service.decode(instance.id, ask.tokens, skip_special=ask.skip_special)
     finally:
         service.in_flight -= 1
     return _json({"model": model, "text": text})
@@ -434,19 +436,20 @@ async def _detokenize(request: web.Request) -> web.Response:
 
 async def _models(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
-    return _json({"object": "list", "data": [_model_json(service, m.name) for m in service.config.models]})
+    return _json({"object": "list", "data": [_model_json(service, name) for name in service.instances.names]})
 
 
 async def _model(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     name = request.match_info["id"]
-    if not name or service.config.model(name) is None:
+    if name not in service.instances.names:
         raise ModelNotFound(f"there is no model {name[:200]!r}; GET /v1/models lists them", "model")
     return _json(_model_json(service, name))
 
 
 def _model_json(service: Service, name: str) -> dict[str, Any]:
-    described = service.described.get(name)
+    instance = service.instances.serving(name)
+    described = service.described.get(instance.id) if instance is not None else None
     body: dict[str, Any] = {
         "id": name,
         "object": "model",
@@ -454,9 +457,9 @@ def _model_json(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "starling",
         "ready": not service.problem(name),
     }
-    if described is not None:
+    if described is not None and instance is not None:
         body |= {
-            "context_length": service.bounds(name).context,
+            "context_length": service.bounds(instance).context,
             "vocab_size": described.vocab_size,
             "architecture": described.architecture,
             "parameters": described.parameters,

@@ -69,6 +69,7 @@ class Opened(msgspec.Struct, array_like=True):
     prompts: list[bytes]  # token ids, i32 little-endian
     echoes: list[str]
     lines: list[Line]
+    instance: str = ""  # the version of the model that it was begun on
 
 
 class Ended(msgspec.Struct, array_like=True):

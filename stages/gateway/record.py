@@ -131,11 +131,12 @@ class Request:
     def __init__(
         self, id: str, ask: Ask, model: str, tenant: str, deadline: float, *,
         priority: int = 0, created: int = 0, fingerprint: str = "", started_at: float = 0.0,
-        client_id: str = "",
+        client_id: str = "", instance: str = "",
     ) -> None:  # fmt: skip
         self.id = id
         self.ask = ask
         self.model = model
+        self.instance = instance or model  # the version of it that it began on, and ends on
         self.tenant = tenant
         self.deadline = deadline
         self.priority = priority
@@ -151,6 +152,8 @@ class Request:
         self.error: StarlingError | None = None
         self.left = 0  # sequences that have not ended
         self.is_charged = False  # its tokens have been counted before: it is generated again for a reader
+        self.tokenizer = ""  # digest of the tokenizer that its tokens are of
+        self.is_probe = False  # the server's own, see selftest.py: nobody's quota, nobody's metrics
         self.is_recovered = False  # by a gateway that did not take it in: see recovery.py
         self.response_cache = ""  # hit, miss or bypass; "": there is none. See responses.py
         self.response_key: ResponseKey | None = None  # under which its answer is to be kept
@@ -165,6 +168,11 @@ class Request:
         if self.outcome is not Outcome.OPEN or outcome is Outcome.OPEN:
             raise IllegalTransitionError(f"{self.id}: {self.outcome.value} -> {outcome.value}")
         self.outcome = outcome
+
+    @property
+    def vocabulary(self) -> str:
+        """What its token ids are of: versions of a model may share one."""
+        return self.tokenizer or self.instance
 
     @property
     def prompt_tokens(self) -> int:
@@ -190,7 +198,7 @@ def submission(sequence: Sequence, forced: bytes, now: float) -> Submit:
     return Submit(
         sequence=sequence.id,
         request=request.id,
-        model=request.model,
+        model=request.instance,
         tenant=request.tenant,
         prompt=sequence.prompt,
         max_tokens=sequence.max_tokens,

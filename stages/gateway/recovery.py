@@ -23,6 +23,7 @@ from pipeline import faultpoints
 from pipeline.errors import Conflict, StarlingError
 from pipeline.messages import Described
 from shm.pages import NUMERICS
+from stages.gateway.instances import Instances
 from stages.gateway.journal import KEEP_S, Ended, Entry, Journal, Line, Opened
 from stages.gateway.record import Outcome, Request, Sequence, Sink, State
 from stages.gateway.relay import Relay
@@ -151,15 +152,19 @@ class Recovery:
 
     # ---------------------------------------------------------------- time
 
-    def tick(self, described: Mapping[str, Described], models: set[str]) -> None:
-        """Every 100 ms. `models`: all that are configured."""
+    def tick(self, described: Mapping[str, Described], instances: Instances) -> None:
+        """Every 100 ms. `described`: by instance."""
         now = self._clock()
         for opened, request in list(self._waiting.values()):
-            model = described.get(opened.model)
-            if error := self._obstacle(opened, request, model, models, now):
+            home = instances.home_of(opened.model, opened.instance, opened.digest, described)
+            is_undecided = instances.is_undecided(opened.model, described)
+            is_there = bool(instances.versions(opened.model))
+            if error := self._obstacle(opened, request, home is not None or is_undecided, is_there, now):
                 del self._waiting[request.id]
                 self._fail(request, error)
-            elif model is not None:
+            elif home is not None and (home.id == opened.instance or not is_undecided):
+                # Its own version, or one of the same file: the answer comes out the same.
+                request.instance, request.tokenizer = home.id, described[home.id].tokenizer
                 del self._waiting[request.id]
                 fan = request.sink
                 if not (isinstance(fan, Fan) and fan.sinks):
@@ -177,20 +182,25 @@ class Recovery:
             self._dormant = {name: entry for name, entry in self._dormant.items() if not self._is_stale(entry)}
         self._sync_journal()
 
+    @staticmethod
     def _obstacle(
-        self, opened: Opened, request: Request, model: Described | None, models: set[str], now: float
+        opened: Opened, request: Request, has_home: bool, is_there: bool, now: float
     ) -> StarlingError | None:
         """Why the answer cannot be generated again."""
         if now >= request.deadline:
             return StarlingError("TIMEOUT", "the request's time was over before the gateway was back")
-        if opened.model not in models:
+        if not is_there:
             return StarlingError("MODEL_NOT_FOUND", f"there is no model {opened.model!r} any more", "model")
-        if (model is not None and model.digest != opened.digest) or opened.numerics != NUMERICS:
+        if not has_home or opened.numerics != NUMERICS:
             return StarlingError(
                 "CONFLICT", f"model {opened.model!r} is another version now, whose answer would differ; "
                 f"send the request again", "model",
             )  # fmt: skip
         return None
+
+    def waiting_on(self, instance: str) -> int:
+        """Requests that were begun on that version and are not under way again yet."""
+        return sum(opened.instance == instance for opened, _ in self._waiting.values())
 
     def _fail(self, request: Request, error: StarlingError) -> None:
         """End a request that the relay does not have."""
@@ -247,7 +257,7 @@ class Recovery:
             msgspec.structs.replace(request.ask, prompts=[], messages=None),
             request.seed, request.created, request.fingerprint,
             self._wall() + request.deadline - self._clock(),
-            request.priority, request.client_id, list(prompts), request.echoes, lines,
+            request.priority, request.client_id, list(prompts), request.echoes, lines, request.instance,
         )  # fmt: skip
 
     def _request(self, opened: Opened) -> Request:
@@ -255,7 +265,7 @@ class Recovery:
         request = Request(
             opened.id, opened.ask, opened.model, opened.tenant, now + opened.deadline - self._wall(),
             priority=opened.priority, created=opened.created, fingerprint=opened.fingerprint,
-            started_at=now, client_id=opened.client_id,
+            started_at=now, client_id=opened.client_id, instance=opened.instance,
         )  # fmt: skip
         request.seed = opened.seed
         request.echoes = opened.echoes

@@ -68,7 +68,7 @@ class Relay:
         """`on_last`: all text of a request is out. True: it ends when `complete` is called."""
         self.requests: dict[str, Request] = {}
         self.sequences: dict[str, Sequence] = {}
-        self.token_bytes: dict[str, TokenBytes] = {}  # by model; for logprobs, bounded by vocabularies
+        self.token_bytes: dict[str, TokenBytes] = {}  # by vocabulary; for logprobs, bounded by its size
         self._send_scheduler = send_scheduler
         self._send_tokenizer = send_tokenizer
         self._clock = clock
@@ -287,7 +287,7 @@ class Relay:
 
     def _unknown_ids(self, sequence: Sequence, begin: int, end: int) -> tuple[int, ...]:
         """Ids in the logprobs of tokens [begin, end) whose bytes have never been asked for."""
-        known = self.token_bytes.setdefault(sequence.request.model, {})
+        known = self.token_bytes.setdefault(sequence.request.vocabulary, {})
         ids = dict.fromkeys(sequence.tokens[begin:end])
         for logprob in sequence.logprobs[begin:end]:
             ids.update(dict.fromkeys(token for token, _ in logprob.top))
@@ -324,7 +324,7 @@ class Relay:
         for sequence in sequences:
             self._unshown.pop(sequence.id, None)
             if sequence.tokens or sequence.finish:
-                by_model.setdefault(sequence.request.model, []).append(sequence)
+                by_model.setdefault(sequence.request.instance, []).append(sequence)
         for model, group in by_model.items():
             wanted: dict[str, tuple[int, ...]] = {}
             streams = [self._show(sequence, wanted) for sequence in group]
@@ -350,8 +350,7 @@ class Relay:
         """A Detokenize frame was refused (its model cannot be opened): who waits for it, fails."""
         self._wanted.pop(number, None)
         for sequence in list(self.sequences.values()):
-            behind = sequence.end < sequence.shown or sequence.final_id
-            if behind and sequence.replay_id <= number:
+            if number in sequence.asked:
                 self.fail(sequence.request, error)
 
     def on_text(self, frame: Detokenized) -> None:
@@ -373,7 +372,7 @@ class Relay:
                 continue
             request = sequence.request
             if wanted and new.sequence in wanted:
-                known = self.token_bytes[request.model]
+                known = self.token_bytes.setdefault(request.vocabulary, {})
                 known.update(zip(wanted[new.sequence], new.extra_bytes))
             touched[request.id] = request
             self._emit(sequence, new, number)

@@ -14,7 +14,8 @@ import secrets
 import time
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +23,7 @@ import msgspec
 from pipeline import messages as m
 from pipeline.config_schema import Config
 from pipeline.errors import (
+    Conflict,
     InvalidRequest,
     ModelNotFound,
     ModelUnavailable,
@@ -29,9 +31,11 @@ from pipeline.errors import (
     Overloaded,
     StarlingError,
 )
+from pipeline.lineup import Instance, initial
 from pipeline.telemetry import Metrics
 from stages.gateway.ask import Ask
 from stages.gateway.drains import ALL, Drains, too_late
+from stages.gateway.instances import Instances
 from stages.gateway.journal import Journal
 from stages.gateway.lengths import Bounds, output_budget
 from stages.gateway.limits import Caller, Quotas
@@ -51,6 +55,7 @@ READY_WAIT_S = 10.0  # a request waits this long for a stage that is coming back
 RETRY_AFTER_S = 5.0  # what the 503 says
 ASK_TIMEOUT_S = 30.0  # for one answer of the tokenizer
 MAX_QUESTIONS = 2048  # to the tokenizer, unanswered
+MAX_OLD_VOCABULARIES = 2  # of versions that are gone; answers that were given by them can be asked for again
 
 
 AnySink = TypeVar("AnySink", bound=Sink)
@@ -71,8 +76,10 @@ class Service:
         wall: Callable[[], float] = time.time,
         send_kv: Callable[[m.Frame], bool] = lambda frame: False,
         quota_file: QuotaFile | None = None,
+        instances: Instances | None = None,
     ) -> None:
         self.config = config
+        self.instances = instances or Instances(config, initial(config), lambda lineup: None)
         self.clock = clock
         self.relay = Relay(
             send_scheduler, send_tokenizer, clock, self._on_end, lambda request: self.sessions.finish(request)
@@ -87,14 +94,16 @@ class Service:
         self.tokenizer = StageHealth("tokenizer", clock, heartbeat_s)
         self.scheduler = StageHealth("scheduler", clock, heartbeat_s)
         self.kv = StageHealth("kv", clock, heartbeat_s)
-        self.described: dict[str, m.Described] = {}
+        self.described: dict[str, m.Described] = {}  # by instance, and so are the states
         self.states: dict[str, m.ModelState] = {}
+        self.refused: dict[str, StarlingError] = {}  # what the tokenizer said last of versions being loaded
         self.metrics = GatewayMetrics(metrics or Metrics("gateway", None, clock=clock), clock)
         self.in_flight = 0  # requests being admitted or served
         self.is_draining = False  # the process is told to stop
         self.is_leaving = False  # the next request of a connection is for a successor
         self.drains = Drains(clock)  # asked for by an operator
         self._admitting: Counter[str] = Counter()  # by model: not in the relay yet
+        self._using: Counter[str] = Counter()  # by instance: those that will be, and questions about text
         self._send_tokenizer = send_tokenizer
         self._draw_seed = draw_seed
         self._questions: dict[str, tuple[m.Frame, asyncio.Future[Any]]] = {}
@@ -104,14 +113,14 @@ class Service:
     # ---------------------------------------------------------------- models and readiness
 
     def model_name(self, asked: str) -> str:
-        """The configured name. Raises `ModelNotFound`."""
-        model = self.config.model(asked)
-        if model is None:
-            names = [known.name for known in self.config.models]
+        """Its name; "" asks for the first. Raises `ModelNotFound`."""
+        names = self.instances.names
+        name = asked or (names[0] if names else "")
+        if not self.instances.versions(name):
             close = difflib.get_close_matches(asked, names, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]!r}?" if close else "served: " + ", ".join(map(repr, names))
+            hint = f"did you mean {close[0]!r}?" if close else "served: " + (", ".join(map(repr, names)) or "none")
             raise ModelNotFound(f"there is no model {asked!r}; {hint}", "model")
-        return model.name
+        return name
 
     def problem(self, model: str) -> str:
         """Why the model cannot take a request now; "" when it can."""
@@ -121,20 +130,50 @@ class Service:
         for health in (self.tokenizer, self.scheduler, *([self.kv] if self.kv.is_up else [])):
             if problem := health.problem:
                 return f"{health.stage}: {problem}"
-        if model not in self.described:
+        serving = self.instances.serving(model)
+        if serving is None:
+            return f"model {model} is being {'unloaded' if self.instances.is_leaving(model) else 'loaded'}"
+        if serving.id not in self.described:
             return "tokenizer: the model is not described yet"
-        state = self.states.get(model)
+        state = self.states.get(serving.id)
         if state is None or not state.ready:
             return f"model {model}: {model_report(state)['reason']}"
         return ""
 
+    def is_ready(self, instance: Instance) -> bool:
+        """Could that version take requests?"""
+        state = self.states.get(instance.id)
+        return instance.id in self.described and state is not None and state.ready
+
+    @contextmanager
+    def using(self, model: str) -> Iterator[Instance]:
+        """The version of it that serves now; it stays until this is over. Raises `ModelUnavailable`."""
+        instance = self.instances.serving(model)
+        if instance is None:
+            raise ModelUnavailable(self.problem(model) or f"model {model} is not loaded", retry_after_s=RETRY_AFTER_S)
+        self._using[instance.id] += 1
+        try:
+            yield instance
+        finally:
+            self._using[instance.id] -= 1
+            if not self._using[instance.id]:
+                del self._using[instance.id]
+
     def readiness(self) -> dict[str, Any]:
         """Each stage's own state, each model's, and the conclusion."""
-        models = {model.name: model_report(self.states.get(model.name)) for model in self.config.models}
+        models: dict[str, dict[str, Any]] = {}
+        for name in self.instances.names:
+            serving = self.instances.serving(name)
+            models[name] = model_report(self.states.get(serving.id) if serving is not None else None)
+            if serving is None:
+                models[name]["reason"] = "it is being loaded"
         for name, report in models.items():
             if drained := self.drains.reason(name):
                 report |= {"ready": False, "reason": drained}
-        problems = [self.problem(name) for name in models]
+        # One that is only being loaded makes nobody wait who does not ask for it.
+        problems = [self.problem(name) for name in models if self.instances.serving(name) is not None]
+        if not problems:
+            problems = [f"model {name} is being loaded" for name in models] or ["no model is loaded"]
         is_overloaded = self.in_flight >= self.config.server.max_concurrent_requests
         closed = "draining" if self.is_draining else self.drains.reason()
         reason = closed or next(filter(None, problems), "")
@@ -171,7 +210,7 @@ class Service:
         while reason := problem():
             if self.is_draining:
                 raise _draining()
-            if refusal := self.drains.refusal(model):
+            if refusal := self.drains.refusal(model) or self._leaving(model):
                 raise refusal
             left = deadline - self.clock()
             if left <= 0:
@@ -182,6 +221,13 @@ class Service:
             if self._changed is None:
                 self._changed = asyncio.get_running_loop().create_future()
             await asyncio.wait({self._changed}, timeout=min(left, 0.5))
+
+    def _leaving(self, model: str) -> StarlingError | None:
+        """Why a model that goes takes no requests. Raises `ModelNotFound` when it is gone."""
+        if not self.instances.is_leaving(self.model_name(model)):
+            return None
+        message = f"model {model} is being unloaded and takes no more requests"
+        return StarlingError("DRAINING", message, "model", retry_after_s=RETRY_AFTER_S)
 
     # ---------------------------------------------------------------- frames and ticks
 
@@ -209,6 +255,8 @@ class Service:
                 self.relay.on_rejected(frame)
             case m.SchedulerState():
                 for state in frame.models:
+                    if self.instances.get(state.model) is None:
+                        continue  # on its way out
                     known = self.states.get(state.model)
                     self.states[state.model] = state
                     if known is None or known.ready != state.ready:
@@ -260,13 +308,13 @@ class Service:
         for drain in self.drains.due():
             drain.ended += self.end_all(too_late(drain), "" if drain.target == ALL else drain.target)
         if not self.is_draining:
-            self.recovery.tick(self.described, {model.name for model in self.config.models})
+            self.recovery.tick(self.described, self.instances)
         self.responses.expire()
         self.sample()
         if self.tokenizer.is_up and not self.tokenizer.problem:
-            for model in self.config.models:
-                if model.name not in self.described and f"describe/{model.name}" not in self._questions:
-                    self._describe(model.name)
+            for instance in self.instances.all:
+                if instance.id not in self.described and f"describe/{instance.id}" not in self._questions:
+                    self._describe(instance)
         if before != [bool(stage.problem) for stage in stages]:
             self.notice_change()
 
@@ -276,22 +324,36 @@ class Service:
         if self.responses.is_enabled:
             self.metrics.sample_responses(self.responses)
 
-    def _describe(self, model: str) -> None:
-        question = f"describe/{model}"
+    def _describe(self, instance: Instance) -> None:
+        question = f"describe/{instance.id}"
         future: asyncio.Future[m.Described] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda done: self._on_described(model, done))
-        frame = m.Describe(question, model)
+        future.add_done_callback(lambda done: self._on_described(instance, done))
+        frame = m.Describe(question, instance.id)
         self._questions[question] = (frame, future)
         self._send_tokenizer(frame)
 
-    def _on_described(self, model: str, done: asyncio.Future[m.Described]) -> None:
-        if done.cancelled():
+    def _on_described(self, instance: Instance, done: asyncio.Future[m.Described]) -> None:
+        if done.cancelled() or self.instances.get(instance.id) is None:
             return
         error = done.exception()
-        if error is not None:
-            log.warning("model %s is not described: %s", model, error)
-            return
-        self.described[model] = done.result()
+        if error is None:
+            self.described[instance.id] = done.result()
+            self.notice_change()
+        elif isinstance(error, StarlingError) and instance.state == "loading":
+            self.refused[instance.id] = error
+        else:
+            log.warning("model %s is not described: %s", instance.id, error)
+
+    def forget(self, instance_id: str) -> None:
+        """That version is gone."""
+        self.described.pop(instance_id, None)
+        self.states.pop(instance_id, None)
+        self.refused.pop(instance_id, None)
+        tables = self.relay.token_bytes
+        in_use = {known.tokenizer for known in self.described.values()}
+        for vocabulary in [one for one in tables if one not in in_use][:-MAX_OLD_VOCABULARIES]:
+            del tables[vocabulary]
+        self._questions.pop(f"describe/{instance_id}", None)
         self.notice_change()
 
     # ---------------------------------------------------------------- questions
@@ -327,18 +389,19 @@ class Service:
         else:
             entry[1].set_result(answer)
 
-    async def describe(self, model: str) -> m.Described:
+    async def describe(self, instance: Instance) -> m.Described:
         """Raises `ModelUnavailable` when the tokenizer does not come up in time."""
+        known = self.described
         await self._wait(
-            lambda: "" if model in self.described else self.tokenizer.problem or "the model is not described",
+            lambda: "" if instance.id in known else self.tokenizer.problem or "the model is not described",
             READY_WAIT_S,
-            model,
+            instance.name,
         )
-        return self.described[model]
+        return known[instance.id]
 
     async def encode(
         self,
-        model: str,
+        instance: str,
         text: str,
         *,
         parse_special: bool = False,
@@ -346,19 +409,19 @@ class Service:
         offsets: bool = False,
     ) -> m.Encoded:
         answer: m.Encoded = await self.question(
-            lambda key: m.Encode(key, model, text, parse_special, add_bos, offsets)
+            lambda key: m.Encode(key, instance, text, parse_special, add_bos, offsets)
         )
         return answer
 
-    async def render(self, model: str, messages: list[dict[str, Any]]) -> m.Encoded:
-        answer: m.Encoded = await self.question(lambda key: m.Render(key, model, messages))
+    async def render(self, instance: str, messages: list[dict[str, Any]]) -> m.Encoded:
+        answer: m.Encoded = await self.question(lambda key: m.Render(key, instance, messages))
         return answer
 
-    async def decode(self, model: str, tokens: tuple[int, ...], *, skip_special: bool = False) -> str:
+    async def decode(self, instance: str, tokens: tuple[int, ...], *, skip_special: bool = False) -> str:
         """The text of whole tokens, by a stream of its own that ends with its first frame."""
         answer: m.Detokenized = await self.question(
             lambda key: m.Detokenize(
-                key, model, [m.StreamTokens(key, 0, tokens, final=True, skip_special=skip_special)]
+                key, instance, [m.StreamTokens(key, 0, tokens, final=True, skip_special=skip_special)]
             )
         )
         return answer.streams[0].text
@@ -376,10 +439,10 @@ class Service:
             else:
                 asked.append((sequence.index, tuple(sequence.tokens[:tokens])))
         if asked:
-            ask = request.ask
+            ask, instance = request.ask, self._reader_of(request)
             answer: m.Detokenized = await self.question(
                 lambda key: m.Detokenize(
-                    key, request.model,
+                    key, instance,
                     [m.StreamTokens(f"{key}/{index}", 0, tokens, ask.stop, False, ask.skip_special)
                      for index, tokens in asked],
                 )
@@ -389,23 +452,36 @@ class Service:
                 counts[index] = len(stream.text)
         return counts
 
+    def _reader_of(self, request: Request) -> str:
+        """A version that reads the request's tokens as its own one did, which may be gone. Raises `Conflict`."""
+        if self.instances.get(request.instance) is not None:
+            return request.instance
+        for one in self.instances.versions(request.model):
+            known = self.described.get(one.id)
+            if known is not None and request.tokenizer and known.tokenizer == request.tokenizer:
+                return one.id
+        raise Conflict(
+            f"model {request.model!r} has another tokenizer now, and this answer cannot be gone on with from the "
+            f"middle; GET /v1/requests/{request.id} without Last-Event-ID has all of it", "Last-Event-ID",
+        )  # fmt: skip
+
     # ---------------------------------------------------------------- requests again
 
     def open(self, request: Request) -> None:
         """Begin an admitted request that has its sink."""
         self.sessions.open(request)
-        digest = self.described[request.model].digest
+        digest = self.described[request.instance].digest
         self.recovery.open(request, digest, self._kept_answer(request, digest))
 
     def _kept_answer(self, request: Request, digest: str) -> list[Line] | None:
         """From the response cache; None: it is to be computed."""
         if not self.responses.is_enabled:
             return None
-        model = self.config.model(request.model)
-        if model is None or not is_determined(request):
+        instance = self.instances.get(request.instance)
+        if instance is None or not is_determined(request):
             request.response_cache = BYPASS
             return None
-        key = key_of(request, digest, model.kv_type)
+        key = key_of(request, digest, instance.settings.kv_type)
         lines = self.responses.get(key)
         request.response_cache = MISS if lines is None else HIT
         if lines is None:
@@ -468,7 +544,7 @@ class Service:
         The caller has counted it in `in_flight` before and counts it out at its end.
         """
         model = self.model_name(ask.model)
-        if refusal := self.drains.refusal(model):
+        if refusal := self.drains.refusal(model) or self._leaving(model):
             raise refusal
         self._admitting[model] += 1
         try:
@@ -481,43 +557,47 @@ class Service:
     ) -> Request:
         self.quotas.take_request(caller.tenant)
         await self.wait_ready(model)
-        salt = caller.salted(ask.cache_salt)
-        if ask.session_id is None:
-            ask = msgspec.structs.replace(ask, cache_salt=salt)
-            return await self._put_together(model, ask, (), caller, started_at, client_id)
-        if ask.session_ttl_s is None:
-            ask = msgspec.structs.replace(ask, session_ttl_s=self.config.cache.session_ttl_s)
-        ask, held = await self.sessions.begin(model, caller.tenant, ask, salt)
-        try:
-            return await self._put_together(model, ask, held, caller, started_at, client_id)
-        except BaseException:
-            if ask.turn is not None:
-                self.sessions.abort(model, caller.tenant, ask.turn)
-            raise
+        with self.using(model) as instance:  # from here on it is this version's, whatever serves next
+            salt = caller.salted(ask.cache_salt)
+            if ask.session_id is None:
+                ask = msgspec.structs.replace(ask, cache_salt=salt)
+                return await self._put_together(instance, ask, (), caller, started_at, client_id)
+            if ask.session_ttl_s is None:
+                ask = msgspec.structs.replace(ask, session_ttl_s=self.config.cache.session_ttl_s)
+            ask, held = await self.sessions.begin(model, caller.tenant, ask, salt, instance.id)
+            try:
+                return await self._put_together(instance, ask, held, caller, started_at, client_id)
+            except BaseException:
+                if ask.turn is not None:
+                    self.sessions.abort(model, caller.tenant, ask.turn)
+                raise
 
     async def _put_together(
-        self, model: str, ask: Ask, held: tuple[int, ...], caller: Caller, started_at: float, client_id: str
-    ) -> Request:
+        self, instance: Instance, ask: Ask, held: tuple[int, ...], caller: Caller, started_at: float,
+        client_id: str,
+    ) -> Request:  # fmt: skip
         """`held`: the tokens before the prompt, of the session."""
-        described = self.described[model]
-        prompts = await self._prompts(ask, model, add_bos=not held)
+        described = self.described[instance.id]
+        prompts = await self._prompts(ask, instance, add_bos=not held)
         self._check_ids(ask, prompts, described.vocab_size)
         if held:
             prompts = [held + prompt for prompt in prompts]
-        bounds = self.bounds(model)
+        bounds = self.bounds(instance)
         budgets = [
             output_budget(len(prompt), ask.max_tokens, bounds, _field(ask, index), ask.max_tokens_field)
             for index, prompt in enumerate(prompts)
         ]
         request = Request(
-            f"req-{secrets.token_hex(12)}", ask, model, caller.tenant,
+            f"req-{secrets.token_hex(12)}", ask, instance.name, caller.tenant,
             started_at + self.config.server.request_timeout_ms / 1000,
             priority=caller.priority, created=int(time.time()),
             fingerprint=f"fp_{described.digest[:12]}", started_at=started_at, client_id=client_id,
+            instance=instance.id,
         )  # fmt: skip
+        request.tokenizer = described.tokenizer
         if ask.echo:
             request.echoes = [
-                given if isinstance(given, str) else await self.decode(model, given) for given in ask.prompts
+                given if isinstance(given, str) else await self.decode(instance.id, given) for given in ask.prompts
             ]
         self.quotas.take_prompt(caller.tenant, sum(map(len, prompts)))
         request.seed = self._draw_seed() if ask.seed is None else ask.seed
@@ -533,22 +613,21 @@ class Service:
                 )
         return request
 
-    def bounds(self, model: str) -> Bounds:
-        """Of a described model."""
-        configured = self.config.model(model)
-        limit = configured.max_sequence_length if configured is not None else 0
-        context = self.described[model].context_length
+    def bounds(self, instance: Instance) -> Bounds:
+        """Of a version that is described."""
+        limit = instance.settings.max_sequence_length
+        context = self.described[instance.id].context_length
         scheduler = self.config.scheduler
         context = min(context, limit) if limit else context
         return Bounds(context, scheduler.max_prompt_tokens, scheduler.max_output_tokens)
 
-    async def _prompts(self, ask: Ask, model: str, *, add_bos: bool) -> list[tuple[int, ...]]:
+    async def _prompts(self, ask: Ask, instance: Instance, *, add_bos: bool) -> list[tuple[int, ...]]:
         if ask.messages is not None:
-            if not self.described[model].chat:
-                raise InvalidRequest(f"model {model!r} has no chat template; use /v1/completions", "model")
-            return [(await self.render(model, ask.messages)).tokens]
+            if not self.described[instance.id].chat:
+                raise InvalidRequest(f"model {instance.name!r} has no chat template; use /v1/completions", "model")
+            return [(await self.render(instance.id, ask.messages)).tokens]
         asked: list[Awaitable[m.Encoded] | tuple[int, ...]] = [
-            self.encode(model, prompt, add_bos=add_bos) if isinstance(prompt, str) else prompt
+            self.encode(instance.id, prompt, add_bos=add_bos) if isinstance(prompt, str) else prompt
             for prompt in ask.prompts
         ]
         # All at once: a tokenizer that is asked for many answers them in one round.
@@ -570,6 +649,8 @@ class Service:
     # ---------------------------------------------------------------- the end
 
     def _on_end(self, request: Request) -> None:
+        if request.is_probe:
+            return
         if not request.is_charged:
             self.quotas.charge_output(request.tenant, request.completion_tokens)
         self.metrics.ended(request)
@@ -587,9 +668,17 @@ class Service:
         """Requests for text from the model, being admitted or served."""
         return self._admitting[model] + sum(r.model == model for r in self.relay.requests.values())
 
-    def end_all(self, error: StarlingError, model: str = "") -> int:
-        """End every request in flight (of a model) with an error; returns how many there were."""
-        requests = [r for r in self.relay.requests.values() if not model or r.model == model]
+    def in_use(self, instance_id: str) -> int:
+        """Requests that began on that version, or will in a moment, and are to end on it."""
+        under_way = sum(r.instance == instance_id for r in self.relay.requests.values())
+        return self._using[instance_id] + under_way + self.recovery.waiting_on(instance_id)
+
+    def end_all(self, error: StarlingError, model: str = "", instance: str = "") -> int:
+        """End every request in flight (of a model, of a version) with an error; returns how many there were."""
+        requests = [
+            r for r in self.relay.requests.values()
+            if (not model or r.model == model) and (not instance or r.instance == instance)
+        ]  # fmt: skip
         for request in requests:
             self.relay.fail(request, error)
         return len(requests)

@@ -65,10 +65,13 @@ class Sessions:
 
     # ---------------------------------------------------------------- a turn
 
-    async def begin(self, model: str, tenant: str, ask: Ask, salt: str) -> tuple[Ask, tuple[int, ...]]:
+    async def begin(
+        self, model: str, tenant: str, ask: Ask, salt: str, instance: str = ""
+    ) -> tuple[Ask, tuple[int, ...]]:
         """`ask` with its `turn`, and the tokens that the session holds. `abort` it, or `open` its request.
 
         `salt`: `ask`'s own with its tenant's, for a session that is new; a later turn has its session's.
+        `instance`: the version of the model that will compute the turn.
         Raises `NotFound`, `Conflict`, `Overloaded`, `ResourceError`, `ModelUnavailable`.
         """
         name = ask.session_id or new_id()
@@ -78,7 +81,8 @@ class Sessions:
         is_new = ask.creates_session or not ask.session_id
         self._busy[key] = ""
         frame = m.SessionBegin(
-            self._number(), model, tenant, name, is_new, ask.session_ttl_s or 0, salt, _RESUME_MINE
+            self._number(), model, tenant, name, is_new, ask.session_ttl_s or 0, salt, _RESUME_MINE,
+            instance,
         )
         # Without an answer it may have begun all the same: then it is let go as soon as the answer is here.
         held = await self._ask(frame, lambda answer: self._undo(key, answer))
@@ -198,7 +202,7 @@ class Sessions:
             self._send(
                 m.SessionBegin(
                     self._number(), request.model, request.tenant, turn.session, turn.number == 1,
-                    request.ask.session_ttl_s or 0, request.ask.cache_salt, turn.number,
+                    request.ask.session_ttl_s or 0, request.ask.cache_salt, turn.number, request.instance,
                 )
             )  # fmt: skip
 

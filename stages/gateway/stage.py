@@ -17,7 +17,7 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
-from pipeline import listening, logs, paths
+from pipeline import lineup, listening, logs, paths
 from pipeline.aio import Endpoints
 from pipeline.config import Config
 from pipeline.control import Control
@@ -26,7 +26,9 @@ from pipeline.wire import Link
 from stages.gateway.admin import MAX_TIMEOUT_S, Admin
 from stages.gateway.connections import Connections
 from stages.gateway.http import make_app
+from stages.gateway.instances import Instances
 from stages.gateway.journal import Journal
+from stages.gateway.loader import Loader
 from stages.gateway.quota_file import QuotaFile
 from stages.gateway.recovery import sync_and_close
 from stages.gateway.service import Service
@@ -77,10 +79,12 @@ class GatewayStage:
         self.journal = _open_journal(config)
         self.quota_file = _open_quotas(config)
         self._quota_sync: asyncio.Future[None] | None = None
+        instances = Instances(config, lineup.read(config), lambda fresh: lineup.write(config, fresh))
         self.service = Service(
-            config, self.scheduler.send, self.tokenizer.send,
-            metrics=self.endpoints.metrics, journal=self.journal, send_kv=self.kv.send, quota_file=self.quota_file,
+            config, self.scheduler.send, self.tokenizer.send, metrics=self.endpoints.metrics,
+            journal=self.journal, send_kv=self.kv.send, quota_file=self.quota_file, instances=instances,
         )  # fmt: skip
+        self.loader = Loader(self.service)
         self.tokenizer.on_up = self.service.on_tokenizer_up
         self.tokenizer.on_down = self.service.on_tokenizer_down
         self.scheduler.on_up = self.service.on_scheduler_up
@@ -88,7 +92,7 @@ class GatewayStage:
         self.kv.on_up = self.service.on_kv_up
         self.kv.on_down = self.service.on_kv_down
         self.endpoints.on_tick.append(self._tick)
-        self.admin = Admin(self.service, paths.arena_dir(config) / "gateway.drains")
+        self.admin = Admin(self.service, paths.arena_dir(config) / "gateway.drains", self.loader)
         self.control = Control(paths.run_dir(config), "gateway", self._operate)
         self.port = 0  # that it listens on
         self._connections = Connections(self.service.clock)
@@ -216,6 +220,8 @@ class GatewayStage:
             fd = self.quota_file.unsynced()
             if fd is not None:
                 self._quota_sync = asyncio.get_running_loop().run_in_executor(None, sync_and_close, fd)
+        if not endpoints.stopping:
+            self.loader.tick()
         if self._runner.server is not None:
             self._connections.sweep(self._runner.server.connections)
         endpoints.progress = service.relay.counts.tokens + service.metrics.total_requests

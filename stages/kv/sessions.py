@@ -65,6 +65,20 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._held)
 
+    def serve(self, root_of: RootOf, page_tokens: int, max_sessions: int, max_tokens: int) -> None:
+        """For another version of the model from now on: its pages have other names."""
+        self._root_of, self._page_tokens = root_of, page_tokens
+        self.max_sessions, self.max_tokens = max_sessions, max_tokens
+        self._owners.clear()
+        for session in self._held.values():
+            session.digests.clear()
+            self._rename(session)
+
+    def holds(self, tenant: str, session_id: str) -> bool:
+        """Is that session here, and its time not over?"""
+        session = self._held.get((tenant, session_id))
+        return session is not None and not self._is_over(session, self._clock())
+
     def all(self) -> list[Session]:
         return list(self._held.values())
 

@@ -11,17 +11,21 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from pipeline import lineup, paths
 from pipeline import messages as m
-from pipeline import paths, registry
 from pipeline.config_schema import Config
+from pipeline.errors import Conflict
+from pipeline.lineup import Instance
 from pipeline.loop import StageLoop
 from pipeline.wire import QUIET_BEATS
 from shm.arena import ArenaError
 from shm.checkpoint import CheckpointError
+from stages.kv.book import Book
 from stages.kv.manager import DeclaredLease, Denial, Grant, Manager
-from stages.kv.model import ModelPages, measure, prune
+from stages.kv.model import ModelPages, Past, Reserved, measure, prune
 from stages.kv.session_frames import answer
 
 log = logging.getLogger("starling.kv")
@@ -34,11 +38,14 @@ HEAR_S = 0.5  # after SIGTERM: how long until the scheduler's heartbeats say whe
 
 
 class Attached:
-    """A model, and the scheduler that uses it."""
+    """A version of a model, and the scheduler that uses it."""
 
-    def __init__(self, pages: ModelPages) -> None:
+    def __init__(self, instance: Instance, pages: ModelPages) -> None:
+        self.instance = instance
         self.pages = pages
+        self.reserving: Future[Reserved] | None = None  # its arena is being made, on the thread
         self.error = "not prepared yet"  # why there is no manager
+        self.is_coming = False  # being loaded, and nothing has gone wrong: nobody is told of each step
         self.peer: bytes | None = None
         self.frame: m.KvAttach | None = None
         self.is_answered = False  # this incarnation of the scheduler has its KvReady
@@ -57,9 +64,14 @@ class KvStage:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.loop = StageLoop("kv", config)
-        self.models = {
-            model.name: Attached(ModelPages(config, model, self.loop.breathe)) for model in config.models
-        }
+        self.models: dict[str, Attached] = {}  # by instance
+        self.books: dict[str, Book] = {}  # by model
+        self._past = Past()
+        # Reserving and freeing hundreds of MB takes as long as tens of steps: not in the loop, when others run.
+        self._thread = ThreadPoolExecutor(1, "arenas")
+        self.follower = lineup.Follower(config)
+        self._remove_strangers()
+        self._follow()
         self.hub = self.loop.bind("scheduler-kv", self._on_frame)
         self.hub.on_down = self._on_down
         self.gateways = self.loop.bind("gateway-kv", self._on_gateway)
@@ -72,8 +84,59 @@ class KvStage:
         try:
             return self.loop.run(self._work)
         finally:
+            self._thread.shutdown()
             for model in self.models.values():
                 model.pages.close()
+
+    # -------------------------------------------------------------- which models there are
+
+    def _follow(self) -> None:
+        """What the record names, and nothing else."""
+        self.loop.rouse()
+        wanted = {one.id: one for one in self.follower.lineup.instances}
+        for name in [name for name in self.models if name not in wanted]:
+            self._remove(self.models.pop(name))
+        for instance in wanted.values():
+            name = instance.name
+            known = self.models.get(instance.id)
+            if known is None:
+                directory = paths.state_dir(self.config) / "sessions"
+                book = self.books.setdefault(name, Book(directory, name.replace("/", "--")))
+                pages = ModelPages(self.config, instance.model, self.loop.breathe, name, book)
+                self.models[instance.id] = Attached(instance, pages)
+                self._next_open = float("-inf")
+                continue
+            begins = instance.state == "serving" != known.instance.state
+            known.instance, known.pages.model = instance, instance.model
+            if begins and known.manager is not None:
+                known.pages.open_sessions()
+        for model in self.models.values():
+            if model.manager is not None and not model.pages.has_files and self._is_alone(model):
+                model.pages.open_files()
+
+    def _is_alone(self, model: Attached) -> bool:
+        """No other version of it has the files, and none has a better claim to them."""
+        name = model.instance.name
+        others = [other for other in self.models.values() if other is not model and other.instance.name == name]
+        yields = model.instance.state != "serving" and any(o.instance.state == "serving" for o in others)
+        return not yields and not any(other.pages.has_files for other in others)
+
+    def _remove(self, model: Attached) -> None:
+        """The gateway is through with it."""
+        log.info("model is gone", extra={"instance": model.instance.id})
+        self._past.add(model.pages)
+        model.pages.close_files()  # now: whoever takes its place wants them
+        self._thread.submit(_bury, model)
+
+    def _remove_strangers(self) -> None:
+        """What an earlier life has left of instances that are gone since."""
+        arenas = paths.arena_dir(self.config)
+        wanted = {one.slug for one in self.follower.lineup.instances}
+        for path in arenas.glob("*.kv"):
+            if path.stem not in wanted:
+                path.unlink(missing_ok=True)
+        for path in arenas.glob(".*.kv.*"):
+            path.unlink(missing_ok=True)  # half made, by a predecessor: this stage's lock is ours
 
     # -------------------------------------------------------------- between frames
 
@@ -81,20 +144,27 @@ class KvStage:
         now = time.monotonic()
         if self.loop.stopping:
             return self._wind_up(now)
+        if self.follower.look():
+            self._follow()
         missing = [model for model in self.models.values() if model.manager is None]
         if missing and now >= self._next_open:
             self._next_open = now + RETRY_S
             for model in missing:
                 self._open(model)
-        if not missing and now >= self._next_prune:
-            self._next_prune = now + PRUNE_S
-            prune([model.pages for model in self.models.values()], time.time())
+        if not missing:
+            self._look_ready()
+            if now >= self._next_prune:
+                self._next_prune = now + PRUNE_S
+                prune([model.pages for model in self.models.values()], time.time())
         if now >= self._next_chores:
             more = False
             for model in self.models.values():
                 model.pages.expire()
                 more |= model.pages.save_proven()
                 more |= model.pages.compact()
+            for name, book in self.books.items():
+                book.expire()
+                self._free_sessions(name)
             self._next_chores = now + (CHORES_S / 10 if more else CHORES_S)
         return max(0.0, min(self._next_chores, self._next_open if missing else self._next_chores) - now)
 
@@ -115,23 +185,54 @@ class KvStage:
 
     def _open(self, model: Attached) -> None:
         """Make or adopt the arena once the model is prepared; answer a scheduler that waits for it."""
-        index_path = registry.find_index(model.pages.model, paths.models_dir())
-        before = model.error
+        before, model.is_coming = model.error, model.instance.state == "loading"
         try:
-            if index_path is None:
-                model.error = f"model {model.name!r} is not prepared yet"
-            else:
-                with self.loop.allow(ALLOW_S):
-                    model.pages.open(index_path)
-                model.error = ""
+            model.error = self._opened(model)
+            if not model.error:
                 gc.freeze()  # an index of many pages stands for long: collections need not look at it
         except (ArenaError, CheckpointError, OSError) as error:
-            model.error = str(error)
+            model.error, model.is_coming = str(error), False
             if model.error != before:
                 log.error("%s", error, extra={"model": model.name})
-        if model.error != before:
+        if model.error != before and (model.manager is not None or not model.is_coming):
             self._answer_attach(model)
-        waiting = [model.error for model in self.models.values() if model.manager is None]
+        self._look_ready()
+
+    def _opened(self, model: Attached) -> str:
+        """Why there are no pages yet, "" when there are."""
+        is_loading = model.instance.state == "loading"
+        if is_loading and not model.instance.digest:
+            return f"model {model.name!r} is being prepared"
+        index_path = lineup.find_index(model.instance, paths.models_dir())
+        if index_path is None:
+            return f"model {model.name!r} is not prepared yet"
+        if not is_loading:
+            with self.loop.allow(ALLOW_S):
+                reserved = model.reserving.result() if model.reserving is not None else None
+                model.pages.open(index_path, reserved, is_alone=self._is_alone(model))
+                if model.instance.state == "serving":
+                    model.pages.open_sessions()
+        elif model.reserving is None:
+            model.reserving = self._thread.submit(model.pages.reserve, index_path)
+            model.reserving.add_done_callback(self._reserved)
+            return f"the arena of model {model.name!r} is being made"
+        elif not model.reserving.done():
+            return model.error
+        else:
+            reserving, model.reserving = model.reserving, None
+            model.pages.open(index_path, reserving.result(), is_alone=self._is_alone(model))
+        model.reserving = None
+        return ""
+
+    def _reserved(self, _: Future[Reserved]) -> None:
+        """On the thread."""
+        self._next_open = float("-inf")
+        self.loop.wake()
+
+    def _look_ready(self) -> None:
+        """A model that is being loaded, or goes, makes nobody wait."""
+        serving = [model for model in self.models.values() if model.instance.state == "serving"]
+        waiting = [model.error for model in serving if model.manager is None]
         self.loop.ready, self.loop.reason = not waiting, waiting[0] if waiting else ""
 
     # -------------------------------------------------------------- the scheduler
@@ -145,6 +246,8 @@ class KvStage:
     def _on_frame(self, peer: bytes, frame: m.Frame) -> None:
         self.loop.progress += 1
         name = getattr(frame, "model", "")
+        if name not in self.models and self.follower.look():  # newer than our last look at the record
+            self._follow()
         model = self.models.get(name)
         if isinstance(frame, m.KvAttach):
             self._attach(peer, frame, model)
@@ -166,7 +269,7 @@ class KvStage:
 
     def _attach(self, peer: bytes, frame: m.KvAttach, model: Attached | None) -> None:
         if model is None:
-            error = f"model {frame.model!r} is not configured here"
+            error = f"model {frame.model!r} is not loaded here"
             self.hub.send(peer, m.KvReady(frame.model, frame.digest, "", 0, 0, 0, False, error))
             return
         if model.peer != peer:
@@ -184,7 +287,7 @@ class KvStage:
     def _answer_attach(self, model: Attached) -> None:
         """`KvReady`, once for each incarnation of the scheduler; with the reason when it cannot be."""
         peer, frame, manager = model.peer, model.frame, model.manager
-        if peer is None or frame is None or model.is_answered:
+        if peer is None or frame is None or model.is_answered or (manager is None and model.is_coming):
             return
         error = model.error if manager is None else self._read_rows(model, frame)
         if manager is None or error:
@@ -242,17 +345,40 @@ class KvStage:
 
     def _on_gateway(self, peer: bytes, frame: m.Frame) -> None:
         self.loop.progress += 1
-        model = self.models.get(getattr(frame, "model", ""))
-        reply = answer(model.pages.sessions if model is not None else None, peer, frame)
-        if model is not None:
-            model.pages.free_sessions()
+        if self.follower.look():  # it knows best who serves
+            self._follow()
+        name = getattr(frame, "model", "")
+        book = self.books.get(name)
+        version = self._version(name, getattr(frame, "instance", ""))
+        try:
+            sessions = book.choose(frame, version.pages.tokenizer) if book is not None and version is not None else None
+        except Conflict as error:
+            self.gateways.send(peer, m.SessionRefused(getattr(frame, "id", 0), error.code, error.message, error.param))
+            return
+        reply = answer(sessions, peer, frame)
+        self._free_sessions(name)
         if reply is not None:
             self.gateways.send(peer, reply)  # not sent: it is gone, and asks again when it is back
 
-    def _gateway_down(self, peer: bytes, hello: m.Hello) -> None:
+    def _version(self, name: str, instance: str) -> Attached | None:
+        """The named version of a model, without a name the one that serves."""
+        if instance in self.models:
+            return self.models[instance]
+        versions = [model for model in self.models.values() if model.instance.name == name]
+        return min(versions, key=lambda model: model.instance.state != "serving", default=None)
+
+    def _free_sessions(self, name: str) -> None:
+        """Free the pages of sessions that are gone, in every version of their model."""
+        freed = self.books[name].take_freed() if name in self.books else []
+        if not freed:
+            return
         for model in self.models.values():
-            if model.pages.sessions is not None:
-                model.pages.sessions.drop_holder(peer)
+            if model.instance.name == name and model.manager is not None:
+                model.manager.pool.discard(freed)
+
+    def _gateway_down(self, peer: bytes, hello: m.Hello) -> None:
+        for book in self.books.values():
+            book.drop_holder(peer)
 
     # -------------------------------------------------------------- telling
 
@@ -263,7 +389,8 @@ class KvStage:
         if is_due:
             beats = QUIET_BEATS if self.loop.is_quiet else 1
             self._next_push = now + 0.9 * beats * self.config.server.heartbeat_ms / 1000
-            measure([model.pages for model in self.models.values()], self.loop.metrics)
+            pages = [model.pages for model in self.models.values()]
+            measure(pages, self.loop.metrics, self._past, set(self.books))
         for model in self.models.values():
             if model.manager is None or model.peer is None or not model.is_answered:
                 continue
@@ -281,6 +408,18 @@ class KvStage:
             model.pages.geometry.page_bytes, counters.hits, counters.misses, counters.evictions,
             counters.spilled,
         )  # fmt: skip
+
+
+def _bury(model: Attached) -> None:
+    """Close and remove what an instance had, its arena with it. On the thread: freeing it takes time."""
+    try:
+        if model.reserving is not None:
+            model.reserving.result().home.arena.unlink()
+        if model.pages.arena is not None:
+            model.pages.arena.unlink()
+        model.pages.close()
+    except Exception:
+        log.exception("what an instance had could not be removed", extra={"instance": model.instance.id})
 
 
 def main(config: Config) -> int:

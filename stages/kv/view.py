@@ -19,8 +19,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.tree import Tree
 
-from pipeline import paths
+from pipeline import lineup, paths
 from pipeline.config_schema import Config, ModelConfig
+from pipeline.lineup import Instance
 from pipeline.telemetry import Snapshot
 from shm.arena import ArenaError
 from shm.pages import PAGE_FREE, PAGE_FULL, PAGE_LEASED, KvArena, attach_kv
@@ -101,12 +102,13 @@ class Report(msgspec.Struct):
 def inspect(config: Config, check: bool = False, now_ns: int | None = None) -> Report:
     """All models. With `check` every checksum is computed, in the arena and on disk."""
     now = time.time_ns() if now_ns is None else now_ns
-    return Report(check, [_model(config, model, check, now) for model in config.models])
+    return Report(check, [_model(config, one, check, now) for one in lineup.read(config).instances])
 
 
-def _model(config: Config, model: ModelConfig, check: bool, now_ns: int) -> ModelReport:
-    path = paths.arena_dir(config) / f"{model.slug}.kv"
-    report = ModelReport(model.name, str(path), is_there=False)
+def _model(config: Config, instance: Instance, check: bool, now_ns: int) -> ModelReport:
+    model = instance.settings
+    path = paths.arena_dir(config) / f"{instance.slug}.kv"
+    report = ModelReport(instance.id, str(path), is_there=False)
     names: dict[bytes, PageName] = {}
     try:
         arena, views, geometry = attach_kv(path)
@@ -120,6 +122,8 @@ def _model(config: Config, model: ModelConfig, check: bool, now_ns: int) -> Mode
         report.page_bytes, report.page_tokens = geometry.page_bytes, geometry.page_tokens
         names = _read_arena(report, views, check, now_ns)
         arena.close()
+    if instance.state != "serving":  # the files are with the one that serves
+        return report
     folders = [("saved", paths.state_dir(config) / "kv")]
     if model.spill_path:
         folders.append(("spilled", Path(model.spill_path).expanduser()))

@@ -1,4 +1,4 @@
-"""One model as the stage runs it: its engine, its step arena, its worker group and its kv.
+"""One instance of a model as the stage runs it: its engine, its step arena, its worker group and its kv.
 
 Attaching a worker needs, in this order: a group that says `WorkerReady` (it is in no step), its
 predecessors dead, the step arena, and kv's word that the KV arena stands.  Each event looks how far things
@@ -18,6 +18,7 @@ from pathlib import Path
 from pipeline import messages as m
 from shm.arena import Arena, ArenaError, process_ticks
 from shm.steps import StepsGeometry, create_steps
+from stages.scheduler.admission import Refusal
 from stages.scheduler.engine import Engine, Settings
 from stages.scheduler.evidence import Evidence
 from stages.scheduler.fence import Fence
@@ -269,6 +270,14 @@ class Host:
         kv = self.kv_state
         free = kv.free + kv.cached if kv else 0
         return self.engine.state(self.digest, self.problem, free, kv.page_bytes if kv else 0)
+
+    def retire(self) -> None:
+        """This version of the model goes: who should still wait is refused, the worker lets go of the arenas."""
+        refusal = Refusal("MODEL_UNAVAILABLE", f"{self.name} has been unloaded", "model", 1.0)
+        for sequence in list(self.engine.roster.live.values()):
+            self.engine.roster.reject(sequence, refusal)
+        if self.peer:
+            self._to_worker(self.peer, m.Detach(self._generation))
 
     def close(self) -> None:
         """Give up the step arena; whoever maps it keeps what it has."""

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from pipeline.telemetry import Metrics, Rate
 from stages.scheduler.engine import Engine
+from stages.scheduler.stats import Stats
 
 INTERVAL_S = 0.5  # snapshots are placed once a second
 
 
 class Gauge:
-    """Of one model: puts its numbers into the stage's metrics."""
+    """Of one model: puts the numbers of its instances together, those that are gone included."""
 
-    def __init__(self, name: str, engine: Engine) -> None:
+    def __init__(self, name: str) -> None:
+        self.engines: dict[str, Engine] = {}  # by instance
         self._name = name
-        self._engine = engine
+        self._past = Stats()
         self._rate = Rate()
         self._generated = 0
 
+    def remove(self, instance: str) -> None:
+        """What it has counted stays counted. Unknown ones are ignored."""
+        engine = self.engines.pop(instance, None)
+        if engine is not None:
+            self._past.merge(engine.stats)
+
     def show(self, metrics: Metrics) -> None:
-        name, engine, stats = self._name, self._engine, self._engine.stats
+        name, engines, stats = self._name, self.engines.values(), Stats()
+        for counted in (self._past, *(engine.stats for engine in engines)):
+            stats.merge(counted)
         self._rate.add(stats.generated - self._generated)
         self._generated = stats.generated
         for family, value in (
             ("starling_tokens_generated_total", stats.generated),
             ("starling_tokens_per_second", self._rate.value()),
-            ("starling_queue_depth", engine.queues.depth),
-            ("starling_running_sequences", sum(1 for s in engine.roster.held if s.pages)),
+            ("starling_queue_depth", sum(engine.queues.depth for engine in engines)),
+            ("starling_running_sequences", sum(1 for engine in engines for s in engine.roster.held if s.pages)),
             ("starling_steps_total", stats.steps),
             ("starling_steps_repeated_total", stats.repeated),
             ("starling_preemptions_total", stats.preemptions),
@@ -47,9 +57,9 @@ class Gauge:
             metrics.put(family, histogram.bounds, histogram.counts, histogram.total, name)
 
 
-def show_tenants(metrics: Metrics, engines: Iterable[Engine]) -> None:
-    """Tokens computed for each tenant, over all models."""
-    totals: dict[str, int] = {}
+def show_tenants(metrics: Metrics, engines: Iterable[Engine], past: Mapping[str, int]) -> None:
+    """Tokens computed for each tenant, over all models; `past`: by engines that are gone."""
+    totals = dict(past)
     for engine in engines:
         for tenant in engine.queues.tenants.values():
             totals[tenant.name] = totals.get(tenant.name, 0) + tenant.computed

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 
+from pipeline import lineup, paths
 from pipeline import messages as m
-from pipeline import paths
 from pipeline.bell import Bell
 from pipeline.config import Config
-from pipeline.config_schema import ModelConfig
+from pipeline.lineup import Instance
 from pipeline.loop import StageLoop
 from pipeline.wire import QUIET_BEATS
 from stages.scheduler.admission import Refusal
@@ -27,7 +27,7 @@ from stages.scheduler.roster import rejection
 
 log = logging.getLogger("starling.scheduler")
 
-ASK_BITS = 40  # ids of asks to kv: the model's number above them, a count below
+ASK_BITS = 40  # ids of asks to kv: the instance's number above them, a count below
 MAX_UNSENT = 65_536  # frames kept for a gateway that does not read; beyond, it is given up
 HEAR_S = 0.5  # after SIGTERM: how long until the gateways' heartbeats say whether they stop too
 
@@ -49,13 +49,76 @@ class SchedulerStage:
         self._unsent: dict[bytes, deque[m.Frame]] = {}
         self._stopping_since = math.inf
         self._next_push = 0.0
-        now = self._clock()
-        self.hosts = {model.name: self._host(i, model, now) for i, model in enumerate(config.models)}
-        self._gauges = [Gauge(name, host.engine) for name, host in self.hosts.items()]
+        self.hosts: dict[str, Host] = {}  # by instance
+        self._told: list[tuple[str, str, str]] = []  # of each host, what gateways know
+        self._serving: set[str] = set()  # instances without which this stage is not ready
+        self._bells: dict[str, Bell] = {}
+        self._asking: dict[int, Host] = {}  # by the number in the ids of their asks to kv
+        self._next_number = 0
+        self._gauges: dict[str, Gauge] = {}  # by model
+        self._past_tenants: Counter[str] = Counter()  # tokens computed by hosts that are gone
         self._next_show = 0.0
+        self.follower = lineup.Follower(config)
+        self._remove_strangers()
+        self._follow()
 
-    def _host(self, index: int, model: ModelConfig, now: float) -> Host:
+    # -------------------------------------------------------------- which models there are
+
+    def _follow(self) -> None:
+        """Hosts for what the record names, and for nothing else."""
+        self.loop.rouse()
+        wanted = {one.id: one for one in self.follower.lineup.instances}
+        for name in [name for name in self.hosts if name not in wanted]:
+            self._remove(name)
+        for instance in wanted.values():
+            if instance.id not in self.hosts:
+                self._add(instance)
+        self._serving = {one.id for one in wanted.values() if one.state == "serving"}
+
+    def _add(self, instance: Instance) -> None:
+        number, self._next_number = self._next_number, self._next_number + 1
+        host = self._host(number, instance, self._clock())
+        bell = Bell(paths.run_dir(self.config) / f"bell-{instance.slug}.sock")
+        host.bell = bell.path
+        if bell.fd >= 0:
+            self.loop.add_fd(bell.fd, bell.hear)
+        self.hosts[instance.id] = self._asking[number] = host
+        self._bells[instance.id] = bell
+        gauge = self._gauges.setdefault(instance.name, Gauge(instance.name))
+        gauge.engines[instance.id] = host.engine
+
+    def _remove(self, name: str) -> None:
+        """The gateway is through with it; its worker group is ended by whoever started it."""
+        host = self.hosts.pop(name)
+        self._asking = {number: other for number, other in self._asking.items() if other is not host}
+        host.retire()
+        self._speak(host)
+        for gauge in self._gauges.values():
+            gauge.remove(name)
+        for tenant in host.engine.queues.tenants.values():
+            self._past_tenants[tenant.name] += tenant.computed
+        bell = self._bells.pop(name)
+        if bell.fd >= 0:
+            self.loop.remove_fd(bell.fd)
+        bell.close()
+        host.close()
+        log.info("model is gone", extra={"instance": name})
+
+    def _remove_strangers(self) -> None:
+        """What an earlier life has left of instances that are gone since."""
+        wanted = {one.slug for one in self.follower.lineup.instances}
+        for path in paths.arena_dir(self.config).glob("*.steps"):
+            if path.stem not in wanted:
+                path.unlink(missing_ok=True)
+        for path in paths.run_dir(self.config).glob("bell-*.sock"):
+            if path.stem.removeprefix("bell-") not in wanted:
+                path.unlink(missing_ok=True)
+        for path in paths.arena_dir(self.config).glob(".*.steps.*"):
+            path.unlink(missing_ok=True)  # half made, by a predecessor: this stage's lock is ours
+
+    def _host(self, number: int, instance: Instance, now: float) -> Host:
         c, s = self.config, self.config.scheduler
+        model = instance.model
         settings = Settings(
             model=model.name,
             max_batch_size=c.max_batch_size(model),
@@ -67,7 +130,7 @@ class SchedulerStage:
             batch_timeout_s=s.batch_timeout_ms / 1000,
             speculate=model.speculate,
             prefix_cache=c.cache.enabled,
-            first_ask=(index << ASK_BITS) + 1,
+            first_ask=(number << ASK_BITS) + 1,
         )
         return Host(
             settings, paths.arena_dir(c) / f"{model.slug}.steps", model.page_tokens,
@@ -76,17 +139,12 @@ class SchedulerStage:
         )
 
     def run(self) -> int:
-        bells = [Bell(paths.run_dir(self.config) / f"bell-{model.slug}.sock") for model in self.config.models]
-        for bell, host in zip(bells, self.hosts.values(), strict=True):
-            host.bell = bell.path
-            if bell.fd >= 0:
-                self.loop.add_fd(bell.fd, bell.hear)
         try:
             return self.loop.run(self.work)
         finally:
             for host in self.hosts.values():
                 host.close()
-            for bell in bells:
+            for bell in self._bells.values():
                 bell.close()
 
     # -------------------------------------------------------------- the round
@@ -111,7 +169,7 @@ class SchedulerStage:
             host.engine.stats.steps + host.engine.stats.submitted + host.signs for host in hosts
         )
         self.loop.busy = self._is_needed() if self.loop.stopping else any(h.engine.is_busy for h in hosts)
-        delay = min(host.engine.delay(now) for host in hosts)
+        delay = min((host.engine.delay(now) for host in hosts), default=math.inf)
         return None if delay == math.inf else delay
 
     def _speak(self, host: Host) -> None:
@@ -147,6 +205,8 @@ class SchedulerStage:
 
     def _tick(self) -> None:
         now = self._clock()
+        if self.follower.look():
+            self._follow()
         for gateway, unsent in list(self._unsent.items()):
             while unsent and self.gateways.send(gateway, unsent[0]):
                 unsent.popleft()
@@ -154,9 +214,10 @@ class SchedulerStage:
                 del self._unsent[gateway]
         for host in self.hosts.values():
             host.tick(now)
-        hosts = self.hosts.values()
-        waiting = [f"{host.name}: {problem}" for host in hosts if (problem := host.problem)]
-        is_news = self.loop.reason != "; ".join(waiting)
+        problems = {name: host.problem for name, host in self.hosts.items()}
+        waiting = [f"{name}: {problem}" for name, problem in problems.items() if problem and name in self._serving]
+        known = [(name, host.digest, problems[name]) for name, host in self.hosts.items()]
+        is_news, self._told = known != self._told, known
         self.loop.ready = not waiting
         self.loop.reason = "; ".join(waiting)
         if now >= self._next_push or is_news:
@@ -165,9 +226,10 @@ class SchedulerStage:
             self._push_state("", list(self.gateways.peers))
         if now >= self._next_show:
             self._next_show = now + INTERVAL_S
-            for gauge in self._gauges:
+            for gauge in self._gauges.values():
                 gauge.show(self.loop.metrics)
-            show_tenants(self.loop.metrics, [host.engine for host in self.hosts.values()])
+            engines = [host.engine for host in self.hosts.values()]
+            show_tenants(self.loop.metrics, engines, self._past_tenants)
 
     def _is_needed(self) -> bool:
         """Stopping: gateways that stop too drain through us; others submit again to a successor."""
@@ -183,6 +245,9 @@ class SchedulerStage:
     def _on_gateway(self, peer: bytes, frame: m.Frame) -> None:
         if isinstance(frame, m.Submit):
             host = self.hosts.get(frame.model)
+            if host is None and self.follower.look():  # newer than our last look at the record
+                self._follow()
+                host = self.hosts.get(frame.model)
             if host is None:
                 known = ", ".join(self.hosts)
                 refusal = Refusal("MODEL_NOT_FOUND", f"no model {frame.model!r}; there is {known}", "model")
@@ -220,8 +285,11 @@ class SchedulerStage:
             return  # a doorbell: the ring says what is done
         if isinstance(frame, m.WorkerReady):
             host = self.hosts.get(frame.model)
+            if host is None and self.follower.look():
+                self._follow()
+                host = self.hosts.get(frame.model)
             if host is None:
-                log.error("a worker serves a model that is not configured", extra={"model": frame.model})
+                log.info("a worker serves a model that is not loaded (any more)", extra={"model": frame.model})
             else:
                 host.worker_ready(peer, self.workers.peers[peer], frame, self._clock())
         elif isinstance(frame, m.WorkerFailed) and frame.model in self.hosts:
@@ -244,9 +312,9 @@ class SchedulerStage:
 
     def _on_kv(self, frame: m.Frame) -> None:
         if isinstance(frame, m.Granted | m.Denied):
-            for index, host in enumerate(self.hosts.values()):
+            for number, host in self._asking.items():
                 # Id 0 answers a declaration: whoever holds that lease knows it.
-                if frame.id >> ASK_BITS == index or not frame.id:
+                if frame.id >> ASK_BITS == number or not frame.id:
                     if isinstance(frame, m.Granted):
                         host.engine.granted(frame)
                     else:

@@ -23,6 +23,12 @@ class Histogram:
         self.total += value
         self.number += 1
 
+    def merge(self, other: Histogram) -> None:
+        """Of the same bounds."""
+        self.counts = [mine + its for mine, its in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+        self.number += other.number
+
     @property
     def mean(self) -> float:
         return self.total / self.number if self.number else 0.0
@@ -55,3 +61,15 @@ class Stats:
         self.finished[finish] = self.finished.get(finish, 0) + 1
         if finish in ("stop", "length"):
             self.mean_output += 0.05 * (outputs - self.mean_output)
+
+    def merge(self, other: Stats) -> None:
+        """Add what another one has counted."""
+        for name, value in vars(other).items():
+            if isinstance(value, Histogram):
+                getattr(self, name).merge(value)
+            elif isinstance(value, dict):
+                mine = getattr(self, name)
+                for key, count in value.items():
+                    mine[key] = mine.get(key, 0) + count
+            elif isinstance(value, int):
+                setattr(self, name, getattr(self, name) + value)

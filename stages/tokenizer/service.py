@@ -8,7 +8,7 @@ stream again from its first token; the text comes out the same.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from pipeline import messages as m
@@ -49,9 +49,10 @@ class TokenizerService:
             model = self._models[name] = self._load(name)
         return model
 
-    def drop_model(self, name: str) -> None:
-        """Open it anew at its next use (its files have changed)."""
-        self._models.pop(name, None)
+    def keep_models(self, names: Collection[str]) -> None:
+        """Let go of all others."""
+        for name in [name for name in self._models if name not in names]:
+            self._models.pop(name, None)
 
     def answer(self, frame: Any) -> m.Frame | None:
         """The reply to one frame, None where there is none. Never raises for what a client sent."""

@@ -6,7 +6,6 @@ the streams of others go on meanwhile; everything else is answered at once.
 
 from __future__ import annotations
 
-import functools
 import os
 import queue
 import threading
@@ -14,12 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from pipeline import lineup, paths
 from pipeline import messages as m
-from pipeline import paths, registry
 from pipeline.config import Config
-from pipeline.errors import ModelNotFound, ModelUnavailable
+from pipeline.errors import InternalError, ModelNotFound, ModelUnavailable, StarlingError
 from pipeline.loop import StageLoop
-from shm.checkpoint import load_index
+from shm.checkpoint import CheckpointError, load_index
 from stages.tokenizer.service import TokenizerModel, TokenizerService
 from stages.tokenizer.template import ChatTemplate
 from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary
@@ -28,13 +29,20 @@ LONG_TEXT = 16_384  # characters: about 15 ms of encoding
 MAX_LONG = 256  # long texts waiting for the thread; more get 429
 
 
-@functools.cache
-def open_model(name: str, index_path: Path) -> TokenizerModel:
-    """Build vocabulary and template from a checkpoint's index. Raises `ModelUnavailable`.
+_opened: dict[Path, TokenizerModel] = {}  # a checkpoint is immutable: its digest is its name
 
-    Cached: a checkpoint is immutable (its digest is its name), and `preload` leaves it to the stage.
+
+def open_model(index_path: Path) -> TokenizerModel:
+    """Build vocabulary and template from a checkpoint's index. Raises `StarlingError`.
+
+    Kept: versions of a model that have one checkpoint share them, and `preload` leaves them to the stage.
     """
-    index = load_index(index_path)
+    if index_path in _opened:
+        return _opened[index_path]
+    try:
+        index = load_index(index_path)
+    except (CheckpointError, OSError) as error:
+        raise ModelUnavailable(str(error), param="model") from None
     t = index.tokenizer
     vocabulary = Vocabulary(
         TokenizerSpec(t.model, t.pre, t.tokens, t.types, t.merges, t.bos, t.eos, t.eot, t.add_bos)
@@ -44,10 +52,12 @@ def open_model(name: str, index_path: Path) -> TokenizerModel:
         bos, eos = (vocabulary.token_bytes(i).decode("utf-8", "replace") for i in (t.bos, t.eos))
         template = ChatTemplate(t.chat_template, bos, eos)
     described = m.Described(
-        "", name, index.digest, vocabulary.size, index.hyper.context_length, vocabulary.eos_ids,
+        "", "", index.digest, vocabulary.size, index.hyper.context_length, vocabulary.eos_ids,
         template is not None, index.architecture, index.parameters, int(index_path.stat().st_mtime),
+        index.tokenizer_digest,
     )  # fmt: skip
-    return TokenizerModel(vocabulary, template, described)
+    model = _opened[index_path] = TokenizerModel(vocabulary, template, described)
+    return model
 
 
 class TokenizerStage:
@@ -65,6 +75,9 @@ class TokenizerStage:
         self._thread = threading.Thread(target=self._encode_long, name="encode", daemon=True)
         self._spent = 0.0  # CPU time of the thread, s
         self.loop.on_tick.append(self._notice_work)
+        self.follower = lineup.Follower(config)
+        self._opening: dict[Path, threading.Thread] = {}  # checkpoints of versions that are being loaded
+        self._refused: dict[Path, StarlingError] = {}
 
     def run(self) -> int:
         self._thread.start()
@@ -80,22 +93,65 @@ class TokenizerStage:
     # -------------------------------------------------------------- models
 
     def _open(self, name: str) -> TokenizerModel:
-        model = self.config.model(name)
-        if model is None:
-            known = ", ".join(repr(other.name) for other in self.config.models)
+        """A version of a model, by its own name."""
+        instance = self.follower.lineup.find(name)
+        if instance is None and self.follower.look():  # newer than our last look at the record
+            self._follow()
+            instance = self.follower.lineup.find(name)
+        if instance is None:
+            known = ", ".join(repr(other.id) for other in self.follower.lineup.instances)
             raise ModelNotFound(f"model {name!r} is not served here; served: {known}", param="model")
-        index_path = registry.find_index(model, paths.models_dir())
-        if index_path is None:
+        index_path = lineup.find_index(instance, paths.models_dir())
+        is_loading = instance.state == "loading"
+        if index_path is None or (is_loading and not instance.digest):
             raise ModelUnavailable(f"model {name!r} is not prepared yet", param="model", retry_after_s=5)
-        return open_model(name, index_path)
+        if is_loading and index_path not in _opened:
+            self._open_aside(index_path, name)
+        opened = open_model(index_path)
+        return opened._replace(described=msgspec.structs.replace(opened.described, model=name))
+
+    def _open_aside(self, index_path: Path, name: str) -> None:
+        """On a thread of its own, so that streams of others go on. Raises until it is there."""
+        if index_path in self._refused:
+            raise self._refused.pop(index_path)
+        if index_path not in self._opening:
+            thread = threading.Thread(target=self._build, args=(index_path,), name="open", daemon=True)
+            self._opening[index_path] = thread
+            thread.start()
+        raise ModelUnavailable(f"the vocabulary of model {name!r} is being read", param="model", retry_after_s=1)
+
+    def _build(self, index_path: Path) -> None:
+        try:
+            open_model(index_path)
+        except StarlingError as error:
+            self._refused[index_path] = error
+        except Exception as error:  # whatever a vocabulary can hold that nobody has foreseen
+            self._refused[index_path] = InternalError(f"its vocabulary cannot be used: {error}")
+        finally:
+            self._opening.pop(index_path, None)
+
+    def _follow(self) -> None:
+        """Forget the versions that the record does not name any more."""
+        self.loop.rouse()
+        instances = self.follower.lineup.instances
+        self.service.keep_models({one.id for one in instances})
+        digests = {one.digest for one in instances}
+        if "" not in digests:
+            for path in [path for path in _opened if path.stem not in digests]:
+                _opened.pop(path, None)
 
     def _work(self) -> float | None:
-        """Open what has become ready; until everything is, say what is missing."""
+        """Open what has become ready; until everything that serves is, say what is missing."""
+        if self.follower.look():
+            self._follow()
+            self.loop.ready = False
         if self.loop.ready:
             return None
-        for model in self.config.models:
+        for instance in self.follower.lineup.instances:
+            if instance.state != "serving":
+                continue
             try:
-                self.service.model(model.name)
+                self.service.model(instance.id)
             except ModelUnavailable as error:
                 self.loop.reason = error.message
                 return 0.2
@@ -157,10 +213,10 @@ class TokenizerStage:
 
 def preload(config: Config) -> None:
     """Build vocabularies before the stage is forked: its restarts then cost no time."""
-    for model in config.models:
-        index_path = registry.find_index(model, paths.models_dir())
+    for instance in lineup.read(config).instances:
+        index_path = lineup.find_index(instance, paths.models_dir())
         if index_path is not None:
-            open_model(model.name, index_path)
+            open_model(index_path)
 
 
 def main(config: Config) -> int:

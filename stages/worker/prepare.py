@@ -15,9 +15,14 @@ from stages.worker.ingest import ingest
 
 
 def prepare_checkpoint(
-    model: ModelConfig, models_dir: Path, progress: registry.Progress = registry.no_progress
+    model: ModelConfig, models_dir: Path, progress: registry.Progress = registry.no_progress, digest: str = ""
 ) -> Path:
-    """The model's `.idx`, made if need be. Raises `StarlingError` with what is wrong and what to do."""
+    """The model's `.idx`, made if need be. Raises `StarlingError` with what is wrong and what to do.
+
+    `digest`: of the version that is wanted, when it has been made: the file may be another by now.
+    """
+    if digest and _is_usable(index_path := models_dir / f"{digest}.idx"):
+        return index_path
     located = registry.fetch(model, models_dir, progress)
     index_path = models_dir / f"{located.digest}.idx"
     with registry.lock(models_dir, f"ingest-{located.digest[:16]}"):
@@ -27,10 +32,10 @@ def prepare_checkpoint(
 
 
 def prepare(
-    model: ModelConfig, models_dir: Path, progress: registry.Progress = registry.no_progress
+    model: ModelConfig, models_dir: Path, progress: registry.Progress = registry.no_progress, digest: str = ""
 ) -> Path:
     """As `prepare_checkpoint`, and compile the kernels into the cache. Returns the `.idx`."""
-    index_path = prepare_checkpoint(model, models_dir, progress)
+    index_path = prepare_checkpoint(model, models_dir, progress, digest)
     from stages.worker.warmup import compile_kernels
 
     compile_kernels(model, progress)

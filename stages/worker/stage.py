@@ -15,11 +15,11 @@ import socket
 import time
 from pathlib import Path
 
-from pipeline import faultpoints, paths
+from pipeline import faultpoints, lineup, paths
 from pipeline import messages as m
 from pipeline.config import Config
-from pipeline.config_schema import ModelConfig
-from pipeline.errors import ConfigError, ModelUnavailable, ResourceError, StarlingError
+from pipeline.errors import ConfigError, InternalError, ModelUnavailable, ResourceError, StarlingError
+from pipeline.lineup import Instance
 from pipeline.loop import MOST_S, StageLoop
 from pipeline.process import EXIT_FATAL
 from shm import barrier, words
@@ -43,10 +43,11 @@ POLL_EVERY_S = 0.005  # control frames under load
 
 
 class WorkerStage:
-    def __init__(self, config: Config, model_config: ModelConfig) -> None:
-        self.config, self.model_config = config, model_config
-        self.name = model_config.name
-        self.loop = StageLoop(f"worker-{model_config.slug}", config)
+    def __init__(self, config: Config, instance: Instance) -> None:
+        self.config, self.instance = config, instance
+        self.model_config = model_config = instance.model
+        self.name = instance.id
+        self.loop = StageLoop(instance.stage, config)
         self._attachment: Attachment | None = None
         self._activations: Arena | None = None
         self._generation = 0
@@ -86,7 +87,7 @@ class WorkerStage:
                 log.info("preparing", extra={"model": self.name, "phase": phase})
 
         with self.loop.allow(PREPARE_S):
-            return prepare(self.model_config, paths.models_dir(), progress)
+            return prepare(self.model_config, paths.models_dir(), progress, self.instance.digest)
 
     # -------------------------------------------------------------- the scheduler's word
 
@@ -121,7 +122,7 @@ class WorkerStage:
 
     def _attach(self, frame: m.Attach) -> None:
         """Make the activations arena, send every rank to the arenas, then say so."""
-        where = paths.arena_dir(self.config) / f"{self.model_config.slug}.act"
+        where = paths.arena_dir(self.config) / f"{self.instance.slug}.act"
         steps_arena, _, s = attach_steps(Path(frame.steps_path), self.model.digest)
         steps_arena.close()
         kv_arena, _, _ = attach_kv(Path(frame.kv_path), self.model.digest)
@@ -254,17 +255,28 @@ def preload(config: Config) -> None:
             build.addresses(kv_type)
 
 
-def main(config: Config, model: str = "") -> int:
-    """Run until told to stop; returns the exit code."""
-    chosen = config.model(model)
+def main(config: Config, instance_id: str = "") -> int:
+    """Run until told to stop; returns the exit code. `instance_id`: default the first that there is."""
+    instances = lineup.read(config).instances
+    chosen = next((one for one in instances if not instance_id or one.id == instance_id), None)
     if chosen is None:
-        raise ConfigError(f"no model {model!r} is configured")
+        raise ConfigError(f"no model {instance_id!r} is configured")
+    run_dir = paths.run_dir(config)
     try:
-        return WorkerStage(config, chosen).run()
+        stage = WorkerStage(config, chosen)
+        lineup.failure_path(run_dir, chosen.stage).unlink(missing_ok=True)
+        return stage.run()
     except CheckpointError as error:
-        raise ModelUnavailable(str(error), param="model") from None
-    except StarlingError:
+        refused = ModelUnavailable(str(error), param="model")
+        lineup.note_failure(run_dir, chosen.stage, refused)
+        raise refused from None
+    except StarlingError as error:
+        lineup.note_failure(run_dir, chosen.stage, error)
         raise
     except RuntimeError:
         log.exception("the worker group ends")
         return EXIT_FATAL
+    except Exception as error:  # of a file that nobody has foreseen, perhaps: whoever loads it must hear of it
+        problem = f"{type(error).__name__}: {error}; the worker's log has more (starling logs worker)"
+        lineup.note_failure(run_dir, chosen.stage, InternalError(problem))
+        raise

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from pipeline import messages as m
+from pipeline.config import resolve
+from pipeline.lineup import initial
 from stages.gateway import generate
+from stages.gateway.instances import Instances
 from stages.gateway.journal import KEEP_S, Journal
 from stages.gateway.record import Outcome, Request, Sequence
 from stages.gateway.recovery import CLAIM_S, MAX_KEPT, Recovery, Watch
@@ -18,6 +21,9 @@ from tests.gateway.peers import MODEL
 
 DIGEST = "ab" * 32
 DESCRIBED = {MODEL: m.Described("", MODEL, DIGEST, 258, 4096, (256,), True)}
+
+_CONFIG = resolve({"models": [{"name": MODEL, "path": "model.gguf"}]}, {})
+INSTANCES = Instances(_CONFIG, initial(_CONFIG), lambda lineup: None)
 
 
 class World:
@@ -56,7 +62,7 @@ class World:
     async def tick(self, after_s: float = 0.0, described: Any = None) -> None:
         self.now += after_s
         self.relay.tick()
-        self.recovery.tick(DESCRIBED if described is None else described, {MODEL})
+        self.recovery.tick(DESCRIBED if described is None else described, INSTANCES)
 
     def find(self, name: str = "req-1") -> Request:
         request = self.recovery.find(name, "mine")

@@ -98,7 +98,7 @@ def test_check_finds_every_kind_of_damage(pages: ModelPages) -> None:
     manager.pool.arena.pages[cached[0], 100] ^= 1
     manager.pool.arena.headers[cached[1], 3] ^= 1
     os.pwrite(saved._fd, b"damage", 2 * BLOCK + 50)
-    session = paths.state_dir(pages.config) / "sessions" / f"{MODEL}-{pages.digest[:12]}" / "x.session"
+    session = paths.state_dir(pages.config) / "sessions" / f"{MODEL}-{pages.tokenizer[:12]}" / "x.session"
     session.write_bytes(b"nonsense")
     problems = "\n".join(inspect(pages.config, check=True).problems)
     for piece in (

@@ -192,22 +192,17 @@ def test_arenas_that_fit_nowhere_are_refused_with_numbers(
         up_module.choose_arena_dir(resolve({"server": {"arena_dir": configured}}, {}))
 
 
-def test_the_procfile_at_the_top_serves_one_model(tmp_path: Path) -> None:
-    assert up_module.write_procfile(resolve({}, {}), tmp_path) == ROOT / "Procfile"
+def test_the_procfile_has_a_line_for_each_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert up_module.write_procfile(tmp_path) == ROOT / "Procfile"
     lines = (ROOT / "Procfile").read_text().splitlines()
     assert sorted(line.split(":")[0] for line in lines) == sorted(up_module.STAGES)
     for line in lines:
         assert line.endswith(f"exec starling supervise {line.split(':')[0]}")
 
 
-def test_several_models_have_a_worker_each(tmp_path: Path) -> None:
-    config = resolve({"models": [{"name": name, "path": "p"} for name in ("a", "b")]}, {})
-    lines = up_module.write_procfile(config, tmp_path).read_text().splitlines()
-    assert [line for line in lines if "worker" in line] == [
-        "worker-0: exec starling supervise worker --model a",
-        "worker-1: exec starling supervise worker --model b",
-    ]
-    assert len(lines) == len(up_module.STAGES) + 1
+    monkeypatch.setattr(up_module, "PROCFILE", tmp_path / "none")
+    written = up_module.write_procfile(tmp_path).read_text().splitlines()
+    assert sorted(line.split(":")[0] for line in written) == sorted(up_module.STAGES)
 
 
 def test_the_banner_is_a_line_to_paste() -> None:

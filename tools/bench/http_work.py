@@ -74,7 +74,7 @@ class Prompts:
     """Texts of an exact number of tokens, none like another: each word is one token."""
 
     def __init__(self, index_path: Path, seed: int) -> None:
-        vocabulary = open_model("bench", index_path).vocabulary
+        vocabulary = open_model(index_path).vocabulary
         words = dict.fromkeys(WORDS.split())
         self.words = [word for word in words if len(vocabulary.encode(" " + word, False)) == 1]
         if len(self.words) < 32:

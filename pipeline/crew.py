@@ -1,0 +1,327 @@
+"""Keeps a worker group for each instance of a model: `starling supervise worker`.
+
+    crew (this process, one thread; knows the record of loaded models, lineup.py)
+    └── supervisor of an instance (supervisor.py: restarts, fencing; SIGKILL at our death)
+        └── rank 0 and its ranks
+
+What the record names is started, what it does not name any more is ended in order and its leftovers are
+removed.  A member is forked from a process that has the worker's modules and compiled kernels already, so
+that loading a model costs neither.
+
+A member that gives up while its instance is still being loaded, or has been replaced, is noted (its failure
+file) and left; of an instance that serves, it ends the crew with its exit code, loudly.  A member
+that is killed is started again, once nothing of it is left.  SIGTERM and SIGINT end all in order, a second
+one at once; SIGHUP restarts every group.  Speaks to systemd for all of them (`READY`, `WATCHDOG`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import random
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+
+from pipeline import kinship, lineup, logs, paths, process, rundir, status
+from pipeline.config_schema import Config
+from pipeline.errors import ModelUnavailable
+from pipeline.lineup import Instance
+from pipeline.restarts import RestartPolicy
+from pipeline.supervisor import GRACE_S, SAME_SIGNAL_S, SIGNALS, open_guardians, preloaded, supervise
+
+log = logging.getLogger("starling.crew")
+
+TICK_S = 0.1
+LAST_S = 1.0  # beyond a member's own time for its end
+
+Run = Callable[[Instance], Callable[[], int]]  # what the stage's process of an instance does
+
+
+@dataclass
+class Member:
+    """A supervisor of an instance's group."""
+
+    instance: Instance
+    policy: RestartPolicy
+    pid: int = 0  # 0: it does not run
+    pidfd: int = -1
+    begun: float = 0.0
+    not_before: float = 0.0
+    kill_at: float = field(default=float("inf"))
+    has_given_up: bool = False
+
+
+class Crew:
+    """`fork(instance)` starts a supervisor and returns its pid. `only`: of that model alone."""
+
+    def __init__(
+        self, config: Config, fork: Callable[[Instance], int], guardians: list[int], only: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._fork = fork
+        self._only = only
+        self._clock = clock
+        self._follower = lineup.Follower(config)
+        self._run_dir = paths.run_dir(config)
+        self._arena_dir = paths.arena_dir(config)
+        self._drain_s = config.server.drain_timeout_ms / 1000 + GRACE_S + LAST_S
+        self._members: dict[str, Member] = {}
+        self._guardians = guardians
+        self._stop_wishes = self._told = 0
+        self._last_wish = float("-inf")
+        self._restart_wish = False
+        self._code = process.EXIT_OK
+        self._is_announced = False
+        self._watchdog_s = process.watchdog_interval_s()
+        self._next_watchdog = float("-inf")
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        for fd in (self._wake, *guardians):
+            self._poll.register(fd, select.POLLIN)
+
+    def run(self) -> int:
+        """Until told to stop (0 when all ended well), or until a member that is needed gives up."""
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+        self._remove_strangers()
+        while True:
+            self._follower.look()
+            self._reconcile()
+            if self._stop_wishes and not any(member.pid for member in self._members.values()):
+                return self._code
+            self._look(TICK_S)
+            self._reap()
+            self._tell_systemd()
+
+    # -------------------------------------------------------------- what there should be
+
+    def _wanted(self) -> dict[str, Instance]:
+        return {
+            one.id: one for one in self._follower.lineup.instances if not self._only or one.name == self._only
+        }
+
+    def _reconcile(self) -> None:
+        now = self._clock()
+        wanted = {} if self._stop_wishes else self._wanted()
+        for instance_id, member in list(self._members.items()):
+            member.instance = wanted.get(instance_id, member.instance)
+            if instance_id not in wanted and not member.pid:
+                self._forget(member)
+            elif instance_id not in wanted and member.kill_at == float("inf"):
+                member.kill_at = now + self._drain_s
+                signal.pidfd_send_signal(member.pidfd, signal.SIGTERM)
+            elif now >= member.kill_at and member.pid:
+                signal.pidfd_send_signal(member.pidfd, signal.SIGKILL)
+        if self._stop_wishes > max(1, self._told):
+            self._told = self._stop_wishes
+            self._signal_all(signal.SIGTERM)  # a second one: each kills its group
+        if self._restart_wish:
+            self._restart_wish = False
+            self._signal_all(signal.SIGHUP)
+        for instance in wanted.values():
+            member = self._members.get(instance.id) or self._join(instance)
+            if not member.pid and not member.has_given_up and now >= member.not_before:
+                self._begin(member)
+
+    def _join(self, instance: Instance) -> Member:
+        member = self._members[instance.id] = Member(instance, RestartPolicy(random.SystemRandom().random))
+        return member
+
+    def _begin(self, member: Member) -> None:
+        member.begun = self._clock()
+        member.pid = self._fork(member.instance)
+        member.pidfd = os.pidfd_open(member.pid)
+        self._poll.register(member.pidfd, select.POLLIN)
+        log.info("worker group begins", extra={"instance": member.instance.id, "supervisor": member.pid})
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for member in self._members.values():
+            if member.pid:
+                signal.pidfd_send_signal(member.pidfd, number)
+
+    # -------------------------------------------------------------- what has ended
+
+    def _reap(self) -> None:
+        for member in self._members.values():
+            if not member.pid:
+                continue
+            ended = os.waitid(os.P_PIDFD, member.pidfd, os.WEXITED | os.WNOHANG)
+            if ended is None:
+                continue
+            self._poll.unregister(member.pidfd)
+            os.close(member.pidfd)
+            member.pid, member.pidfd = 0, -1
+            self._fence()
+            self._judge(member, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
+
+    def _fence(self) -> None:
+        """End what a killed member has left to us (we are the subreaper) and wait for it."""
+        mine = {member.pid for member in self._members.values()}
+        while strangers := [pid for pid in kinship.children(os.getpid()) if pid not in mine]:
+            for pid in strangers:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitid(os.P_PID, pid, os.WEXITED)
+                except (ProcessLookupError, ChildProcessError):
+                    pass
+
+    def _judge(self, member: Member, code: int) -> None:
+        instance = member.instance
+        if self._stop_wishes:
+            if code and member.kill_at == float("inf"):
+                self._code = self._code or process.EXIT_FATAL
+            return
+        if instance.id not in self._wanted():
+            return
+        facts = {"instance": instance.id, "code": code}
+        if code == 0:  # somebody ended it by itself: `starling down` ends all supervisors
+            self._stop_wishes = 1
+        elif code < 0:
+            wait_s = member.policy.after_death(self._clock() - member.begun)
+            member.has_given_up = wait_s is None
+            member.not_before = self._clock() + (wait_s or 0.0)
+            log.warning("the supervisor of a worker group has died", extra=facts)
+        else:
+            member.has_given_up = True
+        if not member.has_given_up:
+            return
+        if instance.state == "serving":
+            log.error("a worker group has given up, and all ends with it", extra=facts)
+            self._code = code if code > 0 else process.EXIT_FATAL
+            self._stop_wishes = max(1, self._stop_wishes)
+            return
+        log.error("a worker group has given up", extra=facts)
+        if lineup.read_failure(self._run_dir, instance.stage) is None:
+            how = f"ended with code {code}" if code > 0 else f"died of {signal.Signals(-code).name}"
+            why = ModelUnavailable(f"its worker group {how}; its log says why (starling logs worker)")
+            lineup.note_failure(self._run_dir, instance.stage, why)
+
+    def _forget(self, member: Member) -> None:
+        """Its instance is gone: remove what only it used."""
+        del self._members[member.instance.id]
+        self._remove(member.instance.stage, member.instance.slug)
+
+    def _remove(self, stage: str, slug: str) -> None:
+        for path in (
+            self._run_dir / f"{stage}.lock",
+            self._run_dir / f"{stage}.status",
+            lineup.failure_path(self._run_dir, stage),
+            self._arena_dir / f"{stage}.metrics",
+            self._arena_dir / f"{slug}.act",
+            *self._arena_dir.glob(f".{slug}.act.*"),
+        ):
+            path.unlink(missing_ok=True)
+
+    def _remove_strangers(self) -> None:
+        """At the start: what instances of an earlier life have left that are not wanted any more."""
+        if self._only:
+            return
+        wanted = {one.stage for one in self._wanted().values()}
+        for path in self._run_dir.glob("worker-*.lock"):
+            if path.stem in wanted or not _is_free(path):
+                continue
+            self._remove(path.stem, path.stem.removeprefix("worker-"))
+
+    # -------------------------------------------------------------- events
+
+    def _look(self, timeout_s: float) -> None:
+        ready = {fd for fd, _ in self._poll.poll(timeout_s * 1000)}
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        for fd in ready.intersection(self._guardians):
+            self._poll.unregister(fd)
+            self._stop_wishes = max(self._stop_wishes, 1)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number in (signal.SIGTERM, signal.SIGINT):
+            now = self._clock()
+            if self._stop_wishes == 0 or now - self._last_wish >= SAME_SIGNAL_S:
+                self._stop_wishes += 1
+                self._last_wish = now
+        elif number == signal.SIGHUP:
+            self._restart_wish = True
+        os.eventfd_write(self._wake, 1)
+
+    def _tell_systemd(self) -> None:
+        now = self._clock()
+        if self._watchdog_s and now >= self._next_watchdog:
+            self._next_watchdog = now + self._watchdog_s
+            process.sd_notify("WATCHDOG=1")
+        if self._stop_wishes and self._told == 0:
+            self._told = 1
+            process.sd_notify("STOPPING=1")
+        if not self._is_announced and "NOTIFY_SOCKET" in os.environ:
+            ready = {record.stage for record in status.read_all(self._run_dir) if record.alive and record.ready}
+            serving = [one for one in self._wanted().values() if one.state == "serving"]
+            if all(one.stage in ready for one in serving):
+                self._is_announced = process.sd_notify("READY=1")
+
+
+def _is_free(path: os.PathLike[str]) -> bool:
+    """Nobody holds that lock."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+# ------------------------------------------------------------------ the process
+
+
+def keep(config: Config, run: Run, preload: Callable[[], object], only: str = "") -> int:
+    """The crew's whole life, in this process; the exit code. `preload`: as for `supervise`."""
+    process.become_subreaper()
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in supervise: a fork would lose its threads
+    logs.setup("worker-crew", config)
+    rundir.prepare(paths.run_dir(config))
+    guardians = open_guardians()
+    can_fork = False
+
+    def fork(instance: Instance) -> int:
+        nonlocal can_fork
+        # Again for each: what an earlier group has compiled is there for this one.
+        can_fork = preloaded(preload)
+        return _fork(config, instance, run(instance) if can_fork else None)
+
+    return Crew(config, fork, guardians, only).run()
+
+
+def _fork(config: Config, instance: Instance, run: Callable[[], int] | None) -> int:
+    """A supervisor of the instance, as a copy of this process, in a process group of its own."""
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    pid = os.fork()
+    if pid:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        return pid
+    code = process.EXIT_FATAL
+    try:
+        process.die_with_parent(parent)
+        os.setpgid(0, 0)
+        os.environ.pop("NOTIFY_SOCKET", None)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        command = [sys.executable, "-m", "pipeline.cli", "stage", "worker", "--model", instance.id]
+        code = supervise("worker", command, config, run)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
