@@ -93,6 +93,22 @@ class Plain:
         self.disk[name] = False
         return True
 
+    def discard(self, names: list[Name]) -> None:
+        """Nobody wants these any more, in the arena or on disk; whoever holds them keeps them."""
+        for name in names:
+            self.disk.pop(name, None)
+            if name in self.pages and self.pages[name].refs == 0:
+                del self.pages[name]
+
+    def expire(self, before: int, idle_on_disk: list[Name]) -> None:
+        """Pages unused since `before` go, and copies that were idle, but those of pages that stay."""
+        for name in [n for n, page in self.pages.items() if page.refs == 0 and page.last < before]:
+            del self.pages[name]
+        for name in idle_on_disk:
+            is_damaged = self.disk.pop(name)
+            if name in self.pages:
+                self.disk[name] = is_damaged
+
     # -------------------------------------------------------------- requests
 
     def acquire(self, who: str, tokens: list[int], want: int, salt: str, now: int) -> int | None:

@@ -38,6 +38,7 @@ class Rules(RuleBasedStateMachine):
 
     policy = "lru"
     disk_room = 0
+    ttl_ns = 0
     sequences: Bundle[str] = Bundle("sequences")
 
     def __init__(self) -> None:
@@ -48,8 +49,7 @@ class Rules(RuleBasedStateMachine):
         self.store: PageStore | None = None
         if self.disk_room:
             self.directory = tempfile.TemporaryDirectory()
-            room = 2 * BLOCK + self.disk_room * PAGE_BYTES
-            self.store = PageStore(Path(self.directory.name) / "pages", {}, PAGE_BYTES, room, 1)
+            self.store = self._open_store()
         self.manager = self._manager()
         self.plain = Plain(TOTAL, PAGE_TOKENS, self.policy, disk_room=self.disk_room)
         self.count = 0
@@ -63,9 +63,14 @@ class Rules(RuleBasedStateMachine):
             self.store.close()
             self.directory.cleanup()
 
+    def _open_store(self) -> PageStore:
+        room = 2 * BLOCK + self.disk_room * PAGE_BYTES
+        path = Path(self.directory.name) / "pages"
+        return PageStore(path, {}, PAGE_BYTES, room, 1, wall_ns=lambda: self.clock.now)
+
     def _manager(self) -> Manager:
         return manager(
-            self.arena, self.rows, policy=self.policy, clock_ns=self.clock, spill=self.store,
+            self.arena, self.rows, policy=self.policy, clock_ns=self.clock, ttl_ns=self.ttl_ns, spill=self.store,
             tiers=[] if self.store is None else [self.store],
         )  # fmt: skip
 
@@ -191,6 +196,28 @@ class Rules(RuleBasedStateMachine):
     def _gone(self, who: str) -> None:
         del self.tables[who], self.computed[who], self.row_of[who]
 
+    @rule(count=st.integers(1, TOTAL + 1))
+    def evict(self, count: int) -> None:
+        """Pressure without anybody who takes the pages."""
+        assert self.manager.pool.make_room(count) == self.plain.room(count)
+
+    @rule(words=st.lists(st.integers(1, 3), min_size=1, max_size=4), salt=st.sampled_from(["", "tenant"]))
+    def close(self, words: list[int], salt: str) -> None:
+        """A session ends, and nobody else names its pages: they are free at once, the last one first."""
+        tokens = self._tokens(words, 0)
+        names = [self.plain.name(tokens, i, salt) for i in range(len(words))]
+        self.manager.pool.discard([self._digest(name) for name in reversed(names)])  # type: ignore[misc]
+        self.plain.discard(names)
+
+    @precondition(lambda self: self.ttl_ns)
+    @rule()
+    def expire(self) -> None:
+        before = self.clock.now + 1 - self.ttl_ns
+        idle = self.store.idle(before) if self.store is not None else []  # type: ignore[arg-type]
+        names = [name for name in self.plain.disk if self._digest(name) in idle]
+        self.manager.pool.expire()
+        self.plain.expire(before, names)
+
     @rule(which=st.integers(0, TOTAL - 1))
     def damage_a_cached_page(self, which: int) -> None:
         """It is dropped when somebody wants it."""
@@ -222,6 +249,15 @@ class Rules(RuleBasedStateMachine):
             self.plain.pages[name].is_damaged = True
             self.arena.pages[self._page_of(name)] = 0xDD
 
+        if self.store is not None:
+            self.store.close()  # what a killed process leaves open, the kernel closes
+            self.store = self._open_store()
+            there = self.store.digests()
+            assert set(there) == {self._digest(name) for name in self.plain.disk}
+            # Its records say when a page was last used before it was written, not when it was read.
+            self.plain.disk = dict(
+                sorted(self.plain.disk.items(), key=lambda item: there.index(self._digest(item[0])))  # type: ignore[arg-type]
+            )
         self.manager = self._manager()
         found = scan(Headers(self.arena.headers), TOTAL)
         assert found.torn == 0
@@ -322,6 +358,10 @@ class SpillRules(Rules):
     disk_room = 5
 
 
+class TtlRules(SpillRules):
+    ttl_ns = 15
+
+
 class LfuRules(Rules):
     policy = "lfu"
 
@@ -330,7 +370,7 @@ class FifoRules(Rules):
     policy = "fifo"
 
 
-@pytest.mark.parametrize("machine", [Rules, SpillRules, LfuRules, FifoRules])
+@pytest.mark.parametrize("machine", [Rules, SpillRules, TtlRules, LfuRules, FifoRules])
 def test_rules(machine: type[Rules]) -> None:
     case = machine.TestCase
     case.settings = settings(

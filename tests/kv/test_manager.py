@@ -159,10 +159,15 @@ def test_copies_on_disk_expire_with_their_pages(tmp_path: Path) -> None:
     w.clock.now += 200
     pool.expire()
     assert store.digests() == [pool.name_of(pool.cached_pages()[0])]  # the other was not used for too long
+    w.clock.now += 700
+    assert w.run("c", words(1)) == 1  # out of the arena: the copy is idle, its page is not
+    w.clock.now += 500
+    assert pool.expire() == 0
+    assert len(store) == 1
     w.clock.now += 1000
     assert pool.expire() == 1
     assert len(store) == 0
-    assert w.run("c", words(1, 2)) == 0
+    assert w.run("d", words(1, 2)) == 0
     w.m.check()
     store.close()
 
