@@ -21,7 +21,7 @@ from stages.worker.kernels import simd
 from stages.worker.kernels.activations import RECORD, SCALE, SSUM, START6
 from stages.worker.kernels.dots import emit_dot4_u8
 from stages.worker.kernels.linkage import INNER
-from stages.worker.kernels.simd import Builder, Tile, f32_tile, f32x16, i32x16, load_f32, put_i32
+from stages.worker.kernels.simd import Builder, Tile, f32_tile, f32x16, i32x16, load_f32, prefetch, put_i32
 from stages.worker.kernels.tiles import _at, _operation, _spread
 
 TOKENS = 16  # of a tile, and rows
@@ -203,7 +203,7 @@ def _group(with_minimum: bool) -> Any:
         return _started(acc, sums, load_f32(u + 512), x, stride, start)
 
     @njit(**INNER)
-    def group(u, blocks, x, stride, start, out, out_stride, begin, spill):
+    def group(u, blocks, x, stride, start, out, out_stride, begin, spill, ask, lines):
         acc = f32_tile(TOKENS)
         if not begin:
             acc = _load(acc, out, out_stride)
@@ -213,6 +213,9 @@ def _group(with_minimum: bool) -> Any:
         here, ahead = spill, spill + 2 * PRODUCT
         b = 0
         while b + 1 < blocks:
+            for _ in range(2 * lines):
+                prefetch(ask)
+                ask += 64
             if b + 2 < blocks:
                 whole_even(x + 2 * RECORD, stride, u + 2 * UNPACKED, ahead)
             acc = scale(acc, here, u, x, stride, start)
@@ -222,6 +225,9 @@ def _group(with_minimum: bool) -> Any:
             here, ahead = ahead, here
             b, u, x = b + 2, u + 2 * UNPACKED, x + 2 * RECORD
         if b < blocks:
+            for _ in range(lines):
+                prefetch(ask)
+                ask += 64
             acc = scale(acc, here, u, x, stride, start)
         _store(acc, out, out_stride)
 
@@ -229,7 +235,7 @@ def _group(with_minimum: bool) -> Any:
 
 
 @njit(**INNER)
-def _group_of_halves(u, blocks, x, stride, out, out_stride, begin, spill):
+def _group_of_halves(u, blocks, x, stride, out, out_stride, begin, spill, ask, lines):
     """Q6_K: two scales to a block, each with the sums of 16 values."""
     acc = f32_tile(TOKENS)
     if not begin:
@@ -238,6 +244,9 @@ def _group_of_halves(u, blocks, x, stride, out, out_stride, begin, spill):
     half_second(x + 16, stride, u + 256, spill + PRODUCT)
     here, ahead = spill, spill + 2 * PRODUCT
     for b in range(blocks):
+        for _ in range(lines):
+            prefetch(ask)
+            ask += 64
         more = b + 1 < blocks
         if more:
             half_first(x + RECORD, stride, u + UNPACKED, ahead)
@@ -255,15 +264,15 @@ _group_of_minimums = _group(True)
 
 
 @njit(**INNER)
-def quantized_16(start, halves, least, u, blocks, x, stride, out, out_stride, begin, spill):
+def quantized_16(start, halves, least, u, blocks, x, stride, out, out_stride, begin, spill, ask, lines):
     """16 tokens at x times the unpacked chunk at u, to 16 f32 at out + token * out_stride; arguments as in matmul.py.
 
     `start` is where a record holds what integer sums start at; `halves` and `least` say whether a block has two
-    scales, or minimums. `configure(spill)` comes before.
+    scales, or minimums. With each block, `lines` lines at `ask` are asked for. `configure(spill)` comes before.
     """
     if halves:
-        _group_of_halves(u, blocks, x, stride, out, out_stride, begin, spill)
+        _group_of_halves(u, blocks, x, stride, out, out_stride, begin, spill, ask, lines)
     elif least:
-        _group_of_minimums(u, blocks, x, stride, start, out, out_stride, begin, spill)
+        _group_of_minimums(u, blocks, x, stride, start, out, out_stride, begin, spill, ask, lines)
     else:
-        _group_of_starts(u, blocks, x, stride, start, out, out_stride, begin, spill)
+        _group_of_starts(u, blocks, x, stride, start, out, out_stride, begin, spill, ask, lines)

@@ -29,7 +29,7 @@ def _by_tiles(kind, u, x, out, spill):
     for t in range(0, TOKENS, amx.TOKENS):
         amx.quantized_16(
             matmul._start_of(kind), kind == matmul.Q6_K, matmul._has_minimums(kind), u, BLOCKS,
-            x + t * BLOCKS * RECORD, BLOCKS * RECORD, out + t * 64, 64, True, spill,
+            x + t * BLOCKS * RECORD, BLOCKS * RECORD, out + t * 64, 64, True, spill, u, 0,
         )  # fmt: skip
     amx.release()
 
@@ -38,7 +38,7 @@ def _by_tiles(kind, u, x, out, spill):
 def _by_dots(kind, u, x, out, spill):
     for t in range(0, TOKENS, 6):
         at = x + t * BLOCKS * RECORD
-        matmul._quantized_6(kind, u, u, BLOCKS, at, BLOCKS * RECORD, out + t * 64, 64, 0, True)
+        matmul._quantized_6(kind, u, u, BLOCKS, at, BLOCKS * RECORD, out + t * 64, 64, 0, True, u, u, 0)
 
 
 @njit(**JIT)

@@ -81,7 +81,7 @@ _KINDS = tuple(f.id for f in FORMATS.values())
 _UNIT_BYTES = tuple(f.unit_bytes for f in FORMATS.values())
 
 AHEAD = 2560  # bytes that prefetches run before loads
-CHUNK = 16  # blocks of a row group unpacked at a time: 10 KB of scratch, whole super-blocks
+CHUNK = 18  # most blocks of a row group unpacked at a time: 11 KB of scratch
 UNPACKED = 640  # bytes of an unpacked block: 8 code vectors, two vectors of scales or minimums
 DENSE_CHUNK = 160  # K values of a dense row group unpacked at a time
 CHUNKS_BYTES = 2 * CHUNK * UNPACKED  # two row groups
@@ -448,18 +448,23 @@ def _tiles(n):
 
     `u` and `v` are the groups' chunks, `gap` what lies between their outputs (0 when both are one group: it
     is then computed twice and stored twice, the same).  Accumulators start at zero when `begin` is set,
-    else at what the last chunk left in `out`.
+    else at what the last chunk left in `out`.  With each block, `lines` lines at `ask_u` and at `ask_v` are
+    asked for: of the packed chunks that come next, so that fetching and computing overlap.
     """
     vectors = 2 * n
 
     @njit(**INNER)
-    def quantized(kind, u, v, blocks, x, stride, out, out_stride, gap, begin):
+    def quantized(kind, u, v, blocks, x, stride, out, out_stride, gap, begin, ask_u, ask_v, lines):
         start = _start_of(kind)
         halves, least = kind == Q6_K, _has_minimums(kind)
         acc = f32_tile(vectors)
         if not begin:
             acc = tiles.load(acc, out, out_stride, gap)
         for _ in range(blocks):
+            for _ in range(lines):
+                prefetch(ask_u)
+                prefetch(ask_v)
+                ask_u, ask_v = ask_u + 64, ask_v + 64
             dots = tiles.start(i32_tile(vectors), x + start, stride)
             if halves:
                 dots = tiles.dots_first(dots, u, v, x, stride)
@@ -513,26 +518,35 @@ def _tile_of(tokens):
 
 
 @njit(**MERGED)
-def _all_tokens(kind, u, v, n, x, stride, tokens, out, out_stride, gap, begin, spill):
-    """Every token with one unpacked chunk."""
+def _all_tokens(kind, u, v, n, x, stride, tokens, out, out_stride, gap, begin, spill, ask_u, ask_v, bytes_ahead):
+    """Every token with one unpacked chunk; asks for `bytes_ahead` of each of the next two meanwhile."""
+    passes = (tokens + 15) // 16 if AMX else (tokens + 5) // 6
+    lines = (bytes_ahead + 64 * n * passes - 1) // (64 * n * passes)
     if AMX:
         start, halves, least = _start_of(kind), kind == Q6_K, _has_minimums(kind)
         while tokens >= amx.TOKENS and tokens != amx.TOKENS + 1:  # the other tiles take no single token
-            amx.quantized_16(start, halves, least, u, n, x, stride, out, out_stride, begin, spill)
+            amx.quantized_16(start, halves, least, u, n, x, stride, out, out_stride, begin, spill, ask_u, lines)
             if gap != 0:
-                amx.quantized_16(start, halves, least, v, n, x, stride, out + gap, out_stride, begin, spill)
+                to = out + gap
+                amx.quantized_16(start, halves, least, v, n, x, stride, to, out_stride, begin, spill, ask_v, lines)
+            ask_u, ask_v, bytes_ahead = ask_u + 64 * n * lines, ask_v + 64 * n * lines, bytes_ahead - 64 * n * lines
+            if bytes_ahead <= 0:
+                lines = 0
             tokens, x, out = tokens - amx.TOKENS, x + amx.TOKENS * stride, out + amx.TOKENS * out_stride
     while tokens > 0:
         size = _tile_of(tokens)
         if size == 6:
-            _quantized_6(kind, u, v, n, x, stride, out, out_stride, gap, begin)
+            _quantized_6(kind, u, v, n, x, stride, out, out_stride, gap, begin, ask_u, ask_v, lines)
         elif size == 4:
-            _quantized_4(kind, u, v, n, x, stride, out, out_stride, gap, begin)
+            _quantized_4(kind, u, v, n, x, stride, out, out_stride, gap, begin, ask_u, ask_v, lines)
         elif size == 3:
-            _quantized_3(kind, u, v, n, x, stride, out, out_stride, gap, begin)
+            _quantized_3(kind, u, v, n, x, stride, out, out_stride, gap, begin, ask_u, ask_v, lines)
         else:
-            _quantized_2(kind, u, v, n, x, stride, out, out_stride, gap, begin)
+            _quantized_2(kind, u, v, n, x, stride, out, out_stride, gap, begin, ask_u, ask_v, lines)
         tokens, x, out = tokens - size, x + size * stride, out + size * out_stride
+        ask_u, ask_v, bytes_ahead = ask_u + 64 * n * lines, ask_v + 64 * n * lines, bytes_ahead - 64 * n * lines
+        if bytes_ahead <= 0:
+            lines = 0
 
 
 @njit(**MERGED)
@@ -552,11 +566,32 @@ def _all_tokens_dense(u, v, n, x, stride, tokens, out, out_stride, gap, begin):
 
 
 @njit(**MERGED)
+def _chunk(n, unit):
+    """Blocks to unpack at a time of n: as even parts as whole units of blocks allow."""
+    parts = (n + CHUNK - 1) // CHUNK
+    return min(CHUNK // unit * unit, ((n + parts - 1) // parts + unit - 1) // unit * unit)
+
+
+@njit(**INNER)
+def _ahead(kind, u, v, size, block, n, group, end):
+    """Bytes of each packed chunk that comes next and their two addresses: from `block` on of the row groups at u
+    and v, or the first of row group `group` when that was all of `n` blocks."""
+    if block >= n:
+        if group >= end:
+            return 0, u, v
+        block, u = 0, u + 2 * size
+        v = u + size if group + 1 < end else u
+    unit = group_unit(kind) // BLOCK
+    at = block // unit * group_unit_bytes(kind)
+    return min(_chunk(n, unit), n - block) // unit * group_unit_bytes(kind), u + at, v + at
+
+
+@njit(**MERGED)
 def _many(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch):
     dense = kind == F32 or kind == F16 or kind == BF16
     size = columns * group_unit_bytes(kind) // group_unit(kind)
     n = columns if dense else columns // BLOCK
-    step = DENSE_CHUNK if dense else CHUNK
+    step = DENSE_CHUNK if dense else _chunk(n, group_unit(kind) // BLOCK)
     # Tokens go in passes over the weights, as many at a time as the second-level cache holds.
     at_once = max(48, TOKENS_BYTES // stride // 48 * 48) if AMX else max(24, TOKENS_BYTES // stride // 6 * 6)
     spill = scratch + CHUNKS_BYTES
@@ -586,7 +621,11 @@ def _many(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scra
                     if pair:
                         _unpack(kind, v, at, part, to)
                     here = x + t * stride + at * RECORD
-                    _all_tokens(kind, scratch, to, part, here, stride, some, target, out_stride, gap, at == 0, spill)
+                    ahead, ask_u, ask_v = _ahead(kind, u, v, size, at + part, n, g + 2, end)
+                    _all_tokens(
+                        kind, scratch, to, part, here, stride, some, target, out_stride, gap, at == 0, spill,
+                        ask_u, ask_v, ahead,
+                    )  # fmt: skip
         t += some
     if by_tiles:
         amx.release()
