@@ -77,6 +77,20 @@ def exchange(typingctx, address, value):
 
 
 @intrinsic
+def prefetch_line(typingctx, address):
+    """Ask for the cache line at an address (int64); any address may be named."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), *[ir.IntType(32)] * 3])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        flags = [ir.Constant(ir.IntType(32), n) for n in (0, 3, 1)]  # read, into all levels, data
+        builder.call(function, [builder.inttoptr(args[0], ir.IntType(8).as_pointer()), *flags])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
 def pause(typingctx):
     """Tell the core that it spins."""
 

@@ -16,7 +16,16 @@ from __future__ import annotations
 
 import numba
 
-from shm.atomics import exchange, futex_wait, futex_wake, load_acquire, monotonic_ns, pause, store_release
+from shm.atomics import (
+    exchange,
+    futex_wait,
+    futex_wake,
+    load_acquire,
+    monotonic_ns,
+    pause,
+    prefetch_line,
+    store_release,
+)
 
 SPIN_NS = 50_000
 SLICE_NS = 20_000_000
@@ -35,12 +44,16 @@ def reset(barrier, lines, n_ranks):
 
 
 @numba.njit(nogil=True)
-def _await_word(address, value, barrier, own_line):
+def _await_word(address, value, barrier, own_line, ask, ask_end):
     """Until the i64 at `address` is at least `value`; False when the group is given up."""
     for _ in range(2000):
         if load_acquire(address) >= value:
             return True
-        pause()
+        if ask < ask_end:
+            prefetch_line(ask)
+            ask += 64
+        else:
+            pause()
     begun = monotonic_ns()
     while True:
         for _ in range(64):
@@ -70,10 +83,11 @@ def _store_and_wake(address, value, first_line, n_lines):
 
 
 @numba.njit(nogil=True)
-def meet(barrier, lines, rank, n_ranks):
+def meet(barrier, lines, rank, n_ranks, ask=0, ask_end=0):
     """All ranks' stores before their `meet` are visible to all after it. False: the group is given up.
 
     barrier  address of the epoch word, lines  address of rank 0's line; all ranks call it equally often.
+    Bytes ask .. ask_end-1 are what this rank reads next: it asks for their cache lines while it waits.
     """
     if n_ranks == 1:
         return True
@@ -81,13 +95,13 @@ def meet(barrier, lines, rank, n_ranks):
     count = load_acquire(own) + 1
     if rank == 0:
         for other in range(1, n_ranks):
-            if not _await_word(lines + 64 * other, count, barrier, own):
+            if not _await_word(lines + 64 * other, count, barrier, own, ask, ask_end):
                 return False
         store_release(own, count)
         _store_and_wake(barrier + 8 * EPOCH, count, lines + 64, n_ranks - 1)
         return True
     _store_and_wake(own, count, lines, 1)
-    return _await_word(barrier + 8 * EPOCH, count, barrier, own)
+    return _await_word(barrier + 8 * EPOCH, count, barrier, own, ask, ask_end)
 
 
 @numba.njit(nogil=True)

@@ -27,11 +27,12 @@ from stages.worker.kernels import plan as p
 from stages.worker.kernels.activations import RECORD, quantize_row
 from stages.worker.kernels.context import word
 from stages.worker.kernels.linkage import INNER, MERGED, call_entry, run_entry
-from stages.worker.kernels.matmul import BF16, F16, F32
+from stages.worker.kernels.matmul import BF16, F16, F32, group_unit, group_unit_bytes
 from stages.worker.kernels.simd import get_f32, get_i32, get_i64, prefetch, put_f32, put_i32, put_i64
 
 GROUP = 16
 GATED_BYTES = 64 * 1024  # of gate, and of up: what is computed at once before the two are multiplied
+ASK_BYTES = 8192  # of weights that are asked for at a barrier
 MIN_CHUNK = 2  # groups: 32 rows make a record
 PHASES = ("embed", "norm", "qkv", "keys", "attention", "output", "gate_up", "down", "head", "sample", "wait")
 (EMBED, NORM, QKV, KEYS, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, SAMPLE, WAIT) = range(len(PHASES))
@@ -59,6 +60,13 @@ def _share(ctx, n):
 
 
 @njit(**INNER)
+def _hidden_share(ctx):
+    """This rank's groups of rows of gate and up: whole records of what comes out."""
+    first, end = _share(ctx, word(ctx, c.FFN) // (MIN_CHUNK * GROUP))
+    return first * MIN_CHUNK, end * MIN_CHUNK
+
+
+@njit(**INNER)
 def _begin(ctx):
     return cycles() if word(ctx, c.PHASES) else 0
 
@@ -80,6 +88,27 @@ def _meet(ctx):
     together = meet(word(ctx, c.BARRIER), word(ctx, c.LINES), word(ctx, c.RANK), word(ctx, c.RANKS))
     _spent(ctx, WAIT, since)
     return together
+
+
+@njit(**INNER)
+def _meet_before(ctx, kind, w, columns, share, skip):
+    """As `_meet`, asking meanwhile for the weights that come next: of the matrix at `w`, this rank's `share` of
+    groups of rows from byte `skip` of it on.  Without it memory rests at every barrier."""
+    group = columns * group_unit_bytes(kind) // group_unit(kind)
+    ask = w + share[0] * group + skip
+    ask_end = min(ask + ASK_BYTES, w + share[1] * group)
+    since = _begin(ctx)
+    together = meet(word(ctx, c.BARRIER), word(ctx, c.LINES), word(ctx, c.RANK), word(ctx, c.RANKS), ask, ask_end)
+    _spent(ctx, WAIT, since)
+    return together
+
+
+@njit(**INNER)
+def _meet_before_output(ctx, layer, skip):
+    columns = word(ctx, c.N_HEADS) * word(ctx, c.HEAD_DIM)
+    return _meet_before(
+        ctx, word(layer, c.O_FORMAT), word(layer, c.O), columns, _share(ctx, word(ctx, c.WIDTH) // GROUP), skip
+    )
 
 
 @njit(**INNER)
@@ -251,8 +280,7 @@ def _gate_up(ctx, layer, tokens):
     """HIDDEN of this rank's rows: act(W_gate x) * (W_up x), and its records."""
     width, ffn = word(ctx, c.WIDTH), word(ctx, c.FFN)
     floats, records, stride = _normed(ctx, tokens), _normed_q(ctx, tokens), word(ctx, c.NORM_Q_STRIDE)
-    first, end = _share(ctx, ffn // (MIN_CHUNK * GROUP))
-    first, end = first * MIN_CHUNK, end * MIN_CHUNK
+    first, end = _hidden_share(ctx)
     at_once = max(MIN_CHUNK, GATED_BYTES // (64 * tokens) // MIN_CHUNK * MIN_CHUNK)
     gate = word(ctx, c.GATED)
     keep = _is_dense(word(layer, c.DOWN_FORMAT))
@@ -510,7 +538,7 @@ def run_layer(ctx, index, tokens, chunks):
     now = _spent(ctx, NORM, now)
     _qkv(ctx, layer, tokens)
     now = _spent(ctx, QKV, now)
-    if not _meet(ctx):
+    if not _meet_before_output(ctx, layer, 0):
         return False
     if chunks:
         now = _begin(ctx)
@@ -521,12 +549,13 @@ def run_layer(ctx, index, tokens, chunks):
     now = _begin(ctx)
     attend(ctx, index)
     now = _spent(ctx, ATTENTION, now)
-    if not (_meet(ctx) and quantize_straddling(ctx, tokens)):
+    if not (_meet_before_output(ctx, layer, ASK_BYTES) and quantize_straddling(ctx, tokens)):
         return False
     now = _begin(ctx)
     _output(ctx, layer, tokens)
     now = _spent(ctx, OUTPUT, now)
-    if not _meet(ctx):
+    width, ffn = word(ctx, c.WIDTH), word(ctx, c.FFN)
+    if not _meet_before(ctx, word(layer, c.GATE_FORMAT), word(layer, c.GATE), width, _hidden_share(ctx), 0):
         return False
     now = _begin(ctx)
     if not _norm(ctx, word(layer, c.FFN_NORM), tokens, False):
@@ -534,12 +563,17 @@ def run_layer(ctx, index, tokens, chunks):
     now = _spent(ctx, NORM, now)
     _gate_up(ctx, layer, tokens)
     now = _spent(ctx, GATE_UP, now)
-    if not _meet(ctx):
+    if not _meet_before(ctx, word(layer, c.DOWN_FORMAT), word(layer, c.DOWN), ffn, _share(ctx, width // GROUP), 0):
         return False
     now = _begin(ctx)
     _down(ctx, layer, tokens)
     _spent(ctx, DOWN, now)
-    return _meet(ctx)
+    if index + 1 < word(ctx, c.N_LAYERS):
+        layer += 8 * c.LAYER_WORDS
+        share = _share(ctx, word(ctx, c.N_HEADS) * word(ctx, c.HEAD_DIM) // GROUP)
+        return _meet_before(ctx, word(layer, c.Q_FORMAT), word(layer, c.Q), width, share, 0)
+    share = _share(ctx, (word(ctx, c.VOCAB) + GROUP - 1) // GROUP)
+    return _meet_before(ctx, word(ctx, c.HEAD_FORMAT), word(ctx, c.HEAD), width, share, 0)
 
 @njit(**INNER)
 def run_step(ctx):
