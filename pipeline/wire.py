@@ -56,6 +56,9 @@ FLUSH_MS = 200  # an orderly close gives queued frames this long
 ENDED = "its process has ended"
 
 _EPOCH = 0
+_POLLIN = int(zmq.POLLIN)  # plain numbers: enum arithmetic shows in profiles
+_NOBLOCK = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 def process_epoch() -> int:
@@ -135,6 +138,7 @@ class _Endpoint:
         self._socket = socket
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_woken = False
         self._epoll.register(self._option(zmq.FD), select.EPOLLIN)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._pidfds: dict[int, bytes] = {}
@@ -145,11 +149,11 @@ class _Endpoint:
     def _notify(self, key: bytes, hello: Hello, is_up: bool) -> None:
         raise NotImplementedError
 
-    def _split(self, parts: list[bytes]) -> tuple[bytes, bytes]:
-        """Key and payload of a message."""
+    def _take(self) -> tuple[bytes, bytes]:
+        """Key and payload (the last part) of the next message. Raises `zmq.Again` when there is none."""
         raise NotImplementedError
 
-    def _join(self, key: bytes, payload: bytes) -> list[bytes]:
+    def _put(self, key: bytes, payload: bytes) -> None:
         raise NotImplementedError
 
     def _option(self, option: int) -> int:
@@ -161,7 +165,7 @@ class _Endpoint:
 
     def _send(self, key: bytes, frame: Frame) -> bool:
         try:
-            self._socket.send_multipart(self._join(key, encode(frame)), zmq.NOBLOCK)
+            self._put(key, encode(frame))
         except zmq.ZMQError as error:
             # Full, not connected, or (a ROUTER) unknown.  Anything else is a bug and must be seen.
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
@@ -170,9 +174,15 @@ class _Endpoint:
             return False
         finally:
             # Sending may have consumed the socket's edge: what arrived meanwhile needs a reader.
-            if self._option(zmq.EVENTS) & zmq.POLLIN:
-                os.eventfd_write(self._wake, 1)
+            if self._option(zmq.EVENTS) & _POLLIN:
+                self._call_again()
         return True
+
+    def _call_again(self) -> None:
+        """Make `fd` readable until the next `receive`."""
+        if not self._is_woken:
+            self._is_woken = True
+            os.eventfd_write(self._wake, 1)
 
     def _send_frame(self, key: bytes, frame: Frame) -> bool:
         """A stage's frame, which a fault plan may lose on its way."""
@@ -196,10 +206,9 @@ class _Endpoint:
         frames: list[tuple[bytes, Frame]] = []
         if self._closed:
             return frames
-        try:
+        if self._is_woken:
+            self._is_woken = False
             os.eventfd_read(self._wake)
-        except BlockingIOError:
-            pass
         if self._deferred is not None:
             key, hello = self._deferred
             self._deferred = None
@@ -210,7 +219,7 @@ class _Endpoint:
             if self._socket.poll(LAST_WORDS_MS):
                 self._drain(frames)
             if frames:
-                os.eventfd_write(self._wake, 1)  # frames first, `on_down` at the next call
+                self._call_again()  # frames first, `on_down` at the next call
             else:
                 self._bury()
         return frames
@@ -218,12 +227,16 @@ class _Endpoint:
     def _drain(self, frames: list[tuple[bytes, Frame]]) -> bool:
         """Append what has arrived; False when something was left, which is then signalled."""
         now = self._clock()
+        is_first = True
         for _ in range(BATCH_FRAMES - len(frames)):
+            # Mostly one frame has come: asking whether there is more costs a third of failing to get it.
+            if not is_first and not self._option(zmq.EVENTS) & _POLLIN:
+                return True
+            is_first = False
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                key, payload = self._take()
             except zmq.Again:
                 return True
-            key, payload = self._split(parts)
             if not payload:
                 self._meet_stranger(key, now)  # ZMQ_PROBE_ROUTER: a connection stands, say Hello first
                 continue
@@ -254,7 +267,7 @@ class _Endpoint:
             if frame.sent not in (-1, peer.received) and all(other is not peer for _, other, _ in self._dead):
                 lost = f"{frame.sent - peer.received} of its frames were lost on their way"
                 self._dead.append((key, peer, lost))
-        os.eventfd_write(self._wake, 1)
+        self._call_again()
         return False
 
     def _find_dead(self) -> bool:
@@ -371,7 +384,7 @@ class _Endpoint:
                 peer.last_seen += late  # we did not run (stopped, starved): not the peer's silence
             if now - peer.last_seen > self._patience(peer) * self._interval:
                 if self._option(zmq.EVENTS) & zmq.POLLIN:
-                    os.eventfd_write(self._wake, 1)  # unread frames: it may live yet
+                    self._call_again()  # unread frames: it may live yet
                 else:
                     self._lose(key, "its heartbeats have stopped")
         if now - self._last_sent >= 0.9 * self._interval and self._is_due(beat, now):
@@ -485,11 +498,14 @@ class Link(_Endpoint):
     def _notify(self, key: bytes, hello: Hello, is_up: bool) -> None:
         (self.on_up if is_up else self.on_down)(hello)
 
-    def _split(self, parts: list[bytes]) -> tuple[bytes, bytes]:
-        return b"", parts[-1]
+    def _take(self) -> tuple[bytes, bytes]:
+        part = self._socket.recv(_NOBLOCK, copy=False)
+        while part.more:
+            part = self._socket.recv(_NOBLOCK, copy=False)
+        return b"", part.bytes
 
-    def _join(self, key: bytes, payload: bytes) -> list[bytes]:
-        return [payload]
+    def _put(self, key: bytes, payload: bytes) -> None:
+        self._socket.send(payload, _NOBLOCK)
 
 
 class Hub(_Endpoint):
@@ -560,8 +576,13 @@ class Hub(_Endpoint):
     def _notify(self, key: bytes, hello: Hello, is_up: bool) -> None:
         (self.on_up if is_up else self.on_down)(key, hello)
 
-    def _split(self, parts: list[bytes]) -> tuple[bytes, bytes]:
-        return parts[0], parts[-1]
+    def _take(self) -> tuple[bytes, bytes]:
+        key = self._socket.recv(_NOBLOCK)
+        part = self._socket.recv(_NOBLOCK, copy=False)
+        while part.more:
+            part = self._socket.recv(_NOBLOCK, copy=False)
+        return key, part.bytes
 
-    def _join(self, key: bytes, payload: bytes) -> list[bytes]:
-        return [key, payload]
+    def _put(self, key: bytes, payload: bytes) -> None:
+        self._socket.send(key, _MORE)
+        self._socket.send(payload, _NOBLOCK)
