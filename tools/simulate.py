@@ -3,6 +3,8 @@
     python -m tools.simulate --clients 16 --prompt 100 --output 64
     python -m tools.simulate --rate 20 --seconds 60 --token-us 120 --pages 2000
 
+`python -m tools.bench.simulated` runs the same traffic on a real server and compares.
+
 The engine, its policy and its ring are the real ones; the worker is a formula (cost.py's: what a step
 takes), kv a counter of pages, time a number.  It answers what throughput and what waiting the policy
 would give to traffic or hardware that is not at hand.  The last line is one JSON object.
@@ -16,7 +18,7 @@ import json
 import random
 import statistics
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pipeline.messages import Acquire, Denied, Extend, Granted, KvReady, Release, Sampling, Submit
@@ -234,13 +236,18 @@ def closed_loop(sim: Simulation, clients: int, requests: int, prompt: int, outpu
 
 
 def poisson(sim: Simulation, rate: float, seconds: float, prompt: int, output: int, seed: int) -> None:
-    """Arrivals at `rate` a second; lengths exponential around `prompt` and `output`."""
+    """Submit `arrivals`."""
+    for i, (when, n_in, n_out) in enumerate(arrivals(rate, seconds, prompt, output, seed)):
+        sim.submit(when, f"r{i + 1}", n_in, n_out)
+
+
+def arrivals(rate: float, seconds: float, prompt: int, output: int, seed: int) -> Iterator[tuple[float, int, int]]:
+    """When and how long: Poisson at `rate` a second; lengths exponential around `prompt` and `output`."""
     rng = random.Random(seed)
-    now, i = 0.0, 0
+    now = 0.0
     while (now := now + rng.expovariate(rate)) < seconds:
-        i += 1
         n_in, n_out = (max(1, min(3 * mean, int(rng.expovariate(1 / mean)))) for mean in (prompt, output))
-        sim.submit(now, f"r{i}", n_in, n_out)
+        yield now, n_in, n_out
 
 
 def percentile(values: list[float], part: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,10 +13,13 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.config_schema import DEMO_MODEL, ModelConfig
+from stages.scheduler.engine import Settings
 from stages.worker.prepare import prepare_checkpoint
 from tools.bench.http import main
 from tools.bench.http_client import Answer, Ask, Run, drive
 from tools.bench.http_work import WORKS, Prompts, Row, Side, Work, order, outcome, percentile, table
+from tools.bench.simulated import fit
+from tools.simulate import Machine, Simulation, arrivals, poisson
 
 WORK = Work(2, 10, requests=2)
 
@@ -117,6 +121,36 @@ def test_rows_say_ratios() -> None:
     lines = table([row])
     assert len(lines) == 3 and "starling" in lines[1] and "llama-server" in lines[2]
     assert row.plain()["work"]["clients"] == 1
+
+
+def test_clients_may_begin_later(address: tuple[str, int]) -> None:
+    run = drive(address, [[Ask({"prompt": "x"})] for _ in range(3)], starts=[0.0, 0.1, 0.2])
+    assert all(answer.is_good for answer in run.answers)
+    assert all(a.sent - run.began >= at for a, at in zip(run.answers, (0.0, 0.1, 0.2), strict=True))
+
+
+def test_the_cost_of_steps_is_found_through_outliers() -> None:
+    rng = random.Random(3)
+    steps = []
+    for _ in range(300):
+        tokens, positions = rng.randrange(1, 500), rng.randrange(1, 100_000)
+        took = 2000 + 300 * tokens + 0.1 * positions
+        steps.append((tokens, positions, took * (3.0 if rng.random() < 0.05 else rng.uniform(0.97, 1.03))))
+    found = fit(steps)
+    assert found.fixed_us == pytest.approx(2000, rel=0.1)
+    assert found.token_us == pytest.approx(300, rel=0.03)
+    assert found.position_us == pytest.approx(0.1, rel=0.2)
+    with pytest.raises(ValueError, match="at least 16"):
+        fit(steps[:5])
+
+
+def test_simulated_and_real_traffic_are_the_same() -> None:
+    plan = list(arrivals(5.0, 20.0, 100, 50, seed=4))
+    sim = Simulation(Settings("m", 8), Machine(fixed_us=500.0, token_us=10.0))
+    poisson(sim, 5.0, 20.0, 100, 50, 4)
+    sim.run()
+    assert [record.submitted for record in sim.records.values()] == [when for when, _, _ in plan]
+    assert [len(record.tokens) for record in sim.records.values()] == [output for _, _, output in plan]
 
 
 def test_percentiles_of_nothing_are_zero() -> None:

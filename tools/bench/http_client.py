@@ -12,7 +12,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 END = b"\r\n0\r\n\r\n"  # of a body in chunks; a header may end in 0, too
@@ -208,23 +208,38 @@ def drive(
     clients: Iterable[Iterable[Ask]],
     limit_s: float = 600.0,
     meanwhile: Callable[[float], None] | None = None,
+    starts: Sequence[float] = (),
 ) -> Run:
     """Every client's asks, all clients at once, until all are answered or the time is up.
+
+    `starts`: seconds from the beginning at which each client asks first, ascending; none: at once.
 
     `meanwhile(now)` is called at every round of the loop (at least every 50 ms).
     Raises `OSError` when nobody listens.
     """
     active: dict[int, Client] = {}
     poll = select.epoll()
-    everyone = [Client(address, asks) for asks in clients]
+    # Whoever begins at once is connected before the clock runs.
+    everyone = [] if starts else [Client(address, asks) for asks in clients]
+    waiting = deque(zip(starts, clients, strict=True)) if starts else deque()
+
+    def begin(client: Client) -> None:
+        if client.next():
+            active[client.socket.fileno()] = client
+            poll.register(client.socket.fileno(), select.EPOLLIN)
+
     began = time.perf_counter()
     try:
         for client in everyone:
-            if client.next():
-                active[client.socket.fileno()] = client
-                poll.register(client.socket.fileno(), select.EPOLLIN)
-        while active:
-            for fd, _ in poll.poll(0.05 if meanwhile else 1.0):
+            begin(client)
+        while active or waiting:
+            while waiting and time.perf_counter() - began >= waiting[0][0]:
+                everyone.append(Client(address, waiting.popleft()[1]))
+                begin(everyone[-1])
+            pause = 0.05 if meanwhile else 1.0
+            if waiting:
+                pause = max(0.0, min(pause, waiting[0][0] - (time.perf_counter() - began)))
+            for fd, _ in poll.poll(pause):
                 client = active[fd]
                 connections = client.connections
                 has_more = not client.read() or client.next()

@@ -10,6 +10,7 @@ of the wheel `xllamacpp`, in a process of its own:
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import os
@@ -28,6 +29,7 @@ import click
 import yaml
 
 from pipeline import kinship, measure, paths
+from pipeline.process import die_with_parent
 from pipeline.status import read_all
 from tools.bench.http_client import Ask
 
@@ -85,6 +87,7 @@ class Starling:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pipeline.cli", "up"], cwd=ROOT, env=self._environment,
             stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
+            process_group=0, preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )  # fmt: skip
         try:
             self._wait_ready()

@@ -36,6 +36,7 @@ class StepWatch:
         self._last = int(self._steps.control[sh.DONE])
         self._before = (0, 0, 0)  # step, entries, end
         self.pauses: list[tuple[int, float]] = []  # entries of a step and us between the one before and it
+        self.steps: list[tuple[int, int, float]] = []  # tokens, attention positions, us
         self.missed = 0
 
     def look(self, _now: float = 0.0) -> None:
@@ -48,6 +49,10 @@ class StepWatch:
             slot = number % sh.SLOTS
             _, begun, ended, _ = steps.timing[slot].tolist()
             entries = int(steps.slot_head[slot, sh.SLOT_ENTRIES])
+            parts = steps.entries[slot, :entries, sh.START : sh.COUNT + 1].tolist()
+            tokens = sum(count for _, count in parts)
+            positions = sum(count * start + count * (count + 1) // 2 for start, count in parts)
+            self.steps.append((tokens, positions, (ended - begun) / 1e3))
             before, n, end = self._before
             if before == number - 1 and n == entries:
                 self.pauses.append((entries, (begun - end) / 1e3))
