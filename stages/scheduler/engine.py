@@ -41,7 +41,7 @@ PREFETCH = 2  # sequences that get pages before a place in the batch is free
 SPARE_SAMPLES = 64  # places for draft tokens in a step, beyond one sample for each entry
 LEAD_S = 0.003  # the next step is published this long before the one under way should end
 SHORT_S = 0.010  # steps that take less are followed up at once
-COMMIT_EVERY = 128  # output positions between two words to kv; prompts are wanted by others at once
+COMMIT_EVERY = 32  # output positions between two words to kv: what a successor of this process computes again
 
 
 class Settings(NamedTuple):
@@ -227,8 +227,9 @@ class Engine:
                 else:
                     sequence.computed = entry.start + entry.count
                 if not sequence.is_over:
-                    fresh = sequence.computed - sequence.committed
-                    if fresh >= (self.leases.page_tokens if was_prompt else COMMIT_EVERY):
+                    # When a page is full: others want prompts at once.
+                    each = self.leases.page_tokens if was_prompt else max(COMMIT_EVERY, self.leases.page_tokens)
+                    if sequence.computed // each > sequence.committed // each:
                         self.leases.commit(sequence)
                     if sequence.is_leaving and not sequence.inflight:
                         self.roster.set_aside(sequence)
