@@ -60,9 +60,12 @@ def look(config: Config) -> dict[str, Use]:
     for record in read_all(paths.run_dir(config)):
         if not record.alive:
             continue
-        found[record.stage] = sum((of_process(pid) for pid in measure.family(record.pid)), Use())
+        # A worker's name changes with the version of its model: all of them are one line.
+        name = "workers" if record.stage.startswith("worker") else record.stage
+        use = sum((of_process(pid) for pid in measure.family(record.pid)), Use())
+        found[name] = found.get(name, Use()) + use
         if record.parent > 1:
-            found[f"{record.stage}, parent"] = of_process(record.parent)
+            found[f"{name}, parent"] = found.get(f"{name}, parent", Use()) + of_process(record.parent)
     found["shared memory"] = of_directory(paths.arena_dir(config))
     found["state"] = of_directory(paths.state_dir(config))
     return found

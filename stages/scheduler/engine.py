@@ -478,18 +478,18 @@ class Engine:
         self.limits = self.limits._replace(context_length=context_length, vocab_size=vocab_size)
         self.is_attached = True
 
-    def detached(self, now: float, died: bool) -> None:
+    def detached(self, now: float, strikes: int = 0) -> None:
         """The worker is in no step any more, and what it has not acknowledged is void.
 
-        `died`: it was killed or ended in the step under way, which counts against who was in it.
+        `strikes`: it ended in the step under way, which counts so much against who was in it (retry.py).
         """
         self.complete(now)
         culprit = None
         if self.unacknowledged:
             self.stats.repeated += 1
             members = [entry.sequence for entry in self.unacknowledged[0].entries]
-            if died:
-                culprit = retry.strike(s for s in members if not s.is_over)
+            if strikes:
+                culprit = retry.strike((s for s in members if not s.is_over), strikes)
         self.unacknowledged.clear()
         for sequence in list(self.roster.held):
             sequence.inflight = 0

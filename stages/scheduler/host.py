@@ -22,6 +22,7 @@ from stages.scheduler.admission import Refusal
 from stages.scheduler.engine import Engine, Settings
 from stages.scheduler.evidence import Evidence
 from stages.scheduler.fence import Fence
+from stages.scheduler.retry import DEATH, STALL
 from stages.scheduler.ring import Ring
 
 log = logging.getLogger("starling.scheduler")
@@ -69,6 +70,7 @@ class Host:
         self._ready: m.WorkerReady | None = None  # the group that waits to be attached, or is
         self._pids: tuple[tuple[int, int], ...] = ()  # of the group that has the arenas mapped
         self._fence: Fence | None = None
+        self._strikes = 0  # against who is in the step that the fenced group did not finish
         self._fence_at = math.inf
         self._arena: Arena | None = None
         self._geometry: StepsGeometry | None = None
@@ -93,10 +95,11 @@ class Host:
             return
         self.kill(now, "its worker has ended")
 
-    def kill(self, now: float, why: str) -> None:
+    def kill(self, now: float, why: str, strikes: int = DEATH) -> None:
         """The group dies whole, whatever state it is in; its unfinished steps are then void."""
         if self._fence is not None:
             return
+        self._strikes = strikes
         self.engine.is_attached = False
         self._ready = None
         self._fence_at = math.inf
@@ -111,7 +114,7 @@ class Host:
         if self._fence is None:
             if not self._pids or (hello.pid, hello.start_ticks) in self._pids:
                 self._fence_at = math.inf
-                self.engine.detached(now, died=False)
+                self.engine.detached(now)
             else:
                 # A successor has come before its predecessor's end was noticed.
                 self.kill(now, "replaced by a new worker")
@@ -132,7 +135,10 @@ class Host:
             self._fence = None
             self._pids = ()
             self._not_before = -math.inf
-            self.engine.detached(now, died=True)
+            # One that has not taken up its attachment was in no step.
+            ring = self.engine.ring
+            has_begun = ring is not None and ring.served_generation == self._generation
+            self.engine.detached(now, self._strikes if has_begun else 0)
         ready = self._ready
         if ready is None or self.engine.is_attached or not self.peer or now < self._not_before:
             return
@@ -245,7 +251,7 @@ class Host:
         if value != self._progress[0]:
             self._progress = (value, now)
         elif now - self._progress[1] > self._stuck_step_s:
-            self.kill(now, f"a step made no progress for {self._stuck_step_s:g} s")
+            self.kill(now, f"a step made no progress for {self._stuck_step_s:g} s", STALL)
 
     def _look_for_signs(self, now: float) -> None:
         """How long the worker has stood with a step: `stands_for_s`."""

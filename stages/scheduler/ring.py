@@ -64,6 +64,11 @@ class Ring:
         return words.load(self._control, sh.PROGRESS)
 
     @property
+    def served_generation(self) -> int:
+        """The attachment that the worker has taken up last."""
+        return words.load(self._control, sh.WORKER_GENERATION)
+
+    @property
     def worker_sleeps(self) -> bool:
         return words.load(self._control, sh.WORKER_SLEEPING) != 0
 

@@ -54,7 +54,7 @@ def test_a_bad_disk_changes_nothing(server: Server, scenario: str) -> None:
     assert not (server.home / "run" / faultpoints.FILE).exists()
     assert server.post("/v1/generate", prompt=[1, 2], max_tokens=1, session_id="")["session_id"]
     names = {use["name"] for use in report["use"]}
-    assert {"gateway", "kv", "kv, parent", "worker-tiny", "shared memory", "state"} <= names
+    assert {"gateway", "kv", "kv, parent", "workers", "shared memory", "state"} <= names
     for use in report["use"]:
         assert use["descriptors_end"] <= use["descriptors_most"]
 

@@ -364,7 +364,7 @@ def test_other_contents_of_the_kv_arena_begin_everything_anew():
     while world.work():  # in the old arena, which it still has mapped
         pass
     world.pages.states[:] = -1
-    world.engine.detached(world.now, died=False)
+    world.engine.detached(world.now)
     world.attach()
     world.settle()
     world.check_all()

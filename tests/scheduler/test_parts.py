@@ -21,7 +21,7 @@ from stages.scheduler.cost import CostModel
 from stages.scheduler.fence import Fence
 from stages.scheduler.leases import BadTableError, Leases
 from stages.scheduler.queues import Tenant
-from stages.scheduler.retry import alone, is_suspect, strike
+from stages.scheduler.retry import DEATH, STALL, alone, is_suspect, strike
 from stages.scheduler.ring import Ring
 from stages.scheduler.sequence import IllegalTransitionError, Sequence, State
 from stages.scheduler.speculate import LONGEST_SILENCE, Drafter
@@ -188,21 +188,34 @@ def test_an_answer_nobody_waits_for_is_ignored():
 
 def test_strikes_single_out_the_culprit():
     a, b, c = members = [held(name, 10, 9) for name in "abc"]
-    assert strike(members) is None
-    assert strike(members) is None
+    for _ in range(3):
+        assert alone(members) is None
+        assert strike(members, DEATH) is None
     assert all(is_suspect(s) for s in members)
     assert alone(members) is a
     a.strikes = 0  # its step went well
     assert alone(members) is b
-    assert strike([b]) is b
+    assert strike([b], DEATH) is b
     b.is_over = True
     assert alone(members) is c
 
 
-def test_a_step_of_one_convicts_at_its_second_death():
+@pytest.mark.parametrize(("strikes", "most"), [(DEATH, 4), (STALL, 2)])
+def test_a_step_of_one_needs_no_separation(strikes, most):
     a = held("a", 10, 9)
-    assert strike([a]) is None
-    assert strike([a]) is a
+    for _ in range(most - 1):
+        assert strike([a], strikes) is None
+    assert strike([a], strikes) is a
+
+
+def test_a_third_stall_convicts_one_of_many():
+    a, b = members = [held(name, 10, 9) for name in "ab"]
+    assert strike(members, STALL) is None
+    assert strike(members, STALL) is None
+    assert alone(members) is a
+    assert strike([a], STALL) is a
+    assert not is_suspect(held("c", 10, 9))
+    assert alone([b]) is b
 
 
 # ------------------------------------------------------------------ speculation

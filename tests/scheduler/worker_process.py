@@ -11,7 +11,6 @@ import select
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 
 from pipeline.edges import EDGES
@@ -53,6 +52,7 @@ def main(run_dir: str, model: str, digest: str, poison: int, stall: int) -> None
                 total = os.path.getsize(frame.kv_path) // (8 * size)
                 worker = Worker(steps, geometry, Pages(total, size, frame.kv_path))
                 worker.attach(frame.generation)
+                words.store(worker.s.control, sh.WORKER_GENERATION, frame.generation)
                 generation = frame.generation
                 bell.connect(frame.bell)
                 if poison >= 0:
@@ -74,7 +74,7 @@ def main(run_dir: str, model: str, digest: str, poison: int, stall: int) -> None
                     os.kill(os.getpid(), signal.SIGKILL)
                 stalled.touch()
                 while True:
-                    time.sleep(0.05)
+                    poll.poll(50)
                     link.receive()
                     link.tick(Heartbeat("worker", link.epoch, progress, True, True))
             progress += 1

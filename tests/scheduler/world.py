@@ -13,6 +13,7 @@ from pipeline.messages import Cancel, Denied, Frame, Granted, KvReady, Submit
 from shm.steps import StepsGeometry, blank_steps
 from stages.scheduler.cost import CostModel
 from stages.scheduler.engine import Engine, Settings
+from stages.scheduler.retry import DEATH
 from stages.scheduler.ring import Ring
 from stages.scheduler.sequence import State
 
@@ -94,7 +95,7 @@ class World:
                 self.worker.compute(int(self.steps.control[24]) + 1)
             except Poisoned:
                 pass
-        self.engine.detached(self.now, died=True)
+        self.engine.detached(self.now, DEATH)
         self.collect()
         self.attach()
 

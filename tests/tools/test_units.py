@@ -1,0 +1,56 @@
+"""The systemd units: one for each stage, watched, bounded and hardened; the install command fills in the checkout."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.stage import STAGES
+
+UNITS = Path(__file__).parents[2] / "configs" / "systemd"
+
+
+def unit(path: Path) -> configparser.SectionProxy:
+    parser = configparser.ConfigParser(strict=False, interpolation=None, delimiters=("=",))
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(path.read_text())
+    assert parser["Install"]["WantedBy"] == "starling.target"
+    return parser["Service"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_has_a_unit(stage: str) -> None:
+    service = unit(UNITS / f"starling-{stage}.service")
+    assert service["ExecStart"] == f"@PREFIX@/.venv/bin/starling stage {stage}"
+    expected = {
+        "Type": "notify", "Restart": "on-failure", "NoNewPrivileges": "yes", "ProtectSystem": "strict",
+        "CapabilityBoundingSet": "", "KillMode": "mixed", "User": "starling",
+    }  # fmt: skip
+    assert {name: service[name] for name in expected} == expected
+    assert service["WatchdogSec"]
+    assert re.fullmatch(r"\d+[%MG]", service["MemoryMax"])
+    # Kernels are compiled at run time.
+    assert "MemoryDenyWriteExecute" not in service
+
+
+def test_they_are_installed_for_a_checkout(tmp_path: Path) -> None:
+    shutil.copytree(UNITS, tmp_path / "configs" / "systemd")
+    install = [str(tmp_path / "configs" / "systemd" / "install.sh"), str(tmp_path / "out")]
+    refused = subprocess.run(install, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "run 'make setup' first" in refused.stderr
+    program = tmp_path / ".venv" / "bin" / "starling"
+    program.parent.mkdir(parents=True)
+    program.touch(mode=0o755)
+    subprocess.run(install, check=True, capture_output=True)
+    written = sorted((tmp_path / "out").iterdir())
+    names = {f"starling-{stage}.service" for stage in STAGES} | {"starling.target"}
+    assert {path.name for path in written} == names
+    for path in written:
+        assert "@PREFIX@" not in path.read_text()
+    assert unit(tmp_path / "out" / "starling-kv.service")["ExecStart"] == f"{program} stage kv"
