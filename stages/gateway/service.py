@@ -115,7 +115,7 @@ class Service:
     def model_name(self, asked: str) -> str:
         """Its name; "" asks for the first. Raises `ModelNotFound`."""
         names = self.instances.names
-        name = asked or (names[0] if names else "")
+        name = asked or (*names, *(one.name for one in self.instances.all), "")[0]
         if not self.instances.versions(name):
             close = difflib.get_close_matches(asked, names, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else "served: " + (", ".join(map(repr, names)) or "none")
