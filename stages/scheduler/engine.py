@@ -100,6 +100,7 @@ class Engine:
         self.limits = Limits(s.max_prompt_tokens, s.max_output_tokens)
         self.budget = Budget(s.max_batch_size, max(s.max_step_tokens, s.max_batch_size), s.max_samples)
         self.depth = 2 if s.run_ahead else 1  # most unacknowledged steps
+        self.allowed = self.depth  # of them now: fewer while others want the same cores, see sharing.py
         self.ring: Ring | None = None
         self.is_attached = False
         self.unacknowledged: deque[Step] = deque()
@@ -124,7 +125,7 @@ class Engine:
 
     def plan(self, now: float) -> bool:
         """Compose and publish the next step, if there is room in the ring and work for it."""
-        if not self.is_attached or len(self.unacknowledged) >= self.depth:
+        if not self.is_attached or len(self.unacknowledged) >= min(self.depth, self.allowed):
             return False
         if self.unacknowledged:
             if self.unacknowledged[-1].is_verifying or self._suspects or self.waits_for_end(now) > 0:

@@ -24,6 +24,7 @@ from stages.scheduler.evidence import Evidence
 from stages.scheduler.fence import Fence
 from stages.scheduler.retry import DEATH, STALL
 from stages.scheduler.ring import Ring
+from stages.scheduler.sharing import Claim
 
 log = logging.getLogger("starling.scheduler")
 
@@ -58,6 +59,7 @@ class Host:
         self.reason = "waiting for its worker"
         self.kv: m.KvReady | None = None
         self.kv_state: m.KvState | None = None
+        self.cores: frozenset[int] = frozenset()  # that its ranks are pinned to; empty: any
         self.bell = ""  # the doorbell's path, see bell.py
         self.peer = b""  # the worker's connection, b"" while it is down
         self._settings = settings
@@ -224,6 +226,14 @@ class Host:
         engine = self.engine
         if engine.turn(now) and engine.ring is not None and engine.ring.worker_sleeps:
             self._to_worker(self.peer, m.StepBell(self._generation, engine.ring.head))
+
+    @property
+    def claims(self) -> bool:
+        """It has something to compute, and a worker that does."""
+        return self.engine.is_attached and self.engine.is_busy and not self.problem
+
+    def claim(self) -> Claim:
+        return Claim(self.name, self.cores, self.engine.stats.step_s.total, bool(self.engine.unacknowledged))
 
     def sleep(self) -> bool:
         """About to block: ask for a doorbell. False: there is something to take in already."""

@@ -24,6 +24,7 @@ from stages.scheduler.engine import Settings
 from stages.scheduler.host import Host
 from stages.scheduler.metrics import INTERVAL_S, Gauge, show_tenants
 from stages.scheduler.roster import rejection
+from stages.scheduler.sharing import Turns, steps_ahead
 
 log = logging.getLogger("starling.scheduler")
 
@@ -55,6 +56,7 @@ class SchedulerStage:
         self._bells: dict[str, Bell] = {}
         self._asking: dict[int, Host] = {}  # by the number in the ids of their asks to kv
         self._next_number = 0
+        self._turns = Turns()
         self._gauges: dict[str, Gauge] = {}  # by model
         self._past_tenants: Counter[str] = Counter()  # tokens computed by hosts that are gone
         self._next_show = 0.0
@@ -132,11 +134,13 @@ class SchedulerStage:
             prefix_cache=c.cache.enabled,
             first_ask=(number << ASK_BITS) + 1,
         )
-        return Host(
+        host = Host(
             settings, paths.arena_dir(c) / f"{model.slug}.steps", model.page_tokens,
             model.max_sequence_length, s.stuck_step_ms / 1000, now, c.tenant_weight, self.workers.send,
             self.kv.send,
         )
+        host.cores = frozenset(model.cpus)
+        return host
 
     def run(self) -> int:
         try:
@@ -156,8 +160,7 @@ class SchedulerStage:
             host.wake()
         while True:
             now = self._clock()
-            for host in hosts:
-                host.turn(now)
+            self._take_turns(now)
             for host in hosts:
                 self._speak(host)
             asleep = [host.sleep() for host in hosts]
@@ -171,6 +174,27 @@ class SchedulerStage:
         self.loop.busy = self._is_needed() if self.loop.stopping else any(h.engine.is_busy for h in hosts)
         delay = min((host.engine.delay(now) for host in hosts), default=math.inf)
         return None if delay == math.inf else delay
+
+    def _take_turns(self, now: float) -> None:
+        """Every model completes; one publishes after the other, as far as they leave each other the cores."""
+        claims = {}
+        if len(self.hosts) > 1:
+            for name, host in self.hosts.items():
+                host.engine.complete(now)
+                if host.claims:
+                    claims[name] = host.claim()
+        if len(claims) < 2:
+            for host in self.hosts.values():
+                host.engine.allowed = host.engine.depth
+                host.turn(now)
+            return
+        for name in [*self._turns.order(list(claims.values())), *(n for n in self.hosts if n not in claims)]:
+            host = self.hosts[name]
+            if name in claims:
+                host.engine.allowed = steps_ahead(claims[name], list(claims.values()), host.engine.depth)
+            host.turn(now)
+            if name in claims:
+                claims[name] = host.claim()
 
     def _speak(self, host: Host) -> None:
         """What the engine has to say to kv and the gateways."""
