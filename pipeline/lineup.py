@@ -4,7 +4,7 @@
     RUN_DIR/worker-SLUG.failed   why an instance's worker group could not begin
 
 An *instance* is one loaded version of a model, with arenas, a worker group and a life of its own.  Its
-`id` (`NAME`, later `NAME@2`, ...) is what the stages call it among themselves and is never used twice;
+`id` (`NAME`, later `NAME@1`, ...) is what the stages call it among themselves and is never used twice;
 its `name` is what requests ask for.  As configured, a model has one instance, its id the name itself.
 
     loading -> serving -> retiring -> (gone from the record)

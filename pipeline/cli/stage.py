@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 
@@ -29,7 +30,11 @@ def stage(name: str, model: str) -> int:
     config = load()
     run = _program(name, model, config)
     logs.setup(name, config)
-    return guarded(run)
+    code = guarded(run)
+    if "NOTIFY_SOCKET" in os.environ:
+        # Under systemd there is no supervisor of ours to do it: the last stage of the target that ends.
+        leftovers.sweep(paths.run_dir(config), paths.arena_dir(config))
+    return code
 
 
 @click.command()

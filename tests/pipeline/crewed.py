@@ -1,0 +1,54 @@
+"""A crew whose members do as they are told by their model's path; for test_crew.py.
+
+    python -m tests.pipeline.crewed CONFIG_FILE
+        stay     until SIGTERM
+        exit:N   end with that code
+        parent   start a process of its own in a group of its own, then stay
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from pipeline import paths, process
+from pipeline.config import load
+from pipeline.crew import Crew
+from pipeline.lineup import Instance
+from pipeline.supervisor import SIGNALS
+
+
+def main() -> int:
+    config = load(sys.argv[1])
+    process.become_subreaper()
+    told = paths.run_dir(config) / "told"
+
+    def fork(instance: Instance) -> int:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        process.die_with_parent(parent)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        behaviour = Path(instance.settings.path).name
+        below = 0
+        if behaviour == "parent" and not (below := os.fork()):
+            os.setpgid(0, 0)
+            while True:
+                signal.pause()
+        with told.open("a") as lines:
+            lines.write(f"{instance.id} {os.getpid()} {below}\n")
+        if behaviour.startswith("exit:"):
+            os._exit(int(behaviour.removeprefix("exit:")))
+        while True:
+            signal.pause()
+
+    return Crew(config, fork, []).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

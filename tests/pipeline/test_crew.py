@@ -1,0 +1,187 @@
+"""The parent of all worker groups: follows the record, and nothing survives its end. Real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from pipeline import lineup, paths
+from pipeline.config import load
+from pipeline.config_schema import ModelConfig
+from pipeline.lineup import Instance, Lineup
+from pipeline.rundir import prepare
+from tests.e2e.server import wait_gone
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 20.0
+
+
+class World:
+    def __init__(self, home: Path) -> None:
+        file = home / "starling.yaml"
+        settings: dict[str, Any] = {
+            "models": [{"name": "m", "path": "/stay"}],
+            "server": {"run_dir": str(home / "run"), "state_dir": str(home / "state"),
+                       "arena_dir": str(home / "shm"), "drain_timeout_ms": 300},
+        }  # fmt: skip
+        file.write_text(yaml.safe_dump(settings))
+        self.file = file
+        self.config = load(file, {})
+        self.run_dir = prepare(paths.run_dir(self.config))
+        self.arenas = prepare(paths.arena_dir(self.config))
+        self.crew: subprocess.Popen[bytes] | None = None
+
+    def start(self, **environment: str) -> subprocess.Popen[bytes]:
+        self.crew = subprocess.Popen(
+            [sys.executable, "-m", "tests.pipeline.crewed", str(self.file)], cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        )  # fmt: skip
+        return self.crew
+
+    def write(self, *instances: Instance) -> None:
+        known = lineup.initial(self.config)
+        lineup.write(self.config, Lineup(known.configured, 9, instances))
+
+    def lives(self, name: str) -> list[tuple[int, int]]:
+        """(pid, pid below it) of each life of an instance."""
+        try:
+            lines = (self.run_dir / "told").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [(int(pid), int(below)) for one, pid, below in map(str.split, lines) if one == name]
+
+    def wait(self, condition: Callable[[], Any]) -> None:
+        """The crew looks every 100 ms; it is running meanwhile."""
+        deadline = time.monotonic() + WAIT_S
+        assert self.crew is not None
+        fd = os.pidfd_open(self.crew.pid)
+        try:
+            while not condition():
+                assert time.monotonic() < deadline
+                if self.crew.poll() is None:
+                    signal.pidfd_send_signal(fd, 0)
+        finally:
+            os.close(fd)
+
+    def wait_begun(self, name: str, lives: int = 1) -> tuple[int, int]:
+        self.wait(lambda: len(self.lives(name)) >= lives)
+        return self.lives(name)[lives - 1]
+
+
+def make(behaviour: str, serial: int, state: Any = "serving") -> Instance:
+    return Instance(name="m", serial=serial, settings=ModelConfig(name="m", path=f"/{behaviour}"), state=state)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    if world.crew is not None and world.crew.poll() is None:
+        world.crew.kill()
+        world.crew.wait()
+
+
+def test_it_follows_the_record(world: World) -> None:
+    crew = world.start()
+    first, _ = world.wait_begun("m")
+    world.write(make("stay", 0), make("stay", 1, "loading"))
+    second, _ = world.wait_begun("m@1")
+    for name in ("worker-m.lock", "worker-m.status", "worker-m.failed"):
+        (world.run_dir / name).write_bytes(b"")
+    for name in ("m.act", ".m.act.123", "worker-m.metrics"):
+        (world.arenas / name).write_bytes(b"")
+    world.write(make("stay", 1))
+    assert wait_gone(first)
+    # Nothing of it is left, and the other one has not been touched.
+    world.wait(lambda: not list(world.run_dir.glob("worker-m.*")) and not list(world.arenas.iterdir()))
+    assert world.lives("m@1") == [(second, 0)]
+    crew.terminate()
+    assert crew.wait(WAIT_S) == 0
+    assert wait_gone(second)
+
+
+def test_a_killed_member_is_fenced_and_begins_again(world: World) -> None:
+    world.write(make("parent", 1))
+    crew = world.start()
+    member, below = world.wait_begun("m@1")
+    os.kill(member, signal.SIGKILL)
+    _, other = world.wait_begun("m@1", lives=2)
+    assert wait_gone(below, 0)  # before its successor began
+    assert other != below
+    crew.terminate()
+    assert crew.wait(WAIT_S) == 0
+    assert wait_gone(other)
+
+
+def test_who_gives_up_while_loading_is_noted_and_left(world: World) -> None:
+    world.write(make("stay", 0), make("exit:1", 1, "loading"), make("exit:78", 2, "loading"))
+    crew = world.start()
+    for name in ("worker-m@1", "worker-m@2"):
+        world.wait(lambda: lineup.read_failure(world.run_dir, name))  # noqa: B023
+    failure = lineup.read_failure(world.run_dir, "worker-m@1")
+    assert failure is not None
+    assert (failure.code, "code 1" in failure.message) == ("MODEL_UNAVAILABLE", True)
+    assert len(world.lives("m@1")) == 1
+    assert crew.poll() is None
+    world.write(make("stay", 0))
+    world.wait(lambda: not list(world.run_dir.glob("worker-m@*")))
+    crew.terminate()
+    assert crew.wait(WAIT_S) == 0
+
+
+def test_who_gives_up_while_serving_ends_all(world: World) -> None:
+    world.write(make("stay", 0), make("stay", 1, "retiring"))
+    crew = world.start()
+    other, _ = world.wait_begun("m@1")
+    world.write(make("exit:78", 2), make("stay", 1, "retiring"))
+    assert crew.wait(WAIT_S) == 78
+    assert wait_gone(other)
+
+
+def test_all_die_with_it(world: World) -> None:
+    world.write(make("stay", 0), make("stay", 1))
+    crew = world.start()
+    members = [world.wait_begun(name)[0] for name in ("m", "m@1")]
+    crew.kill()
+    crew.wait()
+    assert all(wait_gone(member) for member in members)
+
+
+def test_systemd_hears_when_all_who_serve_are_ready(world: World, tmp_path: Path) -> None:
+    address = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(address)
+        systemd.settimeout(WAIT_S)
+        world.write(make("stay", 1), make("stay", 2, "loading"))
+        crew = world.start(NOTIFY_SOCKET=address, WATCHDOG_USEC="200000")
+        pid, _ = world.wait_begun("m@1")
+        heard = {systemd.recv(100) for _ in range(3)}
+        assert heard == {b"WATCHDOG=1"}
+        status = {
+            "stage": "worker-m@1", "pid": pid, "ticks": _ticks(pid), "epoch": 1, "uptime_s": 1.0, "progress": 0,
+            "busy": False, "ready": True, "reason": "", "written": 0.0,
+        }  # fmt: skip
+        (world.run_dir / "worker-m@1.status").write_bytes(msgspec.json.encode(status))
+        while systemd.recv(100) != b"READY=1":
+            pass
+        crew.terminate()
+        while systemd.recv(100) != b"STOPPING=1":
+            pass
+        assert crew.wait(WAIT_S) == 0
+
+
+def _ticks(pid: int) -> int:
+    from shm.arena import process_ticks
+
+    return process_ticks(pid)
