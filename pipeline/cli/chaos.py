@@ -61,7 +61,7 @@ def chaos(
     bit-flip    a bit of a cached page changes
     memory      long prompts that press each other out of the arena
     reload      `starling reload` of each model, again and again
-    mixed       all of it but reload, in an order drawn by --seed
+    mixed       every fault but reload, in an order drawn by --seed
     """
     config = load()
     console = Console(stderr=as_json)

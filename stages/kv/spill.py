@@ -51,7 +51,7 @@ LAYOUT = 1
 BLOCK = 4096
 SLOTS = BLOCK // PAGE_RECORD  # of an extent
 PAUSE_S = 30.0  # after an error of the disk nothing is written for so long
-SLOW_S = 0.1  # a page that takes longer to write
+SLOW_S = 0.1  # a page that takes longer to write or read
 SLOW_FACTOR = 20  # is followed by a pause this many times as long
 MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
 
@@ -103,7 +103,7 @@ class PageStore:
         self._wall_ns = wall_ns
         self._fault = faultpoints.point("disk", name)
         self._read_fault = faultpoints.point("disk", name + "_read")
-        self._paused_until = self._full_until = float("-inf")
+        self._paused_until = self._full_until = self._unread_until = float("-inf")
         self._slots_each = max(0, min(SLOTS, (max_bytes - 2 * BLOCK) // page_bytes))
         self._extent_bytes = BLOCK + self._slots_each * page_bytes
         self._max_extents = max(0, max_bytes - BLOCK) // self._extent_bytes if self._slots_each else 0
@@ -208,9 +208,13 @@ class PageStore:
                 self._populate(first, 1 + len(rest))
 
     def fetch(self, digest: PageDigest, out: np.ndarray) -> PageName | None:
-        """Copy a page into `out` (page_bytes,) u8. None: it is not there or was damaged, `out` is void."""
+        """Copy a page into `out` (page_bytes,) u8. None: it is not there, was damaged, or the disk is too slow.
+
+        `out` is void then.
+        """
         slot = self._slot_of.get(digest)
-        if slot is None:
+        begun = self._clock()
+        if slot is None or begun < self._unread_until:
             return None
         try:
             name = self._read(slot, digest, out)
@@ -224,6 +228,11 @@ class PageStore:
             return None
         self.touch(digest)
         self.counters.fetched += 1
+        took = self._clock() - begun
+        if took > SLOW_S:
+            # Everybody waits for this one process: computing the others again is faster.
+            self._unread_until = begun + min(took * SLOW_FACTOR, PAUSE_S)
+            log.warning("%s: a page took %.0f ms to read; pausing", self.path, took * 1000)
         return name
 
     def discard(self, digest: PageDigest) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline import faultpoints
 from shm.pages import PAGE_FULL, PAGE_HEADER
 from stages.kv.headers import Headers, PageName, checksum
 from stages.kv.prefix import PageDigest
-from stages.kv.spill import BLOCK, PAUSE_S, SLOTS, PageStore
+from stages.kv.spill import BLOCK, PAUSE_S, SLOTS, SLOW_FACTOR, PageStore
 
 PAGE_BYTES = 8192
 EXTENT = BLOCK + SLOTS * PAGE_BYTES
@@ -408,4 +409,26 @@ def test_age_on_disk_is_since_the_last_use(path: Path) -> None:
     store.close()
     store = open_store(path)
     assert store.idle(1002) == [page(0)[0], page(1)[0]]  # as the pages' own records say
+    store.close()
+
+
+def test_a_disk_that_reads_slower_than_computing_is_left_alone_for_a_while(path: Path) -> None:
+    clock = Clock()
+    store = open_store(path, clock=clock, name="slow_test")
+    for i in range(3):
+        assert store.put(*page(i))
+    fault = faultpoints.point("disk", "slow_test_read")
+
+    def strike(number: int) -> bool:
+        clock.now += 0.4
+        return False
+
+    fault.strike = strike
+    assert fetch(store, 0)
+    # Nothing is lost or counted as damaged: it is not asked for.
+    assert not fetch(store, 1)
+    assert store.counters.damaged == 0
+    fault.strike = None
+    clock.now += 0.4 * SLOW_FACTOR
+    assert all(fetch(store, i) for i in range(3))
     store.close()
