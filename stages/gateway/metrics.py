@@ -7,7 +7,7 @@ the other stages' numbers reach /metrics through their snapshots.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pipeline.telemetry import Metrics
@@ -47,8 +47,11 @@ class GatewayMetrics:
         found = "hits" if request.response_cache == HIT else "misses"
         self.numbers.add(f"starling_response_cache_{found}_total", request.model)
 
-    def sample_responses(self, cache: ResponseCache) -> None:
+    def sample_responses(self, cache: ResponseCache, models: Iterable[str]) -> None:
         """Before the numbers are read, when there is one."""
+        for model in models:  # shown from the start: a rate needs its zero
+            for name in ("starling_response_cache_hits_total", "starling_response_cache_misses_total"):
+                self.numbers.add(name, model, amount=0.0)
         self.numbers.set("starling_response_cache_entries", len(cache))
         self.numbers.set("starling_response_cache_bytes", cache.bytes)
         self.numbers.set("starling_response_cache_evictions_total", cache.evicted, "full")

@@ -322,7 +322,7 @@ class Service:
         """Bring the metrics up to date."""
         self.metrics.sample(self.in_flight, self.relay.counts, self.recovery.left_out)
         if self.responses.is_enabled:
-            self.metrics.sample_responses(self.responses)
+            self.metrics.sample_responses(self.responses, [model.name for model in self.config.models])
 
     def _describe(self, instance: Instance) -> None:
         question = f"describe/{instance.id}"
