@@ -179,11 +179,18 @@ class ModelPages:
         if self.manager is not None:
             self.manager.pool.expire()
 
-    def save_proven(self) -> bool:
-        """A few pages that have proven themselves to the state directory. True: there may be more."""
+    def save_some(self) -> bool:
+        """A few pages to the state directory: that have proven themselves, or any while nothing runs.
+
+        True: there may be more.
+        """
         if self.manager is None or self.saved is None:
             return False
-        return persist.save_proven(self.manager.pool, self.saved, SAVE_PAGES) == SAVE_PAGES
+        pool = self.manager.pool
+        if persist.save_proven(pool, self.saved, SAVE_PAGES) == SAVE_PAGES:
+            return True
+        # One at a time: whoever comes now should not have to wait for a disk.
+        return persist.save_resting(pool, self.saved, 1) == 1
 
     def save_recent(self) -> bool:
         """At a clean stop: a few of the most recent pages. True: there may be more."""

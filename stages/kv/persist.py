@@ -2,8 +2,9 @@
 
 The arena itself outlives every process, but not a clean stop, which removes it, nor a reboot.  So
 pages that more than one sequence has held, which have proven their worth, are copied while the server
-runs; all others at a clean stop, the most recently used first, as far as bound and time allow.
-(Copying every page at once would write tens of MB/s to the disk all day.)
+runs.  All others are copied while nothing is computed, as long as the file has room without giving up another
+page; and at a clean stop, the most recently used first, as far as bound and time allow.
+(Copying every page at once would write tens of MB/s to the disk all day, beside the ranks.)
 
 A copy is found again by its name; whether it is what it was, its checksum says when it is read.
 """
@@ -59,6 +60,15 @@ def note_copies(pool: Pool, store: PageStore) -> None:
 def save_proven(pool: Pool, store: PageStore, limit: int) -> int:
     """Copy at most `limit` pages that have proven themselves. Returns how many."""
     return _save(pool, store, pool.headers.without_copy(store.residency, PROVEN_USES), limit)
+
+
+def save_resting(pool: Pool, store: PageStore, limit: int) -> int:
+    """While no sequence runs: copy at most `limit` of all other pages into free places. Returns how many."""
+    room = min(limit, store.capacity - len(store))
+    if pool.leased or room <= 0:
+        return 0
+    pages = pool.headers.without_copy(store.residency, 1)
+    return _save(pool, store, sorted(pages, key=pool.headers.last_use_ns, reverse=True), room)
 
 
 def save_recent(pool: Pool, store: PageStore, limit: int) -> int:

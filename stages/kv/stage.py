@@ -160,7 +160,7 @@ class KvStage:
             more = False
             for model in self.models.values():
                 model.pages.expire()
-                more |= model.pages.save_proven()
+                more |= model.pages.save_some()
                 more |= model.pages.compact()
             for name, book in self.books.items():
                 book.expire()

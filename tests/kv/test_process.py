@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import messages as m
+from stages.kv.page_file import PageFile
 from tests.kv.process import PAGE_TOKENS, Gateway, KvProcess, Scheduler, configure, write_model
 
 pytestmark = pytest.mark.slow
@@ -181,6 +182,28 @@ def test_proven_pages_survive_a_power_cut(home: Path) -> None:
     with KvProcess(home), Scheduler(home, digest) as s:
         s.wait_ready()
         assert s.run("c", words(1, 2, 5)).cached_tokens == 2 * PAGE_TOKENS
+
+
+def test_all_pages_survive_a_power_cut_after_a_rest(home: Path) -> None:
+    """While a sequence runs, only what has proven itself is written; then the rest follows."""
+    digest = write_model(home)
+    with KvProcess(home) as kv, Scheduler(home, digest) as s:
+        s.wait_ready()
+        s.acquire("runs", [7])
+        s.run("a", words(1, 2, 3))
+
+        def saved() -> int:
+            (path,) = (home / "state" / "kv").glob("*.pages")
+            with PageFile(path) as file:
+                return len(list(file.records()))
+
+        s.release("runs")
+        s.wait(lambda: saved() == 3)
+        kv.kill()
+    shutil.rmtree(home / "shm")
+    with KvProcess(home), Scheduler(home, digest) as s:
+        s.wait_ready()
+        assert s.run("c", words(1, 2, 3, 4)).cached_tokens == 3 * PAGE_TOKENS
 
 
 def test_evicted_pages_come_back_from_the_spill_file(home: Path) -> None:

@@ -58,7 +58,7 @@ def test_shows_what_is_there(pages: ModelPages) -> None:
     manager, sessions = pages.manager, pages.sessions
     assert manager is not None
     assert sessions is not None
-    while pages.save_proven():
+    while pages.save_some():
         pass
     sessions.begin(b"g", "tenant", "chat-1", create=True)
     sessions.commit(b"g", "tenant", "chat-1", 1, 0, np.arange(40, dtype=np.int32).tobytes())
@@ -91,7 +91,7 @@ def test_check_finds_every_kind_of_damage(pages: ModelPages) -> None:
     manager, saved = pages.manager, pages.saved
     assert manager is not None
     assert saved is not None
-    while pages.save_proven():
+    while pages.save_some():
         pass
     assert inspect(pages.config, check=True).problems == []
     cached = manager.pool.cached_pages()
@@ -146,6 +146,23 @@ def test_files_of_old_versions_do_not_pile_up(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted([paths_[1], paths_[4], other])
 
 
+def test_what_rests_is_saved_and_pushes_nothing_out(pages: ModelPages) -> None:
+    manager, saved = pages.manager, pages.saved
+    assert manager is not None
+    assert saved is not None
+    while pages.save_some():
+        pass
+    assert len(saved) == 2  # "c" runs: only what two have held
+    manager.release("c", 17)
+    while pages.save_some():
+        pass
+    assert len(saved) == manager.pool.cached == 5
+    run(manager, "d", [7, 8])
+    saved._max_extents = 0  # as if that were all the room there is
+    assert not pages.save_some()
+    assert saved.counters.replaced == 0
+
+
 def test_the_command(pages: ModelPages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STARLING_CONFIG", str(tmp_path / "starling.yaml"))
     runner = CliRunner()
@@ -164,7 +181,7 @@ def test_fragmentation_is_told(pages: ModelPages, tmp_path: Path) -> None:
     assert pages.manager is not None
     assert pages.saved is not None
     assert inspect(pages.config).models[0].fragmentation is None  # nobody has said it
-    while pages.save_proven():
+    while pages.save_some():
         pass
     metrics = Metrics("kv", paths.arena_dir(pages.config))
     measure([pages], metrics)
