@@ -20,6 +20,10 @@ import click
 from pipeline.errors import ConfigError, ResourceError, StarlingError
 from pipeline.process import EXIT_CONFIG, EXIT_FATAL
 
+# Before any import of numpy, wherever it is: its BLAS would start threads, which no process needs, and a
+# supervisor that has threads cannot fork its stage.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 EXIT_INTERRUPTED = 130
 
 COMMANDS = {

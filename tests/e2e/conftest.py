@@ -27,6 +27,8 @@ def demo_server(tmp_path_factory: pytest.TempPathFactory, demo_gguf: Path) -> It
     config = {"models": [{"name": DEMO_MODEL, "kv_cache_mb": 128, "spill_path": str(home / "spill"), "spill_mb": 64}]}
     with Server(home, config) as server:
         yield server
+        # Stages are forked from supervisors that have imported them: a restart costs no imports.
+        assert not [line for line in server.output if "restarts pay for imports" in line]
         server.stop()
         assert server.leftovers() == []
         assert server.pids() == {}
