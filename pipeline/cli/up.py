@@ -85,7 +85,10 @@ def choose_arena_dir(config: Config, shm: Path = Path("/dev/shm")) -> dict[str, 
     free = _free(home) + left
     if free >= need:
         return {}
-    advice = "make them smaller (STARLING_CACHE__MAX_SIZE_MB) or move them (STARLING_SERVER__ARENA_DIR)"
+    advice = (
+        "make them smaller (kv_cache_mb of a model, STARLING_CACHE__MAX_SIZE_MB) or move them "
+        "(STARLING_SERVER__ARENA_DIR)"
+    )
     other = paths.home() / "arenas"
     if config.server.arena_dir or _free(other.parent) < need:
         raise ResourceError(f"the arenas need {need >> 20} MB, and {home} has {free >> 20} MB free; {advice}")
