@@ -102,7 +102,8 @@ FAMILIES: dict[str, Family] = {
         Family("starling_kv_cache_checksum_failures_total", "counter", "Pages dropped because their bytes "
                "had changed."),
         Family("starling_kv_cache_spilled_pages_total", "counter", "Evicted pages copied to the disk."),
-        Family("starling_kv_cache_restored_pages_total", "counter", "Pages that came back from the disk."),
+        Family("starling_kv_cache_restored_pages_total", "counter", "Pages that came back from a disk, "
+               "or over from an older version of the same file."),
         Family("starling_kv_cache_restore_seconds", "histogram", "Time to bring a page back.", (), SECONDS),
         Family("starling_sessions", "gauge", "Sessions held.", ("model",)),
         # every stage

@@ -53,7 +53,9 @@ async def _answer(service: Service, instance: Instance) -> tuple[int, ...]:
     n = max(1, min(TOKENS, bounds.max_output_tokens or TOKENS, bounds.context // 2))
     room = min(bounds.context - n, bounds.max_prompt_tokens or bounds.context)
     request = Request(
-        f"req-{secrets.token_hex(12)}", Ask(endpoint="selftest", model=instance.name), instance.name, "",
+        f"req-{secrets.token_hex(12)}",
+        # With a salt of its own: nothing of it is to come from a cache.
+        Ask(endpoint="selftest", model=instance.name, cache_salt=secrets.token_hex(12)), instance.name, "",
         service.clock() + TIMEOUT_S, priority=PRIORITY, started_at=service.clock(), instance=instance.id,
     )  # fmt: skip
     request.is_probe = True

@@ -26,6 +26,7 @@ from stages.kv.pool import Pool
 from stages.kv.prune import prune_pages, prune_sessions
 from stages.kv.rows import Rows
 from stages.kv.sessions import Sessions
+from stages.kv.sibling import Sibling
 from stages.kv.spill import PageStore
 
 log = logging.getLogger("starling.kv")
@@ -67,6 +68,7 @@ class ModelPages:
         self.arena: Arena | None = None
         self.manager: Manager | None = None
         self.has_files = False
+        self._siblings: list[Sibling] = []
         self.saved: PageStore | None = None
         self.spilled: PageStore | None = None
 
@@ -144,9 +146,22 @@ class ModelPages:
             bound = model.spill_mb << 20 or SPILL_FACTOR * config.kv_cache_bytes(model)
             self.spilled = self._store(Path(model.spill_path).expanduser(), bound, persist.IN_SPILL)
         # In this order: what was evicted last is looked for first.
-        pool.spill, pool.tiers = self.spilled, self.stores()
+        self._arrange()
         for store in self.stores():
             persist.note_copies(pool, store)
+
+    def share(self, older: list[ModelPages]) -> None:
+        """Take pages from other versions of the same file, until this is called without them."""
+        mine = (self.digest, self.geometry)
+        fit = [one for one in older if (one.digest, one.geometry) == mine and one.manager is not None]
+        self._siblings = [Sibling(one.manager.pool) for one in fit if one.manager is not None]
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Where the pool looks for missing pages, the nearest place first."""
+        if self.manager is not None and self.config.cache.enabled:
+            self.manager.pool.spill = self.spilled
+            self.manager.pool.tiers = [*self._siblings, *self.stores()]
 
     def open_sessions(self) -> None:
         """This version serves: sessions go on with it, and name its pages."""
@@ -205,11 +220,10 @@ class ModelPages:
     def close_files(self) -> None:
         """Idempotent. What is saved there stays for another version that is the same."""
         self.has_files = False
-        if self.manager is not None:
-            self.manager.pool.spill, self.manager.pool.tiers = None, ()
-        for store in self.stores():
+        stores, self.saved, self.spilled, self._siblings = self.stores(), None, None, []
+        self._arrange()
+        for store in stores:
             store.close()
-        self.saved = self.spilled = None
 
     def close(self) -> None:
         """Let go of everything; the arena's file stays for a successor."""

@@ -113,6 +113,14 @@ class KvStage:
         for model in self.models.values():
             if model.manager is not None and not model.pages.has_files and self._is_alone(model):
                 model.pages.open_files()
+        self._share()
+
+    def _share(self) -> None:
+        """Who is new takes pages over from older versions of the same file, as long as they are there."""
+        for model in self.models.values():
+            name, serial = model.instance.name, model.instance.serial
+            versions = [other for other in self.models.values() if other.instance.name == name]
+            model.pages.share([other.pages for other in versions if other.instance.serial < serial])
 
     def _is_alone(self, model: Attached) -> bool:
         """No other version of it has the files, and none has a better claim to them."""
@@ -189,6 +197,7 @@ class KvStage:
         try:
             model.error = self._opened(model)
             if not model.error:
+                self._share()
                 gc.freeze()  # an index of many pages stands for long: collections need not look at it
         except (ArenaError, CheckpointError, OSError) as error:
             model.error, model.is_coming = str(error), False

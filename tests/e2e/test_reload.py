@@ -167,6 +167,27 @@ def test_another_file_takes_over_and_old_streams_end_on_the_old_one(server: Serv
     assert Stream(server).result() == long_on_a
 
 
+def test_a_new_version_of_the_same_file_takes_pages_over(server: Server, files: Files) -> None:
+    prompt = [5 + i % 90 for i in range(200)]
+    first = server.post("/v1/generate", **{**REQUEST, "prompt": prompt})
+    stream = Stream(server)
+    assert stream.begun.wait(TIMEOUT_S)
+    state = reload(server)
+    assert stream.is_alive()
+    again = server.post("/v1/generate", **{**REQUEST, "prompt": prompt})
+    assert again["choices"] == first["choices"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+    # Of another file nothing is taken over.
+    stream.join()
+    gone(run_dir(server), state, float("inf"))
+    stream = Stream(server)
+    assert stream.begun.wait(TIMEOUT_S)
+    reload(server, files.b)
+    assert stream.is_alive()
+    assert server.post("/v1/generate", **{**REQUEST, "prompt": prompt})["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    stream.join()
+
+
 def test_a_changed_file_is_read_anew_and_nothing_before(server: Server, files: Files, tmp_path: Path) -> None:
     moving = tmp_path / "moving.gguf"
     moving.write_bytes(files.a.read_bytes())
