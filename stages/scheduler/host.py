@@ -233,7 +233,9 @@ class Host:
         return self.engine.is_attached and self.engine.is_busy and not self.problem
 
     def claim(self) -> Claim:
-        return Claim(self.name, self.cores, self.engine.stats.step_s.total, bool(self.engine.unacknowledged))
+        engine = self.engine
+        has_prompts = any(not sequence.outputs for sequence in engine.roster.held)
+        return Claim(self.name, self.cores, engine.stats.step_s.total, bool(engine.unacknowledged), has_prompts)
 
     def sleep(self) -> bool:
         """About to block: ask for a doorbell. False: there is something to take in already."""

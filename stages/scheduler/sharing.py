@@ -2,14 +2,17 @@
 
 Two groups that compute at once on the same cores take them from each other in the middle of steps: each
 barrier of one waits for a time slice of the other, and both together do less than one alone.  So one
-step runs at a time: whoever has computed least has the next one.  A model that is alone runs ahead as ever;
-models with cores of their own do not wait for each other.  Pure.
+step runs at a time: whoever has computed least has the next one.  Somebody waits for a first token where
+a prompt is to be computed: that goes first, for at most `LEAD_S` of computing ahead of the others' share.  A
+model that is alone runs ahead as ever; models with cores of their own do not wait for each other.  Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from typing import NamedTuple
+
+LEAD_S = 1.0
 
 
 class Claim(NamedTuple):
@@ -19,6 +22,7 @@ class Claim(NamedTuple):
     cores: frozenset[int]  # its ranks are pinned to; empty: any
     spent_s: float  # of computing, in all steps so far
     is_computing: bool  # a step of it is published and not acknowledged
+    has_prompts: bool = False  # somebody waits for a first token
 
 
 def share(one: Claim, other: Claim) -> bool:
@@ -43,7 +47,10 @@ class Turns:
         old = [self._account[name] for name in names if name in self._account]
         self._account = {name: self._account.get(name, min(old, default=0.0)) for name in names}
         self._spent = {name: self._spent[name] for name in names}
-        return [claim.name for claim in sorted(claims, key=lambda claim: (self._account[claim.name], claim.name))]
+        return [claim.name for claim in sorted(claims, key=self._rank)]
+
+    def _rank(self, claim: Claim) -> tuple[float, str]:
+        return self._account[claim.name] - (LEAD_S if claim.has_prompts else 0.0), claim.name
 
 
 def steps_ahead(mine: Claim, claims: Items[Claim], depth: int) -> int:

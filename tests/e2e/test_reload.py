@@ -90,6 +90,10 @@ def tokens(server: Server, **body: Any) -> list[int]:
     return found
 
 
+def cached(answer: Any) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
 def workers(server: Server) -> set[str]:
     return {r.stage for r in read_all(run_dir(server)) if r.stage.startswith("worker") and r.alive}
 
@@ -176,7 +180,7 @@ def test_a_new_version_of_the_same_file_takes_pages_over(server: Server, files: 
     assert stream.is_alive()
     again = server.post("/v1/generate", **{**REQUEST, "prompt": prompt})
     assert again["choices"] == first["choices"]
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+    assert cached(again) == 192
     # Of another file nothing is taken over.
     stream.join()
     gone(run_dir(server), state, float("inf"))
@@ -184,7 +188,7 @@ def test_a_new_version_of_the_same_file_takes_pages_over(server: Server, files: 
     assert stream.begun.wait(TIMEOUT_S)
     reload(server, files.b)
     assert stream.is_alive()
-    assert server.post("/v1/generate", **{**REQUEST, "prompt": prompt})["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert cached(server.post("/v1/generate", **{**REQUEST, "prompt": prompt})) == 0
     stream.join()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.scheduler.sharing import Claim, Turns, share, steps_ahead
+from stages.scheduler.sharing import LEAD_S, Claim, Turns, share, steps_ahead
 
 CORES = st.sampled_from([frozenset(), frozenset({0, 1}), frozenset({1, 2}), frozenset({3})])
 
@@ -66,6 +66,20 @@ def test_equal_shares_of_time_not_of_steps() -> None:
         first = turns.order([Claim(name, frozenset(), used, False) for name, used in spent.items()])[0]
         spent[first] += cost[first]
     assert abs(spent["short"] - spent["long"]) <= 0.05 + 1e-9
+
+
+def test_prompts_go_first_for_a_while() -> None:
+    turns = Turns()
+    spent = {"old": 0.0, "new": 0.0}
+    won: list[str] = []
+    for _ in range(200):
+        claims = [Claim(name, frozenset(), used, False, name == "new") for name, used in spent.items()]
+        won.append(turns.order(claims)[0])
+        spent[won[-1]] += 0.05
+    lead = won.index("old")
+    assert lead * 0.05 >= LEAD_S
+    # After that each has its share: prompts without an end starve nobody.
+    assert abs(spent["new"] - spent["old"]) <= LEAD_S + 0.05 + 1e-9
 
 
 def test_idle_time_is_not_made_up_for() -> None:
