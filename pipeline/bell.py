@@ -33,10 +33,9 @@ class Bell:
         self.fd = self._socket.fileno()
 
     def hear(self) -> None:
-        """Take what has been rung."""
+        """Take one ring, as a rule the only one: of more `fd` stays readable."""
         try:
-            while True:
-                self._socket.recv(16)
+            self._socket.recv(16)
         except BlockingIOError:
             pass
 

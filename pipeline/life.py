@@ -45,6 +45,8 @@ class StageLife:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.parent_fd = process.watch_parent()  # -1 when it cannot be watched
+        if not stage.startswith("worker"):
+            process.run_briefly()  # before any thread, ZeroMQ's too
         self.stage = stage
         self.config = config
         self.progress = 0  # grows while the stage does work

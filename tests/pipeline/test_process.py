@@ -169,3 +169,26 @@ def test_a_shell_that_only_runs_us_is_looked_through() -> None:
 )
 def test_what_honcho_looks_like(command: list[str], expected: bool) -> None:
     assert kinship._is_honcho(command) == expected
+
+
+def test_a_thread_that_runs_briefly_keeps_its_policy_and_priority() -> None:
+    import ctypes
+    import struct
+    import threading
+
+    found: list[tuple[bool, bytes]] = []
+
+    def look() -> None:
+        done = process.run_briefly(200_000)
+        attributes = ctypes.create_string_buffer(56)
+        assert ctypes.CDLL(None).syscall(315, 0, attributes, 56, 0) == 0  # sched_getattr
+        found.append((done, attributes.raw))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    ((done, raw),) = found
+    _, policy, _, nice, _, runtime, *_ = struct.unpack("=IIQiIQQQII", raw)
+    assert (policy, nice) == (os.SCHED_OTHER, os.nice(0))
+    if tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 12):
+        assert done and runtime == 200_000

@@ -117,7 +117,9 @@ class Rounds:
                     self.peer[work].append(sides.measure(work, sides.peers))
                 if work in self.read:
                     self.read[work].append(read_bandwidth(sides.step_bytes(work), sides.cores, 0.2, 1))
-            click.echo(f"round {number + 1} of {n} done")
+                # At once: on a busy machine a round takes many times as long, and somebody waits for a sign.
+                rates = ", ".join(f"{side[work][-1]:,.0f}" for side in (self.ours, self.peer) if side[work])
+                click.echo(f"round {number + 1} of {n}: {work.title}: {rates} tokens/s")
         self.others_share = quiet.others_share()
 
     def figure(self, sides: Sides, work: Work, compare_with_strongest: bool) -> Figure:

@@ -66,7 +66,8 @@ class Bench:
             for work in works:
                 for side in sides:
                     found[work, side.name].append(self._run(work, side))
-            click.echo(f"http: round {number + 1} of {self.rounds} done")
+                rates = ", ".join(f"{side.name} {found[work, side.name][-1].tokens_per_s:,.0f}" for side in sides)
+                click.echo(f"http, round {number + 1} of {self.rounds}: {work.title}: {rates} tokens/s")
         share = quiet.others_share()
         for side in sides:
             side.close()

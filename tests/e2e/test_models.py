@@ -1,0 +1,104 @@
+"""Two models in one server: a worker group, an arena, a queue and cores of its own for each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.status import read_all
+from tests.e2e.conftest import share_caches
+from tests.e2e.server import Server
+from tools.tiny_gguf import SHAPES, write_model
+
+pytestmark = pytest.mark.slow
+
+CORES = sorted(os.sched_getaffinity(0))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    home = tmp_path_factory.mktemp("two")
+    share_caches(home)
+    models = [
+        {
+            "name": name, "path": str(write_model(home / f"{name}.gguf", SHAPES["small"], seed=i)), "kv_cache_mb": 8,
+            "cpus": [CORES[i % len(CORES)]], "max_batch_size": 4,
+        }
+        for i, name in enumerate(("one", "two"))
+    ]  # fmt: skip
+    with Server(home, {"models": models, "rate_limits": {"max_queue_depth": 6}}) as server:
+        yield server
+        server.stop()
+        assert server.leftovers() == []
+
+
+def ask(server: Server, model: str, i: int = 0, tokens: int = 24) -> tuple[int, Any, dict[str, str]]:
+    body = {"model": model, "prompt": [5 + i, 6, 7], "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return server.request("POST", "/v1/generate", body)
+
+
+def metric(server: Server, name: str) -> dict[str, float]:
+    """Values by model."""
+    found = {}
+    for line in server.request("GET", "/metrics")[1].splitlines():
+        if line.startswith(name + "{"):
+            found[line.split('model="')[1].split('"')[0]] = float(line.rsplit(" ", 1)[1])
+    return found
+
+
+def test_each_has_its_own_group_arena_and_cores(server: Server) -> None:
+    answers = {model: ask(server, model) for model in ("one", "two")}
+    assert {status for status, _, _ in answers.values()} == {200}
+    tokens = {model: answer["choices"][0]["tokens"] for model, (_, answer, _) in answers.items()}
+    assert tokens["one"] != tokens["two"], "other weights"
+    pids = {model: server.pid_of(f"worker-{model}") for model in ("one", "two")}
+    assert pids["one"] != pids["two"]
+    for i, pid in enumerate(pids.values()):
+        assert os.sched_getaffinity(pid) == {CORES[i % len(CORES)]}
+    arenas = {Path(name).name for name in server.leftovers() if name.endswith((".kv", ".steps", ".act"))}
+    kinds = [sum(name.endswith(kind) for name in arenas) for kind in (".kv", ".steps", ".act")]
+    assert kinds == [2, 2, 2]
+    assert set(metric(server, "starling_queue_depth")) == {"one", "two"}
+
+
+def test_a_full_queue_of_one_is_none_of_the_other(server: Server) -> None:
+    alone = ask(server, "two", 1)[1]["choices"]
+    with ThreadPoolExecutor(16) as pool:
+        flood = [pool.submit(ask, server, "one", i, 150) for i in range(16)]
+        others = [ask(server, "two", 1) for _ in range(3)]
+        answers = [asked.result() for asked in flood]
+    assert [status for status, _, _ in others] == [200] * 3
+    assert all(answer["choices"] == alone for _, answer, _ in others)
+    refused = [(answer, headers) for status, answer, headers in answers if status == 429]
+    assert sum(status == 200 for status, _, _ in answers) >= 6
+    assert refused, "4 of 16 compute and 6 wait"
+    for answer, headers in refused:
+        assert answer["error"]["code"] == "OVERLOADED" and "at most 6" in answer["error"]["message"]
+        assert int(headers["Retry-After"]) >= 1
+
+
+def test_a_model_that_is_loading_is_waited_for_within_bounds(server: Server) -> None:
+    expected = ask(server, "two")[1]["choices"]
+    (record,) = (record for record in read_all(server.home / "run") if record.stage == "worker-two")
+    os.kill(record.parent, signal.SIGSTOP)  # nobody starts it again
+    os.kill(record.pid, signal.SIGKILL)
+    try:
+        status, answer, headers = ask(server, "two")
+        assert (status, answer["error"]["code"]) == (503, "MODEL_UNAVAILABLE")
+        assert int(headers["Retry-After"]) >= 1
+        assert ask(server, "one")[0] == 200
+        waiting: list[tuple[int, Any, dict[str, str]]] = []
+        thread = threading.Thread(target=lambda: waiting.append(ask(server, "two")))
+        thread.start()
+    finally:
+        os.kill(record.parent, signal.SIGCONT)
+    thread.join()
+    assert waiting[0][0] == 200
+    assert waiting[0][1]["choices"] == expected
