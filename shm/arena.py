@@ -22,11 +22,15 @@ The owner of the bytes is said by the module that lays them out (`steps.py`, `pa
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import struct
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,12 @@ HEADER_BYTES = 4096
 _FIXED = struct.Struct("<8sIIQQQQ16s32sI")
 _META_ROOM = HEADER_BYTES - _FIXED.size
 _GENERATION_OFFSET = 24
+
+
+_libc = ctypes.CDLL(None)
+_MADV_POPULATE_READ = 22  # Linux 5.14
+_SLICE_BYTES = 4 << 20
+_SLICE_PAUSE_S = 0.002
 
 
 class ArenaError(RuntimeError):
@@ -201,6 +211,18 @@ class Arena:
             raise ArenaError(f"{self.path}: bytes {offset}..{end} outside 0..{self.buffer.size}")
         return self.buffer[offset:end].view(dtype).reshape(shape)
 
+    def populate(self) -> None:
+        """Map every page into this process soon, by a thread that takes only what the cores have to spare.
+
+        A page is otherwise mapped when it is first touched: a step would pay for that, and the memory that
+        the process is seen to use would grow for as long as there are pages it has never had.
+        """
+        threading.Thread(target=_populate, args=(self,), name="populate", daemon=True).start()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._fd < 0
+
     def bump_generation(self) -> int:
         """Owner only: the contents start afresh."""
         self.generation += 1
@@ -217,3 +239,20 @@ class Arena:
     def unlink(self) -> None:
         """Remove the file; maps of it stay valid until they are closed."""
         self.path.unlink(missing_ok=True)
+
+
+def _populate(arena: Arena) -> None:
+    """A thread's whole life. The buffer is held: the map stays for as long as a slice takes."""
+    buffer = arena.buffer
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # this thread's: ranks are pinned
+    start, size = buffer.ctypes.data & -4096, buffer.nbytes
+    for offset in range(0, size, _SLICE_BYTES):
+        length = min(_SLICE_BYTES, size - offset)
+        if arena.is_closed:
+            return
+        place = ctypes.c_void_p(start + offset), ctypes.c_size_t(length)
+        if _libc.madvise(*place, _MADV_POPULATE_READ):  # ctypes lets go of Python's lock meanwhile
+            return
+        time.sleep(_SLICE_PAUSE_S)

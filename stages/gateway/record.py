@@ -60,6 +60,9 @@ class Sink(Protocol):
     def flush(self) -> None: ...
 
 
+_NONE_ASKED: deque[int] = deque(maxlen=0)
+
+
 class Sequence:
     """One line of tokens and the text made of it. Plain attributes: touched for every token."""
 
@@ -118,6 +121,11 @@ class Sequence:
         if self.finish == "stop" and self.tokens and self.tokens[-1] in self.stop_ids:
             return len(self.tokens) - 1
         return len(self.tokens)
+
+    def compact(self) -> None:
+        """It is over and kept for a while: hundreds are, and a piece of text for each token is most of them."""
+        self.text = ["".join(self.text)]
+        self.asked = _NONE_ASKED
 
     def move(self, state: State) -> None:
         if self.is_over or (state is State.PENDING):

@@ -93,6 +93,8 @@ class Recovery:
             code, message = (error.code, error.message) if error is not None else (code, "")
             self.journal.end(Ended(request.id, self._wall(), code, message), is_kept)
         if is_kept:
+            for sequence in request.sequences:
+                sequence.compact()
             self._kept[request.id] = request, self._clock() + KEEP_S
             self._kept_tokens += _weight(request)
             while len(self._kept) > MAX_KEPT or self._kept_tokens > MAX_KEPT_TOKENS:

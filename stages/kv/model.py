@@ -103,6 +103,7 @@ class ModelPages:
         config = self.config
         raw = bytes.fromhex(index.digest)
         self.digest, self.geometry, self.arena = index.digest, geometry, home.arena
+        self.arena.populate()
         self.tokenizer, self.context_length = index.tokenizer_digest, index.hyper.context_length
         pool = Pool(
             home.views,

@@ -242,7 +242,8 @@ class SchedulerStage:
         waiting = [f"{name}: {problem}" for name, problem in problems.items() if problem and name in self._serving]
         known = [(name, host.digest, problems[name]) for name, host in self.hosts.items()]
         is_news, self._told = known != self._told, known
-        self.loop.ready = not waiting
+        # Requests for the others are taken: whoever asks for one that is not ready hears it from its state.
+        self.loop.ready = len(waiting) < max(1, len(self._serving))
         self.loop.reason = "; ".join(waiting)
         if now >= self._next_push or is_news:
             beats = QUIET_BEATS if self.loop.is_quiet else 1

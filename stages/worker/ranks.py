@@ -60,6 +60,8 @@ class Attachment:
             self._arenas.append(activations)
             self.arenas = Arenas(self.steps, steps_geometry, kv, kv_geometry, activations, geometry)
             self.table = RankTable(model, self.arenas, rank)
+            for arena in self._arenas:
+                arena.populate()
         except BaseException:
             self.close()
             raise
