@@ -128,6 +128,7 @@ class Outcome(msgspec.Struct):
     failed: int
     prompt_tokens: int  # of the median request
     order: dict[str, float] | None = None  # of a workload that queues
+    errors: list[str] = []  # what the failed ones said, each once
 
 
 def percentile(values: list[float], part: float) -> float:
@@ -150,7 +151,12 @@ def outcome(work: Work, run: Run) -> Outcome:
         len(run.answers) - len(good),
         int(statistics.median([a.prompt_tokens for a in good] or [0])),
         order(good) if work.clients > 32 else None,
+        sorted({_why(answer) for answer in run.answers if not answer.is_good})[:4],
     )
+
+
+def _why(answer: Answer) -> str:
+    return f"{answer.status}: {answer.error or answer.finish or 'no text'}"[:200]
 
 
 def order(answers: list[Answer]) -> dict[str, float]:
@@ -200,6 +206,7 @@ class Side(msgspec.Struct):
     failed: int
     prompt_tokens: int
     order: dict[str, float] | None = None
+    errors: list[str] = []
 
     @classmethod
     def of(cls, outcomes: list[Outcome]) -> Side:
@@ -211,6 +218,7 @@ class Side(msgspec.Struct):
             Spread.of([o.gap_p50_ms for o in outcomes]),
             Spread.of([o.gap_p95_ms for o in outcomes]),
             sum(o.failed for o in outcomes), last.prompt_tokens, last.order,
+            sorted({error for o in outcomes for error in o.errors})[:4],
         )  # fmt: skip
 
 
