@@ -163,7 +163,7 @@ def test_prompts_have_their_number_of_tokens(demo_gguf: Path, tmp_path: Path) ->
     from stages.tokenizer.stage import open_model
 
     index = prepare_checkpoint(ModelConfig(name=DEMO_MODEL, path=str(demo_gguf)), tmp_path)
-    prompts, vocabulary = Prompts(index, 1), open_model("x", index).vocabulary
+    prompts, vocabulary = Prompts(index, 1), open_model(index).vocabulary
     for work in WORKS:
         clients = prompts.asks(work, "m", {"a": "key"})
         assert len(clients) == work.clients and all(len(asks) == work.requests for asks in clients)
