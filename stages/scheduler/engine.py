@@ -322,7 +322,8 @@ class Engine:
                 sequence.row, sequence.tokens, sequence.prompt_len, sequence.sampling, sequence.choice,
                 tuple(sequence.stop_ids),
             )
-            if bounds.prefix_cache:
+            # One that goes on after a recovery had its prompt computed: kv has it, nobody is to wait for it.
+            if bounds.prefix_cache and not sequence.outputs:
                 sequence.wait = leader_of(sequence, roster.held, self.leases.page_tokens)
             if sequence.wait is None:
                 self.leases.acquire(sequence)
