@@ -14,7 +14,7 @@ from pipeline import messages as m
 from pipeline import paths, process, status
 from pipeline.config_schema import Config, ModelConfig, ServerConfig
 from pipeline.errors import ConfigError
-from pipeline.life import STALL_MS
+from pipeline.life import QUIET_AFTER_S, QUIET_TICK_S, STALL_MS, TICK_S
 from pipeline.loop import StageLoop
 from pipeline.status import StageStatus
 
@@ -247,3 +247,31 @@ def test_nothing_is_left_open(config: Config) -> None:
         loop.poll(0)
         loop.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_stage_without_work_is_quiet_until_something_moves(config: Config) -> None:
+    now = 100.0
+    loop = StageLoop("kv", config, clock=lambda: now)
+    try:
+        loop.ready, loop.reason = True, ""
+        loop.tick()
+        assert (loop.is_quiet, loop.tick_s) == (False, TICK_S)
+        now += QUIET_AFTER_S + 0.1
+        loop.tick()
+        assert loop.is_quiet and loop.beat().quiet
+        assert (now + loop.tick_s) % QUIET_TICK_S == pytest.approx(0, abs=1e-6), "all quiet stages tick together"
+        loop.rouse()
+        assert not loop.is_quiet
+        now += QUIET_AFTER_S + 0.1
+        loop.tick()
+        assert loop.is_quiet
+        for change in ("progress", "busy", "reason"):
+            setattr(loop, change, {"progress": 5, "busy": True, "reason": "x"}[change])
+            loop.tick()
+            assert not loop.is_quiet, change
+            loop.busy = False
+            now += QUIET_AFTER_S + 0.1
+            loop.tick()
+            assert loop.is_quiet
+    finally:
+        loop.close()

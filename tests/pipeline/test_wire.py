@@ -19,7 +19,7 @@ import zmq
 from pipeline import messages as m
 from pipeline.edges import EDGES
 from pipeline.errors import ConfigError
-from pipeline.wire import BATCH_FRAMES, DEAD_AFTER_BEATS, Hub, Link
+from pipeline.wire import BATCH_FRAMES, DEAD_AFTER_BEATS, QUIET_BEATS, Hub, Link
 from shm.arena import process_ticks
 
 EDGE = EDGES["scheduler-kv"]
@@ -486,3 +486,41 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
         pair.meet()
         pair.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ------------------------------------------------------------------ at rest
+
+
+def test_the_connecting_side_of_a_quiet_stage_beats_seldom_and_is_not_given_up(pair: Pair) -> None:
+    peer = pair.meet()
+    interval = HEARTBEAT_MS / 1000
+    quiet = m.Heartbeat("scheduler", 1, 7, False, True, quiet=True)
+    sent: list[float] = []
+    pair.link._beat = lambda beat: sent.append(pair.clock.now)  # type: ignore[method-assign]
+    pair.clock.now += interval
+    pair.link.tick(quiet)
+    assert len(sent) == 1, "news: it was not quiet before"
+    for _ in range(QUIET_BEATS + 1):
+        pair.clock.now += interval
+        pair.link.tick(quiet)
+    assert len(sent) == 2
+    assert sent[1] - sent[0] == pytest.approx(QUIET_BEATS * interval)
+    pair.clock.now += interval
+    pair.link.tick(m.Heartbeat("scheduler", 1, 8, True, True))
+    assert len(sent) == 3, "at once when there is work"
+
+    del pair.link._beat
+    pair.clock.now += interval
+    pair.link.tick(quiet)
+    while not (peer in pair.hub.last_beat and pair.hub.last_beat[peer].quiet):
+        wait_readable(pair.hub)
+        pair.read(pair.hub)
+    pair.hub.tick(quiet)
+    for _ in range(DEAD_AFTER_BEATS + 2):  # it says that it will be silent for longer, and is taken at its word
+        pair.clock.now += interval
+        pair.hub.tick(quiet)
+    assert peer in pair.hub.peers
+    for _ in range(2 * QUIET_BEATS):
+        pair.clock.now += interval
+        pair.hub.tick(quiet)
+    assert peer not in pair.hub.peers
