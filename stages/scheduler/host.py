@@ -235,7 +235,9 @@ class Host:
     def claim(self) -> Claim:
         engine = self.engine
         has_prompts = any(not sequence.outputs for sequence in engine.roster.held)
-        return Claim(self.name, self.cores, engine.stats.step_s.total, bool(engine.unacknowledged), has_prompts)
+        # A group that is still mapping its arenas has a step and keeps no core from anybody.
+        computes = bool(engine.unacknowledged) and engine.ring is not None and engine.ring.has_worker
+        return Claim(self.name, self.cores, engine.stats.step_s.total, computes, has_prompts)
 
     def sleep(self) -> bool:
         """About to block: ask for a doorbell. False: there is something to take in already."""

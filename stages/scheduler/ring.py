@@ -69,6 +69,11 @@ class Ring:
         return words.load(self._control, sh.WORKER_GENERATION)
 
     @property
+    def has_worker(self) -> bool:
+        """The worker has the arenas of this generation: what is published is computed."""
+        return self.served_generation == self.generation
+
+    @property
     def worker_sleeps(self) -> bool:
         return words.load(self._control, sh.WORKER_SLEEPING) != 0
 
