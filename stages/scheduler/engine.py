@@ -39,7 +39,8 @@ from stages.scheduler.stats import Stats
 
 PREFETCH = 2  # sequences that get pages before a place in the batch is free
 SPARE_SAMPLES = 64  # places for draft tokens in a step, beyond one sample for each entry
-LEAD_S = 0.003  # the next step is published this long before the one under way should end
+LEAD_S = 0.003  # the next step is published at least this long before the one under way should end
+MAX_LEAD_S = 0.1  # where steps end before that, because we wake late or they vary
 SHORT_S = 0.010  # steps that take less are followed up at once
 COMMIT_EVERY = 32  # output positions between two words to kv: what a successor of this process computes again
 
@@ -110,6 +111,9 @@ class Engine:
         self._suspects = False
         self._has_waits = False  # held sequences that have not asked for pages yet, see siblings.py
         self._began = now  # when the worker began the first unacknowledged step
+        self.lead_s = LEAD_S
+        self._is_holding = False  # the next step could be published, and waits for the end of the one under way
+        self._is_late = False  # it still waited when that one ended
 
     # ================================================================== the step loop
 
@@ -128,7 +132,10 @@ class Engine:
         if not self.is_attached or len(self.unacknowledged) >= min(self.depth, self.allowed):
             return False
         if self.unacknowledged:
-            if self.unacknowledged[-1].is_verifying or self._suspects or self.waits_for_end(now) > 0:
+            if self.unacknowledged[-1].is_verifying or self._suspects:
+                return False
+            self._is_holding = self.waits_for_end(now) > 0
+            if self._is_holding:
                 return False
         else:
             self._began = now
@@ -136,8 +143,11 @@ class Engine:
         if batch is None:
             self._relieve()
             batch = compose(self.roster.held, self.budget, self.cost, self)
+        is_late, self._is_late = self._is_late, False
         if not batch.entries:
             return False
+        if is_late:  # the worker stands still: the lead was too short
+            self.lead_s = min(MAX_LEAD_S, 2 * self.lead_s)
         self._publish(batch, now)
         return True
 
@@ -186,6 +196,8 @@ class Engine:
         while self.unacknowledged and self.unacknowledged[0].number <= done:
             self._complete(self.unacknowledged.popleft(), self.ring)
             self._began = now
+            self._is_late, self._is_holding = self._is_holding, False
+            self.lead_s = max(LEAD_S, 0.99 * self.lead_s)
 
     def waits_for_end(self, now: float) -> float:
         """Seconds until the step under way is near enough its end to publish the one after it.
@@ -196,7 +208,7 @@ class Engine:
         if len(self.unacknowledged) != 1 or self.depth < 2:
             return 0.0
         expected = self.unacknowledged[0].expected_s
-        return 0.0 if expected < SHORT_S else max(0.0, self._began + expected - LEAD_S - now)
+        return 0.0 if expected < SHORT_S else max(0.0, self._began + expected - self.lead_s - now)
 
     def delay(self, now: float) -> float:
         """Seconds until `turn` may have something to do without any event; inf: never."""

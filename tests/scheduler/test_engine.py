@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.messages import Cancel, Denied
 from stages.scheduler.cost import CostModel
+from stages.scheduler.engine import LEAD_S
 from stages.scheduler.sequence import State
 
 from .peers import reference, submission
@@ -162,6 +163,34 @@ def test_a_worker_killed_again_and_again_convicts_nobody_who_moves_on():
     world.settle()
     world.check_all()
     assert set(world.ends.values()) == {"length"}
+
+
+def test_the_next_step_is_published_earlier_where_steps_end_before_it_is():
+    world = World(batch=2, context=400)
+    world.submit(submission("a", [1, 2, 3], 300))
+    engine = world.engine
+    for _ in range(4):
+        world.turn()
+        world.talk_to_kv()
+    leads = []
+    for _ in range(8):
+        engine.cost = CostModel(40_000.0, 1.0, 0.001)  # whatever it learns, it expects 40 ms
+        while len(engine.unacknowledged) > 1:
+            world.work()
+            world.turn()
+        assert len(engine.unacknowledged) == 1, "the next one waits for the end of this one"
+        engine.unacknowledged[0].expected_s = 0.04
+        world.turn()
+        leads.append(engine.lead_s)
+        world.now += 0.02  # it ends half way, and nobody was told
+        if engine.waits_for_end(world.now) > 0:
+            world.work()
+        world.turn()
+    assert leads[:4] == pytest.approx([LEAD_S, 2 * LEAD_S, 4 * LEAD_S, 8 * LEAD_S], rel=0.05)
+    assert max(leads) < 8.1 * LEAD_S, "24 ms before the end is early enough"
+    world.settle()
+    assert world.tokens["a"] == reference(submission("a", [1, 2, 3], 300))[0]
+    assert engine.lead_s == pytest.approx(LEAD_S, rel=1.0), "and no earlier than need be"
 
 
 def test_limits_are_refused_with_code_and_field():
