@@ -163,15 +163,18 @@ def speculation(server: Starling, prompts: Prompts, rounds: int, most: int = 8) 
     """
     passage = prompts.text(120)
     repeating = f"Copy.\n{passage}\nCopy.\n{passage}\nCopy.\n{' '.join(passage.split(' ')[:9])}"
+    speeds: dict[int, list[float]]
     kinds: dict[str, Callable[[], str]] = {"repeating": lambda: repeating, "free": lambda: prompts.text(40)}
     result: dict[str, Any] = {}
     for kind, text in kinds.items():
-        speeds: dict[int, list[float]] = {0: [], most: []}
+        speeds = {0: [], most: []}
         same = True
         for _ in range(rounds):
             prompt, texts = text(), set()
+            # Greedy text of a small model soon goes round in circles: free text is drawn.
+            sampling = {"temperature": 0} if kind == "repeating" else {"temperature": 1.0, "seed": len(speeds[0])}
             for drafts in speeds:
-                ask = server.ask(body(server.model, prompt, 100 if kind == "repeating" else 200, speculate=drafts))
+                ask = server.ask(body(server.model, prompt, 150, speculate=drafts, **sampling))
                 answer = drive(server.address, [[ask]]).answers[0]
                 speeds[drafts].append((answer.tokens - 1) / (answer.times[-1] - answer.times[0]))
                 texts.add(answer.text)

@@ -108,10 +108,8 @@ def _tenant(i: int, clients: int) -> str:
 
 def body(model: str, prompt: str, output: int = OUTPUT, **more: Any) -> dict[str, Any]:
     """A request of both servers' for exactly `output` tokens, greedy."""
-    return {
-        "model": model, "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True,
-        "stream": True, "stream_options": {"include_usage": True}, **more,
-    }  # fmt: skip
+    plain = {"model": model, "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True}
+    return {**plain, "stream": True, "stream_options": {"include_usage": True}, **more}
 
 
 # ------------------------------------------------------------------ what came of it
