@@ -107,6 +107,7 @@ class Service:
         self._send_tokenizer = send_tokenizer
         self._draw_seed = draw_seed
         self._questions: dict[str, tuple[m.Frame, asyncio.Future[Any]]] = {}
+        self._unsent: set[str] = set()  # of them: to be sent as soon as that is possible
         self._next_question = 1
         self._changed: asyncio.Future[None] | None = None  # set and replaced when readiness may differ
 
@@ -265,8 +266,7 @@ class Service:
     def on_tokenizer_up(self, hello: m.Hello) -> None:
         """A new incarnation: it is asked everything that is open, and gets every stream again."""
         self.tokenizer.up()
-        for frame, _ in list(self._questions.values()):
-            self._send_tokenizer(frame)
+        self._unsent = {key for key, (frame, _) in list(self._questions.items()) if not self._send_tokenizer(frame)}
         self.relay.on_tokenizer_up()
         self.notice_change()
 
@@ -303,6 +303,8 @@ class Service:
         before = [bool(stage.problem) for stage in stages]
         for stage, beat in zip(stages, (tokenizer_beat, scheduler_beat, kv_beat)):
             stage.beat(beat)
+        self._unsent.intersection_update(self._questions)
+        self._unsent = {key for key in self._unsent if not self._send_tokenizer(self._questions[key][0])}
         self.relay.tick()
         self.sessions.tick()
         for drain in self.drains.due():
@@ -368,8 +370,9 @@ class Service:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._questions[key] = (frame, future)
         try:
-            if not self._send_tokenizer(frame) and self.tokenizer.is_up:
-                raise Overloaded("the tokenizer's queue is full; try again", retry_after_s=1.0)
+            # Not sent: its queue is full, or it has just died and nobody has told yet. Later, then.
+            if not self._send_tokenizer(frame):
+                self._unsent.add(key)
             async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError:
@@ -379,6 +382,7 @@ class Service:
             ) from None
         finally:
             self._questions.pop(key, None)
+            self._unsent.discard(key)
 
     def _answer(self, key: str, answer: m.Frame | StarlingError) -> None:
         entry = self._questions.pop(key, None)
