@@ -26,7 +26,7 @@ class Up(Server):
             [sys.executable, "-m", "pipeline.cli", "up"], cwd=ROOT, env=self.environment,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
-        threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
+        threading.Thread(target=self._read, args=(self.process, self._lines), daemon=True).start()
         return self
 
     def wait_ready(self) -> Up:
