@@ -26,7 +26,9 @@ def unit(path: Path) -> configparser.SectionProxy:
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_has_a_unit(stage: str) -> None:
     service = unit(UNITS / f"starling-{stage}.service")
-    assert service["ExecStart"] == f"@PREFIX@/.venv/bin/starling stage {stage}"
+    # Worker groups come and go with models: their unit supervises them.
+    how = "supervise" if stage == "worker" else "stage"
+    assert service["ExecStart"] == f"@PREFIX@/.venv/bin/starling {how} {stage}"
     expected = {
         "Type": "notify", "Restart": "on-failure", "NoNewPrivileges": "yes", "ProtectSystem": "strict",
         "CapabilityBoundingSet": "", "KillMode": "mixed", "User": "starling",
