@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -44,6 +45,10 @@ class BareServer(Server):
                 self.output.append(line)
                 self._lines.put(line)
         self._lines.put(None)
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+        shutil.rmtree(self.arenas, ignore_errors=True)  # nobody starts here again
 
     def stop(self, number: int = 9) -> int:
         """SIGKILL to all, power-cut style; sockets and arenas stay, as after a crash."""

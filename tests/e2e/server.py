@@ -6,6 +6,7 @@ Waits are on events: a line of the server's output, a process's pidfd, a byte of
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.client
 import json
 import os
@@ -153,13 +154,15 @@ class Server:
                     return ranks[int(rank) - 1]
             assert time.monotonic() < deadline, f"no live {name} in {timeout_s} s:\n" + "".join(self.output[-40:])
 
+    @property
+    def arenas(self) -> Path:
+        """The directory of this server's arenas."""
+        run = os.fsencode(os.path.realpath(self.home / "run"))
+        return Path("/dev/shm") / f"starling-{os.getuid()}-{hashlib.sha256(run).hexdigest()[:12]}"
+
     def leftovers(self) -> list[str]:
         """Sockets in the run directory and arenas that name this server."""
-        import hashlib
-
-        run = self.home / "run"
-        name = f"starling-{os.getuid()}-{hashlib.sha256(os.fsencode(os.path.realpath(run))).hexdigest()[:12]}"
-        arenas = Path("/dev/shm") / name
+        run, arenas = self.home / "run", self.arenas
         left = [str(p) for p in run.glob("*.sock")] if run.exists() else []
         return left + ([str(p) for p in arenas.rglob("*")] if arenas.exists() else [])
 

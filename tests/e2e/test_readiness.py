@@ -120,7 +120,8 @@ def test_a_stage_that_stands_still_is_known_within_a_second(
     finally:
         os.kill(pid, signal.SIGCONT)
     assert waited < WITHIN_S, reason
-    assert ("worker" if "worker" in name else name) in reason
+    # Whoever is found first: the stage itself, or the scheduler, which has work and waits for it.
+    assert ("worker" if "worker" in name else name) in reason or "scheduler: has work" in reason
     probe.wait(True)
     assert stream.finish() == undisturbed
 
@@ -209,5 +210,5 @@ def test_a_long_text_is_progress(demo_server: Server) -> None:
 
 def evictions(server: Server) -> float:
     metrics = server.request("GET", "/metrics")[1]
-    (line,) = [line for line in metrics.splitlines() if line.startswith("starling_kv_cache_evictions_total")]
-    return float(line.split()[1])
+    lines = [line for line in metrics.splitlines() if line.startswith("starling_kv_cache_evictions_total")]
+    return sum(float(line.split()[1]) for line in lines)  # none before the first one
