@@ -20,21 +20,19 @@ import fcntl
 import logging
 import os
 import random
-import select
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType
 
-from pipeline import kinship, lineup, logs, paths, process, rundir, status
+from pipeline import keeper, kinship, lineup, logs, paths, process, rundir, status
 from pipeline.config_schema import Config
 from pipeline.errors import ModelUnavailable
+from pipeline.keeper import Keeper
 from pipeline.lineup import Instance
 from pipeline.restarts import RestartPolicy
-from pipeline.supervisor import GRACE_S, SAME_SIGNAL_S, SIGNALS, open_guardians, preloaded, supervise
+from pipeline.supervisor import GRACE_S, preloaded, supervise
 
 log = logging.getLogger("starling.crew")
 
@@ -58,46 +56,38 @@ class Member:
     has_given_up: bool = False
 
 
-class Crew:
+class Crew(Keeper):
     """`fork(instance)` starts a supervisor and returns its pid. `only`: of that model alone."""
 
     def __init__(
         self, config: Config, fork: Callable[[Instance], int], guardians: list[int], only: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
+        super().__init__(guardians, clock)
         self._config = config
         self._fork = fork
         self._only = only
-        self._clock = clock
         self._follower = lineup.Follower(config)
         self._run_dir = paths.run_dir(config)
         self._arena_dir = paths.arena_dir(config)
         self._drain_s = config.server.drain_timeout_ms / 1000 + GRACE_S + LAST_S
         self._members: dict[str, Member] = {}
-        self._guardians = guardians
-        self._stop_wishes = self._told = 0
-        self._last_wish = float("-inf")
-        self._restart_wish = False
+        self._told = 0
         self._code = process.EXIT_OK
         self._is_announced = False
         self._watchdog_s = process.watchdog_interval_s()
         self._next_watchdog = float("-inf")
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
-        for fd in (self._wake, *guardians):
-            self._poll.register(fd, select.POLLIN)
 
     def run(self) -> int:
         """Until told to stop (0 when all ended well), or until a member that is needed gives up."""
-        for number in SIGNALS:
-            signal.signal(number, self._on_signal)
+        self.take_signals()
         self._remove_strangers()
         while True:
             self._follower.look()
             self._reconcile()
-            if self._stop_wishes and not any(member.pid for member in self._members.values()):
+            if self.stop_wishes and not any(member.pid for member in self._members.values()):
                 return self._code
-            self._look(TICK_S)
+            self.look(TICK_S)
             self._reap()
             self._tell_systemd()
 
@@ -110,7 +100,7 @@ class Crew:
 
     def _reconcile(self) -> None:
         now = self._clock()
-        wanted = {} if self._stop_wishes else self._wanted()
+        wanted = {} if self.stop_wishes else self._wanted()
         for instance_id, member in list(self._members.items()):
             member.instance = wanted.get(instance_id, member.instance)
             if instance_id not in wanted and not member.pid:
@@ -120,11 +110,11 @@ class Crew:
                 signal.pidfd_send_signal(member.pidfd, signal.SIGTERM)
             elif now >= member.kill_at and member.pid:
                 signal.pidfd_send_signal(member.pidfd, signal.SIGKILL)
-        if self._stop_wishes > max(1, self._told):
-            self._told = self._stop_wishes
+        if self.stop_wishes > max(1, self._told):
+            self._told = self.stop_wishes
             self._signal_all(signal.SIGTERM)  # a second one: each kills its group
-        if self._restart_wish:
-            self._restart_wish = False
+        if self.restart_wish:
+            self.restart_wish = False
             self._signal_all(signal.SIGHUP)
         for instance in wanted.values():
             member = self._members.get(instance.id) or self._join(instance)
@@ -139,7 +129,7 @@ class Crew:
         member.begun = self._clock()
         member.pid = self._fork(member.instance)
         member.pidfd = os.pidfd_open(member.pid)
-        self._poll.register(member.pidfd, select.POLLIN)
+        self.register(member.pidfd)
         log.info("worker group begins", extra={"instance": member.instance.id, "supervisor": member.pid})
 
     def _signal_all(self, number: signal.Signals) -> None:
@@ -156,7 +146,7 @@ class Crew:
             ended = os.waitid(os.P_PIDFD, member.pidfd, os.WEXITED | os.WNOHANG)
             if ended is None:
                 continue
-            self._poll.unregister(member.pidfd)
+            self.unregister(member.pidfd)
             os.close(member.pidfd)
             member.pid, member.pidfd = 0, -1
             self._fence()
@@ -175,7 +165,7 @@ class Crew:
 
     def _judge(self, member: Member, code: int) -> None:
         instance = member.instance
-        if self._stop_wishes:
+        if self.stop_wishes:
             if code and member.kill_at == float("inf"):
                 self._code = self._code or process.EXIT_FATAL
             return
@@ -183,7 +173,7 @@ class Crew:
             return
         facts = {"instance": instance.id, "code": code}
         if code == 0:  # somebody ended it by itself: `starling down` ends all supervisors
-            self._stop_wishes = 1
+            self.stop_wishes = 1
         elif code < 0:
             wait_s = member.policy.after_death(self._clock() - member.begun)
             member.has_given_up = wait_s is None
@@ -196,7 +186,7 @@ class Crew:
         if instance.state == "serving":
             log.error("a worker group has given up, and all ends with it", extra=facts)
             self._code = code if code > 0 else process.EXIT_FATAL
-            self._stop_wishes = max(1, self._stop_wishes)
+            self.stop_wishes = max(1, self.stop_wishes)
             return
         log.error("a worker group has given up", extra=facts)
         if lineup.read_failure(self._run_dir, instance.stage) is None:
@@ -230,32 +220,14 @@ class Crew:
                 continue
             self._remove(path.stem, path.stem.removeprefix("worker-"))
 
-    # -------------------------------------------------------------- events
-
-    def _look(self, timeout_s: float) -> None:
-        ready = {fd for fd, _ in self._poll.poll(timeout_s * 1000)}
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
-        for fd in ready.intersection(self._guardians):
-            self._poll.unregister(fd)
-            self._stop_wishes = max(self._stop_wishes, 1)
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if number in (signal.SIGTERM, signal.SIGINT):
-            now = self._clock()
-            if self._stop_wishes == 0 or now - self._last_wish >= SAME_SIGNAL_S:
-                self._stop_wishes += 1
-                self._last_wish = now
-        elif number == signal.SIGHUP:
-            self._restart_wish = True
-        os.eventfd_write(self._wake, 1)
+    # -------------------------------------------------------------- systemd
 
     def _tell_systemd(self) -> None:
         now = self._clock()
         if self._watchdog_s and now >= self._next_watchdog:
             self._next_watchdog = now + self._watchdog_s
             process.sd_notify("WATCHDOG=1")
-        if self._stop_wishes and self._told == 0:
+        if self.stop_wishes and self._told == 0:
             self._told = 1
             process.sd_notify("STOPPING=1")
         if not self._is_announced and "NOTIFY_SOCKET" in os.environ:
@@ -286,7 +258,7 @@ def keep(config: Config, run: Run, preload: Callable[[], object], only: str = ""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in supervise: a fork would lose its threads
     logs.setup("worker-crew", config)
     rundir.prepare(paths.run_dir(config))
-    guardians = open_guardians()
+    guardians = keeper.open_guardians()
     can_fork = False
 
     def fork(instance: Instance) -> int:
@@ -299,29 +271,11 @@ def keep(config: Config, run: Run, preload: Callable[[], object], only: str = ""
 
 
 def _fork(config: Config, instance: Instance, run: Callable[[], int] | None) -> int:
-    """A supervisor of the instance, as a copy of this process, in a process group of its own."""
-    parent = os.getpid()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    pid = os.fork()
-    if pid:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        return pid
-    code = process.EXIT_FATAL
-    try:
-        process.die_with_parent(parent)
-        os.setpgid(0, 0)
+    """A supervisor of the instance, as a copy of this process."""
+
+    def live() -> int:
         os.environ.pop("NOTIFY_SOCKET", None)
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         command = [sys.executable, "-m", "pipeline.cli", "stage", "worker", "--model", instance.id]
-        code = supervise("worker", command, config, run)
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+        return supervise("worker", command, config, run)
+
+    return keeper.fork(live)

@@ -114,6 +114,9 @@ class StageLife:
         beat = self.beat()
         for endpoint in self.endpoints:
             endpoint.tick(beat)
+        if beat.ready and not self._told_ready:
+            self._told_ready = True
+            process.sd_notify("READY=1")
         self._tell_supervisor()
         self._status.write(beat)
         if self.metrics.is_due:
@@ -122,9 +125,6 @@ class StageLife:
                 self.metrics.set("starling_frames_dropped_total", endpoint.dropped, self.stage, edge)
                 self.metrics.set("starling_frames_refused_total", endpoint.refused, self.stage, edge)
             self.metrics.write()
-        if beat.ready and not self._told_ready:
-            self._told_ready = True
-            process.sd_notify("READY=1")
         now = self.clock()
         if self._watchdog_s and now >= self._next_watchdog:
             self._next_watchdog = now + self._watchdog_s
@@ -208,4 +208,4 @@ class StageLife:
 
     def _tell_supervisor(self) -> None:
         if self._beat_fd >= 0:
-            process.beat(self._beat_fd, self._allowance_ms)
+            process.beat(self._beat_fd, process.Beat(self._allowance_ms, self._told_ready))

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import struct
+from typing import NamedTuple
 
 EXIT_OK = 0
 EXIT_FATAL = 1  # an error that a restart may cure
@@ -21,7 +22,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 BEAT_FD_VARIABLE = "STARLING_BEAT_FD"
 PARENT_VARIABLE = "STARLING_PARENT_PID"
-_BEAT = struct.Struct("<I")
+_BEAT = struct.Struct("<I?3x")  # a power of two: a read never cuts one in half
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _SYS_SCHED_SETATTR = 314  # x86-64
@@ -114,16 +115,22 @@ def claim_beat_fd() -> int:
     return fd
 
 
-def beat(fd: int, allowance_ms: int) -> None:
+class Beat(NamedTuple):
     """To the supervisor: alive; kill me if nothing more is heard for `allowance_ms`."""
+
+    allowance_ms: int
+    was_ready: bool  # at some time in this life: it can be of use
+
+
+def beat(fd: int, what: Beat) -> None:
     try:
-        os.write(fd, _BEAT.pack(min(allowance_ms, 0xFFFFFFFF)))
+        os.write(fd, _BEAT.pack(min(what.allowance_ms, 0xFFFFFFFF), what.was_ready))
     except OSError:  # full: it has enough to read; broken: the parent's pidfd says so
         pass
 
 
-def read_beats(fd: int) -> int | None:
-    """The supervisor's end: the last allowance (ms) written, None when there is nothing new."""
+def read_beats(fd: int) -> Beat | None:
+    """The supervisor's end: the last one written, None when there is nothing new."""
     last = None
     while True:
         try:
@@ -132,6 +139,6 @@ def read_beats(fd: int) -> int | None:
             return last
         if len(data) < _BEAT.size:
             return last
-        last = _BEAT.unpack_from(data, len(data) - len(data) % _BEAT.size - _BEAT.size)[0]
+        last = Beat(*_BEAT.unpack_from(data, len(data) - len(data) % _BEAT.size - _BEAT.size))
         if len(data) < 4096:
             return last

@@ -24,19 +24,16 @@ import gc
 import logging
 import os
 import random
-import select
 import signal
 import subprocess
-import sys
 import time
-import traceback
 from collections.abc import Callable
-from types import FrameType
 from typing import NamedTuple
 
-from pipeline import kinship, listening, logs, process
+from pipeline import keeper, kinship, listening, logs, process
 from pipeline.config_schema import Config
 from pipeline.errors import ConfigError, ResourceError, StarlingError
+from pipeline.keeper import Keeper
 from pipeline.restarts import Limits, RestartPolicy
 
 log = logging.getLogger("starling.supervisor")
@@ -45,8 +42,6 @@ TICK_S = 0.25  # between looks at what tells nobody: processes below the stage, 
 LONE_TICK_S = 1.0  # beats alone: they may fail to come for many seconds. Its own stop or death wakes us
 FIRST_BEAT_S = 120.0  # from the start of the process; imports on a cold disk included
 GRACE_S = 0.3  # beyond the drain time, for the stage's own end
-SAME_SIGNAL_S = 0.5  # honcho and a terminal may both send one: not a second wish
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 Start = Callable[[int, int], int]  # (write end of the beat pipe, restarts so far) -> pid
 
@@ -57,6 +52,7 @@ class Ended(NamedTuple):
     code: int  # exit code, or -signal
     reason: str
     ran_s: float
+    was_ready: bool
 
 
 def supervise(
@@ -76,7 +72,7 @@ def supervise(
     # numpy's BLAS would start threads when it is imported, and a forked child would not have them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     logs.setup(f"{stage}-supervisor", config)
-    guardians = open_guardians()
+    guardians = keeper.open_guardians()
     start = start_program(command)
     if run is not None and preloaded(preload):
         start = start_fork(run, stage, config)
@@ -103,18 +99,6 @@ def preloaded(preload: Callable[[], object] | None) -> bool:
     return True
 
 
-def open_guardians() -> list[int]:
-    """Pidfds of those whose death ends this process, see kinship.py."""
-    return [fd for fd in map(_pidfd, kinship.guardians(os.getpid())) if fd >= 0]
-
-
-def _pidfd(pid: int) -> int:
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return -1
-
-
 # ------------------------------------------------------------------ starting a stage
 
 
@@ -122,7 +106,7 @@ def start_program(command: list[str]) -> Start:
     """The stage as a new program, in a process group of its own."""
 
     def start(beat_fd: int, restarts: int) -> int:
-        env = {**os.environ, **_environment(beat_fd, restarts)}
+        env = {**os.environ, **_environment(beat_fd, restarts), process.PARENT_VARIABLE: str(os.getpid())}
         child = subprocess.Popen(command, env=env, pass_fds=(beat_fd, *listening.lent()), process_group=0)
         child.returncode = 0  # waited for here, by pid: Popen must neither wait nor complain
         return child.pid
@@ -135,41 +119,19 @@ def start_fork(run: Callable[[], int], stage: str, config: Config) -> Start:
 
     def start(beat_fd: int, restarts: int) -> int:
         environment = _environment(beat_fd, restarts)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        pid = os.fork()
-        if pid:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-            return pid
-        code = process.EXIT_FATAL
-        try:
+
+        def live() -> int:
             os.environ.update(environment)
-            process.die_with_parent()
-            os.setpgid(0, 0)
-            for number in SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             logs.setup(stage, config)
-            code = guarded(run)
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
+            return guarded(run)
+
+        return keeper.fork(live)
 
     return start
 
 
 def _environment(beat_fd: int, restarts: int) -> dict[str, str]:
-    return {
-        process.BEAT_FD_VARIABLE: str(beat_fd),
-        process.PARENT_VARIABLE: str(os.getpid()),
-        "STARLING_RESTARTS": str(restarts),
-    }
+    return {process.BEAT_FD_VARIABLE: str(beat_fd), "STARLING_RESTARTS": str(restarts)}
 
 
 def guarded(run: Callable[[], int]) -> int:
@@ -196,7 +158,7 @@ def guarded(run: Callable[[], int]) -> int:
 # ------------------------------------------------------------------ keeping it alive
 
 
-class Supervisor:
+class Supervisor(Keeper):
     """The loop of one stage's lives. In the main thread; every child of this process belongs to it."""
 
     def __init__(
@@ -208,32 +170,23 @@ class Supervisor:
         drain_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(guardians, clock)
         self.stage = stage
         self._start = start
         self._policy = policy
-        self._guardians = guardians  # pidfds
         self._drain_s = drain_s
-        self._clock = clock
-        self._stop_wishes = 0
-        self._last_wish = float("-inf")
-        self._restart_wish = False
         self._restarts = 0
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
-        for fd in (self._wake, *guardians):
-            self._poll.register(fd, select.POLLIN)
 
     def run(self) -> int:
         """Until told to stop (0 when the stage ended well) or giving up."""
-        for number in SIGNALS:
-            signal.signal(number, self._on_signal)
+        self.take_signals()
         while True:
             ended = self._live_once()
             if self._is_told_to_stop():
                 return process.EXIT_OK if ended.code == 0 else process.EXIT_FATAL
             self._restarts += 1
-            if self._restart_wish:
-                self._restart_wish = False
+            if self.restart_wish:
+                self.restart_wish = False
                 log.info("%s restarts as asked", self.stage)
                 continue
             facts = {"code": ended.code, "ran_s": round(ended.ran_s, 3), "restarts": self._restarts}
@@ -241,7 +194,7 @@ class Supervisor:
             if ended.code == process.EXIT_CONFIG and self._restarts == 1:
                 log.error("%s cannot run as configured: giving up", self.stage, extra=facts)
                 return process.EXIT_CONFIG
-            wait_s = self._policy.after_death(ended.ran_s)
+            wait_s = self._policy.after_death(ended.ran_s, ended.was_ready)
             if wait_s is None:
                 log.error("%s %s, too often: giving up", self.stage, ended.reason, extra=facts)
                 return process.EXIT_FATAL
@@ -249,12 +202,12 @@ class Supervisor:
             log.warning("%s %s: starting it again", self.stage, ended.reason, extra=facts)
             until = self._clock() + wait_s
             while (left := until - self._clock()) > 0:
-                self._look(left)
+                self.look(left)
                 if self._is_told_to_stop():
                     return process.EXIT_OK
 
     def _is_told_to_stop(self) -> bool:
-        return self._stop_wishes > 0
+        return self.stop_wishes > 0
 
     def _live_once(self) -> Ended:
         """One life, from the start to the last descendant's end."""
@@ -265,11 +218,12 @@ class Supervisor:
         finally:
             os.close(write_end)
         pidfd = os.pidfd_open(pid)
-        self._poll.register(pidfd, select.POLLIN)
+        self.register(pidfd)
         try:
-            reason = self._watch(pid, pidfd, read_end)
+            reason, was_ready = self._watch(pid, pidfd, read_end)
+            last = process.read_beats(read_end)
         finally:
-            self._poll.unregister(pidfd)
+            self.unregister(pidfd)
             os.close(read_end)
         ran_s = self._clock() - begun
         ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
@@ -278,34 +232,34 @@ class Supervisor:
         code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         _fence(pid)
         how = f"ended with code {code}" if code >= 0 else f"died of {signal.Signals(-code).name}"
-        return Ended(code, reason or how, ran_s)
+        return Ended(code, reason or how, ran_s, was_ready or (last is not None and last.was_ready))
 
-    def _watch(self, pid: int, pidfd: int, beats: int) -> str:
-        """Until the stage has died; why it was killed, "" when it was not."""
+    def _watch(self, pid: int, pidfd: int, beats: int) -> tuple[str, bool]:
+        """Until the stage has died; why it was killed ("" when it was not), and whether it has been ready."""
         heard = looked = self._clock()
         allowance_s = FIRST_BEAT_S
         kill_at = float("inf")
         reason = ""
-        asked = False
+        asked = was_ready = False
         while True:
             tick_s = TICK_S if asked or reason or kinship.children(pid) else LONE_TICK_S
-            ready = self._look(tick_s)
+            ready = self.look(tick_s)
             if pidfd in ready:
-                return reason
+                return reason, was_ready
             now = self._clock()
             # Time in which we did not run (a suspended machine) is not the stage's silence.
             heard += max(0.0, now - looked - tick_s - 1.0)
             looked = now
-            allowed_ms = process.read_beats(beats)
-            if allowed_ms is not None:
-                heard, allowance_s = now, allowed_ms / 1000
-            if (self._stop_wishes or self._restart_wish) and not asked:
+            beat = process.read_beats(beats)
+            if beat is not None:
+                heard, allowance_s, was_ready = now, beat.allowance_ms / 1000, beat.was_ready
+            if (self.stop_wishes or self.restart_wish) and not asked:
                 asked = True
                 kill_at = now + self._drain_s
                 signal.pidfd_send_signal(pidfd, signal.SIGTERM)
             if reason:
                 continue
-            if self._stop_wishes > 1:
+            if self.stop_wishes > 1:
                 reason = "was killed as asked"
             elif now >= kill_at:
                 reason = "did not finish in time and was killed"
@@ -317,26 +271,6 @@ class Supervisor:
                 reason = f"gave no sign for {now - heard:.1f} s and was killed"
             if reason:
                 _kill(pid, pidfd)
-
-    def _look(self, timeout_s: float) -> set[int]:
-        """Wait for something to happen; the descriptors where it did. Guardians are looked after here."""
-        ready = {fd for fd, _ in self._poll.poll(timeout_s * 1000)}
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
-        for fd in ready.intersection(self._guardians):
-            self._poll.unregister(fd)
-            self._stop_wishes = max(self._stop_wishes, 1)
-        return ready
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if number in (signal.SIGTERM, signal.SIGINT):
-            now = self._clock()
-            if self._stop_wishes == 0 or now - self._last_wish >= SAME_SIGNAL_S:
-                self._stop_wishes += 1
-                self._last_wish = now
-        elif number == signal.SIGHUP:
-            self._restart_wish = True
-        os.eventfd_write(self._wake, 1)  # poll() is resumed after a handler (PEP 475): this ends it
 
 
 def _is_stopped(pidfd: int) -> bool:

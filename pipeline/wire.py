@@ -24,6 +24,7 @@ is counted (`dropped`), logged once per peer, dropped.
 
 from __future__ import annotations
 
+import abc
 import logging
 import os
 import select
@@ -91,7 +92,7 @@ class _Peer:
         self.sent = self.received = 0  # frames, since it was met
 
 
-class _Endpoint:
+class _Endpoint(abc.ABC):
     """What `Link` and `Hub` share: socket, descriptor, peers by key (a Link's only key is b"")."""
 
     def __init__(
@@ -146,15 +147,15 @@ class _Endpoint:
 
     # -------------------------------------------------------------- differs by side
 
-    def _notify(self, key: bytes, hello: Hello, is_up: bool) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _notify(self, key: bytes, hello: Hello, is_up: bool) -> None: ...
 
+    @abc.abstractmethod
     def _take(self) -> tuple[bytes, bytes]:
         """Key and payload (the last part) of the next message. Raises `zmq.Again` when there is none."""
-        raise NotImplementedError
 
-    def _put(self, key: bytes, payload: bytes) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _put(self, key: bytes, payload: bytes) -> None: ...
 
     def _option(self, option: int) -> int:
         value = self._socket.getsockopt(option)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +192,19 @@ class Server:
         status, answer, _ = self.request("POST", path, body)
         assert status == 200, (status, answer)
         return answer
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Values of /metrics by the text of their labels ("" without any). Of stages, up to a second old."""
+        status, text, _ = self.request("GET", "/metrics")
+        assert status == 200
+        lines = [line.removeprefix(name) for line in text.splitlines() if line.startswith((name + "{", name + " "))]
+        return {labels.strip("{}"): float(value) for labels, _, value in (line.rpartition(" ") for line in lines)}
+
+    def wait_metrics(self, name: str, holds: Callable[[dict[str, float]], bool], timeout_s: float = 30) -> None:
+        """Until the stages have told it: each looks once a second."""
+        deadline = time.monotonic() + timeout_s
+        while not holds(found := self.metrics(name)):
+            assert time.monotonic() < deadline, (name, found)
 
     def stream(self, path: str, **body: Any) -> Iterator[dict[str, Any]]:
         """Decoded `data:` events until `[DONE]` or the end of the body."""

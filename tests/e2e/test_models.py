@@ -44,15 +44,6 @@ def ask(server: Server, model: str, i: int = 0, tokens: int = 24) -> tuple[int, 
     return server.request("POST", "/v1/generate", body)
 
 
-def metric(server: Server, name: str) -> dict[str, float]:
-    """Values by model."""
-    found = {}
-    for line in server.request("GET", "/metrics")[1].splitlines():
-        if line.startswith(name + "{"):
-            found[line.split('model="')[1].split('"')[0]] = float(line.rsplit(" ", 1)[1])
-    return found
-
-
 def test_each_has_its_own_group_arena_and_cores(server: Server) -> None:
     answers = {model: ask(server, model) for model in ("one", "two")}
     assert {status for status, _, _ in answers.values()} == {200}
@@ -65,7 +56,7 @@ def test_each_has_its_own_group_arena_and_cores(server: Server) -> None:
     arenas = {Path(name).name for name in server.leftovers() if name.endswith((".kv", ".steps", ".act"))}
     kinds = [sum(name.endswith(kind) for name in arenas) for kind in (".kv", ".steps", ".act")]
     assert kinds == [2, 2, 2]
-    assert set(metric(server, "starling_queue_depth")) == {"one", "two"}
+    server.wait_metrics("starling_queue_depth", lambda found: set(found) == {'model="one"', 'model="two"'})
 
 
 def test_a_full_queue_of_one_is_none_of_the_other(server: Server) -> None:

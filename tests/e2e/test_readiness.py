@@ -197,18 +197,12 @@ def test_long_prompts_that_evict_each_other_are_progress(demo_server: Server) ->
         answer = demo_server.post("/v1/generate", prompt=prompt, max_tokens=2)
         return int(answer["usage"]["prompt_tokens"])
 
-    before = evictions(demo_server)
+    before = sum(demo_server.metrics("starling_kv_cache_evictions_total").values())
     assert always_ready(demo_server, lambda: (ask(100, 4000), ask(200, 2200))) == (4000, 2200)
-    assert evictions(demo_server) > before
+    demo_server.wait_metrics("starling_kv_cache_evictions_total", lambda found: sum(found.values()) > before)
 
 
 def test_a_long_text_is_progress(demo_server: Server) -> None:
     text = "The lighthouse keeper, 1234 steps up; " * 60_000
     counted = always_ready(demo_server, lambda: demo_server.post("/v1/tokenize", text=text))["count"]
     assert counted > 400_000
-
-
-def evictions(server: Server) -> float:
-    metrics = server.request("GET", "/metrics")[1]
-    lines = [line for line in metrics.splitlines() if line.startswith("starling_kv_cache_evictions_total")]
-    return sum(float(line.split()[1]) for line in lines)  # none before the first one

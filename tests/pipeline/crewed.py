@@ -16,8 +16,8 @@ from pathlib import Path
 from pipeline import paths, process
 from pipeline.config import load
 from pipeline.crew import Crew
+from pipeline.keeper import SIGNALS
 from pipeline.lineup import Instance
-from pipeline.supervisor import SIGNALS
 
 
 def main() -> int:

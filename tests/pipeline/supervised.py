@@ -35,6 +35,7 @@ def stage(report: str, behaviour: str, config: Config) -> int:
     if behaviour == "wait":
         loop = StageLoop("kv", config)
         loop.ready = True
+        loop.tick()  # the supervisor knows before the report
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     beat_fd = process.claim_beat_fd() if behaviour == "silent" else -1
@@ -60,7 +61,7 @@ def stage(report: str, behaviour: str, config: Config) -> int:
     if behaviour == "segfault":
         signal.raise_signal(signal.SIGSEGV)
     if behaviour == "silent":
-        process.beat(beat_fd, 50)
+        process.beat(beat_fd, process.Beat(50, False))
     if loop is not None:
         return loop.run(lambda: None)
     while True:

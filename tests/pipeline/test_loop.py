@@ -173,13 +173,13 @@ def test_the_supervisor_hears_beats_and_allowances(config: Config, monkeypatch: 
     monkeypatch.setenv(process.BEAT_FD_VARIABLE, str(write_end))
     loop = StageLoop("kv", config)
     assert process.BEAT_FD_VARIABLE not in os.environ
-    assert process.read_beats(read_end) == STALL_MS
+    assert process.read_beats(read_end) == (STALL_MS, False)
     with loop.allow(90):
-        assert process.read_beats(read_end) == 90_000
-    assert process.read_beats(read_end) == STALL_MS
+        assert process.read_beats(read_end) == (90_000, False)
+    assert process.read_beats(read_end) == (STALL_MS, False)
     assert process.read_beats(read_end) is None
     for _ in range(100_000):  # a supervisor that does not read costs nothing
-        process.beat(write_end, 1)
+        process.beat(write_end, process.Beat(1, False))
     loop.close()
     os.close(read_end)
     os.close(write_end)

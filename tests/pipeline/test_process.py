@@ -63,10 +63,10 @@ def test_beats_are_read_whole_and_the_last_one_counts() -> None:
     read_end, write_end = os.pipe2(os.O_NONBLOCK)
     assert process.read_beats(read_end) is None
     for allowance_ms in range(3000):
-        process.beat(write_end, allowance_ms)
-    assert process.read_beats(read_end) == 2999
-    process.beat(write_end, 1 << 40)
-    assert process.read_beats(read_end) == 0xFFFFFFFF
+        process.beat(write_end, process.Beat(allowance_ms, allowance_ms == 2999))
+    assert process.read_beats(read_end) == (2999, True)
+    process.beat(write_end, process.Beat(1 << 40, False))
+    assert process.read_beats(read_end) == (0xFFFFFFFF, False)
     os.close(write_end)
     assert process.read_beats(read_end) is None
     os.close(read_end)
@@ -75,10 +75,10 @@ def test_beats_are_read_whole_and_the_last_one_counts() -> None:
 def test_a_full_or_broken_pipe_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe2(os.O_NONBLOCK)
     for _ in range(20_000):
-        process.beat(write_end, 5)
-    assert process.read_beats(read_end) == 5
+        process.beat(write_end, process.Beat(5, False))
+    assert process.read_beats(read_end) == (5, False)
     os.close(read_end)
-    process.beat(write_end, 5)
+    process.beat(write_end, process.Beat(5, False))
     os.close(write_end)
 
 

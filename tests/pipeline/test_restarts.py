@@ -48,6 +48,22 @@ def test_a_stable_run_makes_good_all_deaths(ran_s: list[float], chance: float) -
     assert policy.deaths == 1.0
 
 
+@given(st.integers(1, 1000))
+def test_one_that_had_been_ready_may_die_each_second_for_ever(count: int) -> None:
+    policy = RestartPolicy(lambda: 0.0)
+    assert {policy.after_death(1.0, was_ready=True) for _ in range(count)} == {0.0}
+
+
+@given(lives, chances)
+def test_having_been_ready_never_makes_a_wait_longer(ran_s: list[float], chance: float) -> None:
+    one, other = (RestartPolicy(lambda: chance) for _ in range(2))
+    for ran in ran_s:
+        wait, after_ready = one.after_death(ran), other.after_death(ran, was_ready=True)
+        if wait is None:
+            break
+        assert after_ready is not None and after_ready <= wait
+
+
 @given(st.lists(st.floats(LIMITS.heal_s, 1000.0), max_size=200))
 def test_deaths_far_enough_apart_cost_no_wait_however_many(ran_s: list[float]) -> None:
     assert set(waits(ran_s)) <= {0.0}

@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 
 from pipeline import kinship
+from pipeline.keeper import SAME_SIGNAL_S
 from pipeline.process import EXIT_CONFIG, EXIT_FATAL
 from pipeline.restarts import RestartPolicy
-from pipeline.supervisor import SAME_SIGNAL_S, Supervisor, start_program
+from pipeline.supervisor import Supervisor, start_program
 
 LONG_S = 30.0
+LIVES = 4  # of a stage that never becomes ready, by the limits of supervised.py
 
 pytestmark = pytest.mark.slow
 
@@ -198,7 +200,7 @@ def test_the_stage_dies_with_its_supervisor(theatre: Theatre) -> None:
 
 @pytest.mark.parametrize(
     ("behaviour", "code", "lives"),
-    [("crash", EXIT_FATAL, 4), ("leave", EXIT_FATAL, 4), ("config", EXIT_CONFIG, 1)],
+    [("crash", EXIT_FATAL, LIVES), ("leave", EXIT_FATAL, LIVES), ("config", EXIT_CONFIG, 1)],
 )
 def test_giving_up(theatre: Theatre, behaviour: str, code: int, lives: int) -> None:
     supervisor = theatre.supervise(behaviour)
@@ -208,6 +210,16 @@ def test_giving_up(theatre: Theatre, behaviour: str, code: int, lives: int) -> N
         line, _, theatre._lines = theatre._lines.partition(b"\n")
         assert kinship.look(json.loads(line)["helper"]) is None
     assert "giving up" in theatre.log()
+
+
+def test_one_that_had_been_ready_is_started_again_however_often_it_is_killed(theatre: Theatre) -> None:
+    supervisor = theatre.supervise("wait")
+    for _ in range(3 * LIVES):
+        life = theatre.next_life()
+        life.kill(signal.SIGKILL)
+        assert has_ended(life.stage)
+    assert supervisor.poll() is None
+    assert "giving up" not in theatre.log()
 
 
 @pytest.mark.parametrize("shell", ["exec ", "", ": && "])
@@ -233,5 +245,5 @@ def test_a_repeated_signal_is_a_second_wish_only_after_a_while() -> None:
     )
     for at, wishes in ((0.0, 1), (SAME_SIGNAL_S / 2, 1), (SAME_SIGNAL_S, 2)):
         now[0] = 100.0 + at
-        supervisor._on_signal(signal.SIGTERM, None)
-        assert supervisor._stop_wishes == wishes
+        supervisor.on_signal(signal.SIGTERM, None)
+        assert supervisor.stop_wishes == wishes
