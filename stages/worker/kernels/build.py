@@ -7,6 +7,7 @@ Knows which entries there are; `linkage.py` says what an entry is.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -93,6 +94,8 @@ def addresses(kv_type: str) -> dict[int, int]:
 
 
 def main(arguments: list[str]) -> None:
+    """This process lives for one entry: looking for cycles among a compiler's objects costs an eighth of the time."""
+    gc.disable()
     kv_type, name = arguments
     compile_entry(next(e for e in ENTRIES if e.name == name), kv_type)
 
