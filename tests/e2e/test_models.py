@@ -81,6 +81,9 @@ def test_a_model_that_is_loading_is_waited_for_within_bounds(server: Server) -> 
     os.kill(record.parent, signal.SIGSTOP)  # nobody starts it again
     os.kill(record.pid, signal.SIGKILL)
     try:
+        # What arrives before this is known waits in the scheduler's queue, and longer.
+        while server.request("GET", "/ready")[0] == 200:
+            pass
         status, answer, headers = ask(server, "two")
         assert (status, answer["error"]["code"]) == (503, "MODEL_UNAVAILABLE")
         assert int(headers["Retry-After"]) >= 1
