@@ -101,6 +101,8 @@ FAMILIES: dict[str, Family] = {
                ("model",)),
         Family("starling_kv_cache_checksum_failures_total", "counter", "Pages dropped because their bytes "
                "had changed."),
+        Family("starling_kv_cache_disk_errors_total", "counter", "Pages that a full or failing disk did not keep, "
+               "or room that it did not give."),
         Family("starling_kv_cache_spilled_pages_total", "counter", "Evicted pages copied to the disk."),
         Family("starling_kv_cache_restored_pages_total", "counter", "Pages that came back from a disk, "
                "or over from an older version of the same file."),

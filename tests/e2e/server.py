@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,15 @@ class Server:
     """`honcho start` with a configuration of its own; ready when `__enter__` returns."""
 
     def __init__(
-        self, home: Path, config: Mapping[str, Any], environment: Mapping[str, str] | None = None
+        self,
+        home: Path,
+        config: Mapping[str, Any],
+        environment: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (),
     ) -> None:
+        """`launcher`: a command that honcho's is given to, such as `small_disk.mounted`."""
         self.home = home
+        self.launcher = launcher
         self.port = free_port()
         settings = {**config, "server": {"port": self.port, **config.get("server", {})}}
         self.config_path = home / "starling.yaml"
@@ -65,7 +71,7 @@ class Server:
 
     def start(self) -> Server:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "honcho", "--no-colour", "start"], cwd=ROOT, env=self.environment,
+            [*self.launcher, sys.executable, "-m", "honcho", "--no-colour", "start"], cwd=ROOT, env=self.environment,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         self._lines = queue.SimpleQueue()  # what a life before had to say is over
