@@ -21,7 +21,7 @@ class Allocator:
     def __init__(self, total: int) -> None:
         self.total = total
         self.refs = [0] * total
-        self._state = bytearray(total)
+        self.states = bytearray(total)
         self._free = list(range(total - 1, -1, -1))
         self.cached = 0
 
@@ -34,7 +34,7 @@ class Allocator:
         return self.total - len(self._free) - self.cached
 
     def state(self, page: int) -> int:
-        return self._state[page]
+        return self.states[page]
 
     def take(self, count: int) -> list[int]:
         """`count` free pages, each held once. The caller has seen to it that there are so many."""
@@ -46,15 +46,15 @@ class Allocator:
         del self._free[-count:]
         for page in pages:
             self.refs[page] = 1
-            self._state[page] = LEASED
+            self.states[page] = LEASED
         return pages
 
     def share(self, page: int) -> int:
         """One more sequence holds a leased or cached page. Returns how many do."""
-        state = self._state[page]
+        state = self.states[page]
         if state == CACHED:
             self.cached -= 1
-            self._state[page] = LEASED
+            self.states[page] = LEASED
             self.refs[page] = 1
             return 1
         if state != LEASED:
@@ -64,25 +64,25 @@ class Allocator:
 
     def drop(self, page: int, keep: bool) -> int:
         """One sequence fewer. The last one leaves it CACHED (`keep`) or FREE. Returns the rest."""
-        if self._state[page] != LEASED:
+        if self.states[page] != LEASED:
             raise ValueError(f"page {page} is not leased")
         self.refs[page] -= 1
         if self.refs[page] == 0:
             if keep:
-                self._state[page] = CACHED
+                self.states[page] = CACHED
                 self.cached += 1
             else:
-                self._state[page] = FREE
+                self.states[page] = FREE
                 self._free.append(page)
         return self.refs[page]
 
     def forget(self, page: int) -> None:
         """A cached page, or one in limbo, becomes free."""
-        if self._state[page] == CACHED:
+        if self.states[page] == CACHED:
             self.cached -= 1
-        elif self._state[page] != LIMBO:
+        elif self.states[page] != LIMBO:
             raise ValueError(f"page {page} is neither cached nor in limbo")
-        self._state[page] = FREE
+        self.states[page] = FREE
         self._free.append(page)
 
     # -------------------------------------------------------------- after a restart
@@ -90,39 +90,39 @@ class Allocator:
     def adopt(self, cached: set[int], limbo: set[int]) -> None:
         """Take over what the headers say; every other page is free. Only on a fresh allocator."""
         for page in cached:
-            self._state[page] = CACHED
+            self.states[page] = CACHED
         for page in limbo:
-            self._state[page] = LIMBO
+            self.states[page] = LIMBO
         self.cached = len(cached)
-        self._free = [p for p in range(self.total - 1, -1, -1) if self._state[p] == FREE]
+        self._free = [p for p in range(self.total - 1, -1, -1) if self.states[p] == FREE]
 
     def claim(self, page: int) -> None:
         """A page in limbo is held by a sequence after all."""
-        if self._state[page] != LIMBO:
+        if self.states[page] != LIMBO:
             raise ValueError(f"page {page} is not in limbo")
-        self._state[page] = LEASED
+        self.states[page] = LEASED
         self.refs[page] = 1
 
     def doubt(self, page: int) -> None:
         """A cached page is in limbo after all."""
-        if self._state[page] != CACHED:
+        if self.states[page] != CACHED:
             raise ValueError(f"page {page} is not cached")
         self.cached -= 1
-        self._state[page] = LIMBO
+        self.states[page] = LIMBO
 
     def limbo(self) -> list[int]:
-        return [page for page, state in enumerate(self._state) if state == LIMBO]
+        return [page for page, state in enumerate(self.states) if state == LIMBO]
 
     # -------------------------------------------------------------- the law
 
     def check(self) -> None:
         """Raises `AssertionError` naming the page or the count that is wrong. O(total)."""
         tally = [0, 0, 0, 0]
-        for page, state in enumerate(self._state):
+        for page, state in enumerate(self.states):
             tally[state] += 1
             assert (self.refs[page] > 0) == (state == LEASED), f"page {page}: refs {self.refs[page]}"
         assert len(set(self._free)) == len(self._free), "a page is twice on the free list"
-        assert all(self._state[page] == FREE for page in self._free), "a held page is on the free list"
+        assert all(self.states[page] == FREE for page in self._free), "a held page is on the free list"
         assert tally[FREE] == self.free, f"{tally[FREE]} pages are free, {self.free} on the list"
         assert tally[CACHED] == self.cached, f"{tally[CACHED]} pages are cached, {self.cached} counted"
         assert self.free + self.cached + self.leased == self.total

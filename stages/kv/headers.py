@@ -147,14 +147,14 @@ class Headers:
         """Of a full page; None when the header is torn."""
         return unpack_name(self.record(page))
 
-    def vouches(self, page: int, digest: PageDigest, content: np.ndarray) -> bool:
+    def vouches(self, page: int, digest: PageDigest, content: memoryview) -> bool:
         """Is the page of that name, and are these the bytes that the name was given for?
 
         Asked of every page of a hit.  Name and checksum speak for themselves here: whichever of them is damaged
         does not fit any more.  Damage elsewhere in the header is found by whoever reads what is there (`name`).
         """
         name, expected = _VOUCHER.unpack_from(self._bytes, page * PAGE_HEADER)
-        return bool(name == digest and xxhash.xxh3_64_intdigest(content.data) == expected)
+        return bool(name == digest and xxhash.xxh3_64_intdigest(content) == expected)
 
     def record(self, page: int) -> bytes:
         """The kv stage's part of the header, as it is written to disk with the page."""

@@ -76,7 +76,8 @@ class Pool:
     on_moved: Callable[[], object] = lambda: None  # after each page to or from a disk: it may have taken long
 
     def __post_init__(self) -> None:
-        self.total = len(self.arena.pages)
+        self.total, self._page_bytes = self.arena.pages.shape
+        self._content = self.arena.pages.data.cast("B")  # all pages
         self.headers = Headers(self.arena.headers)
         self.counters = Counters()
         self.index: dict[PageDigest, int] = {}
@@ -120,10 +121,16 @@ class Pool:
     def find(self, digests: Sequence[PageDigest]) -> tuple[list[int], list[PageDigest]]:
         """The longest known run: sound pages in the arena, then names that a tier has."""
         found: list[int] = []
-        index, is_sound = self.index, self._is_sound
+        # A long prompt is hundreds of pages: the same as `is_damaged` asks of one, in one loop.
+        index, states, vouches = self.index, self.allocator.states, self.headers.vouches
+        content, size = self._content, self._page_bytes
         for digest in digests:
             page = index.get(digest)
-            if page is None or not is_sound(page):
+            if page is None:
+                break
+            if states[page] == CACHED and not vouches(page, digest, content[page * size : page * size + size]):
+                self.counters.checksum_failures += 1
+                self._drop(page)
                 break
             found.append(page)
         on_disk: list[PageDigest] = []
@@ -138,9 +145,10 @@ class Pool:
 
     def pin(self, pages: Iterable[int]) -> None:
         """One more holds these named pages."""
+        share, remove = self.allocator.share, self._evictor.remove
         for page in pages:
-            if self.allocator.share(page) == 1:  # it was cached
-                self._evictor.remove(page)
+            if share(page) == 1:  # it was cached
+                remove(page)
 
     def unpin(self, pages: Sequence[int]) -> None:
         """One hold fewer on each, the last page first."""
@@ -213,7 +221,7 @@ class Pool:
         """A cached page whose bytes or header are not what they were. Computes the checksum."""
         if self.allocator.state(page) != CACHED:
             return False  # in use: it was looked at when it was taken into use, or is its user's own
-        return not self.headers.vouches(page, self._name_of[page], self.arena.pages[page])
+        return not self.headers.vouches(page, self._name_of[page], self.arena.pages[page].data)
 
     def disown(self, page: int) -> None:
         """A damaged cached page, which a sequence may be using, loses its name and is in limbo."""
@@ -222,14 +230,6 @@ class Pool:
         del self.index[self._name_of.pop(page)]
         self.headers.demote(page)
         self.allocator.doubt(page)
-
-    def _is_sound(self, page: int) -> bool:
-        """Otherwise it is dropped."""
-        if not self.is_damaged(page):
-            return True
-        self.counters.checksum_failures += 1
-        self._drop(page)
-        return False
 
     # -------------------------------------------------------------- giving up
 
