@@ -28,7 +28,7 @@ from stages.worker import activations as act
 from stages.worker.kernels import build, turns
 from stages.worker.model import Arenas, Model, RankTable
 
-FOLLOW_NS = 100_000_000
+FOLLOW_NS = 60_000_000_000  # in jitted code without a turn
 _COLUMNS = {
     "seed": sh.SEED, "choice": sh.CHOICE, "output_start": sh.OUTPUT_START, "top_k": sh.TOP_K,
     "logprobs": sh.LOGPROBS, "min_tokens": sh.MIN_TOKENS, "ignore_eos": sh.IGNORE_EOS,

@@ -29,7 +29,7 @@ from stages.worker.activations import attach_activations
 from stages.worker.kernels import turns
 from stages.worker.model import Arenas, Model, RankTable
 
-FOLLOW_NS = 200_000_000
+FOLLOW_NS = 60_000_000_000  # in jitted code without a turn; rank 0's death ends it even there
 ACK_S = 30.0  # mapping arenas takes milliseconds
 
 

@@ -20,7 +20,7 @@ from stages.worker.kernels.plan import make_plan
 from stages.worker.kernels.simd import JIT, put_i64
 
 SPIN_NS = 60_000
-SLICE_NS = 20_000_000
+SLICE_NS = 900_000_000  # a futex waits for less than a second; an announcement wakes it, rank 0's death ends it
 LOST = -1  # the group was given up
 _STEP, _SLEEPS, _ABORT = 8 * act.STEP, 8 * act.SLEEPS, 8 * (act.BARRIER + 8)
 _BEGUN, _FINISHED, _SLOTS = 8, 16, steps.SLOTS

@@ -1,0 +1,36 @@
+"""A rank without a turn sleeps, and an announcement wakes it: no time-out of the sleep is needed for that."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from shm import words
+from stages.worker import activations as act
+from stages.worker.engine import Engine
+from stages.worker.kernels import turns
+from tests.worker.conftest import Ingested, TinyGguf
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_rank_at_rest_sleeps_and_wakes_for_its_turn(
+    tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path
+) -> None:
+    slice_s = turns.SLICE_NS / 1e9
+    assert 0.5 <= slice_s < 1.0  # more often costs an idle server; a futex takes less than a second
+    with Engine(ingested(tiny_gguf()), tmp_path, ranks=2, max_rows=1, max_tokens=64, step_tokens=8) as engine:
+        engine.write_row(0, [1, 2, 3, 4])
+        engine.prefill(0, 4, 4)
+        sleeps = act.LINES + 8 + act.SLEEPS
+        control = engine._arenas[2].view(0, (act.CONTROL_WORDS,), "int64")
+        worst = 0.0
+        for i in range(20):
+            while not words.load(control, sleeps):
+                pass
+            begun = time.monotonic()
+            engine.run([(0, 4 + i, 1, 1)])
+            worst = max(worst, time.monotonic() - begun)
+        assert worst < slice_s / 2
