@@ -4,7 +4,8 @@ A line of JSON each way: `{"op": "drain", ...}` and `{"ok": true, ...}`, or `{"o
 "message"}`.  The run directory is 0700, and a peer of another user is sent away (SO_PEERCRED), root
 excepted.  Bounded: `MAX_LINE` bytes for a line, `MAX_CLIENTS` connections, `IDLE_S` without a line.
 
-The client's half blocks and stands alone; the server's half runs in a stage's asyncio loop.
+The client's half blocks and stands alone; the server's half here runs in a stage's asyncio loop, that for loops
+that poll is pipeline/control_poll.py.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def call(
         connection.settimeout(timeout_s)
         try:
             connection.connect(str(path))
-            if not _is_ours(connection.fileno()):
+            if not is_ours(connection.fileno()):
                 raise Unreachable(f"{path} belongs to another user")
             connection.sendall(json.dumps(request).encode() + b"\n")
             with connection.makefile("rb") as lines:
@@ -74,7 +75,7 @@ def call(
     return answer
 
 
-def _is_ours(fd: int) -> bool:
+def is_ours(fd: int) -> bool:
     """Whether this user, or root, is at the other end."""
     # A socket of our own: that of an event loop need not know getsockopt.
     with socket.socket(fileno=os.dup(fd)) as connection:
@@ -116,7 +117,7 @@ class Control:
         assert task is not None
         self._clients.add(task)
         try:
-            if len(self._clients) <= MAX_CLIENTS and _is_ours(writer.get_extra_info("socket").fileno()):
+            if len(self._clients) <= MAX_CLIENTS and is_ours(writer.get_extra_info("socket").fileno()):
                 await self._converse(reader, writer)
         except (OSError, TimeoutError, ValueError, asyncio.CancelledError):
             pass  # gone, silent for too long, a line too long, or we are closing
@@ -135,15 +136,25 @@ class Control:
 
     async def _answer(self, line: bytes) -> dict[str, Any]:
         try:
-            request = json.loads(line)
-            if not isinstance(request, dict):
-                raise StarlingError("INVALID_REQUEST", "a request is a JSON object")
-            return {"ok": True, **await self._handler(request)}
-        except json.JSONDecodeError:
-            error = StarlingError("INVALID_REQUEST", "a request is one line of JSON")
-        except StarlingError as raised:
-            error = raised
+            return {"ok": True, **await self._handler(parse(line))}
+        except StarlingError as error:
+            return failed(error)
         except Exception:
             log.exception("a control request failed")
-            error = InternalError("a fault of the stage; it is in its log")
-        return {"ok": False, "code": error.code, "message": error.message, "param": error.param}
+            return failed(InternalError("a fault of the stage; it is in its log"))
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """The request in a line. Raises `StarlingError`."""
+    try:
+        request = json.loads(line)
+    except ValueError:
+        raise StarlingError("INVALID_REQUEST", "a request is one line of JSON") from None
+    if not isinstance(request, dict):
+        raise StarlingError("INVALID_REQUEST", "a request is a JSON object")
+    return request
+
+
+def failed(error: StarlingError) -> dict[str, Any]:
+    """The answer that `call` raises again."""
+    return {"ok": False, "code": error.code, "message": error.message, "param": error.param}

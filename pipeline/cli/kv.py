@@ -1,4 +1,4 @@
-"""`starling kv`: arenas, prefix tree, pages on disk and sessions, read without asking anybody."""
+"""`starling kv`: arenas, prefix tree, pages on disk and sessions, read without a server; `kv check` asks it as well."""
 
 from __future__ import annotations
 
@@ -22,11 +22,17 @@ def kv(context: click.Context, as_json: bool) -> int:
     return EXIT_OK if context.invoked_subcommand else _report(as_json, check=False)
 
 
-@kv.command()
+@kv.command(
+    epilog="Exit codes: 0 all is well; 1 something is damaged or does not add up, or a live kv stage does not answer."
+)
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.pass_context
 def check(context: click.Context, as_json: bool) -> int:
-    """Compute every checksum as well; exit code 1 when something is damaged."""
+    """Is every page sound, and does free + cached + leased == total hold?
+
+    Computes every checksum, in memory and on disk. A running kv stage is asked for its own books as well: by them and
+    by the page headers the sum must hold, and both must tell the same. Without a server the files are checked alone.
+    """
     return _report(as_json or bool(context.obj), check=True)
 
 

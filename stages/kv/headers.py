@@ -23,6 +23,24 @@ _STATE_AT, _CHECK_AT, _CHECK_END = 72, 64, 72
 _VOUCHER = struct.Struct("<32x16sQ")  # digest and checksum of a header
 
 
+class Count(NamedTuple):
+    """Pages by state; together they are all there are."""
+
+    free: int
+    cached: int
+    leased: int
+
+
+def count(states: np.ndarray, refs: np.ndarray) -> Count:
+    """Of the headers' fields, (n_pages,) u32 both. A page of no known state is in none of the counts."""
+    full = states == PAGE_FULL
+    return Count(
+        int(np.count_nonzero(states == PAGE_FREE)),
+        int(np.count_nonzero(full & (refs == 0))),
+        int(np.count_nonzero((states == PAGE_LEASED) | (full & (refs > 0)))),
+    )
+
+
 def checksum(content: np.ndarray) -> int:
     """XXH3-64 of a page's bytes, (page_bytes,) u8."""
     return xxhash.xxh3_64_intdigest(content.data)
@@ -138,6 +156,14 @@ class Headers:
 
     def state(self, page: int) -> int:
         return int(self._state[page])
+
+    def count(self) -> Count:
+        """As the headers alone say it."""
+        return count(*self.states_and_refs())
+
+    def correct(self, refs: Sequence[int]) -> None:
+        """After a restart: how many hold each page, now that it is known."""
+        self._refs[:] = refs
 
     def states_and_refs(self) -> tuple[np.ndarray, np.ndarray]:
         """Copies of both fields, (n_pages,) u32."""

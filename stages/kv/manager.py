@@ -32,7 +32,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stages.kv import prefix
-from stages.kv.headers import PageName, checksum
+from stages.kv.headers import Count, PageName, checksum
 from stages.kv.pool import Pool
 from stages.kv.prefix import PageDigest, RootOf
 
@@ -323,10 +323,18 @@ class Manager:
 
     # -------------------------------------------------------------- the law
 
+    def count(self) -> Count:
+        """Pages by our own books: those on the free list, those to evict, and those that leases name."""
+        return self.pool.count(page for lease in self.leases.values() for page in lease.pages)
+
     def check(self) -> None:
-        """Raises `AssertionError` when an invariant does not hold. O(total); for tests."""
+        """Raises `AssertionError` when an invariant does not hold. O(total); for tests and `starling kv check`."""
         held: dict[int, int] = {}
         for lease in self.leases.values():
             for page in lease.pages:
                 held[page] = held.get(page, 0) + 1
         self.pool.check(held)
+        count = self.count()
+        assert sum(count) == self.pool.total, f"{count} are not {self.pool.total} pages"
+        if self.declared:  # until then nobody believes the headers' reference counts
+            assert self.pool.headers.count() == count, f"the headers say {self.pool.headers.count()}, not {count}"

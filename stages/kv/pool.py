@@ -23,7 +23,7 @@ from pipeline.faultpoints import Point
 from shm.pages import PAGE_FREE, KvArena
 from stages.kv.allocator import CACHED, FREE, LEASED, LIMBO, Allocator
 from stages.kv.evict import Evictor
-from stages.kv.headers import Headers, PageName
+from stages.kv.headers import Count, Headers, PageName
 from stages.kv.prefix import PageDigest
 
 
@@ -314,12 +314,18 @@ class Pool:
                 self._park(page, self.headers.last_use_ns(page))
 
     def free_limbo(self) -> None:
-        """Nobody has declared these: nobody holds them."""
+        """Nobody has declared these: nobody holds them. What the headers say of the others is put right."""
         for page in self.allocator.limbo():
             self.headers.free(page)
             self.allocator.forget(page)
+        self.headers.correct(self.allocator.refs)
 
     # -------------------------------------------------------------- the law
+
+    def count(self, held: Iterable[int]) -> Count:
+        """By our own books; `held` are the pages of all leases, each counted once."""
+        limbo = self.allocator.limbo()
+        return Count(self.free, self.cached, len({*held, *limbo}))
 
     def check(self, held: dict[int, int]) -> None:
         """Raises `AssertionError` when an invariant does not hold. `held`: by how many, of each page."""

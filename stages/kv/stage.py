@@ -13,16 +13,21 @@ import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from pipeline import lineup, paths
 from pipeline import messages as m
 from pipeline.config_schema import Config
-from pipeline.errors import Conflict
+from pipeline.control_poll import PolledControl
+from pipeline.errors import Conflict, InvalidRequest
 from pipeline.lineup import Instance
 from pipeline.loop import StageLoop
 from pipeline.wire import QUIET_BEATS
 from shm.arena import ArenaError
 from shm.checkpoint import CheckpointError
+from stages.kv import books
 from stages.kv.book import Book
 from stages.kv.manager import DeclaredLease, Denial, Grant, Manager
 from stages.kv.model import ModelPages, Past, Reserved, measure, prune
@@ -76,6 +81,7 @@ class KvStage:
         self.hub.on_down = self._on_down
         self.gateways = self.loop.bind("gateway-kv", self._on_gateway)
         self.gateways.on_down = self._gateway_down
+        self.control = PolledControl(paths.run_dir(config), self.loop, self._operate)
         self.loop.on_tick.append(self._tick)
         self._next_open = self._next_chores = self._next_push = self._next_prune = float("-inf")
         self._stopping_since = float("inf")
@@ -84,6 +90,7 @@ class KvStage:
         try:
             return self.loop.run(self._work)
         finally:
+            self.control.close()
             self._thread.shutdown()
             for model in self.models.values():
                 model.pages.close()
@@ -388,6 +395,16 @@ class KvStage:
     def _gateway_down(self, peer: bytes, hello: m.Hello) -> None:
         for book in self.books.values():
             book.drop_holder(peer)
+
+    # -------------------------------------------------------------- commands
+
+    def _operate(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The control socket's handler: `{"op": "books"}`, for `starling kv check`."""
+        if request != {"op": "books"}:
+            raise InvalidRequest(f"{str(request)[:100]} is not known here; there is {{'op': 'books'}}", "op")
+        with self.loop.allow(ALLOW_S):
+            taken = [books.take(model.pages) for model in self.models.values()]
+        return {"models": [msgspec.to_builtins(one) for one in taken if one is not None]}
 
     # -------------------------------------------------------------- telling
 

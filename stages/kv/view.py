@@ -1,7 +1,8 @@
 """What the kv stage holds, read from outside: `starling kv` and `starling kv check`.
 
-Reads arenas and state files, writes nothing, asks nobody, and works whether the server runs or not.  A
-running server changes pages meanwhile, so what looks wrong is looked at again before it is reported.
+Reads arenas and state files, writes nothing, and works whether the server runs or not.  A running server
+changes pages meanwhile, so what looks wrong is looked at again before it is reported; a check asks its kv stage as
+well, which alone can count while nothing changes.
 
     inspect(config, check)   -> Report, plain data for JSON
     show(report)             -> rich renderables
@@ -19,17 +20,21 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.tree import Tree
 
-from pipeline import lineup, paths
+from pipeline import control, lineup, paths
 from pipeline.config_schema import Config, ModelConfig
+from pipeline.errors import StarlingError
 from pipeline.lineup import Instance
+from pipeline.status import read_all
 from pipeline.telemetry import Snapshot
 from shm.arena import ArenaError
-from shm.pages import PAGE_FREE, PAGE_FULL, PAGE_LEASED, KvArena, attach_kv
-from stages.kv.headers import Headers, PageName, checksum
+from shm.pages import PAGE_FULL, PAGE_LEASED, KvArena, attach_kv
+from stages.kv.books import Books
+from stages.kv.headers import Count, Headers, PageName, checksum, count
 from stages.kv.page_file import PageFile
 from stages.kv.persist import stores_of
 from stages.kv.session_files import SUFFIX, parse
 
+ASK_S = 30.0  # for the kv stage's answer: it may have an arena to reserve first
 LOOKS = 3  # at something that seems wrong, before it is reported
 MAX_RUNS = 20  # of the prefix tree that are shown, the largest first
 
@@ -75,6 +80,8 @@ class ModelReport(msgspec.Struct):
     leased: int = 0
     page_bytes: int = 0
     page_tokens: int = 0
+    generation: int = 0  # of the arena
+    books: Books | None = None  # the kv stage's own count; None: it does not run, or was not asked
     fragmentation: float | None = None  # share of leased positions that hold no token; None: no stage says it
     unreachable: int = 0  # cached pages whose predecessor is nowhere
     runs: list[Run] = []
@@ -86,23 +93,55 @@ class ModelReport(msgspec.Struct):
 class Report(msgspec.Struct):
     is_checked: bool
     models: list[ModelReport]
+    silence: str = ""  # why a kv stage that runs has not told its books
 
     @property
     def problems(self) -> list[str]:
-        return [
-            problem
-            for model in self.models
-            for problem in [*model.problems, *(p for disk in model.disks for p in disk.problems)]
-        ]
+        found = [self.silence] if self.silence else []
+        for model in self.models:
+            found += [*model.problems, *(problem for disk in model.disks for problem in disk.problems)]
+        return found
 
 
 # ------------------------------------------------------------------ reading
 
 
 def inspect(config: Config, check: bool = False, now_ns: int | None = None) -> Report:
-    """All models. With `check` every checksum is computed, in the arena and on disk."""
+    """All models. With `check` every checksum is computed, in the arena and on disk, and a kv stage is asked."""
     now = time.time_ns() if now_ns is None else now_ns
-    return Report(check, [_model(config, one, check, now) for one in lineup.read(config).instances])
+    report = Report(check, [_model(config, one, check, now) for one in lineup.read(config).instances])
+    if check:
+        try:
+            _compare(report, _ask(config))
+        except StarlingError as error:
+            report.silence = f"the books are not checked: {error.message}"
+    return report
+
+
+def _ask(config: Config) -> dict[str, Books]:
+    """The books of the running kv stage, by instance; none when it does not run. Raises `StarlingError`."""
+    run_dir = paths.run_dir(config)
+    try:
+        told = control.call(run_dir, "kv", {"op": "books"}, ASK_S)
+    except control.Unreachable:
+        if any(record.stage == "kv" and record.alive for record in read_all(run_dir)):
+            raise
+        return {}
+    return {books.model: books for books in msgspec.convert(told["models"], list[Books])}
+
+
+def _compare(report: Report, books: dict[str, Books]) -> None:
+    """A model that was loaded or unloaded in between has either no arena or no books, and is left alone."""
+    for model in report.models:
+        model.books = books.get(model.model)
+        if model.books is None or not model.is_there:
+            continue
+        model.problems += model.books.problems()
+        if (model.books.generation, model.books.total) != (model.generation, model.total):
+            model.problems.append(
+                f"{model.model}: the kv stage has an arena of {model.books.total} pages and generation "
+                f"{model.books.generation}, and {model.arena} has {model.total} and {model.generation}: restart kv"
+            )
 
 
 def _model(config: Config, instance: Instance, check: bool, now_ns: int) -> ModelReport:
@@ -119,6 +158,7 @@ def _model(config: Config, instance: Instance, check: bool, now_ns: int) -> Mode
     else:
         report.is_there = True
         report.fragmentation = _fragmentation(config, model.name)
+        report.generation = arena.generation
         report.page_bytes, report.page_tokens = geometry.page_bytes, geometry.page_tokens
         names = _read_arena(report, views, check, now_ns)
         arena.close()
@@ -141,9 +181,7 @@ def _read_arena(report: ModelReport, views: KvArena, check: bool, now_ns: int) -
     report.total = len(views.pages)
     states, refs = headers.states_and_refs()
     full = states == PAGE_FULL
-    report.free = int(np.count_nonzero(states == PAGE_FREE))
-    report.cached = int(np.count_nonzero(full & (refs == 0)))
-    report.leased = int(np.count_nonzero((states == PAGE_LEASED) | (full & (refs > 0))))
+    report.free, report.cached, report.leased = count(states, refs)
     if report.free + report.cached + report.leased != report.total:
         report.problems.append(
             f"{report.model}: {report.free} free + {report.cached} cached + {report.leased} leased pages are not "
@@ -297,24 +335,35 @@ def show(report: Report) -> RenderableType:
     for problem in report.problems:
         parts.append(f"[red]{problem}[/red]")
     if report.is_checked and not report.problems:
-        parts.append("free + cached + leased == total, and every checksum holds")
+        whose = "headers and books" if any(model.books for model in report.models) else "headers"
+        parts.append(f"free + cached + leased == total by the {whose}, every checksum holds")
     return Group(*parts)
 
 
 def _arena(m: ModelReport) -> Table:
     table = Table(title=f"KV arena of {m.model}", title_justify="left")
-    for column in ("pages", "number", "size"):
+    # With books: all three as the kv stage counted them at one moment.
+    columns = ("pages", "number", "size") if m.books is None else ("pages", "by headers", "by books", "size")
+    for column in columns:
         table.add_column(column, justify="left" if column == "pages" else "right")
     if not m.is_there:
-        table.add_row("no arena", "", "")
+        table.add_row("no arena")
         return table
-    for name, count in (("free", m.free), ("cached", m.cached), ("leased", m.leased), ("total", m.total)):
-        table.add_row(name, f"{count:,}", _bytes(count * m.page_bytes))
-    table.add_row(f"one: {m.page_tokens} tokens", "", _bytes(m.page_bytes))
+    if m.books is None:
+        for name, pages in (("free", m.free), ("cached", m.cached), ("leased", m.leased), ("total", m.total)):
+            table.add_row(name, f"{pages:,}", _bytes(pages * m.page_bytes))
+    else:
+        headers, books = m.books.headers, m.books.books
+        for name, one, other in zip(Count._fields, headers, books, strict=True):
+            table.add_row(name, f"{one:,}", f"{other:,}", _bytes(other * m.page_bytes))
+        table.add_row("their sum", f"{sum(headers):,}", f"{sum(books):,}", _bytes(sum(books) * m.page_bytes))
+        table.add_row("total", f"{m.total:,}", f"{m.books.total:,}", _bytes(m.total * m.page_bytes))
+    rest = [""] * (len(columns) - 3)
+    table.add_row(f"one: {m.page_tokens} tokens", "", *rest, _bytes(m.page_bytes))
     if m.unreachable:
-        table.add_row("cached, the page before gone", f"{m.unreachable:,}", _bytes(m.unreachable * m.page_bytes))
+        table.add_row("cached, the page before gone", f"{m.unreachable:,}", *rest, _bytes(m.unreachable * m.page_bytes))
     if m.fragmentation is not None:
-        table.add_row("leased positions without a token", "", f"{100 * m.fragmentation:.1f} %")
+        table.add_row("leased positions without a token", "", *rest, f"{100 * m.fragmentation:.1f} %")
     return table
 
 

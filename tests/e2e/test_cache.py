@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ from pipeline.config_schema import DEMO_MODEL
 from shm.pages import HEADER, PAGE_FULL, attach_kv
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server, wait_gone
+from tests.e2e.test_ops import starling
 
 pytestmark = pytest.mark.slow
 
@@ -47,6 +49,18 @@ def test_a_shared_beginning_is_computed_once(demo_server: Server) -> None:
         again, same = ask(demo_server, tokens)
         assert again == full_pages(tokens)
         assert same == text
+
+
+def test_books_and_headers_agree_under_load(demo_server: Server) -> None:
+    """Pages change hands all the time: the kv stage alone sees them stand still."""
+    events = demo_server.stream("/v1/generate", prompt=prompt(20, 300), max_tokens=400, temperature=0, ignore_eos=True)
+    next(events)
+    (model,) = json.loads(starling(demo_server, "kv", "check", "--json"))["models"]
+    books = model["books"]
+    assert books["books"] == books["headers"]
+    assert sum(books["books"]) == model["total"]
+    assert books["books"][2] >= 300 // PAGE_TOKENS, "leased: the stream runs"
+    assert len(list(events)) > 1
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ async def test_a_successor_takes_the_place_of_a_dead_one(tmp_path: Path) -> None
 
 
 async def test_another_user_is_sent_away(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "_is_ours", lambda fd: False)
+    monkeypatch.setattr(control, "is_ours", lambda fd: False)
     reader, writer = await asyncio.open_unix_connection(control.socket_path(run_dir, "kv"))
     assert await reader.read() == b""
     writer.close()
@@ -90,10 +90,10 @@ async def test_another_user_is_sent_away(run_dir: Path, monkeypatch: pytest.Monk
 def test_users_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert control._is_ours(ours.fileno())
+        assert control.is_ours(ours.fileno())
         me = os.getuid()
         monkeypatch.setattr(os, "getuid", lambda: me + 1)
-        assert control._is_ours(ours.fileno()) == (me == 0)  # root may
+        assert control.is_ours(ours.fileno()) == (me == 0)  # root may
 
 
 def test_nobody_there(tmp_path: Path) -> None:

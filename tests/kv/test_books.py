@@ -1,0 +1,182 @@
+"""`starling kv check` beside a real kv process: its books and the page headers must tell the same, and add up."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from pipeline import control
+from pipeline import messages as m
+from pipeline.cli import cli
+from pipeline.errors import StarlingError
+from shm.pages import HEADER, PAGE_FULL
+from stages.kv import books, view
+from stages.kv.headers import Count
+from stages.kv.manager import Grant
+from stages.kv.model import ModelPages
+from tests.kv.process import MODEL, PAGE_TOKENS, KvProcess, Scheduler, configure, load_config, write_model
+
+Served = tuple[KvProcess, Scheduler]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    configure(tmp_path)
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    monkeypatch.setenv("STARLING_CONFIG", str(tmp_path / "starling.yaml"))
+    return tmp_path
+
+
+@pytest.fixture
+def served(home: Path) -> Iterator[Served]:
+    """A kv process with pages of each state: 3 cached, 2 leased, the rest free."""
+    digest = write_model(home)
+    with KvProcess(home) as kv, Scheduler(home, digest) as s:
+        s.wait_ready()
+        s.run("a", words(1, 2, 3))
+        s.acquire("b", words(7))
+        s.wait(lambda: s.state().leased == 2)
+        yield kv, s
+
+
+def words(*numbers: int) -> list[int]:
+    """A page of tokens for each number, and one token more."""
+    return [number for number in numbers for _ in range(PAGE_TOKENS)] + [1]
+
+
+def check(exit_code: int) -> dict[str, Any]:
+    """`starling kv check --json`: its report, with what the table says as `shown`."""
+    runner = CliRunner(env={"COLUMNS": "80"})
+    shown = runner.invoke(cli, ["kv", "check"], standalone_mode=False)
+    told = runner.invoke(cli, ["kv", "check", "--json"], standalone_mode=False)
+    assert shown.return_value == told.return_value == exit_code, shown.output
+    assert max(map(len, shown.output.splitlines())) <= 80
+    report: dict[str, Any] = json.loads(told.output)
+    return {**report, "shown": " ".join(shown.output.split())}
+
+
+def fields(s: Scheduler) -> Any:
+    assert s.kv is not None
+    return s.kv.headers.view(HEADER)[:, 0]
+
+
+def a_cached_page(s: Scheduler) -> int:
+    found = fields(s)
+    return int(np.flatnonzero((found["state"] == PAGE_FULL) & (found["refs"] == 0))[0])
+
+
+@pytest.mark.slow
+def test_both_tell_the_same_and_it_adds_up(served: Served) -> None:
+    report = check(0)
+    (model,) = report["models"]
+    told = model["books"]
+    total = model["total"]
+    assert told["books"] == told["headers"] == [total - 5, 3, 2]
+    assert told["total"] == total
+    assert told["declared"]
+    assert "by headers" in report["shown"]
+    assert "free + cached + leased == total by the headers and books" in report["shown"]
+
+
+@pytest.mark.slow
+def test_headers_that_tell_another_number_are_found(served: Served) -> None:
+    _, s = served
+    page = a_cached_page(s)
+    fields(s)["refs"][page] = 1
+    report = check(1)
+    (model,) = report["models"]
+    assert (model["books"]["books"][1:], model["books"]["headers"][1:]) == ([3, 2], [2, 3])
+    assert "the headers say" in report["shown"]
+    fields(s)["refs"][page] = 0
+    check(0)
+
+
+@pytest.mark.slow
+def test_headers_that_do_not_add_up_are_found(served: Served) -> None:
+    _, s = served
+    fields(s)["state"][a_cached_page(s)] = 9
+    report = check(1)
+    assert sum(report["models"][0]["books"]["headers"]) == report["models"][0]["total"] - 1
+    assert "by the page headers" in report["shown"]
+
+
+@pytest.mark.slow
+def test_an_arena_that_is_not_the_stages_own_is_found(served: Served, home: Path) -> None:
+    assert check(0)["models"][0]["is_there"]
+    path = next((home / "shm").rglob("*.kv"))
+    copy = bytearray(path.read_bytes())
+    copy[24] ^= 1  # its generation
+    path.unlink()
+    path.write_bytes(copy)
+    assert "restart kv" in check(1)["shown"]
+
+
+@pytest.mark.slow
+def test_what_a_successor_has_taken_over_adds_up(served: Served, home: Path) -> None:
+    kv, s = served
+    assert isinstance(s.acquire("c", words(1, 2, 3, 4)), m.Granted)  # shares the cached pages
+    kv.kill()
+    s.sequences.clear()  # the scheduler is another one, too, and holds nothing
+    s.wait(lambda: s.ready is None)
+    with KvProcess(home):
+        s.wait_ready()
+        (model,) = check(0)["models"]
+        assert model["books"]["books"] == model["books"]["headers"] == [model["total"] - 3, 3, 0]
+
+
+@pytest.mark.slow
+def test_without_the_stage_the_files_are_checked(served: Served) -> None:
+    kv, s = served
+    kv.kill()
+    report = check(0)
+    assert report["models"][0]["books"] is None
+    assert "by the headers, every" in report["shown"]
+    fields(s)["state"][a_cached_page(s)] = 9
+    check(1)
+
+
+@pytest.mark.slow
+def test_a_stage_that_does_not_answer_is_told(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv, _ = served
+    monkeypatch.setattr(view, "ASK_S", 0.2)
+    assert kv.process is not None
+    kv.process.send_signal(signal.SIGSTOP)
+    try:
+        assert "the books are not checked" in check(1)["shown"]
+    finally:
+        kv.process.send_signal(signal.SIGCONT)
+    monkeypatch.undo()
+
+
+@pytest.mark.slow
+def test_nothing_else_is_asked_there(served: Served, home: Path) -> None:
+    with pytest.raises(StarlingError, match="'op': 'books'"):
+        control.call(home / "run", "kv", {"op": "drop everything"})
+    check(0)
+
+
+def test_books_that_are_wrong_are_found(home: Path) -> None:
+    digest = write_model(home)
+    config = load_config(home)
+    pages = ModelPages(config, config.model(MODEL))
+    assert books.take(pages) is None
+    manager = pages.open(home / "models" / f"{digest}.idx")
+    manager.declare([])
+    assert isinstance(manager.acquire("a", np.ones(17, np.int32), 17), Grant)
+    told = books.take(pages)
+    assert told is not None
+    assert told.problems() == []
+    manager.leases["a"].pages.pop()  # nobody knows of that page any more
+    told = books.take(pages)
+    assert told is not None
+    assert told.books == Count(told.total - 2, 0, 1)
+    assert any("by the books" in problem for problem in told.problems())
+    assert any("wrong reference count" in problem for problem in told.problems())
+    pages.close()
