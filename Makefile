@@ -55,7 +55,7 @@ chaos: $(VENV)/.locked ## ten minutes of faults against the running server; fail
 peers: $(VENV)/.locked-dev ## other engines for `make bench` to compare with
 	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r requirements-peers.lock
 
-peers-native: $(VENV)/.locked-dev ## llama.cpp compiled for this CPU; takes minutes and a C++ compiler
+peers-native: $(VENV)/.locked-dev $(BIN)/llama-server ## llama.cpp compiled for this CPU; takes minutes and a C++ compiler
 	@CMAKE_ARGS="-DGGML_NATIVE=ON $(CMAKE_ARGS)" $(BIN)/python -m pip install --require-hashes \
 	  --no-binary llama-cpp-python -r requirements-peers-native.lock
 
@@ -71,6 +71,9 @@ clean: ## caches and build results; models and state stay
 
 distclean: clean ## and the virtual environment
 	@rm -rf $(VENV)
+
+$(BIN)/llama-server: requirements-peers-native.lock tools/build_llama_server.sh | $(VENV)/.locked-dev
+	@tools/build_llama_server.sh $(BIN)/python requirements-peers-native.lock $@
 
 # Stamps: a lock file that is newer than its stamp is installed again.
 $(VENV)/.locked: requirements.lock pyproject.toml tools/setup_venv.sh

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from pipeline.config_schema import DEMO_MODEL, ModelConfig
 from stages.scheduler.engine import Settings
 from stages.worker.prepare import prepare_checkpoint
+from tools.bench import http_peer
 from tools.bench.http import main
 from tools.bench.http_client import Answer, Ask, Run, drive
 from tools.bench.http_work import WORKS, Prompts, Row, Side, Work, order, outcome, percentile, table
@@ -173,10 +174,17 @@ def test_prompts_have_their_number_of_tokens(demo_gguf: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_it_runs_on_a_real_server(demo_gguf: Path) -> None:
-    arguments = ["--rounds", "1", "--quick", "--no-peer", "--only", "table", "--slots", "4"]
+def test_it_runs_on_a_real_server_without_a_peer_that_fails(
+    demo_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "llama-server"
+    broken.write_text("#!/bin/sh\necho what is wrong >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(http_peer, "native_server", lambda: broken)
+    arguments = ["--rounds", "1", "--quick", "--only", "table", "--slots", "4"]
     result = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     value = json.loads(result.output.splitlines()[-1])["http"]["table"]
-    assert value["slots"] == 4
+    assert "llama-server ended with code 3:\nwhat is wrong\nours alone" in result.output
+    assert (value["slots"], value["peer"]) == (4, [])
     assert all(row["ours"]["failed"] == 0 and row["ours"]["tokens_per_s"]["median"] > 0 for row in value["rows"])

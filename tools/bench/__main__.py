@@ -166,6 +166,7 @@ def main(
     to_first_byte = first_byte(url)
     if to_first_byte is None:
         click.echo(f"no server at {url}: the time to the first byte is left out")
+    peer_over_http = peer
     if peer and not available():
         click.echo("llama.cpp is not installed here (`make peers`): ours alone")
         peer = False
@@ -209,7 +210,7 @@ def main(
         if part:
             click.echo(f"{name}: " + ", ".join(f"{k} {v}" for k, v in part.items()))
     if http and shape is None:  # a random model has no words
-        report.http = over_http.measure(model, numbers, min(rounds, HTTP_ROUNDS), peer, quick)
+        report.http = over_http.measure(model, numbers, min(rounds, HTTP_ROUNDS), peer_over_http, quick)
         report.kv = kv.measure(model, numbers, rounds)
     for path in write_plots(report, plots) if plots else ():
         click.echo(f"wrote {path}")

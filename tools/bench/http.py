@@ -23,9 +23,9 @@ from pipeline.config_schema import DEMO_MODEL, ModelConfig
 from stages.worker.prepare import prepare
 from tools.bench import http_special as special
 from tools.bench.http_client import drive
-from tools.bench.http_sides import Peer, Starling
+from tools.bench.http_peer import Peer, PeerMissing
+from tools.bench.http_sides import Starling
 from tools.bench.http_work import TENANTS, WORKS, Outcome, Prompts, Row, Side, Work, body, outcome, table
-from tools.bench.peer import available
 from tools.bench.results import Quiet, machine
 
 SLOTS = 16
@@ -57,7 +57,11 @@ class Bench:
         ours = self.starling(slots)
         sides: list[Starling | Peer] = [ours]
         if peer:
-            sides.append(self.stack.enter_context(Peer(self.source.path, self.cores, slots, SLOT_TOKENS)))
+            try:
+                sides.append(self.stack.enter_context(Peer(self.source.path, self.cores, slots, SLOT_TOKENS)))
+            except PeerMissing as error:
+                click.echo(f"{error}\nours alone")
+                peer = False
         found: dict[tuple[Work, str], list[Outcome]] = {(w, s.name): [] for w in works for s in sides}
         quiet = Quiet([os.getpid(), *(pid for side in sides for pid in side.pids)])
         for side in sides:  # maps, compiles and fills whatever a first request does
@@ -130,9 +134,6 @@ def main(
     """Figures of speed over HTTP, beside llama-server in the same run."""
     numbers = [int(c) for c in cores.split(",")] if cores else sorted(os.sched_getaffinity(0))[:2]
     model = ModelConfig(name=gguf.stem, path=str(gguf)) if gguf else ModelConfig(name=DEMO_MODEL)
-    if peer and not available():
-        click.echo("llama.cpp is not installed here (`make peers`): ours alone")
-        peer = False
     chosen = sections or (() if flat_s else SECTIONS)
     report = measure(model, numbers, rounds, peer, quick, chosen, slots, flat_s)
     click.echo(json.dumps({"machine": machine(numbers), "http": report}))

@@ -1,10 +1,5 @@
-"""The two servers that the benchmark asks over HTTP: Starling with all its stages, and llama.cpp's own.
-
-Both serve the same file with the same number of slots, on the same cores, on a port of 127.0.0.1 that is
-free.  Starling stands in a home of its own (models and compiled kernels are shared); llama-server comes out
-of the wheel `xllamacpp`, in a process of its own:
-
-    python -m tools.bench.http_sides MODEL --cores 0,1 --slots 16 --slot-tokens 1024
+"""Starling as the benchmark asks it over HTTP: all its stages, in a home of its own (models and compiled kernels
+are shared), on a port of 127.0.0.1 that is free.  The other side is http_peer.py.
 """
 
 from __future__ import annotations
@@ -12,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.client
-import json
 import os
 import select
 import signal
@@ -25,7 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import click
 import yaml
 
 from pipeline import kinship, measure, paths
@@ -171,49 +164,6 @@ class Starling:
             self._home.cleanup()
 
 
-class Peer:
-    """llama-server. A context manager; ready when entered."""
-
-    name = "llama-server"
-
-    def __init__(self, model: Path, cores: list[int], slots: int, slot_tokens: int) -> None:
-        self.port = free_port()
-        self.address = ("127.0.0.1", self.port)
-        self.model = model.stem
-        self.keys: dict[str, str] = {}  # it knows no tenants
-        command = [sys.executable, "-m", "tools.bench.http_sides", str(model), "--port", str(self.port)]
-        command += ["--cores", ",".join(map(str, cores)), "--slots", str(slots), "--slot-tokens", str(slot_tokens)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"llama-server ended with code {self._process.wait()}")
-        self.about: dict[str, Any] = json.loads(line)
-
-    @property
-    def pids(self) -> list[int]:
-        return [self._process.pid]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Idempotent: it ends when its standard input does."""
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None and not stream.closed:
-                stream.close()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
 def exact_cpu_s(pid: int) -> float:
     """CPU time of a process to the nanosecond, as the scheduler counts it; 0.0 when it is gone."""
     total = 0
@@ -233,51 +183,3 @@ def http_get(address: tuple[str, int], path: str) -> tuple[int, str]:
             return answer.status, answer.read().decode(errors="replace")
         except (OSError, http.client.HTTPException):
             return 0, ""
-
-
-# ------------------------------------------------------------------ the peer's process
-
-
-@click.command()
-@click.argument("model")
-@click.option("--cores", required=True)
-@click.option("--port", type=int, required=True)
-@click.option("--slots", type=int, required=True)
-@click.option("--slot-tokens", type=int, required=True)
-def main(model: str, cores: str, port: int, slots: int, slot_tokens: int) -> None:
-    """Serve until standard input ends; one line of JSON says what serves."""
-    import xllamacpp
-
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the library prints is no answer
-    numbers = [int(core) for core in cores.split(",")]
-    os.sched_setaffinity(0, set(numbers))
-    # Threads of OpenMP that spin while they wait would take the cores from whoever is measured next.
-    params = xllamacpp.CommonParams()
-    params.model.path = model
-    params.hostnames = ["127.0.0.1"]
-    params.port = port
-    params.n_parallel = slots
-    params.n_ctx = slots * slot_tokens
-    params.cpuparams.n_threads = len(numbers)
-    params.cpuparams_batch.n_threads = len(numbers)
-    params.n_threads_http = slots + 4
-    params.cache_ram_mib = 0
-    params.verbosity = -1
-    begun = time.perf_counter()
-    server = xllamacpp.Server(params)
-    about = {
-        "version": xllamacpp.__version__,
-        "cpu": xllamacpp.get_system_info().strip(" |"),
-        "load_ms": round(1000 * (time.perf_counter() - begun), 1),
-        "listens": str(server.listening_address),
-        "slots": slots,
-    }
-    answers.write(json.dumps(about) + "\n")
-    answers.flush()
-    sys.stdin.read()
-    os._exit(0)  # the library's own shutdown waits for its HTTP threads
-
-
-if __name__ == "__main__":
-    main()

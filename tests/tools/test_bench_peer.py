@@ -1,0 +1,108 @@
+"""llama-server as a side of the benchmark: which one is taken, what it is told, and what is said when there is none."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.bench import http_peer
+from tools.bench.http_peer import Peer, PeerMissing
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A server that answers /health at its second question, and writes down what it was told.
+SERVER = """#!{python}
+import http.server, json, os, sys
+if "--version" in sys.argv:
+    print("version: 7 (abc)\\nbuilt with GNU 12.2.0", file=sys.stderr)
+    sys.exit()
+told = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if told["--model"] == os.devnull:
+    print("I system_info: n_threads = 1 | CPU : AVX512_VNNI = 1 | OPENMP = 1 | ", file=sys.stderr, flush=True)
+    sys.exit(1)
+json.dump([told, sorted(os.sched_getaffinity(0))], open({told!r}, "w"))
+answers = [503, 200]
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(answers.pop(0) if len(answers) > 1 else answers[0])
+        self.end_headers()
+    def log_message(self, *_): pass
+http.server.HTTPServer((told["--host"], int(told["--port"])), Health).serve_forever()
+"""
+
+
+def program(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def test_a_compiled_one_beside_python_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tmp_path / "told"
+    program(tmp_path / "llama-server", SERVER.format(python=sys.executable, told=str(told)))
+    monkeypatch.setattr(http_peer.sys, "executable", str(tmp_path / "python"))
+    core = max(os.sched_getaffinity(0))
+    with Peer(Path("some/model.gguf"), [core], 16, 1024) as peer:
+        pid = peer.pids[0]
+        assert peer.about.pop("load_ms") > 0
+        assert peer.about == {
+            "version": "version: 7 (abc); built with GNU 12.2.0", "build": "compiled for this CPU",
+            "cpu": "CPU : AVX512_VNNI = 1 | OPENMP = 1", "slots": 16, "flash_attention": "on",
+        }  # fmt: skip
+        arguments, cores = json.loads(told.read_text())
+    assert cores == [core]
+    assert arguments["--model"] == "some/model.gguf"
+    assert (arguments["--threads"], arguments["--threads-batch"]) == ("1", "1")
+    assert (arguments["--parallel"], arguments["--ctx-size"]) == ("16", str(16 * 1024))
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_one_that_ends_is_missed_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path / "llama-server", "#!/bin/sh\necho no such model >&2\nexit 3\n")
+    monkeypatch.setattr(http_peer.sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(PeerMissing, match="llama-server ended with code 3:\nno such model"):
+        Peer(Path("model.gguf"), sorted(os.sched_getaffinity(0)), 1, 64)
+
+
+def test_where_none_is_installed_the_ways_to_one_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_peer.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PeerMissing, match="make peers-native .* make peers "):
+        Peer(Path("model.gguf"), [0], 1, 64)
+
+
+def build(tmp_path: Path, python: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The script that compiles it, with an interpreter that is this shell script."""
+    interpreter = program(tmp_path / "python", f"#!/bin/bash\n{python}\n")
+    return subprocess.run(
+        [ROOT / "tools" / "build_llama_server.sh", interpreter, "requirements-peers-native.lock", tmp_path / "out"],
+        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def test_without_a_compiler_the_way_to_one_is_named(tmp_path: Path) -> None:
+    result = build(tmp_path, "exit 0", CXX="no-such-compiler")
+    assert result.returncode != 0
+    assert "no-such-compiler is needed to compile llama-server" in result.stderr
+    assert "apt install cmake g++" in result.stderr
+
+
+def test_only_the_locked_source_is_fetched(tmp_path: Path) -> None:
+    tool = program(tmp_path / "cmake", "#!/bin/sh\n")
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    asked = 'for a; do [ -f "$a" ] && cat "$a"; done; echo "$@"; echo not to be had; exit 1'
+    result = build(tmp_path, asked, CXX=str(tool), PATH=path)
+    assert result.returncode != 0
+    assert result.stderr.startswith("llama-cpp-python==")
+    assert result.stderr.count("==") == 1 and "--hash=sha256:" in result.stderr
+    assert "--require-hashes" in result.stderr and "--no-binary :all:" in result.stderr
+    assert "not to be had" in result.stderr
+    assert "PIP_INDEX_URL names an index" in result.stderr
+    assert not (tmp_path / "out").exists()

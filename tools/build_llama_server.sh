@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Compile llama.cpp's own server for this CPU, for `make bench` to stand beside: one binary without libraries of
+# its own.  The source is that of llama-cpp-python, whose sdist carries all of llama.cpp; its hash is checked.
+# Usage: build_llama_server.sh PYTHON LOCKFILE OUT.  Needs cmake and a C++ compiler (CC and CXX name one);
+# CMAKE_ARGS is added to what cmake is told.  At low priority, for it takes minutes of every core.
+set -euo pipefail
+python=$1 lock=$2 out=$3
+
+fail() {
+    printf '\nstarling: %s\n' "$1" >&2
+    shift
+    [ $# -eq 0 ] || printf '          %s\n' "$@" >&2
+    exit 1
+}
+
+cxx=${CXX:-c++}
+for tool in cmake "$cxx"; do
+    command -v "$tool" >/dev/null || fail "$tool is needed to compile llama-server, and is not there." \
+        "On Debian and Ubuntu: apt install cmake g++. A wheel for AVX2 needs neither: make peers."
+done
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+# The lock's one entry: from its name to the last line that goes on.
+awk '/^llama-cpp-python==/ { on = 1 } on { print } on && !/\\$/ { exit }' "$lock" >"$work/lock"
+[ -s "$work/lock" ] || fail "$lock names no llama-cpp-python."
+"$python" -m pip --disable-pip-version-check --no-input download --quiet --no-deps --no-binary :all: \
+    --require-hashes -r "$work/lock" -d "$work" >"$work/log" 2>&1 || {
+    tail -n 8 "$work/log" >&2
+    fail "The source of llama-cpp-python could not be fetched." \
+        "Is there a network and a package index? PIP_INDEX_URL names an index, HTTPS_PROXY a proxy."
+}
+tar -xzf "$work"/llama_cpp_python-*.tar.gz -C "$work"
+source=$(echo "$work"/llama_cpp_python-*/vendor/llama.cpp)
+release=$(sed -n 's/^llama-cpp-python==\([^ ]*\).*/\1/p' "$work/lock")
+
+options=(
+    -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF
+    -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
+    -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+    "-DLLAMA_BUILD_COMMIT=llama-cpp-python-$release"
+)
+# AMX kernels that GCC before 13 has compiled crash. -march=native names the instructions, so the macro that
+# llama.cpp asks for is taken away.
+if "$cxx" --version | grep -q 'Free Software Foundation' && [ "$("$cxx" -dumpversion | cut -d. -f1)" -lt 13 ]; then
+    options+=(-DCMAKE_C_FLAGS=-U__AMX_INT8__ -DCMAKE_CXX_FLAGS=-U__AMX_INT8__)
+fi
+read -ra more <<<"${CMAKE_ARGS:-}"
+
+echo "Compiling llama-server of llama-cpp-python $release for this CPU; this takes minutes"
+nice -n 10 cmake -S "$source" -B "$work/build" "${options[@]}" "${more[@]}" >"$work/log" 2>&1 &&
+    nice -n 10 cmake --build "$work/build" --target llama-server -j "$(nproc)" >>"$work/log" 2>&1 || {
+    tail -n 30 "$work/log" >&2
+    fail "llama-server could not be compiled." "CXX and CMAKE_ARGS choose another compiler or other options."
+}
+"$work/build/bin/llama-server" --version 2>&1 | head -n 2
+install -m 755 "$work/build/bin/llama-server" "$out.new"
+mv "$out.new" "$out"
