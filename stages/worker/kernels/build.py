@@ -1,20 +1,23 @@
 """Compiles the entries of a model, in parallel the first time, and gives their addresses.
 
-    python -m stages.worker.kernels.build f16 matmul       compile one entry into the cache
+    python -m stages.worker.kernels.build f16 PID      compile the entries whose names come on stdin, a line each
 
 Knows which entries there are; `linkage.py` says what an entry is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import selectors
 import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from pipeline import process
 from stages.worker.kernels import attention, features, forward, matmul, sampling, turns
 from stages.worker.kernels import context as c
 from stages.worker.kernels.linkage import entry_address
@@ -57,35 +60,65 @@ def is_compiled(kv_type: str) -> bool:
     return all(_marker(e, kv_type).exists() for e in ENTRIES)
 
 
+class _Compiler:
+    """A process that compiles one entry after the other: what they have in common is made once."""
+
+    def __init__(self, kv_type: str) -> None:
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "stages.worker.kernels.build", kv_type, str(os.getpid())],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, text=True,
+        )  # fmt: skip
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self.answers = self._process.stdin, self._process.stdout
+        self.entry = ""
+
+    def begin(self, entry: str) -> None:
+        self.entry = entry
+        self._stdin.write(entry + "\n")
+        self._stdin.flush()
+
+    def finish(self) -> None:
+        """Its answer has come, or its end."""
+        if self.answers.readline().strip() != self.entry:
+            code = self._process.wait()
+            self._words.seek(0)
+            words = self._words.read().decode(errors="replace").strip()
+            raise RuntimeError(f"compiling kernel {self.entry!r} failed ({code}): {words[-2000:]}")
+
+    def close(self) -> None:
+        """Also in the middle of its work."""
+        self._process.kill()
+        self._process.wait()
+        self._stdin.close()
+        self.answers.close()
+        self._words.close()
+
+
 def build(kv_type: str, jobs: int = 0, progress: Progress = lambda name, done, of: None) -> None:
     """Compile what the cache lacks, `jobs` at a time (0: as many as there are CPUs) in processes of their own.
 
     Raises `RuntimeError` with a compiler's last words when one fails.
     """
-    waiting = [e for e in ENTRIES if not _marker(e, kv_type).exists()]
-    running: dict[str, subprocess.Popen[bytes]] = {}
+    waiting = [e.name for e in ENTRIES if not _marker(e, kv_type).exists()]
     done = len(ENTRIES) - len(waiting)
-    jobs = jobs or len(os.sched_getaffinity(0))
-    try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                name = waiting.pop(0).name
-                command = [sys.executable, "-m", "stages.worker.kernels.build", kv_type, name]
-                running[name] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            for name, process in list(running.items()):
-                if process.poll() is None:
-                    continue
-                words = process.communicate()[1].decode(errors="replace").strip()
-                del running[name]
-                if process.returncode:
-                    raise RuntimeError(f"compiling kernel {name!r} failed ({process.returncode}): {words[-2000:]}")
+    jobs = min(len(waiting), jobs or len(os.sched_getaffinity(0)))
+    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as busy:
+        for _ in range(jobs):
+            compiler = _Compiler(kv_type)
+            stack.callback(compiler.close)
+            compiler.begin(waiting.pop(0))
+            busy.register(compiler.answers, selectors.EVENT_READ, compiler)
+        while busy.get_map():
+            for key, _ in busy.select():
+                compiler = key.data
+                compiler.finish()
                 done += 1
-                progress(name, done, len(ENTRIES))
-            time.sleep(0.02)
-    finally:
-        for process in running.values():
-            process.kill()
-            process.communicate()
+                progress(compiler.entry, done, len(ENTRIES))
+                if waiting:
+                    compiler.begin(waiting.pop(0))
+                else:
+                    busy.unregister(compiler.answers)
 
 
 def addresses(kv_type: str) -> dict[int, int]:
@@ -94,10 +127,15 @@ def addresses(kv_type: str) -> dict[int, int]:
 
 
 def main(arguments: list[str]) -> None:
-    """This process lives for one entry: looking for cycles among a compiler's objects costs an eighth of the time."""
+    """Looking for cycles among a compiler's objects while it works costs an eighth of the time."""
+    kv_type, parent = arguments
+    process.die_with_parent(int(parent))
     gc.disable()
-    kv_type, name = arguments
-    compile_entry(next(e for e in ENTRIES if e.name == name), kv_type)
+    entries = {e.name: e for e in ENTRIES}
+    for line in sys.stdin:
+        compile_entry(entries[line.strip()], kv_type)
+        print(line.strip(), flush=True)
+        gc.collect()  # the next one starts from little
 
 
 if __name__ == "__main__":
