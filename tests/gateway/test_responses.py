@@ -10,6 +10,7 @@ import pytest
 
 from pipeline import messages as m
 from pipeline.config_schema import ResponseCacheConfig
+from stages.gateway import responses
 from stages.gateway.ask import Ask, Turn
 from stages.gateway.record import Request, Sequence
 from stages.gateway.responses import (
@@ -171,6 +172,12 @@ def test_every_sampling_parameter_is_looked_at() -> None:
 @pytest.mark.parametrize("what", CHANGED)
 def test_whatever_determines_the_bytes_is_in_the_key(what: str) -> None:
     assert CHANGED[what]() != key_of(record(), DIGEST, "f16")
+
+
+def test_another_arithmetic_gives_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = key_of(record(), DIGEST, "f16")
+    monkeypatch.setattr(responses, "NUMERICS", responses.NUMERICS + 1)
+    assert key_of(record(), DIGEST, "f16") != key
 
 
 def test_what_law_1_leaves_out_is_not_in_the_key() -> None:

@@ -16,13 +16,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+import shm.pages
 from pipeline import lineup
 from pipeline import messages as m
 from pipeline.config import resolve
 from pipeline.config_schema import Config
 from pipeline.errors import StarlingError
 from pipeline.lineup import Instance, Outcome
-from stages.gateway import generate
+from stages.gateway import generate, recovery
 from stages.gateway.instances import Instances
 from stages.gateway.journal import Journal
 from stages.gateway.limits import Caller
@@ -56,7 +57,8 @@ class Versions(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.now = 0.0
         self.files: dict[str, str] = {}
-        self.begun_on: dict[str, str] = {}  # sequence -> the file of the version it was submitted to first
+        self.numerics = recovery.NUMERICS
+        self.begun_on: dict[str, tuple[str, int]] = {}  # sequence -> (file, numerics) that it was submitted to first
         self.running: dict[str, tuple[str, int]] = {}  # at the scheduler: sequence -> (instance, tokens out)
         self.ended: set[str] = set()
         self.changes = 0
@@ -68,6 +70,7 @@ class Versions(RuleBasedStateMachine):
         self._tell()
 
     def teardown(self) -> None:
+        recovery.NUMERICS = shm.pages.NUMERICS
         self.journal.close()
         self.loop.close()
         shutil.rmtree(self.home)
@@ -104,8 +107,8 @@ class Versions(RuleBasedStateMachine):
     def _to_scheduler(self, frame: m.Frame) -> bool:
         if isinstance(frame, m.Submit):
             assert self.instances.get(frame.model) is not None, "submitted to a version that is gone"
-            file = self.files[frame.model]
-            assert self.begun_on.setdefault(frame.sequence, file) == file, "went on on another file"
+            version = self.files[frame.model], self.numerics
+            assert self.begun_on.setdefault(frame.sequence, version) == version, "went on on another version"
             self.running[frame.sequence] = (frame.model, len(frame.forced) // 4)
         elif isinstance(frame, m.Cancel):
             self.running.pop(frame.sequence, None)
@@ -223,6 +226,20 @@ class Versions(RuleBasedStateMachine):
             self._tell()
         self._run(self._ticks())
 
+    @rule(digest=st.sampled_from(DIGESTS), numerics=st.sampled_from((1, 2)), late=st.booleans())
+    def the_server_is_replaced(self, digest: str, numerics: int, late: bool) -> None:
+        """All of it ends in order, so that the record goes and the journal stays; the model's file may be another
+        one when it starts again, and so may the server."""
+        self.journal.close()
+        self.running.clear()
+        lineup.record_path(self.config).unlink(missing_ok=True)
+        self.files = {NAME: digest}
+        self.numerics = recovery.NUMERICS = numerics
+        self._gateway()
+        if not late:
+            self._tell()
+        self._run(self._ticks())
+
     # ---------------------------------------------------------------- what must hold
 
     @invariant()
@@ -238,7 +255,7 @@ class Versions(RuleBasedStateMachine):
             for request in self.service.relay.requests.values():
                 assert self.instances.get(request.instance) is not None
             for name, (instance, _) in self.running.items():
-                assert self.files[instance] == self.begun_on[name]
+                assert (self.files[instance], self.numerics) == self.begun_on[name]
 
 
 Versions.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -134,6 +134,27 @@ def test_identity_is_in_the_name_of_the_file(tmp_path: Path) -> None:
     assert len(names) == 6
 
 
+@pytest.mark.parametrize("what", ["digest", "numerics"])
+def test_pages_of_another_version_are_not_believed(
+    pages: ModelPages, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of the file says twelve digits of a digest; what is in it says all, and the arithmetic."""
+    while pages.save_some():
+        pass
+    assert pages.saved is not None
+    assert len(pages.saved) == 2
+    pages.close_files()
+    digest = pages.digest
+    if what == "digest":
+        pages.digest = digest[:12] + digest[12:][::-1]
+        assert pages.digest != digest
+    else:
+        monkeypatch.setattr(persist, "NUMERICS", persist.NUMERICS + 1)
+    pages.open_files()
+    assert len(pages.saved) == 0
+    pages.close()
+
+
 def test_files_of_old_versions_do_not_pile_up(tmp_path: Path) -> None:
     geometry = KvGeometry(1, 1, 32, 16, "f16")
     paths_ = [persist.store_path(tmp_path, "m", f"{i:064x}"[::-1], geometry) for i in range(5)]
