@@ -29,6 +29,18 @@ def look(pid: int) -> Process | None:
     return Process(pid, fields[0].decode(), int(fields[1]))
 
 
+def is_stopped(pid: int) -> bool:
+    """By SIGSTOP; not one that is traced (a debugger, a profiler)."""
+    process = look(pid)
+    return process is not None and process.state == "T"
+
+
+def wants_to_run(pid: int) -> bool:
+    """It waits for nothing but a core, or the disk."""
+    process = look(pid)
+    return process is not None and process.state in "RD"
+
+
 def children(pid: int) -> list[int]:
     """Direct children, dead ones that nobody has waited for included."""
     try:

@@ -36,7 +36,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from pipeline import faultpoints, rundir
+from pipeline import faultpoints, kinship, rundir
 from pipeline.edges import Edge
 from pipeline.errors import ConfigError
 from pipeline.messages import PROTOCOL_VERSION, Frame, Heartbeat, Hello, encode
@@ -45,6 +45,7 @@ from shm.arena import process_ticks
 log = logging.getLogger("starling.wire")
 
 DEAD_AFTER_BEATS = 10  # heartbeat intervals without any frame
+STARVED = 8  # times as many for a peer that only waits for a core: giving it up would make more work
 # A server at rest should cost next to nothing.  Who listens for readiness is the side that connects, so that
 # the other direction may be slower while nothing moves; a process's death is seen by its pidfd anyway.
 QUIET_BEATS = 4  # intervals between two heartbeats of a quiet connector
@@ -126,6 +127,7 @@ class _Endpoint(abc.ABC):
         self._dead: list[tuple[bytes, _Peer, str]] = []  # to be given up, and why
         self._last_tick = self._last_sent = float("-inf")
         self._is_local = address.startswith("ipc://")
+        self.wants_to_run: Callable[[int], bool] = kinship.wants_to_run  # of a pid
         self._closed = False
         ends = (edge.connector, edge.binder) if kind == zmq.DEALER else (edge.binder, edge.connector)
         self._fault = faultpoints.point("wire", ">".join(ends))
@@ -383,10 +385,11 @@ class _Endpoint(abc.ABC):
         for key, peer in list(self._known.items()):
             if 0 < late < float("inf"):
                 peer.last_seen += late  # we did not run (stopped, starved): not the peer's silence
-            if now - peer.last_seen > self._patience(peer) * self._interval:
+            silence, limit = now - peer.last_seen, self._patience(peer) * self._interval
+            if silence > limit:
                 if self._option(zmq.EVENTS) & zmq.POLLIN:
                     self._call_again()  # unread frames: it may live yet
-                else:
+                elif silence > STARVED * limit or not self._is_starved(peer):
                     self._lose(key, "its heartbeats have stopped")
         if now - self._last_sent >= 0.9 * self._interval and self._is_due(beat, now):
             self._last_sent = now
@@ -396,6 +399,9 @@ class _Endpoint(abc.ABC):
         """Intervals without a frame after which it is given up."""
         is_quiet = peer.last_beat is not None and peer.last_beat.quiet
         return DEAD_AFTER_BEATS + (2 * QUIET_BEATS if is_quiet else 0)
+
+    def _is_starved(self, peer: _Peer) -> bool:
+        return peer.pidfd >= 0 and peer.hello is not None and self.wants_to_run(peer.hello.pid)
 
     def _is_due(self, beat: Heartbeat, now: float) -> bool:
         return True

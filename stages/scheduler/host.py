@@ -16,19 +16,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline import messages as m
+from pipeline.kinship import is_stopped
 from shm.arena import Arena, ArenaError, process_ticks
 from shm.steps import StepsGeometry, create_steps
 from stages.scheduler.admission import Refusal
 from stages.scheduler.engine import Engine, Settings
 from stages.scheduler.evidence import Evidence
 from stages.scheduler.fence import Fence
+from stages.scheduler.patience import Patience
 from stages.scheduler.retry import DEATH, STALL
 from stages.scheduler.ring import Ring
 from stages.scheduler.sharing import Claim
 
 log = logging.getLogger("starling.scheduler")
 
-RETURN_S = 1.0  # a living worker whose connection went down may come back within this time
 AGAIN_S = 0.5  # between two attachments of one group
 STANDS_S = 0.5  # a worker with a step that shows no sign of computing for so long: not ready
 FENCE_WAIT_S = 0.2  # for a group that was killed, before looking again at the next tick
@@ -74,6 +75,7 @@ class Host:
         self._fence: Fence | None = None
         self._strikes = 0  # against who is in the step that the fenced group did not finish
         self._fence_at = math.inf
+        self._patience = Patience()
         self._arena: Arena | None = None
         self._geometry: StepsGeometry | None = None
         # Unlike any of an earlier life of this stage: doorbells and slots of those are void.
@@ -91,7 +93,7 @@ class Host:
         self.peer = b""
         hello = self._hello
         if hello is not None and process_ticks(hello.pid) == hello.start_ticks:
-            self._fence_at = now + RETURN_S
+            self._fence_at = now + self._patience.lost(now, any(is_stopped(pid) for pid, _ in self._pids))
             # Nothing more is published, nothing given back: it may be in a step.
             self.engine.is_attached = False
             return
@@ -165,6 +167,7 @@ class Host:
         hello = self._hello
         self._pids = ready.pids or (((hello.pid, hello.start_ticks),) if hello else ())
         self._progress = (-1, now)
+        self._patience.attached(now)
         self.reason = ""
         self.engine.attach(self._context(ready), ready.vocab_size)
         log.info("worker attached", extra={"model": self.name, "ranks": ready.ranks, "next_step": next_step})
@@ -255,6 +258,7 @@ class Host:
         self.engine.tick(now)
         self._look_for_signs(now)
         if now >= self._fence_at:
+            self._patience.killed()
             self.kill(now, "its worker does not answer")
         self._look(now)
         engine = self.engine

@@ -19,7 +19,7 @@ import zmq
 from pipeline import messages as m
 from pipeline.edges import EDGES
 from pipeline.errors import ConfigError
-from pipeline.wire import BATCH_FRAMES, DEAD_AFTER_BEATS, QUIET_BEATS, Hub, Link
+from pipeline.wire import BATCH_FRAMES, DEAD_AFTER_BEATS, QUIET_BEATS, STARVED, Hub, Link
 from shm.arena import process_ticks
 
 EDGE = EDGES["scheduler-kv"]
@@ -44,6 +44,7 @@ class Pair:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.events: list[tuple[Any, ...]] = []
         self.opened: list[Link | Hub] = []
+        self.is_starved = False  # who is silent waits for a core
         self.hub = self.open_hub(1)
         self.link = self.open_link(1)
 
@@ -54,6 +55,7 @@ class Pair:
         )  # fmt: skip
         hub.on_up = lambda peer, hello: self.events.append(("hub up", hello.epoch))
         hub.on_down = lambda peer, hello: self.events.append(("hub down", hello.epoch))
+        hub.wants_to_run = lambda pid: self.is_starved
         self.opened.append(hub)
         return hub
 
@@ -64,6 +66,7 @@ class Pair:
         )  # fmt: skip
         link.on_up = lambda hello: self.events.append(("link up", hello.epoch))
         link.on_down = lambda hello: self.events.append(("link down", hello.epoch))
+        link.wants_to_run = lambda pid: self.is_starved
         self.opened.append(link)
         return link
 
@@ -217,10 +220,15 @@ def test_a_new_connection_is_greeted_without_waiting_for_a_tick(pair: Pair) -> N
 # ------------------------------------------------------------------ deaths and returns
 
 
-def test_silence_is_death(pair: Pair) -> None:
+@pytest.mark.parametrize("is_starved", [False, True])
+def test_silence_is_death(pair: Pair, is_starved: bool) -> None:
+    """Later for one who would speak if it got a core."""
     pair.meet()
+    pair.is_starved = is_starved
+    least = DEAD_AFTER_BEATS * (STARVED if is_starved else 1)
     # A frame of the greeting may still be on its way, and counts as a sign of life when it comes.
-    for _ in range(4 * (DEAD_AFTER_BEATS + 2)):
+    for i in range(4 * (least + 2)):
+        assert pair.link.peer is not None or i > least
         pair.clock.now += HEARTBEAT_MS / 1000
         pair.tick(pair.link)
         pair.link.receive()
