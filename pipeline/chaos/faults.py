@@ -164,11 +164,15 @@ RELOAD_S = 120.0
 
 
 def reload(model: str) -> str:
-    """`starling reload MODEL`: the same file again, as a new version. Raises `NothingToDoError`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", "reload", model], capture_output=True, text=True, timeout=RELOAD_S,
-        check=False,
-    )  # fmt: skip
+    """`starling reload MODEL`: the same file again, as a new version.
+
+    Raises `NothingToDoError` where that cannot be: not enough memory for two of them, a file that is gone.
+    """
+    command = [sys.executable, "-m", "pipeline.cli", "reload", model]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RELOAD_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise NothingToDoError(f"starling reload {model} is not over after {RELOAD_S:.0f} s") from None
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise NothingToDoError(f"starling reload {model} exits with {done.returncode}: {said[-1] if said else ''}")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from pipeline import lineup
 from pipeline.chaos import faults
 from pipeline.chaos.traffic import Outcome, Traffic
 from pipeline.chaos.vitals import Vitals
@@ -25,6 +26,7 @@ from pipeline.config_schema import Config
 
 RECOVERY_S = 60.0
 DISK_S = 4.0  # a disk stays full or slow
+PRESS_S = 6.0  # long prompts press each other out of the arena
 WATCH_S = 5.0  # between two looks at what the server uses
 SETTLE_S = 1.0  # between a recovery and the next fault, so that one is not measured as the other
 
@@ -84,14 +86,22 @@ def targets(config: Config) -> list[str]:
     return sorted(name for name in faults.processes(config) if name != "gateway")
 
 
-def actions(scenario: str, config: Config, chance: random.Random) -> list[Action]:
+def actions(scenario: str, config: Config, traffic: Traffic, chance: random.Random) -> list[Action]:
     """One round of the scenario, in order."""
+    models = {one.stage: one.name for one in lineup.read(config).instances}
 
     def kill(name: str, number: signal.Signals) -> Action:
         word = {signal.SIGKILL: "kill", signal.SIGSTOP: "stop", signal.SIGSEGV: "segv"}[number]
         rank = f"/{name.rsplit('/', 1)[1]}" if "/" in name else ""
         kind = f"{word} {name.split('-')[0]}{rank}"
-        return Action(kind, lambda: faults.send(config, name, number))
+        return Action(kind, lambda: faults.send(config, heir(name), number))
+
+    def heir(name: str) -> str:
+        """The process that has this one's work now: a reload gives a model's worker another name."""
+        stage, _, rank = name.partition("/")
+        serving = [one for one in lineup.read(config).instances if one.state == "serving"]
+        heirs = [one.stage for one in serving if one.name == models.get(stage)]
+        return "/".join(filter(None, (heirs[0], rank))) if heirs else name
 
     kills = [kill(name, signal.SIGKILL) for name in targets(config)]
     stops = [kill(name, signal.SIGSTOP) for name in targets(config)]
@@ -101,7 +111,9 @@ def actions(scenario: str, config: Config, chance: random.Random) -> list[Action
     slow = faults.SlowDisk(config, chance.choice((5, 20, 80)))
     fulls = [Action("disk-full", full.begin, full.end, DISK_S, refuses_sessions=True)]
     slows = [Action("slow-disk", slow.begin, slow.end, DISK_S)]
-    reloads = [Action("reload", partial(faults.reload, model.name), must_be=True) for model in config.models]
+    is_all = scenario == "reload"
+    reloads = [Action("reload", partial(faults.reload, model.name), must_be=is_all) for model in config.models]
+    presses = [Action("memory", traffic.press, traffic.relent, PRESS_S)] if traffic.can_press else []
     rounds = {
         "kill-each": kills,
         "zombie": stops,
@@ -110,7 +122,7 @@ def actions(scenario: str, config: Config, chance: random.Random) -> list[Action
         "disk-full": fulls,
         "slow-disk": slows,
         "reload": reloads,
-        "mixed": kills + stops + crashes + flips * 4 + fulls + slows,
+        "mixed": kills + stops + crashes + flips * 4 + fulls + slows + presses + reloads,
     }
     chosen = list(rounds[scenario])
     if scenario == "mixed":
@@ -173,7 +185,7 @@ async def _torment(
         if wrong is not None:
             say(f"stop: a stream is {traffic.verdict(wrong)}: {traffic.difference(wrong)}")
             break
-        pending = pending or actions(scenario, config, chance)
+        pending = pending or actions(scenario, config, traffic, chance)
         if not pending:
             await asyncio.sleep(SETTLE_S)
             continue

@@ -13,8 +13,9 @@ import itertools
 import json
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -23,6 +24,8 @@ WORDS = (  # noqa: SIM905
     "salt window garden number shadow bridge letter morning compass island feather clock market"
 ).split()
 CLIENT_TIMEOUT_S = 300
+BESIDE = 192  # tokens: the second prompt of a session, and what a chat template puts around a message
+LEAST = 64  # bytes of a prompt, so that prompts differ
 
 
 @dataclass(frozen=True)
@@ -67,20 +70,46 @@ class Ask:
         return len(self.turns) > 1
 
 
+class Served(NamedTuple):
+    """A model as the server lists it."""
+
+    name: str
+    chats: bool  # it has a chat template
+    context: int  # tokens
+
+    def room(self, max_tokens: int, max_prompt: int) -> int:
+        """Bytes of a prompt that fit in any case: no token has less than one.
+
+        Beside it there are two answers of a session, its second prompt and a template. Raises `RuntimeError`.
+        """
+        room = min(self.context - 2 * max_tokens - BESIDE, max_prompt or self.context)
+        if room < LEAST:
+            raise RuntimeError(
+                f"model {self.name!r} has a context of {self.context} tokens, in which answers of {max_tokens} leave "
+                f"no room for prompts of {LEAST} bytes: lower --tokens"
+            )
+        return room
+
+
 def plan(
-    count: int, seed: int, max_tokens: int, models: list[tuple[str, bool]], long_prompts: bool = False
+    count: int, seed: int, max_tokens: int, models: list[Served], long_prompts: bool = False, max_prompt: int = 0
 ) -> list[Ask]:
-    """`count` different requests, over all `models`: (name, whether it has a chat template)."""
+    """`count` different requests, over all `models`; `max_prompt` tokens at most are taken, 0: what the context leaves.
+
+    Raises `RuntimeError` when a model's context is too small for such answers.
+    """
     chance = random.Random(seed)
-    shared = " ".join(chance.choice(WORDS) for _ in range(80))
+    beginning = " ".join(chance.choice(WORDS) for _ in range(80))
     requests = []
     for i in range(count):
         length = chance.choice((4, 20, 60)) * (6 if long_prompts else 1)
         words = " ".join(chance.choice(WORDS) for _ in range(length))
-        model, chats = models[i % len(models)]
+        served = models[i % len(models)]
+        room = served.room(max_tokens, max_prompt)
+        shared = beginning[: room // 2]
         body: dict[str, Any] = {
-            "model": model,
-            "prompt": f"{shared} {words}" if i % 2 else words,
+            "model": served.name,
+            "prompt": (f"{shared} {words}" if i % 2 else words)[:room],
             "max_tokens": chance.randint(max_tokens // 2, max_tokens),
             "seed": chance.randrange(1 << 32),
             "temperature": chance.choice((0, 0.7, 1.0)),
@@ -96,8 +125,8 @@ def plan(
             body["stop"] = ["\n\n", ". The"]
         if i % 6 == 2:
             # Text that repeats itself is guessed from what stands before.
-            body |= {"speculate": 6, "temperature": 0, "prompt": f"{body['prompt']} {words} {words}"}
-        if i % 8 == 5 and chats:
+            body |= {"speculate": 6, "temperature": 0, "prompt": f"{body['prompt']} {words} {words}"[:room]}
+        if i % 8 == 5 and served.chats:
             requests.append(Ask("/v1/chat/completions", (_chat(body),)))
         elif i % 8 == 7:
             body.pop("n", None)
@@ -132,13 +161,13 @@ class Client:
         except aiohttp.ClientError:
             return False
 
-    async def models(self) -> list[tuple[str, bool]]:
-        """Those that are served: name, and whether it has a chat template. Raises `RuntimeError`."""
+    async def models(self) -> list[Served]:
+        """Those that are served. Raises `RuntimeError`."""
         async with self._session.get(f"{self._url}/v1/models", headers=self._headers) as response:
             if response.status != 200:
                 raise RuntimeError(f"GET /v1/models: HTTP {response.status}: {(await response.text())[:200]}")
             listed = (await response.json())["data"]
-        return [(model["id"], bool(model.get("chat"))) for model in listed]
+        return [Served(model["id"], model["chat"], model["context_length"]) for model in listed if model["ready"]]
 
     async def ask(self, index: int, ask: Ask) -> Outcome:
         """Stream one request to its end, turn by turn. Never raises for what the server does."""
@@ -250,11 +279,15 @@ class _Reading:
 
 
 class Traffic:
-    """Keeps `streams` requests of the plan in flight until told to stop."""
+    """Keeps `streams` requests of the plan in flight until told to stop; while pressed, `heavy` ones."""
 
-    def __init__(self, client: Client, requests: list[Ask], streams: int, seed: int) -> None:
+    def __init__(
+        self, client: Client, requests: list[Ask], streams: int, seed: int, heavy: Sequence[Ask] = ()
+    ) -> None:
         self.client = client
-        self.requests = requests
+        self.requests = [*requests, *heavy]
+        self._light = len(requests)
+        self._is_pressed = False
         self.truth: list[tuple[Answer, ...]] = []
         self.outcomes: list[Outcome] = []
         self.has_sessions = True
@@ -278,7 +311,8 @@ class Traffic:
 
     async def _client(self) -> None:
         while not self._stop.is_set():
-            index = self._chance.randrange(len(self.requests))
+            usual, heavy = range(self._light), range(self._light, len(self.requests))
+            index = self._chance.choice(heavy if self._is_pressed else usual)
             ask = self.requests[index]
             if ask.is_session and not self.has_sessions:
                 index, ask = 0, self.requests[0]
@@ -287,6 +321,18 @@ class Traffic:
             self._sessions -= ask.is_session
             if self.outcomes[-1].error:
                 await asyncio.sleep(0.05)  # a server that refuses at once is not to be hammered
+
+    @property
+    def can_press(self) -> bool:
+        return len(self.requests) > self._light
+
+    def press(self) -> str:
+        """From now on long prompts are begun."""
+        self._is_pressed = True
+        return "long prompts press on the arena"
+
+    def relent(self) -> None:
+        self._is_pressed = False
 
     async def without_sessions(self) -> None:
         """Begin no more of them until `has_sessions` is set again; those under way end."""

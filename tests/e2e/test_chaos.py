@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline import faultpoints, paths
-from tests.e2e.server import Server
+from pipeline import config as config_module
+from pipeline import faultpoints
+from pipeline.chaos.run import actions
+from pipeline.chaos.traffic import Ask, Client, Traffic
+from tests.e2e import small_disk
+from tests.e2e.conftest import share_caches
+from tests.e2e.server import ROOT, Server
 from tests.e2e.test_ops import starling
 from tools.tiny_gguf import SHAPES, write_model
 
@@ -20,8 +30,7 @@ pytestmark = pytest.mark.slow
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """An arena so small that pages go to the disk and come back."""
     home = tmp_path_factory.mktemp("chaos")
-    paths.cache_dir().mkdir(parents=True, exist_ok=True)
-    (home / "cache").symlink_to(paths.cache_dir())
+    share_caches(home)
     path = write_model(home / "tiny.gguf", SHAPES["small"])
     model = {"name": "tiny", "path": str(path), "kv_cache_mb": 1, "ranks": 2, "spill_path": str(home / "spill")}
     with Server(home, {"models": [model], "metrics": {"enabled": False}}) as server:
@@ -57,6 +66,56 @@ def test_a_bad_disk_changes_nothing(server: Server, scenario: str) -> None:
     assert {"gateway", "kv", "kv, parent", "workers", "shared memory", "state"} <= names
     for use in report["use"]:
         assert use["descriptors_end"] <= use["descriptors_most"]
+
+
+KINDS = {"kill", "stop", "segv", "bit-flip", "disk-full", "slow-disk", "memory", "reload"}
+
+
+def mixed(server: Server, first: set[str], seconds: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], str]:
+    """The report and what was said meanwhile, of a mixed scenario whose order begins with these kinds of faults."""
+    monkeypatch.setenv("STARLING_HOME", str(server.home))
+    config = config_module.load(server.config_path, server.environment)
+    ask = Ask("/v1/generate", ({},))
+    traffic = Traffic(Client("", None), [ask], 1, 1, [ask])  # type: ignore[arg-type]
+
+    def order(seed: int) -> list[str]:
+        return [action.kind.split()[0] for action in actions("mixed", config, traffic, random.Random(seed))]
+
+    assert set(order(0)) == KINDS
+    seed = next(seed for seed in range(100_000) if set(order(seed)[: len(first)]) == first)
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", "chaos", "--duration", f"{seconds}s", "--streams", "4", "--tokens",
+         "60", "--requests", "16", "--seed", str(seed), "--json"],
+        cwd=ROOT, env=server.environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    return json.loads(done.stdout), done.stderr
+
+
+def test_mixed_reloads_and_presses_on_memory(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And goes on to kill whatever the reload has put in the place of the worker that was there."""
+    report, said = mixed(server, {"memory", "reload"}, 16, monkeypatch)
+    faults = {row["fault"]: row for row in report["rows"]}
+    for kind in ("memory", "reload"):
+        assert faults[kind]["faults"] >= 1, said
+        assert faults[kind]["streams"] == faults[kind]["identical"] > 0
+    assert "is not running" not in said
+
+
+def test_what_cannot_be_loaded_twice_is_not_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arenas on a file system with room for one version of the model."""
+    if reason := small_disk.why_not():
+        pytest.skip(f"no file system can be mounted here: {reason}")
+    share_caches(tmp_path)
+    (tmp_path / "arenas").mkdir()
+    model = {"name": "tiny", "path": str(write_model(tmp_path / "tiny.gguf", SHAPES["small"])), "kv_cache_mb": 16}
+    config = {"models": [model], "server": {"arena_dir": str(tmp_path / "arenas")}}
+    launcher = small_disk.mounted(90 << 10, tmp_path / "arenas")
+    with Server(tmp_path, config, launcher=launcher) as server:
+        report, said = mixed(server, {"reload"}, 4, monkeypatch)
+        assert re.search(r"skip reload: .* exits with 78: .*of KV pages", " ".join(said.split())), said
+        assert not [row for row in report["rows"] if row["fault"] == "reload"]
+        assert report["rows"][-1]["identical"] == report["rows"][-1]["streams"] > 0
 
 
 def test_no_server_is_said(tmp_path_factory: pytest.TempPathFactory, server: Server) -> None:
