@@ -101,6 +101,21 @@ def _models(config: Config) -> Iterator[Rule]:
         yield from _ranks(at, model)
         if model.spill_mb and not model.spill_path:
             yield Rule(f"{at}.spill_mb", str(model.spill_mb), "bounds a spill file: set spill_path too")
+        if model.draft_model and (reason := _draft(config, model)):
+            yield Rule(f"{at}.draft_model", repr(model.draft_model), reason)
+
+
+def _draft(config: Config, model: ModelConfig) -> str:
+    """Why it cannot get its drafts there; "" when it can."""
+    draft = config.model(model.draft_model)
+    if draft is None:
+        others = ", ".join(one.name for one in config.models if one.name != model.name)
+        return f"no model of this name is configured; name another entry of models ({others or 'there is none'})"
+    if draft.name == model.name:
+        return "a model cannot draft for itself; name a smaller one, or drop the key"
+    if draft.draft_model:
+        return f"{draft.name} has a draft_model itself ({draft.draft_model}): drafts are not drafted; drop one of the keys"
+    return ""
 
 
 def _ranks(at: str, model: ModelConfig) -> Iterator[Rule]:

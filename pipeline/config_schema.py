@@ -67,6 +67,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     device: str = "cpu"
     weight: Weight = 1.0  # share of the machine among models
     speculate: Annotated[int, Meta(ge=0, le=16)] = 0  # most draft tokens in a step; 0: off
+    draft_model: str = ""  # name of a smaller model of `models` that drafts where `speculate` is on; "": none
 
     @property
     def slug(self) -> str:
@@ -178,6 +179,10 @@ class Config(Section, frozen=True, kw_only=True):
         if not name:
             return self.models[0] if self.models else None
         return next((model for model in self.models if model.name == name), None)
+
+    def drafts(self, name: str) -> bool:
+        """Is the model of that name one that drafts for another, or has one that does?"""
+        return any(one.draft_model and name in (one.name, one.draft_model) for one in self.models)
 
     def max_batch_size(self, model: ModelConfig) -> int:
         return model.max_batch_size or self.performance.batch_size

@@ -511,6 +511,7 @@ class WorkerReady(Frame, tag="w"):
     vocab_size: int
     context_length: int
     isa: str = ""
+    vocabulary: str = ""  # digest of what its token ids mean, where drafts depend on it
 
 
 class Attach(Frame, tag="A"):

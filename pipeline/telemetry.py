@@ -83,8 +83,8 @@ FAMILIES: dict[str, Family] = {
         Family("starling_preemptions_total", "counter", "Running sequences set aside.", ("model",)),
         Family("starling_finished_total", "counter", "Sequences ended, by finish reason.",
                ("model", "reason")),
-        Family("starling_draft_tokens_total", "counter", "Speculated tokens, by outcome.",
-               ("model", "outcome")),
+        Family("starling_draft_tokens_total", "counter", "Speculated tokens, by outcome and by where they came "
+               "from: lookup (the text itself) or model (the draft model).", ("model", "outcome", "source")),
         # kv
         Family("starling_kv_cache_bytes", "gauge", "KV pages, by state: allocated, resident, spilled, saved.",
                ("state",)),

@@ -110,6 +110,15 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
         """SHA-256 (hex) of vocabulary, merges, special ids and template: equal ones mean the same by an id."""
         return hashlib.sha256(self.tokenizer_raw).hexdigest()
 
+    @property
+    def vocabulary_digest(self) -> str:
+        """SHA-256 (hex) of the pieces that the token ids stand for. Raises `CheckpointError`."""
+        try:
+            pieces = msgspec.msgpack.decode(self.tokenizer_raw, type=_Pieces)
+        except msgspec.MsgspecError as error:
+            raise CheckpointError(f"index of {self.name}: bad tokenizer data ({error}); ingest it again") from None
+        return hashlib.sha256(msgspec.msgpack.encode([pieces.model, pieces.tokens])).hexdigest()
+
     def tensor(self, name: str) -> Tensor:
         """Raises `KeyError` when the model has no such tensor."""
         for t in self.tensors:
@@ -124,6 +133,14 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
     def head_name(self) -> str:
         """The output head: its own tensor, or the embedding's when the two are tied."""
         return "output.weight" if self.has("output.weight") else "token_embd.weight"
+
+
+class _Pieces(msgspec.Struct, array_like=True):
+    """The beginning of `TokenizerData`; what follows is skipped."""
+
+    model: str
+    pre: str
+    tokens: list[str]
 
 
 class _Head(msgspec.Struct, array_like=True):

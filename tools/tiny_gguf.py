@@ -213,8 +213,12 @@ def rope_factors(shape: Shape) -> np.ndarray:
 # ------------------------------------------------------------------ the file
 
 
-def write_model(path: Path, shape: Shape, recipe: str = "Q4_1", seed: int = 0) -> Path:
-    """Write a model; tensors go to the file one by one. Returns `path`."""
+def write_model(path: Path, shape: Shape, recipe: str = "Q4_1", seed: int = 0, real_layers: int = 0) -> Path:
+    """Write a model; tensors go to the file one by one. Returns `path`.
+
+    `real_layers`: those beyond the first so many add nothing (0: all add something). Such a model says what the
+    same one with only its first layers says, and takes longer for it.
+    """
     writer = gguf.GGUFWriter(path, shape.architecture)
     writer.add_name(f"random {recipe}")
     writer.add_context_length(shape.context_length)
@@ -252,8 +256,11 @@ def write_model(path: Path, shape: Shape, recipe: str = "Q4_1", seed: int = 0) -
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    rng = np.random.default_rng(seed)
+    own, idle = np.random.default_rng(seed), np.random.default_rng([seed, real_layers])
     for name, kind, rows, columns in plan:
+        layer = int(name.split(".")[1]) if name.startswith("blk.") else -1
+        is_idle = 0 < real_layers <= layer
+        rng = idle if is_idle else own  # so that the others are those of the model without idle layers
         if name == "rope_freqs.weight":
             data = rope_factors(shape)
         elif name.endswith(".bias"):
@@ -264,6 +271,8 @@ def write_model(path: Path, shape: Shape, recipe: str = "Q4_1", seed: int = 0) -
             # Logits of a few units make some tokens likelier than others; activations stay near 1.
             gain = 3.0 if name in ("token_embd.weight", "output.weight") else 1.0
             data = random_tensor(kind, rows, columns, rng, gain / math.sqrt(columns))
+            if is_idle and name.endswith(("attn_output.weight", "ffn_down.weight")):
+                data = np.zeros_like(data)
         writer.write_tensor_data(data)
     writer.close()
     return path

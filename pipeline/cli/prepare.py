@@ -17,7 +17,8 @@ import click
 from pipeline import paths, registry
 from pipeline.config import load
 from pipeline.config_schema import Config, ModelConfig
-from pipeline.errors import ModelNotFound
+from pipeline.errors import ConfigError, ModelNotFound
+from shm.checkpoint import load_index
 
 # prepare(model, models_dir, progress): fetch, ingest, compile; idempotent and flocked, for the
 # worker does the same when it starts and finds something missing.
@@ -50,6 +51,28 @@ def prepare_all(config: Config, name: str | None = None) -> None:
     for model in _chosen(config, name):
         with shown(model.name) as progress:
             worker.prepare(model, paths.models_dir(), progress)
+    check_drafts(config)
+
+
+def check_drafts(config: Config) -> None:
+    """Models and their draft models mean the same by a token id, as far as both have been ingested.
+
+    Raises `ConfigError`.
+    """
+    for number, model in enumerate(config.models):
+        draft = config.model(model.draft_model) if model.draft_model else None
+        if draft is None:
+            continue
+        indexes = [registry.find_index(one, paths.models_dir()) for one in (model, draft)]
+        known = [load_index(path) for path in indexes if path is not None]
+        if len(known) == 2 and known[0].vocabulary_digest != known[1].vocabulary_digest:
+            sizes = [one.hyper.vocab_size for one in known]
+            raise ConfigError(
+                f"models.{number}.draft_model = {draft.name!r}: its vocabulary ({sizes[1]:,} ids) is not that of "
+                f"{model.name} ({sizes[0]:,} ids): drafts are token ids, which must mean the same; name a smaller model "
+                f"of the same family, or drop the key",
+                param=f"models.{number}.draft_model",
+            )
 
 
 def _chosen(config: Config, name: str | None) -> tuple[ModelConfig, ...]:

@@ -66,8 +66,8 @@ class Guesses(Protocol):
     def awaits(self, sequence: Sequence) -> bool:
         """Hold the sequence back until its sample under way is known: drafts will follow it."""
 
-    def draft(self, sequence: Sequence, room: int) -> tuple[int, ...]:
-        """At most `room` tokens that may follow the known ones."""
+    def draft(self, sequence: Sequence, room: int) -> tuple[int, ...] | None:
+        """At most `room` tokens that may follow the known ones; None: they are being thought about."""
 
 
 def compose(held: list[Sequence], budget: Budget, cost: CostModel, guesses: Guesses | None = None) -> Batch:
@@ -98,8 +98,9 @@ def compose(held: list[Sequence], budget: Budget, cost: CostModel, guesses: Gues
     entries: list[Entry] = []
     tokens = len(streams)
     spare = budget.max_samples - tokens
+    is_waiting = False
     for sequence in streams:
-        drafts: tuple[int, ...] = ()
+        drafts: tuple[int, ...] | None = ()
         if guesses is not None and sequence.speculate:
             if sequence.ahead:
                 if guesses.awaits(sequence):
@@ -114,11 +115,18 @@ def compose(held: list[Sequence], budget: Budget, cost: CostModel, guesses: Gues
                 sequence.leased - sequence.planned - 1, budget.max_tokens - tokens,
             )
             drafts = guesses.draft(sequence, room) if room > 0 else ()
+            if drafts is None:
+                is_waiting = True
+                tokens -= 1
+                positions -= sequence.planned + 1
+                continue
             spare -= len(drafts)
             tokens += len(drafts)
             positions += len(drafts) * (sequence.planned + 1)
         count = 1 + len(drafts)
         entries.append(Entry(sequence, sequence.planned, count, count, drafts))
+    if is_waiting and all(entry.drafts for entry in entries):
+        return Batch([], 0, 0, [])  # all will be verified in one step
     return Batch(entries, tokens, positions, [])
 
 

@@ -26,15 +26,16 @@ from pipeline.messages import Denied, Granted, KvReady, KvState, Logprob, ModelS
 from stages.scheduler import retry
 from stages.scheduler.admission import Limits, Refusal, misfit
 from stages.scheduler.batch import Batch, Budget, Entry, compose
+from stages.scheduler.companion import Companion, Companions
 from stages.scheduler.cost import CostModel
 from stages.scheduler.door import UNAVAILABLE_S, Door
+from stages.scheduler.drafting import Drafts
 from stages.scheduler.leases import BadTableError, Leases
 from stages.scheduler.queues import Queues
 from stages.scheduler.ring import Ring
 from stages.scheduler.roster import Roster
 from stages.scheduler.sequence import Sequence, State
 from stages.scheduler.siblings import leader_of
-from stages.scheduler.speculate import Drafter
 from stages.scheduler.stats import Stats
 
 PREFETCH = 2  # sequences that get pages before a place in the batch is free
@@ -58,13 +59,14 @@ class Settings(NamedTuple):
     batch_timeout_s: float = 0.0
     speculate: int = 0  # most draft tokens of a sequence that says 0; less than 0: off
     run_ahead: bool = True
+    companions: int = 0  # most sequences that it computes as drafts for other models
     prefix_cache: bool = True  # kv shares pages among prompts that begin alike
     first_ask: int = 1  # ids of its asks to kv count from here
 
     @property
     def n_rows(self) -> int:
         """Twice the batch: tenants that come late find rows while another's streams fill it."""
-        return 2 * self.max_batch_size + 8
+        return 2 * self.max_batch_size + 8 + self.companions
 
     @property
     def max_samples(self) -> int:
@@ -98,6 +100,8 @@ class Engine:
         self.roster = Roster(self.queues, self.leases, self.stats, s.n_rows)
         self.roster.on_freed = self.pages_may_be_free
         self.door = Door(self)
+        self.drafts = Drafts(self)
+        self.companions = Companions(self)
         self.limits = Limits(s.max_prompt_tokens, s.max_output_tokens)
         self.budget = Budget(s.max_batch_size, max(s.max_step_tokens, s.max_batch_size), s.max_samples)
         self.depth = 2 if s.run_ahead else 1  # most unacknowledged steps
@@ -121,6 +125,8 @@ class Engine:
         """Take in what is acknowledged, publish what can be. Returns the number of steps published."""
         published = 0
         self.complete(now)
+        if self.companions.held:
+            self.companions.sweep(now)
         # Before there is room in the ring: pages are granted while a step computes.
         self.take_up(now)
         while self.plan(now):
@@ -142,7 +148,10 @@ class Engine:
         batch = self._suspect_batch() if self._suspects else None
         if batch is None:
             self._relieve()
-            batch = compose(self.roster.held, self.budget, self.cost, self)
+            self.drafts.begin(now)
+            batch = compose(self.roster.held, self.budget, self.cost, self.drafts)
+            if not batch.entries and self.companions.held:
+                batch = self.companions.compose()
         is_late, self._is_late = self._is_late, False
         if not batch.entries:
             return False
@@ -163,7 +172,7 @@ class Engine:
                 ring.write_tokens(sequence.row, start + 1, array("i", entry.drafts))
                 sequence.drafts = entry.drafts
                 is_verifying = True
-                self.stats.drafted += len(entry.drafts)
+                self.drafts.published(entry)
             elif entry.samples:
                 sequence.ahead += 1
             if not sequence.started:
@@ -194,7 +203,9 @@ class Engine:
             return
         done = self.ring.done
         while self.unacknowledged and self.unacknowledged[0].number <= done:
-            self._complete(self.unacknowledged.popleft(), self.ring)
+            step, known = self.unacknowledged.popleft(), self.stats.generated
+            self._complete(step, self.ring)
+            self.drafts.stepped(step.entries, self.stats.generated - known, now)
             self._began = now
             self._is_late, self._is_holding = self._is_holding, False
             self.lead_s = max(LEAD_S, 0.99 * self.lead_s)
@@ -212,8 +223,8 @@ class Engine:
 
     def delay(self, now: float) -> float:
         """Seconds until `turn` may have something to do without any event; inf: never."""
-        waits = [wait for wait in (self.waits_for_company(now), self.waits_for_end(now)) if wait > 0]
-        return min(waits, default=math.inf)
+        waits = (self.waits_for_company(now), self.waits_for_end(now), self.drafts.wait_s(now))
+        return min((wait for wait in waits if wait > 0), default=math.inf)
 
     def _complete(self, step: Step, ring: Ring) -> None:
         took_us = ring.took_us(step.number)
@@ -227,7 +238,10 @@ class Engine:
             sequence.inflight -= 1
             sequence.strikes = 0
             n = entry.samples
-            if sequence.is_over:
+            if isinstance(sequence, Companion):
+                token = sampled[base] if n else 0
+                self.companions.completed(sequence, entry, token, took_us * 1e-6 / len(step.entries))
+            elif sequence.is_over:
                 self.stats.discarded += n
                 if not sequence.inflight:
                     self.roster.let_go(sequence)
@@ -297,12 +311,10 @@ class Engine:
         accepted = max(0, n - 1)
         sequence.drafts = ()
         sequence.accepted += accepted
-        self.stats.accepted += accepted
         sequence.computed = sequence.planned = entry.start + max(1, n)
         if n and sequence.length < sequence.end:
             ring.write_tokens(sequence.row, sequence.length - 1, sequence.tokens[-1:])
-        assert sequence.drafter is not None
-        sequence.drafter.result(sequence.length, len(entry.drafts), accepted)
+        self.drafts.verified(sequence, len(entry.drafts), accepted)
 
     # ================================================================== choosing
 
@@ -371,20 +383,6 @@ class Engine:
         positions = count * start + count * (count + 1) // 2
         return Batch([Entry(sequence, start, count, 1 if count == todo else 0)], count, positions, [])
 
-    def awaits(self, sequence: Sequence) -> bool:
-        """As `Guesses`: prompt lookup."""
-        return self._drafter(sequence).awaits(sequence.tokens)
-
-    def draft(self, sequence: Sequence, room: int) -> tuple[int, ...]:
-        """As `Guesses`: prompt lookup."""
-        return self._drafter(sequence).draft(sequence.tokens, room)
-
-    @staticmethod
-    def _drafter(sequence: Sequence) -> Drafter:
-        if sequence.drafter is None:
-            sequence.drafter = Drafter(sequence.speculate)
-        return sequence.drafter
-
     # ================================================================== pages
 
     def granted(self, frame: Granted) -> None:
@@ -398,7 +396,10 @@ class Engine:
         try:
             self.leases.take(sequence, frame)
         except BadTableError as error:
-            self.roster.fail(sequence, "CACHE", f"page table refused: {error}")
+            if isinstance(sequence, Companion):
+                self.companions.dismiss(sequence)
+            else:
+                self.roster.fail(sequence, "CACHE", f"page table refused: {error}")
             return
         self.ring.write_table(sequence.row, have, sequence.pages[have:])
         if is_first:
@@ -418,6 +419,11 @@ class Engine:
             self.stats.late += 1
             return
         sequence, is_first = answered
+        if isinstance(sequence, Companion):
+            self.companions.dismiss(sequence)
+            return
+        # Nobody who asked for an answer waits for pages that a guess has.
+        self.companions.dismiss_all()
         if not frame.fits:
             self.roster.fail(
                 sequence, "INSUFFICIENT_RESOURCES",
@@ -457,6 +463,9 @@ class Engine:
             self.roster.set_aside(youngest)
 
     def _lost_lease(self, lease: str) -> None:
+        for companion in list(self.companions.held):
+            if companion.lease == lease:
+                self.companions.dismiss(companion)
         for sequence in list(self.roster.held):
             if sequence.lease == lease and not sequence.is_over:
                 self._put_back(sequence)
@@ -477,15 +486,19 @@ class Engine:
                 sequence.pages = ()
                 if not sequence.is_over:
                     self._put_back(sequence)
+            for companion in self.companions.held:
+                companion.pages = ()
+            self.companions.dismiss_all()
         self.limits = self.limits._replace(
             kv_positions=frame.pages * frame.page_tokens, page_tokens=frame.page_tokens
         )
-        self.leases.up(frame, self.roster.held)
+        self.leases.up(frame, [*self.roster.held, *self.companions.held])
         self._is_short = False
         return is_new
 
     def kv_down(self) -> None:
         self.leases.down()
+        self.companions.dismiss_all()
 
     def attach(self, context_length: int, vocab_size: int) -> None:
         """The worker has let go of everything before and looks at the ring from now on."""
@@ -501,10 +514,12 @@ class Engine:
         culprit = None
         if self.unacknowledged:
             self.stats.repeated += 1
-            members = [entry.sequence for entry in self.unacknowledged[0].entries]
+            members = [e.sequence for e in self.unacknowledged[0].entries if not isinstance(e.sequence, Companion)]
             if strikes:
                 culprit = retry.strike((s for s in members if not s.is_over), strikes)
         self.unacknowledged.clear()
+        self.drafts.forget()
+        self.companions.detached()
         for sequence in list(self.roster.held):
             sequence.inflight = 0
             sequence.planned = sequence.computed
@@ -537,6 +552,12 @@ class Engine:
     @property
     def is_busy(self) -> bool:
         return bool(self.roster.live or self.unacknowledged)
+
+    def has_work(self, now: float) -> bool:
+        """A step is under way, or could be: not while all that there is waits for proposals."""
+        if self.unacknowledged or self.companions.has_work:
+            return True
+        return bool(self.roster.live) and not self.drafts.is_waiting(now)
 
     @property
     def is_ready(self) -> bool:

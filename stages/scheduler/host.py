@@ -57,6 +57,7 @@ class Host:
         self.engine = Engine(settings, now, weight_of)
         self.steps_path = steps_path
         self.digest = ""
+        self.vocabulary = ""  # digest of what its token ids mean; "": not known
         self.reason = "waiting for its worker"
         self.kv: m.KvReady | None = None
         self.kv_state: m.KvState | None = None
@@ -123,6 +124,7 @@ class Host:
                 # A successor has come before its predecessor's end was noticed.
                 self.kill(now, "replaced by a new worker")
         self.peer = peer
+        self.vocabulary = frame.vocabulary
         self._hello = hello
         self._ready = frame
         self._look(now)
@@ -230,10 +232,9 @@ class Host:
         if engine.turn(now) and engine.ring is not None and engine.ring.worker_sleeps:
             self._to_worker(self.peer, m.StepBell(self._generation, engine.ring.head))
 
-    @property
-    def claims(self) -> bool:
+    def claims(self, now: float) -> bool:
         """It has something to compute, and a worker that does."""
-        return self.engine.is_attached and self.engine.is_busy and not self.problem
+        return self.engine.is_attached and self.engine.has_work(now) and not self.problem
 
     def claim(self) -> Claim:
         engine = self.engine

@@ -45,8 +45,12 @@ class Gauge:
             metrics.set(family, value, name)
         metrics.set("starling_prompt_tokens_total", stats.prompt_computed, name, "computed")
         metrics.set("starling_prompt_tokens_total", stats.prompt_cached, name, "cached")
-        metrics.set("starling_draft_tokens_total", stats.accepted, name, "accepted")
-        metrics.set("starling_draft_tokens_total", stats.drafted - stats.accepted, name, "rejected")
+        for source, drafted, accepted in (
+            ("lookup", stats.drafted - stats.model_drafted, stats.accepted - stats.model_accepted),
+            ("model", stats.model_drafted, stats.model_accepted),
+        ):
+            metrics.set("starling_draft_tokens_total", accepted, name, "accepted", source)
+            metrics.set("starling_draft_tokens_total", drafted - accepted, name, "rejected", source)
         for reason, count in stats.finished.items():
             metrics.set("starling_finished_total", count, name, reason)
         for family, histogram in (

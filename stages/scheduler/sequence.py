@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 from pipeline.messages import Sampling, Submit
 
 if TYPE_CHECKING:
+    from stages.scheduler.drafting import Guess
     from stages.scheduler.queues import Tenant
     from stages.scheduler.siblings import Wait
-    from stages.scheduler.speculate import Drafter
 
 PRIORITY_S = 10.0  # head start in the tenant's queue that one level of priority is worth
 NEVER = 1 << 60
@@ -140,7 +140,7 @@ class Sequence:
         self.is_announced = False  # its first tokens (with cached_tokens) have been sent
         self.strikes = 0  # deaths of the worker in a step with this sequence, see retry.py
         self.speculate: int = frame.speculate
-        self.drafter: Drafter | None = None
+        self.drafter: Guess | None = None
         self.accepted = 0  # draft tokens accepted
         self.cached_tokens = 0
         self.row = -1

@@ -25,9 +25,14 @@ class Claim(NamedTuple):
     has_prompts: bool = False  # somebody waits for a first token
 
 
+def overlap(one: frozenset[int], other: frozenset[int]) -> bool:
+    """Have they a core in common? Empty: any core."""
+    return not one or not other or bool(one & other)
+
+
 def share(one: Claim, other: Claim) -> bool:
     """Do they want the same cores?"""
-    return not one.cores or not other.cores or bool(one.cores & other.cores)
+    return overlap(one.cores, other.cores)
 
 
 class Turns:

@@ -5,9 +5,9 @@ The worker computes the draft's positions in one step and samples each with the 
 random number; a draft token is accepted exactly if it equals the sample before it.  So output bytes
 are those without speculation, and the sample behind the last accepted draft comes for free.
 
-How much is drafted follows success: it doubles when a whole draft is accepted and halves when less
-than half is.  Drafts that fail one after the other buy silence for 2, 4, ... 256 tokens, so that
-free text pays next to nothing.
+How much is drafted follows success (`Pace`, of each source of drafts one): it doubles when a whole draft is
+accepted and halves when less than half is.  Drafts that fail one after the other buy silence for 2, 4, ...
+256 tokens, so that free text pays next to nothing.
 """
 
 from __future__ import annotations
@@ -20,18 +20,39 @@ SILENCE = 2  # tokens without drafting after a failure; doubles with each in a r
 LONGEST_SILENCE = 256
 
 
-class Drafter:
-    """Of one sequence. O(1) for each token that has become known since the last call."""
+class Pace:
+    """How much a source drafts for one sequence, and whether at all."""
 
-    __slots__ = ("_expected", "_index", "_silence", "_until", "length", "most", "seen")
+    __slots__ = ("_silence", "length", "most", "until")
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.length = min(FIRST, most)
+        self.until = 0  # no drafts while fewer tokens are known
+        self._silence = SILENCE
+
+    def result(self, n_tokens: int, drafted: int, accepted: int) -> None:
+        """`accepted` of `drafted` were right; `n_tokens` are known now."""
+        if accepted == drafted:
+            self.length = min(self.most, 2 * max(1, self.length))
+            self._silence = SILENCE
+        elif 2 * accepted < drafted:
+            self.length = max(1, self.length // 2)
+        if accepted == 0:
+            self.until = n_tokens + self._silence
+            self._silence = min(LONGEST_SILENCE, 2 * self._silence)
+            self.length = min(FIRST, self.most)
+
+
+class Drafter(Pace):
+    """Prompt lookup of one sequence. O(1) for each token that has become known since the last call."""
+
+    __slots__ = ("_expected", "_index", "seen")
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
         self.seen = 0  # tokens indexed
         self._index: dict[tuple[int, ...], int] = {}  # n-gram -> position behind its last occurrence
-        self._silence = SILENCE
-        self._until = 0  # no drafts while fewer tokens are known
         self._expected = (-1, 0)  # where which token was expected when a step was held back for it
 
     def awaits(self, tokens: array[int]) -> bool:
@@ -59,18 +80,6 @@ class Drafter:
         for end in range(max(NGRAM, self.seen), n):
             index[tuple(tokens[end - NGRAM : end])] = end
         self.seen = max(self.seen, n)
-        if n < self._until or n < NGRAM:
+        if n < self.until or n < NGRAM:
             return 0
         return index.get(tuple(tokens[n - NGRAM :]), 0)
-
-    def result(self, n_tokens: int, drafted: int, accepted: int) -> None:
-        """`accepted` of `drafted` were right; `n_tokens` are known now."""
-        if accepted == drafted:
-            self.length = min(self.most, 2 * max(1, self.length))
-            self._silence = SILENCE
-        elif 2 * accepted < drafted:
-            self.length = max(1, self.length // 2)
-        if accepted == 0:
-            self._until = n_tokens + self._silence
-            self._silence = min(LONGEST_SILENCE, 2 * self._silence)
-            self.length = min(FIRST, self.most)

@@ -20,9 +20,11 @@ from pipeline.lineup import Instance
 from pipeline.loop import StageLoop
 from pipeline.wire import QUIET_BEATS
 from stages.scheduler.admission import Refusal
+from stages.scheduler.drafting import FEW
 from stages.scheduler.engine import Settings
 from stages.scheduler.host import Host
 from stages.scheduler.metrics import INTERVAL_S, Gauge, show_tenants
+from stages.scheduler.pairing import Pairs
 from stages.scheduler.roster import rejection
 from stages.scheduler.sharing import Turns, steps_ahead
 
@@ -57,6 +59,7 @@ class SchedulerStage:
         self._asking: dict[int, Host] = {}  # by the number in the ids of their asks to kv
         self._next_number = 0
         self._turns = Turns()
+        self._pairs = Pairs()
         self._gauges: dict[str, Gauge] = {}  # by model
         self._past_tenants: Counter[str] = Counter()  # tokens computed by hosts that are gone
         self._next_show = 0.0
@@ -76,6 +79,7 @@ class SchedulerStage:
             if instance.id not in self.hosts:
                 self._add(instance)
         self._serving = {one.id for one in wanted.values() if one.state == "serving"}
+        self._pairs.look(self.follower.lineup, self.hosts)
 
     def _add(self, instance: Instance) -> None:
         number, self._next_number = self._next_number, self._next_number + 1
@@ -131,6 +135,7 @@ class SchedulerStage:
             max_output_tokens=s.max_output_tokens,
             batch_timeout_s=s.batch_timeout_ms / 1000,
             speculate=model.speculate,
+            companions=FEW if any(one.draft_model == instance.name for one in c.models) else 0,
             prefix_cache=c.cache.enabled,
             first_ask=(number << ASK_BITS) + 1,
         )
@@ -161,6 +166,8 @@ class SchedulerStage:
         while True:
             now = self._clock()
             self._take_turns(now)
+            if any([host.engine.companions.take_asked() for host in hosts]):
+                self._take_turns(now)  # whoever asked may have had its turn after the one it asked
             for host in hosts:
                 self._speak(host)
             asleep = [host.sleep() for host in hosts]
@@ -181,8 +188,9 @@ class SchedulerStage:
         if len(self.hosts) > 1:
             for name, host in self.hosts.items():
                 host.engine.complete(now)
-                if host.claims:
+                if host.claims(now):
                     claims[name] = host.claim()
+            self._pairs.mind(claims.values(), self.hosts)
         if len(claims) < 2:
             for host in self.hosts.values():
                 host.engine.allowed = host.engine.depth
@@ -317,6 +325,7 @@ class SchedulerStage:
                 log.info("a worker serves a model that is not loaded (any more)", extra={"model": frame.model})
             else:
                 host.worker_ready(peer, self.workers.peers[peer], frame, self._clock())
+                self._pairs.look(self.follower.lineup, self.hosts)
         elif isinstance(frame, m.WorkerFailed) and frame.model in self.hosts:
             self.hosts[frame.model].worker_failed(frame)
 

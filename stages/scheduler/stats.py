@@ -49,8 +49,10 @@ class Stats:
         self.preemptions = 0
         self.repeated = 0  # steps computed again after the worker's death
         self.convicted = 0  # sequences that killed the worker
-        self.drafted = 0
+        self.drafted = 0  # tokens, of both sources
         self.accepted = 0
+        self.model_drafted = 0  # by the draft model
+        self.model_accepted = 0
         self.late = 0  # cancels and answers for sequences that are not there any more
         self.batch = Histogram(BATCH)
         self.waited_s = Histogram(SECONDS)  # from arrival to the first step

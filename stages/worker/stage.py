@@ -60,6 +60,9 @@ class WorkerStage:
 
         index_path = self._prepare()
         self.model = Model(index_path)
+        self._vocabulary = ""
+        if config.drafts(self.instance.name):
+            self._vocabulary = self.model.index.vocabulary_digest
         allowed = sorted(os.sched_getaffinity(0))
         cpus = [cpu for cpu in model_config.cpus if cpu in allowed] or allowed
         self.n_ranks = model_config.ranks or len(cpus)
@@ -102,7 +105,7 @@ class WorkerStage:
         self.link.send(
             m.WorkerReady(
                 self.name, self.model.index.digest, self.link.epoch, self.n_ranks, tuple(pids), h.vocab_size,
-                h.context_length, features.isa(),
+                h.context_length, features.isa(), self._vocabulary,
             )
         )  # fmt: skip
 

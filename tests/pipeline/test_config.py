@@ -284,6 +284,17 @@ def test_file_and_environment_say_the_same(port: int, cors: bool, depth: int, po
         ({"models": [{"name": "a", "path": "p", "cpus": [1, 1]}]}, ["models.0.cpus = [1, 1]", "twice"]),
         ({"models": [{"name": "a", "path": "p", "cpus": [1], "ranks": 2}]}, ["models.0.ranks = 2"]),
         ({"models": [{"path": "p", "spill_mb": 9}]}, ["models.0.spill_mb = 9", "set spill_path too"]),
+        (
+            {"models": [{"name": "a", "path": "p", "draft_model": "c"}, {"name": "b", "path": "p"}]},
+            ["models.0.draft_model = 'c'", "no model of this name", "(b)"],
+        ),
+        ({"models": [{"name": "a", "path": "p", "draft_model": "a"}]}, ["models.0.draft_model = 'a'", "itself"]),
+        (
+            {"models": [
+                {"name": "a", "path": "p", "draft_model": "b"}, {"name": "b", "path": "p", "draft_model": "a"},
+            ]},
+            ["models.0.draft_model = 'b'", "models.1.draft_model = 'a'", "drop one of the keys"],
+        ),
         ({"models": [{"name": "a", "path": "p", "model_path": "q"}]}, ["models.0.model_path", "the same as"]),
         ({"model": {"name": "a"}, "models": []}, ["model: given beside models"]),
         ({"model": {"name": "a", "path": "p", "page_tokens": 48}}, ["models.0.page_tokens = 48", "16, 32"]),

@@ -103,6 +103,7 @@ class Worker:
         self.pages = pages
         self.generation = 0
         self.period = 0  # texts repeat themselves after so many tokens, mostly
+        self.differs = 0  # one in so many samples is another token than `reference` has; 0: none
         self.poison: set[int] = set()  # prompt tokens whose computation kills
         self.in_batch: list[int] = []  # entries of each step done
 
@@ -163,6 +164,8 @@ class Worker:
                 i = samples - 1 - behind
                 echo = int(tokens[p + 1 - self.period]) if 0 < self.period <= p + 1 else -1
                 token = sample(state, seed, p + 1 - output_start, echo)
+                if self.differs and not mix(state, 77) // 1024 % self.differs:
+                    token = (token + 1) % SAMPLED
                 self.s.out_token[slot, base + i] = token
                 self.s.out_logprob[slot, base + i] = -token
                 if samples == 1:

@@ -158,7 +158,9 @@ class World:
         engine = self.engine
         roster = engine.roster
         assert len(engine.unacknowledged) <= engine.depth
-        rows = [s.row for s in roster.held]
+        companions = engine.companions.held
+        rows = [s.row for s in [*roster.held, *companions]]
+        assert len(companions) <= self.settings.companions
         assert sorted(rows + list(roster.free_rows)) == list(range(self.settings.n_rows))
         waiting = [t.waiting for t in engine.queues.tenants.values()]
         assert engine.queues.depth == len(list(engine.queues)) == sum(waiting)
@@ -171,6 +173,12 @@ class World:
             assert s.inflight == sum(e.sequence is s for step in engine.unacknowledged for e in step.entries)
             assert s.length == len(s.tokens) <= s.end
             assert s.is_over == (s.id not in roster.live or roster.live[s.id] is not s)
+        for s in companions:
+            assert s not in roster.live.values()
+            assert s not in roster.held
+            assert s.is_over or s.committed <= s.base <= s.length == len(s.tokens) <= s.end
+            assert s.computed <= s.planned <= s.leased or not s.pages
+            assert s.inflight == sum(e.sequence is s for step in engine.unacknowledged for e in step.entries)
         for s in roster.live.values():
             assert (s in engine.queues) != (s.row >= 0)
             if s in engine.queues:

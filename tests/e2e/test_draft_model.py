@@ -1,0 +1,138 @@
+"""A model with a draft model: the same bytes as without, whatever the draft model says or suffers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import share_caches
+from tests.e2e.server import Server, wait_gone
+from tools.tiny_gguf import SHAPES, write_model
+
+pytestmark = pytest.mark.slow
+
+DEEP = SHAPES["small"]._replace(n_layers=24)
+SHALLOW = SHAPES["small"]._replace(n_layers=2)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """`deep` says what its draft model says, with twelve times the layers; `odd` what nobody says."""
+    home = tmp_path_factory.mktemp("draft")
+    share_caches(home)
+    files = {
+        "deep": write_model(home / "deep.gguf", DEEP, seed=3, real_layers=2),
+        "shallow": write_model(home / "shallow.gguf", SHALLOW, seed=3),
+        "odd": write_model(home / "odd.gguf", DEEP, seed=4),
+        "other": write_model(home / "other.gguf", SHAPES["odd"], seed=5),
+    }
+    common = {"kv_cache_mb": 8, "max_batch_size": 4}
+    drafts = {"deep": "shallow", "odd": "shallow"}
+    models = [
+        {"name": name, "path": str(path), **common, **({"draft_model": drafts[name]} if name in drafts else {})}
+        for name, path in files.items()
+    ]
+    with Server(home, {"models": models}) as server:
+        yield server
+        server.stop()
+        assert server.leftovers() == []
+
+
+def body(model: str, i: int, tokens: int = 400, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": model, "prompt": [3 + i, 60, 71, 9], "max_tokens": tokens, "ignore_eos": True, "seed": 11 + i, **fields,
+    }  # fmt: skip
+
+
+def drafted(server: Server, model: str) -> dict[str, float]:
+    """Tokens of the draft model so far, by outcome."""
+    found = server.metrics("starling_draft_tokens_total")
+    return {
+        outcome: found.get(f'model="{model}",outcome="{outcome}",source="model"', 0.0)
+        for outcome in ("accepted", "rejected")
+    }
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.95}])
+def test_a_draft_model_that_agrees_is_believed_and_changes_no_byte(server: Server, sampling: dict[str, Any]) -> None:
+    plain = [server.post("/v1/generate", **body("deep", i, **sampling))["choices"] for i in range(3)]
+    before = drafted(server, "deep")
+    fast = [server.post("/v1/generate", **body("deep", i, speculate=8, **sampling))["choices"] for i in range(3)]
+    assert fast == plain
+    server.wait_metrics(
+        "starling_draft_tokens_total",
+        lambda _: drafted(server, "deep")["accepted"] >= before["accepted"] + 100,
+    )
+    now = drafted(server, "deep")
+    accepted, rejected = (now[outcome] - before[outcome] for outcome in ("accepted", "rejected"))
+    assert rejected < 0.2 * accepted
+
+
+def test_a_draft_model_of_other_weights_is_switched_off(server: Server) -> None:
+    plain = server.post("/v1/generate", **body("odd", 0, 1200, temperature=0.9))["choices"]
+    assert server.post("/v1/generate", **body("odd", 0, 1200, temperature=0.9, speculate=8))["choices"] == plain
+    server.wait_metrics("starling_draft_tokens_total", lambda _: drafted(server, "odd")["rejected"] > 0)
+    assert sum(drafted(server, "odd").values()) < 400
+
+
+def test_the_draft_model_is_a_model_of_its_own_and_counts_no_request_of_others(server: Server) -> None:
+    server.post("/v1/generate", **body("deep", 5, speculate=8, temperature=0))
+    server.wait_metrics("starling_steps_total", lambda found: found['model="shallow"'] > 0)
+    assert server.metrics("starling_tokens_generated_total").get('model="shallow"', 0.0) == 0.0
+    assert not [labels for labels in server.metrics("starling_finished_total") if 'model="shallow"' in labels]
+    answer = server.post("/v1/generate", **body("shallow", 5, 40, temperature=0))
+    deep = server.post("/v1/generate", **body("deep", 5, 40, temperature=0, speculate=8))
+    assert answer["choices"] == deep["choices"], "the deep one says what its first layers say"
+
+
+def test_death_and_absence_of_the_draft_model_harm_nothing(server: Server) -> None:
+    ask = body("deep", 7, 1500, temperature=0)
+    plain = server.post("/v1/generate", **ask)["choices"][0]["tokens"]
+    tokens: list[int] = []
+    killed = 0
+    for event in server.stream("/v1/generate", **ask, speculate=8):
+        tokens += event.get("tokens", [])
+        if len(tokens) > 300 * (killed + 1) and killed < 2:
+            pid = server.pid_of("worker-shallow")
+            os.kill(pid, signal.SIGKILL)
+            killed += 1
+            assert wait_gone(pid)
+    assert (tokens, killed) == (plain, 2)
+    server.pid_of("worker-shallow")
+    # It comes back, and is asked again.
+    before = drafted(server, "deep")["accepted"]
+
+    def drafts_again(_: Any) -> bool:
+        assert server.post("/v1/generate", **ask, speculate=8)["choices"][0]["tokens"] == plain
+        return drafted(server, "deep")["accepted"] > before + 100
+
+    server.wait_metrics("starling_draft_tokens_total", drafts_again)
+
+
+def test_a_draft_model_may_be_unloaded_and_come_back_with_another_vocabulary(server: Server) -> None:
+    ask = body("deep", 9, 200, temperature=0)
+    plain = server.post("/v1/generate", **ask)["choices"]
+    for path, name in (("", "shallow"), (str(server.home / "other.gguf"), "shallow")):
+        command(server, "unload", name)
+        assert server.post("/v1/generate", **ask, speculate=8)["choices"] == plain
+        command(server, "load", name, *(("--path", path) if path else ()))
+        for _ in range(2):
+            assert server.post("/v1/generate", **ask, speculate=8)["choices"] == plain
+    said = [line for line in server.output if "has another vocabulary" in line and "deep" in line]
+    assert len(said) == 1
+
+
+def command(server: Server, *words: str) -> None:
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", *words], env=server.environment, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,383 @@
+"""A draft model beside its target: two engines, two kvs, two workers that can be disturbed at will.
+
+Whatever the draft's side does or suffers, the target's tokens are those of an undisturbed run, and no page, row or
+companion is left behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stages.scheduler.companion import IDLE_S
+from stages.scheduler.drafting import START, Link
+from stages.scheduler.sequence import State
+
+from .peers import reference, submission
+from .world import World
+
+
+class Pair:
+    """`target` gets drafts from `draft`, of which one in `differs` is wrong (0: none)."""
+
+    def __init__(
+        self, *, differs: int = 0, pages: int = 64, draft_pages: int = 64, batch: int = 4, shares_cores: bool = True,
+        speculate: int = 8, draft_context: int = 400, **options,
+    ) -> None:
+        self.target = World(batch=batch, pages=pages, speculate=speculate, **options)
+        self.draft = World(batch=batch, pages=draft_pages, companions=4, context=draft_context)
+        self.draft.worker.differs = differs
+        self.draft.engine.cost.fixed_us = 10.0
+        self.link = Link(self.draft.engine.companions, shares_cores)
+        self.target.engine.drafts.link_to(self.link)
+
+    @property
+    def worlds(self) -> tuple[World, World]:
+        return self.target, self.draft
+
+    @property
+    def companions(self):
+        return self.draft.engine.companions.held
+
+    def advance(self, seconds: float) -> None:
+        for world in self.worlds:
+            world.advance(seconds)
+
+    def turn(self) -> None:
+        for world in (*self.worlds, self.draft):
+            world.turn()
+
+    def round(self, seconds: float = 1e-6) -> bool:
+        """Everybody does what there is to do; a step of either takes `seconds`. False: nobody computed."""
+        has_worked = False
+        self.turn()
+        for world in self.worlds:
+            world.talk_to_kv()
+            world.turn()
+            if world.work():
+                has_worked = True
+                for other in self.worlds:
+                    other.now += seconds
+            world.turn()
+            world.collect()
+        return has_worked
+
+    def settle(self, rounds: int = 30_000) -> None:
+        for _ in range(rounds):
+            has_worked = self.round()
+            if not any(world.engine.is_busy for world in self.worlds):
+                break
+            if not has_worked:
+                self.advance(0.1)
+        else:
+            raise AssertionError(f"never done: {self.target.engine.roster.held} {self.companions}")
+        self.check_gone()
+
+    def check_gone(self) -> None:
+        """Nothing is left of any companion."""
+        self.turn()
+        while self.draft.work():
+            self.turn()
+        for world in self.worlds:
+            world.turn()
+            world.talk_to_kv()
+            assert not world.engine.roster.held
+            assert not world.engine.companions.held
+            assert not world.kv.leases, "pages leaked"
+            assert not world.engine.leases.unanswered
+            world.check_bounds()
+            if not world.worker.differs:
+                world.check_all()
+        assert self.draft.submitted.keys() == self.draft.ends.keys()
+
+
+def free_text(name: str = "a", n: int = 150, **fields):
+    return submission(name, [1, 2, 3], n, **fields)
+
+
+def test_a_draft_model_that_agrees_saves_steps_and_changes_no_token():
+    pair = Pair()
+    pair.target.submit(frame := free_text())
+    pair.settle()
+    assert (pair.target.tokens["a"], "length") == reference(frame)
+    stats = pair.target.engine.stats
+    assert stats.steps < 60, "of 150 tokens"
+    assert stats.model_accepted > 100
+    assert stats.model_drafted - stats.model_accepted < 10
+    assert stats.drafted == stats.model_drafted + (stats.drafted - stats.model_drafted)
+
+
+def test_what_the_draft_engine_computes_is_nobodys_request():
+    pair = Pair()
+    pair.target.submit(free_text())
+    pair.settle()
+    engine = pair.draft.engine
+    assert engine.stats.steps > 50, "it has computed"
+    counted = (engine.stats.submitted, engine.stats.generated, engine.stats.prompt_computed, engine.stats.prompt_cached)
+    assert counted == (0, 0, 0, 0)
+    assert not engine.stats.finished
+    assert not engine.queues.tenants
+    assert pair.draft.tokens == {}
+    tenant = pair.target.engine.queues.tenants["t"]
+    plain = World()
+    plain.submit(free_text())
+    plain.settle()
+    assert tenant.computed >= plain.engine.queues.tenants["t"].computed
+
+
+def test_several_streams_are_drafted_together():
+    pair = Pair()
+    for i in range(3):
+        pair.target.submit(free_text(f"s{i}", 120, seed=i))
+    pair.settle()
+    assert pair.target.engine.stats.model_accepted > 200
+    assert pair.target.engine.stats.steps < 120
+
+
+def test_a_draft_model_that_knows_nothing_is_switched_off_and_gives_its_pages_back():
+    pair = Pair(differs=1)
+    pair.target.submit(free_text(n=380))
+    for _ in range(200):
+        pair.round()
+    assert pair.target.engine.stats.model_drafted > 0
+    assert not pair.companions
+    assert not pair.draft.kv.leases
+    pair.settle()
+    assert pair.target.engine.stats.model_accepted == 0
+    assert pair.target.engine.stats.model_drafted < 60, "of 380 tokens"
+
+
+def test_a_draft_model_that_is_always_right_and_too_slow_costs_next_to_nothing_in_the_long_run():
+    """Each step of either model takes as long as the other's: proposals cost what they save, and more."""
+    pair = Pair(speculate=2)
+    pair.draft.engine.cost = pair.target.engine.cost
+    pair.target.engine.cost.learn = pair.draft.engine.cost.learn = lambda *_: None
+    plain_s = 101e-6
+    tokens, began = 0, pair.target.now
+    for i in range(16):
+        pair.target.submit(submission(f"s{i}", [i, 2, 3], 390, seed=i))
+        for _ in range(3000):
+            pair.round(plain_s)
+            if f"s{i}" in pair.target.ends:
+                break
+        tokens += 390
+    # Apart from what each sequence costs that has no draft model either: its prompt's step.
+    spent = (pair.target.now - began) / plain_s
+    assert pair.target.engine.stats.model_accepted > 20, "it was tried, and right"
+    assert spent < tokens / 0.97 + START
+    pair.settle()
+
+
+def test_it_falls_back_to_prompt_lookup_where_that_has_a_match():
+    pair = Pair(period=10)
+    pair.draft.worker.period = 10
+    pair.target.submit(submission("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10] * 3, 200, seed=3))
+    pair.settle()
+    stats = pair.target.engine.stats
+    assert stats.accepted > stats.model_accepted > 0
+
+
+def test_nobody_waits_for_a_draft_beyond_its_time():
+    pair = Pair()
+    pair.target.submit(free_text())
+    waiting = 0
+    while "a" not in pair.target.ends:
+        pair.turn()
+        for world in pair.worlds:
+            world.talk_to_kv()
+            world.collect()
+        pair.target.work()
+        if pair.companions and pair.companions[0].computed < 20:
+            pair.draft.work()  # after that its worker stands still for good
+        delay = pair.target.engine.delay(pair.target.now)
+        if not pair.target.engine.unacknowledged and pair.target.engine.roster.live and pair.companions:
+            assert delay < 0.05
+            waiting += 1
+            pair.advance(delay + 1e-6)
+    assert waiting > 0
+    pair.settle()
+
+
+def test_requests_of_the_draft_model_go_before_companions():
+    pair = Pair()
+    pair.target.submit(free_text(n=300))
+    while pair.target.engine.stats.model_accepted < 20:
+        pair.round()
+    pair.draft.submit(submission("own", [9] * 40, 30))
+    while "own" not in pair.draft.ends:
+        before = pair.draft.engine.roster.live["own"].planned if "own" in pair.draft.engine.roster.live else 0
+        mine = len(pair.draft.engine.unacknowledged)
+        pair.round()
+        for step in list(pair.draft.engine.unacknowledged)[mine:]:
+            assert before == 0 or all(entry.sequence.id == "own" for entry in step.entries)
+    assert "a" not in pair.target.ends, "the target has gone on beside it"
+    pair.settle()
+
+
+def test_companions_go_when_pages_run_short_for_requests():
+    pair = Pair(draft_pages=26)
+    pair.target.submit(free_text(n=300))
+    while not pair.target.engine.stats.model_accepted:
+        pair.round()
+    held = [weakref.ref(companion) for companion in pair.companions]
+    assert held
+    pair.draft.submit(submission("own", [9] * 380, 10))
+    pair.settle()
+    assert pair.draft.ends == {"own": "length"}
+
+
+def test_pages_go_back_when_the_target_ends_is_cancelled_or_set_aside():
+    for how in ("cancel", "aside", "worker", "idle", "unlink"):
+        pair = Pair()
+        pair.target.submit(free_text(n=300))
+        while not pair.target.engine.stats.model_accepted:
+            pair.round()
+        assert pair.draft.kv.leases
+        (sequence,) = pair.target.engine.roster.held
+        if how == "cancel":
+            pair.target.cancel("a")
+        elif how == "aside":
+            pair.target.engine._put_back(sequence)
+        elif how == "worker":
+            pair.target.kill_worker()
+        elif how == "unlink":
+            pair.target.engine.drafts.link_to(None)
+        while pair.draft.work():
+            pair.draft.turn()
+        if how == "idle":
+            pair.draft.advance(IDLE_S + 0.1)
+        else:
+            pair.target.turn() if how == "cancel" else None
+            while pair.target.engine.unacknowledged:
+                pair.target.work()
+                pair.target.engine.complete(pair.target.now)
+        pair.draft.turn()
+        pair.draft.talk_to_kv()
+        assert not pair.companions, how
+        assert not pair.draft.kv.leases, how
+        pair.target.collect()
+        pair.settle()
+
+
+def test_after_the_death_of_the_drafts_worker_or_kv_drafts_come_again():
+    pair = Pair()
+    pair.target.submit(free_text(n=380))
+    for disturb in (pair.draft.kill_worker, pair.draft.restart_kv, lambda: pair.draft.kill_worker(half_way=True)):
+        before = pair.target.engine.stats.model_accepted
+        while pair.target.engine.stats.model_accepted <= before + 8:
+            pair.round()
+            assert "a" not in pair.target.ends
+        disturb()
+    pair.settle()
+    assert pair.target.engine.stats.model_accepted > 60
+
+
+def test_a_shorter_context_of_the_draft_model_ends_drafting_there():
+    pair = Pair(draft_context=100)
+    pair.target.submit(free_text(n=300))
+    pair.settle()
+    stats = pair.target.engine.stats
+    assert 60 < stats.model_accepted < 100
+
+
+def test_private_pages_stay_private():
+    """A companion's pages carry the salt of its target: nobody else finds them."""
+    pair = Pair()
+    asked = []
+    acquire = pair.draft.kv._acquire
+    pair.draft.kv._acquire = lambda frame: (asked.append(frame), acquire(frame))[1]  # type: ignore[method-assign]
+    pair.target.submit(free_text(cache_salt="mine"))
+    pair.settle()
+    assert {frame.salt for frame in asked} == {"mine"}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32), differs=st.sampled_from([0, 0, 1, 2, 5, 20]), pages=st.integers(26, 70),
+    draft_pages=st.integers(8, 70), batch=st.integers(1, 5), period=st.sampled_from([0, 0, 11]),
+    disturb=st.booleans(), shares_cores=st.booleans(),
+)
+def test_random_lives_end_with_their_tokens_and_leave_nothing(
+    seed, differs, pages, draft_pages, batch, period, disturb, shares_cores
+):
+    rng = random.Random(seed)
+    pair = Pair(
+        differs=differs, pages=pages, draft_pages=draft_pages, batch=batch, period=period, shares_cores=shares_cores,
+        run_ahead=rng.random() < 0.8, speculate=rng.choice([2, 8, 16]), draft_context=rng.choice([60, 400]),
+    )
+    pair.draft.worker.period = pair.draft.period = period
+    n = 0
+    for _ in range(rng.randrange(30, 250)):
+        action, world = rng.random(), rng.choice(pair.worlds)
+        if action < 0.05:
+            n += 1
+            own = world is pair.draft and rng.random() < 0.3
+            where = pair.draft if own else pair.target
+            where.submit(
+                submission(
+                    f"s{n}", [rng.randrange(90) for _ in range(rng.randrange(1, 60))],
+                    rng.randrange(1, 25) if own else rng.randrange(1, 150), seed=rng.randrange(5),
+                    stop=rng.random() < 0.3, logprobs=rng.choice([-1, 0]), deadline_ms=rng.choice([0, 0, 0, 40_000]),
+                    speculate=rng.choice([0, 0, 0, -1, 5]),
+                )
+            )  # fmt: skip
+        elif action < 0.07 and pair.target.submitted:
+            pair.target.cancel(rng.choice(list(pair.target.submitted)))
+        elif action < 0.15:
+            pair.turn()
+        elif action < 0.25:
+            world.work()
+        elif action < 0.32:
+            world.talk_to_kv(rng.choice([1, 2, 100]))
+        elif action < 0.34:
+            pair.advance(rng.choice([0.001, 0.01, 2.0, 15.0]))
+        elif disturb and action < 0.36:
+            world.turn()
+            world.kill_worker(half_way=rng.random() < 0.5)
+        elif disturb and action < 0.38:
+            world.restart_kv()
+        elif disturb and action < 0.40:
+            pair.target.engine.drafts.link_to(rng.choice([None, pair.link]))
+        elif disturb and action < 0.41 and world.engine.roster.held:
+            sequence = rng.choice(world.engine.roster.held)
+            if not sequence.is_over and not sequence.is_leaving and sequence.state is not State.PENDING:
+                world.engine._put_back(sequence)
+        else:
+            pair.round()
+        for each in pair.worlds:
+            each.collect()
+            each.check_bounds()
+    pair.settle()
+    assert pair.target.engine.stats.model_accepted <= pair.target.engine.stats.model_drafted
+
+
+def test_companions_are_freed_without_the_collector():
+    pair = Pair()
+    gc.collect()
+    gc.disable()
+    try:
+        seen = []
+        for i in range(20):
+            pair.target.submit(free_text(f"s{i}", 40, seed=i))
+            pair.round()
+            for _ in range(40):
+                pair.round()
+                seen.extend(weakref.ref(companion) for companion in pair.companions)
+            pair.settle()
+        assert seen
+        assert not [ref for ref in seen if ref() is not None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("speculate", [0, -1])
+def test_without_speculation_there_are_no_companions(speculate):
+    pair = Pair(speculate=0)
+    pair.target.submit(free_text(speculate=speculate))
+    pair.settle()
+    assert pair.draft.engine.stats.steps == 0
