@@ -69,8 +69,8 @@ def check_drafts(config: Config) -> None:
             sizes = [one.hyper.vocab_size for one in known]
             raise ConfigError(
                 f"models.{number}.draft_model = {draft.name!r}: its vocabulary ({sizes[1]:,} ids) is not that of "
-                f"{model.name} ({sizes[0]:,} ids): drafts are token ids, which must mean the same; name a smaller model "
-                f"of the same family, or drop the key",
+                f"{model.name} ({sizes[0]:,} ids): drafts are token ids, which must mean the same; name a smaller "
+                f"model of the same family, or drop the key",
                 param=f"models.{number}.draft_model",
             )
 

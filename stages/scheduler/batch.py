@@ -100,7 +100,7 @@ def compose(held: list[Sequence], budget: Budget, cost: CostModel, guesses: Gues
     spare = budget.max_samples - tokens
     is_waiting = False
     for sequence in streams:
-        drafts: tuple[int, ...] | None = ()
+        drafts: tuple[int, ...] = ()
         if guesses is not None and sequence.speculate:
             if sequence.ahead:
                 if guesses.awaits(sequence):
@@ -114,12 +114,13 @@ def compose(held: list[Sequence], budget: Budget, cost: CostModel, guesses: Gues
                 spare, sequence.speculate, sequence.end - sequence.length - 1,
                 sequence.leased - sequence.planned - 1, budget.max_tokens - tokens,
             )
-            drafts = guesses.draft(sequence, room) if room > 0 else ()
-            if drafts is None:
+            found = guesses.draft(sequence, room) if room > 0 else ()
+            if found is None:
                 is_waiting = True
                 tokens -= 1
                 positions -= sequence.planned + 1
                 continue
+            drafts = found
             spare -= len(drafts)
             tokens += len(drafts)
             positions += len(drafts) * (sequence.planned + 1)

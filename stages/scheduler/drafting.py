@@ -13,7 +13,7 @@ booked on an account in units of plain steps:
     a plain step                       + EARN
 
 The draft model is asked while there is credit, and not again before some has come together.  So whatever the text
-and the draft model are like, plain decoding loses `EARN` of its pace in the long run, and `START` once.  Each
+and the draft model are like, plain decoding loses `EARN` of its pace in the long run, and a first trial once.  Each
 sequence has a `Pace` of its own besides.
 
 It is asked only when it is asked for every running sequence, and they are few: with a larger batch, prompts
@@ -22,6 +22,7 @@ under way or requests waiting, the time is better spent on those.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from stages.scheduler.companion import Companion, Companions
@@ -39,7 +40,8 @@ SLACK_S = 0.005  # on top of what proposals should take
 
 # The account, in plain steps
 EARN = 0.02
-START = 32.0  # what a first trial may cost
+START = 32.0  # what a first trial may cost,
+START_S = 0.1  # or this long, if that is more: a worker that has never computed is slow at first
 AGAIN = 8.0  # after the end of all credit
 MOST = 512.0  # that can be saved for bad times
 WORST = 32.0  # of one step's loss: somebody else had the cores, or the draft's worker died
@@ -73,7 +75,7 @@ class Drafts:
     def __init__(self, engine: Engine) -> None:
         self.link: Link | None = None
         self.is_allowed = True  # nobody else wants the cores that the draft model computes on
-        self.credit = START
+        self.credit = math.nan  # of a link that has not been used
         self._engine = engine
         self._is_off = False  # all credit is used up
         self._is_open = False  # the draft model may be asked in this round
@@ -87,7 +89,7 @@ class Drafts:
         if link == self.link:
             return
         self.forget()
-        self.link, self.credit, self._is_off = link, START, False
+        self.link, self.credit, self._is_off = link, math.nan, False
 
     def forget(self) -> None:
         """No companion is asked any more, unless it is invited anew."""
@@ -180,6 +182,8 @@ class Drafts:
             return False
         if not link.companions.is_open:
             return False
+        if math.isnan(self.credit):
+            self.credit = max(START, 1e6 * START_S / self._plain_us(1, 0))
         for sequence in held:
             if sequence.is_over:
                 continue
@@ -227,7 +231,7 @@ class Drafts:
     def stepped(self, entries: list[Entry], gained: int, now: float) -> None:
         """A step is acknowledged, and `gained` tokens came of it."""
         since, self._since = self._since, now
-        if self.link is None:
+        if self.link is None or math.isnan(self.credit):
             return
         n = len(entries)
         is_model = any(e.drafts and self._guess(e.sequence).is_model for e in entries)
@@ -237,7 +241,7 @@ class Drafts:
             self.credit += gained / n - min(WORST, (now - since) / plain_s)
         elif all(e.sequence.speculate for e in entries):
             self.credit += EARN
-        self.credit = min(MOST, self.credit)
+        self.credit = min(self.credit, MOST)
         if self.credit <= 0.0 and not self._is_off:
             self._is_off = True
             self.forget()

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.messages import Denied, Granted, KvReady, KvState, Logprob, ModelState
+from shm.steps import SLOTS
 from stages.scheduler import retry
 from stages.scheduler.admission import Limits, Refusal, misfit
 from stages.scheduler.batch import Batch, Budget, Entry, compose
@@ -42,6 +43,7 @@ PREFETCH = 2  # sequences that get pages before a place in the batch is free
 SPARE_SAMPLES = 64  # places for draft tokens in a step, beyond one sample for each entry
 LEAD_S = 0.003  # the next step is published at least this long before the one under way should end
 MAX_LEAD_S = 0.1  # where steps end before that, because we wake late or they vary
+FAR = SLOTS - 1  # unacknowledged steps of companions alone
 SHORT_S = 0.010  # steps that take less are followed up at once
 COMMIT_EVERY = 32  # output positions between two words to kv: what a successor of this process computes again
 
@@ -135,8 +137,10 @@ class Engine:
 
     def plan(self, now: float) -> bool:
         """Compose and publish the next step, if there is room in the ring and work for it."""
-        if not self.is_attached or len(self.unacknowledged) >= min(self.depth, self.allowed):
+        if not self.is_attached:
             return False
+        if len(self.unacknowledged) >= min(self.depth, self.allowed):
+            return self._plan_far(now)
         if self.unacknowledged:
             if self.unacknowledged[-1].is_verifying or self._suspects:
                 return False
@@ -159,6 +163,21 @@ class Engine:
             self.lead_s = min(MAX_LEAD_S, 2 * self.lead_s)
         self._publish(batch, now)
         return True
+
+    def _plan_far(self, now: float) -> bool:
+        """Beyond the usual depth: proposals follow each other without a word from here.
+
+        A request that arrives waits for them, so they are few and short.
+        """
+        steps = self.unacknowledged
+        if not self.companions.held or self.allowed < self.depth or self.depth < 2 or self.roster.live:
+            return False
+        if len(steps) >= FAR or sum(step.expected_s for step in steps) > SHORT_S or self._suspects:
+            return False
+        batch = self.companions.compose()
+        if batch.entries:
+            self._publish(batch, now)
+        return bool(batch.entries)
 
     def _publish(self, batch: Batch, now: float) -> None:
         ring = self.ring

@@ -166,8 +166,9 @@ class SchedulerStage:
         while True:
             now = self._clock()
             self._take_turns(now)
-            if any([host.engine.companions.take_asked() for host in hosts]):
-                self._take_turns(now)  # whoever asked may have had its turn after the one it asked
+            asked = [host for host in hosts if host.engine.companions.take_asked()]
+            if asked:  # whoever asked may have had its turn after the one it asked
+                self._take_turns(now)
             for host in hosts:
                 self._speak(host)
             asleep = [host.sleep() for host in hosts]

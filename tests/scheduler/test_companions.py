@@ -157,6 +157,7 @@ def test_a_draft_model_that_is_always_right_and_too_slow_costs_next_to_nothing_i
     pair = Pair(speculate=2)
     pair.draft.engine.cost = pair.target.engine.cost
     pair.target.engine.cost.learn = pair.draft.engine.cost.learn = lambda *_: None
+    pair.target.engine.drafts.credit = START
     plain_s = 101e-6
     tokens, began = 0, pair.target.now
     for i in range(16):

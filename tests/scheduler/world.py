@@ -11,8 +11,9 @@ from collections import deque
 
 from pipeline.messages import Cancel, Denied, Frame, Granted, KvReady, Submit
 from shm.steps import StepsGeometry, blank_steps
+from stages.scheduler.companion import Companion
 from stages.scheduler.cost import CostModel
-from stages.scheduler.engine import Engine, Settings
+from stages.scheduler.engine import FAR, Engine, Settings
 from stages.scheduler.retry import DEATH
 from stages.scheduler.ring import Ring
 from stages.scheduler.sequence import State
@@ -157,7 +158,11 @@ class World:
     def check_bounds(self) -> None:
         engine = self.engine
         roster = engine.roster
-        assert len(engine.unacknowledged) <= engine.depth
+        mine = [step for step in engine.unacknowledged if not isinstance(step.entries[0].sequence, Companion)]
+        assert len(mine) <= engine.depth
+        assert len(engine.unacknowledged) <= (FAR if engine.settings.companions else engine.depth)
+        for step in engine.unacknowledged:
+            assert len({isinstance(entry.sequence, Companion) for entry in step.entries}) == 1, "each by themselves"
         companions = engine.companions.held
         rows = [s.row for s in [*roster.held, *companions]]
         assert len(companions) <= self.settings.companions
