@@ -114,7 +114,7 @@ def _draft(config: Config, model: ModelConfig) -> str:
     if draft.name == model.name:
         return "a model cannot draft for itself; name a smaller one, or drop the key"
     if draft.draft_model:
-        return f"{draft.name} has a draft_model itself ({draft.draft_model}): drafts have no drafts; drop one of the keys"
+        return f"{draft.name} has a draft_model itself ({draft.draft_model}): drafts have none; drop one of the keys"
     return ""
 
 
