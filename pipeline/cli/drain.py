@@ -15,6 +15,7 @@ from pipeline.cli.stage import STAGES
 from pipeline.config import load
 from pipeline.config_schema import Config
 from pipeline.errors import Conflict, ModelNotFound
+from pipeline.process import EXIT_FATAL, EXIT_OK
 
 ALL = "all"
 TIMEOUT_S = 30.0
@@ -43,13 +44,10 @@ def drain(target: str, timeout: float, as_json: bool) -> int:
     if not as_json:
         click.echo(f"draining {name} ...")
     ended, state = drained(run_dir, name, timeout)
-    if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(state)).decode())
-    elif ended:
-        click.echo(f"drained {name}; {ended} not finished within {timeout:g} s, ended with an error")
-    else:
-        click.echo(f"drained {name}; `starling resume` takes requests again")
-    return 1 if ended else 0
+    words = "`starling resume` takes requests again"
+    if ended:
+        words = f"{ended} not finished within {timeout:g} s, ended with an error"
+    return _tell(state, as_json, f"drained {name}; {words}", is_done=not ended)
 
 
 @click.command(epilog="Exit codes: 0 requests are taken; 1 something else is drained still, or no gateway answers.")
@@ -61,13 +59,13 @@ def resume(target: str, as_json: bool) -> int:
     name = admission(config, target)
     state = control.call(paths.run_dir(config), "gateway", {"op": "resume", "target": name})
     left = ", ".join(state["draining"])
-    if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(state)).decode())
-    elif left:
-        click.echo(f"still drained: {left}")
-    else:
-        click.echo(f"resumed {name}")
-    return 1 if left else 0
+    return _tell(state, as_json, f"still drained: {left}" if left else f"resumed {name}", is_done=not left)
+
+
+def _tell(state: dict[str, Any], as_json: bool, words: str, is_done: bool) -> int:
+    """The gateway's state, or what is to be said of it; the exit code."""
+    click.echo(msgspec.json.format(msgspec.json.encode(state)).decode() if as_json else words)
+    return EXIT_OK if is_done else EXIT_FATAL
 
 
 def admission(config: Config, target: str) -> str:

@@ -26,6 +26,7 @@ import msgspec
 import xxhash
 
 from pipeline import faultpoints
+from pipeline.durable import DurableFile, append_all, write_all
 from pipeline.messages import Sampling
 from stages.gateway.ask import Ask
 
@@ -100,11 +101,12 @@ class _Place(msgspec.Struct):
         return len(self.opened) + len(self.ended)
 
 
-class Journal:
+class Journal(DurableFile):
     """One directory; its one writer is the gateway. `wall()` is s since 1970."""
 
     def __init__(self, directory: Path, max_bytes: int, wall: Callable[[], float]) -> None:
         """Read what is there and rewrite it. Raises `OSError` when there can be no journal."""
+        super().__init__()
         self.directory = directory
         self.max_bytes = max_bytes
         self.left_out = 0  # requests that are not in it, or whose end is not
@@ -114,8 +116,6 @@ class Journal:
         self._places: dict[str, _Place] = {}
         self._size = 0
         self._live = 0  # bytes of what a rewriting would keep
-        self._fd = -1
-        self._is_dirty = False
         self._has_complained = False
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         sound = self._read()
@@ -161,18 +161,6 @@ class Journal:
             self._forget(ended.id)
         self._append(record)
 
-    def unsynced(self) -> int | None:
-        """A descriptor of its own (to be closed) if the disk does not have everything yet; else None."""
-        if not self._is_dirty or self._fd < 0:
-            return None
-        self._is_dirty = False
-        return os.dup(self._fd)
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
     def _append(self, record: bytes) -> bool:
         try:
             if self._size + len(record) > self.max_bytes:
@@ -183,13 +171,9 @@ class Journal:
                 self._rewrite()
             if self._fd < 0:
                 return self._leave_out("it is closed")
-            try:
-                if self._fault.strike is not None:
-                    self._fault.strike(0)
-                _write(self._fd, record, self._size)
-            except OSError:
-                os.ftruncate(self._fd, self._size)
-                raise
+            if self._fault.strike is not None:
+                self._fault.strike(0)
+            append_all(self._fd, record, self._size)
         except OSError as error:
             return self._leave_out(error.strerror or str(error))
         self._size += len(record)
@@ -223,7 +207,7 @@ class Journal:
         data = MAGIC + b"".join(place.opened + place.ended for place in self._places.values())
         fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            _write(fd, data, 0)
+            write_all(fd, data, 0)
             os.fdatasync(fd)
             os.rename(fresh, self.path)
         except OSError:
@@ -297,9 +281,3 @@ def parse(raw: bytes) -> Iterator[tuple[bytes, Opened | Ended, int]]:
 
 def _check(length: int, kind: int, payload: bytes) -> int:
     return xxhash.xxh3_64_intdigest(_SIGNED.pack(length, kind) + payload)
-
-
-def _write(fd: int, data: bytes, at: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done:], at + done)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import xxhash
 
 from pipeline import faultpoints
+from pipeline.durable import DurableFile, write_all
 
 log = logging.getLogger("starling.gateway.quotas")
 
@@ -42,7 +43,7 @@ class Level(NamedTuple):
     at: float  # s since 1970
 
 
-class QuotaFile:
+class QuotaFile(DurableFile):
     """One file; its one writer is the gateway, which holds its stage's lock."""
 
     def __init__(self, path: Path) -> None:
@@ -51,10 +52,10 @@ class QuotaFile:
         self.levels: OrderedDict[bytes, Level] = OrderedDict()  # longest unused first
         self._slots: dict[bytes, int] = {}
         self._free: list[int] = []
-        self._is_dirty = self._has_complained = False
+        self._has_complained = False
         self._fault = faultpoints.point("disk", "quotas")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        super().__init__(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         try:
             self._read()
         except OSError:
@@ -67,7 +68,7 @@ class QuotaFile:
             if raw:
                 log.warning("%s is no table of quotas and is begun anew", self.path)
             os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, MAGIC.ljust(RECORD_BYTES, b"\0"), 0)
+            write_all(self._fd, MAGIC.ljust(RECORD_BYTES, b"\0"), 0)
             raw = b""
         found: list[tuple[bytes, Level, int]] = []
         for slot in range(SLOTS):
@@ -95,7 +96,8 @@ class QuotaFile:
         try:
             if self._fault.strike is not None:
                 self._fault.strike(0)
-            os.pwrite(self._fd, record + _CHECK.pack(xxhash.xxh3_64_intdigest(record)), (slot + 1) * RECORD_BYTES)
+            checked = record + _CHECK.pack(xxhash.xxh3_64_intdigest(record))
+            write_all(self._fd, checked, (slot + 1) * RECORD_BYTES)
         except OSError as error:
             if not self._has_complained:
                 self._has_complained = True
@@ -104,17 +106,6 @@ class QuotaFile:
         self._is_dirty = True
         self._has_complained = False
 
-    def unsynced(self) -> int | None:
-        """A descriptor of its own (to be closed) if the disk does not have everything yet; else None."""
-        if not self._is_dirty or self._fd < 0:
-            return None
-        self._is_dirty = False
-        return os.dup(self._fd)
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
 
 
 def key_of(kind: str, tenant: str) -> bytes:

@@ -23,6 +23,7 @@ import msgspec
 import xxhash
 
 from pipeline import faultpoints
+from pipeline.durable import write_all
 from stages.kv.session import Session
 
 log = logging.getLogger("starling.kv")
@@ -147,9 +148,7 @@ def parse(raw: bytes) -> tuple[Session | None, int]:
 def _append(fd: int, size: int, kind: int, payload: bytes) -> None:
     record = _RECORD.pack(len(payload), kind, xxhash.xxh3_64_intdigest(payload)) + payload
     try:
-        done = 0
-        while done < len(record):
-            done += os.pwrite(fd, record[done:], size + done)
+        write_all(fd, record, size)
         os.fdatasync(fd)
     except OSError:
         os.ftruncate(fd, size)

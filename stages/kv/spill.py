@@ -40,6 +40,7 @@ import numpy as np
 import xxhash
 
 from pipeline import faultpoints
+from pipeline.durable import write_all
 from shm.pages import HEADER, PAGE_FULL, PAGE_RECORD
 from stages.kv.headers import PageName, checksum, unpack_name
 from stages.kv.prefix import PageDigest
@@ -355,11 +356,7 @@ class PageStore:
     # -------------------------------------------------------------- bytes
 
     def _write(self, offset: int, data: bytes | memoryview) -> None:
-        rest = memoryview(data)
-        while rest:
-            done = os.pwrite(self._fd, rest, offset)
-            offset += done
-            rest = rest[done:]
+        write_all(self._fd, data, offset)
 
     def _read(self, slot: int, digest: PageDigest, out: np.ndarray) -> PageName | None:
         if self._read_fault.strike is not None:

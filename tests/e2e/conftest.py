@@ -12,9 +12,9 @@ from pipeline.config_schema import DEMO_MODEL
 from tests.e2e.server import Server
 
 
-def share_caches(home: Path) -> None:
-    """Models and compiled kernels are those of the tests' own home: made once."""
-    for folder in (paths.cache_dir(), paths.models_dir()):
+def share_caches(home: Path, models: bool = False) -> None:
+    """Compiled kernels, with `models` checkpoints too, are those of the tests' own home: made once."""
+    for folder in (paths.cache_dir(), paths.models_dir())[: 1 + models]:
         folder.mkdir(parents=True, exist_ok=True)
         (home / folder.name).symlink_to(folder)
 
@@ -23,7 +23,7 @@ def share_caches(home: Path) -> None:
 def demo_server(tmp_path_factory: pytest.TempPathFactory, demo_gguf: Path) -> Iterator[Server]:
     """Every stage under honcho, a KV arena small enough that caches are evicted."""
     home = tmp_path_factory.mktemp("demo")
-    share_caches(home)
+    share_caches(home, models=True)
     config = {"models": [{"name": DEMO_MODEL, "kv_cache_mb": 128, "spill_path": str(home / "spill"), "spill_mb": 64}]}
     with Server(home, config) as server:
         yield server

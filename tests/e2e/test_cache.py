@@ -65,7 +65,7 @@ def test_books_and_headers_agree_under_load(demo_server: Server) -> None:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Mapping[str, Any]:
-    share_caches(tmp_path)
+    share_caches(tmp_path, models=True)
     model = {"name": DEMO_MODEL, "kv_cache_mb": 64, "spill_path": str(tmp_path / "spill"), "spill_mb": 256}
     return {"models": [model]}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import paths
+from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server
 from tools.tiny_gguf import SHAPES, write_model
 
@@ -32,8 +32,7 @@ def ask(server: Server, n: int, count: int = 200) -> Any:
 
 
 def test_the_documented_plan_fires(tmp_path: Path) -> None:
-    paths.cache_dir().mkdir(parents=True, exist_ok=True)
-    (tmp_path / "cache").symlink_to(paths.cache_dir())
+    share_caches(tmp_path)
     path = write_model(tmp_path / "tiny.gguf", SHAPE)
     model = {
         "name": "tiny", "path": str(path), "kv_cache_mb": 1, "ranks": 2,

@@ -78,7 +78,7 @@ def wait_answering(server: Server) -> None:
 
 
 def test_a_stream_outlives_the_gateway(tmp_path: Path, demo_gguf: Path) -> None:
-    share_caches(tmp_path)
+    share_caches(tmp_path, models=True)
     config = {"models": [{"name": DEMO_MODEL, "kv_cache_mb": 64}], "auth": {"api_keys": KEYS}}
     with Server(tmp_path, config) as server:
         undisturbed = comparable([data for _, data in events(server, "/v1/generate", REQUEST, MINE)])

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from pipeline import paths
 from pipeline.config_schema import DEMO_MODEL
+from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server, wait_gone
 from tools.tiny_gguf import SHAPES, write_model
 
@@ -152,8 +152,7 @@ PAIRS = list(itertools.combinations(STAGES, 2))
 def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A small model, in an arena of 128 pages: sixteen streams do not fit."""
     home = tmp_path_factory.mktemp("kinds")
-    paths.cache_dir().mkdir(parents=True, exist_ok=True)
-    (home / "cache").symlink_to(paths.cache_dir())
+    share_caches(home)
     path = write_model(home / "tiny.gguf", SHAPES["small"])
     with Server(home, {"models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 1, "ranks": 2}]}) as server:
         yield server

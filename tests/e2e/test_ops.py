@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import paths
+from tests.e2e.conftest import share_caches
 from tests.e2e.server import ROOT, Server, wait_gone
 from tests.e2e.test_up import Up
 from tools.tiny_gguf import SHAPES, write_model
@@ -27,8 +27,7 @@ ENDLESS: dict[str, Any] = {**REQUEST, "max_tokens": 2000, "n": 8, "seed": 1}
 
 def make_config(home: Path) -> dict[str, Any]:
     """Two names of one tiny model would need two workers; one is enough for what is asked here."""
-    paths.cache_dir().mkdir(parents=True, exist_ok=True)
-    (home / "cache").symlink_to(paths.cache_dir())
+    share_caches(home)
     path = write_model(home / "tiny.gguf", SHAPES["small"])
     return {"models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 16}]}
 

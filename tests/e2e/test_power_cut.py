@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import paths
+from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server, wait_gone
 from tests.e2e.test_gateway_death import comparable, events
 from tools.tiny_gguf import SHAPES, write_model
@@ -24,8 +24,7 @@ LONG: dict[str, Any] = {"prompt": PROMPT, **SAMPLED, "max_tokens": 1500, "n": 4,
 
 
 def test_all_of_it_comes_back(tmp_path: Path) -> None:
-    paths.cache_dir().mkdir(parents=True, exist_ok=True)
-    (tmp_path / "cache").symlink_to(paths.cache_dir())
+    share_caches(tmp_path)
     path = write_model(tmp_path / "tiny.gguf", SHAPES["small"])
     config = {
         "models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 16, "ranks": 2}],

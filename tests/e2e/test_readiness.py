@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -13,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from pipeline import paths
 from tests.e2e.bare import BareServer
+from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server, wait_gone
 from tools.tiny_gguf import SHAPES, write_model
 
@@ -30,8 +31,7 @@ STAGES = ("tokenizer", "scheduler", "kv", "worker-tiny", "worker-tiny/1")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareServer]:
     home = tmp_path_factory.mktemp("bare")
-    paths.cache_dir().mkdir(parents=True, exist_ok=True)
-    (home / "cache").symlink_to(paths.cache_dir())
+    share_caches(home)
     path = write_model(home / "tiny.gguf", SHAPES["small"]._replace(context_length=4096))
     config = {"models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 16, "ranks": 2}]}
     with BareServer(home, config) as server:
@@ -107,18 +107,24 @@ class Stream(threading.Thread):
         return answer(self.events)
 
 
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """It stands still meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_that_stands_still_is_known_within_a_second(
     server: BareServer, undisturbed: list[Any], probe: Probe, name: str
 ) -> None:
     probe.wait(True)
     stream = Stream(server)
-    pid = server.pid_of(name)
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with stopped(server.pid_of(name)):
         waited, reason = probe.wait(False)
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert waited < WITHIN_S, reason
     # Whoever is found first: the stage itself, or the scheduler, which has work and waits for it.
     assert ("worker" if "worker" in name else name) in reason or "scheduler: has work" in reason
@@ -134,11 +140,8 @@ def test_one_that_was_given_up_and_comes_back_does_no_harm(
     probe.wait(True)
     stream = Stream(server)
     pid = server.pid_of(name)
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with stopped(pid):
         server.wait_for(rf"peer down.*peer={name}\b.*heartbeats have stopped")
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert stream.finish() == undisturbed
     assert server.pid_of(name) == pid
     probe.wait(True)

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from pipeline import paths
 from pipeline.cli.reload import change, gone
 from pipeline.errors import StarlingError
 from pipeline.status import read_all
+from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server, wait_gone
 from tests.e2e.test_gateway_death import events, wait_answering
 from tests.e2e.test_ops import Traffic, starling, tokens_of
@@ -49,8 +49,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @pytest.fixture
 def server(tmp_path: Path, files: Files) -> Iterator[Server]:
-    paths.cache_dir().mkdir(parents=True, exist_ok=True)
-    (tmp_path / "cache").symlink_to(paths.cache_dir())
+    share_caches(tmp_path)
     config = {
         "models": [{"name": "tiny", "path": str(files.a), "kv_cache_mb": 16}],
         "auth": {"api_keys": [{"key": "sk-user", "tenant": "u"}, {"key": "sk-admin", "tenant": "u", "admin": True}]},

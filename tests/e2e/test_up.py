@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import paths
+from tests.e2e.conftest import share_caches
 from tests.e2e.server import ROOT, Server, wait_gone
 from tools.tiny_gguf import SHAPES, write_model
 
@@ -37,8 +37,7 @@ class Up(Server):
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, object]:
     """One tiny model; kernels are those that all tests compile once."""
-    paths.cache_dir().mkdir(parents=True, exist_ok=True)
-    (tmp_path / "cache").symlink_to(paths.cache_dir())
+    share_caches(tmp_path)
     path = write_model(tmp_path / "tiny.gguf", SHAPES["small"])
     return {"models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 16}]}
 

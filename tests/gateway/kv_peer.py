@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import queue
-import select
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pipeline import messages as m
-from pipeline import paths
 from pipeline.config_schema import Config
-from pipeline.edges import EDGES
 from pipeline.wire import Hub
 from stages.kv.session_files import SessionFiles
 from stages.kv.session_frames import answer
 from stages.kv.sessions import Sessions
+from tests.gateway.threaded import Threaded
 
 MAX_SESSIONS = 3
 
@@ -27,38 +22,17 @@ def open_sessions(directory: Path, clock: Callable[[], float] = time.time) -> Se
     return Sessions(SessionFiles(directory), lambda salt: b"\0" * 16, 1 << 20, MAX_SESSIONS, 4096, clock)
 
 
-class KvPeer(threading.Thread):
-    """`do` runs a function in the thread, between two rounds."""
-
+class KvPeer(Threaded):
     def __init__(self, config: Config, directory: Path) -> None:
-        super().__init__(daemon=True)
-        self.config = config
+        super().__init__(config, 0.02)
         self.directory = directory
         self.late_s = 0.0  # added to the clock of the sessions
         self.held_back: type[m.Frame] | None = None  # frames of that kind are lost
         self.lost: queue.SimpleQueue[m.Frame] = queue.SimpleQueue()
         self.sessions: Sessions | None = None
         self._hub: Hub | None = None
-        self._todo: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
-        self._epoch = time.time_ns()
-        self._is_over = False
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self.start()
-        self.do(self.begin)
-
-    def do(self, function: Callable[[], Any]) -> Any:
-        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._todo.put((function, done))
-        os.eventfd_write(self._wake, 1)
-        return done.get(timeout=10)
-
-    def stop(self) -> None:
-        def over() -> None:
-            self._is_over = True
-
-        self.do(over)
-        self.join()
-        os.close(self._wake)
+        self.do(lambda: None)  # it has begun
 
     def held(self, session_id: str, tenant: str = "default") -> list[int]:
         """Tokens of a session."""
@@ -77,13 +51,9 @@ class KvPeer(threading.Thread):
     # In the thread (through `do`).
 
     def begin(self) -> None:
-        self._epoch += 1
         self.held_back = None
         self.sessions = open_sessions(self.directory, lambda: time.time() + self.late_s)
-        self._hub = Hub(
-            EDGES["gateway-kv"], paths.edge_address(self.config, "gateway-kv"), "kv",
-            heartbeat_ms=self.config.server.heartbeat_ms, epoch=self._epoch,
-        )  # fmt: skip
+        self._hub = self.bind("gateway-kv", "kv")
         self._hub.on_down = lambda peer, hello: self.sessions.drop_holder(peer) if self.sessions else None
 
     def die(self) -> None:
@@ -91,21 +61,12 @@ class KvPeer(threading.Thread):
         self._hub.close(0)
         self._hub = self.sessions = None
 
-    def run(self) -> None:
-        while not self._is_over:
-            fds = [self._wake] if self._hub is None else [self._wake, self._hub.fd]
-            select.select(fds, [], [], 0.02)
-            try:
-                os.eventfd_read(self._wake)
-            except BlockingIOError:
-                pass
-            while not self._todo.empty():
-                function, done = self._todo.get()
-                done.put(function())
-            if self._hub is not None:
-                self._round(self._hub)
-        if self._hub is not None:
-            self._hub.close(0)
+    def hubs(self) -> list[Hub]:
+        return [] if self._hub is None else [self._hub]
+
+    def turn(self) -> None:
+        for hub in self.hubs():
+            self._round(hub)
 
     def _round(self, hub: Hub) -> None:
         for peer, frame in hub.receive():

@@ -6,36 +6,33 @@ import http.client
 import json
 import os
 import queue
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from pipeline import messages as m
-from pipeline import paths
 from pipeline.config import load
 from pipeline.config_schema import Config
-from pipeline.edges import EDGES
 from pipeline.wire import Hub
 from tests.gateway.peers import MODEL, Generator, make_tokenizer
+from tests.gateway.threaded import Threaded
 
 STEP_S = 0.002
 
 
-class Peers(threading.Thread):
+class Peers(Threaded):
     """Tokenizer and scheduler in a thread. `do` runs a function in it, between two rounds."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(daemon=True)
-        self.config = config
+        super().__init__(config, STEP_S)
         self.generator = Generator()
         self.tokenizer = make_tokenizer()
         self.tokens_per_step = 1
@@ -43,37 +40,19 @@ class Peers(threading.Thread):
         self.model_ready = True
         self.tokenizer_hub: Hub | None = None
         self.scheduler_hub: Hub | None = None
-        self._todo: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
-        self._epoch = time.time_ns()
         self._next_tick = 0.0
-        self._is_over = False
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-
-    def do(self, function: Callable[[], Any]) -> Any:
-        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._todo.put((function, done))
-        os.eventfd_write(self._wake, 1)
-        return done.get(timeout=10)
-
-    def stop(self) -> None:
-        def over() -> None:
-            self._is_over = True
-
-        self.do(over)
-        self.join()
-        os.close(self._wake)
 
     # In the thread (call them through `do`).
 
     def start_tokenizer(self) -> None:
         self.tokenizer = make_tokenizer()
-        self.tokenizer_hub = self._hub("gateway-tokenizer", "tokenizer")
+        self.tokenizer_hub = self.bind("gateway-tokenizer", "tokenizer")
 
     def start_scheduler(self) -> None:
         refuse = self.generator.refuse
         self.generator = Generator()
         self.generator.refuse = refuse
-        self.scheduler_hub = self._hub("gateway-scheduler", "scheduler")
+        self.scheduler_hub = self.bind("gateway-scheduler", "scheduler")
 
     def kill_tokenizer(self) -> None:
         assert self.tokenizer_hub is not None
@@ -85,32 +64,14 @@ class Peers(threading.Thread):
         self.scheduler_hub.close(0)
         self.scheduler_hub = None
 
-    def _hub(self, edge: str, stage: str) -> Hub:
-        self._epoch += 1
-        return Hub(
-            EDGES[edge], paths.edge_address(self.config, edge), stage,
-            heartbeat_ms=self.config.server.heartbeat_ms, epoch=self._epoch,
-        )  # fmt: skip
-
-    def run(self) -> None:
+    def begin(self) -> None:
         self.start_tokenizer()
         self.start_scheduler()
-        while not self._is_over:
-            hubs = [hub for hub in (self.tokenizer_hub, self.scheduler_hub) if hub is not None]
-            select.select([self._wake, *(hub.fd for hub in hubs)], [], [], STEP_S)
-            try:
-                os.eventfd_read(self._wake)
-            except BlockingIOError:
-                pass
-            while not self._todo.empty():
-                function, done = self._todo.get()
-                done.put(function())
-            self._round()
-        for hub in (self.tokenizer_hub, self.scheduler_hub):
-            if hub is not None:
-                hub.close(0)
 
-    def _round(self) -> None:
+    def hubs(self) -> list[Hub]:
+        return [hub for hub in (self.tokenizer_hub, self.scheduler_hub) if hub is not None]
+
+    def turn(self) -> None:
         now = time.monotonic()
         is_due = now >= self._next_tick
         if is_due:

@@ -19,7 +19,7 @@ from stages.kv import persist, prefix
 from stages.kv.manager import Grant, Manager
 from stages.kv.model import ModelPages, measure
 from stages.kv.pool import Pool
-from stages.kv.spill import BLOCK
+from stages.kv.spill import BLOCK, PageStore
 from stages.kv.view import Report, inspect, show
 from tests.kv.process import MODEL, configure, load_config, write_model
 
@@ -47,6 +47,15 @@ def run(manager: Manager, who: str, words: list[int]) -> None:
     manager.release(who, len(tokens))
 
 
+def save_all(pages: ModelPages) -> tuple[Manager, PageStore]:
+    """Copy what may be copied to the state directory."""
+    assert pages.manager is not None
+    assert pages.saved is not None
+    while pages.save_some():
+        pass
+    return pages.manager, pages.saved
+
+
 def text(report: Report) -> str:
     console = Console(record=True, width=80, file=open(os.devnull, "w"))  # noqa: SIM115
     with console.file:
@@ -55,11 +64,9 @@ def text(report: Report) -> str:
 
 
 def test_shows_what_is_there(pages: ModelPages) -> None:
-    manager, sessions = pages.manager, pages.sessions
-    assert manager is not None
+    manager, _ = save_all(pages)
+    sessions = pages.sessions
     assert sessions is not None
-    while pages.save_some():
-        pass
     sessions.begin(b"g", "tenant", "chat-1", create=True)
     sessions.commit(b"g", "tenant", "chat-1", 1, 0, np.arange(40, dtype=np.int32).tobytes())
     report = inspect(pages.config, check=True)
@@ -88,11 +95,7 @@ def test_works_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_check_finds_every_kind_of_damage(pages: ModelPages) -> None:
-    manager, saved = pages.manager, pages.saved
-    assert manager is not None
-    assert saved is not None
-    while pages.save_some():
-        pass
+    manager, saved = save_all(pages)
     assert inspect(pages.config, check=True).problems == []
     cached = manager.pool.cached_pages()
     manager.pool.arena.pages[cached[0], 100] ^= 1
@@ -139,10 +142,7 @@ def test_pages_of_another_version_are_not_believed(
     pages: ModelPages, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The name of the file says twelve digits of a digest; what is in it says all, and the arithmetic."""
-    while pages.save_some():
-        pass
-    assert pages.saved is not None
-    assert len(pages.saved) == 2
+    assert len(save_all(pages)[1]) == 2
     pages.close_files()
     digest = pages.digest
     if what == "digest":
@@ -151,6 +151,7 @@ def test_pages_of_another_version_are_not_believed(
     else:
         monkeypatch.setattr(persist, "NUMERICS", persist.NUMERICS + 1)
     pages.open_files()
+    assert pages.saved is not None
     assert len(pages.saved) == 0
     pages.close()
 
@@ -168,11 +169,7 @@ def test_files_of_old_versions_do_not_pile_up(tmp_path: Path) -> None:
 
 
 def test_what_rests_is_saved_and_pushes_nothing_out(pages: ModelPages) -> None:
-    manager, saved = pages.manager, pages.saved
-    assert manager is not None
-    assert saved is not None
-    while pages.save_some():
-        pass
+    manager, saved = save_all(pages)
     assert len(saved) == 2  # "c" runs: only what two have held
     manager.release("c", 17)
     while pages.save_some():
@@ -199,19 +196,16 @@ def test_the_command(pages: ModelPages, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_fragmentation_is_told(pages: ModelPages, tmp_path: Path) -> None:
-    assert pages.manager is not None
-    assert pages.saved is not None
     assert inspect(pages.config).models[0].fragmentation is None  # nobody has said it
-    while pages.save_some():
-        pass
+    manager, saved = save_all(pages)
     metrics = Metrics("kv", paths.arena_dir(pages.config))
     measure([pages], metrics)
     metrics.write()
     (m,) = inspect(pages.config).models
-    assert m.fragmentation == pytest.approx(pages.manager.fragmentation())
+    assert m.fragmentation == pytest.approx(manager.fragmentation())
     assert m.fragmentation > 0  # "c" has 17 tokens in 3 pages
     (disk,) = m.disks
-    assert disk.hole_bytes == pages.saved.hole_bytes == (disk.slots - disk.pages) * m.page_bytes
+    assert disk.hole_bytes == saved.hole_bytes == (disk.slots - disk.pages) * m.page_bytes
     shown = text(inspect(pages.config))
     assert f"{100 * m.fragmentation:.1f} %" in shown
 

@@ -1,0 +1,76 @@
+"""A scripted peer of the gateway: hubs on real sockets, turned in a thread."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pipeline import paths
+from pipeline.config_schema import Config
+from pipeline.edges import EDGES
+from pipeline.wire import Hub
+
+
+class Threaded(threading.Thread):
+    """`begin`, `hubs` and `turn` run in the thread; so does what is given to `do`, between two turns."""
+
+    def __init__(self, config: Config, pause_s: float) -> None:
+        """A turn comes at least every `pause_s`."""
+        super().__init__(daemon=True)
+        self.config = config
+        self._pause_s = pause_s
+        self._todo: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+        self._epoch = time.time_ns()
+        self._is_over = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def begin(self) -> None:
+        raise NotImplementedError
+
+    def hubs(self) -> list[Hub]:
+        raise NotImplementedError
+
+    def turn(self) -> None:
+        raise NotImplementedError
+
+    def do(self, function: Callable[[], Any]) -> Any:
+        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._todo.put((function, done))
+        os.eventfd_write(self._wake, 1)
+        return done.get(timeout=10)
+
+    def stop(self) -> None:
+        def over() -> None:
+            self._is_over = True
+
+        self.do(over)
+        self.join()
+        os.close(self._wake)
+
+    def bind(self, edge: str, stage: str) -> Hub:
+        """A hub of a stage that has just been started."""
+        self._epoch += 1
+        return Hub(
+            EDGES[edge], paths.edge_address(self.config, edge), stage,
+            heartbeat_ms=self.config.server.heartbeat_ms, epoch=self._epoch,
+        )  # fmt: skip
+
+    def run(self) -> None:
+        self.begin()
+        while not self._is_over:
+            select.select([self._wake, *(hub.fd for hub in self.hubs())], [], [], self._pause_s)
+            try:
+                os.eventfd_read(self._wake)
+            except BlockingIOError:
+                pass
+            while not self._todo.empty():
+                function, done = self._todo.get()
+                done.put(function())
+            self.turn()
+        for hub in self.hubs():
+            hub.close(0)

@@ -1,0 +1,60 @@
+"""Bytes that must survive: all of them are written, or the file is as it was."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline.durable import DurableFile, append_all, write_all
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(b"before")
+    return path
+
+
+def at_most(monkeypatch: pytest.MonkeyPatch, nbytes: int, calls: int) -> None:
+    """The kernel takes so little at a time, and after so many times nothing."""
+    write, left = os.pwrite, [calls]
+
+    def pwrite(fd: int, data: bytes, at: int) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left[0] -= 1
+        return write(fd, data[:nbytes], at)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+
+
+def test_what_is_taken_in_pieces_is_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_most(monkeypatch, 3, 4)
+    with open(path, "r+b") as file:
+        write_all(file.fileno(), b"0123456789", 4)
+    assert path.read_bytes() == b"befo0123456789"
+
+
+def test_an_end_that_is_not_taken_is_cut_off(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_most(monkeypatch, 3, 2)
+    with open(path, "r+b") as file, pytest.raises(OSError, match="No space left"):
+        append_all(file.fileno(), b"0123456789", 6)
+    assert path.read_bytes() == b"before"
+
+
+def test_the_disk_is_asked_once_for_what_was_written(path: Path) -> None:
+    file = DurableFile(os.open(path, os.O_RDWR))
+    assert file.unsynced() is None
+    file._is_dirty = True
+    fd = file.unsynced()
+    assert fd is not None
+    os.fdatasync(fd)
+    os.close(fd)
+    assert file.unsynced() is None
+    file._is_dirty = True
+    file.close()
+    file.close()
+    assert file.unsynced() is None
