@@ -65,6 +65,10 @@ def call(
                 line = lines.readline()
         except TimeoutError:
             raise Unreachable(f"the {stage} has not answered within {timeout_s:g} s on {path}") from None
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            raise Unreachable(
+                f"the {stage} does not answer on {path}: {error.strerror}; `starling status` shows what runs here"
+            ) from None
         except OSError as error:
             raise Unreachable(f"the {stage} does not answer on {path}: {error.strerror}") from None
     if not line.endswith(b"\n"):

@@ -80,11 +80,18 @@ class StatusFile:
 
 
 def read_all(run_dir: Path) -> list[StageStatus]:
-    """Every stage's last record, by name; `alive` is False for one whose process is gone."""
+    """Every stage's last record, by name; `alive` is False for one whose process is gone.
+
+    Raises `PermissionError` where the directory is another user's: none found is not none there.
+    """
     records = []
-    for path in sorted(run_dir.glob("*.status")):
+    try:
+        names = sorted(name for name in os.listdir(run_dir) if name.endswith(".status") and name[0] != ".")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    for name in names:
         try:
-            record = msgspec.json.decode(path.read_bytes(), type=StageStatus)
+            record = msgspec.json.decode((run_dir / name).read_bytes(), type=StageStatus)
         except (OSError, msgspec.DecodeError):
             continue
         alive = process_ticks(record.pid) == record.ticks

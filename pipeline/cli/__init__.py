@@ -17,13 +17,15 @@ from pathlib import Path
 
 import click
 
-from pipeline.errors import ConfigError, ResourceError, StarlingError
+from pipeline import paths
+from pipeline.errors import ConfigError, ModelNotFound, ResourceError, StarlingError
 from pipeline.process import EXIT_CONFIG, EXIT_FATAL
 
 # Before any import of numpy, wherever it is: its BLAS would start threads, which no process needs, and a
 # supervisor that has threads cannot fork its stage.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+EXIT_USAGE = 2  # click's own
 EXIT_INTERRUPTED = 130
 
 COMMANDS = {
@@ -83,10 +85,18 @@ def main() -> None:
         code = cli.main(prog_name="starling", standalone_mode=False)
     except StarlingError as error:
         click.echo(f"starling: {error.message}", err=True)
+        if isinstance(error, ModelNotFound):
+            sys.exit(EXIT_USAGE)  # a name that was given
         sys.exit(EXIT_CONFIG if isinstance(error, ConfigError | ResourceError) else EXIT_FATAL)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+    except PermissionError as error:
+        # Of another user's server, whose directories are closed; a command that runs on would say that nothing runs.
+        where = f"{error.filename}: " if error.filename else ""
+        home = f"this is user {os.getuid()}, STARLING_HOME is {paths.home()}"
+        click.echo(f"starling: {where}{error.strerror}; {home}: run as its owner, or name another", err=True)
+        sys.exit(EXIT_CONFIG)
     except (click.Abort, KeyboardInterrupt):
         click.echo("starling: interrupted", err=True)
         sys.exit(EXIT_INTERRUPTED)

@@ -24,7 +24,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600}
 
 def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", value)
-    if match is None:
+    if match is None or not float(match[1]):
         raise click.BadParameter(f"{value!r} is no duration; write 90s, 10m or 1h")
     return float(match[1]) * UNITS[match[2] or "s"]
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import click
 
 from pipeline import kinship, leftovers, paths, rundir, status
+from pipeline.cli.seconds import Seconds
 from pipeline.config import load
 from pipeline.process import EXIT_FATAL
 
@@ -30,7 +31,7 @@ class Process(NamedTuple):
 @click.command(
     epilog="Exit codes: 0 nothing runs any more (or nothing did); 1 something still runs after --timeout."
 )
-@click.option("--timeout", type=click.FloatRange(min=0.1), default=TIMEOUT_S, show_default=True, metavar="S")
+@click.option("--timeout", type=Seconds(0.1), default=TIMEOUT_S, show_default=True, metavar="S")
 def down(timeout: float) -> int:
     """End the running server, as SIGTERM does, and wait until it is over.
 

@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from pipeline import control, lineup, paths
+from pipeline.cli.seconds import Seconds
 from pipeline.cli.stage import STAGES
 from pipeline.config import load
 from pipeline.config_schema import Config
@@ -25,10 +26,10 @@ LAST_WORDS_S = 5.0  # beyond the time, for the ended ones to be told
 
 @click.command(
     epilog="Exit codes: 0 drained, everything had finished; 1 some requests were ended (their clients got an "
-    "error that says so), or no gateway answers."
+    "error that says so), or no gateway answers; 2 there is no such stage or model."
 )
 @click.argument("target", default=ALL, metavar="[STAGE|MODEL|all]")
-@click.option("--timeout", type=click.FloatRange(min=0, max=86_400), default=TIMEOUT_S, show_default=True,
+@click.option("--timeout", type=Seconds(), default=TIMEOUT_S, show_default=True,
               metavar="S", help="For streams to finish; then they are ended.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="The state after it as JSON.")
 def drain(target: str, timeout: float, as_json: bool) -> int:
@@ -50,7 +51,8 @@ def drain(target: str, timeout: float, as_json: bool) -> int:
     return _tell(state, as_json, f"drained {name}; {words}", is_done=not ended)
 
 
-@click.command(epilog="Exit codes: 0 requests are taken; 1 something else is drained still, or no gateway answers.")
+@click.command(epilog="Exit codes: 0 requests are taken; 1 something else is drained still, or no gateway answers; "
+               "2 there is no such stage or model.")  # fmt: skip
 @click.argument("target", default=ALL, metavar="[STAGE|MODEL|all]")
 @click.option("--json", "as_json", is_flag=True, help="The state after it as JSON.")
 def resume(target: str, as_json: bool) -> int:

@@ -13,7 +13,10 @@ from pipeline.config import load
 from pipeline.process import EXIT_FATAL, EXIT_OK
 
 
-@click.group(invoke_without_command=True)
+@click.group(
+    invoke_without_command=True,
+    epilog="Exit codes: 0 done; 1 something is damaged, as far as is seen without `starling kv check`.",
+)
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.pass_context
 def kv(context: click.Context, as_json: bool) -> int:

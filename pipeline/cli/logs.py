@@ -23,14 +23,15 @@ Line = tuple[str, dict[str, Any], bytes]  # its time, its fields, the line itsel
 
 
 @click.command(epilog="Exit codes: 0 done; 1 there is no log of that stage; 130 interrupted.")
-@click.argument("stage", type=click.Choice(STAGES), required=False)
+@click.argument("stage", type=click.Choice(STAGES), required=False, metavar="[STAGE]")
 @click.option("-f", "--follow", is_flag=True, help="Go on until Ctrl-C.")
 @click.option("-n", "--lines", type=click.IntRange(min=0), default=50, show_default=True, help="Last ones.")
 @click.option("--json", "as_json", is_flag=True, help="The lines as they are in the files.")
 def logs(stage: str | None, follow: bool, lines: int, as_json: bool) -> int:
     """Print what the stages (or STAGE), and their supervisors, have logged.
 
-    From STARLING_HOME/logs; rotated files are not looked at.
+    STAGE is tokenizer, scheduler, kv, worker (every model's) or gateway. Read from STARLING_HOME/logs; rotated
+    files are not looked at.
     """
     directory = paths.logs_dir()
     tails = {name: Tail(directory / f"{name}.log") for name in _names(stage)}

@@ -27,7 +27,13 @@ SPEAK_S = 5.0
 BYTES = 1_000_000  # totals above this are bytes, below it counts
 
 
-@click.command()
+CODES = (
+    "Exit codes: 0 done; 1 it failed, trying again may help; 2 no such model is configured; 78 a file or the "
+    "configuration is not what it must be, or there is no room."
+)
+
+
+@click.command(epilog=CODES)
 @click.argument("name", required=False)
 def fetch(name: str | None) -> None:
     """Fetch the models' files (or the one of NAME) and check them."""
@@ -38,7 +44,7 @@ def fetch(name: str | None) -> None:
         click.echo(f"{model.name}: {found.path}")
 
 
-@click.command()
+@click.command(epilog=CODES)
 @click.argument("name", required=False)
 def prepare(name: str | None) -> None:
     """Fetch, ingest and compile the models (or the one of NAME) for a fast start."""

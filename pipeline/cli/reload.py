@@ -18,6 +18,7 @@ import click
 import msgspec
 
 from pipeline import control, paths
+from pipeline.cli.seconds import Seconds
 from pipeline.config import load as load_config
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError, StarlingError
 from pipeline.process import EXIT_CONFIG, EXIT_FATAL
@@ -40,7 +41,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="How it ended, as J
 
 def _timeout(default: float, help: str) -> Callable[[Any], Any]:
     return click.option(
-        "--timeout", type=click.FloatRange(min=0, max=86_400), default=default, show_default=True, metavar="S",
+        "--timeout", type=Seconds(), default=default, show_default=True, metavar="S",
         help=help,
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ import click
 from pipeline import control, lineup, paths, status
 from pipeline.cli.down import supervisor_of
 from pipeline.cli.drain import ALL, drained
+from pipeline.cli.seconds import Seconds
 from pipeline.cli.stage import STAGES
 from pipeline.config import load
 from pipeline.config_schema import Config
@@ -34,9 +35,9 @@ SPARE_S = 10.0  # beyond the time, until a gateway that nobody restarts accepts 
     "requests had to be ended for the gateway."
 )
 @click.argument("target", metavar="STAGE|all")
-@click.option("--timeout", type=click.FloatRange(min=0.1), default=TIMEOUT_S, show_default=True, metavar="S",
+@click.option("--timeout", type=Seconds(0.1), default=TIMEOUT_S, show_default=True, metavar="S",
               help="For each stage to be ready again.")  # fmt: skip
-@click.option("--drain-timeout", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="S",
+@click.option("--drain-timeout", type=Seconds(), default=30.0, show_default=True, metavar="S",
               help="For streams to finish before the gateway restarts.")  # fmt: skip
 @click.option("--with-gateway", is_flag=True, help="With all: the gateway too, at last.")
 def restart(target: str, timeout: float, drain_timeout: float, with_gateway: bool) -> int:

@@ -11,12 +11,14 @@ from pipeline import paths, registry
 from pipeline.config import find_file, load, render
 from pipeline.config_schema import Config
 
+CODES = "Exit codes: 0 done; 78 the configuration is wrong."
+
 
 def _print_json(value: Any) -> None:
     click.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
 
 
-@click.command()
+@click.command(epilog=CODES)
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def config(as_json: bool) -> None:
     """Print the configuration in force; secrets are masked."""
@@ -41,7 +43,7 @@ def directories(config: Config) -> dict[str, str]:
     }
 
 
-@click.command()
+@click.command(epilog=CODES)
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def models(as_json: bool) -> None:
     """List the configured models: file, digest, and whether they are ready to be served."""

@@ -21,7 +21,13 @@ STAGES = ("tokenizer", "scheduler", "kv", "worker", "gateway")
 _STAGE = click.Choice(STAGES)
 
 
-@click.command()
+CODES = (
+    "Exit codes: 0 ended as it was told to; 1 it failed, and a restart may help; 70 who started it is gone; 78 the "
+    "configuration or the machine must be changed first."
+)
+
+
+@click.command(epilog=CODES)
 @click.argument("name", type=_STAGE, metavar="STAGE")
 @click.option("--model", default="", metavar="NAME", help="The worker's model; default: the first.")
 def stage(name: str, model: str) -> int:
@@ -37,7 +43,7 @@ def stage(name: str, model: str) -> int:
     return code
 
 
-@click.command()
+@click.command(epilog=CODES)
 @click.argument("name", type=_STAGE, metavar="STAGE")
 @click.option("--model", default="", metavar="NAME", help="Only that model's workers; default: every model's.")
 def supervise(name: str, model: str) -> int:

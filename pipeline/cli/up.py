@@ -29,7 +29,10 @@ PROCFILE = Path(__file__).resolve().parent.parent.parent / "Procfile"
 PATIENCE_S = 5.0  # before it says what it waits for
 
 
-@click.command()
+@click.command(
+    epilog="Exit codes: 0 ended as it was told to; 1 a stage was given up, or still runs; 78 the configuration or the "
+    "machine must be changed first."
+)
 def up() -> int:
     """Prepare what is missing, start every stage, and run until Ctrl-C."""
     config = load()

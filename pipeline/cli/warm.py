@@ -85,7 +85,7 @@ def address(config: Config) -> tuple[str, int]:
     return ("127.0.0.1" if host in ("0.0.0.0", "::") else host), config.server.port
 
 
-@click.command()
+@click.command(epilog="Exit codes: 0 every prompt was computed; 1 one was refused, or no server answers.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--model", default="", metavar="NAME", help="Default: each line's own, or the first one.")
 @click.option("--key", envvar="STARLING_API_KEY", default="", help="API key, if the server wants one.")

@@ -341,7 +341,8 @@ def show(report: Report) -> RenderableType:
 
 
 def _arena(m: ModelReport) -> Table:
-    table = Table(title=f"KV arena of {m.model}", title_justify="left")
+    title = f"KV arena of {m.model}"
+    table = Table(title=title, title_justify="left", min_width=min(len(title), 80))
     # With books: all three as the kv stage counted them at one moment.
     columns = ("pages", "number", "size") if m.books is None else ("pages", "by headers", "by books", "size")
     for column in columns:

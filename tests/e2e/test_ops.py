@@ -205,7 +205,7 @@ def test_what_does_not_finish_in_time_is_told_so(server: Up) -> None:
 
 
 def test_wrong_targets_are_refused(server: Up) -> None:
-    starling(server, "drain", "nobody", code=1)
+    starling(server, "drain", "nobody", code=2)
     starling(server, "restart", "nobody", code=2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
@@ -116,7 +117,7 @@ def test_a_long_phase_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> 
     [
         (["config"], {"STARLING_SERVER__PROT": "1"}, 78, "server.prot (STARLING_SERVER__PROT): no such key"),
         (["config"], {"STARLING_CONFIG": "/none.yaml"}, 78, "/none.yaml: cannot read the configuration"),
-        (["fetch", "nobody"], {}, 1, "no model 'nobody' is configured"),
+        (["fetch", "nobody"], {}, 2, "no model 'nobody' is configured"),
         (["stage", "nothing"], {}, 2, "'nothing' is not one of 'tokenizer'"),
         (["stage", "worker", "--model", "x"], {}, 78, "--model x: no such model is configured"),
         (["stage", "kv", "--model", "x"], {}, 2, "--model is the worker's"),
@@ -218,3 +219,103 @@ def test_the_banner_is_a_line_to_paste() -> None:
     assert words[:2] == ["-N", "http://127.0.0.1:8080/v1/chat/completions"]
     assert "Authorization: Bearer YOUR-API-KEY" in words
     assert json.loads(words[-1])["model"] == "smollm2-135m-instruct"
+
+
+# ------------------------------------------------------------------ hostile users
+
+
+def test_every_command_says_its_exit_codes(home: Path) -> None:
+    commands = [[name] for name in COMMANDS] + [["kv", "check"], ["kv", "warm"]]
+    for command in commands:
+        shown = CliRunner().invoke(cli, [*command, "--help"], env={"COLUMNS": "80"}).output
+        assert "Exit codes: 0 " in shown, command
+        assert max(map(len, shown.splitlines())) <= 80, command
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-1", "inf", "90000", "soon"])
+@pytest.mark.parametrize(
+    "command", ["drain", "reload m", "load m", "unload m", "restart kv", "restart all --drain-timeout 1", "down"]
+)
+def test_a_time_that_never_comes_is_refused(home: Path, command: str, seconds: str) -> None:
+    done = CliRunner().invoke(cli, [*command.split(), "--timeout", seconds])
+    assert done.exit_code == 2
+    assert "--timeout" in done.output
+
+
+@pytest.mark.parametrize("duration", ["0", "0.0s", "-5s", "1d", "nan", ""])
+def test_a_duration_that_is_none_is_refused(home: Path, duration: str) -> None:
+    done = CliRunner().invoke(cli, ["chaos", "--duration", duration])
+    assert done.exit_code == 2
+    assert "is no duration" in done.output
+
+
+@pytest.mark.parametrize("command", ["drain nobody", "resume nobody", "fetch nobody", "prepare nobody"])
+def test_a_name_that_is_not_there_is_wrong_usage(home: Path, command: str) -> None:
+    done = starling(*command.split())
+    assert done.returncode == 2
+    assert "'nobody'" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["drain", "resume", "reload m", "load m", "unload m"])
+def test_that_no_server_runs_is_said(home: Path, command: str) -> None:
+    done = starling(*command.split())
+    assert done.returncode == 1
+    assert "`starling status` shows what runs here" in done.stderr
+
+
+def as_anybody(*args: str) -> subprocess.CompletedProcess[str]:
+    """As `starling`, by somebody to whom files are closed as their modes say."""
+    libc = ctypes.CDLL(None)
+
+    def drop() -> None:
+        if os.getuid() == 0:
+            for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+                libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+
+    return subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", *args], env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=60, preexec_fn=drop,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("closed", ["", "run"])
+@pytest.mark.parametrize("command", ["status", "status --json", "down", "restart kv", "kv check"])
+def test_a_server_of_another_user_is_not_none(home: Path, closed: str, command: str) -> None:
+    """As seen by someone to whom its directory is closed."""
+    (home / "run").mkdir(parents=True)
+    (home / closed).chmod(0)
+    try:
+        done = as_anybody(*command.split())
+    finally:
+        (home / closed).chmod(0o700)
+    assert done.returncode == 78, done.stderr
+    assert "Permission denied" in done.stderr
+    assert f"STARLING_HOME is {home}" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["kv", "logs", "models", "prepare"])
+def test_a_home_of_another_user_is_said(home: Path, command: str) -> None:
+    (home / "logs").mkdir(parents=True)
+    home.chmod(0)
+    try:
+        done = as_anybody(command)
+    finally:
+        home.chmod(0o700)
+    assert done.returncode == 78, done.stderr
+    assert "Permission denied" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_a_crash_left_in_the_run_directory_is_no_server(home: Path) -> None:
+    run = home / "run"
+    run.mkdir(parents=True, mode=0o700)
+    (run / "kv.status").write_text("{}")
+    (run / "gateway.status").write_bytes(b"\xff")
+    (run / "lineup.json").write_text("[")
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(run / "gateway.control.sock"))
+    for command, code in (("status", 1), ("drain", 1), ("kv check", 0), ("down", 0), ("restart all", 1)):
+        done = starling(*command.split())
+        assert done.returncode == code, (command, done)
+        assert "Traceback" not in done.stderr
