@@ -152,10 +152,6 @@ class Companions:
         is_asked, self._is_asked = self._is_asked, False
         return is_asked
 
-    def step_us(self, length: int) -> float:
-        """What a proposal behind `length` tokens should take."""
-        return self._engine.cost.predict(1, length)
-
     def catch_up_us(self, length: int) -> float:
         """What a companion of that length should cost before it proposes anything."""
         return self._engine.cost.predict(length, length * (length + 1) // 2)

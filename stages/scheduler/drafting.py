@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 FEW = 4  # sequences of a model that have companions, at most
 NEAR = 8  # positions that a companion lacks at most when its target waits for it
 LONG_SILENCE = 32  # tokens without asking: the companion is given up
-SLACK_S = 0.005  # on top of what proposals should take
+SLACK_S = 0.002  # of waiting for proposals, on top of what their tokens would take without them
 
 # The account, in plain steps
 EARN = 0.02
-START = 32.0  # what a first trial may cost,
+START = 64.0  # what a first trial may cost,
 START_S = 0.1  # or this long, if that is more: a worker that has never computed is slow at first
 AGAIN = 8.0  # after the end of all credit
 MOST = 512.0  # that can be saved for bad times
-WORST = 32.0  # of one step's loss: somebody else had the cores, or the draft's worker died
+WORST = 16.0  # loss of one step: beyond that somebody else had the cores, or the draft's worker died
 
 
 class Link(NamedTuple):
@@ -132,9 +132,8 @@ class Drafts:
         if is_new:
             self._book(guess, sequence)
             guess.asked = known
-            # Twice what it should take, or what the target itself would take for as many.
-            each_us = max(link.companions.step_us(known), self._plain_us(1, known))
-            guess.deadline = self._now + 2e-6 * (goal - known) * each_us + SLACK_S
+            # What the target itself would take for as many: beyond that nothing is gained.
+            guess.deadline = self._now + 1e-6 * (goal - known) * self._plain_us(1, known) + SLACK_S
         is_following = link.companions.follow(companion, sequence.tokens, goal, self._now)
         if not (is_following and companion.is_ready) and self._now < guess.deadline:
             self._waits.append(guess)
@@ -238,7 +237,7 @@ class Drafts:
         if is_model or self._has_waited:
             self._has_waited = False
             plain_s = self._plain_us(n, sum(e.start + 1 for e in entries)) * 1e-6
-            self.credit += gained / n - min(WORST, (now - since) / plain_s)
+            self.credit += max(-WORST, gained / n - (now - since) / plain_s)
         elif all(e.sequence.speculate for e in entries):
             self.credit += EARN
         self.credit = min(self.credit, MOST)

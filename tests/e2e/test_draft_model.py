@@ -60,7 +60,7 @@ def drafted(server: Server, model: str) -> dict[str, float]:
 
 
 # Nothing of it repeats itself: prompt lookup has no match.
-FREE: list[dict[str, Any]] = [{"temperature": 0, "frequency_penalty": 1.9}, {"temperature": 0.9, "top_p": 0.95}]
+FREE: list[dict[str, Any]] = [{"temperature": 0, "frequency_penalty": 1.9}, {"temperature": 1.5, "top_k": 50}]
 
 
 def more_accepted(server: Server, model: str, ask: dict[str, Any], plain: Any, tokens: int = 60) -> dict[str, float]:
