@@ -152,9 +152,10 @@ def test_a_draft_model_that_knows_nothing_is_switched_off_and_gives_its_pages_ba
     assert pair.target.engine.stats.model_drafted < 60, "of 380 tokens"
 
 
-def test_a_draft_model_that_is_always_right_and_too_slow_costs_next_to_nothing_in_the_long_run():
+@pytest.mark.parametrize("differs", [0, 1, 3])
+def test_a_draft_model_as_slow_as_its_target_costs_next_to_nothing_in_the_long_run(differs):
     """Each step of either model takes as long as the other's: proposals cost what they save, and more."""
-    pair = Pair(speculate=2)
+    pair = Pair(speculate=2, differs=differs)
     pair.draft.engine.cost = pair.target.engine.cost
     pair.target.engine.cost.learn = pair.draft.engine.cost.learn = lambda *_: None
     pair.target.engine.drafts.credit = START
@@ -169,7 +170,9 @@ def test_a_draft_model_that_is_always_right_and_too_slow_costs_next_to_nothing_i
         tokens += 390
     # Apart from what each sequence costs that has no draft model either: its prompt's step.
     spent = (pair.target.now - began) / plain_s
-    assert pair.target.engine.stats.model_accepted > 20, "it was tried, and right"
+    assert pair.target.engine.stats.model_drafted > 20, "it was tried"
+    if not differs:
+        assert pair.target.engine.stats.model_accepted > pair.target.engine.stats.model_drafted - 16, "and right"
     assert spent < tokens / 0.97 + START
     pair.settle()
 

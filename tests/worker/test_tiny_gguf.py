@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 from gguf import GGUFReader
 
+from stages.worker.twins.exact import ExactModel, ExactSequence
 from tools.tiny_gguf import RECIPES, SHAPES, main, rope_factors, tensor_plan, vocabulary, write_model
 
 
@@ -47,6 +48,18 @@ def test_merges_build_every_token_from_earlier_ones() -> None:
 def test_a_vocabulary_below_its_bytes_is_refused() -> None:
     with pytest.raises(ValueError, match="vocab_size is 259, expected at least 260"):
         vocabulary(259)
+
+
+def test_idle_layers_add_nothing(tmp_path: Path) -> None:
+    shallow = SHAPES["odd"]._replace(n_layers=1)
+    files = [
+        write_model(tmp_path / "deep.gguf", SHAPES["odd"], seed=5, real_layers=1),
+        write_model(tmp_path / "shallow.gguf", shallow, seed=5),
+        write_model(tmp_path / "busy.gguf", SHAPES["odd"], seed=5),
+    ]
+    deep, alone, busy = (ExactSequence(ExactModel(path)).extend([1, 2, 3]) for path in files)
+    assert (deep == alone).all()
+    assert not (busy == alone).all()
 
 
 def test_frequency_factors_of_a_long_context() -> None:
