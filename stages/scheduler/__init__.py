@@ -9,6 +9,9 @@
     door.py       the gateways' side: submissions, cancels, overload
     siblings.py   prompts that begin alike: once is enough
     speculate.py  draft tokens by prompt lookup
+    companion.py  sequences that a draft model computes for another model's
+    drafting.py   which of the two sources is asked, and whether it pays
+    pairing.py    which model drafts for which
     retry.py      whose fault it is when a step kills the worker
     ring.py       the step arena as this side writes and reads it
     engine.py     one model: the above put together; frames and outputs in, steps and frames out
