@@ -289,7 +289,7 @@ def test_a_new_connector_replaces_the_old_before_its_silence(pair: Pair) -> None
     pair.meet()
     old = pair.link
     pair.link = pair.open_link(2)
-    pair.until(lambda: pair.link.peer is not None)
+    pair.until(lambda: pair.link.peer is not None and ("hub up", 2) in pair.events)
     assert [e for e in pair.events if e[0].startswith("hub")] == [("hub down", 1), ("hub up", 2)]
     assert len(pair.hub.peers) == 1
     # The zombie's frames are dropped; and it does not come back while its successor is up.
