@@ -300,6 +300,22 @@ def test_private_pages_stay_private():
     assert {frame.salt for frame in asked} == {"mine"}
 
 
+@pytest.mark.parametrize("differs", [2, 3, 5])
+def test_what_a_companion_leaves_in_the_cache_is_right(differs):
+    """A request of the draft model that begins like the target's text finds pages, and gets the tokens it had alone."""
+    pair, alone = Pair(differs=differs), World(cache=False)
+    alone.worker.differs = differs
+    pair.target.submit(free_text(n=200))
+    pair.settle()
+    assert pair.target.engine.stats.model_drafted > pair.target.engine.stats.model_accepted > 5
+    text = [1, 2, 3, *pair.target.tokens["a"]]
+    for world in (pair.draft, alone):
+        world.submit(submission("own", text, 50))
+        world.settle()
+    assert pair.draft.engine.stats.prompt_cached >= 16, "it has found something"
+    assert pair.draft.tokens == alone.tokens
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32), differs=st.sampled_from([0, 0, 1, 2, 5, 20]), pages=st.integers(26, 70),

@@ -182,6 +182,7 @@ class World:
             assert s not in roster.live.values()
             assert s not in roster.held
             assert s.is_over or s.committed <= s.base <= s.length == len(s.tokens) <= s.end
+            assert not s.is_over or s.computed <= s.base, "kv is told of proposals"
             assert s.computed <= s.planned <= s.leased or not s.pages
             assert s.inflight == sum(e.sequence is s for step in engine.unacknowledged for e in step.entries)
         for s in roster.live.values():
