@@ -36,7 +36,8 @@ from pipeline.supervisor import GRACE_S, preloaded, supervise
 
 log = logging.getLogger("starling.crew")
 
-TICK_S = 0.1
+TICK_S = 0.1  # while somebody comes or goes
+REST_S = 5.0  # else: new records, signals and deaths wake us
 LAST_S = 1.0  # beyond a member's own time for its end
 
 Run = Callable[[Instance], Callable[[], int]]  # what the stage's process of an instance does
@@ -74,9 +75,15 @@ class Crew(Keeper):
         self._members: dict[str, Member] = {}
         self._told = 0
         self._code = process.EXIT_OK
-        self._is_announced = False
+        self._is_announced = "NOTIFY_SOCKET" not in os.environ
         self._watchdog_s = process.watchdog_interval_s()
         self._next_watchdog = float("-inf")
+        self._records = -1  # readable when a record has been placed in the run directory
+        try:
+            self._records = process.hear_of_renames(self._run_dir)
+            self.register(self._records)
+        except OSError as error:  # of these a user may have only so many
+            log.warning("new records are looked for, not heard of", extra={"error": str(error)})
 
     def run(self) -> int:
         """Until told to stop (0 when all ended well), or until a member that is needed gives up."""
@@ -87,9 +94,18 @@ class Crew(Keeper):
             self._reconcile()
             if self.stop_wishes and not any(member.pid for member in self._members.values()):
                 return self._code
-            self.look(TICK_S)
+            if self._records in self.look(self._patience_s()):
+                os.read(self._records, 65536)
             self._reap()
             self._tell_systemd()
+
+    def _patience_s(self) -> float:
+        """How long nothing has to be looked after, if nothing is heard."""
+        members = self._members.values()
+        is_settled = all(member.has_given_up or (member.pid and member.kill_at == float("inf")) for member in members)
+        if self._records < 0 or self.stop_wishes or not is_settled or not self._is_announced:
+            return TICK_S
+        return min(REST_S, self._watchdog_s or REST_S)
 
     # -------------------------------------------------------------- what there should be
 
@@ -230,7 +246,7 @@ class Crew(Keeper):
         if self.stop_wishes and self._told == 0:
             self._told = 1
             process.sd_notify("STOPPING=1")
-        if not self._is_announced and "NOTIFY_SOCKET" in os.environ:
+        if not self._is_announced:
             ready = {record.stage for record in status.read_all(self._run_dir) if record.alive and record.ready}
             serving = [one for one in self._wanted().values() if one.state == "serving"]
             if all(one.stage in ready for one in serving):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+HONCHO = ("honcho", "pipeline.cli.patient")  # what it is called; what `starling up` starts
 _DEEPEST = 16  # ancestors looked at
 
 
@@ -109,7 +110,7 @@ def command(pid: int) -> list[str]:
 
 
 def _is_honcho(command: list[str]) -> bool:
-    return any(os.path.basename(word) == "honcho" for word in command[:3])
+    return any(os.path.basename(word) in HONCHO for word in command[:3])
 
 
 def _is_shell(command: list[str]) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from pipeline import faultpoints, paths, process, rundir
+from pipeline import faultpoints, paths, process, rundir, telemetry
 from pipeline.config_schema import Config
 from pipeline.edges import EDGES
 from pipeline.messages import Heartbeat
@@ -25,7 +25,7 @@ from pipeline.telemetry import Metrics
 from pipeline.wire import Hub, Link, process_epoch
 
 TICK_S = 0.1
-QUIET_TICK_S = 0.25  # once nothing has moved for QUIET_AFTER_S
+QUIET_TICK_S = 0.4  # once nothing has moved for QUIET_AFTER_S; a wake-up costs more than what is done in it
 QUIET_AFTER_S = 2.0
 STALL_MS = 10_000  # away from the loop for longer without `allow`: the supervisor kills the stage
 
@@ -109,7 +109,7 @@ class StageLife:
         return Heartbeat(self.stage, process_epoch(), self.progress, self.busy, ready, reason, self.is_quiet)
 
     def tick(self) -> None:
-        """Every 100 ms, or 250 while it is quiet; also by a stage that is about to stay away."""
+        """Every 100 ms, or 400 while it is quiet; also by a stage that is about to stay away."""
         self._look_around()
         beat = self.beat()
         for endpoint in self.endpoints:
@@ -119,6 +119,7 @@ class StageLife:
             process.sd_notify("READY=1")
         self._tell_supervisor()
         self._status.write(beat)
+        self.metrics.interval_s = telemetry.QUIET_INTERVAL_S if self.is_quiet else telemetry.INTERVAL_S
         if self.metrics.is_due:
             for endpoint in self.endpoints:
                 edge = endpoint.edge.name

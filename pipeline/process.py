@@ -10,6 +10,8 @@ import os
 import signal
 import socket
 import struct
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 EXIT_OK = 0
@@ -28,6 +30,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _SYS_SCHED_SETATTR = 314  # x86-64
 _SCHED_ATTR_BYTES = 56
 SLICE_NS = 100_000  # the least that the kernel takes
+_SIGSET_BYTES = 128
+_IN_MOVED_TO = 0x80
 
 
 def _prctl(option: int, value: int) -> None:
@@ -69,6 +73,35 @@ def run_briefly(slice_ns: int = SLICE_NS) -> bool:
     # struct sched_attr: size, policy (SCHED_OTHER), flags, nice, priority, runtime, deadline, period, clamps
     fields = struct.pack("=IIQiIQQQII", _SCHED_ATTR_BYTES, 0, 0, os.nice(0), 0, slice_ns, 0, 0, 0, 0)
     return int(_libc.syscall(_SYS_SCHED_SETATTR, 0, ctypes.create_string_buffer(fields, len(fields)), 0)) == 0
+
+
+def hear_of_children() -> int:
+    """A descriptor that is readable when a child stops, goes on or ends; read it before looking which one.
+
+    SIGCHLD is blocked from now on in this thread, and in those that it starts.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    signals = 1 << (signal.SIGCHLD - 1)
+    mask = ctypes.create_string_buffer(signals.to_bytes(_SIGSET_BYTES, sys.byteorder), _SIGSET_BYTES)
+    return _descriptor(_libc.signalfd(-1, mask, os.O_NONBLOCK | os.O_CLOEXEC))
+
+
+def hear_of_renames(directory: Path) -> int:
+    """A descriptor that is readable when something has been moved into `directory`. Raises `OSError`."""
+    fd = _descriptor(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+    try:
+        _descriptor(_libc.inotify_add_watch(fd, os.fsencode(directory), _IN_MOVED_TO))
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _descriptor(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
 
 
 def become_subreaper() -> None:

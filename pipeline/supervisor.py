@@ -38,8 +38,10 @@ from pipeline.restarts import Limits, RestartPolicy
 
 log = logging.getLogger("starling.supervisor")
 
-TICK_S = 0.25  # between looks at what tells nobody: processes below the stage, and its beats
-LONE_TICK_S = 1.0  # beats alone: they may fail to come for many seconds. Its own stop or death wakes us
+# Between looks at what tells nobody; the stage's own stop or death wakes us.
+TICK_S = 0.25  # while it is to end
+FAMILY_TICK_S = 1.0  # processes below the stage: of its ranks' stops a worker tells us by SIGCHLD
+LONE_TICK_S = 2.5  # beats alone, and never more than a quarter of what the stage has allowed itself
 FIRST_BEAT_S = 120.0  # from the start of the process; imports on a cold disk included
 GRACE_S = 0.3  # beyond the drain time, for the stage's own end
 
@@ -242,7 +244,10 @@ class Supervisor(Keeper):
         reason = ""
         asked = was_ready = False
         while True:
-            tick_s = TICK_S if asked or reason or kinship.children(pid) else LONE_TICK_S
+            tick_s = TICK_S
+            if not (asked or reason):
+                rest_s = FAMILY_TICK_S if kinship.children(pid) else LONE_TICK_S
+                tick_s = max(TICK_S, min(rest_s, allowance_s / 4))
             ready = self.look(tick_s)
             if pidfd in ready:
                 return reason, was_ready

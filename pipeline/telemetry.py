@@ -1,9 +1,9 @@
 """Metrics: one table of families, a stage's own numbers, and how they reach `/metrics`.
 
-A stage counts in plain dictionaries and, once a second, places a snapshot (`ARENA_DIR/STAGE.metrics`,
-msgpack, on tmpfs) by rename; the gateway merges the snapshots of all stages with its own numbers when
-somebody asks (`exposition.py`).  So nothing waits for anything, a scrape sees the last second of a stage
-that has died, and a killed writer leaves the snapshot before it.
+A stage counts in plain dictionaries and, once a second (every 4 s at rest), places a snapshot
+(`ARENA_DIR/STAGE.metrics`, msgpack, on tmpfs) by rename; the gateway merges the snapshots of all stages with
+its own numbers when somebody asks (`exposition.py`).  So nothing waits for anything, a scrape sees the last
+second of a stage that has died, and a killed writer leaves the snapshot before it.
 
 Bounded: `MAX_SERIES` label sets for each family (more are folded into "other").
 """
@@ -23,6 +23,7 @@ import msgspec
 from shm.arena import process_ticks
 
 INTERVAL_S = 1.0
+QUIET_INTERVAL_S = 4.0  # of a stage in which nothing moves
 MAX_SERIES = 512
 OTHER = "other"
 
@@ -154,7 +155,8 @@ class Metrics:
         self.stage = stage
         self.path = directory / f"{stage}.metrics" if directory else None
         self._clock = clock
-        self._next = float("-inf")
+        self.interval_s = INTERVAL_S
+        self._written = float("-inf")
         self._ticks = process_ticks(os.getpid())
         self._series: dict[str, dict[tuple[str, ...], Series]] = {}
 
@@ -202,14 +204,13 @@ class Metrics:
     @property
     def is_due(self) -> bool:
         """Whether `write` would do anything."""
-        return self.path is not None and self._clock() >= self._next
+        return self.path is not None and self._clock() >= self._written + self.interval_s
 
     def write(self) -> None:
-        """Place the snapshot, at most once a second. A full disk is ignored: the old one stays."""
-        now = self._clock()
-        if now < self._next or self.path is None:
+        """Place the snapshot, at most once in `interval_s`. A full disk is ignored: the old one stays."""
+        if self.path is None or not self.is_due:
             return
-        self._next = now + INTERVAL_S
+        self._written = self._clock()
         self._measure_process()
         temporary = self.path.with_name(f".{self.path.name}.new")
         try:

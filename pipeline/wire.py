@@ -46,9 +46,10 @@ log = logging.getLogger("starling.wire")
 
 DEAD_AFTER_BEATS = 10  # heartbeat intervals without any frame
 STARVED = 8  # times as many for a peer that only waits for a core: giving it up would make more work
-# A server at rest should cost next to nothing.  Who listens for readiness is the side that connects, so that
-# the other direction may be slower while nothing moves; a process's death is seen by its pidfd anyway.
-QUIET_BEATS = 4  # intervals between two heartbeats of a quiet connector
+# A server at rest should cost next to nothing.  Only the gateway tells who is ready, and it connects: all other
+# directions may be slower while nothing moves; a process's death is seen by its pidfd anyway.
+LISTENS = "gateway"
+QUIET_BEATS = 4  # intervals between two heartbeats of a quiet stage to who does not tell
 BATCH_FRAMES = 1024  # most frames of one `receive`, so that one edge cannot starve the others
 MAX_FRAME_BYTES = 64 << 20
 RECONNECT_MS = 20  # a successor is up within tens of ms; a failed ipc connect costs microseconds
@@ -126,6 +127,7 @@ class _Endpoint(abc.ABC):
         self._deferred: tuple[bytes, Hello] | None = None
         self._dead: list[tuple[bytes, _Peer, str]] = []  # to be given up, and why
         self._last_tick = self._last_sent = float("-inf")
+        self._said = Heartbeat("", 0, 0, False, False)  # the last beat that was offered
         self._is_local = address.startswith("ipc://")
         self.wants_to_run: Callable[[int], bool] = kinship.wants_to_run  # of a pid
         self._closed = False
@@ -404,7 +406,15 @@ class _Endpoint(abc.ABC):
         return peer.pidfd >= 0 and peer.hello is not None and self.wants_to_run(peer.hello.pid)
 
     def _is_due(self, beat: Heartbeat, now: float) -> bool:
-        return True
+        """A quiet stage says so less often, and at once when it is not any more."""
+        said, self._said = self._said, beat
+        if not (beat.quiet and said.quiet) or self._is_waited_for() or beat.reason != said.reason:
+            return True
+        return now - self._last_sent >= 0.9 * QUIET_BEATS * self._interval
+
+    @abc.abstractmethod
+    def _is_waited_for(self) -> bool:
+        """Does somebody at the other end wait for each of our beats?"""
 
     def _beat(self, beat: Heartbeat) -> None:
         for key, peer in list(self._known.items()):
@@ -461,7 +471,6 @@ class Link(_Endpoint):
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.PROBE_ROUTER, 1)
         self._socket.connect(address)
-        self._said = Heartbeat("", 0, 0, False, False)  # the last beat that was offered
         self._contacts = 1
         self._known[b""] = _Peer(1, clock())
 
@@ -495,12 +504,8 @@ class Link(_Endpoint):
             self._known[b""] = _Peer(self._contacts, self._clock())
         self._tick(beat)
 
-    def _is_due(self, beat: Heartbeat, now: float) -> bool:
-        """A quiet stage says so less often, and at once when it is not any more."""
-        said, self._said = self._said, beat
-        if not (beat.quiet and said.quiet and self.peer) or beat.reason != said.reason:
-            return True
-        return now - self._last_sent >= 0.9 * QUIET_BEATS * self._interval
+    def _is_waited_for(self) -> bool:
+        return self.peer is None  # our Hello
 
     def _notify(self, key: bytes, hello: Hello, is_up: bool) -> None:
         (self.on_up if is_up else self.on_down)(hello)
@@ -579,6 +584,9 @@ class Hub(_Endpoint):
         """Call about every 100 ms: sends `beat` when due, gives up silent peers."""
         if not self._closed:
             self._tick(beat)
+
+    def _is_waited_for(self) -> bool:
+        return self.edge.connector == LISTENS or any(peer.hello is None for peer in self._known.values())
 
     def _notify(self, key: bytes, hello: Hello, is_up: bool) -> None:
         (self.on_up if is_up else self.on_down)(key, hello)

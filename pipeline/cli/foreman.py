@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
+from pipeline import kinship
 from pipeline.process import EXIT_FATAL, die_with_parent
 
 LOOK_S = 0.1
@@ -39,7 +40,7 @@ class Foreman:
             die_with_parent(me)
 
         self._honcho = subprocess.Popen(
-            [sys.executable, "-m", "honcho", "start", "-f", str(procfile)],
+            [sys.executable, "-m", kinship.HONCHO[1], "start", "-f", str(procfile)],
             env={**env, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"},
             process_group=0,
             preexec_fn=follow,

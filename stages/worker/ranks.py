@@ -174,16 +174,34 @@ def tell(ranks: list[Rank], paths: ArenaPaths) -> None:
 
 
 def watch(ranks: list[Rank]) -> None:
-    """End this process as soon as one of the ranks ends, even while it waits for it in jitted code."""
+    """End this process as soon as one of the ranks ends, even while it waits for it in jitted code.
+
+    Of one that is stopped its supervisor hears, by a SIGCHLD: it need not look for such often.  To be called in
+    the main thread, with no other ones than ZeroMQ's.
+    """
+    children = process.hear_of_children()
 
     def wait() -> None:
         poll = select.poll()
-        for rank in ranks:
-            poll.register(rank.pidfd, select.POLLIN)
-        for fd, _ in poll.poll():
-            pid = next(rank.pid for rank in ranks if rank.pidfd == fd)
+        for fd in (children, *(rank.pidfd for rank in ranks)):
+            poll.register(fd, select.POLLIN)
+        while not (ended := [rank.pid for rank in ranks if _state(rank) == "ended"]):
+            ready = [fd for fd, _ in poll.poll()]
+            if children in ready:
+                os.read(children, 4096)
+            if any(_state(rank) == "stopped" for rank in ranks):
+                os.kill(os.getppid(), signal.SIGCHLD)
+        for pid in ended:
             os.write(2, f"rank process {pid} has ended; the worker group ends with it\n".encode())
         # Not an exception: the main thread may be in a kernel that waits for the dead rank.
         os._exit(process.EXIT_FATAL)
 
     threading.Thread(target=wait, name="ranks", daemon=True).start()
+
+
+def _state(rank: Rank) -> str:
+    """"ended", "stopped", or "" while it runs. A traced process (a debugger, a profiler) runs."""
+    found = os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return ""
+    return "stopped" if found.si_code == os.CLD_STOPPED else "ended"

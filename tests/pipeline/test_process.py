@@ -162,6 +162,7 @@ def test_a_shell_that_only_runs_us_is_looked_through() -> None:
         (["/usr/bin/honcho", "start"], True),
         (["/usr/bin/python3", "/venv/bin/honcho", "start"], True),
         (["python", "-m", "honcho", "start"], True),
+        (["python", "-m", "pipeline.cli.patient", "start"], True),
         (["vim", "-R", "x", "honcho"], False),
         (["/opt/honcho/bin/python", "app.py"], False),
         ([], False),
@@ -192,3 +193,35 @@ def test_a_thread_that_runs_briefly_keeps_its_policy_and_priority() -> None:
     assert (policy, nice) == (os.SCHED_OTHER, os.nice(0))
     if tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 12):
         assert done and runtime == 200_000
+
+
+def test_moves_into_a_directory_are_heard_of(tmp_path: Path) -> None:
+    fd = process.hear_of_renames(tmp_path)
+    (tmp_path / "new").write_text("written, not moved")
+    assert not select.select([fd], [], [], 0)[0]
+    (tmp_path / "new").rename(tmp_path / "record")
+    assert select.select([fd], [], [], LONG_S)[0]
+    assert os.read(fd, 65536)
+    assert not select.select([fd], [], [], 0)[0]
+    os.close(fd)
+    with pytest.raises(FileNotFoundError):
+        process.hear_of_renames(tmp_path / "nowhere")
+
+
+CHILDREN = """
+import os, select, signal, subprocess, sys
+from pipeline import process
+fd = process.hear_of_children()
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+for number, flag in ((signal.SIGSTOP, os.WSTOPPED), (signal.SIGCONT, os.WCONTINUED), (signal.SIGKILL, os.WEXITED)):
+    assert not select.select([fd], [], [], 0)[0]
+    child.send_signal(number)
+    assert select.select([fd], [], [], 20)[0]
+    os.read(fd, 4096)
+    assert os.waitid(os.P_PID, child.pid, flag | os.WNOHANG | os.WNOWAIT) is not None, number
+child.wait()
+"""
+
+
+def test_stops_of_children_are_heard_of() -> None:
+    subprocess.run([sys.executable, "-c", CHILDREN], check=True, timeout=4 * LONG_S)

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pipeline import exposition, paths
 from pipeline.config_schema import Config, ServerConfig
 from pipeline.loop import StageLoop
-from pipeline.telemetry import FAMILIES, MAX_SERIES, OTHER, Metrics, Rate
+from pipeline.telemetry import FAMILIES, INTERVAL_S, MAX_SERIES, OTHER, QUIET_INTERVAL_S, Metrics, Rate
 
 
 @pytest.fixture
@@ -188,6 +188,21 @@ def test_a_full_disk_keeps_the_snapshot_before(tmp_path: Path) -> None:
     stage.add("starling_kv_cache_evictions_total")
     stage.write()
     assert (tmp_path / "kv.metrics").read_bytes() == before
+
+
+def test_a_stage_at_rest_places_its_numbers_more_seldom(tmp_path: Path) -> None:
+    now = 100.0
+    metrics = Metrics("kv", tmp_path, clock=lambda: now)
+    metrics.write()
+    written = []
+    for interval_s in (QUIET_INTERVAL_S, INTERVAL_S):
+        metrics.interval_s = interval_s
+        begun = now
+        while not metrics.is_due:
+            now += 0.1
+        metrics.write()
+        written.append(now - begun)
+    assert written == pytest.approx([QUIET_INTERVAL_S, INTERVAL_S], abs=0.15)
 
 
 def test_a_rate_is_over_its_window() -> None:

@@ -499,6 +499,27 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ at rest
 
 
+def beats_of_a_quiet_hub(pair: Pair, edge: str) -> int:
+    """In QUIET_BEATS intervals, once it is quiet."""
+    pair.meet()
+    quiet = m.Heartbeat("kv", 1, 7, False, True, quiet=True)
+    sent: list[float] = []
+    pair.hub._beat = lambda beat: sent.append(pair.clock.now)  # type: ignore[method-assign]
+    pair.hub.edge = EDGES[edge]
+    pair.clock.now += HEARTBEAT_MS / 1000
+    pair.hub.tick(quiet)
+    before = len(sent)
+    for _ in range(QUIET_BEATS):
+        pair.clock.now += HEARTBEAT_MS / 1000
+        pair.hub.tick(quiet)
+    return len(sent) - before
+
+
+def test_of_a_quiet_stage_the_gateway_hears_every_beat_and_others_few(pair: Pair) -> None:
+    assert beats_of_a_quiet_hub(pair, "gateway-kv") == QUIET_BEATS
+    assert beats_of_a_quiet_hub(pair, "scheduler-kv") == 1
+
+
 def test_the_connecting_side_of_a_quiet_stage_beats_seldom_and_is_not_given_up(pair: Pair) -> None:
     peer = pair.meet()
     interval = HEARTBEAT_MS / 1000
