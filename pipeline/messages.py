@@ -148,6 +148,7 @@ class StreamText(Frame):
     lost: bool = False  # decoder state is gone (restart): send the sequence again from 0
     token_bytes: tuple[bytes, ...] = ()
     extra_bytes: tuple[bytes, ...] = ()
+    cuts: tuple[int, ...] = ()  # characters of `text` that were certain after each token but the last
 
 
 class Detokenized(Frame, tag="D"):

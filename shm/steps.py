@@ -33,8 +33,8 @@ import numpy as np
 from shm.arena import Arena, align
 
 KIND = "steps"
-LAYOUT = 1
-SLOTS = 8
+LAYOUT = 2
+SLOTS = 16  # twice what may be unacknowledged: an observer finds the past steps, too
 MAX_TOP = 20  # top logprobs of a sample
 MAX_BIAS = 300  # logit_bias entries of a sequence
 MAX_MASK = 32  # stop ids of a sequence
@@ -44,7 +44,7 @@ MAX_RANKS = 64
 HEAD = 0  # scheduler: last published step
 GENERATION = 8  # scheduler: the ring's generation
 STOP = 9  # scheduler: non-zero asks the ranks to leave after the steps they have
-SCHED_SLEEPING = 16  # scheduler: it wants a StepDone doorbell
+WAKE_AT = 16  # scheduler: it sleeps, and wants a doorbell once this step is done; 0: it is awake
 DONE = 24  # rank 0: last finished step
 PROGRESS = 32  # rank 0: grows with every layer of every step
 WORKER_GENERATION = 33  # rank 0: the generation it serves

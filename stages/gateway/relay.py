@@ -396,8 +396,16 @@ class Relay:
             sequence.text.append(text)
             sequence.text_length += len(text)
         is_final = bool(sequence.final_id) and number >= sequence.final_id
-        sequence.is_flushed = new.stopped or is_final
         begin, end = sequence.end, new.used if new.stopped else new.end
+        if new.cuts and not skip and end - begin == len(new.cuts) + 1:
+            # A reader sees the same events, however many tokens came at once.
+            out = 0
+            for cut in new.cuts:
+                sequence.end = begin + 1
+                sink.text(sequence, text[out:cut], begin, begin + 1)
+                begin, out = begin + 1, cut
+            text = text[out:]
+        sequence.is_flushed = new.stopped or is_final
         if end > begin:
             sequence.end = end
             sink.text(sequence, text, begin, end)

@@ -1,7 +1,7 @@
 """One model: frames and acknowledged steps in, published steps and frames out. No I/O, no clock of its own.
 
 The step loop: `complete` what the worker has acknowledged, `plan` the next step, publish it.  Two
-steps are unacknowledged at most: one computes, the other stands ready behind it, composed before
+steps are unacknowledged (short ones: more): one computes, the other stands ready behind it, composed before
 the first one's samples are known (shm/steps.py says why that works).  What was computed past a
 stop or a cancel is discarded; a row and its pages go only when no step names them.
 
@@ -43,9 +43,13 @@ PREFETCH = 2  # sequences that get pages before a place in the batch is free
 SPARE_SAMPLES = 64  # places for draft tokens in a step, beyond one sample for each entry
 LEAD_S = 0.003  # the next step is published at least this long before the one under way should end
 MAX_LEAD_S = 0.1  # where steps end before that, because we wake late or they vary
-FAR = SLOTS - 1  # unacknowledged steps of companions alone
+FAR = SLOTS // 2 - 1  # most unacknowledged steps, of companions alone and of short ones
+AHEAD_S = 0.015  # short steps follow while less is unacknowledged: so long an arrival waits, and what stops goes on
 SHORT_S = 0.010  # steps that take less are followed up at once
 COMMIT_EVERY = 32  # output positions between two words to kv: what a successor of this process computes again
+
+
+_EARLY = (State.PENDING, State.PREFILLING)
 
 
 class Settings(NamedTuple):
@@ -86,6 +90,7 @@ class Step:
     samples: int
     expected_s: float
     is_verifying: bool  # draft tokens in it: what comes after cannot be known before its end
+    is_news: bool  # somebody's first token, or the last that it may have
 
 
 class Engine:
@@ -140,7 +145,7 @@ class Engine:
         if not self.is_attached:
             return False
         if len(self.unacknowledged) >= min(self.depth, self.allowed):
-            return self._plan_far(now)
+            return self._plan_further(now)
         if self.unacknowledged:
             if self.unacknowledged[-1].is_verifying or self._suspects:
                 return False
@@ -164,27 +169,44 @@ class Engine:
         self._publish(batch, now)
         return True
 
-    def _plan_far(self, now: float) -> bool:
-        """Beyond the usual depth: proposals follow each other without a word from here.
+    def _plan_further(self, now: float) -> bool:
+        """Beyond the usual depth: short steps follow each other without a word from here, a few at a time.
 
-        A request that arrives waits for them, so they are few and short.
+        A request that arrives waits for them, and what stops is computed on.  Each word costs about as much as
+        a short step: on a machine whose cores all compute, it is time in which nobody does.
         """
         steps = self.unacknowledged
-        if not self.companions.held or self.allowed < self.depth or self.depth < 2 or self.roster.live:
+        if self.allowed < self.depth or self.depth < 2 or len(steps) >= FAR or self._suspects:
             return False
-        if len(steps) >= FAR or sum(step.expected_s for step in steps) > SHORT_S or self._suspects:
-            return False
-        batch = self.companions.compose()
+        expected_s = sum(step.expected_s for step in steps)
+        if self.companions.held:
+            if self.roster.live or expected_s > SHORT_S:
+                return False
+            batch = self.companions.compose()
+        else:
+            held = self.roster.held
+            if expected_s >= AHEAD_S or self.queues.depth or any(s.speculate or s.state in _EARLY for s in held):
+                return False
+            batch = compose(held, self.budget, self.cost, self.drafts)
         if batch.entries:
             self._publish(batch, now)
         return bool(batch.entries)
+
+    @property
+    def wake_at(self) -> int:
+        """The step whose end must be heard of: there must be one, and the worker has another behind it then."""
+        steps = self.unacknowledged
+        if len(steps) > 2 and not (self.queues.depth or self.companions.held):
+            news = (step.number for step in steps if step.is_news)
+            return min(next(news, steps[-2].number), steps[-2].number)
+        return steps[0].number
 
     def _publish(self, batch: Batch, now: float) -> None:
         ring = self.ring
         assert ring is not None
         rows: list[tuple[int, int, int, int]] = []
         samples = 0
-        is_verifying = False
+        is_verifying = is_news = False
         for entry in batch.entries:
             sequence, start, count = entry.sequence, entry.start, entry.count
             if entry.drafts:
@@ -194,6 +216,8 @@ class Engine:
                 self.drafts.published(entry)
             elif entry.samples:
                 sequence.ahead += 1
+                known = sequence.outputs + sequence.ahead
+                is_news = is_news or known == 1 or count > 1 or known == sequence.max_tokens
             if not sequence.started:
                 sequence.started = now
                 self.stats.waited_s.add(now - sequence.arrived)
@@ -209,7 +233,7 @@ class Engine:
         number = ring.publish(rows)
         expected_s = self.cost.predict(batch.tokens, batch.positions) * 1e-6
         step = Step(
-            number, batch.entries, batch.tokens, batch.positions, samples, expected_s, is_verifying
+            number, batch.entries, batch.tokens, batch.positions, samples, expected_s, is_verifying, is_news
         )
         self.unacknowledged.append(step)
         self.stats.steps += 1

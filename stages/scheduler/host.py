@@ -248,7 +248,8 @@ class Host:
         engine = self.engine
         if engine.ring is None or not engine.unacknowledged:
             return True
-        return engine.ring.sleep() < engine.unacknowledged[0].number
+        wake_at = engine.wake_at
+        return engine.ring.sleep(wake_at) < wake_at
 
     def wake(self) -> None:
         if self.engine.ring is not None:

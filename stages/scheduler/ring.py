@@ -77,14 +77,14 @@ class Ring:
     def worker_sleeps(self) -> bool:
         return words.load(self._control, sh.WORKER_SLEEPING) != 0
 
-    def sleep(self) -> int:
-        """Ask for a doorbell; returns the last acknowledged step as it stands after asking."""
-        words.store(self._control, sh.SCHED_SLEEPING, 1)
+    def sleep(self, step: int) -> int:
+        """Ask for a doorbell once `step` is done; returns the last acknowledged step as it stands after asking."""
+        words.store(self._control, sh.WAKE_AT, step)
         words.fence()
         return words.load(self._control, sh.DONE)
 
     def wake(self) -> None:
-        words.store(self._control, sh.SCHED_SLEEPING, 0)
+        words.store(self._control, sh.WAKE_AT, 0)
 
     # -------------------------------------------------------------- rows
 

@@ -109,9 +109,12 @@ class TokenizerService:
         if decoder is None or decoder.consumed != new.start:
             return m.StreamText(new.sequence, 0, "", lost=True)
         pieces: list[str] = []
+        length, cuts = 0, []
         for token in new.tokens:
             shown = not (new.skip_special and token in vocabulary.control)
             pieces.append(decoder.push(vocabulary.token_bytes(token) if shown else b""))
+            length += len(pieces[-1])
+            cuts.append(length)
             if decoder.stop_string:
                 break
         self.tokens_decoded += len(new.tokens)
@@ -132,6 +135,7 @@ class TokenizerService:
             False,
             tuple(map(vocabulary.token_bytes, new.tokens)) if new.want_bytes else (),
             tuple(map(vocabulary.token_bytes, new.extra)),
+            tuple(cuts[:-1]),
         )
 
 

@@ -133,11 +133,11 @@ class Engine:
         """Run the step published last (again, if need be); how many entries were refused."""
         self._turn += 2
         refused = self._take_turns(
-            self.tables[0].address, self._control, self._turn, self._step, self.steps.timing.ctypes.data, 0
+            self.tables[0].address, self._control, self._turn, self._step, self.steps.timing.ctypes.data, 0, 0
         )
         if refused == turns.LOST:
             raise RuntimeError("the group was given up")
-        turns.finish_step(self.steps.control.ctypes.data, self._step)
+        words.store(self.steps.control, sh.DONE, self._step)
         return int(refused)
 
     def run(self, entries: Sequence[tuple[int, int, int, int]]) -> list[int]:
@@ -176,7 +176,7 @@ class Engine:
     def _follow(self, table: RankTable) -> None:
         turn = 0
         while not self._leaving:
-            turn = self._take_turns(table.address, self._control, turn, 0, 0, FOLLOW_NS)
+            turn = self._take_turns(table.address, self._control, turn, 0, 0, FOLLOW_NS, 0)
             if turn == turns.LOST or turn & 1:
                 return
 

@@ -66,6 +66,8 @@ class Attachment:
             self.close()
             raise
         self.control = activations.buffer.ctypes.data
+        self.ring = self.steps.control.ctypes.data
+        self.timing = self.steps.timing.ctypes.data
 
     def close(self) -> None:
         for arena in self._arenas:
@@ -155,7 +157,7 @@ def _follow(model: Model, rank: int, channel: Channel) -> int:
             continue
         turn = 0
         while not turn & 1:
-            turn = turns.take_turns(attachment.table.address, attachment.control, turn, 0, 0, FOLLOW_NS)
+            turn = turns.take_turns(attachment.table.address, attachment.control, turn, 0, 0, FOLLOW_NS, 0)
             if turn == turns.LOST:
                 return process.EXIT_FATAL
 

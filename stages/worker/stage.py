@@ -39,7 +39,7 @@ log = logging.getLogger("starling.worker")
 
 PREPARE_S = 3600.0  # a large download; progress is shown all the while
 SPIN_NS = 60_000  # looking at the head counter before sleeping
-POLL_EVERY_S = 0.005  # control frames under load
+POLL_EVERY_NS = 5_000_000  # control frames under load
 
 
 class WorkerStage:
@@ -54,7 +54,7 @@ class WorkerStage:
         self._turn = 0
         self._fault = faultpoints.point("worker", "step")
         self._steps = 0  # counted for the fault plan
-        self._next_poll = 0.0
+        self._next_poll = 0
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._bell_path = ""
 
@@ -192,29 +192,33 @@ class WorkerStage:
             return False
         control = attachment.steps.control
         step = int(control[sh.DONE]) + 1
-        base = control.ctypes.data
+        base = attachment.ring
         if not await_head(base, step, SPIN_NS):
             return False
         self.loop.busy = True
         if self.loop.is_quiet:
             self.loop.rouse()
+        limit_ns = POLL_EVERY_NS
         if self._fault.strike is not None:
+            limit_ns = 0  # each step comes by here
             self._steps += 1
             self._fault.strike(self._steps)
         self._turn += 2
-        timing = attachment.steps.timing.ctypes.data
-        refused = turns.take_turns(attachment.table.address, attachment.control, self._turn, step, timing, 0)
+        refused = turns.take_turns(
+            attachment.table.address, attachment.control, self._turn, step, attachment.timing, limit_ns, base
+        )
         if refused == turns.LOST:
             raise RuntimeError("the ranks did not meet")
-        turns.finish_step(base, step)
-        if control[sh.SCHED_SLEEPING]:
-            self._ring(step)
+        done = int(control[sh.DONE])
+        self._turn += 2 * (done - step)
+        if 0 < control[sh.WAKE_AT] <= done:
+            self._ring(done)
         if refused:
-            log.error("entries of a step were refused", extra={"step": step, "entries": refused})
+            log.error("entries of a step were refused", extra={"step": done, "entries": refused})
         self.loop.progress = int(control[sh.PROGRESS])
-        now = time.monotonic()
+        now = time.monotonic_ns()
         if now >= self._next_poll:
-            self._next_poll = now + POLL_EVERY_S
+            self._next_poll = now + POLL_EVERY_NS
             self.loop.poll(0)
         return True
 

@@ -20,6 +20,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.pieces: dict[int, list[str]] = {}
+        self.calls: list[tuple[str, int, int]] = []
         self.ends: dict[int, int] = {}
         self.over: list[int] = []
         self.terminal: list[StarlingError | None] = []
@@ -31,6 +32,8 @@ class Recorder:
         assert end >= begin
         self.pieces.setdefault(sequence.index, []).append(new)
         self.ends[sequence.index] = end
+        assert sequence.end == end
+        self.calls.append((new, begin, end))
 
     def ended(self, sequence: Sequence) -> None:
         assert sequence.index not in self.over
@@ -450,3 +453,27 @@ def test_errors_and_timeouts_of_the_scheduler_are_terminal() -> None:
         assert request.error is not None
         assert (request.error.code, request.error.status) == (code, status)
         assert len(request.sink.terminal) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), stop=st.sampled_from([(), ("e",), ("ab", "the"), ("zzzz",)]), logprobs=st.sampled_from([-1, 2]))
+def test_a_reader_sees_the_same_events_however_many_tokens_come_at_once(data, stop, logprobs):
+    """What is held back until the end may come with the last token, or after it."""
+    calls = []
+    for is_grouped in (False, True):
+        world = World()
+        request = world.request("r", stop=stop, logprobs=logprobs)
+        world.scheduler_reads()
+        while request.outcome is Outcome.OPEN:
+            world.generator.step(data.draw(st.integers(1, 9)) if is_grouped else 1)
+            world.gateway_reads_scheduler()
+            world.tokenizer_reads()
+            world.gateway_reads_tokenizer()
+        assert request.outcome is Outcome.FINISHED
+        assert isinstance(request.sink, Recorder)
+        calls.append(request.sink.calls)
+    one_by_one, grouped = calls
+    assert "".join(text for text, *_ in grouped) == "".join(text for text, *_ in one_by_one)
+    last = max(end for _, _, end in one_by_one)
+    assert [c for c in grouped if c[2] < last] == [c for c in one_by_one if c[2] < last]
+    assert all(end - begin <= 1 for _, begin, end in grouped)

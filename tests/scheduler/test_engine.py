@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.messages import Cancel, Denied
 from stages.scheduler.cost import CostModel
-from stages.scheduler.engine import LEAD_S
+from stages.scheduler.engine import FAR, LEAD_S
 from stages.scheduler.sequence import State
 
 from .peers import reference, submission
@@ -46,11 +46,67 @@ def test_run_ahead_changes_no_token(run_ahead):
 
 def test_next_step_is_published_before_the_last_one_is_done():
     world = World()
+    world.engine.cost = CostModel(4_000.0, 1.0, 0.001)
     world.submit(submission("a", [1, 2, 3], 20))
     world.turn()
     world.talk_to_kv()
     assert world.turn() == 2
     assert world.worker.waiting == 2
+
+
+class SteadyCost(CostModel):
+    def learn(self, tokens: int, positions: int, took_us: float) -> None: ...
+
+
+def test_short_steps_run_ahead_for_a_few_milliseconds_and_are_heard_of_together():
+    world = World()
+    engine = world.engine
+    engine.cost = SteadyCost(4_000.0, 1.0, 0.001)
+    world.submit(submission("a", [1, 2, 3], 40))
+    world.turn()
+    world.talk_to_kv()
+    assert world.turn() == 2, "a first token is waited for"
+    assert engine.wake_at == engine.unacknowledged[0].number
+    world.work()
+    assert world.turn() == 3
+    assert len(engine.unacknowledged) == 4, "while less than AHEAD_S is under way"
+    for _ in range(20):
+        assert engine.wake_at == engine.unacknowledged[-2].number
+        world.work()
+        world.turn()
+    world.submit(submission("b", [4, 5], 20))
+    assert engine.wake_at == engine.unacknowledged[0].number, "who waits in a queue is looked after at each end"
+    world.settle()
+    world.check_all()
+
+
+def test_the_last_token_that_a_stream_may_have_is_heard_of():
+    world = World(batch=4)
+    world.submit(submission("a", [1, 2, 3], 6))
+    world.submit(submission("b", [4, 5], 60))
+    last = 0
+    while "a" not in world.ends:
+        world.turn()
+        world.talk_to_kv()
+        for step in world.engine.unacknowledged:
+            if any(e.sequence.id == "a" and e.start == 3 + 6 - 2 for e in step.entries):
+                last = step.number
+        if last:
+            assert world.engine.wake_at <= last
+        world.work()
+        world.turn()
+        world.collect()
+    assert last
+    world.settle()
+    world.check_all()
+
+
+def test_a_stream_that_speculates_is_not_run_ahead_of():
+    world = World(speculate=4)
+    world.submit(submission("a", [1, 2, 3], 20))
+    world.turn()
+    world.talk_to_kv()
+    assert world.turn() <= 2
 
 
 def test_tokens_past_a_stop_are_discarded_and_pages_wait_for_them():
@@ -70,7 +126,7 @@ def test_tokens_past_a_stop_are_discarded_and_pages_wait_for_them():
     assert world.kv.leases == {"a": world.kv.leases["a"]}, "its pages are still written to"
     world.settle()
     world.check_all()
-    assert world.engine.stats.discarded == 1
+    assert world.engine.stats.discarded == FAR - 1
 
 
 @settings(max_examples=300, deadline=None)

@@ -80,7 +80,7 @@ def main(run_dir: str, model: str, digest: str, poison: int, stall: int) -> None
             progress += 1
             words.store(worker.s.control, sh.DONE, number)
             words.fence()
-            if words.load(worker.s.control, sh.SCHED_SLEEPING):
+            if 0 < words.load(worker.s.control, sh.WAKE_AT) <= number:
                 # Both kinds of doorbell are heard; one that is full has been rung.
                 if number % 2:
                     link.send(StepDone(generation, number))

@@ -27,7 +27,7 @@ SETTLE_S = 30.0  # before memory is looked at for the first time
 
 
 class StepWatch:
-    """Reads the times of steps from the steps arena: `look` often, at least once in five steps."""
+    """Reads the times of steps from the steps arena: `look` often, at least once in eight steps."""
 
     def __init__(self, server: Starling) -> None:
         config = Config(server=ServerConfig(run_dir=str(server.run_dir)), models=(ModelConfig(name=server.model),))
@@ -43,7 +43,7 @@ class StepWatch:
         steps = self._steps
         done = int(steps.control[sh.DONE])
         for number in range(self._last + 1, done + 1):
-            if done - number >= sh.SLOTS - 3:
+            if int(steps.control[sh.HEAD]) - number >= sh.SLOTS:  # another has its slot
                 self.missed += 1
                 continue
             slot = number % sh.SLOTS

@@ -1,7 +1,7 @@
-"""What a rank calls from Python: rank 0 leads one step, the others follow until there is a word for them.
+"""What a rank calls from Python: rank 0 leads steps, the others follow until there is a word for them.
 
-Rank 0 plans the step, stores a new even number at STEP and computes; a rank that sees the number change
-computes too.  An odd number sends the others back to Python, where a message is waiting.  One jitted
+Rank 0 plans a step, stores a new even number at STEP and computes; a rank that sees the number change
+computes too.  Published steps follow each other without a word of Python between them.  An odd number sends the others back to Python, where a message is waiting.  One jitted
 function for both roles, because the whole forward pass is compiled into it.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from numba import njit
 
 from shm import steps
-from shm.atomics import exchange, futex_wait, futex_wake, load_acquire, monotonic_ns, pause, store_release
+from shm.atomics import exchange, futex_wait, futex_wake, load_acquire, monotonic_ns, pause
 from stages.worker import activations as act
 from stages.worker.kernels import context as c
 from stages.worker.kernels import forward
@@ -24,6 +24,7 @@ SLICE_NS = 900_000_000  # a futex waits for less than a second; an announcement 
 LOST = -1  # the group was given up
 _STEP, _SLEEPS, _ABORT = 8 * act.STEP, 8 * act.SLEEPS, 8 * (act.BARRIER + 8)
 _BEGUN, _FINISHED, _SLOTS = 8, 16, steps.SLOTS
+_HEAD, _DONE, _WAKE_AT = 8 * steps.HEAD, 8 * steps.DONE, 8 * steps.WAKE_AT
 
 
 @njit(**JIT)
@@ -58,22 +59,36 @@ def _await_turn(control, seen, rank, limit_ns):
 
 
 @njit(**JIT)
-def take_turns(ctx, control, turn, step, timing, limit_ns):
+def take_turns(ctx, control, turn, step, timing, limit_ns, ring):
     """Rank 0: run step `step` as turn `turn` (even, larger than the last); its begin and end go to the
-    slot's row at `timing` (4 i64 a slot).  Returns how many entries were refused, or LOST.
+    slot's row at `timing` (4 i64 a slot).  With `ring`, the address of the steps arena's first word, the
+    step is acknowledged, and those that stand ready behind it are run as the turns after it (two more each),
+    until the scheduler is to be woken, entries are refused, or `limit_ns` have passed.  Returns how many
+    entries of the last step were refused, or LOST.
 
     Others: run every turn after `turn`, until one is odd or `limit_ns` have passed without any.  Returns
     the last turn seen, or LOST.
     """
     if word(ctx, c.RANK) == 0:
-        at = timing + 32 * (step % _SLOTS)
-        put_i64(at + _BEGUN, monotonic_ns())
-        refused = make_plan(ctx, step)
-        announce(control, turn, word(ctx, c.RANKS))
-        if not forward.run_step(ctx):
-            return LOST
-        put_i64(at + _FINISHED, monotonic_ns())
-        return max(refused, 0)
+        begun = monotonic_ns()
+        now = begun
+        while True:
+            at = timing + 32 * (step % _SLOTS)
+            put_i64(at + _BEGUN, now)
+            refused = make_plan(ctx, step)
+            announce(control, turn, word(ctx, c.RANKS))
+            if not forward.run_step(ctx):
+                return LOST
+            now = monotonic_ns()
+            put_i64(at + _FINISHED, now)
+            if ring == 0:
+                return max(refused, 0)
+            exchange(ring + _DONE, step)  # a full fence: what the scheduler stores from now on counts for later steps
+            wake_at = load_acquire(ring + _WAKE_AT)
+            if 0 < wake_at <= step or refused > 0 or now - begun > limit_ns or load_acquire(ring + _HEAD) <= step:
+                return max(refused, 0)
+            step += 1
+            turn += 2
     while True:
         seen = turn
         turn = _await_turn(control, seen, word(ctx, c.RANK), limit_ns)
@@ -83,10 +98,4 @@ def take_turns(ctx, control, turn, step, timing, limit_ns):
             return LOST
 
 
-ENTRY_ARGUMENTS = 6
-
-
-@njit(**JIT)
-def finish_step(control, step):
-    """Rank 0: acknowledge. `control`: address of the steps arena's first word."""
-    store_release(control + 8 * steps.DONE, step)
+ENTRY_ARGUMENTS = 7
