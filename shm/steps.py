@@ -7,7 +7,8 @@ worker itself wrote when it sampled it.  So the scheduler may publish step n+1 b
 
 Step numbers grow from 1 for the arena's lifetime; step s lives in slot `s % SLOTS`.  The scheduler
 publishes by storing `control[HEAD] = s` (release); rank 0 acknowledges with `control[DONE] = s`
-(release) once all ranks are through.  At most `SLOTS - 1` steps are unacknowledged.  A step that is
+(release) once all ranks are through, and rings if `control[WAKE_AT]` is between 1 and s.  At most
+`SLOTS - 1` steps are unacknowledged.  A step that is
 repeated after a worker's death finds the same tokens and writes the same bytes.
 
 Writers (law 3): the scheduler writes everything, but for
