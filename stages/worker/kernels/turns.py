@@ -1,8 +1,9 @@
 """What a rank calls from Python: rank 0 leads steps, the others follow until there is a word for them.
 
 Rank 0 plans a step, stores a new even number at STEP and computes; a rank that sees the number change
-computes too.  Published steps follow each other without a word of Python between them.  An odd number sends the others back to Python, where a message is waiting.  One jitted
-function for both roles, because the whole forward pass is compiled into it.
+computes too.  Steps that stand ready follow each other without a word of Python between them.  An odd
+number sends the others back to Python, where a message is waiting.  One jitted function for both roles,
+because the whole forward pass is compiled into it.
 """
 
 from __future__ import annotations
