@@ -106,6 +106,12 @@ class Drafts:
         self._waits.clear()
         self._is_open = self.link is not None and self._can_ask(self.link)
 
+    def is_idle(self, sequence: Sequence) -> bool:
+        """Steps may follow each other: that a draft is found a few tokens late costs less than looking at each."""
+        if not sequence.speculate:
+            return True
+        return (self.link is None or self._is_off) and self._guess(sequence).lookup.is_idle(sequence.length)
+
     def awaits(self, sequence: Sequence) -> bool:
         """As `Guesses`."""
         guess = self._guess(sequence)

@@ -185,7 +185,9 @@ class Engine:
             batch = self.companions.compose()
         else:
             held = self.roster.held
-            if expected_s >= AHEAD_S or self.queues.depth or any(s.speculate or s.state in _EARLY for s in held):
+            if expected_s >= AHEAD_S or self.queues.depth:
+                return False
+            if any(s.state in _EARLY or not self.drafts.is_idle(s) for s in held):
                 return False
             batch = compose(held, self.budget, self.cost, self.drafts)
         if batch.entries:

@@ -18,21 +18,24 @@ NGRAM = 3  # tokens that must have occurred before
 FIRST = 4  # draft length to start with
 SILENCE = 2  # tokens without drafting after a failure; doubles with each in a row
 LONGEST_SILENCE = 256
+RECENT = 16  # tokens after a draft in which another is likely
 
 
 class Pace:
     """How much a source drafts for one sequence, and whether at all."""
 
-    __slots__ = ("_silence", "length", "most", "until")
+    __slots__ = ("_silence", "length", "most", "tried", "until")
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.length = min(FIRST, most)
         self.until = 0  # no drafts while fewer tokens are known
+        self.tried = -RECENT  # tokens that were known at the last result
         self._silence = SILENCE
 
     def result(self, n_tokens: int, drafted: int, accepted: int) -> None:
         """`accepted` of `drafted` were right; `n_tokens` are known now."""
+        self.tried = n_tokens
         if accepted == drafted:
             self.length = min(self.most, 2 * max(1, self.length))
             self._silence = SILENCE
@@ -42,6 +45,11 @@ class Pace:
             self.until = n_tokens + self._silence
             self._silence = min(LONGEST_SILENCE, 2 * self._silence)
             self.length = min(FIRST, self.most)
+
+
+    def is_idle(self, n_tokens: int) -> bool:
+        """Nothing has been drafted for a while, or will be for one."""
+        return n_tokens + RECENT <= self.until or n_tokens >= self.tried + RECENT
 
 
 class Drafter(Pace):

@@ -101,12 +101,23 @@ def test_the_last_token_that_a_stream_may_have_is_heard_of():
     world.check_all()
 
 
-def test_a_stream_that_speculates_is_not_run_ahead_of():
-    world = World(speculate=4)
-    world.submit(submission("a", [1, 2, 3], 20))
-    world.turn()
-    world.talk_to_kv()
-    assert world.turn() <= 2
+def test_a_stream_that_drafts_is_not_run_ahead_of_and_one_without_success_is():
+    world = World(speculate=4, period=3, batch=1)  # what is generated repeats itself
+    world.submit(submission("a", [1, 2, 3], 200))
+    engine = world.engine
+    ahead = []
+    while "a" not in world.ends:
+        world.turn()
+        world.talk_to_kv()
+        ahead.append((bool(engine.stats.drafted), len(engine.unacknowledged)))
+        world.work()
+        world.turn()
+        world.collect()
+    assert max(n for is_drafting, n in ahead if not is_drafting) == FAR
+    assert engine.stats.accepted > 100
+    assert all(n <= 2 for is_drafting, n in ahead[-20:])
+    world.settle()
+    world.check_all()
 
 
 def test_tokens_past_a_stop_are_discarded_and_pages_wait_for_them():
