@@ -126,7 +126,8 @@ def _around(config: Config, service: Service) -> Any:
             status = error.status
             return _error_response(error)
         except StarlingError as raised:
-            error = raised
+            # Its traceback has this frame, and this frame the error: they would stay until a collection.
+            error = raised.with_traceback(None)
             status = error.status
             return _error_response(error)
         except (ConnectionError, asyncio.CancelledError):

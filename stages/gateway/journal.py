@@ -11,6 +11,8 @@ What a crash or a bad disk has left is recognised by length and checksum: everyt
 damage is believed, nothing from there on.  Ended requests go when the file is rewritten: at its bound, and
 at every start; the new file takes the old one's place by a rename.  Never fatal: a full disk or a full
 journal leaves a request out of it, and that is counted.
+
+In memory are the records of requests in flight; of one that has ended only where its record stands in the file.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ log = logging.getLogger("starling.gateway.journal")
 MAGIC = b"STRLJNL1"
 FILE, FRESH = "requests.journal", "requests.new"
 KEEP_S = 120.0  # an ended request may be asked for so long
+MAX_KEPT = 256  # ended requests, the latest; a reader comes soon or not at all
 
 _RECORD = struct.Struct("<IIQ")
 _SIGNED = struct.Struct("<II")
@@ -89,16 +92,18 @@ class Entry(NamedTuple):
     ended: Ended | None
 
 
-class _Place(msgspec.Struct):
+class _Place(msgspec.Struct, gc=False):
     """Where in the file a request's records are."""
 
-    opened: bytes  # the whole record
+    at: int  # of `opened`
+    length: int
+    opened: bytes  # the whole record while the request is in flight; then b"", and it is read when it is wanted
     ended: bytes = b""
     ended_at: float = 0.0
 
     @property
     def size(self) -> int:
-        return len(self.opened) + len(self.ended)
+        return self.length + len(self.ended)
 
 
 class Journal(DurableFile):
@@ -110,10 +115,11 @@ class Journal(DurableFile):
         self.directory = directory
         self.max_bytes = max_bytes
         self.left_out = 0  # requests that are not in it, or whose end is not
-        self.entries: list[Entry] = []  # found at the start, in their order
+        self._entries: list[Entry] = []  # found at the start, in their order
         self._wall = wall
         self._fault = faultpoints.point("disk", "journal")
         self._places: dict[str, _Place] = {}
+        self._ended: dict[str, None] = {}  # those of them that have ended, in that order
         self._size = 0
         self._live = 0  # bytes of what a rewriting would keep
         self._has_complained = False
@@ -128,10 +134,17 @@ class Journal(DurableFile):
             self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             self._size = sound
             os.ftruncate(self._fd, sound)
+        for name in self._ended:
+            self._places[name].opened = b""
 
     @property
     def path(self) -> Path:
         return self.directory / FILE
+
+    def take_entries(self) -> list[Entry]:
+        """What was found at the start, in its order. Once: they are the caller's from then on."""
+        entries, self._entries = self._entries, []
+        return entries
 
     # -------------------------------------------------------------- writing
 
@@ -144,7 +157,7 @@ class Journal(DurableFile):
         if not self._append(record):
             return False
         self._forget(opened.id)
-        self._places[opened.id] = _Place(record)
+        self._places[opened.id] = _Place(self._size - len(record), len(record), record)
         self._live += len(record)
         return True
 
@@ -155,11 +168,12 @@ class Journal(DurableFile):
             return
         record = encode(_ENDED, ended)
         # Entered first: a file that is rewritten on the way has it.
-        place.ended, place.ended_at = record, ended.when
-        self._live += len(record)
+        self._enter_end(ended, place, record)
         if not is_kept:
             self._forget(ended.id)
         self._append(record)
+        place.opened = b""
+        self._expire()
 
     def _append(self, record: bytes) -> bool:
         try:
@@ -193,18 +207,39 @@ class Journal(DurableFile):
     def _forget(self, request_id: str) -> None:
         place = self._places.pop(request_id, None)
         if place is not None:
+            self._ended.pop(request_id, None)
             self._live -= place.size
+
+    def _enter_end(self, ended: Ended, place: _Place, record: bytes) -> None:
+        place.ended, place.ended_at = record, ended.when
+        self._ended[ended.id] = None
+        self._live += len(record)
 
     def _expire(self) -> None:
         oldest = self._wall() - KEEP_S
-        for name in [name for name, p in self._places.items() if p.ended and p.ended_at < oldest]:
+        while self._ended:
+            name = next(iter(self._ended))
+            if len(self._ended) <= MAX_KEPT and self._places[name].ended_at >= oldest:
+                return
             self._forget(name)
+
+    def _record(self, place: _Place) -> bytes:
+        """`opened` from the file, of a request that has ended; b"" when it is damaged there."""
+        record = os.pread(self._fd, place.length, place.at)
+        return record if is_sound(record) else b""
 
     def _rewrite(self) -> None:
         """What is still wanted into a new file. Raises `OSError`: then the old one is as it was."""
         self._expire()
         fresh = self.directory / FRESH
-        data = MAGIC + b"".join(place.opened + place.ended for place in self._places.values())
+        places: dict[str, int] = {}
+        pieces, size = [MAGIC], len(MAGIC)
+        for name, place in self._places.items():
+            if record := place.opened or self._record(place):
+                places[name] = size
+                pieces += record, place.ended
+                size += len(record) + len(place.ended)
+        data = b"".join(pieces)
         fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             write_all(fd, data, 0)
@@ -215,12 +250,16 @@ class Journal(DurableFile):
             fresh.unlink(missing_ok=True)
             raise
         self.close()
-        self._fd, self._size = fd, len(data)
+        self._fd, self._size = fd, size
+        for name in [name for name in self._places if name not in places]:
+            self._forget(name)
+        for name, at in places.items():
+            self._places[name].at = at
 
     # -------------------------------------------------------------- reading
 
     def _read(self) -> int:
-        """Fill `entries`; the bytes of the file that are sound."""
+        """Fill `_entries`; the bytes of the file that are sound."""
         try:
             raw = self.path.read_bytes()
         except FileNotFoundError:
@@ -232,18 +271,16 @@ class Journal(DurableFile):
             if isinstance(value, Opened):
                 self._forget(value.id)
                 found[value.id] = Entry(value, None)
-                self._places[value.id] = _Place(record)
+                self._places[value.id] = _Place(end - len(record), len(record), record)
                 self._live += len(record)
             elif value.id in found and not self._places[value.id].ended:
                 found[value.id] = Entry(found[value.id].opened, value)
-                place = self._places[value.id]
-                place.ended, place.ended_at = record, value.when
-                self._live += len(record)
+                self._enter_end(value, self._places[value.id], record)
                 if value.code == "ABANDONED":
                     self._forget(value.id)
                     del found[value.id]
         self._expire()
-        self.entries = [entry for name, entry in found.items() if name in self._places]
+        self._entries = [entry for name, entry in found.items() if name in self._places]
         if sound < len(raw):
             log.warning("%s: the last %d bytes are damaged and were dropped", self.path, len(raw) - sound)
         return sound
@@ -277,6 +314,15 @@ def parse(raw: bytes) -> Iterator[tuple[bytes, Opened | Ended, int]]:
             return
         yield raw[at:end], value, end
         at = end
+
+
+def is_sound(record: bytes) -> bool:
+    """Is it one whole record, with its checksum?"""
+    if len(record) < _RECORD.size:
+        return False
+    length, kind, check = _RECORD.unpack_from(record, 0)
+    payload = record[_RECORD.size :]
+    return len(payload) == length and _check(length, kind, payload) == check
 
 
 def _check(length: int, kind: int, payload: bytes) -> int:

@@ -60,9 +60,6 @@ class Sink(Protocol):
     def flush(self) -> None: ...
 
 
-_NONE_ASKED: deque[int] = deque(maxlen=0)
-
-
 class Sequence:
     """One line of tokens and the text made of it. Plain attributes: touched for every token."""
 
@@ -78,7 +75,7 @@ class Sequence:
         self, request: Request, index: int, prompt_index: int, choice: int, prompt: bytes,
         max_tokens: int, sampling: Sampling, stop_ids: tuple[int, ...],
     ) -> None:  # fmt: skip
-        self.request = request
+        self.request = request  # until its end: see `Request.end`
         self.index = index  # in the response's `choices`
         self.prompt_index = prompt_index
         self.choice = choice  # of its prompt: part of what the sampler draws from
@@ -121,11 +118,6 @@ class Sequence:
         if self.finish == "stop" and self.tokens and self.tokens[-1] in self.stop_ids:
             return len(self.tokens) - 1
         return len(self.tokens)
-
-    def compact(self) -> None:
-        """It is over and kept for a while: hundreds are, and a piece of text for each token is most of them."""
-        self.text = ["".join(self.text)]
-        self.asked = _NONE_ASKED
 
     def move(self, state: State) -> None:
         if self.is_over or (state is State.PENDING):
@@ -172,10 +164,15 @@ class Request:
         return self.id.removeprefix("req-")
 
     def end(self, outcome: Outcome) -> None:
-        """Raises `IllegalTransitionError` when it has ended already."""
+        """Raises `IllegalTransitionError` when it has ended already.
+
+        Its sequences have no `request` any more: what refers to each other would stay in memory until a collection.
+        """
         if self.outcome is not Outcome.OPEN or outcome is Outcome.OPEN:
             raise IllegalTransitionError(f"{self.id}: {self.outcome.value} -> {outcome.value}")
         self.outcome = outcome
+        for sequence in self.sequences:
+            del sequence.request
 
     @property
     def vocabulary(self) -> str:

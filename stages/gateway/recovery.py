@@ -2,7 +2,7 @@
 
     in flight     in the relay; its readers share a `Fan` once there is more than the first
     waiting       read from the journal; opened as soon as its model is described and the same
-    kept          ended a short time ago in this process: the record has every byte of the answer
+    kept          ended a short time ago in this process: `kept.py` has every byte of the answer
     dormant       ended a short time ago, according to the journal: generated again if somebody asks
 
 A client that goes away cancels its request, unless another reader is there.  A request that was recovered
@@ -25,6 +25,7 @@ from pipeline.messages import Described
 from shm.pages import NUMERICS
 from stages.gateway.instances import Instances
 from stages.gateway.journal import KEEP_S, Ended, Entry, Journal, Line, Opened
+from stages.gateway.kept import Kept
 from stages.gateway.record import Outcome, Request, Sequence, Sink, State
 from stages.gateway.relay import Relay
 from stages.gateway.responses import Line as Answer
@@ -34,8 +35,6 @@ log = logging.getLogger("starling.gateway.recovery")
 
 CLAIM_S = 60.0  # for a reader to take up a recovered request
 MAX_READERS = 8  # of one request
-MAX_KEPT = 256  # ended requests
-MAX_KEPT_TOKENS = 1 << 20  # of all of them; a logprob counts as a token
 
 
 class Recovery:
@@ -56,11 +55,10 @@ class Recovery:
         self._timeout_s = timeout_s  # of a request that is generated again on demand
         self._waiting: dict[str, tuple[Opened, Request]] = {}
         self._dormant: dict[str, Entry] = {}
-        self._kept: dict[str, tuple[Request, float]] = {}  # and until when; oldest first
-        self._kept_tokens = 0
+        self.kept = Kept(clock)
         self._unclaimed: dict[str, float] = {}  # recovered, without a reader: until when
         self._sync: asyncio.Future[None] | None = None
-        for entry in journal.entries if journal is not None else ():
+        for entry in journal.take_entries() if journal is not None else ():
             if entry.ended is not None:
                 self._dormant[entry.opened.id] = entry
             else:
@@ -93,24 +91,13 @@ class Recovery:
             code, message = (error.code, error.message) if error is not None else (code, "")
             self.journal.end(Ended(request.id, self._wall(), code, message), is_kept)
         if is_kept:
-            for sequence in request.sequences:
-                sequence.compact()
-            self._kept[request.id] = request, self._clock() + KEEP_S
-            self._kept_tokens += _weight(request)
-            while len(self._kept) > MAX_KEPT or self._kept_tokens > MAX_KEPT_TOKENS:
-                self._let_go(next(iter(self._kept)))
-
-    def _let_go(self, request_id: str) -> None:
-        request, _ = self._kept.pop(request_id)
-        self._kept_tokens -= _weight(request)
+            self.kept.put(request)
 
     # ---------------------------------------------------------------- readers
 
     def find(self, request_id: str, tenant: str) -> Request | None:
         """A request that can be read, of that tenant. One that is dormant is woken."""
-        request = self._relay.requests.get(request_id)
-        if request is None and request_id in self._kept:
-            request = self._kept[request_id][0]
+        request = self._relay.requests.get(request_id) or self.kept.find(request_id)
         if request is None and request_id in self._waiting:
             request = self._waiting[request_id][1]
         if request is not None:
@@ -118,7 +105,6 @@ class Recovery:
         entry = self._dormant.get(request_id)
         if entry is None or entry.opened.tenant != tenant or self._is_stale(entry):
             return None
-        del self._dormant[request_id]
         return self._wake(entry)
 
     def join(self, request: Request, sink: Sink) -> None:
@@ -151,6 +137,7 @@ class Recovery:
             self._unclaimed[request.id] = self._clock() + CLAIM_S
         else:
             self._relay.abandon(request)
+            request.sink = None
 
     # ---------------------------------------------------------------- time
 
@@ -178,8 +165,7 @@ class Recovery:
             if unclaimed is not None:
                 log.info("a recovered request was not taken up", extra={"id": request_id})
                 self._relay.abandon(unclaimed)
-        while self._kept and now >= next(iter(self._kept.values()))[1]:
-            self._let_go(next(iter(self._kept)))
+        self.kept.expire()
         if self._dormant:
             self._dormant = {name: entry for name, entry in self._dormant.items() if not self._is_stale(entry)}
         self._sync_journal()
@@ -229,12 +215,14 @@ class Recovery:
         return entry.ended is None or self._wall() - entry.ended.when > KEEP_S
 
     def _wake(self, entry: Entry) -> Request:
+        """An error is told again and again; an answer is generated once more, and kept."""
         opened, ended = entry
         if ended is not None and ended.code:
             request = self._request(opened)
             request.error = StarlingError(ended.code, ended.message)
             request.end(Outcome.FAILED)
             return request
+        del self._dormant[opened.id]
         opened.deadline = self._wall() + self._timeout_s
         if opened.ask.turn is not None:
             opened.ask.turn.number = 0  # it was kept when the request ended
@@ -307,11 +295,6 @@ class Watch:
         )
         if is_there and not self.over.done():
             self.over.set_result(None)
-
-
-def _weight(request: Request) -> int:
-    each = 1 + max((s.sampling.logprobs for s in request.sequences), default=0) + 1
-    return sum(s.n_prompt + len(s.tokens) * each for s in request.sequences)
 
 
 def sync_and_close(fd: int) -> None:

@@ -173,7 +173,8 @@ class Relay:
         streams = [
             self._show(sequence, wanted)
             for sequence in moved.values()
-            if sequence.shown < len(sequence.tokens) or sequence.finish
+            # A request can have failed with a later entry of the same frame: its decoders are forgotten.
+            if sequence.id in self.sequences and (sequence.shown < len(sequence.tokens) or sequence.finish)
         ]
         if streams:
             self._detokenize(frame.model, streams, wanted)
@@ -296,8 +297,6 @@ class Relay:
     def _detokenize(
         self, model: str, streams: list[StreamTokens], wanted: dict[str, tuple[int, ...]]
     ) -> None:
-        # A request can have failed with a later entry of the same frame: its decoders are forgotten.
-        streams = [stream for stream in streams if stream.sequence in self.sequences]
         number = self._next_id
         self._next_id += 1
         sent = self._send_tokenizer(Detokenize(str(number), model, streams))
@@ -323,7 +322,7 @@ class Relay:
         by_model: dict[str, list[Sequence]] = {}
         for sequence in sequences:
             self._unshown.pop(sequence.id, None)
-            if sequence.tokens or sequence.finish:
+            if sequence.id in self.sequences and (sequence.tokens or sequence.finish):
                 by_model.setdefault(sequence.request.instance, []).append(sequence)
         for model, group in by_model.items():
             wanted: dict[str, tuple[int, ...]] = {}
@@ -350,7 +349,7 @@ class Relay:
         """A Detokenize frame was refused (its model cannot be opened): who waits for it, fails."""
         self._wanted.pop(number, None)
         for sequence in list(self.sequences.values()):
-            if number in sequence.asked:
+            if number in sequence.asked and sequence.id in self.sequences:
                 self.fail(sequence.request, error)
 
     def on_text(self, frame: Detokenized) -> None:

@@ -35,9 +35,10 @@ def journal(directory: Path, max_bytes: int = 1 << 20, wall: Callable[[], float]
 def found(directory: Path, wall: Callable[[], float] = lambda: NOW) -> dict[str, Ended | None]:
     reader = journal(directory, wall=wall)
     reader.close()
-    for entry in reader.entries:
+    entries = reader.take_entries()
+    for entry in entries:
         assert entry.opened == opened(entry.opened.id, entry.opened.prompts[0])
-    return {entry.opened.id: entry.ended for entry in reader.entries}
+    return {entry.opened.id: entry.ended for entry in entries}
 
 
 Actions = st.lists(

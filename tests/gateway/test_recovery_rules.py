@@ -12,9 +12,9 @@ from pipeline.config import resolve
 from pipeline.lineup import initial
 from stages.gateway import generate
 from stages.gateway.instances import Instances
-from stages.gateway.journal import KEEP_S, Journal
+from stages.gateway.journal import KEEP_S, MAX_KEPT, Journal
 from stages.gateway.record import Outcome, Request, Sequence
-from stages.gateway.recovery import CLAIM_S, MAX_KEPT, Recovery, Watch
+from stages.gateway.recovery import CLAIM_S, Recovery, Watch
 from stages.gateway.relay import Relay
 from stages.gateway.takeup import Fan
 from tests.gateway.peers import MODEL
