@@ -180,7 +180,10 @@ class Journal(DurableFile):
             if self._size + len(record) > self.max_bytes:
                 self._expire()
                 # Rewriting what cannot shrink would be done again for every record.
-                if len(MAGIC) + self._live + len(record) > self.max_bytes * 3 // 4:
+                most = self.max_bytes * 3 // 4 - len(MAGIC) - len(record)
+                while self._live > most and self._ended:  # those in flight go first
+                    self._forget(next(iter(self._ended)))
+                if self._live > most:
                     return self._leave_out(f"{self._live} bytes of it are in use, the bound is {self.max_bytes}")
                 self._rewrite()
             if self._fd < 0:

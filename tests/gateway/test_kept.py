@@ -1,0 +1,328 @@
+"""What is kept for readers: within its bounds whatever comes, and the same bytes as when it ended."""
+
+from __future__ import annotations
+
+import gc
+import math
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import StarlingError
+from pipeline.messages import Logprob, Sampling
+from stages.gateway import chat, completions, generate
+from stages.gateway.ask import Ask
+from stages.gateway.journal import KEEP_S, MAX_KEPT, Ended, Journal, Opened, parse
+from stages.gateway.kept import ENTRY_BYTES, Kept, to_record
+from stages.gateway.record import Outcome, Request, Sequence, State
+from stages.gateway.recovery import Recovery
+from stages.gateway.relay import Relay
+from stages.gateway.sse import EventStream
+from stages.gateway.takeup import Fan, Mark, Place
+from tests.gateway.peers import EOS, Generator, make_tokenizer
+from tests.gateway.test_journal import found, journal, opened
+
+BYTES = {token: bytes([token]) for token in range(256)}
+SHAPES: dict[str, Callable[[Request, Any], Any]] = {
+    "generate": generate.GenerateShape, "chat": chat.ChatShape, "completions": completions.CompletionShape,
+}  # fmt: skip
+
+
+def ask_of(endpoint: str, n: int, logprobs: int) -> Ask:
+    body: dict[str, Any] = {"model": "m", "n": n, "stream": True, "stop": ["\n\n"], "seed": 2**64 - 1}
+    if endpoint == "chat":
+        more = {"messages": [{"role": "user", "content": "x" * 400}], "stream_options": {"include_usage": True}}
+        return chat.read({**body, **more, **({"logprobs": True, "top_logprobs": logprobs} if logprobs else {})})
+    body = {**body, "prompt": "x" * 400, **({"logprobs": logprobs} if logprobs else {})}
+    if endpoint == "completions":
+        return completions.read(body if logprobs else {**body, "echo": True})
+    return generate.read(body)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    """One that has ended, with tokens past its text, or in the middle of it by an error."""
+    endpoint = draw(st.sampled_from(sorted(SHAPES)))
+    n, top = draw(st.integers(1, 3)), draw(st.integers(0, 3))
+    request = Request(
+        f"req-{draw(st.integers(0, 40)):x}", ask_of(endpoint, n, top), "m", "mine", 1e9, created=5, fingerprint="fp",
+        started_at=1.5, client_id="mine", instance="m@1",
+    )  # fmt: skip
+    request.seed, request.tokenizer, request.response_cache = 2**64 - 1, "ab" * 32, "miss"
+    request.echoes = ["x" * 400]
+    error = StarlingError("TIMEOUT", "over", "p", status=418, retry_after_s=2.5) if draw(st.booleans()) else None
+    for choice in range(n):
+        sequence = Sequence(request, choice, 0, choice, b"1234" * 99, 900, Sampling(seed=7), (EOS,))
+        sequence.tokens = draw(st.lists(st.integers(32, 122), max_size=60))
+        values = st.floats(-50, 0) | st.just(-math.inf)
+        if top:
+            sequence.logprobs = [Logprob(draw(values), ((t, draw(values)), (65, -1.5))[:top]) for t in sequence.tokens]
+        sequence.end = draw(st.integers(0, len(sequence.tokens)))
+        text = bytes(sequence.tokens[: sequence.end]).decode()
+        cut = draw(st.integers(0, len(text)))
+        sequence.text, sequence.text_length = [text[:cut], text[cut:]], len(text)
+        sequence.used, sequence.cached_tokens, sequence.begun_at = sequence.end, 3, 2.25
+        is_over = error is None or draw(st.booleans())
+        if is_over:
+            sequence.finish, sequence.is_flushed = draw(st.sampled_from(["stop", "length"])), True
+            sequence.stop_string = "\n\n" if sequence.finish == "stop" else ""
+        sequence.move(State.FINISHED if is_over else State.FAILED)
+        request.sequences.append(sequence)
+    request.error = error
+    request.end(Outcome.FAILED if error is not None else Outcome.FINISHED)
+    return request
+
+
+class Wire:
+    """Takes what a stream writes."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+def told(request: Request, mark: Mark | None) -> bytes:
+    """What a reader gets that takes it up at `mark`."""
+    stream = EventStream(request, SHAPES[request.ask.endpoint](request, BYTES), lambda reason: None)
+    received = [place.tokens for place in mark.places] if mark is not None else []
+    wire = Wire()
+    stream.take_up(request, mark.places if mark is not None else (), received)
+    stream.attach(wire, is_chunked=False)  # type: ignore[arg-type]
+    if stream.begun.done() and stream.begun.exception() is not None:
+        return repr(stream.begun.exception()).encode()
+    return wire.data
+
+
+async def test_the_answer_is_the_same() -> None:
+    @settings(deadline=None, max_examples=150)
+    @given(requests(), st.data())
+    def check(request: Request, data: st.DataObject) -> None:
+        kept = Kept(lambda: 0.0)
+        assert kept.put(request)
+        found = kept.find(request.id)
+        assert found is not None
+        assert found is not request
+        marks: list[Mark | None] = [None]
+        places = tuple(
+            Place(data.draw(st.integers(0, s.end)), data.draw(st.sampled_from([0, 2, 3]) if s.finish else st.just(0)))
+            for s in request.sequences
+        )
+        marks.append(Mark(request.id, places))
+        for mark in marks:
+            assert told(found, mark) == told(request, mark)
+        shape = SHAPES[request.ask.endpoint]
+        assert shape(found, BYTES).whole() == shape(request, BYTES).whole()
+        for name in ("id", "tenant", "model", "instance", "outcome", "vocabulary", "first_token_at", "started_at",
+                     "prompt_tokens", "cached_tokens", "completion_tokens", "client_id", "response_cache"):  # fmt: skip
+            assert getattr(found, name) == getattr(request, name)
+        if request.error is not None and found.error is not None:
+            assert found.error.body() == request.error.body()
+            assert (found.error.status, found.error.headers()) == (418, {"Retry-After": "3"})
+        assert (found.error is None) == (request.error is None)
+
+    check()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(requests(), max_size=30), st.integers(1, 5000), st.integers(1, 8))
+def test_the_bounds_hold_and_the_oldest_go_first(several: list[Request], max_bytes: int, most: int) -> None:
+    kept = Kept(lambda: 0.0, max_bytes, most)
+    model: dict[str, int] = {}
+    for request in several:
+        size = len(to_record(request)) + ENTRY_BYTES
+        model.pop(request.id, None)
+        assert kept.put(request) == (size <= max_bytes)
+        if size <= max_bytes:
+            model[request.id] = size
+            while len(model) > most or sum(model.values()) > max_bytes:
+                del model[next(iter(model))]
+        assert kept.bytes == sum(model.values()) <= max_bytes
+        assert len(kept) == len(model) <= most
+        assert [name for name in (r.id for r in several) if kept.find(name) is None] == [
+            r.id for r in several if r.id not in model
+        ]
+
+
+def test_those_who_read_at_the_same_time_read_the_same_one() -> None:
+    now = [0.0]
+    kept = Kept(lambda: now[0])
+    request = Request("req-1", ask_of("generate", 1, 0), "m", "mine", 1e9)
+    request.end(Outcome.FINISHED)
+    kept.put(request)
+    first = kept.find("req-1")
+    assert first is kept.find("req-1")
+    now[0] = KEEP_S
+    kept.expire()
+    assert (kept.find("req-1"), len(kept), kept.bytes) == (None, 0, 0)
+
+
+class Life:
+    """Requests from their opening to whatever end, through journal, relay and recovery."""
+
+    def __init__(self, directory: Path) -> None:
+        self.now = 0.0
+        self.generator, self.tokenizer = Generator(), make_tokenizer()
+        self.journal = Journal(directory, 1 << 20, lambda: 1e9 + self.now)
+        self.relay = Relay(self._submit, self._decode, lambda: self.now, lambda request: self.recovery.ended(request))
+        self.recovery = Recovery(self.relay, self.journal, lambda: self.now, lambda: 1e9 + self.now, 300)
+        self._number = 0
+        self._answers: list[Any] = []
+
+    def _submit(self, frame: Any) -> bool:
+        self.generator.receive(frame)
+        return True
+
+    def _decode(self, frame: Any) -> bool:
+        answer = self.tokenizer.answer(frame)
+        if answer is not None:
+            self._answers.append(answer)
+        return True
+
+    def live(self, end: str) -> None:
+        """One more request."""
+        self._number += 1
+        request = Request(f"req-{self._number:x}", ask_of("generate", 2, 2), "bytes", "mine", self.now + 300)
+        for choice in range(2):
+            sampling = Sampling(seed=self._number, logprobs=2)
+            prompt = b"\1\0\0\0\2\0\0\0" * 50
+            request.sequences.append(Sequence(request, choice, 0, choice, prompt, 8, sampling, (EOS,)))
+        reader = EventStream(request, generate.GenerateShape(request, self.relay.token_bytes.setdefault("bytes", {})),
+                             lambda reason: None)  # fmt: skip
+        request.sink = reader
+        self.recovery.open(request, "ab" * 32)
+        self.step(1)
+        if end == "abandoned":
+            self.recovery.leave(request, reader)
+        elif end == "failed":
+            self.relay.fail(request, StarlingError("INFERENCE", "no"))
+        elif end == "taken over":
+            other = Fan()
+            self.recovery.join(request, other)
+            self.recovery.leave(request, reader)
+            self.step(20)
+            self.recovery.leave(request, other)
+        elif end == "decoder lost":
+            self.tokenizer = make_tokenizer()
+            self.relay.on_tokenizer_up()
+            self.step(20)
+        elif end == "scheduler lost":
+            self.generator = Generator()
+            self.relay.on_scheduler_up()
+            self.step(20)
+        self.step(20)
+        self.recovery.leave(request, reader)
+        assert request.outcome is not Outcome.OPEN
+
+    def step(self, tokens: int) -> None:
+        for _ in range(3):
+            self.generator.step(tokens)
+            box, self.generator.outbox = self.generator.outbox, []
+            for frame in box:
+                self.relay.on_tokens(frame)
+            answers, self._answers = self._answers, []
+            for frame in answers:
+                self.relay.on_text(frame)
+        self.generator.submitted.clear()
+        self.generator.cancelled.clear()
+        self.now += 0.01
+        self.relay.tick()
+
+
+ENDS = ("finished", "abandoned", "failed", "taken over", "decoder lost", "scheduler lost")
+
+
+async def test_thousands_of_requests_leave_nothing(tmp_path: Path) -> None:
+    """Not even for the collector, which comes late where most of what lives stands for ever."""
+    life = Life(tmp_path)
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        traced = []
+        for number in range(3000):
+            life.live(ENDS[number % len(ENDS)])
+            if number in (999, 2999):
+                traced.append(tracemalloc.get_traced_memory()[0])
+        kinds = Request | Sequence | EventStream
+        left = [type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, kinds)]
+        assert left == []
+        assert len(life.recovery.kept) == MAX_KEPT
+        assert traced[1] - traced[0] < 100_000, "bytes, after 2,000 requests more"
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+        life.journal.close()
+
+
+def test_the_journal_keeps_as_many_ended_requests_and_all_in_flight(tmp_path: Path) -> None:
+    """However fast they come: those in flight have their place, and a successor finds what is kept."""
+    target = journal(tmp_path, max_bytes=400_000)
+    assert target.open(opened("req-first"))
+    for number in range(3 * MAX_KEPT):
+        assert target.open(opened(f"req-{number}", b"12345678" * 10))
+        target.end(Ended(f"req-{number}", 1e9), is_kept=True)
+        assert target.path.stat().st_size <= 400_000
+    assert target.left_out == 0
+    target.close()
+    expected = {f"req-{number}" for number in range(2 * MAX_KEPT, 3 * MAX_KEPT)} | {"req-first"}
+    assert set(found(tmp_path)) == expected
+
+
+def test_ended_requests_make_room_for_those_in_flight(tmp_path: Path) -> None:
+    target = journal(tmp_path, max_bytes=20_000)
+    for number in range(50):
+        assert target.open(opened(f"req-{number}", b"12345678" * 100))
+        target.end(Ended(f"req-{number}", 1e9), is_kept=True)
+    names = [f"req-now-{number}" for number in range(8)]
+    assert all(target.open(opened(name, b"12345678" * 100)) for name in names)
+    assert target.left_out == 0
+    target.close()
+    assert set(found(tmp_path)) >= set(names)
+
+
+def test_what_is_damaged_in_the_file_is_not_taken_along(tmp_path: Path) -> None:
+    """Of ended requests; of one in flight the record is in memory, and whole again in the new file."""
+    target = journal(tmp_path, max_bytes=16_384)
+    for name in ("req-a", "req-b", "req-c"):
+        assert target.open(opened(name, name.encode() * 4))
+    target.end(Ended("req-a", 1e9), is_kept=True)
+    target.end(Ended("req-c", 1e9), is_kept=True)
+    raw = bytearray(target.path.read_bytes())
+    for _, value, end in list(parse(bytes(raw))):
+        if isinstance(value, Opened) and value.id in ("req-b", "req-c"):
+            raw[end - 5] ^= 1
+    with target.path.open("r+b") as file:
+        file.write(raw)
+    size = target.path.stat().st_size
+    while target.path.stat().st_size >= size:  # until it has been written anew
+        size = target.path.stat().st_size
+        assert target.open(opened("req-d"))
+        target.end(Ended("req-d", 1e9, "ABANDONED"), is_kept=False)
+    target.close()
+    assert found(tmp_path) == {"req-a": Ended("req-a", 1e9), "req-b": None}
+
+
+@pytest.mark.parametrize("code", ["", "TIMEOUT"])
+async def test_a_successor_tells_an_end_as_often_as_it_is_asked(tmp_path: Path, code: str) -> None:
+    life = Life(tmp_path)
+    life.live("failed" if code else "finished")
+    life.journal.close()
+    again = Life(tmp_path)
+    for _ in range(2):
+        request = again.recovery.find("req-1", "mine")
+        assert request is not None
+        assert request.outcome is (Outcome.FAILED if code else Outcome.OPEN)
+    again.journal.close()

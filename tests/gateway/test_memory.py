@@ -1,0 +1,53 @@
+"""The gateway's process after thousands of requests of every kind: as large as after the first hundreds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from pipeline import measure
+from tests.gateway.peers import MODEL
+from tests.gateway.server import Server
+
+PROMPT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 8
+SETTLED, MORE = 1000, 1500  # requests
+MOST_KB = 1500  # a request that stayed would be some KB
+
+
+def ask(server: Server, number: int) -> None:
+    """One of eight kinds."""
+    body = {"prompt": PROMPT, "max_tokens": 12, "seed": number, "logprobs": 3}
+    match number % 8:
+        case 0:
+            assert server.post("/v1/generate", body).status == 200
+        case 1:
+            server.stream("/v1/generate", {**body, "n": 2}).all()
+        case 2 | 3:  # the client goes away, and may come again
+            stream = server.stream("/v1/generate", {**body, "max_tokens": 60})
+            event = next(stream.events())
+            stream.close()
+            if number % 8 == 3:
+                answer = server.get(f"/v1/requests/{event.id.split(':')[0]}", {"Last-Event-ID": event.id})
+                assert answer.status in (200, 404)
+        case 4:
+            events = server.stream("/v1/generate", body).all()
+            assert server.get(f"/v1/requests/{events[0].id.split(':')[0]}").status == 200
+        case 5:
+            messages = [{"role": "user", "content": PROMPT}]
+            chat = {"model": MODEL, "messages": messages, "max_tokens": 9, "logprobs": True, "top_logprobs": 2}
+            server.stream("/v1/chat/completions", chat).all()
+        case 6:
+            assert server.post("/v1/generate", {**body, "max_tokens": "many"}).status == 400
+        case 7:
+            assert server.post("/v1/completions", {"model": MODEL, "prompt": PROMPT, "max_tokens": 3}).status == 200
+
+
+def test_memory_is_flat(make_server: Callable[..., Server]) -> None:
+    server = make_server()
+    server.wait_ready()
+    with ThreadPoolExecutor(4) as clients:
+        list(clients.map(lambda number: ask(server, number), range(SETTLED)))
+        before = measure.memory_bytes(server.process.pid)
+        list(clients.map(lambda number: ask(server, number), range(MORE)))
+    after = measure.memory_bytes(server.process.pid)
+    assert after - before < MOST_KB << 10
