@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pipeline import keeper, kinship, lineup, logs, paths, process, rundir, status
+from pipeline import keeper, kinship, lineup, logs, paths, process, rest, rundir, status
 from pipeline.config_schema import Config
 from pipeline.errors import ModelUnavailable
 from pipeline.keeper import Keeper
@@ -105,7 +105,7 @@ class Crew(Keeper):
         is_settled = all(member.has_given_up or (member.pid and member.kill_at == float("inf")) for member in members)
         if self._records < 0 or self.stop_wishes or not is_settled or not self._is_announced:
             return TICK_S
-        return min(REST_S, self._watchdog_s or REST_S)
+        return rest.until_beat(self._clock(), REST_S) if not self._watchdog_s else min(REST_S, self._watchdog_s)
 
     # -------------------------------------------------------------- what there should be
 

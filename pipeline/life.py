@@ -16,17 +16,16 @@ from typing import Any
 
 import zmq
 
-from pipeline import faultpoints, paths, process, rundir, telemetry
+from pipeline import faultpoints, paths, process, rest, rundir
 from pipeline.config_schema import Config
 from pipeline.edges import EDGES
 from pipeline.messages import Heartbeat
 from pipeline.status import StatusFile
 from pipeline.telemetry import Metrics
-from pipeline.wire import Hub, Link, process_epoch
+from pipeline.wire import LISTENS, Hub, Link, process_epoch
 
 TICK_S = 0.1
-QUIET_TICK_S = 0.4  # once nothing has moved for QUIET_AFTER_S; a wake-up costs more than what is done in it
-QUIET_AFTER_S = 2.0
+QUIET_AFTER_S = 2.0  # without a move; from then on it ticks on the beat of rest.py
 STALL_MS = 10_000  # away from the loop for longer without `allow`: the supervisor kills the stage
 
 
@@ -109,7 +108,7 @@ class StageLife:
         return Heartbeat(self.stage, process_epoch(), self.progress, self.busy, ready, reason, self.is_quiet)
 
     def tick(self) -> None:
-        """Every 100 ms, or 400 while it is quiet; also by a stage that is about to stay away."""
+        """Every 100 ms, more seldom while it is quiet; also by a stage that is about to stay away."""
         self._look_around()
         beat = self.beat()
         for endpoint in self.endpoints:
@@ -119,7 +118,7 @@ class StageLife:
             process.sd_notify("READY=1")
         self._tell_supervisor()
         self._status.write(beat)
-        self.metrics.interval_s = telemetry.QUIET_INTERVAL_S if self.is_quiet else telemetry.INTERVAL_S
+        self.metrics.is_quiet = self.is_quiet
         if self.metrics.is_due:
             for endpoint in self.endpoints:
                 edge = endpoint.edge.name
@@ -164,8 +163,12 @@ class StageLife:
 
     @property
     def tick_s(self) -> float:
-        """Until the next tick.  Quiet stages tick together, so that what they tell each other arrives together."""
-        return QUIET_TICK_S - self.clock() % QUIET_TICK_S if self.is_quiet else TICK_S
+        """From now until the next tick."""
+        if not self.is_quiet:
+            return TICK_S
+        is_listened_to = any(endpoint.edge.connector == LISTENS for endpoint in self.endpoints)
+        wait_s = rest.BEAT_S if is_listened_to or self._watchdog_s else rest.SELDOM_S
+        return rest.until_beat(self.clock(), wait_s)
 
     @contextmanager
     def allow(self, seconds: float) -> Iterator[None]:

@@ -133,6 +133,7 @@ class StageLoop(StageLife):
         if now >= self._next_tick:
             self._next_tick = now + TICK_S  # before: a tick may look at the clock again
             self.tick()
+            now = self.clock()
             self._next_tick = now + self.tick_s
         wait = max(0.0, min(timeout_s, self._next_tick - now))
         for fd, _ in self._poll.poll(wait * 1000):

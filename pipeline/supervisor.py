@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pipeline import keeper, kinship, listening, logs, process
+from pipeline import keeper, kinship, listening, logs, process, rest
 from pipeline.config_schema import Config
 from pipeline.errors import ConfigError, ResourceError, StarlingError
 from pipeline.keeper import Keeper
@@ -243,11 +243,13 @@ class Supervisor(Keeper):
         kill_at = float("inf")
         reason = ""
         asked = was_ready = False
+        below = kinship.Below(are_any=True, stopped=0)
         while True:
             tick_s = TICK_S
             if not (asked or reason):
-                rest_s = FAMILY_TICK_S if kinship.children(pid) else LONE_TICK_S
-                tick_s = max(TICK_S, min(rest_s, allowance_s / 4))
+                rest_s = FAMILY_TICK_S if below.are_any else LONE_TICK_S
+                rest_s = min(rest_s, allowance_s / 4)
+                tick_s = rest.until_beat(self._clock(), rest_s) if rest_s >= rest.BEAT_S else TICK_S
             ready = self.look(tick_s)
             if pidfd in ready:
                 return reason, was_ready
@@ -270,8 +272,8 @@ class Supervisor(Keeper):
                 reason = "did not finish in time and was killed"
             elif _is_stopped(pidfd):
                 reason = "was stopped and has been killed"
-            elif (below := kinship.stopped_descendant(pid)) != 0:
-                reason = f"was killed, for its process {below} was stopped"
+            elif (below := kinship.below(pid)).stopped:
+                reason = f"was killed, for its process {below.stopped} was stopped"
             elif now - heard > allowance_s:
                 reason = f"gave no sign for {now - heard:.1f} s and was killed"
             if reason:

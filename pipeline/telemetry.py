@@ -1,9 +1,10 @@
 """Metrics: one table of families, a stage's own numbers, and how they reach `/metrics`.
 
-A stage counts in plain dictionaries and, once a second (every 4 s at rest), places a snapshot
-(`ARENA_DIR/STAGE.metrics`, msgpack, on tmpfs) by rename; the gateway merges the snapshots of all stages with
-its own numbers when somebody asks (`exposition.py`).  So nothing waits for anything, a scrape sees the last
-second of a stage that has died, and a killed writer leaves the snapshot before it.
+A stage counts in plain dictionaries and, once a second, places a snapshot (`ARENA_DIR/STAGE.metrics`,
+msgpack, on tmpfs) by rename; the gateway merges the snapshots of all stages with its own numbers when
+somebody asks (`exposition.py`).  So nothing waits for anything, a scrape sees the last second of a stage
+that has died, and a killed writer leaves the snapshot before it.  At rest it is placed when a number has
+changed, and else every 20 s for what the process uses.
 
 Bounded: `MAX_SERIES` label sets for each family (more are folded into "other").
 """
@@ -23,7 +24,8 @@ import msgspec
 from shm.arena import process_ticks
 
 INTERVAL_S = 1.0
-QUIET_INTERVAL_S = 4.0  # of a stage in which nothing moves
+QUIET_INTERVAL_S = 4.0  # between two looks of a stage at rest whether a number has changed
+QUIET_MOST_S = 20.0  # its own memory, descriptors and CPU time are as old as this at most
 MAX_SERIES = 512
 OTHER = "other"
 
@@ -155,8 +157,9 @@ class Metrics:
         self.stage = stage
         self.path = directory / f"{stage}.metrics" if directory else None
         self._clock = clock
-        self.interval_s = INTERVAL_S
-        self._written = float("-inf")
+        self.is_quiet = False  # nothing moves: there is hardly news
+        self._looked = self._placed = float("-inf")
+        self._last = b""  # what has been placed
         self._ticks = process_ticks(os.getpid())
         self._series: dict[str, dict[tuple[str, ...], Series]] = {}
 
@@ -201,21 +204,31 @@ class Metrics:
             {name: list(series.values()) for name, series in self._series.items()},
         )
 
+    def _encoded(self) -> bytes:
+        return msgspec.msgpack.encode(self.snapshot())
+
     @property
     def is_due(self) -> bool:
         """Whether `write` would do anything."""
-        return self.path is not None and self._clock() >= self._written + self.interval_s
+        return self.path is not None and self._clock() >= self._looked + (
+            QUIET_INTERVAL_S if self.is_quiet else INTERVAL_S
+        )
 
     def write(self) -> None:
-        """Place the snapshot, at most once in `interval_s`. A full disk is ignored: the old one stays."""
+        """Place the snapshot, at most once a second. A full disk is ignored: the old one stays."""
         if self.path is None or not self.is_due:
             return
-        self._written = self._clock()
+        now = self._looked = self._clock()
+        if self.is_quiet and now < self._placed + QUIET_MOST_S and self._encoded() == self._last:
+            return
+        self._placed = now
         self._measure_process()
+        encoded = self._encoded()
         temporary = self.path.with_name(f".{self.path.name}.new")
         try:
-            temporary.write_bytes(msgspec.msgpack.encode(self.snapshot()))
+            temporary.write_bytes(encoded)
             os.replace(temporary, self.path)
+            self._last = encoded
         except OSError:
             pass
 

@@ -36,7 +36,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from pipeline import faultpoints, kinship, rundir
+from pipeline import faultpoints, kinship, rest, rundir
 from pipeline.edges import Edge
 from pipeline.errors import ConfigError
 from pipeline.messages import PROTOCOL_VERSION, Frame, Heartbeat, Hello, encode
@@ -49,7 +49,7 @@ STARVED = 8  # times as many for a peer that only waits for a core: giving it up
 # A server at rest should cost next to nothing.  Only the gateway tells who is ready, and it connects: all other
 # directions may be slower while nothing moves; a process's death is seen by its pidfd anyway.
 LISTENS = "gateway"
-QUIET_BEATS = 4  # intervals between two heartbeats of a quiet stage to who does not tell
+QUIET_BEATS = 4  # intervals between two heartbeats of a quiet stage to who does not tell; at least rest.SELDOM_S
 BATCH_FRAMES = 1024  # most frames of one `receive`, so that one edge cannot starve the others
 MAX_FRAME_BYTES = 64 << 20
 RECONNECT_MS = 20  # a successor is up within tens of ms; a failed ipc connect costs microseconds
@@ -119,6 +119,7 @@ class _Endpoint(abc.ABC):
         self.epoch = epoch or process_epoch()
         self._ticks = process_ticks(os.getpid())
         self._interval = heartbeat_ms / 1000
+        self._quiet_s = max(rest.SELDOM_S, QUIET_BEATS * self._interval)  # between two beats at rest
         self._clock = clock
         self._decoder = msgspec.msgpack.Decoder(receives)
         self._known: dict[bytes, _Peer] = {}
@@ -382,12 +383,13 @@ class _Endpoint(abc.ABC):
 
     def _tick(self, beat: Heartbeat) -> None:
         now = self._clock()
-        late = now - self._last_tick - self._interval
+        usual = max(self._interval, rest.SELDOM_S) if self._said.quiet else self._interval
+        late = now - self._last_tick - usual
         self._last_tick = now
         for key, peer in list(self._known.items()):
             if 0 < late < float("inf"):
                 peer.last_seen += late  # we did not run (stopped, starved): not the peer's silence
-            silence, limit = now - peer.last_seen, self._patience(peer) * self._interval
+            silence, limit = now - peer.last_seen, self._patience_s(peer)
             if silence > limit:
                 if self._option(zmq.EVENTS) & zmq.POLLIN:
                     self._call_again()  # unread frames: it may live yet
@@ -397,10 +399,10 @@ class _Endpoint(abc.ABC):
             self._last_sent = now
             self._beat(beat)
 
-    def _patience(self, peer: _Peer) -> int:
-        """Intervals without a frame after which it is given up."""
+    def _patience_s(self, peer: _Peer) -> float:
+        """How long without a frame until it is given up."""
         is_quiet = peer.last_beat is not None and peer.last_beat.quiet
-        return DEAD_AFTER_BEATS + (2 * QUIET_BEATS if is_quiet else 0)
+        return DEAD_AFTER_BEATS * self._interval + (1.25 * self._quiet_s if is_quiet else 0.0)
 
     def _is_starved(self, peer: _Peer) -> bool:
         return peer.pidfd >= 0 and peer.hello is not None and self.wants_to_run(peer.hello.pid)
@@ -410,7 +412,7 @@ class _Endpoint(abc.ABC):
         said, self._said = self._said, beat
         if not (beat.quiet and said.quiet) or self._is_waited_for() or beat.reason != said.reason:
             return True
-        return now - self._last_sent >= 0.9 * QUIET_BEATS * self._interval
+        return rest.has_turned(now, self._last_sent, self._quiet_s)
 
     @abc.abstractmethod
     def _is_waited_for(self) -> bool:

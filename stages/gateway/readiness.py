@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pipeline import rest
 from pipeline.messages import Heartbeat, ModelState
 
 STUCK_S = 0.6  # busy with the same progress for longer: not ready
 SILENT_S = 0.7  # no heartbeat for longer: not ready. The connection is given up later: that costs work
-QUIET_S = 0.25  # more, of a stage that has said that it rests: its ticks are rarer, and so are ours
-LOOK_S = 0.45  # between two looks at most, or we were away ourselves
+QUIET_S = 0.2  # more, of a stage that has said that it rests: its ticks are rarer, and so are ours
+LOOK_S = rest.BEAT_S + 0.1  # between two looks at most, or we were away ourselves
 SILENT_BEATS = 3  # heartbeats that may fail to come, where they are rare
 
 
@@ -44,7 +45,7 @@ class StageHealth:
         self._beat = None
 
     def beat(self, beat: Heartbeat | None) -> None:
-        """The last heartbeat heard; call at least every 400 ms."""
+        """The last heartbeat heard; call at least every `LOOK_S`."""
         now = self._clock()
         # Time in which we did not look (stopped, starved) is not the peer's silence.
         lost = max(0.0, now - self._looked_at - LOOK_S)

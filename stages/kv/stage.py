@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline import lineup, paths
+from pipeline import lineup, paths, rest
 from pipeline import messages as m
 from pipeline.config_schema import Config
 from pipeline.control_poll import PolledControl
@@ -83,7 +83,7 @@ class KvStage:
         self.gateways.on_down = self._gateway_down
         self.control = PolledControl(paths.run_dir(config), self.loop, self._operate)
         self.loop.on_tick.append(self._tick)
-        self._next_open = self._next_chores = self._next_push = self._next_prune = float("-inf")
+        self._next_open = self._next_chores = self._next_prune = self._pushed = float("-inf")
         self._stopping_since = float("inf")
 
     def run(self) -> int:
@@ -171,8 +171,8 @@ class KvStage:
             if now >= self._next_prune:
                 self._next_prune = now + PRUNE_S
                 prune([model.pages for model in self.models.values()], time.time())
+        more = False
         if now >= self._next_chores:
-            more = False
             for model in self.models.values():
                 model.pages.expire()
                 more |= model.pages.save_some()
@@ -181,6 +181,8 @@ class KvStage:
                 book.expire()
                 self._free_sessions(name)
             self._next_chores = now + (CHORES_S / 10 if more else CHORES_S)
+        if self.loop.is_quiet and not missing and not more:
+            return None  # ticks are often enough
         return max(0.0, min(self._next_chores, self._next_open if missing else self._next_chores) - now)
 
     def _wind_up(self, now: float) -> float:
@@ -411,10 +413,12 @@ class KvStage:
     def _tick(self) -> None:
         """`KvState` to each scheduler: when it has changed, and with every heartbeat. Metrics."""
         now = time.monotonic()
-        is_due = now >= self._next_push
+        heartbeat_s = self.config.server.heartbeat_ms / 1000
+        is_due = now - self._pushed >= 0.9 * heartbeat_s
+        if self.loop.is_quiet:
+            is_due = rest.has_turned(now, self._pushed, max(rest.SELDOM_S, QUIET_BEATS * heartbeat_s))
         if is_due:
-            beats = QUIET_BEATS if self.loop.is_quiet else 1
-            self._next_push = now + 0.9 * beats * self.config.server.heartbeat_ms / 1000
+            self._pushed = now
             pages = [model.pages for model in self.models.values()]
             measure(pages, self.loop.metrics, self._past, set(self.books))
         for model in self.models.values():

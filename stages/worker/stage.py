@@ -193,7 +193,7 @@ class WorkerStage:
         control = attachment.steps.control
         step = int(control[sh.DONE]) + 1
         base = attachment.ring
-        if not await_head(base, step, SPIN_NS):
+        if not await_head(base, step, 0 if self.loop.is_quiet else SPIN_NS):
             return False
         self.loop.busy = True
         if self.loop.is_quiet:

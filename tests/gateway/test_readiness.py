@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
+
+from pipeline import rest
 from pipeline.messages import Heartbeat
 from stages.gateway.readiness import STUCK_S, StageHealth
 
@@ -101,6 +104,23 @@ def test_both_are_known_within_a_second_of_the_last_sign() -> None:
         clock.now += 0.1
         health.beat(beat(2))
     assert clock.now - stood <= 1.0 + 1e-9
+
+
+def test_one_that_rests_beats_seldom_and_its_silence_is_known_within_a_second_too() -> None:
+    clock = Clock()
+    health = StageHealth("kv", clock, 0.25)
+    health.up()
+    for _ in range(20):
+        health.beat(msgspec.structs.replace(beat(1, busy=False), quiet=True))
+        clock.now += 1.5 * rest.BEAT_S  # late by half a beat
+        assert health.problem == ""
+    silent = msgspec.structs.replace(beat(1, busy=False), quiet=True)
+    health.beat(silent)
+    heard = clock.now
+    while not health.problem:
+        clock.now += rest.BEAT_S  # so seldom the gateway looks, too
+        assert clock.now - heard <= 1.0 + 1e-9
+        health.beat(silent)
 
 
 def test_the_time_in_which_nobody_looked_is_not_the_peers_silence() -> None:

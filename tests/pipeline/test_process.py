@@ -128,13 +128,14 @@ def test_a_stopped_grandchild_is_found() -> None:
         grandchild = int(child.stdout.readline())
         assert child.pid in kinship.children(os.getpid())
         assert kinship.children(child.pid) == [grandchild]
-        assert kinship.stopped_descendant(child.pid) == 0
+        assert kinship.below(child.pid) == (True, 0)
+        assert kinship.below(grandchild) == (False, 0)
         os.kill(grandchild, signal.SIGSTOP)
         # A signal is taken at the next return to user space: ask until the state says so.
         while (seen := kinship.look(grandchild)) is not None and seen.state != "T":
             pass
-        assert kinship.stopped_descendant(child.pid) == grandchild
-        assert kinship.stopped_descendant(os.getpid()) == grandchild
+        assert kinship.below(child.pid).stopped == grandchild
+        assert kinship.below(os.getpid()).stopped == grandchild
         child.stdin.close()
     assert kinship.look(grandchild) is None
     assert kinship.children(child.pid) == []

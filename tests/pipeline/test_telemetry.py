@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pipeline import exposition, paths
 from pipeline.config_schema import Config, ServerConfig
 from pipeline.loop import StageLoop
-from pipeline.telemetry import FAMILIES, INTERVAL_S, MAX_SERIES, OTHER, QUIET_INTERVAL_S, Metrics, Rate
+from pipeline.telemetry import FAMILIES, INTERVAL_S, MAX_SERIES, OTHER, QUIET_INTERVAL_S, QUIET_MOST_S, Metrics, Rate
 
 
 @pytest.fixture
@@ -190,19 +190,30 @@ def test_a_full_disk_keeps_the_snapshot_before(tmp_path: Path) -> None:
     assert (tmp_path / "kv.metrics").read_bytes() == before
 
 
-def test_a_stage_at_rest_places_its_numbers_more_seldom(tmp_path: Path) -> None:
+def test_a_stage_at_rest_places_its_numbers_when_one_has_changed(tmp_path: Path) -> None:
     now = 100.0
     metrics = Metrics("kv", tmp_path, clock=lambda: now)
-    metrics.write()
-    written = []
-    for interval_s in (QUIET_INTERVAL_S, INTERVAL_S):
-        metrics.interval_s = interval_s
-        begun = now
-        while not metrics.is_due:
+    files: list[tuple[float, int]] = []  # when, and which
+
+    def live(seconds: float) -> list[float]:
+        nonlocal now
+        begun, files[:] = now, []
+        while now < begun + seconds:
             now += 0.1
-        metrics.write()
-        written.append(now - begun)
-    assert written == pytest.approx([QUIET_INTERVAL_S, INTERVAL_S], abs=0.15)
+            metrics.write()
+            which = metrics.path.stat().st_ino if metrics.path is not None else 0
+            if not files or files[-1][1] != which:
+                files.append((now - begun, which))
+        return [when for when, _ in files[1:]]
+
+    metrics.write()
+    assert live(3.5) == pytest.approx([INTERVAL_S * i for i in range(1, 4)], abs=0.35)
+    metrics.is_quiet = True
+    assert len(live(2.2 * QUIET_MOST_S)) == 2, "what the process uses"
+    metrics.add("starling_kv_cache_evictions_total")
+    assert live(QUIET_MOST_S / 2)[0] <= QUIET_INTERVAL_S + 0.1
+    metrics.is_quiet = False
+    assert len(live(5.0)) in (4, 5)
 
 
 def test_a_rate_is_over_its_window() -> None:
