@@ -332,9 +332,11 @@ def show(report: Report) -> RenderableType:
             parts.append(_sessions(model))
         if model.disks:
             parts.append(_disks(model))
+    if not report.models:
+        parts.append("no model is loaded: no arena, no prefixes, no sessions")
     for problem in report.problems:
         parts.append(f"[red]{problem}[/red]")
-    if report.is_checked and not report.problems:
+    if report.is_checked and report.models and not report.problems:
         whose = "headers and books" if any(model.books for model in report.models) else "headers"
         parts.append(f"free + cached + leased == total by the {whose}, every checksum holds")
     return Group(*parts)

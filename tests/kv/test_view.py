@@ -63,6 +63,11 @@ def text(report: Report) -> str:
     return console.export_text()
 
 
+def test_that_nothing_is_loaded_is_said() -> None:
+    for is_checked in (False, True):
+        assert text(Report(is_checked, [])).strip() == "no model is loaded: no arena, no prefixes, no sessions"
+
+
 def test_shows_what_is_there(pages: ModelPages) -> None:
     manager, _ = save_all(pages)
     sessions = pages.sessions
