@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 EXIT_OK = 0
 EXIT_FATAL = 1  # an error that a restart may cure
+EXIT_USAGE = 2  # of a command: a name or an option that cannot be; click's own
 EXIT_CONFIG = 78  # EX_CONFIG: a restart cannot cure it; the supervisor gives up at once
 EXIT_ORPHANED = 70  # the parent is gone
 

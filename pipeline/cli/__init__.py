@@ -19,13 +19,12 @@ import click
 
 from pipeline import paths
 from pipeline.errors import ConfigError, ModelNotFound, ResourceError, StarlingError
-from pipeline.process import EXIT_CONFIG, EXIT_FATAL
+from pipeline.process import EXIT_CONFIG, EXIT_FATAL, EXIT_USAGE
 
 # Before any import of numpy, wherever it is: its BLAS would start threads, which no process needs, and a
 # supervisor that has threads cannot fork its stage.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-EXIT_USAGE = 2  # click's own
 EXIT_INTERRUPTED = 130
 
 COMMANDS = {

@@ -21,7 +21,7 @@ from pipeline import control, paths
 from pipeline.cli.seconds import Seconds
 from pipeline.config import load as load_config
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError, StarlingError
-from pipeline.process import EXIT_CONFIG, EXIT_FATAL
+from pipeline.process import EXIT_CONFIG, EXIT_FATAL, EXIT_USAGE
 from pipeline.status import read_all
 
 LOAD_TIMEOUT_S = 600.0
@@ -32,8 +32,8 @@ SPARE_S = 15.0  # beyond the time, for the gateway to say that it is over
 
 CODES = (
     "Exit codes: 0 done; 1 it could not be done (a version that served goes on serving), or no gateway answers; "
-    "78 there is no memory for it, or its file is not what it must be. The reason is on stderr, with --json in "
-    "`error` too."
+    "2 there is no such model; 78 there is no memory for it, or its file is not what it must be. The reason is on "
+    "stderr, with --json in `error` too."
 )
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="How it ended, as JSON.")
@@ -81,7 +81,7 @@ def load(model: str, path: str, kv_cache_mb: int | None, timeout: float, as_json
 
 @click.command(
     epilog="Exit codes: 0 unloaded, everything had finished; 1 some requests were ended (their clients got an error "
-    "that says so), the model is not loaded, or no gateway answers."
+    "that says so), or no gateway answers; 2 there is no such model."
 )
 @click.argument("model")
 @_timeout(UNLOAD_TIMEOUT_S, "For streams to finish; then they are ended.")
@@ -119,6 +119,8 @@ def _run(op: str, model: str, timeout_s: float, as_json: bool, wait: bool = Fals
         if as_json:
             click.echo(_json({"ok": False, "op": op, "model": model, "error": error.body()["error"]}))
         click.echo(f"starling: {error.message}", err=True)
+        if error.code == "MODEL_NOT_FOUND":
+            return EXIT_USAGE  # a name that was given
         is_ours = isinstance(error, ConfigError | ResourceError) or error.code in _TO_BE_CHANGED
         return EXIT_CONFIG if is_ours else EXIT_FATAL
     done = state["change"]

@@ -269,6 +269,8 @@ class Loader:
             if state is not None and state.digest and not self._digest_of(new):
                 self._instances.pin(new.id, state.digest)
             failure = lineup.read_failure(run_dir, new.stage)
+            if failure is not None and failure.code == "CONFIG":
+                raise InvalidRequest(failure.message, "path")  # its file, which whoever asks for it can change
             if failure is not None:
                 raise StarlingError(failure.code, failure.message, failure.param)
             refused = service.refused.get(new.id)

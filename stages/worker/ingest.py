@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.errors import ModelUnavailable, ResourceError
+from pipeline.errors import ConfigError, ResourceError
 from shm.checkpoint import CheckpointWriter, Hyper, Index, TokenizerData
 from stages.worker.gguf_file import GgufError, GgufFile, TensorInfo
 from stages.worker.layout import pack
@@ -31,13 +31,13 @@ _ROPE = ("rope.cos_lo", "rope.sin_lo", "rope.cos_hi", "rope.sin_hi")
 def ingest(source: Path, index_path: Path, digest: str, progress: Progress = lambda phase, done, total: None) -> Index:
     """Write `index_path` and its `.bin` from the GGUF `source`, whose SHA-256 is `digest` (hex).
 
-    Raises `ModelUnavailable` when the file cannot be used, `ResourceError` when there is no room for the
+    Raises `ConfigError` when the file cannot be used, `ResourceError` when there is no room for the
     checkpoint; nothing is left behind then.
     """
     try:
         return _ingest(source, index_path, digest, progress)
     except GgufError as error:
-        raise ModelUnavailable(str(error), param="model") from None
+        raise ConfigError(str(error), param="model") from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -240,7 +240,7 @@ def test_what_cannot_be_loaded_leaves_the_old_one_serving(server: Server, files:
     text = tmp_path / "text.gguf"
     text.write_text("no model at all")
     with Traffic(server, 2) as traffic:
-        for path, code in ((files.broken, 1), (text, 78), (tmp_path / "none.gguf", 78)):
+        for path, code in ((files.broken, 78), (text, 78), (tmp_path / "none.gguf", 78)):
             answer = json.loads(starling(server, "reload", "tiny", "--path", str(path), "--json", code=code))
             assert answer["ok"] is False
             assert answer["error"]["message"]
@@ -255,6 +255,8 @@ def test_what_cannot_be_loaded_leaves_the_old_one_serving(server: Server, files:
             with pytest.raises(StarlingError) as raised:
                 reload(server, None, op, name)
             assert raised.value.code == error
+        for op in ("reload", "unload", "load"):
+            assert "'nobody'" in json.loads(starling(server, op, "nobody", "--json", code=2))["error"]["message"]
     assert traffic.faults == []
     assert tokens(server) == expected
     assert server.request("GET", "/ready")[0] == 200

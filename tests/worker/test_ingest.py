@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
-from pipeline.errors import ModelUnavailable, ResourceError
+from pipeline.errors import ConfigError, ResourceError
 from shm.checkpoint import Checkpoint, bin_path
 from stages.worker.gguf_file import GgufFile
 from stages.worker.ingest import ingest
@@ -178,7 +178,7 @@ BAD = {
 def test_bad_files_are_refused_with_the_reason(what: str, tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     edit, message = BAD[what]
     bad = edited(tiny_gguf("grouped", "Q4_1"), tmp_path / "bad.gguf", edit)
-    with pytest.raises(ModelUnavailable) as caught:
+    with pytest.raises(ConfigError) as caught:
         ingest(bad, tmp_path / "bad.idx", DIGEST)
     assert message in str(caught.value)
     assert "bad.gguf" in str(caught.value)
@@ -191,7 +191,7 @@ def test_any_cut_is_noticed(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[
     bad = tmp_path / "cut.gguf"
     for size in (0, 1, 23, 24, *rng.integers(25, len(raw) - 64, 60).tolist()):
         bad.write_bytes(raw[:size])
-        with pytest.raises(ModelUnavailable):
+        with pytest.raises(ConfigError):
             ingest(bad, tmp_path / "cut.idx", DIGEST)
 
 
