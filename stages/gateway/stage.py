@@ -22,6 +22,7 @@ from pipeline.aio import Endpoints
 from pipeline.config import Config
 from pipeline.control import Control
 from pipeline.errors import ConfigError, Conflict, InvalidRequest, Overloaded, StarlingError
+from pipeline.heap import Heap
 from pipeline.wire import Link
 from stages.gateway.admin import MAX_TIMEOUT_S, Admin
 from stages.gateway.connections import Connections
@@ -91,7 +92,7 @@ class GatewayStage:
         self.scheduler.on_down = self.service.on_scheduler_down
         self.kv.on_up = self.service.on_kv_up
         self.kv.on_down = self.service.on_kv_down
-        self.endpoints.on_tick.append(self._tick)
+        self.endpoints.on_tick += [self._tick, Heap(self.endpoints.clock).tick]
         self.admin = Admin(self.service, paths.arena_dir(config) / "gateway.drains", self.loader)
         self.control = Control(paths.run_dir(config), "gateway", self._operate)
         self.port = 0  # that it listens on

@@ -22,6 +22,7 @@ from pipeline import messages as m
 from pipeline.config_schema import Config
 from pipeline.control_poll import PolledControl
 from pipeline.errors import Conflict, InvalidRequest
+from pipeline.heap import Heap
 from pipeline.lineup import Instance
 from pipeline.loop import StageLoop
 from pipeline.wire import QUIET_BEATS
@@ -82,7 +83,7 @@ class KvStage:
         self.gateways = self.loop.bind("gateway-kv", self._on_gateway)
         self.gateways.on_down = self._gateway_down
         self.control = PolledControl(paths.run_dir(config), self.loop, self._operate)
-        self.loop.on_tick.append(self._tick)
+        self.loop.on_tick += [self._tick, Heap(self.loop.clock).tick]
         self._next_open = self._next_chores = self._next_prune = self._pushed = float("-inf")
         self._stopping_since = float("inf")
 

@@ -19,6 +19,7 @@ from pipeline import lineup, paths
 from pipeline import messages as m
 from pipeline.config import Config
 from pipeline.errors import InternalError, ModelNotFound, ModelUnavailable, StarlingError
+from pipeline.heap import Heap
 from pipeline.loop import StageLoop
 from shm.checkpoint import CheckpointError, load_index
 from stages.tokenizer.service import TokenizerModel, TokenizerService
@@ -74,7 +75,7 @@ class TokenizerStage:
         self.loop.add_fd(self._wake, self._on_done)
         self._thread = threading.Thread(target=self._encode_long, name="encode", daemon=True)
         self._spent = 0.0  # CPU time of the thread, s
-        self.loop.on_tick.append(self._notice_work)
+        self.loop.on_tick += [self._notice_work, Heap(self.loop.clock).tick]
         self.follower = lineup.Follower(config)
         self._opening: dict[Path, threading.Thread] = {}  # checkpoints of versions that are being loaded
         self._refused: dict[Path, StarlingError] = {}
@@ -194,6 +195,7 @@ class TokenizerStage:
             reply = None if peer in self._gone else self.service.answer(frame)
             self._done.put((peer, reply))
             os.eventfd_write(self._wake, 1)
+            del job, frame, reply  # until the next one comes, perhaps in hours, they would stay
 
     def _notice_work(self) -> None:
         """A text that takes seconds is one call into the library: its CPU time is what shows progress."""
