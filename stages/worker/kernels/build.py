@@ -41,6 +41,8 @@ ENTRIES = (
     Entry("embed", c.EMBED_ROW, 5, lambda kv_type: matmul.embed_row),
 )
 PHASES = forward.PHASES
+# Kernels spell out their vectors and unrolled loops: what LLVM does beyond this takes a tenth of the time for nothing.
+COMPILER = {"NUMBA_OPT": "2", "NUMBA_LOOP_VECTORIZE": "0"}
 
 
 def _marker(entry: Entry, kv_type: str) -> Any:
@@ -67,7 +69,7 @@ class _Compiler:
         self._words = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", "stages.worker.kernels.build", kv_type, str(os.getpid())],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, text=True, env=COMPILER | os.environ,
         )  # fmt: skip
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self.answers = self._process.stdin, self._process.stdout
