@@ -29,7 +29,7 @@ from pipeline.process import die_with_parent
 from tools.bench.http_sides import STOP_S, free_port, http_get
 
 LOAD_S = 300.0
-FLASH_ATTENTION = "on"  # 1 to 14 % faster than "off" in every line of the table, AVX-512 build, 2 cores
+FLASH_ATTENTION = "on"  # up to 14 % faster than "off" (once 1 % slower), AVX-512 build, 2 cores
 
 
 class PeerMissing(RuntimeError):
