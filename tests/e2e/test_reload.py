@@ -329,7 +329,8 @@ def test_load_and_unload(server: Server, files: Files) -> None:
 
     # Over its time the rest is ended, and told so.
     reload(server, files.b, "load", "two", kv_cache_mb=16)
-    stream = Stream(server, model="two")
+    # So many steps that they are not over before the command has begun: none of them is guessed.
+    stream = Stream(server, model="two", n=16, temperature=2.0, logprobs=1)
     assert stream.begun.wait(TIMEOUT_S)
     starling(server, "unload", "two", "--timeout", "0", code=1)
     stream.join(TIMEOUT_S)
