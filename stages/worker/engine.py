@@ -29,6 +29,7 @@ from stages.worker.kernels import build, turns
 from stages.worker.model import Arenas, Model, RankTable
 
 FOLLOW_NS = 60_000_000_000  # in jitted code without a turn
+NO_LIMIT_NS = 3_600_000_000_000
 _COLUMNS = {
     "seed": sh.SEED, "choice": sh.CHOICE, "output_start": sh.OUTPUT_START, "top_k": sh.TOP_K,
     "logprobs": sh.LOGPROBS, "min_tokens": sh.MIN_TOKENS, "ignore_eos": sh.IGNORE_EOS,
@@ -139,6 +140,26 @@ class Engine:
             raise RuntimeError("the group was given up")
         words.store(self.steps.control, sh.DONE, self._step)
         return int(refused)
+
+    def follow(self, steps: Sequence[Sequence[tuple[int, int, int, int]]]) -> list[list[int]]:
+        """Publish steps, fewer than there are slots, and compute one after the other as a worker does: the sampled
+        tokens of each. Raises `RuntimeError` when entries are refused."""
+        first = self._step + 1
+        for entries in steps:
+            self.publish(entries)
+        self._turn += 2
+        refused = self._take_turns(
+            self.tables[0].address, self._control, self._turn, first, self.steps.timing.ctypes.data, NO_LIMIT_NS,
+            self.steps.control.ctypes.data,
+        )  # fmt: skip
+        done = words.load(self.steps.control, sh.DONE)
+        self._turn += 2 * (done - first)
+        if refused or done != self._step:
+            raise RuntimeError(f"step {done}: {refused} entries were refused, or the group was given up")
+        return [
+            [int(t) for t in self.steps.out_token[(first + i) % sh.SLOTS, : sum(samples for *_, samples in entries)]]
+            for i, entries in enumerate(steps)
+        ]
 
     def run(self, entries: Sequence[tuple[int, int, int, int]]) -> list[int]:
         """Publish and compute; the sampled tokens."""

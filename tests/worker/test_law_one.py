@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shm.steps import DONE, SLOTS, WAKE_AT
 from stages.worker.engine import Engine
 from stages.worker.kernels import features
 from tests.worker.conftest import Ingested, TinyGguf
@@ -131,6 +132,26 @@ def test_a_repeated_step_writes_the_same(index: Path, tmp_path: Path) -> None:
             before = engine.logits(0).tobytes(), engine.outputs(1), engine.steps.tokens[0].tobytes()
             engine.compute()
             assert (engine.logits(0).tobytes(), engine.outputs(1), engine.steps.tokens[0].tobytes()) == before
+
+
+def test_steps_that_follow_each_other_equal_single_ones(index: Path, tmp_path: Path) -> None:
+    with engine_for(index, tmp_path) as engine:
+        engine.write_row(0, prompt(0), **SAMPLING)
+        fill(engine, 0, 512)
+        steps = [[(0, PROMPT + i, 1, 1)] for i in range(2 * SLOTS)]
+        singles = [engine.run(step) for step in steps]
+        tokens, logits = engine.steps.tokens[0].tobytes(), engine.logits(0).tobytes()
+        engine.steps.tokens[0, PROMPT + 1 :] = 0
+        followed = []
+        for begin, end in ((0, 1), (1, 8), (8, 8 + SLOTS - 1), (8 + SLOTS - 1, 2 * SLOTS)):
+            followed += engine.follow(steps[begin:end])
+        assert followed == singles
+        assert (engine.steps.tokens[0].tobytes(), engine.logits(0).tobytes()) == (tokens, logits)
+        # It stops where the scheduler wants to hear of it, and goes on from there.
+        done = int(engine.steps.control[DONE])
+        engine.steps.control[WAKE_AT] = done + 2
+        with pytest.raises(RuntimeError, match=f"step {done + 2}: 0 entries"):
+            engine.follow(steps[:4])
 
 
 def test_verification_samples_equal_single_steps(index: Path, tmp_path: Path) -> None:
