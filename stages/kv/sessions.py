@@ -96,7 +96,8 @@ class Sessions:
     ) -> Session:
         """A turn of `holder` begins. Raises `NotFound`, `Conflict`, `Overloaded`, `ResourceError`.
 
-        `resume`: the turn that `holder` may have begun before; -1: whichever it is.
+        `resume`: the turn that `holder` may have begun before, which is not begun again if it is over; -1: whichever
+        it is.
         """
         session = self._held.get((tenant, session_id)) if session_id else None
         if session is not None and self._is_over(session, self._clock()):
@@ -106,6 +107,8 @@ class Sessions:
             if not create:
                 raise self._unknown(session_id)
             session = self._create(tenant, session_id, ttl_s, salt)
+        if resume > 0 and resume != session.turn:
+            return session  # that turn is over, and whoever held it has not heard so: nothing is under way
         if session.holder and not (session.holder == holder and resume in (-1, session.turn)):
             raise Conflict(f"session {session.id!r} has a turn under way; wait for it", param="session_id")
         session.holder = holder
