@@ -1,6 +1,6 @@
 """The protocol of steps and leases as a small machine, to be searched whole (breadth first).
 
-Two sequences, two pages, one worker group, a ring of two steps.  Anything may die at any moment.  What is
+Two sequences, two pages, one worker group, a ring of seven steps.  Anything may die at any moment.  What is
 modelled is who may write which page when, and who believes what; tokens are left out.
 
     scheduler   up or down; for each sequence the pages it holds; the unacknowledged steps; whether a
@@ -27,7 +27,7 @@ RULES = frozenset({"ack", "ready", "declare", "fence"})
 SEQUENCES = (0, 1)
 PAGES = (0, 1)
 FREE = -1
-MAX_STEPS = 2
+MAX_STEPS = 7
 MAX_DEATHS = 3
 
 DOWN, READY, ATTACHED, IN_STEP = "down", "ready", "attached", "in step"

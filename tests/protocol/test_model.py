@@ -8,7 +8,7 @@ from tests.protocol.model import RULES, search
 def test_no_reachable_state_breaks_an_invariant() -> None:
     seen, way = search()
     assert not way, way
-    assert seen > 5_000, "the machine hardly moves"
+    assert seen > 100_000, "the machine hardly moves"
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
