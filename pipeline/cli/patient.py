@@ -2,6 +2,7 @@
 
 honcho's own loop looks ten times a second whether one of its processes has ended, though all that they do comes
 to it as an event: a sixth of what a whole server at rest uses.  Only once something has ended it counts time.
+It also fails when nobody reads its output any more; the server goes on without being read.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import multiprocessing
 from multiprocessing.queues import Queue
 from typing import Any
 
-from honcho import command, manager
+from honcho import command, manager, printer
+
+from pipeline.cli.unread import silence
 
 
 class Events(Queue):
@@ -30,8 +33,17 @@ class Manager(manager.Manager):
         self.events = Events(ctx=multiprocessing.get_context())
 
 
+class Printer(printer.Printer):
+    def write(self, message: printer.Message) -> None:
+        try:
+            super().write(message)
+        except OSError:
+            silence(self.output)
+
+
 def main() -> None:
     command.Manager = Manager
+    command.Printer = Printer
     command.main()
 
 

@@ -11,6 +11,7 @@ import http.client
 import os
 import shutil
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from pipeline import leftovers, paths, room, rundir, status
 from pipeline.cli.foreman import Foreman
 from pipeline.cli.prepare import prepare_all
 from pipeline.cli.stage import STAGES
+from pipeline.cli.unread import silence
 from pipeline.config import load
 from pipeline.config_schema import Config
 from pipeline.errors import ConfigError, ResourceError
@@ -137,12 +139,19 @@ class _Watcher:
         waiting = [f"{record.stage} ({record.reason or 'starting'})" for record in records if not record.ready]
         # Asked only when nothing else is missing: the gateway logs every request.
         if records and not waiting and _answers_ready(self._config):
-            click.echo(banner(self._config, took))
+            _say(banner(self._config, took))
             return True
         if took > PATIENCE_S and waiting and waiting != self._said:
             self._said = waiting
-            click.echo("waiting for " + ", ".join(waiting))
+            _say("waiting for " + ", ".join(waiting))
         return False
+
+
+def _say(text: str) -> None:
+    try:
+        click.echo(text)
+    except OSError:
+        silence(sys.stdout)
 
 
 def _answers_ready(config: Config) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import queue
+import re
 import signal
 import subprocess
 import sys
@@ -103,3 +105,44 @@ def test_killed_outright_and_started_again(tmp_path: Path, config: dict[str, obj
         assert again.post("/v1/generate", prompt=[1, 2, 3], max_tokens=1)["choices"]
         assert again.stop(signal.SIGTERM) == 0
     assert again.leftovers() == []
+
+
+class Unread(Up):
+    """Whoever reads its output goes away with the first line that holds `last`."""
+
+    last = ""
+
+    def _read(self, process: subprocess.Popen[str], into: queue.SimpleQueue[str | None]) -> None:
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                into.put(line)
+                if self.last in line:
+                    break
+        into.put(None)
+
+    def is_ready(self) -> bool:
+        try:
+            return self.request("GET", "/ready")[0] == 200
+        except OSError:  # it does not listen yet
+            return False
+
+
+@pytest.mark.parametrize("last", ["started (pid=", "Starling is ready"])
+def test_it_serves_on_when_nobody_reads_its_output(tmp_path: Path, config: dict[str, object], last: str) -> None:
+    server = Unread(tmp_path, config)
+    server.last = last
+    server.start()
+    try:
+        server.wait_for(re.escape(last))
+        assert server.process is not None
+        while not server.is_ready():
+            assert server.process.poll() is None
+        for _ in range(3):  # each of them is logged
+            assert server.post("/v1/generate", prompt=[1, 2, 3], max_tokens=5)["choices"]
+        pids = server.pids()
+        assert server.stop(signal.SIGTERM) == 0
+        assert all(wait_gone(pid) for pid in pids)
+        assert server.leftovers() == []
+    finally:
+        server.stop(signal.SIGKILL)
