@@ -162,11 +162,7 @@ class KvStage:
             return self._wind_up(now)
         if self.follower.look():
             self._follow()
-        missing = [model for model in self.models.values() if model.manager is None]
-        if missing and now >= self._next_open:
-            self._next_open = now + RETRY_S
-            for model in missing:
-                self._open(model)
+        missing = self._open_missing(now)
         if not missing:
             self._look_ready()
             if now >= self._next_prune:
@@ -185,6 +181,15 @@ class KvStage:
         if self.loop.is_quiet and not missing and not more:
             return None  # ticks are often enough
         return max(0.0, min(self._next_chores, self._next_open if missing else self._next_chores) - now)
+
+    def _open_missing(self, now: float) -> list[Attached]:
+        """Open, now and then, what is not open. Returns what was not."""
+        missing = [model for model in self.models.values() if model.manager is None]
+        if missing and now >= self._next_open:
+            self._next_open = now + RETRY_S
+            for model in missing:
+                self._open(model)
+        return missing
 
     def _wind_up(self, now: float) -> float:
         """Stopping: if the scheduler goes on, we only make way for a successor, and the arena stays.
@@ -366,6 +371,8 @@ class KvStage:
         self.loop.progress += 1
         if self.follower.look():  # it knows best who serves
             self._follow()
+        # After a start a gateway that has waited is heard before the first round.
+        self._open_missing(time.monotonic())
         name = getattr(frame, "model", "")
         book = self.books.get(name)
         version = self._version(name, getattr(frame, "instance", ""))

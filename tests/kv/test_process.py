@@ -12,7 +12,8 @@ import pytest
 
 from pipeline import messages as m
 from stages.kv.page_file import PageFile
-from tests.kv.process import PAGE_TOKENS, Gateway, KvProcess, Scheduler, configure, write_model
+from stages.kv.stage import KvStage
+from tests.kv.process import PAGE_TOKENS, Gateway, KvProcess, Scheduler, configure, load_config, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -314,3 +315,31 @@ def test_sessions_over_the_socket(home: Path) -> None:
             assert isinstance(gone, m.SessionRefused)
             assert gone.code == "NOT_FOUND"
     gateway.link.close()
+
+
+def test_the_first_frame_finds_its_sessions(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read before the stage has had a round of its own, as after a start while a gateway waits."""
+    write_model(home)
+    monkeypatch.setenv("STARLING_HOME", str(home))
+    gateway = Gateway(home)
+    stage = KvStage(load_config(home))
+    try:
+        while gateway.link.peer is None:
+            gateway.turn()
+            stage.loop.poll(0)
+        gateway.link.send(m.SessionBegin(1, "tiny", "t", create=True))
+        answers: list[m.Frame] = []
+        while not answers:
+            stage.loop.poll(0)
+            answers = gateway.turn()
+        assert isinstance(answers[0], m.SessionHeld)
+        gateway.link.send(m.SessionBegin(2, "other", "t", create=True))
+        while len(answers) < 2:
+            stage.loop.poll(0)
+            answers += gateway.turn()
+        assert isinstance(answers[1], m.SessionRefused)
+        assert answers[1].code == "MODEL_UNAVAILABLE"
+    finally:
+        stage.loop.quit(0)
+        assert stage.run() == 0
+        gateway.link.close()
