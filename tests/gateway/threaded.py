@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 import queue
 import select
@@ -16,7 +17,7 @@ from pipeline.edges import EDGES
 from pipeline.wire import Hub
 
 
-class Threaded(threading.Thread):
+class Threaded(threading.Thread, abc.ABC):
     """`begin`, `hubs` and `turn` run in the thread; so does what is given to `do`, between two turns."""
 
     def __init__(self, config: Config, pause_s: float) -> None:
@@ -29,14 +30,14 @@ class Threaded(threading.Thread):
         self._is_over = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
 
-    def begin(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def begin(self) -> None: ...
 
-    def hubs(self) -> list[Hub]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def hubs(self) -> list[Hub]: ...
 
-    def turn(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def turn(self) -> None: ...
 
     def do(self, function: Callable[[], Any]) -> Any:
         done: queue.SimpleQueue[Any] = queue.SimpleQueue()
