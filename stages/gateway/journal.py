@@ -74,6 +74,7 @@ class Opened(msgspec.Struct, array_like=True):
     echoes: list[str]
     lines: list[Line]
     instance: str = ""  # the version of the model that it was begun on
+    tokenizer: str = ""  # digest of its tokenizer: a reader may come before the tokenizer has told it again
 
 
 class Ended(msgspec.Struct, array_like=True):

@@ -248,6 +248,7 @@ class Recovery:
             request.seed, request.created, request.fingerprint,
             self._wall() + request.deadline - self._clock(),
             request.priority, request.client_id, list(prompts), request.echoes, lines, request.instance,
+            request.tokenizer,
         )  # fmt: skip
 
     def _request(self, opened: Opened) -> Request:
@@ -257,7 +258,7 @@ class Recovery:
             priority=opened.priority, created=opened.created, fingerprint=opened.fingerprint,
             started_at=now, client_id=opened.client_id, instance=opened.instance,
         )  # fmt: skip
-        request.seed = opened.seed
+        request.seed, request.tokenizer = opened.seed, opened.tokenizer
         request.echoes = opened.echoes
         request.is_recovered = True
         request.sink = Fan()

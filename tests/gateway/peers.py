@@ -43,8 +43,9 @@ class JoiningTemplate:
 
 def make_tokenizer() -> TokenizerService:
     described = m.Described(
-        "", MODEL, "ab" * 32, VOCAB_SIZE, CONTEXT, (EOS,), True, "bytes", 258, 1_700_000_000
-    )
+        "", MODEL, "ab" * 32, VOCAB_SIZE, CONTEXT, (EOS,), True, "bytes", 258, 1_700_000_000,
+        tokenizer="cd" * 32,
+    )  # fmt: skip
 
     def load(name: str) -> TokenizerModel:
         if name != MODEL:

@@ -18,10 +18,12 @@ GENERATE = {"prompt": "again", "max_tokens": 60, "seed": 7, "n": 2, "logprobs": 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 60, "seed": 3,
         "ignore_eos": True, "stop": ["suchen"], "stream_options": {"include_usage": True}}  # fmt: skip
 COMPLETION = {"model": MODEL, "prompt": ["a", "bc"], "max_tokens": 40, "seed": 5, "echo": True}
+TOLD = {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2}
 COUNTED = {"model": MODEL, "prompt": "abc", "max_tokens": 40, "seed": 5, "logprobs": 2, "ignore_eos": True}
 CASES = [
     ("/v1/generate", GENERATE),
     ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", TOLD),
     ("/v1/completions", COMPLETION),
     ("/v1/completions", COUNTED),
 ]
@@ -48,7 +50,7 @@ def joined(events: list[Event]) -> str:
         choice["tokens"] += piece.get("tokens", [])
         logprobs = piece.get("logprobs")
         if isinstance(logprobs, dict):
-            logprobs = list(zip(*(logprobs[key] for key in sorted(logprobs))))
+            logprobs = logprobs.get("content") or list(zip(*(logprobs[key] for key in sorted(logprobs))))
         choice["logprobs"] += logprobs or []
         choice["other"] += [(k, piece[k]) for k in ("finish_reason", "stop_string") if piece.get(k)]
         choice["other"] += [("role", piece["delta"]["role"])] if "role" in piece.get("delta", {}) else []
