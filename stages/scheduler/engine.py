@@ -579,6 +579,10 @@ class Engine:
             message = "the worker died or stood still each time it computed this request"
             self.roster.fail(culprit, "INFERENCE", message)
         self._suspects = any(retry.is_suspect(s) for s in self.roster.held)
+        self.halt(now)
+
+    def halt(self, now: float) -> None:
+        """Nothing more is published, nothing given back; the worker may still be in a step."""
         if self.is_attached:
             self.detached_since = now
         self.is_attached = False

@@ -95,8 +95,7 @@ class Host:
         hello = self._hello
         if hello is not None and process_ticks(hello.pid) == hello.start_ticks:
             self._fence_at = now + self._patience.lost(now, any(is_stopped(pid) for pid, _ in self._pids))
-            # Nothing more is published, nothing given back: it may be in a step.
-            self.engine.is_attached = False
+            self.engine.halt(now)
             return
         self.kill(now, "its worker has ended")
 
@@ -105,7 +104,7 @@ class Host:
         if self._fence is not None:
             return
         self._strikes = strikes
-        self.engine.is_attached = False
+        self.engine.halt(now)
         self._ready = None
         self._fence_at = math.inf
         self.reason = why
@@ -220,7 +219,7 @@ class Host:
         attached = self.engine.is_attached
         if self.engine.kv_ready(frame) and attached:
             # Its pages are others now: the worker must not write by the old tables.
-            self.engine.is_attached = False
+            self.engine.halt(now)
             self._to_worker(self.peer, m.Detach(self._generation))
         self._look(now)
 

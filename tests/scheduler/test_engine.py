@@ -456,7 +456,7 @@ def test_other_contents_of_the_kv_arena_begin_everything_anew():
     world.kv.fresh()
     world.kv.generation += 1
     assert world.engine.kv_ready(world.kv.ready())
-    world.engine.is_attached = False
+    world.engine.halt(world.now)
     while world.work():  # in the old arena, which it still has mapped
         pass
     world.pages.states[:] = -1

@@ -1,0 +1,109 @@
+"""What becomes of the requests while a worker group dies, and its successor takes its time."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.messages import Attach, Frame, Hello, KvReady, WorkerReady
+from shm.arena import process_ticks
+from stages.scheduler.door import UNAVAILABLE_S
+from stages.scheduler.engine import Settings
+from stages.scheduler.host import Host
+
+from .peers import VOCAB, submission
+
+DIGEST = "ab" * 32
+GATEWAY = b"gateway"
+LATE = 10 * UNAVAILABLE_S  # the scheduler has run for long when it happens
+
+
+class Group:
+    """A process that stands for a worker group: it can be killed, and is waited for."""
+
+    def __init__(self, epoch: int) -> None:
+        self.process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+        pid = self.process.pid
+        self.hello = Hello("worker:m", epoch, pid, process_ticks(pid))
+        self.ready = WorkerReady("m", DIGEST, epoch, 1, ((pid, self.hello.start_ticks),), VOCAB, 400)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def groups() -> Iterator[list[Group]]:
+    made = [Group(1), Group(2)]
+    yield made
+    for group in made:
+        group.end()
+
+
+@pytest.fixture
+def sent() -> list[Frame]:
+    return []
+
+
+@pytest.fixture
+def host(tmp_path: Path, sent: list[Frame]) -> Iterator[Host]:
+    def to_worker(_: bytes, frame: Frame) -> bool:
+        sent.append(frame)
+        return True
+
+    made = Host(
+        Settings("m", 4), tmp_path / "m.steps", 16, 0, 10.0, 0.0, lambda _: 1.0, to_worker, lambda _: True
+    )
+    yield made
+    made.close()
+
+
+def attach(host: Host, group: Group, now: float) -> None:
+    host.worker_ready(b"w", group.hello, group.ready, now)
+    if host.kv is None:
+        host.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), now)
+    assert host.engine.is_ready
+
+
+def test_a_worker_that_dies_late_has_its_time_to_come_back(
+    host: Host, groups: list[Group], sent: list[Frame]
+) -> None:
+    first, second = groups
+    attach(host, first, 0.0)
+    host.engine.door.submit(GATEWAY, submission("s", [1, 2, 3], 8), LATE)
+    first.end()
+    host.worker_down(LATE)
+    host.tick(LATE + 0.5 * UNAVAILABLE_S)
+    assert "s" in host.engine.roster.live
+    assert not host.engine.roster.rejected
+    host.engine.door.submit(GATEWAY, submission("t", [1, 2, 3], 8), LATE + 0.5 * UNAVAILABLE_S)
+    assert set(host.engine.roster.live) == {"s", "t"}
+    attach(host, second, LATE + 0.6 * UNAVAILABLE_S)
+    assert sum(isinstance(frame, Attach) for frame in sent) == 2
+
+
+def test_a_worker_that_is_silent_has_its_time_to_come_back(host: Host, groups: list[Group]) -> None:
+    group = groups[0]
+    attach(host, group, 0.0)
+    host.engine.door.submit(GATEWAY, submission("s", [1, 2, 3], 8), LATE)
+    host.worker_down(LATE)  # it lives
+    host.tick(LATE + 0.1)
+    assert "s" in host.engine.roster.live
+    host.tick(LATE + 2.0)  # its patience is over, and it is killed
+    assert group.process.wait() == -9
+    host.tick(LATE + 0.5 * UNAVAILABLE_S)
+    assert "s" in host.engine.roster.live
+
+
+def test_without_a_worker_for_long_what_waits_is_refused(host: Host, groups: list[Group]) -> None:
+    attach(host, groups[0], 0.0)
+    host.engine.door.submit(GATEWAY, submission("s", [1, 2, 3], 8), LATE)
+    groups[0].end()
+    host.worker_down(LATE)
+    host.tick(LATE + 1.1 * UNAVAILABLE_S)
+    assert [(rejected.sequence, rejected.code) for _, rejected in host.engine.roster.rejected] == [
+        ("s", "MODEL_UNAVAILABLE")
+    ]
