@@ -7,6 +7,9 @@ position p looks at p + 1 of them.  `fixed` is reading the weights once, and the
 estimate steers only how much of a prompt goes into a step, never what is computed: no output
 depends on it.
 
+What a server does in a second has more in it than steps: words between processes, and the steps of other models
+on the same cores.  `pace` is the time from one step's end to the next one's, as a multiple of the cost.
+
 The three coefficients are tracked by a Kalman filter as a slow random walk; outliers (a step during
 which somebody else had the cores) are clipped, and coefficients stay positive.
 """
@@ -18,6 +21,8 @@ UNIT_POSITIONS = 1000.0  # the third unknown is the cost of that many: all three
 START = (1e6, 1e4, 1e4)  # variances (us^2) of what is not known yet, and the most they may become
 DRIFT = (500.0, 1.0, 1.0)  # us^2 by which the coefficients may wander in a step
 NOISE = 0.05  # of one measurement, as a part of the prediction
+KEEP = 0.99  # of what is known of the pace, at each look
+SLOWEST = 20.0  # a look at it counts for no more: a worker that starts compiles, or waits for the disk
 
 
 class CostModel:
@@ -29,6 +34,17 @@ class CostModel:
         self.position_us = position_us
         # Covariance, upper triangle: fixed, token, 1000 positions.
         self._p = (START[0], 0.0, 0.0, START[1], 0.0, START[2])
+        self._predicted_s = self._passed_s = 0.0  # of late
+
+    @property
+    def pace(self) -> float:
+        """At least 1.0."""
+        return max(1.0, self._passed_s / self._predicted_s) if self._predicted_s else 1.0
+
+    def passed(self, predicted_s: float, took_s: float) -> None:
+        """Steps that should have taken `predicted_s` have followed each other in `took_s`."""
+        self._predicted_s = KEEP * self._predicted_s + predicted_s
+        self._passed_s = KEEP * self._passed_s + min(took_s, SLOWEST * predicted_s)
 
     def predict(self, tokens: int, positions: int) -> float:
         """Of one step, us."""

@@ -58,6 +58,8 @@ class Door:
             message = f"model {frame.model} has no worker that is ready"
             return Refusal("MODEL_UNAVAILABLE", message, "model", 5.0)
         tenant = self._engine.queues.tenant(frame.tenant)
+        if self._engine.queues.is_full(tenant):
+            self._engine.take_up(now)  # who has come since the last turn waits for nothing if there are places
         try:
             out = self._engine.queues.room(tenant)
         except QueueFullError as error:
@@ -68,10 +70,10 @@ class Door:
             message = f"queue of {frame.model} is full and most of it is yours"
             self._engine.roster.reject(out, Refusal("OVERLOADED", message, "", wait))
         if frame.deadline_ms > 0 and self._engine.stats.steps > 32:
-            wait = self.wait_s(tenant)
-            if wait * 1000 > frame.deadline_ms:
-                message = f"{wait:.0f} s of work wait before it, the request's time is {frame.deadline_ms} ms"
-                return Refusal("OVERLOADED", message, "", wait)
+            backlog_s = self.backlog_s(tenant)
+            if backlog_s * 1000 > frame.deadline_ms:
+                message = f"{backlog_s:.1f} s of work wait before it, the request's time is {frame.deadline_ms} ms"
+                return Refusal("OVERLOADED", message, "", self.wait_s(tenant))
         return None
 
     def cancel(self, frame: Cancel) -> None:
@@ -82,10 +84,14 @@ class Door:
             return
         if frame.at >= 0:
             sequence.valid_end = sequence.prompt_len + frame.at
-        self._engine.roster.finish(sequence, "cancelled")
+        self._engine.roster.finish(sequence, "stop" if frame.at >= 0 else "cancelled")
 
     def wait_s(self, tenant: Tenant) -> float:
-        """How long until what `tenant` has waiting now is through, by measured cost and by its share."""
+        """When to come again: what `tenant` has waiting now is through then. Whole seconds, at least 1."""
+        return max(1.0, math.ceil(self.backlog_s(tenant)))
+
+    def backlog_s(self, tenant: Tenant) -> float:
+        """How long until what `tenant` has waiting now is through, by measured cost and pace and by its share."""
         n = self._engine.settings.max_batch_size
         output_us = (self._engine.cost.fixed_us + n * self._engine.cost.token_us) / n * self._engine.stats.mean_output
 
@@ -99,4 +105,4 @@ class Door:
         )
         share = tenant.weight / (sum(t.weight for t in active if t is not tenant) + tenant.weight)
         own = work_us(tenant) / share + output_us * n / 2
-        return max(1.0, math.ceil(min(everything, own) * 1e-6))
+        return min(everything, own) * 1e-6 * self._engine.cost.pace

@@ -247,13 +247,17 @@ class Engine:
         if not self.unacknowledged or self.ring is None:
             return
         done = self.ring.done
+        began, predicted_s = self._began, 0.0
         while self.unacknowledged and self.unacknowledged[0].number <= done:
             step, known = self.unacknowledged.popleft(), self.stats.generated
+            predicted_s += step.expected_s
             self._complete(step, self.ring)
             self.drafts.stepped(step.entries, self.stats.generated - known, now)
             self._began = now
             self._is_late, self._is_holding = self._is_holding, False
             self.lead_s = max(LEAD_S, 0.99 * self.lead_s)
+        if predicted_s:
+            self.cost.passed(predicted_s, now - began)
 
     def waits_for_end(self, now: float) -> float:
         """Seconds until the step under way is near enough its end to publish the one after it.
@@ -413,7 +417,7 @@ class Engine:
         timeout = self.settings.batch_timeout_s
         if not timeout or self.roster.held or not self.queues.depth:
             return 0.0
-        if self.queues.depth >= self.settings.max_batch_size:
+        if self.queues.depth >= min(self.settings.max_batch_size, self.queues.max_depth, self.queues.max_tenant_depth):
             return 0.0
         return max(0.0, min(s.arrived for s in self.queues) + timeout - now)
 

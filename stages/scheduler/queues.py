@@ -79,6 +79,10 @@ class Queues:
             tenant.served = max(tenant.served, self._floor() - QUANTUM * tenant.inverse)
         return tenant
 
+    def is_full(self, tenant: Tenant) -> bool:
+        """One more of `tenant` needs room to be made."""
+        return self.depth >= self.max_depth or tenant.waiting >= self.max_tenant_depth
+
     def room(self, tenant: Tenant) -> Sequence | None:
         """Make room for one more of `tenant`: the sequence to put out for it, if any.
 

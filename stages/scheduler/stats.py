@@ -61,7 +61,8 @@ class Stats:
 
     def ended(self, finish: str, outputs: int) -> None:
         self.finished[finish] = self.finished.get(finish, 0) + 1
-        if finish in ("stop", "length"):
+        # Of an answer that was cut off it is known that it would have been longer.
+        if finish in ("stop", "length") or outputs > self.mean_output:
             self.mean_output += 0.05 * (outputs - self.mean_output)
 
     def merge(self, other: Stats) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.messages import Cancel, Denied
 from stages.scheduler.cost import CostModel
-from stages.scheduler.engine import FAR, LEAD_S
+from stages.scheduler.engine import FAR, LEAD_S, PREFETCH
 from stages.scheduler.sequence import State
 
 from .peers import reference, submission
@@ -290,29 +290,29 @@ def test_a_context_is_filled_to_its_last_position():
 
 def test_a_full_queue_answers_with_the_time_to_wait():
     world = World(max_queue_depth=3, batch=1)
-    for i in range(4):
+    for i in range(7):  # one computes, two stand by, three wait
         world.submit(submission(f"s{i}", [1, 2], 100))
     rejected = world.engine.roster.rejected[-1][1]
     assert rejected.code == "OVERLOADED"
     assert rejected.retry_after_s >= 1
-    world.submit(submission("other", [1], 5, tenant="quiet"))
-    assert len(world.engine.roster.rejected) == 2, "a tenant with nothing waiting pushes the newest out"
-    assert world.engine.roster.rejected[-1][1].sequence == "s2"
+    for name in ("one", "another"):  # which is taken up at once
+        world.submit(submission(name, [1], 5, tenant="quiet"))
+    assert [frame.sequence for _, frame in world.engine.roster.rejected] == ["s6", "s5"], "the newest makes room"
 
 
 def test_a_tenant_that_fills_its_own_queue_takes_no_place_of_others():
     world = World(max_queue_depth=100, max_tenant_depth=3, batch=1)
-    for i in range(5):
+    for i in range(8):  # one computes, two stand by, three wait
         world.submit(submission(f"s{i}", [1, 2], 100))
     rejected = [frame for _, frame in world.engine.roster.rejected]
-    assert [frame.sequence for frame in rejected] == ["s3", "s4"]
+    assert [frame.sequence for frame in rejected] == ["s6", "s7"]
     assert rejected[0].code == "OVERLOADED" and "at most 3" in rejected[0].message
     assert rejected[0].retry_after_s >= 1
     for i in range(3):
         world.submit(submission(f"q{i}", [1], 5, tenant="quiet"))
     assert len(world.engine.roster.rejected) == 2
     world.settle()
-    assert sorted(world.ends.values()) == ["length"] * 6 + ["rejected"] * 2
+    assert sorted(world.ends.values()) == ["length"] * 9 + ["rejected"] * 2
     world.submit(submission("later", [1], 5))
     world.settle()
     assert world.ends["later"] == "length", "there is room again"
@@ -323,7 +323,7 @@ def test_the_time_to_wait_follows_the_backlog():
     for depth in (10, 100, 1000):
         world = World(max_queue_depth=5000, max_tenant_depth=depth, batch=4, context=400)
         world.engine.cost = CostModel(20_000.0, 100.0, 0.001)
-        for i in range(depth + 1):
+        for i in range(world.settings.max_batch_size + PREFETCH + depth + 1):
             world.submit(submission(f"s{i}", [1, 2] * 20, 100))
         waits.append(world.engine.roster.rejected[0][1].retry_after_s)
     assert waits[0] < waits[1] < waits[2]

@@ -1,0 +1,105 @@
+"""Who is refused at the door: only whom a bound or the clock gives no chance."""
+
+from __future__ import annotations
+
+import pytest
+
+from stages.scheduler.cost import CostModel
+from stages.scheduler.door import Door
+from stages.scheduler.engine import PREFETCH
+
+from .peers import submission
+from .world import GATEWAY, World
+
+
+def learned(world: World, steps: int = 40) -> None:
+    """So many steps have run, so that what waits can be told in seconds."""
+    world.submit(submission("first", [1, 2, 3], steps))
+    world.settle()
+    assert world.engine.stats.steps > 32
+    world.collect()
+
+
+@pytest.mark.parametrize("deadline_ms", [1, 200, 999, 1000])
+def test_an_idle_model_refuses_nobody_for_a_short_time(deadline_ms: int) -> None:
+    world = World()
+    learned(world)
+    world.submit(submission("short", [1, 2, 3], 4, deadline_ms=deadline_ms))
+    assert "short" in world.engine.roster.live
+    world.settle()
+    world.check_all()
+
+
+def test_who_would_wait_beyond_its_time_is_refused_with_the_time_to_come_back() -> None:
+    world = World(max_queue_depth=1000)
+    learned(world)
+    world.engine.cost = CostModel(4000.0, 1.0, 0.001)  # a second for about 1000 tokens of 4 at once
+    for i in range(100):
+        world.submit(submission(f"s{i}", [1, 2, 3], 50))
+    wait_s = world.engine.door.backlog_s(world.engine.queues.tenant("t"))
+    assert wait_s > 2.0
+    world.submit(submission("patient", [1, 2, 3], 50, deadline_ms=round(1000 * wait_s) + 10))
+    world.submit(submission("hasty", [1, 2, 3], 50, deadline_ms=round(900 * wait_s)))
+    assert "patient" in world.engine.roster.live
+    (owner, refused), = world.engine.roster.rejected
+    assert (owner, refused.sequence, refused.code) == (GATEWAY, "hasty", "OVERLOADED")
+    assert wait_s <= refused.retry_after_s <= wait_s + 1.0
+
+
+@pytest.mark.parametrize("company_s", [0.0, 0.5])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_who_arrives_together_at_an_idle_model_waits_for_no_place(depth: int, company_s: float) -> None:
+    batch = 4
+    world = World(batch=batch, max_queue_depth=depth, batch_timeout_s=company_s)
+    fit = batch + PREFETCH + depth
+    for i in range(fit + 3):  # before the engine has a turn
+        world.submit(submission(f"s{i}", [i + 1, 2, 3], 20))
+    assert [rejected.sequence for _, rejected in world.engine.roster.rejected] == [f"s{fit + i}" for i in range(3)]
+    assert world.engine.queues.depth == depth
+    world.settle()
+    world.check_all()
+    assert list(world.ends.values()).count("length") == fit
+
+
+def test_steps_that_follow_each_other_slowly_count_as_they_are() -> None:
+    """What lies between two steps (other models' steps, everything that is no computing) is part of the wait."""
+
+    def backlog_s(pause_s: float) -> float:
+        world = World(max_queue_depth=1000)
+        world.engine.cost = CostModel(1000.0, 1.0, 0.001)
+        world.submit(submission("s", [1, 2, 3], 300))
+        while world.engine.is_busy:
+            world.turn()
+            world.talk_to_kv()
+            while world.work():
+                world.now += 0.001 + pause_s
+                world.turn()
+            world.collect()
+        for i in range(100):
+            world.submit(submission(f"s{i}", [1, 2, 3], 50))
+        return world.engine.door.backlog_s(world.engine.queues.tenant("t"))
+
+    assert backlog_s(0.004) > 3 * backlog_s(0.0)
+
+
+def test_answers_that_their_time_cut_off_count_with_what_they_had() -> None:
+    world = World(batch=4)
+    for round_ in range(12):
+        for i in range(4):
+            world.submit(submission(f"s{round_}.{i}", [i + 1, 2, 3], 390, deadline_ms=1000))
+        while any(s.outputs < 100 for s in world.engine.roster.live.values()):
+            world.turn()
+            world.talk_to_kv()
+            world.work()
+        world.advance(1.5)
+        world.settle()
+    assert set(world.ends.values()) == {"timeout"}
+    assert world.engine.stats.mean_output > 90
+
+
+def test_the_door_tells_whole_seconds_of_at_least_one() -> None:
+    world = World()
+    door: Door = world.engine.door
+    tenant = world.engine.queues.tenant("t")
+    assert door.backlog_s(tenant) < 1.0
+    assert door.wait_s(tenant) == 1.0
