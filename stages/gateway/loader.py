@@ -15,6 +15,7 @@ import asyncio
 import logging
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -144,8 +145,10 @@ class Loader:
 
     def _settings(self, name: str, path: str, kv_cache_mb: int = 0) -> ModelConfig:
         """What a version of the model is loaded with. Raises `StarlingError`."""
-        if path and not os.path.isabs(path):
-            raise InvalidRequest(f"path is {path!r}; it is the absolute path of a file of the server's machine", "path")
+        if path and not _is_path(path):
+            raise InvalidRequest(
+                f"path is {path[:200]!r}; it is the absolute path of a file of the server's machine, in UTF-8", "path"
+            )
         try:
             settings = self._instances.settings(name)
         except ModelNotFound:
@@ -153,19 +156,26 @@ class Loader:
                 raise
             if reason := check_name(name):
                 raise InvalidRequest(f"the name {name[:140]!r} cannot be used: {reason}", "target") from None
-            slug = name.replace("/", "--")
-            if any(one.settings.slug == slug for one in self._instances.all):
-                raise InvalidRequest(f"the name {name!r} is too much like one that is taken", "target") from None
             settings = ModelConfig(name=name)
+        self._check_slug(settings)
         if path:
             settings = msgspec.structs.replace(settings, path=os.path.normpath(path), sha256="")
-        elif "://" in settings.path or not settings.path:
-            # Under another name than its own its file could not be found.
+        else:
+            # As the configuration spells it (a URL, `~`, nothing) only registry.py finds it, by the model's name.
             settings = msgspec.structs.replace(settings, path=str(registry.gguf_path(settings, paths.models_dir())))
         if kv_cache_mb:
             settings = msgspec.structs.replace(settings, kv_cache_mb=kv_cache_mb)
         _check_file(settings)
         return settings
+
+    def _check_slug(self, settings: ModelConfig) -> None:
+        """Raises `InvalidRequest` when a model of another name would have the same files: sessions, cached pages."""
+        for one in self._instances.all:
+            if one.settings.slug == settings.slug and one.name != settings.name:
+                raise InvalidRequest(
+                    f"the name {settings.name!r} is too much like {one.name!r}, which is loaded: their files would be "
+                    f"the same; use another name, or unload that one", "target",
+                )  # fmt: skip
 
     # ---------------------------------------------------------------- doing
 
@@ -207,6 +217,7 @@ class Loader:
             if is_there != (op == "reload"):
                 what = "loaded" if is_there else "unloaded"
                 raise Conflict(f"model {settings.name!r} was {what} meanwhile", "target")
+            self._check_slug(settings)
             await self._wait_for_room(change, settings, until)
             new = self._instances.begin(settings, change, op, until)
             log.info("loading", extra={"instance": new.id, "path": settings.path})
@@ -360,16 +371,31 @@ def _fields(outcome: Outcome) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _is_path(path: str) -> bool:
+    """Absolute, and of characters that a file's name and the record can have."""
+    try:
+        return os.path.isabs(path) and b"\0" not in path.encode()
+    except UnicodeEncodeError:
+        return False
+
+
 def _check_file(settings: ModelConfig) -> None:
+    """Raises `InvalidRequest` for what is no GGUF file at the first look, and waits for nobody: all streams would."""
     path = Path(settings.path)
     try:
-        with path.open("rb") as file:
-            head = file.read(len(registry.MAGIC))
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+            head = os.read(fd, len(registry.MAGIC)) if is_file else b""
+        finally:
+            os.close(fd)
     except OSError as error:
         raise InvalidRequest(
             f"model {settings.name!r}: {path} cannot be read: {error.strerror}; path must be a GGUF file that the "
             f"server may read", "path",
         ) from None  # fmt: skip
+    if not is_file:
+        raise InvalidRequest(f"model {settings.name!r}: {path} is no regular file; path must be a GGUF file", "path")
     if head != registry.MAGIC:
         raise InvalidRequest(
             f"model {settings.name!r}: {path} is no GGUF file (it begins with {head!r}, not {registry.MAGIC!r})",

@@ -1,0 +1,109 @@
+"""Which files `starling load` and `reload` take, looked at by the gateway itself: it must not wait for any of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from pipeline import lineup
+from pipeline.config import resolve
+from pipeline.errors import InvalidRequest
+from stages.gateway.instances import Instances
+from stages.gateway.loader import Loader
+from stages.gateway.service import Service
+
+NAME = "model"
+SECONDS = 60.0
+
+
+def make_loader(home: Path, path: str, names: tuple[str, ...] = (NAME,)) -> Loader:
+    """Of a gateway whose models are configured with `path`. Nobody answers it."""
+    (home / "run").mkdir(mode=0o700)
+    models = [{"name": name, "path": path} for name in names]
+    config = resolve({"models": models, "server": {"run_dir": str(home / "run")}}, {})
+    instances = Instances(config, lineup.read(config), lambda fresh: lineup.write(config, fresh))
+    return Loader(Service(config, lambda frame: True, lambda frame: True, instances=instances))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF and so on")
+    return path
+
+
+@pytest.mark.timeout(20)  # the gateway would wait for who writes into the pipe
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, file: Path) -> None:
+    loader = make_loader(tmp_path, str(file))
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "sock.gguf"))
+    (tmp_path / "dir.gguf").mkdir()
+    for path, reason in (
+        (tmp_path / "pipe.gguf", "is no regular file"), (tmp_path / "sock.gguf", "cannot be read"),
+        (tmp_path / "dir.gguf", "is no regular file"), (Path("/dev/zero"), "is no regular file"),
+        (tmp_path / "none.gguf", "No such file"),
+    ):  # fmt: skip
+        for begin in (loader.reload, loader.load):
+            name = NAME if begin == loader.reload else "other"
+            with pytest.raises(InvalidRequest, match=reason) as refused:
+                begin(name, str(path), "change", SECONDS)
+            assert refused.value.param == "path"
+            assert str(path) in refused.value.message
+
+
+@pytest.mark.parametrize("path", ["/a\0b.gguf", "/not-utf8-\udcff.gguf", "model.gguf", "~/model.gguf"])
+def test_what_is_no_path_of_a_file_is_refused(tmp_path: Path, file: Path, path: str) -> None:
+    loader = make_loader(tmp_path, str(file))
+    with pytest.raises(InvalidRequest, match="absolute path") as refused:
+        loader.reload(NAME, path, "change", SECONDS)
+    assert refused.value.param == "path"
+
+
+@pytest.mark.parametrize("configured", ["~/model.gguf", "model.gguf", "file://{home}/model.gguf"])
+def test_without_a_path_the_configured_file_is_read_anew(
+    tmp_path: Path, file: Path, configured: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the configuration spells it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    loader = make_loader(tmp_path, configured.format(home=tmp_path))
+
+    async def reload() -> str:
+        loader.reload(NAME, "", "change", SECONDS)
+        while not (loading := loader._instances.loading(NAME)):
+            assert loader.report("change")["done"] is False
+            await asyncio.sleep(0)
+        return loading[0].settings.path
+
+    assert asyncio.run(reload()) == str(file)
+
+
+def test_names_whose_files_would_be_the_same_are_not_loaded_together(tmp_path: Path, file: Path) -> None:
+    loader = make_loader(tmp_path, str(file), ("mine/model", "other"))
+    taken = "'mine--model' is too much like 'mine/model'"
+    with pytest.raises(InvalidRequest, match=taken):
+        loader.load("mine--model", str(file), "c1", SECONDS)
+    # Nor the other way round, when the configured one has been unloaded meanwhile.
+    loader._instances.drop("mine/model")
+
+    async def load_both() -> None:
+        loader.load("mine--model", str(file), "c2", SECONDS)
+        loader.load("mine/model", "", "c3", 0.0)  # waits for its turn
+        while not loader._instances.loading("mine--model"):
+            await asyncio.sleep(0)
+        with pytest.raises(InvalidRequest, match="'mine/model' is too much like 'mine--model'") as refused:
+            loader.load("mine/model", "", "c4", SECONDS)
+        assert refused.value.param == "target"
+        loader._instances.switch(loader._instances.loading("mine--model")[0].id)
+        waiting = loader._changes["c3"].over
+        loader._changes["c2"].over.cancel()  # type: ignore[union-attr]
+        await waiting  # type: ignore[misc]
+        with pytest.raises(InvalidRequest, match="too much like"):
+            loader.report("c3")
+
+    asyncio.run(load_both())
