@@ -10,7 +10,7 @@
 Points: `worker@step`, `kv@page`, `wire@FROM>TO`; of disks `spill`, `saved` and `sessions` (kv writes),
 `spill_read`, `saved_read`, `journal` and `quotas` (the gateway writes) and `journal_sync`.
 Actions: `exit` (code 1), `kill` (SIGKILL), `segv`, `stop` (SIGSTOP), `drop` (the caller drops the thing),
-`enospc` and `eio` (an `OSError`), `slow`.  A process that a supervisor has restarted reads the same plan:
+`enospc` and `eio` (an `OSError`; of a disk), `slow`.  A process that a supervisor has restarted reads the same plan:
 faults of the environment that end a process happen only in its first incarnation (`STARLING_RESTARTS` is 0).
 
 Imported when there is a plan, by pipeline/faultpoints.py, and in no other run.
@@ -27,12 +27,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeline.edges import EDGES
 from pipeline.errors import ConfigError
 from pipeline.faultpoints import VARIABLE, Strike
 from shm.arena import process_ticks
 
 ACTIONS = ("exit", "kill", "segv", "stop", "drop", "enospc", "eio", "slow")
 MAX_PLAN = 4096  # bytes of a live server's plan
+POINTS = {
+    "worker": ("step",),
+    "kv": ("page",),
+    "wire": tuple(way for e in EDGES.values() for way in (f"{e.connector}>{e.binder}", f"{e.binder}>{e.connector}")),
+    "disk": ("spill", "saved", "sessions", "spill_read", "saved_read", "journal", "journal_sync", "quotas"),
+}
+_ONLY = {"drop": "wire", "enospc": "disk", "eio": "disk"}  # actions that mean nothing elsewhere
 _FATAL = ("exit", "kill", "segv", "stop")
 _PATTERN = re.compile(r"(\w+):(\w+)@([\w>]+)(?:[=:](\d+))?")
 
@@ -45,7 +53,7 @@ class Fault(NamedTuple):
 
 
 def parse(text: str) -> list[Fault]:
-    """The plan in `text`. Raises `ConfigError` naming the part that is wrong."""
+    """The plan in `text`. Raises `ConfigError` naming the part that is wrong: one that never struck proves nothing."""
     faults = []
     for part in filter(None, (p.strip() for p in text.split(","))):
         match = _PATTERN.fullmatch(part)
@@ -53,8 +61,28 @@ def parse(text: str) -> list[Fault]:
             raise ConfigError(
                 f"{VARIABLE}: {part!r} is not PLACE:ACTION@POINT=N with an action of {', '.join(ACTIONS)}"
             )
-        faults.append(Fault(match[1], match[2], match[3], int(match[4] or 0)))
+        fault = Fault(match[1], match[2], match[3], int(match[4] or 0))
+        if wrong := _wrong(fault, has_number=match[4] is not None):
+            raise ConfigError(f"{VARIABLE}: {part!r}: {wrong}")
+        faults.append(fault)
     return faults
+
+
+def _wrong(fault: Fault, has_number: bool) -> str:
+    """Why it could never happen, or not as it is said; "" when it can."""
+    if fault.place not in POINTS:
+        return f"there is no place {fault.place!r}; there are {', '.join(POINTS)}"
+    if fault.point not in POINTS[fault.place]:
+        return f"{fault.place} has no point {fault.point!r}; it has {', '.join(POINTS[fault.place])}"
+    if _ONLY.get(fault.action, fault.place) != fault.place:
+        return f"{fault.action} is an action of {_ONLY[fault.action]} only"
+    if fault.action == "slow":
+        return "" if fault.at else f"slow needs its milliseconds, from 1, as in {fault.place}:slow@{fault.point}=20"
+    if has_number and not fault.at:
+        return "events are counted from 1"
+    if fault.place != "disk" and not has_number:
+        return f"which one? {fault.place}:{fault.action}@{fault.point}=1 is the first"
+    return ""
 
 
 def hook(

@@ -13,11 +13,12 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
 
-from pipeline import leftovers, paths, room, rundir, status
+from pipeline import faultpoints, leftovers, paths, room, rundir, status
 from pipeline.cli.foreman import Foreman
 from pipeline.cli.prepare import prepare_all
 from pipeline.cli.stage import STAGES
@@ -38,6 +39,7 @@ PATIENCE_S = 5.0  # before it says what it waits for
 def up() -> int:
     """Prepare what is missing, start every stage, and run until Ctrl-C."""
     config = load()
+    check_faults(os.environ)
     run_dir = rundir.prepare(paths.run_dir(config))
     only_one = rundir.StageLock(run_dir, "up")
     try:
@@ -56,6 +58,14 @@ def up() -> int:
 
 
 # ------------------------------------------------------------------ before the start
+
+
+def check_faults(env: Mapping[str, str]) -> None:
+    """Raises `ConfigError` for a plan of faults that cannot be meant so: each stage would end with it."""
+    if plan := env.get(faultpoints.VARIABLE, ""):
+        from pipeline import faultplan
+
+        faultplan.parse(plan)
 
 
 def check_port(config: Config) -> None:

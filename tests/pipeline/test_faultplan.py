@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from pipeline import faultpoints
 from pipeline.errors import ConfigError
-from pipeline.faultplan import Fault, give, hook, live, parse
+from pipeline.faultplan import POINTS, Fault, give, hook, live, parse
 
 
 def test_the_documented_plan_is_understood() -> None:
@@ -28,6 +29,38 @@ def test_the_documented_plan_is_understood() -> None:
 def test_a_plan_that_cannot_be_read_names_the_part(text: str) -> None:
     with pytest.raises(ConfigError, match="STARLING_FAULTS"):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("wurker:exit@step=1", "there is no place 'wurker'; there are worker, kv, wire, disk"),
+        ("worker:exit@stepp=1", "worker has no point 'stepp'; it has step"),
+        ("disk:enospc@spil", "disk has no point 'spil'; it has spill, saved"),
+        ("kv:exit@page=1, wire:drop@gateway>worker:5", "wire has no point 'gateway>worker'"),
+        ("worker:exit@step=0", "events are counted from 1"),
+        ("worker:exit@step", "which one"),
+        ("wire:drop@gateway>scheduler", "which one"),
+        ("disk:slow@spill", "milliseconds"),
+        ("kv:drop@page=3", "drop is an action of wire only"),
+        ("worker:enospc@step=3", "enospc is an action of disk only"),
+    ],
+)
+def test_a_fault_that_could_never_happen_is_refused(text: str, reason: str) -> None:
+    """A test with such a plan would pass without having tested anything."""
+    with pytest.raises(ConfigError) as refused:
+        parse(text)
+    assert reason in refused.value.message
+    assert text.rpartition(", ")[2] in refused.value.message
+
+
+def test_the_points_of_plans_are_those_of_the_program() -> None:
+    root = Path(faultpoints.__file__).parents[1]
+    source = "".join(path.read_text() for part in ("pipeline", "stages") for path in (root / part).rglob("*.py"))
+    named = set(re.findall(r'= faultpoints\.point\("(\w+)", "(\w+)"\)|fault=faultpoints\.point', source)) - {("", "")}
+    stores = {("disk", name + end) for name in ("spill", "saved") for end in ("", "_read")}  # stages/kv/spill.py
+    known = {(place, point) for place in ("worker", "kv", "disk") for point in POINTS[place]}
+    assert named | stores | {("kv", "page")} == known
 
 
 def test_no_plan_no_hook() -> None:
@@ -77,11 +110,11 @@ def test_a_slow_disk_takes_its_time_and_works() -> None:
 def test_a_live_server_follows_the_plan_while_its_author_lives(tmp_path: Path) -> None:
     path = tmp_path / faultpoints.FILE
     follower = faultpoints.Follower(tmp_path)
-    point = faultpoints.point("disk", "test_point")
+    point = faultpoints.point("disk", "quotas")
     try:
         follower.look()
         assert point.strike is None
-        give(path, "disk:enospc@test_point")
+        give(path, "disk:enospc@quotas")
         follower.look()
         assert point.strike is not None
         with pytest.raises(OSError, match="No space left"):

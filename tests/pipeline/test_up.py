@@ -177,6 +177,17 @@ def test_a_stage_that_ends_ends_all_with_an_error(start: Start) -> None:
 
 
 @pytest.mark.slow
+def test_a_plan_of_faults_that_means_nothing_is_refused_before_anything_starts(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STARLING_FAULTS", "worker:exit@stepp=1")
+    up = start(READY)
+    assert up.end() == 78
+    assert len(up.seen) == 1
+    assert "worker has no point 'stepp'" in up.seen[0]
+
+
+@pytest.mark.slow
 def test_a_second_one_is_refused(start: Start, tmp_path: Path) -> None:
     up = start(READY)
     up.wait_for("ready at")
