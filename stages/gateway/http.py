@@ -399,7 +399,7 @@ async def _tokenize(request: web.Request) -> web.Response:
         ask = read_tokenize(await _read_body(request, service.config))
         model = service.model_name(ask.model)
         with service.using(model) as instance:
-            encoded = await service.encode(
+            encoded = await service.questions.encode(
                 instance.id, ask.text, add_bos=ask.add_bos, parse_special=ask.parse_special, offsets=True
             )
     finally:
@@ -429,7 +429,7 @@ async def _detokenize(request: web.Request) -> web.Response:
                         f"{described.vocab_size - 1}",
                         "tokens",
                     )
-            text = await service.decode(instance.id, ask.tokens, skip_special=ask.skip_special)
+            text = await service.questions.decode(instance.id, ask.tokens, skip_special=ask.skip_special)
     finally:
         service.in_flight -= 1
     return _json({"model": model, "text": text})

@@ -49,7 +49,7 @@ async def check(service: Service, instance: Instance, reference: Instance | None
 
 async def _answer(service: Service, instance: Instance) -> tuple[int, ...]:
     described, bounds = service.described[instance.id], service.bounds(instance)
-    prompt = (await service.encode(instance.id, TEXT)).tokens or (0,)
+    prompt = (await service.questions.encode(instance.id, TEXT)).tokens or (0,)
     n = max(1, min(TOKENS, bounds.max_output_tokens or TOKENS, bounds.context // 2))
     room = min(bounds.context - n, bounds.max_prompt_tokens or bounds.context)
     request = Request(

@@ -1,8 +1,7 @@
-"""From a valid ask to a request in flight: models, admission, and questions to the tokenizer.
+"""From a valid ask to a request in flight: models, readiness and admission.
 
 Asynchronous, without sockets: frames leave through the two functions it is given, answers come in through
-`on_tokenizer` and `on_scheduler`.  Every wait is bounded.  Questions to the tokenizer (encode, render,
-describe) change nothing there, so they are simply asked again when it comes back.
+`on_tokenizer` and `on_scheduler`.  Every wait is bounded.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ import secrets
 import time
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,6 +40,8 @@ from stages.gateway.journal import Journal
 from stages.gateway.lengths import Bounds, output_budget
 from stages.gateway.limits import Caller, Quotas
 from stages.gateway.metrics import GatewayMetrics
+from stages.gateway.prompts import check_ids, field_of, tokens_of
+from stages.gateway.questions import RETRY_AFTER_S, Questions
 from stages.gateway.quota_file import QuotaFile
 from stages.gateway.readiness import StageHealth, model_report
 from stages.gateway.record import Outcome, Request, Sequence, Sink
@@ -52,9 +54,6 @@ from stages.gateway.takeup import TOKENS, Mark
 log = logging.getLogger("starling.gateway")
 
 READY_WAIT_S = 10.0  # a request waits this long for a stage that is coming back, then gets 503
-RETRY_AFTER_S = 5.0  # what the 503 says
-ASK_TIMEOUT_S = 30.0  # for one answer of the tokenizer
-MAX_QUESTIONS = 2048  # to the tokenizer, unanswered
 MAX_OLD_VOCABULARIES = 2  # of versions that are gone; answers that were given by them can be asked for again
 
 
@@ -105,10 +104,8 @@ class Service:
         self._admitting: Counter[str] = Counter()  # by model: not in the relay yet
         self._using: Counter[str] = Counter()  # by instance: those that will be, and questions about text
         self._send_tokenizer = send_tokenizer
+        self.questions = Questions(send_tokenizer)
         self._draw_seed = draw_seed
-        self._questions: dict[str, tuple[m.Frame, asyncio.Future[Any]]] = {}
-        self._unsent: set[str] = set()  # of them: to be sent as soon as that is possible
-        self._next_question = 1
         self._changed: asyncio.Future[None] | None = None  # set and replaced when readiness may differ
 
     # ---------------------------------------------------------------- models and readiness
@@ -238,15 +235,15 @@ class Service:
                 if frame.id.isdecimal():
                     self.relay.on_text(frame)
                 else:
-                    self._answer(frame.id, frame)
+                    self.questions.answer(frame.id, frame)
             case m.TokenizerFailed():
                 error = StarlingError(frame.code, frame.message, frame.param, retry_after_s=RETRY_AFTER_S)
                 if frame.id.isdecimal():
                     self.relay.on_text_failed(int(frame.id), error)
                 else:
-                    self._answer(frame.id, error)
+                    self.questions.answer(frame.id, error)
             case m.Encoded() | m.Described():
-                self._answer(frame.id, frame)
+                self.questions.answer(frame.id, frame)
 
     def on_scheduler(self, frame: m.Frame) -> None:
         match frame:
@@ -266,7 +263,7 @@ class Service:
     def on_tokenizer_up(self, hello: m.Hello) -> None:
         """A new incarnation: it is asked everything that is open, and gets every stream again."""
         self.tokenizer.up()
-        self._unsent = {key for key, (frame, _) in list(self._questions.items()) if not self._send_tokenizer(frame)}
+        self.questions.on_up()
         self.relay.on_tokenizer_up()
         self.notice_change()
 
@@ -303,8 +300,7 @@ class Service:
         before = [bool(stage.problem) for stage in stages]
         for stage, beat in zip(stages, (tokenizer_beat, scheduler_beat, kv_beat)):
             stage.beat(beat)
-        self._unsent.intersection_update(self._questions)
-        self._unsent = {key for key in self._unsent if not self._send_tokenizer(self._questions[key][0])}
+        self.questions.tick()
         self.relay.tick()
         self.sessions.tick()
         for drain in self.drains.due():
@@ -315,8 +311,8 @@ class Service:
         self.sample()
         if self.tokenizer.is_up and not self.tokenizer.problem:
             for instance in self.instances.all:
-                if instance.id not in self.described and f"describe/{instance.id}" not in self._questions:
-                    self._describe(instance)
+                if instance.id not in self.described:
+                    self.questions.describe(instance.id, partial(self._on_described, instance))
         if before != [bool(stage.problem) for stage in stages]:
             self.notice_change()
 
@@ -325,14 +321,6 @@ class Service:
         self.metrics.sample(self.in_flight, self.relay.counts, self.recovery.left_out)
         if self.responses.is_enabled:
             self.metrics.sample_responses(self.responses, [model.name for model in self.config.models])
-
-    def _describe(self, instance: Instance) -> None:
-        question = f"describe/{instance.id}"
-        future: asyncio.Future[m.Described] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda done: self._on_described(instance, done))
-        frame = m.Describe(question, instance.id)
-        self._questions[question] = (frame, future)
-        self._send_tokenizer(frame)
 
     def _on_described(self, instance: Instance, done: asyncio.Future[m.Described]) -> None:
         if done.cancelled() or self.instances.get(instance.id) is None:
@@ -355,43 +343,10 @@ class Service:
         in_use = {known.tokenizer for known in self.described.values()}
         for vocabulary in [one for one in tables if one not in in_use][:-MAX_OLD_VOCABULARIES]:
             del tables[vocabulary]
-        self._questions.pop(f"describe/{instance_id}", None)
+        self.questions.forget(instance_id)
         self.notice_change()
 
-    # ---------------------------------------------------------------- questions
-
-    async def question(self, make: Callable[[str], m.Frame], timeout_s: float = ASK_TIMEOUT_S) -> Any:
-        """Ask the tokenizer; `make` gets the id. Raises what it answers, or `ModelUnavailable`."""
-        if len(self._questions) >= MAX_QUESTIONS:
-            raise Overloaded(f"{MAX_QUESTIONS} texts are being tokenized; try again", retry_after_s=1.0)
-        key = f"q{self._next_question}"
-        self._next_question += 1
-        frame = make(key)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._questions[key] = (frame, future)
-        try:
-            # Not sent: its queue is full, or it has just died and nobody has told yet. Later, then.
-            if not self._send_tokenizer(frame):
-                self._unsent.add(key)
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except TimeoutError:
-            raise ModelUnavailable(
-                f"the tokenizer has not answered within {timeout_s:.0f} s; try again",
-                retry_after_s=RETRY_AFTER_S,
-            ) from None
-        finally:
-            self._questions.pop(key, None)
-            self._unsent.discard(key)
-
-    def _answer(self, key: str, answer: m.Frame | StarlingError) -> None:
-        entry = self._questions.pop(key, None)
-        if entry is None or entry[1].done():
-            return
-        if isinstance(answer, StarlingError):
-            entry[1].set_exception(answer)
-        else:
-            entry[1].set_result(answer)
+    # ---------------------------------------------------------------- what the tokenizer knows
 
     async def describe(self, instance: Instance) -> m.Described:
         """Raises `ModelUnavailable` when the tokenizer does not come up in time."""
@@ -402,33 +357,6 @@ class Service:
             instance.name,
         )
         return known[instance.id]
-
-    async def encode(
-        self,
-        instance: str,
-        text: str,
-        *,
-        parse_special: bool = False,
-        add_bos: bool = True,
-        offsets: bool = False,
-    ) -> m.Encoded:
-        answer: m.Encoded = await self.question(
-            lambda key: m.Encode(key, instance, text, parse_special, add_bos, offsets)
-        )
-        return answer
-
-    async def render(self, instance: str, messages: list[dict[str, Any]]) -> m.Encoded:
-        answer: m.Encoded = await self.question(lambda key: m.Render(key, instance, messages))
-        return answer
-
-    async def decode(self, instance: str, tokens: tuple[int, ...], *, skip_special: bool = False) -> str:
-        """The text of whole tokens, by a stream of its own that ends with its first frame."""
-        answer: m.Detokenized = await self.question(
-            lambda key: m.Detokenize(
-                key, instance, [m.StreamTokens(key, 0, tokens, final=True, skip_special=skip_special)]
-            )
-        )
-        return answer.streams[0].text
 
     async def received(self, request: Request, mark: Mark) -> list[int]:
         """For each choice the characters that a reader has who has got as far as `mark`."""
@@ -444,7 +372,7 @@ class Service:
                 asked.append((sequence.index, tuple(sequence.tokens[:tokens])))
         if asked:
             ask, instance = request.ask, self._reader_of(request)
-            answer: m.Detokenized = await self.question(
+            answer: m.Detokenized = await self.questions.ask(
                 lambda key: m.Detokenize(
                     key, instance,
                     [m.StreamTokens(f"{key}/{index}", 0, tokens, ask.stop, False, ask.skip_special)
@@ -582,13 +510,13 @@ class Service:
     ) -> Request:  # fmt: skip
         """`held`: the tokens before the prompt, of the session."""
         described = self.described[instance.id]
-        prompts = await self._prompts(ask, instance, add_bos=not held)
-        self._check_ids(ask, prompts, described.vocab_size)
+        prompts = await tokens_of(ask, instance, described, self.questions, add_bos=not held)
+        check_ids(ask, prompts, described.vocab_size)
         if held:
             prompts = [held + prompt for prompt in prompts]
         bounds = self.bounds(instance)
         budgets = [
-            output_budget(len(prompt), ask.max_tokens, bounds, _field(ask, index), ask.max_tokens_field)
+            output_budget(len(prompt), ask.max_tokens, bounds, field_of(ask, index), ask.max_tokens_field)
             for index, prompt in enumerate(prompts)
         ]
         request = Request(
@@ -600,9 +528,8 @@ class Service:
         )  # fmt: skip
         request.tokenizer = described.tokenizer
         if ask.echo:
-            request.echoes = [
-                given if isinstance(given, str) else await self.decode(instance.id, given) for given in ask.prompts
-            ]
+            decode = partial(self.questions.decode, instance.id)
+            request.echoes = [given if isinstance(given, str) else await decode(given) for given in ask.prompts]
         self.quotas.take_prompt(caller.tenant, sum(map(len, prompts)))
         request.seed = self._draw_seed() if ask.seed is None else ask.seed
         fields = {name: getattr(ask.sampling, name) for name in m.Sampling.__struct_fields__}
@@ -624,31 +551,6 @@ class Service:
         scheduler = self.config.scheduler
         context = min(context, limit) if limit else context
         return Bounds(context, scheduler.max_prompt_tokens, scheduler.max_output_tokens)
-
-    async def _prompts(self, ask: Ask, instance: Instance, *, add_bos: bool) -> list[tuple[int, ...]]:
-        if ask.messages is not None:
-            if not self.described[instance.id].chat:
-                raise InvalidRequest(f"model {instance.name!r} has no chat template; use /v1/completions", "model")
-            return [(await self.render(instance.id, ask.messages)).tokens]
-        asked: list[Awaitable[m.Encoded] | tuple[int, ...]] = [
-            self.encode(instance.id, prompt, add_bos=add_bos) if isinstance(prompt, str) else prompt
-            for prompt in ask.prompts
-        ]
-        # All at once: a tokenizer that is asked for many answers them in one round.
-        texts = iter(await asyncio.gather(*(item for item in asked if not isinstance(item, tuple))))
-        return [item if isinstance(item, tuple) else next(texts).tokens for item in asked]
-
-    def _check_ids(self, ask: Ask, prompts: list[tuple[int, ...]], vocab_size: int) -> None:
-        for given, prompt in zip(ask.prompts, prompts):
-            if not isinstance(given, str) and prompt and max(prompt) >= vocab_size:
-                where = next(i for i, token in enumerate(prompt) if token >= vocab_size)
-                raise _outside(f"prompt[{where}]", "prompt", prompt[where], vocab_size)
-        for token, _ in ask.sampling.logit_bias:
-            if token >= vocab_size:
-                raise _outside("a key of logit_bias", "logit_bias", token, vocab_size)
-        for token in ask.stop_token_ids:
-            if token >= vocab_size:
-                raise _outside("an id in stop_token_ids", "stop_token_ids", token, vocab_size)
 
     # ---------------------------------------------------------------- the end
 
@@ -691,13 +593,3 @@ class Service:
 def _draining() -> StarlingError:
     message = "the server is being stopped and takes no more requests; try again"
     return StarlingError("DRAINING", message, retry_after_s=RETRY_AFTER_S)
-
-
-def _field(ask: Ask, index: int) -> str:
-    return f"prompt[{index}]" if len(ask.prompts) > 1 else ask.prompt_field
-
-
-def _outside(what: str, param: str, token: int, vocab_size: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"{what} is {token}; the model's vocabulary has the ids from 0 to {vocab_size - 1}", param
-    )

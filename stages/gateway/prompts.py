@@ -1,0 +1,54 @@
+"""The prompts of an ask as token ids, and whether the ids that it names exist."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+
+from pipeline import messages as m
+from pipeline.errors import InvalidRequest
+from pipeline.lineup import Instance
+from stages.gateway.ask import Ask
+from stages.gateway.questions import Questions
+
+
+async def tokens_of(
+    ask: Ask, instance: Instance, described: m.Described, questions: Questions, *, add_bos: bool
+) -> list[tuple[int, ...]]:
+    """One for each prompt, or one for the messages. Raises `InvalidRequest`, and what the tokenizer answers."""
+    if ask.messages is not None:
+        if not described.chat:
+            raise InvalidRequest(f"model {instance.name!r} has no chat template; use /v1/completions", "model")
+        return [(await questions.render(instance.id, ask.messages)).tokens]
+    asked: list[Awaitable[m.Encoded] | tuple[int, ...]] = [
+        questions.encode(instance.id, prompt, add_bos=add_bos) if isinstance(prompt, str) else prompt
+        for prompt in ask.prompts
+    ]
+    # All at once: a tokenizer that is asked for many answers them in one round.
+    texts = iter(await asyncio.gather(*(item for item in asked if not isinstance(item, tuple))))
+    return [item if isinstance(item, tuple) else next(texts).tokens for item in asked]
+
+
+def check_ids(ask: Ask, prompts: list[tuple[int, ...]], vocab_size: int) -> None:
+    """Raises `InvalidRequest` for the first id that the vocabulary does not have."""
+    for given, prompt in zip(ask.prompts, prompts):
+        if not isinstance(given, str) and prompt and max(prompt) >= vocab_size:
+            where = next(i for i, token in enumerate(prompt) if token >= vocab_size)
+            raise _outside(f"prompt[{where}]", "prompt", prompt[where], vocab_size)
+    for token, _ in ask.sampling.logit_bias:
+        if token >= vocab_size:
+            raise _outside("a key of logit_bias", "logit_bias", token, vocab_size)
+    for token in ask.stop_token_ids:
+        if token >= vocab_size:
+            raise _outside("an id in stop_token_ids", "stop_token_ids", token, vocab_size)
+
+
+def field_of(ask: Ask, index: int) -> str:
+    """What the caller calls the prompt `index`."""
+    return f"prompt[{index}]" if len(ask.prompts) > 1 else ask.prompt_field
+
+
+def _outside(what: str, param: str, token: int, vocab_size: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"{what} is {token}; the model's vocabulary has the ids from 0 to {vocab_size - 1}", param
+    )
