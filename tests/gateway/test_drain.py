@@ -17,7 +17,7 @@ from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 
 MakeServer = Callable[..., Server]
-TEXT = {"prompt": "words", "max_tokens": 20, "seed": 7, "ignore_eos": True}
+TEXT = {"prompt": "words", "max_tokens": 290, "seed": 7, "ignore_eos": True}
 
 
 class Clock:
