@@ -1,9 +1,10 @@
-"""Does it fit? Prompt and output against the model's context and the configured bounds. Pure."""
+"""Does it fit? Prompt, output and number of texts against the model's context and the configured bounds. Pure."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from pipeline.config_schema import Config, ModelConfig
 from pipeline.errors import InvalidRequest
 
 CONTEXT = "CONTEXT_LENGTH_EXCEEDED"
@@ -55,3 +56,18 @@ def output_budget(
             code=CONTEXT,
         )
     return max_tokens
+
+
+def check_number(n_prompts: int, n: int, config: Config, model: ModelConfig) -> None:
+    """More texts than queue and batch hold would be overload for ever. Raises `InvalidRequest`."""
+    key, depth = "scheduler.max_queue_depth", config.scheduler.max_queue_depth
+    if 0 < config.rate_limits.max_queue_depth < depth:
+        key, depth = "rate_limits.max_queue_depth", config.rate_limits.max_queue_depth
+    batch = config.max_batch_size(model)
+    if n_prompts * n > depth + batch:
+        what = f"n = {n}" if n_prompts == 1 else f"{n_prompts} prompts with n = {n}"
+        raise InvalidRequest(
+            f"{what} is {n_prompts * n} texts; at most {depth + batch} are taken at once ({key} = {depth} wait, "
+            f"max_batch_size = {batch} compute): ask for fewer, in several requests",
+            "n" if n > 1 else "prompt",
+        )

@@ -40,6 +40,7 @@ from stages.gateway.responses import Line, fill
 log = logging.getLogger("starling.gateway.relay")
 
 RESUBMIT_AFTER_S = 1.0  # not more often for the same sequence
+OVERTIME_S = 0.3  # beyond its time a request is ended here; the scheduler, which has the same one, comes first
 UNANSWERED_S = 3.0  # tokens without text for longer: the answer is lost, send them again
 TokenBytes = dict[int, bytes]
 
@@ -209,12 +210,18 @@ class Relay:
         if new.finish == "cancelled" and (sequence.resubmitted or not sequence.is_submitted):
             self._late += 1  # of the incarnation before: see `_begin_again`
             return
-        code = new.error or ("TIMEOUT" if new.finish == "timeout" else "INTERNAL")
+        if new.finish == "timeout":
+            self._end_late(sequence.request)
+            return
         message = new.message or {
-            "timeout": "the request's time is over; ask for fewer tokens or raise server.request_timeout_ms",
             "cancelled": "the scheduler cancelled this request",
         }.get(new.finish, "the scheduler ended this request without a reason")
-        self.fail(sequence.request, StarlingError(code, message))
+        self.fail(sequence.request, StarlingError(new.error or "INTERNAL", message))
+
+    def _end_late(self, request: Request) -> None:
+        is_waiting = not any(sequence.tokens for sequence in request.sequences)
+        message = _timeout_message(request, self._clock(), is_waiting)
+        self.fail(request, StarlingError("TIMEOUT", message))
 
     def on_rejected(self, frame: Rejected) -> None:
         """Not admitted: an error for a new request; one that was running waits for its place."""
@@ -441,9 +448,8 @@ class Relay:
     def tick(self) -> None:
         """Every 100 ms: end what is over time, send what could not be sent."""
         now = self._clock()
-        for request in [r for r in self.requests.values() if now >= r.deadline]:
-            waiting = not any(sequence.tokens for sequence in request.sequences)
-            self.fail(request, StarlingError("TIMEOUT", _timeout_message(request, now, waiting)))
+        for request in [r for r in self.requests.values() if now >= r.deadline + OVERTIME_S]:
+            self._end_late(request)
         for sequence in [s for s in self._unsubmitted.values() if now >= s.not_before]:
             self._submit(sequence)
         if self._unshown:
@@ -471,7 +477,10 @@ class Relay:
 def _timeout_message(request: Request, now: float, waiting: bool) -> str:
     seconds = now - request.started_at
     if waiting:
-        return f"no token after {seconds:.1f} s, the time a request may take; try again when it is less busy"
+        return (
+            f"no token after {seconds:.1f} s, the time a request may take (server.request_timeout_ms); "
+            f"try again when it is less busy"
+        )
     return (
         f"not finished after {seconds:.1f} s, the time a request may take (server.request_timeout_ms); "
         f"ask for fewer tokens"

@@ -37,7 +37,7 @@ from stages.gateway.ask import Ask
 from stages.gateway.drains import ALL, Drains, too_late
 from stages.gateway.instances import Instances
 from stages.gateway.journal import Journal
-from stages.gateway.lengths import Bounds, output_budget
+from stages.gateway.lengths import Bounds, check_number, output_budget
 from stages.gateway.limits import Caller, Quotas
 from stages.gateway.metrics import GatewayMetrics
 from stages.gateway.prompts import check_ids, field_of, tokens_of
@@ -488,7 +488,22 @@ class Service:
         self, model: str, ask: Ask, caller: Caller, started_at: float, client_id: str
     ) -> Request:
         self.quotas.take_request(caller.tenant)
-        await self.wait_ready(model)
+        timeout_s = self.config.server.request_timeout_ms / 1000
+        left_s = started_at + timeout_s - self.clock()
+        await self.wait_ready(model, min(READY_WAIT_S, left_s))
+        try:
+            async with asyncio.timeout(started_at + timeout_s - self.clock()):
+                return await self._admit_to(model, ask, caller, started_at, client_id)
+        except TimeoutError:
+            raise StarlingError(
+                "TIMEOUT", f"not begun after {timeout_s:.1f} s, the time a request may take "
+                f"(server.request_timeout_ms); try again when it is less busy",
+            ) from None  # fmt: skip
+
+    async def _admit_to(
+        self, model: str, ask: Ask, caller: Caller, started_at: float, client_id: str
+    ) -> Request:
+        """The model is ready."""
         with self.using(model) as instance:  # from here on it is this version's, whatever serves next
             salt = caller.salted(ask.cache_salt)
             if ask.session_id is None:
@@ -510,6 +525,7 @@ class Service:
     ) -> Request:  # fmt: skip
         """`held`: the tokens before the prompt, of the session."""
         described = self.described[instance.id]
+        check_number(max(1, len(ask.prompts)), ask.n, self.config, instance.settings)
         prompts = await tokens_of(ask, instance, described, self.questions, add_bos=not held)
         check_ids(ask, prompts, described.vocab_size)
         if held:

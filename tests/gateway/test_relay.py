@@ -11,7 +11,7 @@ from pipeline import messages as m
 from pipeline.errors import StarlingError
 from stages.gateway.ask import Ask
 from stages.gateway.record import Outcome, Request, Sequence, State
-from stages.gateway.relay import RESUBMIT_AFTER_S, UNANSWERED_S, Relay
+from stages.gateway.relay import OVERTIME_S, RESUBMIT_AFTER_S, UNANSWERED_S, Relay
 from tests.gateway.peers import EOS, MODEL, Generator, make_tokenizer, output, text_of
 
 
@@ -453,6 +453,25 @@ def test_errors_and_timeouts_of_the_scheduler_are_terminal() -> None:
         assert request.error is not None
         assert (request.error.code, request.error.status) == (code, status)
         assert len(request.sink.terminal) == 1
+
+
+def test_the_scheduler_has_the_first_word_on_a_request_that_is_over_its_time() -> None:
+    """It has the same deadline: ended by both at once, the request would be counted as cancelled there."""
+    world = World()
+    request = world.request("late", deadline=5.0)
+    world.now = 5.0 + 0.5 * OVERTIME_S
+    world.relay.tick()
+    assert request.outcome is Outcome.OPEN
+    over = m.SequenceTokens("late/0", 0, (), finish="timeout", error="TIMEOUT", message="m")
+    world.relay.on_tokens(m.Tokens(MODEL, 1, [over]))
+    assert request.error is not None
+    assert request.error.code == "TIMEOUT"
+    assert "request_timeout_ms" in request.error.message
+    unheard = world.request("unheard", deadline=6.0)
+    world.now = 6.0 + 1.1 * OVERTIME_S
+    world.relay.tick()
+    assert unheard.error is not None
+    assert "request_timeout_ms" in unheard.error.message
 
 
 @settings(max_examples=100, deadline=None)

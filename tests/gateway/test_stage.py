@@ -219,6 +219,50 @@ def test_the_time_of_a_request(make_server: MakeServer) -> None:
     wait_until(server, lambda: len(server.peers.generator.cancelled) == 1)
 
 
+def test_a_model_that_is_not_ready_is_waited_for_no_longer_than_a_request_may_take(make_server: MakeServer) -> None:
+    server = make_server(server={"request_timeout_ms": 600})
+    server.wait_ready()
+    server.peers.do(lambda: setattr(server.peers, "model_ready", False))
+    wait_until(server, lambda: server.get("/ready").status == 503)
+    for stream in (False, True):
+        begun = time.monotonic()
+        refused = server.post("/v1/generate", {"prompt": "x", "stream": stream})
+        assert 0.6 <= time.monotonic() - begun < 5.0
+        assert (refused.status, refused.error["code"]) == (503, "MODEL_UNAVAILABLE")
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert "its worker is compiling" in refused.error["message"]
+
+
+def test_a_tokenizer_that_does_not_answer_is_waited_for_no_longer_than_a_request_may_take(
+    make_server: MakeServer,
+) -> None:
+    server = make_server(server={"request_timeout_ms": 600})
+    server.wait_ready()
+    server.peers.do(lambda: setattr(server.peers.tokenizer, "answer", lambda frame: None))
+    begun = time.monotonic()
+    late = server.post("/v1/generate", {"prompt": "x"})
+    assert time.monotonic() - begun < 5.0
+    assert (late.status, late.error["code"]) == (503, "TIMEOUT")
+    assert "request_timeout_ms" in late.error["message"]
+    assert not server.peers.generator.submitted
+
+
+def test_more_texts_than_can_ever_wait_are_refused_by_name(make_server: MakeServer) -> None:
+    server = make_server(
+        scheduler={"max_queue_depth": 6}, performance={"batch_size": 2}, rate_limits={"max_queue_depth": 4}
+    )
+    server.wait_ready()
+    assert server.post("/v1/generate", {"prompt": "x", "max_tokens": 3, "n": 6}).status == 200
+    refused = server.post("/v1/generate", {"prompt": "x", "max_tokens": 3, "n": 7})
+    assert (refused.status, refused.error["code"], refused.error["param"]) == (400, "INVALID_REQUEST", "n")
+    for part in ("n = 7", "at most 6", "rate_limits.max_queue_depth = 4", "max_batch_size = 2"):
+        assert part in refused.error["message"]
+    assert "Retry-After" not in refused.headers
+    many = server.post("/v1/completions", {"model": MODEL, "prompt": ["x"] * 7, "max_tokens": 3})
+    assert (many.status, many.error["param"]) == (400, "prompt")
+    assert "7 prompts" in many.error["message"]
+
+
 def test_a_reader_too_slow_is_dropped_and_nobody_else_waits(make_server: MakeServer) -> None:
     server = make_server()
     server.wait_ready()
