@@ -60,3 +60,17 @@ def claim() -> socket.socket | None:
     claimed.set_inheritable(False)
     claimed.setblocking(False)
     return claimed if is_listening else None
+
+
+# ------------------------------------------------------------------ for those who connect
+
+
+def reachable(host: str) -> str:
+    """An address to connect to for one to listen on."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def url(config: Config) -> str:
+    """Where the gateway is, as seen from this machine."""
+    host = reachable(config.server.host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{config.server.port}"

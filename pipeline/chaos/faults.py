@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -106,39 +105,35 @@ def flip_bit(config: Config, chance: random.Random) -> str:
 class FullDisk:
     """No file of the server can grow or be written: the kernel refuses it (RLIMIT_FSIZE 0, EFBIG).
 
-    What is mapped already stays as it is; logs, journal, spill, sessions, records and metrics all fail.
+    What is mapped already stays as it is; logs, journal, spill, sessions, records and metrics all fail. The end of
+    this process, whatever it is of, ends it too (full_disk.py).
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._limited: dict[tuple[int, int], tuple[int, int]] = {}  # (pid, ticks): limits before
+        self._keeper: subprocess.Popen[str] | None = None
 
     def begin(self) -> str:
         # The supervisors, too: what starts meanwhile has no disk either.
         records = [record for record in read_all(paths.run_dir(self._config)) if record.alive]
         pids = {pid for record in records for pid in (*measure.family(record.pid), record.parent) if pid > 1}
-        for pid in sorted(pids):
-            ticks = process_ticks(pid)
-            try:
-                soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
-            except (OSError, ValueError):
-                continue
-            self._limited[pid, ticks] = soft, hard
-        if not self._limited:
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.chaos.full_disk"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, start_new_session=True,  # Ctrl-C is for us
+        )  # fmt: skip
+        assert self._keeper.stdin is not None
+        assert self._keeper.stdout is not None
+        print(*(f"{pid}:{process_ticks(pid)}" for pid in sorted(pids)), file=self._keeper.stdin, flush=True)
+        count = int(self._keeper.stdout.readline() or 0)
+        if not count:
+            self.end()
             raise NothingToDoError("no process lets its limits be changed")
-        return f"disk full for {len(self._limited)} processes"
+        return f"disk full for {count} processes"
 
     def end(self) -> None:
-        """Whoever has been started meanwhile has inherited the limit from its supervisor."""
-        limits = {pid: limit for (pid, ticks), limit in self._limited.items() if process_ticks(pid) == ticks}
-        heirs = {child: limit for pid, limit in limits.items() for child in measure.family(pid)}
-        for pid, limit in {**heirs, **limits}.items():
-            try:
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
-            except (OSError, ValueError):
-                continue
-        self._limited.clear()
+        if self._keeper is not None:
+            self._keeper.communicate()
+            self._keeper = None
 
 
 class SlowDisk:

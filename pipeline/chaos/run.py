@@ -88,7 +88,8 @@ def targets(config: Config) -> list[str]:
 
 def actions(scenario: str, config: Config, traffic: Traffic, chance: random.Random) -> list[Action]:
     """One round of the scenario, in order."""
-    models = {one.stage: one.name for one in lineup.read(config).instances}
+    instances = lineup.read(config).instances
+    models = {one.stage: one.name for one in instances}
 
     def kill(name: str, number: signal.Signals) -> Action:
         word = {signal.SIGKILL: "kill", signal.SIGSTOP: "stop", signal.SIGSEGV: "segv"}[number]
@@ -112,7 +113,8 @@ def actions(scenario: str, config: Config, traffic: Traffic, chance: random.Rand
     fulls = [Action("disk-full", full.begin, full.end, DISK_S, refuses_sessions=True)]
     slows = [Action("slow-disk", slow.begin, slow.end, DISK_S)]
     is_all = scenario == "reload"
-    reloads = [Action("reload", partial(faults.reload, model.name), must_be=is_all) for model in config.models]
+    served = [one.name for one in instances if one.state == "serving"]  # now, whatever is configured
+    reloads = [Action("reload", partial(faults.reload, name), must_be=is_all) for name in served]
     presses = [Action("memory", traffic.press, traffic.relent, PRESS_S)] if traffic.can_press else []
     rounds = {
         "kill-each": kills,

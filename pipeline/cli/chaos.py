@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from pipeline import listening
 from pipeline.chaos.run import SCENARIOS, Row, run
 from pipeline.chaos.traffic import CLIENT_TIMEOUT_S, Client, Traffic, plan
 from pipeline.chaos.vitals import Vitals
@@ -88,13 +89,13 @@ async def _run(
     config: Config, scenario: str, duration: float, streams: int, tokens: int, requests: int, seed: int,
     key: str, say: object,
 ) -> tuple[list[Row], Vitals]:  # fmt: skip
-    host = config.server.host if config.server.host not in ("0.0.0.0", "::") else "127.0.0.1"
+    url = listening.url(config)
     timeout = aiohttp.ClientTimeout(total=CLIENT_TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        client = Client(f"http://{host}:{config.server.port}", session, key)
+        client = Client(url, session, key)
         if not await client.ready():
-            raise click.ClickException(f"no server is ready at {host}:{config.server.port}; start one first")
+            raise click.ClickException(f"no server is ready at {url}; start one first")
         long_prompts = scenario == "memory"
         if config.cache.responses.enabled:
             raise click.ClickException("cache.responses answers without computing: switch it off to prove anything")

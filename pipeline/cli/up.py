@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 
-from pipeline import faultpoints, leftovers, paths, room, rundir, status
+from pipeline import faultpoints, leftovers, listening, paths, room, rundir, status
 from pipeline.cli.foreman import Foreman
 from pipeline.cli.prepare import prepare_all
 from pipeline.cli.stage import STAGES
@@ -165,7 +165,7 @@ def _say(text: str) -> None:
 
 
 def _answers_ready(config: Config) -> bool:
-    connection = http.client.HTTPConnection(_reachable(config.server.host), config.server.port, timeout=1.0)
+    connection = http.client.HTTPConnection(listening.reachable(config.server.host), config.server.port, timeout=1.0)
     try:
         connection.request("GET", "/ready")
         return connection.getresponse().status == 200
@@ -175,15 +175,9 @@ def _answers_ready(config: Config) -> bool:
         connection.close()
 
 
-def _reachable(host: str) -> str:
-    """An address to connect to for one to listen on."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-
-
 def banner(config: Config, took_s: float) -> str:
     """What a newcomer needs: where it is, and a line to paste."""
-    host = _reachable(config.server.host)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{config.server.port}"
+    url = listening.url(config)
     key = " \\\n    -H 'Authorization: Bearer YOUR-API-KEY'" if config.auth.api_keys else ""
     messages = '[{"role": "user", "content": "Tell me a short story."}]'
     return (

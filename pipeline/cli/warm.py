@@ -18,6 +18,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
+from pipeline import listening
 from pipeline.config import load
 from pipeline.config_schema import Config
 from pipeline.process import EXIT_FATAL, EXIT_OK
@@ -81,8 +82,7 @@ def warm_one(host: str, port: int, key: str, line: int, path: str, body: dict[st
 
 def address(config: Config) -> tuple[str, int]:
     """Where this home's server listens."""
-    host = config.server.host
-    return ("127.0.0.1" if host in ("0.0.0.0", "::") else host), config.server.port
+    return listening.reachable(config.server.host), config.server.port
 
 
 @click.command(epilog="Exit codes: 0 every prompt was computed; 1 one was refused, or no server answers.")

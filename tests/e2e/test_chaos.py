@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
+import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,38 @@ def test_a_bad_disk_changes_nothing(server: Server, scenario: str) -> None:
     assert {"gateway", "kv", "kv, parent", "workers", "shared memory", "state"} <= names
     for use in report["use"]:
         assert use["descriptors_end"] <= use["descriptors_most"]
+
+
+def test_a_full_disk_ends_with_the_command_that_made_it(server: Server) -> None:
+    """Killed, so that it can put nothing in order."""
+
+    def is_full() -> bool:
+        return resource.prlimit(server.pid_of("kv"), resource.RLIMIT_FSIZE)[0] == 0
+
+    def wait_until(wanted: bool) -> None:
+        deadline = time.monotonic() + 60
+        while is_full() != wanted:  # each look waits for an answer of the server
+            assert server.request("GET", "/health")[0] == 200
+            assert time.monotonic() < deadline
+
+    command = [sys.executable, "-m", "pipeline.cli", "chaos", "--scenario", "disk-full", "--requests", "4"]
+    with subprocess.Popen(command, cwd=ROOT, env=server.environment, stdout=subprocess.DEVNULL) as running:
+        wait_until(True)
+        running.kill()
+    wait_until(False)
+    assert server.post("/v1/generate", prompt=[1, 2], max_tokens=1, session_id="")["session_id"]
+
+
+def test_what_is_loaded_is_reloaded_not_what_was_configured(server: Server) -> None:
+    starling(server, "unload", "tiny")
+    try:
+        starling(server, "load", "other", "--path", str(server.home / "tiny.gguf"), "--kv-cache-mb", "1")
+        rows = chaos(server, "reload", 3)["rows"]
+        assert rows[0]["fault"] == "reload"
+        assert rows[0]["faults"] > 0
+    finally:
+        starling(server, "load", "tiny")
+        starling(server, "unload", "other")
 
 
 KINDS = {"kill", "stop", "segv", "bit-flip", "disk-full", "slow-disk", "memory", "reload"}

@@ -1,0 +1,41 @@
+"""Where a command finds the gateway, for every host that it may be configured to listen on."""
+
+import http.client
+import socket
+import threading
+from urllib.parse import urlsplit
+
+import pytest
+
+from pipeline import listening
+from pipeline.config import resolve
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
+def test_what_listens_is_reached(host: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(listening.VARIABLE, raising=False)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+            port = probe.getsockname()[1]
+        server = {"host": host, "port": port}
+        config = resolve({"server": server, "auth": {"api_keys": ["sk-one-long-enough"]}}, {})
+        held = listening.hold(config)
+        assert held is not None
+        with held:
+
+            def answer() -> None:
+                connection = held.accept()[0]
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
+
+            thread = threading.Thread(target=answer)
+            thread.start()
+            url = urlsplit(listening.url(config))
+            assert url.port == port
+            connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=10)
+            connection.request("GET", "/ready")
+            assert connection.getresponse().status == 204
+            connection.close()
+            thread.join()
