@@ -49,13 +49,16 @@ def sent() -> list[Frame]:
 
 
 @pytest.fixture
-def host(tmp_path: Path, sent: list[Frame]) -> Iterator[Host]:
+def host(request: pytest.FixtureRequest, tmp_path: Path, sent: list[Frame]) -> Iterator[Host]:
+    """Parameters are more of `Settings`."""
+    more = getattr(request, "param", {})
+
     def to_worker(_: bytes, frame: Frame) -> bool:
         sent.append(frame)
         return True
 
     made = Host(
-        Settings("m", 4), tmp_path / "m.steps", 16, 0, 10.0, 0.0, lambda _: 1.0, to_worker, lambda _: True
+        Settings("m", 4, **more), tmp_path / "m.steps", 16, 0, 10.0, 0.0, lambda _: 1.0, to_worker, lambda _: True
     )
     yield made
     made.close()
@@ -107,3 +110,19 @@ def test_without_a_worker_for_long_what_waits_is_refused(host: Host, groups: lis
     assert [(rejected.sequence, rejected.code) for _, rejected in host.engine.roster.rejected] == [
         ("s", "MODEL_UNAVAILABLE")
     ]
+
+
+@pytest.mark.parametrize("host", [{"batch_timeout_s": 1.0}], indirect=True)
+def test_waiting_for_company_is_no_standing_still(host: Host, groups: list[Group]) -> None:
+    """A scheduler with work whose progress stands is taken for stuck, and new requests are kept from it."""
+    attach(host, groups[0], 0.0)
+    host.engine.door.submit(GATEWAY, submission("s", [1, 2, 3], 8), 5.0)
+    seen = []
+    for i in range(1, 10):
+        host.tick(5.0 + 0.1 * i)
+        seen.append(host.signs)
+    assert len(set(seen)) == 9
+    host.tick(6.1)
+    now = host.signs
+    host.tick(6.2)  # it should have begun
+    assert host.signs == now
