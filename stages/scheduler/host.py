@@ -85,7 +85,7 @@ class Host:
         self._progress = (-1, 0.0)  # the worker's counter, and since when it stands
         self._evidence = Evidence()
         self.stands_for_s = 0.0  # the worker has a step and shows no sign of computing it
-        self.signs = 0  # of a worker that computes, or of a wait that is wanted: grows with them
+        self.signs = 0  # grows each tick in which it is not this stage that has something to do
 
     # -------------------------------------------------------------- the worker
 
@@ -278,7 +278,9 @@ class Host:
         counter = -1
         if engine.ring is not None and engine.unacknowledged and engine.is_attached:
             counter = engine.ring.progress + engine.ring.done
-        if self._evidence.look(now, counter, self._pids) or engine.waits_for_company(now) > 0:
+        self._evidence.look(now, counter, self._pids)
+        # A wait for the worker or kv is told by `problem`, of this model alone: the stage does not stand still.
+        if engine.unacknowledged or (engine.is_busy and not engine.is_ready) or engine.waits_for_company(now) > 0:
             self.signs += 1
         self.stands_for_s = self._evidence.stands_for_s(now)
 

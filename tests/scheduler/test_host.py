@@ -126,3 +126,21 @@ def test_waiting_for_company_is_no_standing_still(host: Host, groups: list[Group
     now = host.signs
     host.tick(6.2)  # it should have begun
     assert host.signs == now
+
+
+def test_waiting_for_a_worker_is_the_models_business_and_no_standing_still(host: Host, groups: list[Group]) -> None:
+    """Its state says that it is not ready; the scheduler has other models, whose requests go on."""
+    attach(host, groups[0], 0.0)
+    host.engine.door.submit(GATEWAY, submission("s", [1, 2, 3], 8), LATE)
+    groups[0].end()
+    host.worker_down(LATE)
+    seen = []
+    for i in range(1, 20):
+        host.tick(LATE + 0.1 * i)
+        seen.append(host.signs)
+        assert host.problem
+    assert len(set(seen)) == 19
+    attach(host, groups[1], LATE + 3.0)
+    now = host.signs
+    host.tick(LATE + 3.1)  # nothing is published though it could be
+    assert host.signs == now
