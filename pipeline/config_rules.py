@@ -79,6 +79,8 @@ def _values(node: Any, parts: list[str], key: str) -> Iterator[tuple[str, Any]]:
 
 def check_name(name: str) -> str:
     """Why it cannot be a model's name; "" when it can."""
+    if name == "all":
+        return "for commands it means everything"
     if len(name) <= 128 and _NAME.fullmatch(name):
         return ""
     return "expected up to 128 letters, digits, dots, dashes and underscores, in parts joined by single slashes"

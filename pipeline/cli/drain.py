@@ -83,7 +83,13 @@ def admission(config: Config, target: str) -> str:
     for one in instances:
         if target in (one.stage, one.id):
             return one.name
-    raise ModelNotFound(f"{target!r} is no stage and no model; there are all, {', '.join((*STAGES, *names))}")
+    if target == "worker" and names:
+        reason = "'worker' is every model's: name the model, or its worker"
+    else:
+        reason = f"{target!r} is no stage and no model"
+    stages = [name for name in STAGES if name != "worker"]
+    workers = dict.fromkeys(one.stage for one in instances)
+    raise ModelNotFound(f"{reason}; there are {', '.join((ALL, *stages, *names, *workers))}")
 
 
 def drained(
@@ -102,9 +108,9 @@ def drained(
         state = control.call(run_dir, "gateway", {"op": "state"})
     drain = state["draining"].get(target)
     if drain is None:
-        raise Conflict(f"{target} was resumed by somebody else before it was drained")
+        raise Conflict(f"{target} was resumed, or unloaded, by somebody else before it was drained")
     return drain["ended"], state
 
 
 def in_flight(state: dict[str, Any], target: str) -> int:
-    return int(state["in_flight"] if target == ALL else state["models"][target])
+    return int(state["in_flight"] if target == ALL else state["models"].get(target, 0))

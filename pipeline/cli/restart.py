@@ -111,19 +111,26 @@ def chosen(config: Config, run_dir: Path, target: str, with_gateway: bool) -> li
 
 def restarted(config: Config, run_dir: Path, old: status.StageStatus, deadline: float) -> str:
     """Restart and wait until the whole server is as ready as before; "" or what is missing."""
+    if is_unloaded(config, old):
+        return ""
     supervisor = supervisor_of(old)
     if not supervisor:
         return "its supervisor is gone"
-    fd = os.pidfd_open(supervisor)
     try:
-        signal.pidfd_send_signal(fd, signal.SIGHUP)
-    finally:
-        os.close(fd)
+        fd = os.pidfd_open(supervisor)
+        try:
+            signal.pidfd_send_signal(fd, signal.SIGHUP)
+        finally:
+            os.close(fd)
+    except ProcessLookupError:
+        return "" if is_unloaded(config, old) else "its supervisor is gone"
     # What peers say of each other is as old as a heartbeat: ready must last longer than that.
     settled_s = 3 * config.server.heartbeat_ms / 1000
     ready_since = float("inf")
     problem = ""
     while (now := time.monotonic()) < deadline:
+        if is_unloaded(config, old):
+            return ""
         problem = missing(run_dir, old)
         if problem:
             ready_since = float("inf")
@@ -133,8 +140,15 @@ def restarted(config: Config, run_dir: Path, old: status.StageStatus, deadline: 
     return problem or "it was ready for a moment only"
 
 
+def is_unloaded(config: Config, old: status.StageStatus) -> bool:
+    """Of a worker: its version of the model went meanwhile, as one does that a reload has replaced."""
+    return old.stage.startswith("worker") and old.stage not in [one.stage for one in lineup.read(config).instances]
+
+
 def missing(run_dir: Path, old: status.StageStatus) -> str:
-    """Why the server is not ready with a successor of `old`; "" when it is. Drains do not count."""
+    """Why the server is not ready with a successor of `old`; "" when it is. Drains, and that no model is loaded,
+    do not count: nobody was served before.
+    """
     for record in status.read_all(run_dir):
         if record.stage == old.stage and record.epoch <= old.epoch:
             return "it has not ended yet" if record.alive else "it has ended and not started yet"
@@ -146,6 +160,6 @@ def missing(run_dir: Path, old: status.StageStatus) -> str:
         state = control.call(run_dir, "gateway", {"op": "state"}, GATEWAY_TIMEOUT_S)
     except StarlingError as error:
         return error.message
-    if state["draining"]:
+    if state["draining"] or not state["instances"]:
         return ""
     return str(state["readiness"]["reason"] or "")

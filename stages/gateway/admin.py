@@ -52,6 +52,7 @@ class Admin:
     def __init__(self, service: Service, kept: Path, loader: Loader | None = None) -> None:
         self._service = service
         self._loader = loader or Loader(service)
+        self._loader.on_unloaded = self._forget
         self._kept = kept
         for target, timeout_s in self._read().items():
             service.drains.begin(target, timeout_s)
@@ -70,7 +71,8 @@ class Admin:
         elif op == "resume":
             self._resume(request)
         elif op != "state":
-            return {**self.state(), "change": await self._change(op, request)}
+            change = await self._change(op, request)
+            return {**self.state(), "change": change}
         return self.state()
 
     def state(self) -> dict[str, Any]:
@@ -122,6 +124,11 @@ class Admin:
         lifted = self._service.drains.lift(target)
         self._changed()
         log.info("resumed by an operator", extra={"target": target, "lifted": lifted})
+
+    def _forget(self, model: str) -> None:
+        """What is not there is not drained: under that name it takes requests once it is loaded again."""
+        if self._service.drains.lift(model):
+            self._changed()
 
     def _target(self, request: dict[str, Any]) -> str:
         target = request.get("target", ALL)

@@ -74,6 +74,7 @@ class Loader:
         self._failed: dict[str, StarlingError] = {}  # changes that never came into the record
         self._ended: dict[str, int] = {}  # by version that goes: requests that were not finished in time
         self._turn = asyncio.Lock()
+        self.on_unloaded: Callable[[str], object] = lambda name: None  # no version of that model is left
 
     # ---------------------------------------------------------------- asking
 
@@ -358,6 +359,8 @@ class Loader:
             log.debug("%s", error.message)  # again at the next tick
             return
         log.info("unloaded", extra={"instance": one.id})
+        if not self._instances.versions(one.name):
+            self.on_unloaded(one.name)
 
 
 def new_change() -> str:

@@ -341,6 +341,7 @@ def test_load_and_unload(server: Server, files: Files) -> None:
     reload(server, None, "unload", "tiny")
     status, ready, _ = server.request("GET", "/ready")
     assert (status, ready["reason"]) == (503, "no model is loaded")
+    starling(server, "restart", "all", "--with-gateway", "--timeout", "60")
     starling(server, "load", "tiny")
     assert tokens(server) == expected
 

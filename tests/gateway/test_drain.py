@@ -80,6 +80,18 @@ def ask(server: Server, **request: Any) -> dict[str, Any]:
     return control.call(server.home / "run", "gateway", request)
 
 
+def test_a_drain_goes_with_its_model(make_server: MakeServer) -> None:
+    """What is loaded again under its name takes requests, in this gateway and in the next."""
+    server = make_server()
+    server.wait_ready()
+    assert MODEL in ask(server, op="drain", target=MODEL, timeout_s=1.0)["draining"]
+    state = ask(server, op="unload", target=MODEL)
+    assert state["change"]["done"]
+    assert (state["draining"], state["instances"]) == ({}, [])
+    server.kill_and_restart()
+    assert ask(server, op="state")["draining"] == {}
+
+
 @pytest.mark.parametrize("target", [ALL, MODEL])
 def test_streams_finish_and_new_requests_are_refused(server: Server, target: str) -> None:
     peers = server.peers

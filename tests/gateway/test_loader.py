@@ -83,6 +83,11 @@ def test_without_a_path_the_configured_file_is_read_anew(
     assert asyncio.run(reload()) == str(file)
 
 
+def test_no_model_is_called_as_everything_is(tmp_path: Path, file: Path) -> None:
+    with pytest.raises(InvalidRequest, match="'all' cannot be used: for commands it means everything"):
+        make_loader(tmp_path, str(file)).load("all", str(file), "change", SECONDS)
+
+
 def test_names_whose_files_would_be_the_same_are_not_loaded_together(tmp_path: Path, file: Path) -> None:
     loader = make_loader(tmp_path, str(file), ("mine/model", "other"))
     taken = "'mine--model' is too much like 'mine/model'"

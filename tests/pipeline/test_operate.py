@@ -13,9 +13,9 @@ import pytest
 
 from pipeline import kinship, measure, rundir
 from pipeline.cli.down import running, supervisor_of
-from pipeline.cli.drain import ALL, admission
+from pipeline.cli.drain import ALL, admission, in_flight
 from pipeline.cli.logs import Tail
-from pipeline.cli.restart import chosen
+from pipeline.cli.restart import chosen, restarted
 from pipeline.cli.status import Row, duration, look, size, table
 from pipeline.config import resolve
 from pipeline.config_schema import Config, ModelConfig
@@ -115,8 +115,13 @@ def test_what_a_drain_of_it_refuses(target: str, name: str) -> None:
 
 @pytest.mark.parametrize("target", ["worker", "nobody", ""])
 def test_what_cannot_be_drained(target: str) -> None:
-    with pytest.raises(ModelNotFound, match="there are all, tokenizer"):
+    with pytest.raises(ModelNotFound, match="there are all, tokenizer.*, a/b, c, worker-a--b, worker-c$"):
         admission(CONFIG, target)
+
+
+def test_a_worker_of_several_models_is_to_be_named() -> None:
+    with pytest.raises(ModelNotFound, match="^'worker' is every model's: name the model, or its worker"):
+        admission(CONFIG, "worker")
 
 
 def record(run_dir: Path, stage: str, parent: int) -> StageStatus:
@@ -136,6 +141,19 @@ def test_only_what_is_supervised_is_restarted(tmp_path: Path) -> None:
     assert supervisor_of(bare) == 0
     with pytest.raises(StarlingError, match="systemctl restart starling-kv"):
         chosen(CONFIG, tmp_path, "kv", False)
+
+
+def test_a_version_that_is_unloaded_meanwhile_need_not_come_back(tmp_path: Path) -> None:
+    """As that which a reload has replaced goes at its last stream, also in the middle of `restart all`."""
+    config = resolve({"models": [{"name": "m", "path": "m.gguf"}], "server": {"run_dir": str(tmp_path)}}, {})
+    for parent in (0, os.getpid()):
+        assert restarted(config, tmp_path, record(tmp_path, "worker-m@1", parent), 0.0) == ""
+    assert restarted(config, tmp_path, record(tmp_path, "worker-m", 0), 0.0) == "its supervisor is gone"
+
+
+def test_a_drain_of_what_is_unloaded_meanwhile_is_over() -> None:
+    assert in_flight({"in_flight": 3, "models": {"c": 2}}, "c") == 2
+    assert in_flight({"in_flight": 3, "models": {"c": 2}}, "a/b") == 0
 
 
 def test_who_keeps_a_server_alive(tmp_path: Path) -> None:
