@@ -82,6 +82,7 @@ class Encode(Frame, tag="e"):
     parse_special: bool = False  # special tokens written in the text become their ids
     add_bos: bool = True  # if the model asks for one
     offsets: bool = False
+    most: int = 0  # tokens; of a text that has more only their number is answered. 0: any number
 
 
 class Render(Frame, tag="r"):
@@ -93,6 +94,7 @@ class Render(Frame, tag="r"):
     add_generation_prompt: bool = True
     tools: list[dict[str, Any]] | None = None
     template_vars: dict[str, Any] = {}
+    most: int = 0  # as in Encode
 
 
 class StreamTokens(Frame):
@@ -134,6 +136,8 @@ class Encoded(Frame, tag="E"):
     id: str
     tokens: tuple[int, ...]
     offsets: tuple[tuple[int, int], ...] = ()  # byte offsets [begin, end) in the UTF-8 text
+    too_many: int = 0  # tokens, more than `most`: none of them are here
+    is_exact: bool = False  # else `too_many` is what they are at least: no more was counted than had to be
 
 
 class StreamText(Frame):

@@ -18,6 +18,25 @@ class Bounds(NamedTuple):
     max_output_tokens: int
 
 
+def longest_prompt(bounds: Bounds) -> int:
+    """Most tokens that a prompt may have."""
+    return min(bounds.context - 1, bounds.max_prompt_tokens or bounds.context)
+
+
+def too_long(n_prompt: int, bounds: Bounds, prompt_field: str, is_exact: bool = True) -> InvalidRequest:
+    """For a prompt of `n_prompt` tokens, or at least so many, which is more than `longest_prompt`."""
+    longest = longest_prompt(bounds)
+    name = "the bound scheduler.max_prompt_tokens"
+    if longest == bounds.context - 1:
+        name = f"the model's context of {bounds.context} tokens, which must hold at least one more"
+    count = n_prompt if is_exact else f"at least {n_prompt}"
+    return InvalidRequest(
+        f"{prompt_field} has {count} tokens; at most {longest} are taken ({name}): shorten it",
+        prompt_field,
+        code=CONTEXT,
+    )
+
+
 def output_budget(
     n_prompt: int, max_tokens: int | None, bounds: Bounds, prompt_field: str, max_field: str
 ) -> int:
@@ -27,16 +46,8 @@ def output_budget(
             f"{prompt_field} has no tokens, and a model needs at least one to go on from; send some text",
             prompt_field,
         )
-    longest = bounds.context - 1
-    name = f"the model's context of {bounds.context} tokens, which must hold at least one more"
-    if bounds.max_prompt_tokens and bounds.max_prompt_tokens < longest:
-        longest, name = bounds.max_prompt_tokens, "the bound scheduler.max_prompt_tokens"
-    if n_prompt > longest:
-        raise InvalidRequest(
-            f"{prompt_field} has {n_prompt} tokens; at most {longest} are taken ({name}): shorten it",
-            prompt_field,
-            code=CONTEXT,
-        )
+    if n_prompt > longest_prompt(bounds):
+        raise too_long(n_prompt, bounds, prompt_field)
     left = bounds.context - n_prompt
     most = bounds.max_output_tokens
     if max_tokens is None:

@@ -9,24 +9,35 @@ from pipeline import messages as m
 from pipeline.errors import InvalidRequest
 from pipeline.lineup import Instance
 from stages.gateway.ask import Ask
+from stages.gateway.lengths import Bounds, longest_prompt, too_long
 from stages.gateway.questions import Questions
 
 
 async def tokens_of(
-    ask: Ask, instance: Instance, described: m.Described, questions: Questions, *, add_bos: bool
+    ask: Ask, instance: Instance, described: m.Described, questions: Questions, bounds: Bounds, n_held: int
 ) -> list[tuple[int, ...]]:
-    """One for each prompt, or one for the messages. Raises `InvalidRequest`, and what the tokenizer answers."""
+    """One for each prompt, or one for the messages. Raises `InvalidRequest`, and what the tokenizer answers.
+
+    n_held: tokens before the prompt, of the session.  A text that has too many tokens is refused for their number.
+    """
+    most = max(1, longest_prompt(bounds) - n_held)
+
+    def taken(encoded: m.Encoded, index: int = 0) -> tuple[int, ...]:
+        if encoded.too_many:
+            raise too_long(n_held + encoded.too_many, bounds, field_of(ask, index), encoded.is_exact)
+        return encoded.tokens
+
     if ask.messages is not None:
         if not described.chat:
             raise InvalidRequest(f"model {instance.name!r} has no chat template; use /v1/completions", "model")
-        return [(await questions.render(instance.id, ask.messages)).tokens]
+        return [taken(await questions.render(instance.id, ask.messages, most))]
     asked: list[Awaitable[m.Encoded] | tuple[int, ...]] = [
-        questions.encode(instance.id, prompt, add_bos=add_bos) if isinstance(prompt, str) else prompt
+        questions.encode(instance.id, prompt, add_bos=not n_held, most=most) if isinstance(prompt, str) else prompt
         for prompt in ask.prompts
     ]
     # All at once: a tokenizer that is asked for many answers them in one round.
     texts = iter(await asyncio.gather(*(item for item in asked if not isinstance(item, tuple))))
-    return [item if isinstance(item, tuple) else next(texts).tokens for item in asked]
+    return [item if isinstance(item, tuple) else taken(next(texts), index) for index, item in enumerate(asked)]
 
 
 def check_ids(ask: Ask, prompts: list[tuple[int, ...]], vocab_size: int) -> None:

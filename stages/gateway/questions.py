@@ -96,12 +96,17 @@ class Questions:
         parse_special: bool = False,
         add_bos: bool = True,
         offsets: bool = False,
+        most: int = 0,
     ) -> m.Encoded:
-        answer: m.Encoded = await self.ask(lambda key: m.Encode(key, instance, text, parse_special, add_bos, offsets))
+        """Of a text of more than `most` tokens (0: any number) the answer has only their number."""
+        answer: m.Encoded = await self.ask(
+            lambda key: m.Encode(key, instance, text, parse_special, add_bos, offsets, most)
+        )
         return answer
 
-    async def render(self, instance: str, messages: list[dict[str, Any]]) -> m.Encoded:
-        answer: m.Encoded = await self.ask(lambda key: m.Render(key, instance, messages))
+    async def render(self, instance: str, messages: list[dict[str, Any]], most: int = 0) -> m.Encoded:
+        """`most` as of `encode`."""
+        answer: m.Encoded = await self.ask(lambda key: m.Render(key, instance, messages, most=most))
         return answer
 
     async def decode(self, instance: str, tokens: tuple[int, ...], *, skip_special: bool = False) -> str:

@@ -526,11 +526,11 @@ class Service:
         """`held`: the tokens before the prompt, of the session."""
         described = self.described[instance.id]
         check_number(max(1, len(ask.prompts)), ask.n, self.config, instance.settings)
-        prompts = await tokens_of(ask, instance, described, self.questions, add_bos=not held)
+        bounds = self.bounds(instance)
+        prompts = await tokens_of(ask, instance, described, self.questions, bounds, len(held))
         check_ids(ask, prompts, described.vocab_size)
         if held:
             prompts = [held + prompt for prompt in prompts]
-        bounds = self.bounds(instance)
         budgets = [
             output_budget(len(prompt), ask.max_tokens, bounds, field_of(ask, index), ask.max_tokens_field)
             for index, prompt in enumerate(prompts)

@@ -7,15 +7,18 @@ stream again from its first token; the text comes out the same.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 from typing import Any, NamedTuple
 
 from pipeline import messages as m
-from pipeline.errors import InvalidRequest, StarlingError
+from pipeline.errors import InternalError, InvalidRequest, StarlingError
 from stages.tokenizer.incremental import StreamDecoder
 from stages.tokenizer.template import ChatTemplate
-from stages.tokenizer.vocabulary import Vocabulary
+from stages.tokenizer.vocabulary import TooManyTokens, Vocabulary
+
+log = logging.getLogger("starling.tokenizer")
 
 MAX_STREAMS = 16384  # decoders kept; the stream longest unused is lost first
 
@@ -60,14 +63,17 @@ class TokenizerService:
             for sequence in frame.sequences:
                 self._streams.pop(sequence, None)
             return None
+        if isinstance(frame, m.Encode | m.Render):
+            steps = self.work(frame)
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    return end.value
         try:
             match frame:
                 case m.Detokenize():
                     return self._detokenize(frame)
-                case m.Encode():
-                    return self._encode(frame)
-                case m.Render():
-                    return self._render(frame)
                 case m.Describe():
                     described = self.model(frame.model).described
                     return m.Described(**{**{f: getattr(described, f) for f in described.__struct_fields__},
@@ -76,14 +82,30 @@ class TokenizerService:
             return m.TokenizerFailed(frame.id, error.code, error.message, error.param)
         return None
 
-    def _encode(self, frame: m.Encode) -> m.Encoded:
+    def work(self, frame: m.Encode | m.Render) -> Generator[None, None, m.Frame]:
+        """Returns the reply; yields every some tens of ms until it has it. Never raises for what a client sent."""
+        try:
+            try:
+                return (yield from self._encode(frame) if isinstance(frame, m.Encode) else self._render(frame))
+            except TooManyTokens as many:
+                return m.Encoded(frame.id, (), (), many.count, many.is_exact)
+        except StarlingError as error:
+            return m.TokenizerFailed(frame.id, error.code, error.message, error.param)
+        except Exception as error:
+            # Not fatal: the gateway would ask the next process the same, and the next.
+            log.exception("a text cannot be tokenized", extra={"model": frame.model})
+            failed = InternalError(f"the text cannot be tokenized: {type(error).__name__}: {error}")
+            return m.TokenizerFailed(frame.id, failed.code, failed.message)
+
+    def _encode(self, frame: m.Encode) -> Generator[None, None, m.Encoded]:
         vocabulary = self.model(frame.model).vocabulary
-        tokens = vocabulary.encode(_utf8(frame.text, "prompt"), frame.parse_special, frame.add_bos)
+        text = _utf8(frame.text, "prompt")
+        tokens = yield from vocabulary.within(text, frame.parse_special, frame.add_bos, frame.most)
         self.tokens_encoded += len(tokens)
-        offsets = tuple(vocabulary.offsets(frame.text, tokens)) if frame.offsets else ()
+        offsets = tuple(vocabulary.offsets(text, tokens)) if frame.offsets else ()
         return m.Encoded(frame.id, tuple(tokens), offsets)
 
-    def _render(self, frame: m.Render) -> m.Encoded:
+    def _render(self, frame: m.Render) -> Generator[None, None, m.Encoded]:
         model = self.model(frame.model)
         if model.template is None:
             raise InvalidRequest(
@@ -92,7 +114,9 @@ class TokenizerService:
         text = model.template.render(
             frame.messages, frame.add_generation_prompt, frame.tools, frame.template_vars
         )
-        tokens = model.vocabulary.encode(_utf8(text, "messages"), parse_special=True, add_bos=True)
+        tokens = yield from model.vocabulary.within(
+            _utf8(text, "messages"), parse_special=True, add_bos=True, most=frame.most
+        )
         self.tokens_encoded += len(tokens)
         return m.Encoded(frame.id, tuple(tokens))
 

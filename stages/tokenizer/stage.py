@@ -1,17 +1,16 @@
 """The tokenizer process: the I/O around `service.py`.
 
-Long texts are encoded in one background thread (the library lets go of the interpreter lock), so that
-the streams of others go on meanwhile; everything else is answered at once.
+Long texts are encoded on one background thread, where they take turns (the library lets go of the interpreter
+lock), so that the streams of others go on meanwhile; everything else is answered at once.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import queue
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -24,10 +23,14 @@ from pipeline.loop import StageLoop
 from shm.checkpoint import CheckpointError, load_index
 from stages.tokenizer.service import TokenizerModel, TokenizerService
 from stages.tokenizer.template import ChatTemplate
+from stages.tokenizer.turns import Turns
 from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary
 
-LONG_TEXT = 16_384  # characters: about 15 ms of encoding
-MAX_LONG = 256  # long texts waiting for the thread; more get 429
+log = logging.getLogger("starling.tokenizer")
+
+# Characters that are encoded between two looks at the clock, about 15 ms' worth; what is more is for the thread.
+AT_ONCE = 16_384
+MESSAGE = 64  # characters that a chat's message counts beside its content, for the template's work
 
 
 _opened: dict[Path, TokenizerModel] = {}  # a checkpoint is immutable: its digest is its name
@@ -67,10 +70,9 @@ class TokenizerStage:
         self.config = config
         self.service = TokenizerService(self._open)
         self.hub = self.loop.bind("gateway-tokenizer", self._on_frame)
-        self.hub.on_down = lambda peer, hello: self._gone.add(peer)
-        self._gone: set[bytes] = set()
-        self._long: queue.Queue[tuple[bytes, Any] | None] = queue.Queue(MAX_LONG)
-        self._done: queue.SimpleQueue[tuple[bytes, m.Frame | None]] = queue.SimpleQueue()
+        self.turns: Turns[m.Frame] = Turns(lambda: os.eventfd_write(self._wake, 1))
+        self.hub.on_down = lambda peer, hello: self._drop(peer)
+        self._left = AT_ONCE
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.loop.add_fd(self._wake, self._on_done)
         self._thread = threading.Thread(target=self._encode_long, name="encode", daemon=True)
@@ -85,9 +87,7 @@ class TokenizerStage:
         try:
             return self.loop.run(self._work)
         finally:
-            while not self._long.empty():
-                self._long.get_nowait()
-            self._long.put(None)
+            self.turns.stop()
             self._thread.join()
             os.close(self._wake)
 
@@ -143,6 +143,7 @@ class TokenizerStage:
 
     def _work(self) -> float | None:
         """Open what has become ready; until everything that serves is, say what is missing."""
+        self._left = AT_ONCE
         if self.follower.look():
             self._follow()
             self.loop.ready = False
@@ -163,24 +164,31 @@ class TokenizerStage:
 
     def _on_frame(self, peer: bytes, frame: m.Frame) -> None:
         self.loop.progress += 1
-        if self._length(frame) > LONG_TEXT:
-            try:
-                self._long.put_nowait((peer, frame))
-                self.loop.busy = True
-            except queue.Full:
-                message = f"{MAX_LONG} long prompts are waiting to be tokenized; try again later"
-                self.hub.send(peer, m.TokenizerFailed(frame.id, "OVERLOADED", message))  # type: ignore[attr-defined]
-            return
+        if isinstance(frame, m.Encode | m.Render):
+            length = self._length(frame)
+            if length > self._left:
+                self._put_off(peer, frame, length)
+                return
+            self._left -= length
         self._send(peer, self.service.answer(frame))
 
+    def _drop(self, peer: bytes) -> None:
+        self.turns.drop(peer)
+        self.loop.busy = self.turns.is_busy
+
+    def _put_off(self, peer: bytes, frame: m.Encode | m.Render, length: int) -> None:
+        if self.turns.put(peer, length, self.service.work(frame)):
+            self.loop.busy = True
+        else:
+            message = "too many long prompts are waiting to be tokenized; try again later"
+            self._send(peer, m.TokenizerFailed(frame.id, "OVERLOADED", message))
+
     @staticmethod
-    def _length(frame: m.Frame) -> int:
+    def _length(frame: m.Encode | m.Render) -> int:
         if isinstance(frame, m.Encode):
             return len(frame.text)
-        if isinstance(frame, m.Render):
-            return sum(len(text) for message in frame.messages for text in message.values()
-                       if isinstance(text, str))  # fmt: skip
-        return 0
+        return sum(MESSAGE + sum(len(text) for text in message.values() if isinstance(text, str))
+                   for message in frame.messages)  # fmt: skip
 
     def _send(self, peer: bytes, reply: m.Frame | None) -> None:
         # A gateway that is gone or full asks again: its record has everything.
@@ -190,15 +198,15 @@ class TokenizerStage:
     # -------------------------------------------------------------- the thread
 
     def _encode_long(self) -> None:
-        while (job := self._long.get()) is not None:
-            peer, frame = job
-            reply = None if peer in self._gone else self.service.answer(frame)
-            self._done.put((peer, reply))
-            os.eventfd_write(self._wake, 1)
-            del job, frame, reply  # until the next one comes, perhaps in hours, they would stay
+        try:
+            self.turns.run()
+        except BaseException:
+            log.exception("the thread that tokenizes long texts has failed, the stage ends")
+            self.loop.quit()
+            self.loop.wake()
 
     def _notice_work(self) -> None:
-        """A text that takes seconds is one call into the library: its CPU time is what shows progress."""
+        """A run of one class of characters is one call into the library: its CPU time is what shows progress."""
         if self.loop.busy and self._thread.ident is not None and self._thread.is_alive():
             spent = time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
             if spent > self._spent:
@@ -207,10 +215,10 @@ class TokenizerStage:
 
     def _on_done(self) -> None:
         os.eventfd_read(self._wake)
-        while not self._done.empty():
-            self._send(*self._done.get())
+        for peer, reply in self.turns.take():
+            self._send(peer, reply)
             self.loop.progress += 1
-        self.loop.busy = not self._long.empty()
+        self.loop.busy = self.turns.is_busy
 
 
 def preload(config: Config) -> None:

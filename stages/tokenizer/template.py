@@ -70,7 +70,10 @@ class ChatTemplate:
             )
         except _Refused as refusal:
             raise InvalidRequest(f"the model's chat template refuses: {refusal}", param="messages") from None
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # a template is a program: what it does with messages can fail in any way
             raise InvalidRequest(
-                f"the model's chat template cannot render these messages: {error}", param="messages"
+                f"the model's chat template cannot render these messages: {type(error).__name__}: {error}",
+                param="messages",
             ) from None

@@ -2,13 +2,13 @@
 
 Byte-level BPE (Sennrich et al. 2016; the byte alphabet of GPT-2): every byte has a printable stand-in
 character, tokens are strings of stand-ins, merges are ranked pairs.  The merging itself is done by the
-`tokenizers` library.  Knows nothing of requests, streams or templates.
+`tokenizers` library, stretch by stretch (`stretches.py`).  Knows nothing of requests, streams or templates.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from array import array
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 from tokenizers import Regex, Tokenizer
@@ -17,7 +17,9 @@ from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as Chain
 
 from pipeline.errors import ModelUnavailable
+from stages.tokenizer.fewest import Fewest, at_least
 from stages.tokenizer.pretokenizers import PRETOKENIZERS
+from stages.tokenizer.stretches import WINDOW, Names, stretches
 
 # tokenizer.ggml.token_type (GGUF specification)
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -30,7 +32,12 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
-LONG_PIECE = 4096  # characters: about 4 ms
+class TooManyTokens(Exception):
+    """`count`: how many they are; without `is_exact` there are at least so many, which was enough to know."""
+
+    def __init__(self, count: int, is_exact: bool) -> None:
+        super().__init__(count, is_exact)
+        self.count, self.is_exact = count, is_exact
 
 
 class TokenizerSpec(NamedTuple):
@@ -83,13 +90,12 @@ class Vocabulary:
                 specials.setdefault(text, i)
             elif kind == USER_DEFINED and text:
                 always.setdefault(text, i)
-        self._always = always
-        self._specials = always | specials
-        self._split_always = _splitter(self._always)
-        self._split_special = _splitter(self._specials)
+        self._always = Names(always)
+        self._specials = Names(always | specials)
         ids = {text: i for i, text in reversed(list(enumerate(spec.tokens)))}
         # Bytes without a token: text that holds them loses them (no published tokenizer keeps them).
         self.holes = frozenset(byte for character, byte in alphabet.items() if character not in ids)
+        self._fewest = Fewest(self._bytes, self.holes)
         merges = []
         for line in spec.merges:
             # The separator is the first space after at least one character: stand-ins are never spaces.
@@ -107,35 +113,47 @@ class Vocabulary:
         return self._bytes[token] if 0 <= token < self.size else b""
 
     def encode(self, text: str, parse_special: bool, add_bos: bool = False) -> list[int]:
-        """Token ids of `text`.
+        """Token ids of `text`, in one go; the arguments as of `within`."""
+        steps = self.within(text, parse_special, add_bos)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return list(end.value)
+
+    def within(
+        self, text: str, parse_special: bool, add_bos: bool = False, most: int = 0
+    ) -> Generator[None, None, array[int]]:
+        """Returns the token ids (i32) of `text`, and yields every some tens of ms until it has them.
 
         parse_special: names of control tokens in the text become their ids (user-defined tokens
         always do).  add_bos: begin with the start token, if the model asks for one and the text
         does not begin with it already.
-        """
-        split, special = (
-            (self._split_special, self._specials) if parse_special else (self._split_always, self._always)
-        )
-        ids: list[int] = []
-        for piece in split.split(text) if split else [text]:
-            if not piece:
-                continue
-            token = special.get(piece)
-            if token is not None:
-                ids.append(token)
-            else:
-                ids.extend(self._merge(piece))
-        if add_bos and self.add_bos and ids[:1] != [self.bos]:
-            ids.insert(0, self.bos)
-        return ids
 
-    def _merge(self, piece: str) -> list[int]:
-        if len(piece) < LONG_PIECE:
-            ids: list[int] = self._tokenizer.encode(piece, add_special_tokens=False).ids
-            return ids
-        # Only a batch is encoded without the interpreter's lock, which others want meanwhile.
-        (encoded,) = self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)
-        return list(encoded.ids)
+        Raises `TooManyTokens` exactly if they are more than `most` (0: any number is taken), as soon as that is
+        certain: of a text of more than `WINDOW` characters no more is encoded than leaves it in doubt.
+        """
+        is_bounded = most > 0 and len(text) > WINDOW
+        rest = self._fewest.weigh(text) if is_bounded else 0  # of what has no tokens yet
+        if is_bounded and at_least(rest) > most:
+            raise TooManyTokens(at_least(rest), False)
+        names = self._specials if parse_special else self._always
+        ids, seen = array("i"), 0
+        for end, new in stretches(self._tokenizer, names, text, WINDOW):
+            ids.fromlist(new)
+            if new and end - seen < WINDOW // 2 and end < len(text):
+                continue  # thousands of names of special tokens can follow each other
+            if is_bounded and end < len(text):
+                rest -= self._fewest.weigh(text[seen:end])
+                if len(ids) + at_least(rest) > most:
+                    raise TooManyTokens(len(ids) + at_least(rest), False)
+            seen = end
+            yield
+        if add_bos and self.add_bos and (not ids or ids[0] != self.bos):
+            ids.insert(0, self.bos)
+        if 0 < most < len(ids):
+            raise TooManyTokens(len(ids), True)
+        return ids
 
     def offsets(self, text: str, tokens: Sequence[int]) -> list[tuple[int, int]]:
         """Byte range [begin, end) of each token in the UTF-8 of the text that it was encoded from.
@@ -168,10 +186,3 @@ class Vocabulary:
         return b"".join(
             self.token_bytes(t) for t in tokens if not (skip_special and t in self.control)
         ).decode("utf-8", "replace")
-
-
-def _splitter(names: dict[str, int]) -> re.Pattern[str] | None:
-    """A pattern whose one group keeps the names, the longest first."""
-    if not names:
-        return None
-    return re.compile("(" + "|".join(re.escape(n) for n in sorted(names, key=len, reverse=True)) + ")")

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from pipeline import messages as m
 from pipeline.errors import ModelNotFound
 from stages.tokenizer.service import TokenizerModel, TokenizerService
+from stages.tokenizer.vocabulary import TooManyTokens
 
 EOS, BOS = 256, 257
 VOCAB_SIZE = 258
 CONTEXT = 4096
+LONG = 100_000  # tokens of a text of which too many are not counted to the end
 MODEL = "bytes"
 TEXT = "Ein Käfig ging, 一只鸟 zu suchen 🐦. "
 
@@ -29,7 +31,13 @@ class ByteVocabulary:
     def token_bytes(self, token: int) -> bytes:
         return {EOS: b"<|end|>", BOS: b"<|begin|>"}.get(token) or bytes([token])
 
-    def encode(self, text: str, parse_special: bool, add_bos: bool) -> list[int]:
+    def within(
+        self, text: str, parse_special: bool, add_bos: bool, most: int = 0
+    ) -> Iterator[None]:
+        yield
+        n = len(text.encode())
+        if 0 < most < n:
+            raise TooManyTokens(n, is_exact=n <= LONG)
         return list(text.encode())
 
     def offsets(self, text: str, tokens: list[int]) -> list[tuple[int, int]]:

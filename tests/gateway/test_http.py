@@ -506,6 +506,7 @@ def test_a_prompt_of_two_hundred_thousand_tokens(server: Server) -> None:
         answer = server.post("/v1/generate", {"prompt": prompt})
         assert answer.status == 400
         assert "200000 tokens; at most 4095" in answer.error["message"]
+        assert ("has at least" in answer.error["message"]) == isinstance(prompt, str)
         assert answer.error["code"] == "CONTEXT_LENGTH_EXCEEDED"
 
 

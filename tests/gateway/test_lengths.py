@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.errors import InvalidRequest
-from stages.gateway.lengths import Bounds, output_budget
+from stages.gateway.lengths import Bounds, longest_prompt, output_budget, too_long
 
 OPEN = Bounds(100, 0, 0)
 
@@ -41,3 +41,17 @@ def test_what_does_not(
     with pytest.raises(InvalidRequest, match=message) as refused:
         output_budget(n_prompt, max_tokens, bounds, "prompt", "max_tokens")
     assert (refused.value.param, refused.value.code) == (param, code)
+
+
+@pytest.mark.parametrize(
+    "bounds", [OPEN, Bounds(100, 10, 0), Bounds(100, 99, 0), Bounds(100, 1000, 0), Bounds(2, 0, 0)]
+)
+def test_the_longest_prompt_is_the_bound_that_is_enforced(bounds: Bounds) -> None:
+    longest = longest_prompt(bounds)
+    assert output_budget(longest, None, bounds, "prompt", "max_tokens") > 0
+    with pytest.raises(InvalidRequest) as exact:
+        output_budget(longest + 1, None, bounds, "prompt", "max_tokens")
+    assert str(exact.value) == str(too_long(longest + 1, bounds, "prompt"))
+    at_least = too_long(longest + 7, bounds, "messages", is_exact=False)
+    assert at_least.message.startswith(f"messages has at least {longest + 7} tokens; at most {longest} are taken")
+    assert (at_least.code, at_least.param) == ("CONTEXT_LENGTH_EXCEEDED", "messages")

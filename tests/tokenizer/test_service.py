@@ -1,5 +1,10 @@
 """What the tokenizer answers, frame by frame, and that a lost decoder changes no text."""
 
+from array import array
+from collections.abc import Generator
+
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,3 +109,48 @@ def test_a_template_cannot_leave_its_sandbox() -> None:
     s = TokenizerService(lambda _: TokenizerModel(VOCABULARY, hostile, m.Described("", "m", "", 1, 1, (), True)))
     reply = s.answer(m.Render("1", "m", []))
     assert isinstance(reply, m.TokenizerFailed) and reply.code == "INVALID_REQUEST"
+
+
+def test_of_a_text_with_too_many_tokens_only_their_number_is_answered() -> None:
+    s = service()
+    assert s.answer(m.Encode("1", "m", "ab", most=2)) == m.Encoded("1", tuple(VOCABULARY.encode("ab", False)))
+    assert s.answer(m.Encode("1", "m", "abc", most=2, offsets=True)) == m.Encoded("1", (), (), 3, True)
+    long = s.answer(m.Encode("1", "m", "日" * 40_000, most=2))
+    assert isinstance(long, m.Encoded) and long == m.Encoded("1", (), (), 120_000, False)
+    chat = m.Render("1", "m", [{"role": "user", "content": "ab"}])
+    whole = s.answer(chat)
+    assert isinstance(whole, m.Encoded)
+    n = len(whole.tokens)
+    assert s.answer(msgspec.structs.replace(chat, most=n)) == whole
+    assert s.answer(msgspec.structs.replace(chat, most=n - 1)) == m.Encoded("1", (), (), n, True)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [("{{ 1 / 0 }}", "ZeroDivisionError"), ("{{ messages[0].content.split('x')[0].pop() }}", "pop"),
+     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+     ("{{ ''.join(1) }}", "TypeError"), ("{{ messages[0].content.encode('ascii') }}", "UnicodeEncodeError")],
+)  # fmt: skip
+def test_whatever_a_template_does_is_a_refusal_of_the_messages(source: str, says: str) -> None:
+    described = m.Described("", "m", "", 1, 1, (), True)
+    s = TokenizerService(lambda _: TokenizerModel(VOCABULARY, ChatTemplate(source), described))
+    reply = s.answer(m.Render("1", "m", [{"role": "user", "content": "é"}]))
+    assert isinstance(reply, m.TokenizerFailed)
+    assert (reply.code, reply.param) == ("INVALID_REQUEST", "messages")
+    assert says in reply.message
+
+
+def test_a_text_that_fails_in_the_library_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Vocabulary):
+        def within(self, *arguments: object, **more: object) -> Generator[None, None, array]:  # type: ignore[override]
+            raise RuntimeError("it gives up")
+            yield
+
+    described = m.Described("", "m", "", 1, 1, (), True)
+    s = TokenizerService(lambda _: TokenizerModel(Broken(small()), TEMPLATE, described))
+    for frame in (m.Encode("1", "m", "x"), m.Render("1", "m", [])):
+        reply = s.answer(frame)
+        assert isinstance(reply, m.TokenizerFailed)
+        assert (reply.code, reply.param) == ("INTERNAL", "")
+        assert "RuntimeError: it gives up" in reply.message
+    assert len(caplog.records) == 2

@@ -49,9 +49,11 @@ def test_merges_follow_their_rank() -> None:
 @pytest.mark.slow
 def test_a_long_text_is_cut_as_short_ones_are(demo_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(case["text"] for case in CASES) * 20
-    long = demo_vocabulary.encode(text, parse_special=False)
-    monkeypatch.setattr("stages.tokenizer.vocabulary.LONG_PIECE", len(text) + 1)
-    assert demo_vocabulary.encode(text, parse_special=False) == long
+    for parse in (False, True):
+        whole = demo_vocabulary.encode(text, parse)
+        monkeypatch.setattr("stages.tokenizer.vocabulary.WINDOW", 256)
+        assert demo_vocabulary.encode(text, parse) == whole
+        monkeypatch.undo()
 
 
 def test_special_names_are_text_unless_parsed_but_user_defined_tokens_always_count() -> None:

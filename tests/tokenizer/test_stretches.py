@@ -1,0 +1,166 @@
+"""A text's tokens in stretches are those of the whole, for each pre-tokenizer; too many are refused early, exactly."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stages.tokenizer import stretches as cutting
+from stages.tokenizer import vocabulary as vocabularies
+from stages.tokenizer.fewest import Fewest, at_least
+from stages.tokenizer.pretokenizers import _GROUPS
+from stages.tokenizer.stretches import WINDOW, Names, stretches
+from stages.tokenizer.vocabulary import TooManyTokens, Vocabulary
+from tests.tokenizer.test_vocabulary import ALPHABET, small
+
+PRES = [names[0] for names in _GROUPS.values()]
+# Of each class that a pattern tells apart, and what can be part of a contraction.
+HOSTILE = [
+    *"aBsréǅʰ日12²_/!?'", " ", "  ", "\n", "\r\n", "\t", "\u3000", "\u0301", "\u093e", "\u200d", "\ufe0f",
+    "'s", "'re", "'LL", "👨\u200d👩", "\x04", "<s>", "<tool>",
+]  # fmt: skip
+
+
+def merging(pre: str, **changes: object) -> Vocabulary:
+    """Any two of these characters merge, and what has merged merges again: a border in the wrong place shows."""
+    pairs = [ALPHABET[a] + " " + ALPHABET[b] for a, b in product(b"aBsr12!' \n", repeat=2)]
+    words = [pair.replace(" ", "") for pair in pairs]
+    pairs += [f"{word} {word}" for word in words]
+    words += [word * 2 for word in words]
+    spec = small(pre=pre, **changes)
+    words = list(dict.fromkeys([*spec.tokens, *words]))
+    return Vocabulary(spec._replace(tokens=words, types=[3, 3, 4, *[1] * (len(words) - 3)], merges=pairs))
+
+
+VOCABULARIES = {pre: merging(pre) for pre in PRES}
+texts = st.lists(st.sampled_from(HOSTILE), min_size=1, max_size=6).flatmap(
+    lambda few: st.lists(st.sampled_from(few), max_size=120).map("".join)
+)
+
+
+@pytest.mark.parametrize("pre", PRES)
+@given(text=texts, window=st.sampled_from([1, 9, 16, 24, 40]))
+def test_stretches_are_the_whole(pre: str, text: str, window: int) -> None:
+    vocabulary = VOCABULARIES[pre]
+    whole = vocabulary.encode(text, True)  # of one window
+    parts, end = [], 0
+    for now, ids in stretches(vocabulary._tokenizer, vocabulary._specials, text, window):
+        assert now >= end
+        parts, end = parts + ids, now
+    assert parts == whole
+    assert end == len(text)
+
+
+def test_stretches_are_many_where_there_are_borders() -> None:
+    vocabulary = VOCABULARIES["llama3"]
+    ends = [end for end, _ in stretches(vocabulary._tokenizer, vocabulary._always, "ab 12! " * 100, 64)]
+    assert len(ends) > 10
+
+
+@given(st.text("he日l ", max_size=200), st.sampled_from([None, 8]), st.booleans())
+def test_too_many_tokens_are_refused_exactly(text: str, window: int | None, add_bos: bool) -> None:
+    vocabulary = Vocabulary(small(add_bos=True))
+    n = len(vocabulary.encode(text, False, add_bos))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocabularies, "WINDOW", window or WINDOW)
+        for most in {1, n - 1, n, n + 1} - {0, -1}:
+            steps = vocabulary.within(text, False, add_bos, most)
+            if n <= most:
+                assert sum(1 for _ in steps) >= (len(text) > 0)
+                continue
+            with pytest.raises(TooManyTokens) as refused:
+                list(steps)
+            many = refused.value
+            assert most < many.count <= n
+            assert many.count == n or not many.is_exact
+            assert many.is_exact or window is not None
+
+
+@given(texts)
+def test_a_text_weighs_no_more_than_its_tokens(text: str) -> None:
+    for vocabulary in VOCABULARIES.values():
+        for parse in (False, True):
+            assert at_least(vocabulary._fewest.weigh(text)) <= len(vocabulary.encode(text, parse))
+
+
+def test_weights_add_up_and_lost_bytes_weigh_nothing() -> None:
+    fewest = Fewest([b"a", b"b", b"abab", b"c" * 3], holes=[ord("c")])
+    assert at_least(fewest.weigh("ab" * 6)) == 3
+    assert at_least(fewest.weigh("c" * 99)) == 0
+    assert fewest.weigh("ab" * 70_000) == 2 * fewest.weigh("ab" * 35_000)
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Characters of each call into the library, which does the work as ever."""
+    lengths: list[int] = []
+    call = cutting._call
+
+    def counting(encode: object, text: str) -> object:
+        lengths.append(len(text))
+        return call(encode, text)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cutting, "_call", counting)
+    return lengths
+
+
+def test_what_is_certainly_too_long_is_not_encoded(encoded: list[int]) -> None:
+    vocabulary = Vocabulary(small())
+    for text in ("Hello, world. " * 300_000, "日" * 1_000_000, "\n" * 4_000_000):
+        with pytest.raises(TooManyTokens) as refused:
+            next(vocabulary.within(text, True, most=8192))
+        assert not refused.value.is_exact
+        assert refused.value.count > 8192
+    assert encoded == []
+
+
+def test_what_is_encoded_grows_with_the_bound_and_not_with_the_text(encoded: list[int]) -> None:
+    vocabulary = VOCABULARIES["llama3"]
+    text = "1! " * 400_000  # of whose tokens a quarter is certain without a look
+    for most in (320_000, 500_000):
+        with pytest.raises(TooManyTokens):
+            for _ in vocabulary.within(text, False, most=most):
+                pass
+        assert max(encoded) <= 2 * WINDOW
+        assert sum(encoded) <= 3 * most + 2 * WINDOW
+        encoded.clear()
+    assert len(vocabulary.encode(text, False)) > 500_000
+    assert max(encoded) <= 2 * WINDOW
+
+
+def test_thousands_of_names_are_few_turns() -> None:
+    vocabulary = Vocabulary(small())
+    steps = sum(1 for _ in vocabulary.within("<s>" * 100_000, True))
+    assert steps <= 2 * 3 * 100_000 // WINDOW + 1
+
+
+@given(
+    st.lists(st.text("ab|<", min_size=1, max_size=5), min_size=1, max_size=12, unique=True),
+    st.text("ab|<", max_size=40),
+)
+def test_the_longest_name_is_found(names: list[str], text: str) -> None:
+    ids = {name: i for i, name in enumerate(names)}
+    flat = re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)))
+    expected = [(one.start(), one.end(), ids[one.group()]) for one in flat.finditer(text)]
+    found, at, made = [], 0, Names(ids)
+    while at < len(text):
+        one = made.next(text, at, min(at + 7, len(text)))
+        found += [one] if one else []
+        at = one[1] if one else at + 7
+    assert found == expected
+
+
+def test_names_that_each_begin_the_next() -> None:
+    names = Names({"<" * n: n for n in range(1, 300)})
+    assert names.next("a" + "<" * 299 + "b", 0, 301) == (1, 300, 299)
+
+
+@pytest.mark.slow
+def test_a_run_that_the_library_gives_up_is_an_error_and_no_panic() -> None:
+    vocabulary = Vocabulary(small(pre="llama3"))
+    with pytest.raises(RuntimeError, match="12000000 characters without a border"):
+        cutting._encode(vocabulary._tokenizer, " " * 12_000_000)
