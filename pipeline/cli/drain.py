@@ -81,7 +81,7 @@ def admission(config: Config, target: str) -> str:
     if target == "worker" and len(names) == 1:
         return names[0]
     for one in instances:
-        if target in (one.stage, one.id):
+        if target in (one.stage, one.id, f"worker-{one.settings.slug}"):
             return one.name
     if target == "worker" and names:
         reason = "'worker' is every model's: name the model, or its worker"

@@ -89,8 +89,10 @@ def handed_over(run_dir: Path, timeout_s: float) -> int:
 
 def chosen(config: Config, run_dir: Path, target: str, with_gateway: bool) -> list[status.StageStatus]:
     """Records of the stages to restart, in order. Raises `StarlingError` when one cannot be restarted."""
-    workers = [one.stage for one in lineup.read(config).instances if one.state != "loading"]
-    names = {ALL: ["tokenizer", "scheduler", "kv", *workers], "worker": workers}.get(target, [target])
+    there = [one for one in lineup.read(config).instances if one.state != "loading"]
+    workers = [one.stage for one in there]
+    of_model = [one.stage for one in there if target == f"worker-{one.settings.slug}"]  # whatever versions it has now
+    names = {ALL: ["tokenizer", "scheduler", "kv", *workers], "worker": workers}.get(target, of_model or [target])
     if target == ALL and with_gateway:
         names.append("gateway")
     known = [*(name for name in STAGES if name != "worker"), *workers]

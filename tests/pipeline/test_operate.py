@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import click
+import msgspec
 import pytest
 
-from pipeline import kinship, measure, rundir
+from pipeline import kinship, lineup, measure, rundir
 from pipeline.cli.down import running, supervisor_of
 from pipeline.cli.drain import ALL, admission, in_flight
 from pipeline.cli.logs import Tail
@@ -141,6 +142,16 @@ def test_only_what_is_supervised_is_restarted(tmp_path: Path) -> None:
     assert supervisor_of(bare) == 0
     with pytest.raises(StarlingError, match="systemctl restart starling-kv"):
         chosen(CONFIG, tmp_path, "kv", False)
+
+
+def test_a_worker_is_named_by_its_model_whatever_version_it_is(tmp_path: Path) -> None:
+    config = resolve({"models": [{"name": "a/b", "path": "m.gguf"}], "server": {"run_dir": str(tmp_path)}}, {})
+    (old,) = lineup.read(config).instances
+    new = msgspec.structs.replace(old, serial=3)
+    lineup.write(config, msgspec.structs.replace(lineup.initial(config), instances=(new,), serial=3))
+    assert admission(config, "worker-a--b") == "a/b"
+    with pytest.raises(StarlingError, match="worker-a--b@3 is not running"):
+        chosen(config, tmp_path, "worker-a--b", False)
 
 
 def test_a_version_that_is_unloaded_meanwhile_need_not_come_back(tmp_path: Path) -> None:
