@@ -16,6 +16,7 @@ one at once; SIGHUP restarts every group.  Speaks to systemd for all of them (`R
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -23,7 +24,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pipeline import keeper, kinship, lineup, logs, paths, process, rest, rundir, status
@@ -216,15 +217,20 @@ class Crew(Keeper):
         self._remove(member.instance.stage, member.instance.slug)
 
     def _remove(self, stage: str, slug: str) -> None:
-        for path in (
-            self._run_dir / f"{stage}.lock",
-            self._run_dir / f"{stage}.status",
-            lineup.failure_path(self._run_dir, stage),
-            self._arena_dir / f"{stage}.metrics",
-            self._arena_dir / f"{slug}.act",
-            *self._arena_dir.glob(f".{slug}.act.*"),
-        ):
-            path.unlink(missing_ok=True)
+        """Unless somebody is that stage: a crew that was started beside a running one has nothing of its own here."""
+        with _held(self._run_dir / f"{stage}.lock") as is_free:
+            if not is_free:
+                log.warning("%s runs here, and not as one of ours: its files stay", stage)
+                return
+            for path in (
+                self._run_dir / f"{stage}.lock",
+                self._run_dir / f"{stage}.status",
+                lineup.failure_path(self._run_dir, stage),
+                self._arena_dir / f"{stage}.metrics",
+                self._arena_dir / f"{slug}.act",
+                *self._arena_dir.glob(f".{slug}.act.*"),
+            ):
+                path.unlink(missing_ok=True)
 
     def _remove_strangers(self) -> None:
         """At the start: what instances of an earlier life have left that are not wanted any more."""
@@ -232,7 +238,7 @@ class Crew(Keeper):
             return
         wanted = {one.stage for one in self._wanted().values()}
         for path in self._run_dir.glob("worker-*.lock"):
-            if path.stem in wanted or not _is_free(path):
+            if path.stem in wanted:
                 continue
             self._remove(path.stem, path.stem.removeprefix("worker-"))
 
@@ -253,16 +259,22 @@ class Crew(Keeper):
                 self._is_announced = process.sd_notify("READY=1")
 
 
-def _is_free(path: os.PathLike[str]) -> bool:
-    """Nobody holds that lock."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+@contextlib.contextmanager
+def _held(path: os.PathLike[str]) -> Iterator[bool]:
+    """Hold that lock meanwhile; False: somebody else does. One that is not there is nobody's."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield True
+        return
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
+        yield False
+    else:
+        yield True
     finally:
         os.close(fd)
-    return True
 
 
 # ------------------------------------------------------------------ the process

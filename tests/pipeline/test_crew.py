@@ -20,7 +20,7 @@ from pipeline import lineup, paths
 from pipeline.config import load
 from pipeline.config_schema import ModelConfig
 from pipeline.lineup import Instance, Lineup
-from pipeline.rundir import prepare
+from pipeline.rundir import StageLock, prepare
 from tests.e2e.server import wait_gone
 
 ROOT = Path(__file__).parents[2]
@@ -147,6 +147,21 @@ def test_who_gives_up_while_serving_ends_all(world: World) -> None:
     world.write(make("exit:78", 2), make("stay", 1, "retiring"))
     assert crew.wait(WAIT_S) == 78
     assert wait_gone(other)
+
+
+def test_what_another_crew_has_is_left_alone(world: World) -> None:
+    """A second server is started beside one that runs: it gives up, and takes nothing with it."""
+    lock = StageLock(world.run_dir, "worker-m")
+    theirs = [world.run_dir / "worker-m.lock", world.run_dir / "worker-m.status", world.arenas / "m.act"]
+    for path in theirs[1:]:
+        path.write_bytes(b"")
+    world.write(make("exit:78", 0))
+    assert world.start().wait(WAIT_S) == 78
+    assert all(path.exists() for path in theirs)
+    lock.release()
+    world.write(make("exit:78", 0))
+    assert world.start().wait(WAIT_S) == 78
+    assert not any(path.exists() for path in theirs)
 
 
 def test_all_die_with_it(world: World) -> None:
