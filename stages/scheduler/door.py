@@ -70,9 +70,11 @@ class Door:
             message = f"queue of {frame.model} is full and most of it is yours"
             self._engine.roster.reject(out, Refusal("OVERLOADED", message, "", wait))
         if frame.deadline_ms > 0 and self._engine.stats.steps > 32:
-            backlog_s = self.backlog_s(tenant)
-            if backlog_s * 1000 > frame.deadline_ms:
-                message = f"{backlog_s:.1f} s of work wait before it, the request's time is {frame.deadline_ms} ms"
+            through_s = self.backlog_s(tenant)
+            if self._engine.queues.depth:  # one that can begin at once is given the chance to stop early
+                through_s += self._run_s(frame)
+            if through_s * 1000 > frame.deadline_ms:
+                message = f"it would be through in {through_s:.1f} s, the request's time is {frame.deadline_ms} ms"
                 return Refusal("OVERLOADED", message, "", self.wait_s(tenant))
         return None
 
@@ -92,17 +94,30 @@ class Door:
 
     def backlog_s(self, tenant: Tenant) -> float:
         """How long until what `tenant` has waiting now is through, by measured cost and pace and by its share."""
-        n = self._engine.settings.max_batch_size
-        output_us = (self._engine.cost.fixed_us + n * self._engine.cost.token_us) / n * self._engine.stats.mean_output
+        n, held = self._engine.settings.max_batch_size, self._engine.roster.held
+        step_us, prompt_us = self._costs()
+        output_us = step_us / n * self._engine.stats.mean_output
 
         def work_us(t: Tenant) -> float:
-            return t.waiting * output_us + t.prompt_backlog * self._engine.cost.token_us
+            return t.waiting * output_us + t.prompt_backlog * prompt_us
 
         active = [t for t in self._engine.queues.tenants.values() if t.is_active]
         everything = sum(work_us(t) for t in active)
-        everything += sum(
-            max(0, s.length - s.planned) * self._engine.cost.token_us + output_us / 2 for s in self._engine.roster.held
-        )
+        everything += sum(max(0, s.length - s.planned) * prompt_us + output_us / 2 for s in held)
         share = tenant.weight / (sum(t.weight for t in active if t is not tenant) + tenant.weight)
         own = work_us(tenant) / share + output_us * n / 2
-        return min(everything, own) * 1e-6 * self._engine.cost.pace
+        return min(everything, own) * 1e-6
+
+    def _run_s(self, frame: Submit) -> float:
+        """How long it will compute in a full batch, as far as that can be told."""
+        step_us, prompt_us = self._costs()
+        outputs = min(frame.max_tokens, self._engine.stats.mean_output)
+        return (outputs * step_us + len(frame.prompt) // 4 * prompt_us) * 1e-6
+
+    def _costs(self) -> tuple[float, float]:
+        """A step of a full batch, and a token of a prompt, us."""
+        n, cost, held = self._engine.settings.max_batch_size, self._engine.cost, self._engine.roster.held
+        # What attention looks at: sequences as long as those that compute now.
+        length = sum(s.length for s in held) / len(held) if held else self._engine.stats.mean_output / 2
+        step_us = cost.predict(n, round(n * length))
+        return step_us * cost.pace, (cost.token_us + cost.position_us * length / 2) * cost.pace

@@ -38,12 +38,22 @@ def test_who_would_wait_beyond_its_time_is_refused_with_the_time_to_come_back() 
         world.submit(submission(f"s{i}", [1, 2, 3], 50))
     wait_s = world.engine.door.backlog_s(world.engine.queues.tenant("t"))
     assert wait_s > 2.0
-    world.submit(submission("patient", [1, 2, 3], 50, deadline_ms=round(1000 * wait_s) + 10))
-    world.submit(submission("hasty", [1, 2, 3], 50, deadline_ms=round(900 * wait_s)))
+    run_s = 0.004 * 50
+    world.submit(submission("patient", [1, 2, 3], 50, deadline_ms=round(1000 * (wait_s + 1.1 * run_s))))
+    world.submit(submission("hasty", [1, 2, 3], 50, deadline_ms=round(1000 * (wait_s + 0.9 * run_s))))
     assert "patient" in world.engine.roster.live
     (owner, refused), = world.engine.roster.rejected
     assert (owner, refused.sequence, refused.code) == (GATEWAY, "hasty", "OVERLOADED")
-    assert wait_s <= refused.retry_after_s <= wait_s + 1.0
+    assert wait_s <= refused.retry_after_s <= wait_s + 1.2
+
+
+def test_who_can_begin_at_once_is_not_refused_for_what_others_took() -> None:
+    world = World()
+    learned(world, 390)
+    world.engine.cost = CostModel(4000.0, 1.0, 0.001)
+    world.engine.stats.mean_output = 390.0  # which take more than a second
+    world.submit(submission("short", [1, 2, 3], 390, deadline_ms=1000))
+    assert "short" in world.engine.roster.live
 
 
 @pytest.mark.parametrize("company_s", [0.0, 0.5])
@@ -103,3 +113,18 @@ def test_the_door_tells_whole_seconds_of_at_least_one() -> None:
     tenant = world.engine.queues.tenant("t")
     assert door.backlog_s(tenant) < 1.0
     assert door.wait_s(tenant) == 1.0
+
+
+def test_attention_over_long_answers_is_part_of_the_wait() -> None:
+    """Where it takes most of a step, what is read once for all tokens says next to nothing."""
+
+    def backlog_s(position_us: float) -> float:
+        world = World(max_queue_depth=1000)
+        world.engine.cost = CostModel(1000.0, 1.0, position_us)
+        world.engine.stats.mean_output = 300.0
+        for i in range(100):
+            world.submit(submission(f"s{i}", [1, 2, 3], 300))
+        return world.engine.door.backlog_s(world.engine.queues.tenant("t"))
+
+    # A step of 4 at half of their length looks at 600 positions.
+    assert backlog_s(5.0) == pytest.approx(4 * backlog_s(0.0001), rel=0.1)
