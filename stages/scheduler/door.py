@@ -115,9 +115,10 @@ class Door:
         return (outputs * step_us + len(frame.prompt) // 4 * prompt_us) * 1e-6
 
     def _costs(self) -> tuple[float, float]:
-        """A step of a full batch, and a token of a prompt, us."""
+        """A step of a full batch, and a token of a prompt (of which some are cached), us."""
         n, cost, held = self._engine.settings.max_batch_size, self._engine.cost, self._engine.roster.held
         # What attention looks at: sequences as long as those that compute now.
         length = sum(s.length for s in held) / len(held) if held else self._engine.stats.mean_output / 2
         step_us = cost.predict(n, round(n * length))
-        return step_us * cost.pace, (cost.token_us + cost.position_us * length / 2) * cost.pace
+        prompt_us = (cost.token_us + cost.position_us * length / 2) * self._engine.stats.mean_fresh
+        return step_us * cost.pace, prompt_us * cost.pace

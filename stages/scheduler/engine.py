@@ -455,7 +455,7 @@ class Engine:
             sequence.computed = sequence.planned = sequence.committed = frame.cached_tokens
             if not sequence.outputs and not sequence.is_announced:
                 sequence.cached_tokens = min(frame.cached_tokens, sequence.prompt_len)
-                self.stats.prompt_cached += sequence.cached_tokens
+                self.stats.granted(sequence.prompt_len, sequence.cached_tokens)
             sequence.move(State.PREFILLING)
 
     def denied(self, frame: Denied) -> None:

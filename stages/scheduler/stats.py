@@ -58,6 +58,12 @@ class Stats:
         self.waited_s = Histogram(SECONDS)  # from arrival to the first step
         self.step_s = Histogram(SECONDS)  # the worker's time
         self.mean_output = 64.0  # output tokens of a sequence, exponential average
+        self.mean_fresh = 1.0  # share of a prompt that the cache does not have, exponential average
+
+    def granted(self, prompt: int, cached: int) -> None:
+        """A prompt of so many tokens got its pages, `cached` of them computed before."""
+        self.prompt_cached += cached
+        self.mean_fresh += 0.05 * (1.0 - cached / prompt - self.mean_fresh)
 
     def ended(self, finish: str, outputs: int) -> None:
         self.finished[finish] = self.finished.get(finish, 0) + 1

@@ -128,3 +128,17 @@ def test_attention_over_long_answers_is_part_of_the_wait() -> None:
 
     # A step of 4 at half of their length looks at 600 positions.
     assert backlog_s(5.0) == pytest.approx(4 * backlog_s(0.0001), rel=0.1)
+
+
+def test_what_the_cache_has_of_prompts_takes_no_time() -> None:
+    def backlog_s(others: int) -> float:
+        world = World(max_queue_depth=1000, pages=256)
+        for i in range(100):
+            world.submit(submission(f"s{i}", [others and i] * 64 + [7] * 96 + [i], 2))
+            world.settle()
+        world.engine.cost = CostModel(1.0, 100.0, 0.0001)
+        for i in range(100):
+            world.submit(submission(f"t{i}", [others and i] * 64 + [7] * 96 + [i], 2))
+        return world.engine.door.backlog_s(world.engine.queues.tenant("t"))
+
+    assert backlog_s(0) < 0.5 * backlog_s(1)
