@@ -7,6 +7,7 @@ socket nobody listens on is removed, a lock falls with its holder, a status reco
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import ipaddress
@@ -15,7 +16,7 @@ import socket
 import stat
 from pathlib import Path
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ResourceError
 from pipeline.paths import SOCKET_PATH_MAX
 
 
@@ -106,7 +107,13 @@ class StageLock:
 
     def __init__(self, run_dir: Path, stage: str) -> None:
         self.path = run_dir / f"{stage}.lock"
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ResourceError(
+                f"{self.path} cannot be made: {error.strerror}; free space in server.run_dir, or give another one",
+                param="server.run_dir",
+            ) from None
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -117,7 +124,9 @@ class StageLock:
                 f"this server another server.run_dir"
             ) from None
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        # On a full disk there is a lock all the same, only not whose it is.
+        with contextlib.suppress(OSError):
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
         """Idempotent. The file stays: unlinking a locked file would let two holders in."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import socket
 import stat
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import rundir
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ResourceError
 
 
 def test_it_is_made_private(tmp_path: Path) -> None:
@@ -103,3 +105,24 @@ def test_a_stage_runs_once(tmp_path: Path) -> None:
     lock.release()
     lock.release()
     rundir.StageLock(tmp_path, "kv").release()
+
+
+def test_on_a_full_disk_there_is_a_lock_all_the_same(tmp_path: Path) -> None:
+    """The kernel's own word: no file of this process may grow."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        lock = rundir.StageLock(tmp_path, "kv")
+        with pytest.raises(ConfigError, match=r"stage kv already runs .*\(pid unknown\)"):
+            rundir.StageLock(tmp_path, "kv")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    lock.release()
+    rundir.StageLock(tmp_path, "kv").release()
+
+
+def test_where_no_file_can_be_made_there_is_no_lock(tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match=r"kv.lock cannot be made: .*server.run_dir"):
+        rundir.StageLock(tmp_path / "gone", "kv")
