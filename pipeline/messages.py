@@ -135,7 +135,7 @@ class Describe(Frame, tag="m"):
 class Encoded(Frame, tag="E"):
     id: str
     tokens: tuple[int, ...]
-    offsets: tuple[tuple[int, int], ...] = ()  # byte offsets [begin, end) in the UTF-8 text
+    offsets: bytes = b""  # u32 little-endian: begin and end of each token in the UTF-8 text
     too_many: int = 0  # tokens, more than `most`: none of them are here
     is_exact: bool = False  # else `too_many` is what they are at least: no more was counted than had to be
 

@@ -21,7 +21,7 @@ from pipeline.config_schema import Config
 from pipeline.errors import Forbidden, InvalidRequest, ModelNotFound, NotFound, StarlingError, TooLarge
 from stages.gateway import chat, completions, generate
 from stages.gateway.admin import Admin
-from stages.gateway.ask import Ask
+from stages.gateway.ask import MAX_PROMPT_IDS, Ask
 from stages.gateway.body import parse_object
 from stages.gateway.limits import Caller, Keys
 from stages.gateway.record import Outcome, Request
@@ -31,7 +31,7 @@ from stages.gateway.sessions import read_close
 from stages.gateway.shape import Shape, to_json
 from stages.gateway.sse import EventStream, WholeAnswer
 from stages.gateway.takeup import Mark, parse_mark
-from stages.gateway.tokens import read_detokenize, read_tokenize
+from stages.gateway.tokens import read_detokenize, read_tokenize, tokenized
 
 log = logging.getLogger("starling.gateway.http")
 
@@ -400,17 +400,16 @@ async def _tokenize(request: web.Request) -> web.Response:
         model = service.model_name(ask.model)
         with service.using(model) as instance:
             encoded = await service.questions.encode(
-                instance.id, ask.text, add_bos=ask.add_bos, parse_special=ask.parse_special, offsets=True
+                instance.id, ask.text, add_bos=ask.add_bos, parse_special=ask.parse_special, offsets=True,
+                most=MAX_PROMPT_IDS,
             )
+        body = []
+        for piece in tokenized(model, encoded):
+            body.append(piece)
+            await asyncio.sleep(0)  # others have their turn
     finally:
         service.in_flight -= 1
-    body = {
-        "model": model,
-        "tokens": encoded.tokens,
-        "offsets": encoded.offsets,
-        "count": len(encoded.tokens),
-    }
-    return _json(body)
+    return web.Response(body=b"".join(body), content_type="application/json")
 
 
 async def _detokenize(request: web.Request) -> web.Response:
@@ -422,13 +421,13 @@ async def _detokenize(request: web.Request) -> web.Response:
         model = service.model_name(ask.model)
         with service.using(model) as instance:
             described = await service.describe(instance)
-            for index, token in enumerate(ask.tokens):
-                if token >= described.vocab_size:
-                    raise InvalidRequest(
-                        f"tokens[{index}] is {token}; the model's vocabulary has the ids from 0 to "
-                        f"{described.vocab_size - 1}",
-                        "tokens",
-                    )
+            if ask.tokens and max(ask.tokens) >= described.vocab_size:
+                index = next(i for i, token in enumerate(ask.tokens) if token >= described.vocab_size)
+                raise InvalidRequest(
+                    f"tokens[{index}] is {ask.tokens[index]}; the model's vocabulary has the ids from 0 to "
+                    f"{described.vocab_size - 1}",
+                    "tokens",
+                )
             text = await service.questions.decode(instance.id, ask.tokens, skip_special=ask.skip_special)
     finally:
         service.in_flight -= 1

@@ -10,12 +10,18 @@ With the defaults, detokenize gives back exactly what tokenize was given.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from pipeline import messages as m
+from pipeline.errors import InvalidRequest
 from stages.gateway.ask import MAX_PROMPT_IDS
 from stages.gateway.fields import Reader, flag, read_fields, text, token_ids
+from stages.gateway.shape import to_json
+
+_SLICE = 16_384  # tokens at once
 
 
 class TokenizeAsk(msgspec.Struct):
@@ -52,6 +58,24 @@ def read_tokenize(body: dict[str, Any]) -> TokenizeAsk:
         values.get("add_special_tokens", False),
         values.get("parse_special", False),
     )
+
+
+def tokenized(model: str, encoded: m.Encoded) -> Iterator[bytes]:
+    """The answer as JSON, in pieces of some ms: a million ranges are no million objects. Raises `InvalidRequest`."""
+    if encoded.too_many:
+        count = encoded.too_many if encoded.is_exact else f"at least {encoded.too_many}"
+        raise InvalidRequest(
+            f"text has {count} tokens; at most {MAX_PROMPT_IDS} are taken at once: send it in parts", "text"
+        )
+    tokens, ends = encoded.tokens, memoryview(encoded.offsets).cast("I")
+    yield b'{"model":%b,"tokens":[' % to_json(model)
+    for at in range(0, len(tokens), _SLICE):
+        yield (b"," if at else b"") + to_json(tokens[at : at + _SLICE])[1:-1]
+    yield b'],"offsets":['
+    for at in range(0, len(ends), 2 * _SLICE):
+        pairs = iter(ends[at : at + 2 * _SLICE].tolist())
+        yield (b"," if at else b"") + to_json(list(zip(pairs, pairs)))[1:-1]
+    yield b'],"count":%d}' % len(tokens)
 
 
 def read_detokenize(body: dict[str, Any]) -> DetokenizeAsk:

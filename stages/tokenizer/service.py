@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
+
+import msgspec
 
 from pipeline import messages as m
 from pipeline.errors import InternalError, InvalidRequest, StarlingError
@@ -20,7 +22,10 @@ from stages.tokenizer.vocabulary import TooManyTokens, Vocabulary
 
 log = logging.getLogger("starling.tokenizer")
 
+DECODED_AT_ONCE = 16384  # tokens: about 15 ms
 MAX_STREAMS = 16384  # decoders kept; the stream longest unused is lost first
+
+Work = m.Encode | m.Render | m.Detokenize
 
 
 class TokenizerModel(NamedTuple):
@@ -63,7 +68,7 @@ class TokenizerService:
             for sequence in frame.sequences:
                 self._streams.pop(sequence, None)
             return None
-        if isinstance(frame, m.Encode | m.Render):
+        if self.can_wait(frame):
             steps = self.work(frame)
             while True:
                 try:
@@ -82,13 +87,26 @@ class TokenizerService:
             return m.TokenizerFailed(frame.id, error.code, error.message, error.param)
         return None
 
-    def work(self, frame: m.Encode | m.Render) -> Generator[None, None, m.Frame]:
+    @staticmethod
+    def can_wait(frame: Any) -> TypeGuard[Work]:
+        """Is it a question for itself, and no news of a stream?"""
+        if isinstance(frame, m.Detokenize):
+            return len(frame.streams) == 1 and _is_whole(frame.streams[0])
+        return isinstance(frame, Work)
+
+    def work(self, frame: Work) -> Generator[None, None, m.Frame]:
         """Returns the reply; yields every some tens of ms until it has it. Never raises for what a client sent."""
         try:
             try:
-                return (yield from self._encode(frame) if isinstance(frame, m.Encode) else self._render(frame))
+                match frame:
+                    case m.Encode():
+                        return (yield from self._encode(frame))
+                    case m.Render():
+                        return (yield from self._render(frame))
+                    case m.Detokenize():
+                        return (yield from self._decode(frame))
             except TooManyTokens as many:
-                return m.Encoded(frame.id, (), (), many.count, many.is_exact)
+                return m.Encoded(frame.id, (), b"", many.count, many.is_exact)
         except StarlingError as error:
             return m.TokenizerFailed(frame.id, error.code, error.message, error.param)
         except Exception as error:
@@ -102,7 +120,7 @@ class TokenizerService:
         text = _utf8(frame.text, "prompt")
         tokens = yield from vocabulary.within(text, frame.parse_special, frame.add_bos, frame.most)
         self.tokens_encoded += len(tokens)
-        offsets = tuple(vocabulary.offsets(text, tokens)) if frame.offsets else ()
+        offsets = vocabulary.offsets(text, tokens).astype("<u4").tobytes() if frame.offsets else b""
         return m.Encoded(frame.id, tuple(tokens), offsets)
 
     def _render(self, frame: m.Render) -> Generator[None, None, m.Encoded]:
@@ -120,6 +138,26 @@ class TokenizerService:
         self.tokens_encoded += len(tokens)
         return m.Encoded(frame.id, tuple(tokens))
 
+    def _decode(self, frame: m.Detokenize) -> Generator[None, None, m.Detokenized]:
+        """As `_detokenize` for one stream that begins and ends here, in parts."""
+        vocabulary = self.model(frame.model).vocabulary
+        (whole,) = frame.streams
+        decoder, length = StreamDecoder(), 0
+        texts: list[str] = []
+        cuts: list[int] = []
+        for at in range(0, len(whole.tokens), DECODED_AT_ONCE):
+            tokens = whole.tokens[at : at + DECODED_AT_ONCE]
+            part = msgspec.structs.replace(whole, tokens=tokens, final=at + len(tokens) == len(whole.tokens))
+            shown = self._shown(vocabulary, decoder, part)
+            cuts += [length + cut for cut in shown.cuts]
+            texts.append(shown.text)
+            length += len(shown.text)
+            if not part.final:
+                cuts.append(length)
+            yield
+        text = m.StreamText(whole.sequence, decoder.consumed, "".join(texts), cuts=tuple(cuts))
+        return m.Detokenized(frame.id, [text])
+
     def _detokenize(self, frame: m.Detokenize) -> m.Detokenized:
         vocabulary = self.model(frame.model).vocabulary
         return m.Detokenized(frame.id, [self._advance(vocabulary, s) for s in frame.streams])
@@ -132,6 +170,14 @@ class TokenizerService:
             decoder = StreamDecoder(new.stop, new.include_stop)
         if decoder is None or decoder.consumed != new.start:
             return m.StreamText(new.sequence, 0, "", lost=True)
+        text = self._shown(vocabulary, decoder, new)
+        if not new.final and not text.stopped:
+            streams[new.sequence] = decoder
+            if len(streams) > self._max_streams:
+                streams.popitem(last=False)
+        return text
+
+    def _shown(self, vocabulary: Vocabulary, decoder: StreamDecoder, new: m.StreamTokens) -> m.StreamText:
         pieces: list[str] = []
         length, cuts = 0, []
         for token in new.tokens:
@@ -145,10 +191,6 @@ class TokenizerService:
         if new.final and not decoder.stop_string:
             pieces.append(decoder.finish())
         stopped = bool(decoder.stop_string)
-        if not new.final and not stopped:
-            streams[new.sequence] = decoder
-            if len(streams) > self._max_streams:
-                streams.popitem(last=False)
         return m.StreamText(
             new.sequence,
             decoder.consumed,
@@ -161,6 +203,11 @@ class TokenizerService:
             tuple(map(vocabulary.token_bytes, new.extra)),
             tuple(cuts[:-1]),
         )
+
+
+def _is_whole(new: m.StreamTokens) -> bool:
+    """Are these all of its tokens, and is only their text wanted?"""
+    return new.final and not (new.start or new.stop or new.want_bytes or new.extra)
 
 
 def _utf8(text: str, param: str) -> str:

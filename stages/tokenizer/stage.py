@@ -21,14 +21,15 @@ from pipeline.errors import InternalError, ModelNotFound, ModelUnavailable, Star
 from pipeline.heap import Heap
 from pipeline.loop import StageLoop
 from shm.checkpoint import CheckpointError, load_index
-from stages.tokenizer.service import TokenizerModel, TokenizerService
+from stages.tokenizer.service import TokenizerModel, TokenizerService, Work
 from stages.tokenizer.template import ChatTemplate
 from stages.tokenizer.turns import Turns
 from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary
 
 log = logging.getLogger("starling.tokenizer")
 
-# Characters that are encoded between two looks at the clock, about 15 ms' worth; what is more is for the thread.
+# Characters that are encoded, or tokens decoded, between two looks at the clock, about 15 ms' worth; what is more is
+# for the thread.
 AT_ONCE = 16_384
 MESSAGE = 64  # characters that a chat's message counts beside its content, for the template's work
 
@@ -164,7 +165,7 @@ class TokenizerStage:
 
     def _on_frame(self, peer: bytes, frame: m.Frame) -> None:
         self.loop.progress += 1
-        if isinstance(frame, m.Encode | m.Render):
+        if self.service.can_wait(frame):
             length = self._length(frame)
             if length > self._left:
                 self._put_off(peer, frame, length)
@@ -176,17 +177,19 @@ class TokenizerStage:
         self.turns.drop(peer)
         self.loop.busy = self.turns.is_busy
 
-    def _put_off(self, peer: bytes, frame: m.Encode | m.Render, length: int) -> None:
+    def _put_off(self, peer: bytes, frame: Work, length: int) -> None:
         if self.turns.put(peer, length, self.service.work(frame)):
             self.loop.busy = True
         else:
-            message = "too many long prompts are waiting to be tokenized; try again later"
+            message = "too many long texts are waiting for the tokenizer; try again later"
             self._send(peer, m.TokenizerFailed(frame.id, "OVERLOADED", message))
 
     @staticmethod
-    def _length(frame: m.Encode | m.Render) -> int:
+    def _length(frame: Work) -> int:
         if isinstance(frame, m.Encode):
             return len(frame.text)
+        if isinstance(frame, m.Detokenize):
+            return sum(len(stream.tokens) for stream in frame.streams)
         return sum(MESSAGE + sum(len(text) for text in message.values() if isinstance(text, str))
                    for message in frame.messages)  # fmt: skip
 

@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Split
@@ -90,6 +92,7 @@ class Vocabulary:
                 specials.setdefault(text, i)
             elif kind == USER_DEFINED and text:
                 always.setdefault(text, i)
+        self._lengths = np.array([len(data) for data in self._bytes], np.int64)
         self._always = Names(always)
         self._specials = Names(always | specials)
         ids = {text: i for i, text in reversed(list(enumerate(spec.tokens)))}
@@ -155,30 +158,23 @@ class Vocabulary:
             raise TooManyTokens(len(ids), True)
         return ids
 
-    def offsets(self, text: str, tokens: Sequence[int]) -> list[tuple[int, int]]:
-        """Byte range [begin, end) of each token in the UTF-8 of the text that it was encoded from.
+    def offsets(self, text: str, tokens: Sequence[int]) -> NDArray[np.int64]:
+        """Byte range [begin, end) of each token in the UTF-8 of the text that it was encoded from; (tokens, 2).
 
         A start token that was added has an empty range.  Bytes that the vocabulary has no token for
         (some have holes) were dropped by `encode`; no range begins with one.
         """
         data = text.encode()
-        holes = self.holes if not self.holes.isdisjoint(data) else frozenset[int]()
-        at, ranges = 0, []
-        for i, token in enumerate(tokens):
-            piece = self.token_bytes(token)
-            if i == 0 and token == self.bos and not data.startswith(piece):
-                ranges.append((0, 0))
-                continue
-            if not holes:
-                begin, at = at, at + len(piece)
-            else:
-                begin = -1
-                for _ in piece:
-                    while data[at] in holes:
-                        at += 1
-                    begin = at if begin < 0 else begin
-                    at += 1
-            ranges.append((begin, at))
+        lengths = self._lengths[np.asarray(tokens, np.int64)]
+        if len(tokens) and tokens[0] == self.bos and not data.startswith(self.token_bytes(self.bos)):
+            lengths[0] = 0
+        ends = np.cumsum(lengths)
+        ranges = np.stack([ends - lengths, ends], axis=1)
+        if not self.holes.isdisjoint(data):
+            # Counted without the dropped bytes; `kept` is where the others stand.
+            kept = np.flatnonzero(~np.isin(np.frombuffer(data, np.uint8), list(self.holes)))
+            some = lengths > 0
+            ranges[some] = np.stack([kept[ranges[some, 0]], kept[ranges[some, 1] - 1] + 1], axis=1)
         return ranges
 
     def decode(self, tokens: Sequence[int], skip_special: bool = False) -> str:

@@ -11,6 +11,9 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeline import messages as m
 from pipeline.errors import ModelNotFound
 from stages.tokenizer.service import TokenizerModel, TokenizerService
@@ -40,8 +43,8 @@ class ByteVocabulary:
             raise TooManyTokens(n, is_exact=n <= LONG)
         return list(text.encode())
 
-    def offsets(self, text: str, tokens: list[int]) -> list[tuple[int, int]]:
-        return [(i, i + 1) for i in range(len(tokens))]
+    def offsets(self, text: str, tokens: list[int]) -> NDArray[np.int64]:
+        return np.arange(len(tokens))[:, None] + np.arange(2)
 
 
 class JoiningTemplate:

@@ -495,6 +495,19 @@ def test_completions_that_are_refused(server: Server) -> None:
         assert (answer.status, answer.error["param"]) == (400, param)
 
 
+def test_many_tokens_are_told_in_full_and_too_many_are_refused(server: Server) -> None:
+    text = "日1" * 30_000
+    answer = server.post("/v1/tokenize", {"text": text}).json
+    assert (answer["model"], answer["count"]) == (MODEL, 120_000)
+    assert answer["tokens"] == list(text.encode())
+    assert answer["offsets"] == [[i, i + 1] for i in range(120_000)]
+    assert server.post("/v1/detokenize", {"tokens": answer["tokens"]}).json["text"] == text
+    assert server.post("/v1/tokenize", {"text": ""}).json == {"model": MODEL, "tokens": [], "offsets": [], "count": 0}
+    refused = server.post("/v1/tokenize", {"text": "x" * 1_000_001})
+    assert (refused.status, refused.error["param"]) == (400, "text")
+    assert "text has at least 1000001 tokens; at most 1000000 are taken at once" in refused.error["message"]
+
+
 def test_a_body_of_ten_megabytes(server: Server) -> None:
     answer = server.post("/v1/generate", b'{"prompt": "' + b"x" * (10 << 20) + b'"}')
     assert answer.status == 413

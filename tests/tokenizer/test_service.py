@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Generator
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,15 +115,15 @@ def test_a_template_cannot_leave_its_sandbox() -> None:
 def test_of_a_text_with_too_many_tokens_only_their_number_is_answered() -> None:
     s = service()
     assert s.answer(m.Encode("1", "m", "ab", most=2)) == m.Encoded("1", tuple(VOCABULARY.encode("ab", False)))
-    assert s.answer(m.Encode("1", "m", "abc", most=2, offsets=True)) == m.Encoded("1", (), (), 3, True)
+    assert s.answer(m.Encode("1", "m", "abc", most=2, offsets=True)) == m.Encoded("1", (), b"", 3, True)
     long = s.answer(m.Encode("1", "m", "日" * 40_000, most=2))
-    assert isinstance(long, m.Encoded) and long == m.Encoded("1", (), (), 120_000, False)
+    assert isinstance(long, m.Encoded) and long == m.Encoded("1", (), b"", 120_000, False)
     chat = m.Render("1", "m", [{"role": "user", "content": "ab"}])
     whole = s.answer(chat)
     assert isinstance(whole, m.Encoded)
     n = len(whole.tokens)
     assert s.answer(msgspec.structs.replace(chat, most=n)) == whole
-    assert s.answer(msgspec.structs.replace(chat, most=n - 1)) == m.Encoded("1", (), (), n, True)
+    assert s.answer(msgspec.structs.replace(chat, most=n - 1)) == m.Encoded("1", (), b"", n, True)
 
 
 @pytest.mark.parametrize(
@@ -154,3 +155,28 @@ def test_a_text_that_fails_in_the_library_fails_alone(caplog: pytest.LogCaptureF
         assert (reply.code, reply.param) == ("INTERNAL", "")
         assert "RuntimeError: it gives up" in reply.message
     assert len(caplog.records) == 2
+
+
+@given(st.lists(st.integers(-1, VOCABULARY.size + 1), max_size=200), st.booleans())
+def test_a_whole_text_in_parts_is_the_stream_in_one(tokens: list[int], skip: bool) -> None:
+    frame = m.Detokenize("1", "m", [m.StreamTokens("q1", 0, tuple(tokens), final=True, skip_special=skip)])
+    s = service()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stages.tokenizer.service.DECODED_AT_ONCE", 7)
+        assert s.can_wait(frame)
+        assert s.answer(frame) == s._detokenize(frame)
+        assert s.streams == 0
+
+
+def test_news_of_streams_does_not_wait() -> None:
+    new = m.StreamTokens("a", 0, (1,), final=True)
+    for change in ({"final": False}, {"start": 1}, {"stop": ("x",)}, {"want_bytes": True}, {"extra": (1,)}):
+        assert not TokenizerService.can_wait(m.Detokenize("1", "m", [msgspec.structs.replace(new, **change)]))
+    assert not TokenizerService.can_wait(m.Detokenize("1", "m", [new, new]))
+    assert not TokenizerService.can_wait(m.Describe("1", "m"))
+
+
+def test_offsets_are_pairs_of_u32() -> None:
+    reply = service().answer(m.Encode("1", "m", "a日", offsets=True))
+    assert isinstance(reply, m.Encoded)
+    assert np.frombuffer(reply.offsets, "<u4").reshape(-1, 2).tolist() == [[0, 1], [1, 2], [2, 3], [3, 4]]
