@@ -50,20 +50,21 @@ class StatusFile:
         self._started = clock()
         self._ticks = process_ticks(os.getpid())
         self._next = float("-inf")
-        self._last: tuple[object, ...] = ()
+        self._last: tuple[object, ...] = ()  # what stands there
+        self._has_failed = False
         self._progress = 0
         self._progressed = 0.0
 
     def write(self, beat: Heartbeat) -> None:
-        """At most every 500 ms, and at once when readiness changes. Errors (a full disk) are ignored."""
+        """At most every 500 ms, and at once when readiness changes. What a full disk refuses is written later."""
         now = self._clock()
         if beat.progress != self._progress:
             self._progress, self._progressed = beat.progress, round(time.time(), 3)
         urgent = (beat.ready, beat.reason)
         state = (*urgent, beat.busy, beat.progress)
-        if state == self._last or (now < self._next and urgent == self._last[:2]):
+        if state == self._last or (now < self._next and (urgent == self._last[:2] or self._has_failed)):
             return
-        self._next, self._last = now + INTERVAL_S, state
+        self._next = now + INTERVAL_S
         record = StageStatus(
             beat.stage, os.getpid(), self._ticks, process_epoch(), round(now - self._started, 3),
             beat.progress, beat.busy, beat.ready, beat.reason, round(time.time(), 3),
@@ -72,8 +73,9 @@ class StatusFile:
         try:
             self._temporary.write_bytes(msgspec.json.encode(record))
             os.replace(self._temporary, self.path)
+            self._last, self._has_failed = state, False
         except OSError:
-            pass
+            self._has_failed = True
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
