@@ -58,10 +58,12 @@ class Door:
             message = f"model {frame.model} has no worker that is ready"
             return Refusal("MODEL_UNAVAILABLE", message, "model", 5.0)
         tenant = self._engine.queues.tenant(frame.tenant)
+        begun: frozenset[str] = frozenset()
         if self._engine.queues.is_full(tenant):
             self._engine.take_up(now)  # who has come since the last turn waits for nothing if there are places
+            begun = frozenset(sequence.request for sequence in self._engine.roster.held)
         try:
-            out = self._engine.queues.room(tenant)
+            out = self._engine.queues.room(tenant, begun)
         except QueueFullError as error:
             wait = self.wait_s(tenant)
             return Refusal("OVERLOADED", f"queue of {frame.model} is full: {error}", "", wait)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 from stages.scheduler.sequence import Sequence
 
@@ -83,9 +83,10 @@ class Queues:
         """One more of `tenant` needs room to be made."""
         return self.depth >= self.max_depth or tenant.waiting >= self.max_tenant_depth
 
-    def room(self, tenant: Tenant) -> Sequence | None:
+    def room(self, tenant: Tenant, begun: Container[str] = ()) -> Sequence | None:
         """Make room for one more of `tenant`: the sequence to put out for it, if any.
 
+        `begun`: requests of which texts are under way; they would fail with the one that waits, and come last.
         Raises `QueueFullError` when there is no room and nobody to put out.
         """
         if tenant.waiting >= self.max_tenant_depth:
@@ -95,7 +96,8 @@ class Queues:
         longest = max(self.tenants.values(), key=lambda t: (t.waiting * t.inverse, t.name), default=None)
         if tenant.waiting or longest is None or longest.waiting < 2:
             raise QueueFullError(f"{self.depth} sequences wait, at most {self.max_depth}")
-        return max((s for s in self._in if s.tenant is longest and not s.outputs), key=_by_key, default=None)
+        waiting = (s for s in self._in if s.tenant is longest and not s.outputs)
+        return max(waiting, key=lambda s: (s.request not in begun, s.key), default=None)
 
     def push(self, sequence: Sequence) -> None:
         """Unbounded: what was set aside must come back in. New ones ask for `room` first."""
@@ -181,7 +183,3 @@ class Queues:
 
 class QueueFullError(Exception):
     """The bound and how many wait, in words."""
-
-
-def _by_key(sequence: Sequence) -> tuple[float, int]:
-    return sequence.key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from stages.scheduler.cost import CostModel
@@ -142,3 +143,18 @@ def test_what_the_cache_has_of_prompts_takes_no_time() -> None:
         return world.engine.door.backlog_s(world.engine.queues.tenant("t"))
 
     assert backlog_s(0) < 0.5 * backlog_s(1)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "out"), [((("p", 0), ("r", 2)), "p/0"), ((("r", 2), ("p", 0)), "p/0"), ((("r", 2), ("x", 1)), "x/1")]
+)
+def test_room_is_made_by_a_request_that_has_not_begun(waiting: tuple[tuple[str, int], ...], out: str) -> None:
+    """One that is put out fails with all its texts: rather one of which nothing has been sent, else the newest."""
+    world = World(batch=1, max_queue_depth=2)
+    for request, choice in (("r", 0), ("r", 1), ("x", 0), *waiting):
+        frame = submission(f"{request}/{choice}", [1, 2, 3], 20, choice=choice)
+        world.submit(msgspec.structs.replace(frame, request=request))
+    world.turn()
+    assert world.engine.queues.depth == 2
+    world.submit(submission("quiet", [1, 2, 3], 20, tenant="quiet"))
+    assert [rejected.sequence for _, rejected in world.engine.roster.rejected] == [out]
