@@ -6,8 +6,8 @@ apart by more than what one pick computes.  A tenant whose work was all taken ha
 what it did not ask for: `settle` moves its time up to within one `QUANTUM` of those that wait.  That
 much is left to it so that the first prompt of a quiet tenant does not queue behind a flood.
 
-Within a tenant the order is arrival, where a level of priority is worth `PRIORITY_S` of waiting: lower
-priorities are overtaken for a bounded time and never starve.
+Within a tenant the order is arrival, where priority is worth some time of waiting (`head_start_s`): lower ones are
+overtaken for a bounded time and never starve.
 
 Bounds: `max_depth` sequences in all, `max_tenant_depth` of a tenant.  A full queue never locks
 out a tenant that has nothing in it: the newest sequence of the tenant with the longest queue for

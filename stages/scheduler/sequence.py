@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from stages.scheduler.queues import Tenant
     from stages.scheduler.siblings import Wait
 
-PRIORITY_S = 10.0  # head start in the tenant's queue that one level of priority is worth
+PRIORITY_S = 10.0  # head start in the tenant's queue that priority 1 is worth
+MOST_S = 50.0  # that no priority reaches: who is overtaken for longer runs out of time
 NEVER = 1 << 60
 
 
@@ -51,6 +52,11 @@ LEGAL: dict[State, frozenset[State]] = {
 
 class IllegalTransitionError(RuntimeError):
     """A fault of the scheduler: a sequence cannot go from its state to that one."""
+
+
+def head_start_s(priority: int) -> float:
+    """Grows with each level, by less and less."""
+    return MOST_S * priority / (abs(priority) + MOST_S / PRIORITY_S - 1)
 
 
 class Sequence:
@@ -133,7 +139,7 @@ class Sequence:
         self.arrived = now
         self.started = 0.0  # when it first got its pages
         self.order = order
-        self.key = (now - PRIORITY_S * frame.priority, order)
+        self.key = (now - head_start_s(frame.priority), order)
         self.state = State.PENDING
         self.is_over = False  # no output is wanted any more
         self.is_leaving = False  # to be set aside once no step names it

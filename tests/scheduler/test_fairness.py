@@ -6,6 +6,7 @@ By simulation: the engine's own code, time from a formula (tools/simulate.py).
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 from itertools import pairwise
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from stages.scheduler.engine import Settings
 from stages.scheduler.queues import QUANTUM, QueueFullError, Queues
-from stages.scheduler.sequence import PRIORITY_S, Sequence
+from stages.scheduler.sequence import MOST_S, PRIORITY_S, Sequence, head_start_s
 from tools.simulate import Machine, Simulation, closed_loop, main, percentile, poisson, report
 
 from .peers import submission
@@ -123,8 +124,17 @@ def test_priority_is_a_head_start_and_not_a_right():
     for i in range(1, 100):
         queues.push(sequence(queues, f"high{i}", "t", float(i), i, priority=2))
     order = [queues.take(low.tenant).id for _ in range(100)]
-    # Overtaken by what came less than 20 s after it; at 20 s it is the older one.
-    assert order.index("low") == 2 * PRIORITY_S - 1
+    # Overtaken by what came less than its head start after it; then it is the older one.
+    assert order.index("low") == math.floor(head_start_s(2)) > PRIORITY_S
+
+
+def test_no_priority_is_worth_more_than_a_request_can_wait():
+    """A flood of the highest one must not keep the lowest one waiting until its time is over."""
+    heads = [head_start_s(priority) for priority in range(-1000, 1001)]
+    assert all(one < other for one, other in pairwise(heads))
+    assert heads[1001] == -heads[999] == PRIORITY_S
+    assert heads[1000] == 0.0
+    assert heads[-1] - heads[0] < 2 * MOST_S < 300 / 2
 
 
 def test_idle_time_earns_one_quantum_and_no_more():
