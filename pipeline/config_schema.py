@@ -37,7 +37,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     port: Port = 8080
     request_timeout_ms: Milliseconds = 300_000  # of one request, queueing included
     max_concurrent_requests: Count = 256  # HTTP requests in flight; more get 429
-    max_body_mb: Annotated[int, Meta(ge=1, le=1024)] = 8  # larger bodies get 413
+    max_body_mb: Annotated[int, Meta(ge=1, le=60)] = 8  # larger bodies get 413; a frame holds 64 (pipeline/wire.py)
     enable_cors: bool = False
     run_dir: str = ""  # sockets and readiness files; "": STARLING_HOME/run
     state_dir: str = ""  # journal, saved pages, sessions; "": STARLING_HOME/state

@@ -116,10 +116,10 @@ def _identity(config: Config) -> str:
 
 
 def read(config: Config) -> Lineup:
-    """What there is now."""
+    """What there is now; as configured where nothing is recorded. Raises `OSError` when it cannot be read."""
     try:
         return _decode(config, record_path(config).read_bytes())
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return initial(config)
 
 
@@ -151,6 +151,7 @@ class Follower:
         self._config = config
         self._path = record_path(config)
         self._seen = self._stamp()
+        self._has_complained = False
         self.lineup = read(config)
 
     def look(self) -> bool:
@@ -158,8 +159,18 @@ class Follower:
         stamp = self._stamp()
         if stamp == self._seen:
             return False
+        try:
+            found = read(self._config)
+        except OSError as error:
+            # Not the one that is configured: versions that serve would be dropped.
+            if not self._has_complained:
+                log.error("the record of loaded models cannot be read, and what is known holds",
+                          extra={"path": str(self._path), "error": str(error)})  # fmt: skip
+            self._has_complained = True
+            return False
+        self._has_complained = False
         self._seen = stamp
-        before, self.lineup = self.lineup, read(self._config)
+        before, self.lineup = self.lineup, found
         return before != self.lineup
 
     def _stamp(self) -> tuple[int, int, int]:

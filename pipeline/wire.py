@@ -51,7 +51,7 @@ STARVED = 8  # times as many for a peer that only waits for a core: giving it up
 LISTENS = "gateway"
 QUIET_BEATS = 4  # intervals between two heartbeats of a quiet stage to who does not tell; at least rest.SELDOM_S
 BATCH_FRAMES = 1024  # most frames of one `receive`, so that one edge cannot starve the others
-MAX_FRAME_BYTES = 64 << 20
+MAX_FRAME_BYTES = 64 << 20  # larger ones are not sent; a text of the largest body that is taken fits in
 RECONNECT_MS = 20  # a successor is up within tens of ms; a failed ipc connect costs microseconds
 LAST_WORDS_MS = 2  # between a peer's death and its frames' arrival; waited once, at its death
 FLUSH_MS = 200  # an orderly close gives queued frames this long
@@ -170,8 +170,15 @@ class _Endpoint(abc.ABC):
     # -------------------------------------------------------------- sending
 
     def _send(self, key: bytes, frame: Frame) -> bool:
+        payload = encode(frame)
+        if len(payload) > MAX_FRAME_BYTES:
+            # The other side would close the connection, and everything in flight on it would be lost.
+            log.error("a frame is too large to be sent", extra={"edge": self.edge.name, "bytes": len(payload),
+                      "frame": type(frame).__name__})  # fmt: skip
+            self.refused += 1
+            return False
         try:
-            self._put(key, encode(frame))
+            self._put(key, payload)
         except zmq.ZMQError as error:
             # Full, not connected, or (a ROUTER) unknown.  Anything else is a bug and must be seen.
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):

@@ -152,7 +152,10 @@ class Admin:
     def _read(self) -> dict[str, float]:
         try:
             kept = msgspec.json.decode(self._kept.read_bytes(), type=dict[str, float])
-        except (OSError, msgspec.DecodeError):
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.DecodeError) as error:
+            log.error("drains that were kept cannot be read and are not in force: %s: %s", self._kept, error)
             return {}
         names = {ALL, *self._names()}
         return {target: timeout_s for target, timeout_s in kept.items() if target in names}

@@ -17,12 +17,14 @@ import msgspec
 from pipeline import messages as m
 from pipeline.errors import InternalError, InvalidRequest, StarlingError
 from stages.tokenizer.incremental import StreamDecoder
+from stages.tokenizer.stretches import RunTooLong
 from stages.tokenizer.template import ChatTemplate
 from stages.tokenizer.vocabulary import TooManyTokens, Vocabulary
 
 log = logging.getLogger("starling.tokenizer")
 
 DECODED_AT_ONCE = 16384  # tokens: about 15 ms
+MAX_TEXT_BYTES = 32 << 20  # of tokens that are decoded for themselves: an answer is one frame
 MAX_STREAMS = 16384  # decoders kept; the stream longest unused is lost first
 
 Work = m.Encode | m.Render | m.Detokenize
@@ -105,6 +107,9 @@ class TokenizerService:
                         return (yield from self._render(frame))
                     case m.Detokenize():
                         return (yield from self._decode(frame))
+            except RunTooLong as error:
+                param = "prompt" if isinstance(frame, m.Encode) else "messages"
+                raise InvalidRequest(f"{param} has {error}: break them up", param=param) from None
             except TooManyTokens as many:
                 return m.Encoded(frame.id, (), b"", many.count, many.is_exact)
         except StarlingError as error:
@@ -142,7 +147,7 @@ class TokenizerService:
         """As `_detokenize` for one stream that begins and ends here, in parts."""
         vocabulary = self.model(frame.model).vocabulary
         (whole,) = frame.streams
-        decoder, length = StreamDecoder(), 0
+        decoder, length, size = StreamDecoder(), 0, 0  # characters, bytes
         texts: list[str] = []
         cuts: list[int] = []
         for at in range(0, len(whole.tokens), DECODED_AT_ONCE):
@@ -152,6 +157,13 @@ class TokenizerService:
             cuts += [length + cut for cut in shown.cuts]
             texts.append(shown.text)
             length += len(shown.text)
+            size += len(shown.text.encode())
+            if size > MAX_TEXT_BYTES:
+                raise InvalidRequest(
+                    f"tokens has {len(whole.tokens)} ids that read as more than {MAX_TEXT_BYTES} bytes of text, "
+                    f"the most that is decoded at once: send them in parts",
+                    param="tokens",
+                )
             if not part.final:
                 cuts.append(length)
             yield

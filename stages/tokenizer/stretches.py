@@ -28,6 +28,10 @@ SHORT = 4096  # characters: about 4 ms
 _DEEP = 40  # of groups in a pattern: `re` is recursive
 
 
+class RunTooLong(Exception):
+    """Of ten millions and more: the library's patterns go back a bounded number of steps."""
+
+
 class Names:
     """Finds names of special tokens, the longest where several begin."""
 
@@ -110,7 +114,9 @@ def _call(encode: Callable[..., list[Encoding]], text: str) -> Encoding:
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # the library's, which cannot be imported
             raise
-        raise RuntimeError(f"{len(text)} characters without a border are too many at once ({error})") from None
+        raise RunTooLong(
+            f"{len(text)} characters without a border between words, more than the tokenizer takes ({error})"
+        ) from None
     return encoded
 
 

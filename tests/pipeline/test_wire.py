@@ -20,7 +20,7 @@ from pipeline import messages as m
 from pipeline.edges import EDGES
 from pipeline.errors import ConfigError
 from pipeline.rest import SELDOM_S
-from pipeline.wire import BATCH_FRAMES, DEAD_AFTER_BEATS, STARVED, Hub, Link
+from pipeline.wire import BATCH_FRAMES, DEAD_AFTER_BEATS, MAX_FRAME_BYTES, STARVED, Hub, Link
 from shm.arena import process_ticks
 
 EDGE = EDGES["scheduler-kv"]
@@ -178,6 +178,19 @@ def test_sending_never_blocks_and_says_when_it_is_full(pair: Pair) -> None:
         wait_readable(pair.link)
         got += len(pair.link.receive())
     assert got == sent
+
+
+def test_a_frame_that_would_end_the_connection_is_not_sent(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    peer = pair.meet()
+    caplog.clear()
+    name = "x" * MAX_FRAME_BYTES
+    assert not pair.link.send(m.Extend(1, "m", name, 1))
+    assert not pair.hub.send(peer, m.Granted(1, name, ()))
+    assert [record.message for record in caplog.records] == ["a frame is too large to be sent"] * 2
+    assert pair.link.send(m.Extend(2, "m", "s", 1))
+    assert pair.hub.send(peer, m.Granted(2, "s", ()))
+    pair.until(lambda: len(pair.events) == 2)
+    assert {type(event[1]) for event in pair.events} == {m.Extend, m.Granted}  # nobody was down meanwhile
 
 
 def test_an_edge_swallowed_by_sending_is_signalled_again(pair: Pair) -> None:

@@ -180,3 +180,28 @@ def test_offsets_are_pairs_of_u32() -> None:
     reply = service().answer(m.Encode("1", "m", "a日", offsets=True))
     assert isinstance(reply, m.Encoded)
     assert np.frombuffer(reply.offsets, "<u4").reshape(-1, 2).tolist() == [[0, 1], [1, 2], [2, 3], [3, 4]]
+
+
+def test_a_text_that_would_be_no_frame_is_refused() -> None:
+    frame = m.Detokenize("q", "m", [m.StreamTokens("q", 0, (261,) * 100, final=True)])  # of four bytes each
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stages.tokenizer.service.MAX_TEXT_BYTES", 399)
+        reply = service().answer(frame)
+        assert isinstance(reply, m.TokenizerFailed)
+        assert (reply.code, reply.param) == ("INVALID_REQUEST", "tokens")
+        assert "100 ids that read as more than 399 bytes" in reply.message
+        patch.setattr("stages.tokenizer.service.MAX_TEXT_BYTES", 400)
+        assert isinstance(service().answer(frame), m.Detokenized)
+
+
+@pytest.mark.slow
+def test_a_run_that_the_library_gives_up_is_the_clients_to_break_up() -> None:
+    vocabulary = Vocabulary(small(pre="llama3"))
+    described = m.Described("", "m", "", 1, 1, (), True)
+    s = TokenizerService(lambda _: TokenizerModel(vocabulary, TEMPLATE, described))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stages.tokenizer.vocabulary.WINDOW", 12_000_000)
+        reply = s.answer(m.Encode("1", "m", " " * 12_000_000))
+    assert isinstance(reply, m.TokenizerFailed)
+    assert (reply.code, reply.param) == ("INVALID_REQUEST", "prompt")
+    assert "prompt has 12000000 characters without a border" in reply.message

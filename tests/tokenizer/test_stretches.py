@@ -13,7 +13,7 @@ from stages.tokenizer import stretches as cutting
 from stages.tokenizer import vocabulary as vocabularies
 from stages.tokenizer.fewest import Fewest, at_least
 from stages.tokenizer.pretokenizers import _GROUPS
-from stages.tokenizer.stretches import WINDOW, Names, stretches
+from stages.tokenizer.stretches import WINDOW, Names, RunTooLong, stretches
 from stages.tokenizer.vocabulary import TooManyTokens, Vocabulary
 from tests.tokenizer.test_vocabulary import ALPHABET, small
 
@@ -162,5 +162,5 @@ def test_names_that_each_begin_the_next() -> None:
 @pytest.mark.slow
 def test_a_run_that_the_library_gives_up_is_an_error_and_no_panic() -> None:
     vocabulary = Vocabulary(small(pre="llama3"))
-    with pytest.raises(RuntimeError, match="12000000 characters without a border"):
+    with pytest.raises(RunTooLong, match="12000000 characters without a border"):
         cutting._encode(vocabulary._tokenizer, " " * 12_000_000)
