@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from stages.scheduler.siblings import Wait
 
 PRIORITY_S = 10.0  # head start in the tenant's queue that priority 1 is worth
-MOST_S = 50.0  # that no priority reaches: who is overtaken for longer runs out of time
+MOST_S = 50.0  # that no priority reaches,
+MOST_PART = 1 / 6  # nor this part of a request's time: who is overtaken for longer runs out of it
 NEVER = 1 << 60
 
 
@@ -54,9 +55,9 @@ class IllegalTransitionError(RuntimeError):
     """A fault of the scheduler: a sequence cannot go from its state to that one."""
 
 
-def head_start_s(priority: int) -> float:
-    """Grows with each level, by less and less."""
-    return MOST_S * priority / (abs(priority) + MOST_S / PRIORITY_S - 1)
+def head_start_s(priority: int, time_s: float = math.inf) -> float:
+    """Of a request that may take `time_s`. Grows with each level, by less and less."""
+    return min(MOST_S, MOST_PART * time_s) * priority / (abs(priority) + MOST_S / PRIORITY_S - 1)
 
 
 class Sequence:
@@ -139,7 +140,7 @@ class Sequence:
         self.arrived = now
         self.started = 0.0  # when it first got its pages
         self.order = order
-        self.key = (now - head_start_s(frame.priority), order)
+        self.key = (now - head_start_s(frame.priority, self.deadline - now), order)
         self.state = State.PENDING
         self.is_over = False  # no output is wanted any more
         self.is_leaving = False  # to be set aside once no step names it
