@@ -331,5 +331,11 @@ def _remember(found: Located, models_dir: Path) -> None:
         stamps = {path: stamp for path, stamp in _read_stamps(models_dir).items() if os.path.exists(path)}
         stamps[os.path.realpath(found.path)] = _Stamp(*_identity(found.path.stat()), found.digest)
         fresh = models_dir / ".digests.json.new"
-        fresh.write_bytes(msgspec.json.encode(stamps))
-        fresh.rename(models_dir / "digests.json")
+        try:
+            fresh.write_bytes(msgspec.json.encode(stamps))
+            fresh.rename(models_dir / "digests.json")
+        except OSError as error:
+            raise ResourceError(
+                f"{models_dir}: the digest of model {found.name!r} cannot be written: {error.strerror}; free space "
+                f"there or move STARLING_HOME"
+            ) from None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import http.server
 import os
+import resource
+import signal
 import threading
 import zipfile
 from collections import namedtuple
@@ -155,6 +157,21 @@ def test_wrong_files_are_refused(
     with pytest.raises(ConfigError) as caught:
         registry.fetch(model(str(tmp_path / name), sha256=sha256), tmp_path / "models")
     assert reason in caught.value.message
+
+
+def test_a_full_disk_is_said(tmp_path: Path) -> None:
+    """The kernel's own word: no file of this process may grow."""
+    (tmp_path / "a.gguf").write_bytes(CONTENT)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(ResourceError, match="digest of model .* File too large; free space there"):
+            registry.fetch(model(str(tmp_path / "a.gguf")), tmp_path / "models")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert registry.fetch(model(str(tmp_path / "a.gguf")), tmp_path / "models").digest == DIGEST
 
 
 def test_a_directory_is_refused(tmp_path: Path) -> None:
