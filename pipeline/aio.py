@@ -20,15 +20,17 @@ from typing import Any
 
 from pipeline import process
 from pipeline.config_schema import Config
-from pipeline.life import StageLife
+from pipeline.life import TICK_S, StageLife
 from pipeline.messages import Frame
 from pipeline.wire import Hub, Link
 
 log = logging.getLogger("starling.loop")
 
 
-def attach(endpoint: Link | Hub, handler: Callable[..., None]) -> Callable[[], None]:
-    """Read `endpoint` in the running loop: `handler(frame)` or, of a hub, `handler(peer, frame)`.
+def attach(
+    endpoint: Link | Hub, handler: Callable[..., None], after: Callable[[], None] = lambda: None
+) -> Callable[[], None]:
+    """Read `endpoint` in the running loop: `handler(frame)` or, of a hub, `handler(peer, frame)`; then `after()`.
 
     An exception of a handler goes to the loop's exception handler; the frames after it are still
     handled.  Returns a function that detaches.  Someone must call `endpoint.tick`.
@@ -47,6 +49,7 @@ def attach(endpoint: Link | Hub, handler: Callable[..., None]) -> Callable[[], N
             except Exception as error:  # whatever it is, the other frames need handling
                 message = f"handler of edge {endpoint.edge.name} failed"
                 loop.call_exception_handler({"message": message, "exception": error})
+        after()
 
     loop.add_reader(endpoint.fd, read)
 
@@ -72,6 +75,7 @@ class Endpoints(StageLife):
         self._detach: list[Callable[[], object]] = []
         self._task: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
+        self._next_tick = float("-inf")
 
     def connect(self, edge: str, handler: Callable[[Frame], None]) -> Link:
         """A link on the named edge at its configured address. `handler(frame)`. Before `start`."""
@@ -88,7 +92,7 @@ class Endpoints(StageLife):
     def start(self, signals: bool = True) -> None:
         """In the running loop: read all edges, tick every 100 ms, take SIGTERM and SIGINT."""
         loop = asyncio.get_running_loop()
-        self._detach = [attach(endpoint, handler) for endpoint, handler in self._handlers]
+        self._detach = [attach(endpoint, handler, self._heard) for endpoint, handler in self._handlers]
         if self.parent_fd >= 0:
             loop.add_reader(self.parent_fd, self._orphaned)
             self._detach.append(partial(loop.remove_reader, self.parent_fd))
@@ -116,6 +120,10 @@ class Endpoints(StageLife):
         if self.drained:
             self._over.set()
 
+    def rouse(self) -> None:
+        super().rouse()
+        self._next_tick = min(self._next_tick, self.clock() + TICK_S)
+
     def close(self) -> None:
         """Stop reading and ticking; queued frames are flushed. Idempotent."""
         if self._task is not None:
@@ -126,13 +134,23 @@ class Endpoints(StageLife):
         self._detach = []
         super().close()
 
+    def _heard(self) -> None:
+        """Frames have been handled."""
+        if self.clock() >= self._next_tick:
+            self._tick_now()
+
+    def _tick_now(self) -> None:
+        try:
+            self.tick()
+        except Exception:
+            log.exception("a tick failed")
+        self._next_tick = self.clock() + self.tick_s
+
     async def _tick_forever(self) -> None:
         while True:
-            try:
-                self.tick()
-            except Exception:
-                log.exception("a tick failed")
-            await asyncio.sleep(self.tick_s)
+            if self.clock() >= self._next_tick:
+                self._tick_now()
+            await asyncio.sleep(self._next_tick + self.slack_s - self.clock())
 
     def _on_signal(self) -> None:
         if self.stopping:

@@ -25,6 +25,7 @@ from pipeline.telemetry import Metrics
 from pipeline.wire import LISTENS, Hub, Link, process_epoch
 
 TICK_S = 0.1
+SLACK_S = 0.025  # a tick waits so long for something that wakes the stage anyway: the wake-up costs more than it
 QUIET_AFTER_S = 2.0  # without a move; from then on it ticks on the beat of rest.py
 STALL_MS = 10_000  # away from the loop for longer without `allow`: the supervisor kills the stage
 
@@ -169,6 +170,11 @@ class StageLife:
         is_listened_to = any(endpoint.edge.connector == LISTENS for endpoint in self.endpoints)
         wait_s = rest.BEAT_S if is_listened_to or self._watchdog_s else rest.SELDOM_S
         return rest.until_beat(self.clock(), wait_s)
+
+    @property
+    def slack_s(self) -> float:
+        """How long a tick may wait for company."""
+        return 0.0 if self.is_quiet else SLACK_S
 
     @contextmanager
     def allow(self, seconds: float) -> Iterator[None]:

@@ -135,7 +135,7 @@ class StageLoop(StageLife):
             self.tick()
             now = self.clock()
             self._next_tick = now + self.tick_s
-        wait = max(0.0, min(timeout_s, self._next_tick - now))
+        wait = max(0.0, min(timeout_s, self._next_tick + self.slack_s - now))
         for fd, _ in self._poll.poll(wait * 1000):
             callback = self._callbacks.get(fd)
             if callback is not None:

@@ -45,11 +45,17 @@ LEAD_S = 0.003  # the next step is published at least this long before the one u
 MAX_LEAD_S = 0.1  # where steps end before that, because we wake late or they vary
 FAR = SLOTS // 2 - 1  # most unacknowledged steps, of companions alone and of short ones
 AHEAD_S = 0.015  # short steps follow while less is unacknowledged: so long an arrival waits, and what stops goes on
+AHEAD_STEPS = 4  # as many do at least: a few of a large batch take longer, and each word has more streams to tell
 SHORT_S = 0.010  # steps that take less are followed up at once
 COMMIT_EVERY = 32  # output positions between two words to kv: what a successor of this process computes again
 
 
 _EARLY = (State.PENDING, State.PREFILLING)
+
+
+def follows(steps: int, expected_s: float, last_s: float) -> bool:
+    """Another one behind `steps` short steps that take `expected_s` in all, the last of them `last_s`?"""
+    return steps < FAR and (expected_s < AHEAD_S or (steps < AHEAD_STEPS and last_s < SHORT_S))
 
 
 class Settings(NamedTuple):
@@ -185,7 +191,7 @@ class Engine:
             batch = self.companions.compose()
         else:
             held = self.roster.held
-            if expected_s >= AHEAD_S or self.queues.depth:
+            if self.queues.depth or not follows(len(steps), expected_s, steps[-1].expected_s):
                 return False
             if any(s.state in _EARLY or not self.drafts.is_idle(s) for s in held):
                 return False

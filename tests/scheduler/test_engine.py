@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.messages import Cancel, Denied
 from stages.scheduler.cost import CostModel
-from stages.scheduler.engine import FAR, LEAD_S, PREFETCH
+from stages.scheduler.engine import AHEAD_STEPS, FAR, LEAD_S, PREFETCH
 from stages.scheduler.sequence import State
 
 from .peers import reference, submission
@@ -76,6 +76,24 @@ def test_short_steps_run_ahead_for_a_few_milliseconds_and_are_heard_of_together(
         world.turn()
     world.submit(submission("b", [4, 5], 20))
     assert engine.wake_at == engine.unacknowledged[0].number, "who waits in a queue is looked after at each end"
+    world.settle()
+    world.check_all()
+
+
+@pytest.mark.parametrize(("step_us", "at_most"), [(900.0, FAR), (4_000.0, 4), (9_000.0, AHEAD_STEPS), (10_500.0, 2)])
+def test_how_many_steps_are_under_way_at_once(step_us: float, at_most: int) -> None:
+    world = World()
+    engine = world.engine
+    engine.cost = SteadyCost(step_us, 1.0, 0.001)
+    world.submit(submission("a", [1, 2, 3], 60))
+    world.turn()
+    world.talk_to_kv()
+    most = 0
+    for _ in range(20):
+        world.turn()
+        most = max(most, len(engine.unacknowledged))
+        world.work()
+    assert most == at_most
     world.settle()
     world.check_all()
 

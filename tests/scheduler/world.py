@@ -13,7 +13,7 @@ from pipeline.messages import Cancel, Denied, Frame, Granted, KvReady, Submit
 from shm.steps import StepsGeometry, blank_steps
 from stages.scheduler.companion import Companion
 from stages.scheduler.cost import CostModel
-from stages.scheduler.engine import AHEAD_S, FAR, Engine, Settings
+from stages.scheduler.engine import FAR, Engine, Settings, follows
 from stages.scheduler.retry import DEATH
 from stages.scheduler.ring import Ring
 from stages.scheduler.sequence import State
@@ -159,7 +159,8 @@ class World:
         engine = self.engine
         roster = engine.roster
         mine = [step for step in engine.unacknowledged if not isinstance(step.entries[0].sequence, Companion)]
-        assert len(mine) <= engine.depth or sum(step.expected_s for step in mine[:-1]) < AHEAD_S
+        expected_s = [step.expected_s for step in mine[:-1]]
+        assert len(mine) <= engine.depth or follows(len(expected_s), sum(expected_s), expected_s[-1])
         assert len(engine.unacknowledged) <= FAR
         for step in engine.unacknowledged:
             assert len({isinstance(entry.sequence, Companion) for entry in step.entries}) == 1, "each by themselves"

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from stages.scheduler.engine import AHEAD_S, FAR
+from stages.scheduler.engine import follows
 from stages.worker.engine import Engine
 from stages.worker.kernels.features import isa
 from stages.worker.kernels.forward import PHASES
@@ -83,7 +83,9 @@ class Ours:
         steps = [[(row, cached + i, 1, 1) for row in range(batch)] for i in range(n_tokens)]
         begun = time.perf_counter()
         self.engine.run(steps[0])
-        at_once = max(1, min(FAR, int(AHEAD_S / (time.perf_counter() - begun))))
+        each_s, at_once = time.perf_counter() - begun, 1
+        while follows(at_once, at_once * each_s, each_s):
+            at_once += 1
         for i in range(1, n_tokens, at_once):
             self.engine.follow(steps[i : i + at_once])
         return batch * n_tokens / (time.perf_counter() - begun)
