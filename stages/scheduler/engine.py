@@ -195,6 +195,7 @@ class Engine:
                 return False
             if any(s.state in _EARLY or not self.drafts.is_idle(s) for s in held):
                 return False
+            self.drafts.begin(now)
             batch = compose(held, self.budget, self.cost, self.drafts)
         if batch.entries:
             self._publish(batch, now)
