@@ -92,7 +92,8 @@ class Drafts:
         self.link, self.credit, self._is_off = link, math.nan, False
 
     def forget(self) -> None:
-        """No companion is asked any more, unless it is invited anew."""
+        """No companion is asked any more, unless it is invited anew: not before the next `begin`."""
+        self._is_open = False
         self._waits.clear()
         for sequence in self._engine.roster.held:
             if sequence.drafter is not None:

@@ -378,6 +378,23 @@ def test_random_lives_end_with_their_tokens_and_leave_nothing(
     assert pair.target.engine.stats.model_accepted <= pair.target.engine.stats.model_drafted
 
 
+@pytest.mark.parametrize("rounds", range(4))
+def test_a_draft_model_may_go_between_two_steps_that_follow_each_other(rounds: int) -> None:
+    """Steps beyond the usual two are composed without a look at whether the draft model may be asked."""
+    pair = Pair(batch=1)
+    world = pair.target
+    world.submit(free_text("s", 100))
+    while not world.engine.unacknowledged:
+        world.turn()
+        world.talk_to_kv()
+    for _ in range(rounds):
+        pair.round()
+    world.turn()
+    world.engine.drafts.link_to(None)
+    pair.settle()
+    assert not pair.companions
+
+
 def test_companions_are_freed_without_the_collector():
     pair = Pair()
     gc.collect()
