@@ -60,12 +60,15 @@ def align(n: int, to: int = 64) -> int:
 
 
 def process_ticks(pid: int) -> int:
-    """Start time of a process (clock ticks since boot); 0 when it is gone."""
+    """Start time of a process (clock ticks since boot); 0 when it is gone.
+
+    Raises `OSError` when that cannot be told (no descriptor is left): on "gone" others take its pages over.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as f:
             # The command name may hold spaces and brackets: count fields after the last one.
             return int(f.read().rsplit(b")", 1)[1].split()[19])
-    except (OSError, IndexError, ValueError):
+    except (FileNotFoundError, ProcessLookupError, IndexError, ValueError):
         return 0
 
 
