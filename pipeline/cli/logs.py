@@ -52,7 +52,8 @@ def logs(stage: str | None, follow: bool, lines: int, as_json: bool) -> int:
 
 
 def _names(stage: str | None) -> list[str]:
-    return [name for one in ((stage,) if stage else STAGES) for name in (one, f"{one}-supervisor")]
+    names = [name for one in ((stage,) if stage else STAGES) for name in (one, f"{one}-supervisor")]
+    return [*names, "worker-crew"] if stage in (None, "worker") else names  # the parent of its supervisors
 
 
 def _in_order(tails: dict[str, Tail], at_most: int | None = None) -> list[Line]:

@@ -11,11 +11,12 @@ from pathlib import Path
 import click
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 from pipeline import kinship, lineup, measure, rundir
 from pipeline.cli.down import running, supervisor_of
 from pipeline.cli.drain import ALL, admission, in_flight
-from pipeline.cli.logs import Tail
+from pipeline.cli.logs import Tail, logs
 from pipeline.cli.restart import chosen, restarted
 from pipeline.cli.status import Row, duration, look, size, table
 from pipeline.config import resolve
@@ -101,6 +102,21 @@ def test_a_tail_follows_lines_and_rotation(tmp_path: Path) -> None:
     path.write_bytes(line("6", "f"))
     assert events(tail) == ["f"]
     tail.close()
+
+
+@pytest.mark.parametrize("stage", ["worker", None])
+def test_what_the_parent_of_all_worker_groups_says_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str | None
+) -> None:
+    """Of a group that has given up only its parent tells."""
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    (tmp_path / "logs").mkdir()
+    for number, name in enumerate(("worker", "worker-supervisor", "worker-crew", "kv")):
+        line = json.dumps({"ts": f"2026-01-01T00:00:0{number}.000Z", "level": "info", "stage": name, "event": name})
+        (tmp_path / "logs" / f"{name}.log").write_text(line + "\n")
+    shown = CliRunner().invoke(logs, [stage, "--json"] if stage else ["--json"])
+    events = [json.loads(line)["event"] for line in shown.output.splitlines()]
+    assert events == ["worker", "worker-supervisor", "worker-crew", *([] if stage else ["kv"])]
 
 
 # ------------------------------------------------------------------ targets
