@@ -26,7 +26,7 @@ from tools.bench import ours as starling
 from tools.bench.bandwidth import read_bandwidth
 from tools.bench.first_byte import first_byte
 from tools.bench.peer import Peer, available
-from tools.bench.plots import write_plots
+from tools.bench.plots import can_plot, write_plots
 from tools.bench.results import (
     STRONGEST,
     STRONGEST_BANDWIDTH_GB_S,
@@ -156,6 +156,8 @@ def main(
     quick: bool, plots: Path | None,
 ) -> None:  # fmt: skip
     """Figures of speed: prefill and decode, alone and beside llama.cpp."""
+    if plots and not can_plot():
+        raise click.UsageError("--plots needs matplotlib, which is not installed here: `make peers` installs it")
     numbers = [int(c) for c in cores.split(",")] if cores else sorted(os.sched_getaffinity(0))[:2]
     model = located(gguf, shape, recipe)
     models_dir = paths.models_dir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ from tools.bench.results import Figure, Report
 OURS, PEER, BOUND = "#0b6e4f", "#c1666b", "#555555"
 
 
+def can_plot() -> bool:
+    """matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
 def write_plots(report: Report, directory: Path) -> list[Path]:
-    """SVG files into `directory`; none where matplotlib is not installed. Returns what was written."""
-    try:
-        import matplotlib
-    except ImportError:
-        return []
+    """SVG files into `directory`; needs matplotlib. Returns what was written."""
+    import matplotlib
+
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "starling"  # the same figures give the same file
     from matplotlib import pyplot
