@@ -35,6 +35,14 @@ def logs(stage: str | None, follow: bool, lines: int, as_json: bool) -> int:
     """
     directory = paths.logs_dir()
     tails = {name: Tail(directory / f"{name}.log") for name in _names(stage)}
+    try:
+        return _print(directory, tails, follow, lines, as_json)
+    finally:
+        for tail in tails.values():
+            tail.close()
+
+
+def _print(directory: Path, tails: dict[str, Tail], follow: bool, lines: int, as_json: bool) -> int:
     last: deque[Line] = deque(maxlen=lines or None)
     newest = _in_order(tails, lines)
     if lines:
