@@ -77,7 +77,7 @@ def test_what_an_operator_keeps_a_restart_does_not_lift() -> None:
 
 
 def ask(server: Server, **request: Any) -> dict[str, Any]:
-    return control.call(server.home / "run", "gateway", request)
+    return control.call(server.home / "run", "gateway", request, timeout_s=60)
 
 
 def test_a_drain_goes_with_its_model(make_server: MakeServer) -> None:
