@@ -116,6 +116,7 @@ class GatewayStage:
             await self._runner.setup()
             self._server = await self._listen()
             await self.control.start()
+            log.info("listening", extra={"host": self.config.server.host, "port": self.port})
             self.endpoints.start()
             # What stands now stands for ever: later collections need not look at it. They come when a quarter has
             # been added to what the last one left: one more, of nothing, so that this is counted without it.
@@ -164,7 +165,6 @@ class GatewayStage:
                 "server.port",
             ) from None
         self.port = server.sockets[0].getsockname()[1]
-        log.info("listening", extra={"host": host, "port": self.port})
         return server
 
     # -------------------------------------------------------------- handing over
