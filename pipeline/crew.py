@@ -16,15 +16,13 @@ one at once; SIGHUP restarts every group.  Speaks to systemd for all of them (`R
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
 import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pipeline import keeper, kinship, lineup, logs, paths, process, rest, rundir, status
@@ -218,19 +216,20 @@ class Crew(Keeper):
 
     def _remove(self, stage: str, slug: str) -> None:
         """Unless somebody is that stage: a crew that was started beside a running one has nothing of its own here."""
-        with _held(self._run_dir / f"{stage}.lock") as is_free:
-            if not is_free:
-                log.warning("%s runs here, and not as one of ours: its files stay", stage)
-                return
-            for path in (
-                self._run_dir / f"{stage}.lock",
-                self._run_dir / f"{stage}.status",
-                lineup.failure_path(self._run_dir, stage),
-                self._arena_dir / f"{stage}.metrics",
-                self._arena_dir / f"{slug}.act",
-                *self._arena_dir.glob(f".{slug}.act.*"),
-            ):
-                path.unlink(missing_ok=True)
+        # Who sweeps (leftovers.py) has the lock too, for a moment; the process named in it is gone then.
+        holder = rundir.lock_holder(self._run_dir, stage)
+        if holder and os.path.exists(f"/proc/{holder}"):
+            log.warning("%s runs here, and not as one of ours: its files stay", stage, extra={"holder": holder})
+            return
+        for path in (
+            self._run_dir / f"{stage}.lock",
+            self._run_dir / f"{stage}.status",
+            lineup.failure_path(self._run_dir, stage),
+            self._arena_dir / f"{stage}.metrics",
+            self._arena_dir / f"{slug}.act",
+            *self._arena_dir.glob(f".{slug}.act.*"),
+        ):
+            path.unlink(missing_ok=True)
 
     def _remove_strangers(self) -> None:
         """At the start: what instances of an earlier life have left that are not wanted any more."""
@@ -257,24 +256,6 @@ class Crew(Keeper):
             serving = [one for one in self._wanted().values() if one.state == "serving"]
             if all(one.stage in ready for one in serving):
                 self._is_announced = process.sd_notify("READY=1")
-
-
-@contextlib.contextmanager
-def _held(path: os.PathLike[str]) -> Iterator[bool]:
-    """Hold that lock meanwhile; False: somebody else does. One that is not there is nobody's."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield True
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        yield False
-    else:
-        yield True
-    finally:
-        os.close(fd)
 
 
 # ------------------------------------------------------------------ the process

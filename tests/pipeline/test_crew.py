@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -162,6 +163,19 @@ def test_what_another_crew_has_is_left_alone(world: World) -> None:
     world.write(make("exit:78", 0))
     assert world.start().wait(WAIT_S) == 78
     assert not any(path.exists() for path in theirs)
+
+
+def test_who_only_sweeps_does_not_keep_it_from_removing(world: World) -> None:
+    """A sweeper holds the lock of a stage that is gone, for a moment."""
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    path = world.run_dir / "worker-m.lock"
+    path.write_text(f"{ended.pid}\n")
+    world.write(make("exit:78", 0))
+    with path.open() as swept:
+        fcntl.flock(swept, fcntl.LOCK_EX)
+        assert world.start().wait(WAIT_S) == 78
+    assert not path.exists()
 
 
 def test_all_die_with_it(world: World) -> None:
