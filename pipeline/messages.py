@@ -211,7 +211,7 @@ class Submit(Frame, tag="S"):
     priority: int = 0
     session: str = ""
     cache_salt: str = ""
-    speculate: int = 0  # most draft tokens in a step; 0: off
+    speculate: int = 0  # most draft tokens in a step; 0: as configured, -1: none
 
 
 class Cancel(Frame, tag="C"):

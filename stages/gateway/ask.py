@@ -61,7 +61,7 @@ class Ask(msgspec.Struct, kw_only=True):
     top_logprobs: int = 0
     skip_special: bool = True
     cache_salt: str = ""  # prompts share cached pages only with others of the same salt
-    speculate: int = 0  # most draft tokens in a step; 0: as the model is configured
+    speculate: int = 0  # most draft tokens in a step; 0: as the model is configured, -1: none
     session_id: str | None = None  # "": a new one
     creates_session: bool = False  # when there is none of that id
     session_ttl_s: int | None = None  # of a new one; 0: never closed by itself; None: as configured
@@ -146,7 +146,7 @@ COMMON_FIELDS: dict[str, Reader] = {
     "stream": flag,
     "skip_special_tokens": flag,
     "cache_salt": read_salt,
-    "speculate": integer(0, MAX_SPECULATE, hint="0 is as the model is configured"),
+    "speculate": integer(0, MAX_SPECULATE, hint="0 switches it off"),
 }
 
 
@@ -164,7 +164,7 @@ def common(values: dict[str, Any]) -> dict[str, Any]:
         "stream": values.get("stream", False),
         "skip_special": values.get("skip_special_tokens", True),
         "cache_salt": values.get("cache_salt", ""),
-        "speculate": values.get("speculate", 0),
+        "speculate": values["speculate"] or -1 if "speculate" in values else 0,
     }
 
 

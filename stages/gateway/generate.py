@@ -8,7 +8,7 @@ Request:
      "presence_penalty": 0, "logit_bias": {"id": bias}, "order": ["mask", ...], "seed": 7,
      "min_tokens": 0, "ignore_eos": false, "stop": "text" | [texts], "stop_token_ids": [ids],
      "cache_salt": "...",                cached prompts are shared only under the same salt
-     "speculate": 0,                     most draft tokens in a step; never changes the text
+     "speculate": 4,                     most draft tokens in a step, 0: none; never changes the text
      "n": 1, "logprobs": 5,              the sampled token's and the 5 highest
      "skip_special_tokens": true, "stream": false,
      "session_id": "...",                a turn of that session: the prompt goes after what it holds; "": a new one

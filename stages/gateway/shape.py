@@ -6,7 +6,7 @@ Most of an event never changes within a stream: shapes encode that once and, for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import msgspec
@@ -37,8 +37,10 @@ class Shape(Protocol):
         """The body of an answer that is not streamed."""
 
 
-def error_json(error: StarlingError) -> bytes:
-    return to_json(error.body())
+def error_json(error: StarlingError, cut: Iterable[int]) -> bytes:
+    """The event of an error in the middle of a stream; `cut`: the choices that it ends."""
+    reason = "timeout" if error.code == "TIMEOUT" else "error"
+    return to_json({**error.body(), "choices": [{"index": index, "finish_reason": reason} for index in cut]})
 
 
 def usage(request: Request) -> dict[str, Any]:

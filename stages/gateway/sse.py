@@ -96,7 +96,9 @@ class EventStream:
                 self.begun.set_exception(error)
             self.over.set_result(None)
             return
-        self._event(error_json(error))
+        over = (LEVELS[ENDED], LEVELS[CLOSED])
+        cut = [index for index, place in enumerate(self._places) if not place.endswith(over)]
+        self._event(error_json(error, cut))
         self._close(DONE)
 
     def flush(self) -> None:

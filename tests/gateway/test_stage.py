@@ -219,6 +219,26 @@ def test_the_time_of_a_request(make_server: MakeServer) -> None:
     wait_until(server, lambda: len(server.peers.generator.cancelled) == 1)
 
 
+def test_a_stream_over_its_time_ends_with_a_finish_reason_and_an_error(make_server: MakeServer) -> None:
+    server = make_server(server={"request_timeout_ms": 1500})
+    server.wait_ready()
+    stream = server.stream("/v1/generate", {**LONG, "n": 2})
+    events = stream.events()
+    next(events)
+    server.peers.do(lambda: setattr(server.peers, "is_stepping", False))
+    *_, error, done = (event.data for event in events)
+    assert done == "[DONE]"
+    assert error["error"]["code"] == "TIMEOUT"
+    assert error["choices"] == [{"index": index, "finish_reason": "timeout"} for index in range(2)]
+    stream.close()
+
+
+@pytest.mark.parametrize(("asked", "sent"), [({}, 0), ({"speculate": 0}, -1), ({"speculate": 3}, 3)])
+def test_speculation_can_be_left_as_it_is_or_switched_off(server: Server, asked: dict[str, int], sent: int) -> None:
+    assert server.post("/v1/generate", {"prompt": "x", "max_tokens": 1, **asked}).status == 200
+    assert server.peers.do(lambda: server.peers.generator.submitted[-1]).speculate == sent
+
+
 def test_a_model_that_is_not_ready_is_waited_for_no_longer_than_a_request_may_take(make_server: MakeServer) -> None:
     server = make_server(server={"request_timeout_ms": 600})
     server.wait_ready()

@@ -158,3 +158,10 @@ def test_room_is_made_by_a_request_that_has_not_begun(waiting: tuple[tuple[str, 
     assert world.engine.queues.depth == 2
     world.submit(submission("quiet", [1, 2, 3], 20, tenant="quiet"))
     assert [rejected.sequence for _, rejected in world.engine.roster.rejected] == [out]
+
+
+@pytest.mark.parametrize(("asked", "most"), [(0, 4), (-1, 0), (2, 2)])
+def test_a_request_leaves_speculation_as_configured_or_switches_it_off(asked: int, most: int) -> None:
+    world = World(speculate=4)
+    world.submit(submission("s", [1, 2, 3], 4, speculate=asked))
+    assert world.engine.roster.live["s"].speculate == most
