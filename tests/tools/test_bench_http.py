@@ -18,6 +18,7 @@ from stages.worker.prepare import prepare_checkpoint
 from tools.bench import http_peer
 from tools.bench.http import main
 from tools.bench.http_client import Answer, Ask, Run, drive
+from tools.bench.http_special import repeated
 from tools.bench.http_work import WORKS, Prompts, Row, Side, Work, order, outcome, percentile, table
 from tools.bench.simulated import fit
 from tools.simulate import Machine, Simulation, arrivals, poisson
@@ -157,6 +158,13 @@ def test_simulated_and_real_traffic_are_the_same() -> None:
 def test_percentiles_of_nothing_are_zero() -> None:
     assert percentile([], 0.5) == 0.0
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+
+
+def test_how_much_a_text_repeats() -> None:
+    prompt = "a b c d e f g"
+    assert repeated("c d e f g", prompt) == 1.0
+    assert repeated("c d e f x y z w v", prompt) == pytest.approx(1 / 6)
+    assert repeated("a b c", prompt) == 0.0
 
 
 @pytest.mark.slow

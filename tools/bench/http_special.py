@@ -23,6 +23,8 @@ LONG_PROMPT = 4000
 GAP_MS = 25.0  # running streams may pause so long for a long prompt, or
 GAP_FACTOR = 3.0  # so many times their usual gap
 FLAT = 0.02  # memory may grow by this part
+PASSAGES = 24  # tried at most for one that is repeated
+REPEATS = 0.9  # of an answer that repeats its prompt
 SETTLE_S = 30.0  # before memory is looked at for the first time
 
 
@@ -160,9 +162,18 @@ def speculation(server: Starling, prompts: Prompts, rounds: int, most: int = 8) 
     """Decoding at batch 1 with drafts against without, on text that repeats its prompt and on free text.
 
     Alternating; the time is from the first token to the last, so that the prompt counts for nothing.
+    A small model does not always go on with a passage that it is given twice: one is taken with which it does.
     """
-    passage = prompts.text(120)
-    repeating = f"Copy.\n{passage}\nCopy.\n{passage}\nCopy.\n{' '.join(passage.split(' ')[:9])}"
+    repeating, repeats = "", 0.0
+    for _ in range(PASSAGES):
+        passage = prompts.text(120)
+        prompt = f"Copy.\n{passage}\nCopy.\n{passage}\nCopy.\n{' '.join(passage.split(' ')[:9])}"
+        answer = drive(server.address, [[server.ask(body(server.model, prompt, 150, temperature=0))]]).answers[0]
+        share = repeated(answer.text, prompt)
+        if share > repeats or not repeating:
+            repeating, repeats = prompt, share
+        if repeats >= REPEATS:
+            break
     speeds: dict[int, list[float]]
     kinds: dict[str, Callable[[], str]] = {"repeating": lambda: repeating, "free": lambda: prompts.text(40)}
     result: dict[str, Any] = {}
@@ -185,7 +196,16 @@ def speculation(server: Starling, prompts: Prompts, rounds: int, most: int = 8) 
             "drafting_tokens_per_s": round(percentile(speeds[most], 0.5), 1),
             "ratio": round(percentile(ratios, 0.5), 2), "lowest": round(min(ratios), 2), "same_text": same,
         }  # fmt: skip
+    result["repeating"]["repeats"] = round(repeats, 2)
     return result
+
+
+def repeated(text: str, prompt: str, words: int = 4) -> float:
+    """The part of the runs of so many words in `text` that stand in `prompt`, too."""
+    new, old = text.split(), prompt.split()
+    known = {tuple(old[i : i + words]) for i in range(len(old) - words + 1)}
+    runs = [tuple(new[i : i + words]) in known for i in range(len(new) - words + 1)]
+    return sum(runs) / len(runs) if runs else 0.0
 
 
 # ------------------------------------------------------------------ memory
