@@ -27,6 +27,7 @@ from pipeline.wire import LISTENS, Hub, Link, process_epoch
 TICK_S = 0.1
 SLACK_S = 0.025  # a tick waits so long for something that wakes the stage anyway: the wake-up costs more than it
 QUIET_AFTER_S = 2.0  # without a move; from then on it ticks on the beat of rest.py
+HEAR_S = 0.5  # after SIGTERM: how long until the heartbeats of others say whether they stop too
 STALL_MS = 10_000  # away from the loop for longer without `allow`: the supervisor kills the stage
 
 
@@ -201,6 +202,18 @@ class StageLife:
             return False
         waited_ms = (self.clock() - self._stopping_since) * 1000
         return not self.busy or waited_ms >= self.config.server.drain_timeout_ms
+
+    @property
+    def is_hearing(self) -> bool:
+        """Told to stop so lately that others may not have said yet whether they stop, too."""
+        return self.clock() - self._stopping_since < HEAR_S
+
+    def is_drained_through(self, hub: Hub) -> bool:
+        """Told to stop: peers of `hub` that stop, too, end their work through us; others turn to a successor."""
+        if self.is_hearing:
+            return bool(hub.peers)
+        beats = hub.last_beat
+        return any(peer in beats and beats[peer].reason == "stopping" for peer in hub.peers)
 
     def close(self) -> None:
         """Flush and close the edges, remove the records, let go of the lock. Idempotent."""

@@ -112,8 +112,10 @@ class StageLoop(StageLife):
         """
         try:
             delay: float | None = 0.0
-            while not (self._quit or self.drained):
+            is_told = False  # `work` knows that we are to stop: before that its `busy` says nothing about it
+            while not (self._quit or (is_told and self.drained)):
                 self.poll(MOST_S if delay is None else delay)
+                is_told = self.stopping
                 delay = work()
                 if self.is_quiet and self.busy:
                     self.rouse()

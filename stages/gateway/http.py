@@ -12,6 +12,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from aiohttp import HttpVersion11, web
@@ -375,8 +376,9 @@ async def _answer(
     sink.attach(request.transport, request.version >= HttpVersion11)
     await sink.over
     sink.flush()
-    async with asyncio.timeout(LAST_BYTES_TIMEOUT_S):
-        await response.write_eof()
+    with suppress(ConnectionResetError):  # the client has gone, or we end: there is nothing left to say to it
+        async with asyncio.timeout(LAST_BYTES_TIMEOUT_S):
+            await response.write_eof()
     return response
 
 

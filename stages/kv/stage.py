@@ -37,10 +37,10 @@ from stages.kv.session_frames import answer
 log = logging.getLogger("starling.kv")
 
 RETRY_S = 0.2  # until a model is prepared, and until its arena fits
+WIND_UP_S = 0.05  # between two looks at who is still there, after SIGTERM
 CHORES_S = 1.0  # expiry and saving
 PRUNE_S = 3600.0  # files of what is not served any more
 ALLOW_S = 120.0  # reserving and scanning a large arena
-HEAR_S = 0.5  # after SIGTERM: how long until the scheduler's heartbeats say whether it stops too
 
 
 class Attached:
@@ -85,7 +85,6 @@ class KvStage:
         self.control = PolledControl(paths.run_dir(config), self.loop, self._operate)
         self.loop.on_tick += [self._tick, Heap(self.loop.clock).tick]
         self._next_open = self._next_chores = self._next_prune = self._pushed = float("-inf")
-        self._stopping_since = float("inf")
 
     def run(self) -> int:
         try:
@@ -159,7 +158,7 @@ class KvStage:
     def _work(self) -> float | None:
         now = time.monotonic()
         if self.loop.stopping:
-            return self._wind_up(now)
+            return self._wind_up()
         if self.follower.look():
             self._follow()
         missing = self._open_missing(now)
@@ -191,20 +190,19 @@ class KvStage:
                 self._open(model)
         return missing
 
-    def _wind_up(self, now: float) -> float:
+    def _wind_up(self) -> float:
         """Stopping: if the scheduler goes on, we only make way for a successor, and the arena stays.
 
         If it stops too, the arena will be removed: serve it while it drains, and save pages meanwhile.
         """
-        self._stopping_since = min(self._stopping_since, now)
         beats = self.hub.last_beat
         peers = [peer for peer in self.hub.peers if peer in beats]
         if any(beats[peer].reason != "stopping" for peer in peers):
-            self.loop.busy = now - self._stopping_since < HEAR_S
-            return HEAR_S / 10
+            self.loop.busy = self.loop.is_hearing
+            return WIND_UP_S
         is_saving = any(model.pages.save_recent() for model in self.models.values())
         self.loop.busy = bool(self.hub.peers) or is_saving
-        return 0.0 if is_saving else HEAR_S / 10
+        return 0.0 if is_saving else WIND_UP_S
 
     def _open(self, model: Attached) -> None:
         """Make or adopt the arena once the model is prepared; answer a scheduler that waits for it."""

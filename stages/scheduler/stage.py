@@ -32,7 +32,6 @@ log = logging.getLogger("starling.scheduler")
 
 ASK_BITS = 40  # ids of asks to kv: the instance's number above them, a count below
 MAX_UNSENT = 65_536  # frames kept for a gateway that does not read; beyond, it is given up
-HEAR_S = 0.5  # after SIGTERM: how long until the gateways' heartbeats say whether they stop too
 
 
 class SchedulerStage:
@@ -50,7 +49,6 @@ class SchedulerStage:
         self.loop.on_tick.append(self._tick)
         self._clock = time.monotonic
         self._unsent: dict[bytes, deque[m.Frame]] = {}
-        self._stopping_since = math.inf
         self._next_push = 0.0
         self.hosts: dict[str, Host] = {}  # by instance
         self._told: list[tuple[str, str, str]] = []  # of each host, what gateways know
@@ -179,7 +177,8 @@ class SchedulerStage:
         self.loop.progress = (kv.progress if kv is not None else 0) + sum(
             host.engine.stats.steps + host.engine.stats.submitted + host.signs for host in hosts
         )
-        self.loop.busy = self._is_needed() if self.loop.stopping else any(h.engine.is_busy for h in hosts)
+        is_busy = any(host.engine.is_busy for host in hosts)
+        self.loop.busy = self.loop.is_drained_through(self.gateways) if self.loop.stopping else is_busy
         delay = min((host.engine.delay(now) for host in hosts), default=math.inf)
         return None if delay == math.inf else delay
 
@@ -264,15 +263,6 @@ class SchedulerStage:
                 gauge.show(self.loop.metrics)
             engines = [host.engine for host in self.hosts.values()]
             show_tenants(self.loop.metrics, engines, self._past_tenants)
-
-    def _is_needed(self) -> bool:
-        """Stopping: gateways that stop too drain through us; others submit again to a successor."""
-        now = self._clock()
-        self._stopping_since = min(self._stopping_since, now)
-        if now - self._stopping_since < HEAR_S:
-            return bool(self.gateways.peers)
-        beats = self.gateways.last_beat
-        return any(peer in beats and beats[peer].reason == "stopping" for peer in self.gateways.peers)
 
     # -------------------------------------------------------------- gateways
 

@@ -145,6 +145,8 @@ class TokenizerStage:
     def _work(self) -> float | None:
         """Open what has become ready; until everything that serves is, say what is missing."""
         self._left = AT_ONCE
+        if self.loop.stopping:
+            self.loop.busy = self.turns.is_busy or self.loop.is_drained_through(self.hub)
         if self.follower.look():
             self._follow()
             self.loop.ready = False

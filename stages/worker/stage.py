@@ -176,7 +176,7 @@ class WorkerStage:
         loop = self.loop
         loop.ready, loop.reason = True, ""
         try:
-            while not (loop.ended or (loop.stopping and loop.drained)):
+            while not (loop.ended or self._is_drained()):
                 if not self._compute():
                     self._rest()
         finally:
@@ -184,6 +184,13 @@ class WorkerStage:
             self._bell.close()
             loop.close()
         return loop.exit_code
+
+    def _is_drained(self) -> bool:
+        """Told to stop, and no scheduler has use for the group any more, or the time for it is up."""
+        if not self.loop.stopping:
+            return False
+        self.loop.busy = self._attachment is not None and self.link.peer is not None
+        return self.loop.drained
 
     def _compute(self) -> bool:
         """One step, if one is published within the time of a spin."""
@@ -237,8 +244,7 @@ class WorkerStage:
     def _rest(self) -> None:
         """Sleep until a doorbell, a frame or the next tick."""
         loop = self.loop
-        # Stopping: stay for as long as a scheduler has use for the group.
-        loop.busy = loop.stopping and self._attachment is not None and self.link.peer is not None
+        loop.busy = False
         attachment = self._attachment
         if attachment is None:
             loop.poll(MOST_S)

@@ -86,6 +86,29 @@ def test_the_stages_do_not_outlive_it(tmp_path: Path, config: dict[str, object])
         server.stop(signal.SIGKILL)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stream_finishes_while_all_stages_are_told_to_end(
+    tmp_path: Path, config: dict[str, object], number: signal.Signals
+) -> None:
+    request = {"prompt": [1, 2, 3], "max_tokens": 1500, "seed": 3, "ignore_eos": True}
+    server = Up(tmp_path, config).start()
+    try:
+        server.wait_ready()
+        whole = server.post("/v1/generate", **request)["choices"][0]
+        stream = server.stream("/v1/generate", **request)
+        events = [next(stream)]
+        assert server.process is not None
+        os.killpg(server.process.pid, number)  # as a terminal does
+        events += stream
+        assert not [event for event in events if "error" in event], events[-1]
+        assert [token for event in events for token in event.get("tokens", ())] == whole["tokens"]
+        assert "".join(event.get("text", "") for event in events) == whole["text"]
+        assert server.process.wait(20) == 0
+        assert server.leftovers() == []
+    finally:
+        server.stop(signal.SIGKILL)
+
+
 def test_killed_outright_and_started_again(tmp_path: Path, config: dict[str, object]) -> None:
     server = Up(tmp_path, config).start()
     try:

@@ -114,6 +114,21 @@ def test_it_drains_while_busy_but_not_for_ever(config: Config) -> None:
     assert seen == pytest.approx([0.0, 0.05, 0.1, 0.15])
 
 
+def test_a_signal_after_the_work_is_thought_about_before_it_ends(config: Config) -> None:
+    loop = StageLoop("kv", config)
+    told: list[bool] = []
+
+    def work() -> float | None:
+        told.append(loop.stopping)
+        loop.busy = told == [False, True]  # others still need it, as it finds once it is told
+        if len(told) == 1:
+            loop.stop()  # as a handler does at any moment: here when `busy` has been decided on
+        return 0.0
+
+    assert loop.run(work) == process.EXIT_OK
+    assert told == [False, True, True]
+
+
 def test_a_second_signal_does_not_wait(config: Config) -> None:
     loop = StageLoop("kv", config)
     loop.busy = True
