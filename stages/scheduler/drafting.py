@@ -93,7 +93,6 @@ class Drafts:
 
     def forget(self) -> None:
         """No companion is asked any more, unless it is invited anew: not before the next `begin`."""
-        self._is_open = False
         self._waits.clear()
         for sequence in self._engine.roster.held:
             if sequence.drafter is not None:
