@@ -25,6 +25,7 @@ from stages.gateway.admin import Admin
 from stages.gateway.ask import MAX_PROMPT_IDS, Ask
 from stages.gateway.body import parse_object
 from stages.gateway.limits import Caller, Keys
+from stages.gateway.prompts import check_range
 from stages.gateway.record import Outcome, Request
 from stages.gateway.relay import TokenBytes
 from stages.gateway.service import Service
@@ -423,13 +424,7 @@ async def _detokenize(request: web.Request) -> web.Response:
         model = service.model_name(ask.model)
         with service.using(model) as instance:
             described = await service.describe(instance)
-            if ask.tokens and max(ask.tokens) >= described.vocab_size:
-                index = next(i for i, token in enumerate(ask.tokens) if token >= described.vocab_size)
-                raise InvalidRequest(
-                    f"tokens[{index}] is {ask.tokens[index]}; the model's vocabulary has the ids from 0 to "
-                    f"{described.vocab_size - 1}",
-                    "tokens",
-                )
+            check_range(ask.tokens, "tokens[{}]", "tokens", described.vocab_size)
             text = await service.questions.decode(instance.id, ask.tokens, skip_special=ask.skip_special)
     finally:
         service.in_flight -= 1

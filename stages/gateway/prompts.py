@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 
 from pipeline import messages as m
 from pipeline.errors import InvalidRequest
@@ -43,23 +43,20 @@ async def tokens_of(
 def check_ids(ask: Ask, prompts: list[tuple[int, ...]], vocab_size: int) -> None:
     """Raises `InvalidRequest` for the first id that the vocabulary does not have."""
     for given, prompt in zip(ask.prompts, prompts):
-        if not isinstance(given, str) and prompt and max(prompt) >= vocab_size:
-            where = next(i for i, token in enumerate(prompt) if token >= vocab_size)
-            raise _outside(f"prompt[{where}]", "prompt", prompt[where], vocab_size)
-    for token, _ in ask.sampling.logit_bias:
-        if token >= vocab_size:
-            raise _outside("a key of logit_bias", "logit_bias", token, vocab_size)
-    for token in ask.stop_token_ids:
-        if token >= vocab_size:
-            raise _outside("an id in stop_token_ids", "stop_token_ids", token, vocab_size)
+        if not isinstance(given, str):
+            check_range(prompt, "prompt[{}]", "prompt", vocab_size)
+    check_range([token for token, _ in ask.sampling.logit_bias], "a key of logit_bias", "logit_bias", vocab_size)
+    check_range(ask.stop_token_ids, "an id in stop_token_ids", "stop_token_ids", vocab_size)
+
+
+def check_range(ids: Sequence[int], what: str, param: str, vocab_size: int) -> None:
+    """Raises `InvalidRequest` for the first id that is none; `what` is what it is called, {} its place."""
+    if ids and max(ids) >= vocab_size:
+        place = next(i for i, token in enumerate(ids) if token >= vocab_size)
+        known = f"the model's vocabulary has the ids from 0 to {vocab_size - 1}"
+        raise InvalidRequest(f"{what.format(place)} is {ids[place]}; {known}", param)
 
 
 def field_of(ask: Ask, index: int) -> str:
     """What the caller calls the prompt `index`."""
     return f"prompt[{index}]" if len(ask.prompts) > 1 else ask.prompt_field
-
-
-def _outside(what: str, param: str, token: int, vocab_size: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"{what} is {token}; the model's vocabulary has the ids from 0 to {vocab_size - 1}", param
-    )
