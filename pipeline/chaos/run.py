@@ -82,8 +82,13 @@ class Action(NamedTuple):
 
 
 def targets(config: Config) -> list[str]:
-    """Processes that must be expendable: everything but the gateway, whose death ends connections."""
-    return sorted(name for name in faults.processes(config) if name != "gateway")
+    """Processes that must be expendable: everything but the gateway, whose death ends connections.
+
+    The workers of a model that has just been unloaded may still be about; they have nothing to lose.
+    """
+    serving = {one.stage for one in lineup.read(config).instances if one.state == "serving"}
+    stages = {name: name.partition("/")[0] for name in faults.processes(config) if name != "gateway"}
+    return sorted(name for name, stage in stages.items() if not stage.startswith("worker") or stage in serving)
 
 
 def actions(scenario: str, config: Config, traffic: Traffic, chance: random.Random) -> list[Action]:

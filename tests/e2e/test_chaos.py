@@ -9,7 +9,8 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 
 from pipeline import config as config_module
 from pipeline import faultpoints
-from pipeline.chaos.run import actions
+from pipeline.chaos.run import actions, targets
 from pipeline.chaos.traffic import Ask, Client, Traffic
 from tests.e2e import small_disk
 from tests.e2e.conftest import share_caches
@@ -90,7 +91,7 @@ def test_a_full_disk_ends_with_the_command_that_made_it(server: Server) -> None:
     assert server.post("/v1/generate", prompt=[1, 2], max_tokens=1, session_id="")["session_id"]
 
 
-def test_what_is_loaded_is_reloaded_not_what_was_configured(server: Server) -> None:
+def test_what_is_loaded_is_reloaded_not_what_was_configured(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     starling(server, "unload", "tiny")
     try:
         starling(server, "load", "other", "--path", str(server.home / "tiny.gguf"), "--kv-cache-mb", "1")
@@ -100,13 +101,22 @@ def test_what_is_loaded_is_reloaded_not_what_was_configured(server: Server) -> N
     finally:
         starling(server, "load", "tiny")
         starling(server, "unload", "other")
+    monkeypatch.setenv("STARLING_HOME", str(server.home))
+    config = config_module.load(server.config_path, server.environment)
+    assert not [name for name in targets(config) if "other" in name]  # though its worker may not have left yet
 
 
 KINDS = {"kill", "stop", "segv", "bit-flip", "disk-full", "slow-disk", "memory", "reload"}
 
 
-def mixed(server: Server, first: set[str], seconds: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], str]:
-    """The report and what was said meanwhile, of a mixed scenario whose order begins with these kinds of faults."""
+def mixed(
+    server: Server, first: set[str], seconds: int, monkeypatch: pytest.MonkeyPatch, is_enough: Callable[[Mixed], bool]
+) -> Mixed:
+    """What a mixed scenario did whose order begins with these kinds of faults; again, and longer, until it is enough.
+
+    The order is drawn over the processes that are there when it begins, which may be others than were there for the
+    choice of its seed; and a slow machine gets through few faults in a given time.
+    """
     monkeypatch.setenv("STARLING_HOME", str(server.home))
     config = config_module.load(server.config_path, server.environment)
     ask = Ask("/v1/generate", ({},))
@@ -116,24 +126,43 @@ def mixed(server: Server, first: set[str], seconds: int, monkeypatch: pytest.Mon
         return [action.kind.split()[0] for action in actions("mixed", config, traffic, random.Random(seed))]
 
     assert set(order(0)) == KINDS
-    seed = next(seed for seed in range(100_000) if set(order(seed)[: len(first)]) == first)
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", "chaos", "--duration", f"{seconds}s", "--streams", "4", "--tokens",
-         "60", "--requests", "16", "--seed", str(seed), "--json"],
-        cwd=ROOT, env=server.environment, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    return json.loads(done.stdout), done.stderr
+    found = Mixed({}, "")
+    for attempt in range(4):
+        seed = next(seed for seed in range(100_000) if set(order(seed)[: len(first)]) == first)
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline.cli", "chaos", "--duration", f"{seconds << attempt}s", "--streams", "4",
+             "--tokens", "60", "--requests", "16", "--seed", str(seed), "--json"],
+            cwd=ROOT, env=server.environment, capture_output=True, text=True, timeout=480,
+        )  # fmt: skip
+        assert done.returncode == 0, (done.stdout, done.stderr)
+        for row in json.loads(done.stdout)["rows"]:
+            assert row["streams"] == row["identical"]
+            found.faults[row["fault"]] = found.faults.get(row["fault"], 0) + row["faults"]
+            found.streams += row["streams"]
+        found.said += done.stderr
+        if is_enough(found):
+            return found
+    pytest.fail(f"{found.faults}: {found.said}")
+
+
+@dataclass
+class Mixed:
+    """Faults by kind, and what was said, of one or more runs in which every stream had its bytes."""
+
+    faults: dict[str, int]
+    said: str
+    streams: int = 0
 
 
 def test_mixed_reloads_and_presses_on_memory(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """And goes on to kill whatever the reload has put in the place of the worker that was there."""
-    report, said = mixed(server, {"memory", "reload"}, 16, monkeypatch)
-    faults = {row["fault"]: row for row in report["rows"]}
-    for kind in ("memory", "reload"):
-        assert faults[kind]["faults"] >= 1, said
-        assert faults[kind]["streams"] == faults[kind]["identical"] > 0
-    assert "is not running" not in said
+
+    def is_enough(found: Mixed) -> bool:
+        return {"memory", "reload"} <= found.faults.keys()
+
+    found = mixed(server, {"memory", "reload"}, 16, monkeypatch, is_enough)
+    assert found.streams > 0
+    assert "is not running" not in found.said
 
 
 def test_what_cannot_be_loaded_twice_is_not_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,11 +174,14 @@ def test_what_cannot_be_loaded_twice_is_not_reloaded(tmp_path: Path, monkeypatch
     model = {"name": "tiny", "path": str(write_model(tmp_path / "tiny.gguf", SHAPES["small"])), "kv_cache_mb": 16}
     config = {"models": [model], "server": {"arena_dir": str(tmp_path / "arenas")}}
     launcher = small_disk.mounted(90 << 10, tmp_path / "arenas")
+
+    def is_enough(found: Mixed) -> bool:
+        return re.search(r"skip reload: .* exits with 78: .*of KV pages", " ".join(found.said.split())) is not None
+
     with Server(tmp_path, config, launcher=launcher) as server:
-        report, said = mixed(server, {"reload"}, 4, monkeypatch)
-        assert re.search(r"skip reload: .* exits with 78: .*of KV pages", " ".join(said.split())), said
-        assert not [row for row in report["rows"] if row["fault"] == "reload"]
-        assert report["rows"][-1]["identical"] == report["rows"][-1]["streams"] > 0
+        found = mixed(server, {"reload"}, 4, monkeypatch, is_enough)
+        assert "reload" not in found.faults
+        assert found.streams > 0
 
 
 def test_no_server_is_said(tmp_path_factory: pytest.TempPathFactory, server: Server) -> None:
