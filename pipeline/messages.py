@@ -97,32 +97,13 @@ class Render(Frame, tag="r"):
     most: int = 0  # as in Encode
 
 
-class StreamTokens(Frame):
-    """New tokens of one sequence. `start` is the output index of the first of them."""
-
-    sequence: str
-    start: int
-    tokens: tuple[int, ...]
-    stop: tuple[str, ...] = ()  # stop strings of this sequence (sent every time: soft state)
-    final: bool = False  # flush what is held back, then forget the sequence
-    skip_special: bool = True
-    include_stop: bool = False
-    want_bytes: bool = False  # return each token's bytes too (logprobs)
-    extra: tuple[int, ...] = ()  # further ids whose bytes are wanted (top logprobs)
-
-
 class Detokenize(Frame, tag="d"):
-    """One frame for all sequences that moved in a step."""
+    """What do these tokens read like, all of them?"""
 
     id: str
     model: str
-    streams: list[StreamTokens]
-
-
-class Forget(Frame, tag="f"):
-    """Sequences whose decoders can go."""
-
-    sequences: list[str]
+    tokens: tuple[int, ...]
+    skip_special: bool = False
 
 
 class Describe(Frame, tag="m"):
@@ -130,6 +111,7 @@ class Describe(Frame, tag="m"):
 
     id: str
     model: str
+    known: tuple[str, ...] = ()  # digests of tokenizers whose pieces it has: they are not sent again
 
 
 class Encoded(Frame, tag="E"):
@@ -140,24 +122,9 @@ class Encoded(Frame, tag="E"):
     is_exact: bool = False  # else `too_many` is what they are at least: no more was counted than had to be
 
 
-class StreamText(Frame):
-    """Text that has become certain. `end` is the number of output tokens consumed so far."""
-
-    sequence: str
-    end: int
-    text: str
-    stopped: bool = False  # a stop string was met; `text` ends before it
-    stop_string: str = ""
-    used: int = 0  # with `stopped`: output tokens up to and including the one that completed it
-    lost: bool = False  # decoder state is gone (restart): send the sequence again from 0
-    token_bytes: tuple[bytes, ...] = ()
-    extra_bytes: tuple[bytes, ...] = ()
-    cuts: tuple[int, ...] = ()  # characters of `text` that were certain after each token but the last
-
-
 class Detokenized(Frame, tag="D"):
     id: str
-    streams: list[StreamText]
+    text: str
 
 
 class Described(Frame, tag="M"):
@@ -172,6 +139,9 @@ class Described(Frame, tag="M"):
     parameters: int = 0
     created: int = 0
     tokenizer: str = ""  # digest of vocabulary, merges, special ids and template
+    pieces: bytes = b""  # what each token reads like, one after the other
+    piece_ends: bytes = b""  # u32 little-endian, for each token: where its piece ends
+    control: bytes = b""  # i32 little-endian: ids that are no text
 
 
 class TokenizerFailed(Frame, tag="X"):
@@ -183,7 +153,7 @@ class TokenizerFailed(Frame, tag="X"):
     param: str = ""
 
 
-GatewayToTokenizer = Hello | Heartbeat | Encode | Render | Detokenize | Forget | Describe
+GatewayToTokenizer = Hello | Heartbeat | Encode | Render | Detokenize | Describe
 TokenizerToGateway = Hello | Heartbeat | Encoded | Detokenized | Described | TokenizerFailed
 
 

@@ -16,8 +16,8 @@ from stages.gateway.ask import (
     read_stream_options,
 )
 from stages.gateway.fields import Reader, Unsupported, flag, integer, read_fields, refuse, text
+from stages.gateway.pieces import Pieces
 from stages.gateway.record import Request, Sequence
-from stages.gateway.relay import TokenBytes
 from stages.gateway.shape import finite, split, to_json, token_text, usage
 
 MAX_MESSAGES = 4096
@@ -171,9 +171,9 @@ def with_logprobs(sampling: Sampling, top: int) -> Sampling:
 class ChatShape:
     """`chat.completion` and `chat.completion.chunk`."""
 
-    def __init__(self, request: Request, token_bytes: TokenBytes) -> None:
+    def __init__(self, request: Request, vocabulary: Pieces) -> None:
         self._request = request
-        self._bytes = token_bytes
+        self._vocabulary = vocabulary
         self._base = {
             "id": f"chatcmpl-{request.hex}",
             "object": "chat.completion.chunk",
@@ -242,5 +242,5 @@ class ChatShape:
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        piece = self._bytes.get(token, b"")
+        piece = self._vocabulary.get(token)
         return {"token": token_text(piece), "logprob": finite(logprob), "bytes": list(piece)}

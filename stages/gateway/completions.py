@@ -18,8 +18,8 @@ from stages.gateway.ask import (
 )
 from stages.gateway.chat import with_logprobs
 from stages.gateway.fields import Reader, Unsupported, flag, integer, read_fields, refuse, text, token_ids
+from stages.gateway.pieces import Pieces
 from stages.gateway.record import Request, Sequence
-from stages.gateway.relay import TokenBytes
 from stages.gateway.shape import finite, split, to_json, token_key, usage
 
 # ------------------------------------------------------------------ in
@@ -107,9 +107,9 @@ def read(body: dict[str, Any]) -> Ask:
 class CompletionShape:
     """`text_completion`, streamed or whole."""
 
-    def __init__(self, request: Request, token_bytes: TokenBytes) -> None:
+    def __init__(self, request: Request, vocabulary: Pieces) -> None:
         self._request = request
-        self._bytes = token_bytes
+        self._vocabulary = vocabulary
         self._base = {
             "id": f"cmpl-{request.hex}",
             "object": "text_completion",
@@ -173,11 +173,11 @@ class CompletionShape:
         """OpenAI's four parallel lists; names of tokens that are no text are spelled in bytes."""
         tokens, values, tops, offsets = [], [], [], []
         for token, logprob in zip(sequence.tokens[begin:end], sequence.logprobs[begin:end]):
-            key = token_key(self._bytes.get(token, b""))
+            key = token_key(self._vocabulary.get(token))
             tokens.append(key)
             values.append(finite(logprob.logprob))
-            top = {token_key(self._bytes.get(t, b"")): finite(p) for t, p in logprob.top}
+            top = {token_key(self._vocabulary.get(t)): finite(p) for t, p in logprob.top}
             tops.append(top | {key: values[-1]})
             offsets.append(self._offsets[sequence.index])
-            self._offsets[sequence.index] += len(self._bytes.get(token, b"").decode("utf-8", "ignore"))
+            self._offsets[sequence.index] += len(self._vocabulary.get(token).decode("utf-8", "ignore"))
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}

@@ -56,8 +56,8 @@ from stages.gateway.fields import (
     text,
     token_ids,
 )
+from stages.gateway.pieces import Pieces
 from stages.gateway.record import Request, Sequence
-from stages.gateway.relay import TokenBytes
 from stages.gateway.shape import finite, to_json, token_text, usage
 
 # ------------------------------------------------------------------ in
@@ -132,9 +132,9 @@ def _session(values: dict[str, Any]) -> dict[str, Any]:
 class GenerateShape:
     """As drawn at the top of this file."""
 
-    def __init__(self, request: Request, token_bytes: TokenBytes) -> None:
+    def __init__(self, request: Request, vocabulary: Pieces) -> None:
         self._request = request
-        self._bytes = token_bytes
+        self._vocabulary = vocabulary
         self._base = {
             "id": request.id,
             "object": "generation",
@@ -197,5 +197,5 @@ class GenerateShape:
         return entries
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        piece = self._bytes.get(token, b"")
+        piece = self._vocabulary.get(token)
         return {"id": token, "token": token_text(piece), "bytes": list(piece), "logprob": finite(logprob)}

@@ -25,9 +25,9 @@ from stages.gateway.admin import Admin
 from stages.gateway.ask import MAX_PROMPT_IDS, Ask
 from stages.gateway.body import parse_object
 from stages.gateway.limits import Caller, Keys
+from stages.gateway.pieces import Pieces
 from stages.gateway.prompts import check_range
 from stages.gateway.record import Outcome, Request
-from stages.gateway.relay import TokenBytes
 from stages.gateway.service import Service
 from stages.gateway.sessions import read_close
 from stages.gateway.shape import Shape, to_json
@@ -57,7 +57,7 @@ class TextEndpoint(NamedTuple):
     name: str  # Ask.endpoint
     path: str
     read: Callable[[dict[str, Any]], Ask]
-    shape: Callable[[Request, TokenBytes], Shape]
+    shape: Callable[[Request, Pieces], Shape]
 
 
 TEXT_ENDPOINTS = (
@@ -344,7 +344,7 @@ async def _take_up(
 
 def _shape(service: Service, record: Request) -> Shape:
     endpoint = next(e for e in TEXT_ENDPOINTS if e.name == record.ask.endpoint)
-    return endpoint.shape(record, service.relay.token_bytes.setdefault(record.vocabulary, {}))
+    return endpoint.shape(record, service.relay.pieces.setdefault(record.vocabulary, Pieces()))
 
 
 def _sink(request: web.Request, record: Request, shape: Shape) -> EventStream:

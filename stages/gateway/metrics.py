@@ -61,7 +61,7 @@ class GatewayMetrics:
         """Before the numbers are read."""
         self.numbers.set("starling_journal_left_out_total", left_out)
         self.numbers.set("starling_requests_in_flight", in_flight)
-        self.numbers.set("starling_recoveries_total", counts.resubmitted + counts.replayed)
+        self.numbers.set("starling_recoveries_total", counts.resubmitted)
 
     def health(self, status: str) -> dict[str, object]:
         """As seed 003 draws it."""

@@ -73,14 +73,19 @@ class Questions:
 
     # ---------------------------------------------------------------- what is asked
 
-    def describe(self, instance: str, on_done: Callable[[asyncio.Future[m.Described]], None]) -> None:
-        """Ask for the model's description, once at a time and without a limit: it may still be loading."""
+    def describe(
+        self, instance: str, known: tuple[str, ...], on_done: Callable[[asyncio.Future[m.Described]], None]
+    ) -> None:
+        """Ask for the model's description, once at a time and without a limit: it may still be loading.
+
+        known: tokenizers whose pieces are here.
+        """
         key = f"describe/{instance}"
         if key in self._open:
             return
         future: asyncio.Future[m.Described] = asyncio.get_running_loop().create_future()
         future.add_done_callback(on_done)
-        frame = m.Describe(key, instance)
+        frame = m.Describe(key, instance, known)
         self._open[key] = (frame, future)
         self._send(frame)
 
@@ -110,10 +115,6 @@ class Questions:
         return answer
 
     async def decode(self, instance: str, tokens: tuple[int, ...], *, skip_special: bool = False) -> str:
-        """The text of whole tokens, by a stream of its own that ends with its first frame."""
-        answer: m.Detokenized = await self.ask(
-            lambda key: m.Detokenize(
-                key, instance, [m.StreamTokens(key, 0, tokens, final=True, skip_special=skip_special)]
-            )
-        )
-        return answer.streams[0].text
+        """The text of whole tokens."""
+        answer: m.Detokenized = await self.ask(lambda key: m.Detokenize(key, instance, tokens, skip_special))
+        return answer.text

@@ -13,7 +13,6 @@ scheduler delivers them: whoever dies, prompt + tokens so far is what its succes
 from __future__ import annotations
 
 import enum
-from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from pipeline.errors import StarlingError
@@ -21,6 +20,7 @@ from pipeline.messages import Logprob, Sampling, Submit
 
 if TYPE_CHECKING:
     from stages.gateway.ask import Ask
+    from stages.gateway.incremental import StreamDecoder
     from stages.gateway.responses import ResponseKey
 
 
@@ -64,11 +64,9 @@ class Sequence:
     """One line of tokens and the text made of it. Plain attributes: touched for every token."""
 
     __slots__ = (
-        "asked", "begun_at", "cached_tokens", "choice", "decoded", "end", "final_id", "finish", "id", "index",
-        "is_flushed", "is_submitted", "logprobs", "max_tokens", "n_prompt", "not_before", "prompt",
-        "prompt_index",
-        "replay_id", "request", "resubmitted", "sampling", "shown", "state", "stop_ids", "stop_string",
-        "text", "text_length", "tokens", "used",
+        "begun_at", "cached_tokens", "choice", "decoder", "end", "finish", "id", "index", "is_flushed",
+        "is_submitted", "logprobs", "max_tokens", "n_prompt", "not_before", "prompt", "prompt_index", "request",
+        "resubmitted", "sampling", "state", "stop_ids", "stop_string", "text", "text_length", "tokens", "used",
     )  # fmt: skip
 
     def __init__(
@@ -95,12 +93,8 @@ class Sequence:
         self.not_before = 0.0  # do not submit again earlier
         self.resubmitted = 0  # how often
         self.begun_at = 0.0  # first token
-        # To and from the tokenizer.
-        self.shown = 0  # tokens sent to the decoder that is in use
-        self.asked: deque[int] = deque()  # frames to the decoder in use that are not answered
-        self.replay_id = 0  # frames older than this one went to a decoder that is gone
-        self.final_id = 0  # the frame that flushes the decoder; 0: not sent
-        self.decoded = 0  # characters that the decoder in use has returned
+        # What has become of them.
+        self.decoder: StreamDecoder | None = None  # from its first token to its end
         self.text: list[str] = []
         self.text_length = 0  # characters
         self.is_flushed = False  # that is all of its text

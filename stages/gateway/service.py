@@ -35,11 +35,13 @@ from pipeline.lineup import Instance, initial
 from pipeline.telemetry import Metrics
 from stages.gateway.ask import Ask
 from stages.gateway.drains import ALL, Drains, too_late
+from stages.gateway.incremental import StreamDecoder
 from stages.gateway.instances import Instances
 from stages.gateway.journal import Journal
 from stages.gateway.lengths import Bounds, check_number, output_budget
 from stages.gateway.limits import Caller, Quotas
 from stages.gateway.metrics import GatewayMetrics
+from stages.gateway.pieces import Pieces
 from stages.gateway.prompts import check_ids, field_of, tokens_of
 from stages.gateway.questions import RETRY_AFTER_S, Questions
 from stages.gateway.quota_file import QuotaFile
@@ -81,7 +83,7 @@ class Service:
         self.instances = instances or Instances(config, initial(config), lambda lineup: None)
         self.clock = clock
         self.relay = Relay(
-            send_scheduler, send_tokenizer, clock, self._on_end, lambda request: self.sessions.finish(request)
+            send_scheduler, clock, self._on_end, lambda request: self.sessions.finish(request)
         )
         self.sessions = Sessions(self.relay, send_kv)
         self.recovery = Recovery(
@@ -103,7 +105,6 @@ class Service:
         self.drains = Drains(clock)  # asked for by an operator
         self._admitting: Counter[str] = Counter()  # by model: not in the relay yet
         self._using: Counter[str] = Counter()  # by instance: those that will be, and questions about text
-        self._send_tokenizer = send_tokenizer
         self.questions = Questions(send_tokenizer)
         self._draw_seed = draw_seed
         self._changed: asyncio.Future[None] | None = None  # set and replaced when readiness may differ
@@ -231,18 +232,10 @@ class Service:
 
     def on_tokenizer(self, frame: m.Frame) -> None:
         match frame:
-            case m.Detokenized():
-                if frame.id.isdecimal():
-                    self.relay.on_text(frame)
-                else:
-                    self.questions.answer(frame.id, frame)
             case m.TokenizerFailed():
                 error = StarlingError(frame.code, frame.message, frame.param, retry_after_s=RETRY_AFTER_S)
-                if frame.id.isdecimal():
-                    self.relay.on_text_failed(int(frame.id), error)
-                else:
-                    self.questions.answer(frame.id, error)
-            case m.Encoded() | m.Described():
+                self.questions.answer(frame.id, error)
+            case m.Encoded() | m.Described() | m.Detokenized():
                 self.questions.answer(frame.id, frame)
 
     def on_scheduler(self, frame: m.Frame) -> None:
@@ -261,10 +254,9 @@ class Service:
                         self.notice_change()
 
     def on_tokenizer_up(self, hello: m.Hello) -> None:
-        """A new incarnation: it is asked everything that is open, and gets every stream again."""
+        """A new incarnation: it is asked everything that is open."""
         self.tokenizer.up()
         self.questions.on_up()
-        self.relay.on_tokenizer_up()
         self.notice_change()
 
     def on_tokenizer_down(self, hello: m.Hello) -> None:
@@ -312,7 +304,8 @@ class Service:
         if self.tokenizer.is_up and not self.tokenizer.problem:
             for instance in self.instances.all:
                 if instance.id not in self.described:
-                    self.questions.describe(instance.id, partial(self._on_described, instance))
+                    known = tuple(name for name, pieces in self.relay.pieces.items() if pieces)
+                    self.questions.describe(instance.id, known, partial(self._on_described, instance))
         if before != [bool(stage.problem) for stage in stages]:
             self.notice_change()
 
@@ -327,20 +320,29 @@ class Service:
             return
         error = done.exception()
         if error is None:
-            self.described[instance.id] = done.result()
-            self.notice_change()
+            self.on_description(instance.id, done.result())
         elif isinstance(error, StarlingError) and instance.state == "loading":
             self.refused[instance.id] = error
         else:
             log.warning("model %s is not described: %s", instance.id, error)
+
+    def on_description(self, instance_id: str, described: m.Described) -> None:
+        """With its pieces, unless they are here; those may have gone meanwhile, then it is asked again."""
+        pieces = self.relay.pieces.setdefault(described.tokenizer or instance_id, Pieces())
+        if not pieces and described.piece_ends:
+            pieces.fill(described)
+        if pieces:
+            bare = msgspec.structs.replace(described, pieces=b"", piece_ends=b"", control=b"")
+            self.described[instance_id] = bare
+            self.notice_change()
 
     def forget(self, instance_id: str) -> None:
         """That version is gone."""
         self.described.pop(instance_id, None)
         self.states.pop(instance_id, None)
         self.refused.pop(instance_id, None)
-        tables = self.relay.token_bytes
-        in_use = {known.tokenizer for known in self.described.values()}
+        tables = self.relay.pieces
+        in_use = {known.tokenizer or name for name, known in self.described.items()}
         for vocabulary in [one for one in tables if one not in in_use][:-MAX_OLD_VOCABULARIES]:
             del tables[vocabulary]
         self.questions.forget(instance_id)
@@ -358,10 +360,12 @@ class Service:
         )
         return known[instance.id]
 
-    async def received(self, request: Request, mark: Mark) -> list[int]:
-        """For each choice the characters that a reader has who has got as far as `mark`."""
+    def received(self, request: Request, mark: Mark) -> list[int]:
+        """For each choice the characters that a reader has who has got as far as `mark`.
+
+        Raises `Conflict` when nobody knows any more how to read the request's tokens.
+        """
         counts = [0] * len(request.sequences)
-        asked = []
         for sequence, place in zip(request.sequences, mark.places):
             tokens = min(place.tokens, sequence.end)
             if place.level != TOKENS or not tokens:
@@ -369,33 +373,20 @@ class Service:
             if tokens == sequence.end and not sequence.is_flushed:
                 counts[sequence.index] = sequence.text_length
             else:
-                asked.append((sequence.index, tuple(sequence.tokens[:tokens])))
-        if asked:
-            ask, instance = request.ask, self._reader_of(request)
-            answer: m.Detokenized = await self.questions.ask(
-                lambda key: m.Detokenize(
-                    key, instance,
-                    [m.StreamTokens(f"{key}/{index}", 0, tokens, ask.stop, False, ask.skip_special)
-                     for index, tokens in asked],
-                )
-            )  # fmt: skip
-            self._send_tokenizer(m.Forget([stream.sequence for stream in answer.streams]))
-            for (index, _), stream in zip(asked, answer.streams):
-                counts[index] = len(stream.text)
+                counts[sequence.index] = self._length(request, sequence.tokens[:tokens])
         return counts
 
-    def _reader_of(self, request: Request) -> str:
-        """A version that reads the request's tokens as its own one did, which may be gone. Raises `Conflict`."""
-        if self.instances.get(request.instance) is not None:
-            return request.instance
-        for one in self.instances.versions(request.model):
-            known = self.described.get(one.id)
-            if known is not None and request.tokenizer and known.tokenizer == request.tokenizer:
-                return one.id
-        raise Conflict(
-            f"model {request.model!r} has another tokenizer now, and this answer cannot be gone on with from the "
-            f"middle; GET /v1/requests/{request.id} without Last-Event-ID has all of it", "Last-Event-ID",
-        )  # fmt: skip
+    def _length(self, request: Request, tokens: list[int]) -> int:
+        """Characters that are certain after these first tokens."""
+        pieces = self.relay.pieces.get(request.vocabulary)
+        if not pieces:
+            raise Conflict(
+                f"model {request.model!r} has another tokenizer now, and this answer cannot be gone on with from the "
+                f"middle; GET /v1/requests/{request.id} without Last-Event-ID has all of it", "Last-Event-ID",
+            )  # fmt: skip
+        decoder = StreamDecoder(request.ask.stop)
+        hidden = pieces.control if request.ask.skip_special else ()
+        return sum(len(decoder.push(b"" if token in hidden else pieces.get(token))) for token in tokens)
 
     # ---------------------------------------------------------------- requests again
 
@@ -447,7 +438,7 @@ class Service:
         self.recovery.join(request, watch)
         try:
             await watch.over
-            sink = begin(await self.received(request, mark) if mark is not None else [])
+            sink = begin(self.received(request, mark) if mark is not None else [])
         except BaseException:
             self.recovery.leave(request, watch)
             raise

@@ -1,22 +1,20 @@
-"""Frames in, frames out: what the tokenizer stage answers. No sockets, no threads, no clock.
+"""Frames in, frames out: what the tokenizer stage answers. No sockets, no threads, no clock, no state.
 
-Decoders of streams are soft state: bounded, forgotten on request, and lost with the process.  A frame
-that continues a stream whose decoder is not here is answered with `lost`, and the gateway sends the
-stream again from its first token; the text comes out the same.
+Streams are turned into text by the gateway, of the pieces that a model's description has.
 """
 
 from __future__ import annotations
 
+import codecs
 import logging
-from collections import OrderedDict
+from array import array
 from collections.abc import Callable, Collection, Generator
 from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
 from pipeline import messages as m
-from pipeline.errors import InternalError, InvalidRequest, StarlingError
-from stages.tokenizer.incremental import StreamDecoder
+from pipeline.errors import InternalError, InvalidRequest, ModelUnavailable, StarlingError
 from stages.tokenizer.stretches import RunTooLong
 from stages.tokenizer.template import ChatTemplate
 from stages.tokenizer.vocabulary import TooManyTokens, Vocabulary
@@ -24,8 +22,9 @@ from stages.tokenizer.vocabulary import TooManyTokens, Vocabulary
 log = logging.getLogger("starling.tokenizer")
 
 DECODED_AT_ONCE = 16384  # tokens: about 15 ms
-MAX_TEXT_BYTES = 32 << 20  # of tokens that are decoded for themselves: an answer is one frame
-MAX_STREAMS = 16384  # decoders kept; the stream longest unused is lost first
+MAX_TEXT_BYTES = 32 << 20  # of decoded tokens, of a vocabulary: an answer is one frame
+
+_decoder = codecs.getincrementaldecoder("utf-8")
 
 Work = m.Encode | m.Render | m.Detokenize
 
@@ -41,17 +40,11 @@ class TokenizerModel(NamedTuple):
 class TokenizerService:
     """`load(name)` opens a model or raises `StarlingError`; called once for each name that works."""
 
-    def __init__(self, load: Callable[[str], TokenizerModel], max_streams: int = MAX_STREAMS) -> None:
+    def __init__(self, load: Callable[[str], TokenizerModel]) -> None:
         self._load = load
         self._models: dict[str, TokenizerModel] = {}
-        self._streams: OrderedDict[str, StreamDecoder] = OrderedDict()
-        self._max_streams = max_streams
         self.tokens_encoded = 0
         self.tokens_decoded = 0
-
-    @property
-    def streams(self) -> int:
-        return len(self._streams)
 
     def model(self, name: str) -> TokenizerModel:
         model = self._models.get(name)
@@ -66,10 +59,6 @@ class TokenizerService:
 
     def answer(self, frame: Any) -> m.Frame | None:
         """The reply to one frame, None where there is none. Never raises for what a client sent."""
-        if isinstance(frame, m.Forget):
-            for sequence in frame.sequences:
-                self._streams.pop(sequence, None)
-            return None
         if self.can_wait(frame):
             steps = self.work(frame)
             while True:
@@ -78,22 +67,15 @@ class TokenizerService:
                 except StopIteration as end:
                     return end.value
         try:
-            match frame:
-                case m.Detokenize():
-                    return self._detokenize(frame)
-                case m.Describe():
-                    described = self.model(frame.model).described
-                    return m.Described(**{**{f: getattr(described, f) for f in described.__struct_fields__},
-                                          "id": frame.id})  # fmt: skip
+            if isinstance(frame, m.Describe):
+                return self._describe(frame)
         except StarlingError as error:
             return m.TokenizerFailed(frame.id, error.code, error.message, error.param)
         return None
 
     @staticmethod
     def can_wait(frame: Any) -> TypeGuard[Work]:
-        """Is it a question for itself, and no news of a stream?"""
-        if isinstance(frame, m.Detokenize):
-            return len(frame.streams) == 1 and _is_whole(frame.streams[0])
+        """May it take long?"""
         return isinstance(frame, Work)
 
     def work(self, frame: Work) -> Generator[None, None, m.Frame]:
@@ -144,82 +126,38 @@ class TokenizerService:
         return m.Encoded(frame.id, tuple(tokens))
 
     def _decode(self, frame: m.Detokenize) -> Generator[None, None, m.Detokenized]:
-        """As `_detokenize` for one stream that begins and ends here, in parts."""
-        vocabulary = self.model(frame.model).vocabulary
-        (whole,) = frame.streams
-        decoder, length, size = StreamDecoder(), 0, 0  # characters, bytes
+        vocabulary, decoder = self.model(frame.model).vocabulary, _decoder("replace")
+        hidden = vocabulary.control if frame.skip_special else frozenset()
         texts: list[str] = []
-        cuts: list[int] = []
-        for at in range(0, len(whole.tokens), DECODED_AT_ONCE):
-            tokens = whole.tokens[at : at + DECODED_AT_ONCE]
-            part = msgspec.structs.replace(whole, tokens=tokens, final=at + len(tokens) == len(whole.tokens))
-            shown = self._shown(vocabulary, decoder, part)
-            cuts += [length + cut for cut in shown.cuts]
-            texts.append(shown.text)
-            length += len(shown.text)
-            size += len(shown.text.encode())
+        size = 0  # bytes
+        for at in range(0, len(frame.tokens), DECODED_AT_ONCE):
+            tokens = frame.tokens[at : at + DECODED_AT_ONCE]
+            texts.append(decoder.decode(b"".join(vocabulary.token_bytes(t) for t in tokens if t not in hidden)))
+            size += len(texts[-1].encode())
             if size > MAX_TEXT_BYTES:
                 raise InvalidRequest(
-                    f"tokens has {len(whole.tokens)} ids that read as more than {MAX_TEXT_BYTES} bytes of text, "
+                    f"tokens has {len(frame.tokens)} ids that read as more than {MAX_TEXT_BYTES} bytes of text, "
                     f"the most that is decoded at once: send them in parts",
                     param="tokens",
                 )
-            if not part.final:
-                cuts.append(length)
             yield
-        text = m.StreamText(whole.sequence, decoder.consumed, "".join(texts), cuts=tuple(cuts))
-        return m.Detokenized(frame.id, [text])
+        texts.append(decoder.decode(b"", True))
+        self.tokens_decoded += len(frame.tokens)
+        return m.Detokenized(frame.id, "".join(texts))
 
-    def _detokenize(self, frame: m.Detokenize) -> m.Detokenized:
-        vocabulary = self.model(frame.model).vocabulary
-        return m.Detokenized(frame.id, [self._advance(vocabulary, s) for s in frame.streams])
-
-    def _advance(self, vocabulary: Vocabulary, new: m.StreamTokens) -> m.StreamText:
-        streams = self._streams
-        decoder = None if new.start == 0 else streams.pop(new.sequence, None)
-        if new.start == 0:
-            streams.pop(new.sequence, None)
-            decoder = StreamDecoder(new.stop, new.include_stop)
-        if decoder is None or decoder.consumed != new.start:
-            return m.StreamText(new.sequence, 0, "", lost=True)
-        text = self._shown(vocabulary, decoder, new)
-        if not new.final and not text.stopped:
-            streams[new.sequence] = decoder
-            if len(streams) > self._max_streams:
-                streams.popitem(last=False)
-        return text
-
-    def _shown(self, vocabulary: Vocabulary, decoder: StreamDecoder, new: m.StreamTokens) -> m.StreamText:
-        pieces: list[str] = []
-        length, cuts = 0, []
-        for token in new.tokens:
-            shown = not (new.skip_special and token in vocabulary.control)
-            pieces.append(decoder.push(vocabulary.token_bytes(token) if shown else b""))
-            length += len(pieces[-1])
-            cuts.append(length)
-            if decoder.stop_string:
-                break
-        self.tokens_decoded += len(new.tokens)
-        if new.final and not decoder.stop_string:
-            pieces.append(decoder.finish())
-        stopped = bool(decoder.stop_string)
-        return m.StreamText(
-            new.sequence,
-            decoder.consumed,
-            "".join(pieces),
-            stopped,
-            decoder.stop_string,
-            decoder.consumed if stopped else 0,
-            False,
-            tuple(map(vocabulary.token_bytes, new.tokens)) if new.want_bytes else (),
-            tuple(map(vocabulary.token_bytes, new.extra)),
-            tuple(cuts[:-1]),
-        )
-
-
-def _is_whole(new: m.StreamTokens) -> bool:
-    """Are these all of its tokens, and is only their text wanted?"""
-    return new.final and not (new.start or new.stop or new.want_bytes or new.extra)
+    def _describe(self, frame: m.Describe) -> m.Described:
+        vocabulary, _, described = self.model(frame.model)
+        described = msgspec.structs.replace(described, id=frame.id)
+        if described.tokenizer and described.tokenizer in frame.known:
+            return described
+        pieces, ends = vocabulary.pieces
+        if len(pieces) > MAX_TEXT_BYTES:
+            raise ModelUnavailable(
+                f"the tokens of model {frame.model!r} read as {len(pieces)} bytes, more than the {MAX_TEXT_BYTES} "
+                f"that a vocabulary may have", param="model",
+            )  # fmt: skip
+        control = array("i", sorted(vocabulary.control)).tobytes()
+        return msgspec.structs.replace(described, pieces=pieces, piece_ends=ends, control=control)
 
 
 def _utf8(text: str, param: str) -> str:

@@ -1,7 +1,7 @@
 """The tokenizer process: the I/O around `service.py`.
 
 Long texts are encoded on one background thread, where they take turns (the library lets go of the interpreter
-lock), so that the streams of others go on meanwhile; everything else is answered at once.
+lock), so that short questions are answered meanwhile; everything else is answered at once.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class TokenizerStage:
         return opened._replace(described=msgspec.structs.replace(opened.described, model=name))
 
     def _open_aside(self, index_path: Path, name: str) -> None:
-        """On a thread of its own, so that streams of others go on. Raises until it is there."""
+        """On a thread of its own, so that the questions of others are answered. Raises until it is there."""
         if index_path in self._refused:
             raise self._refused.pop(index_path)
         if index_path not in self._opening:
@@ -191,7 +191,7 @@ class TokenizerStage:
         if isinstance(frame, m.Encode):
             return len(frame.text)
         if isinstance(frame, m.Detokenize):
-            return sum(len(stream.tokens) for stream in frame.streams)
+            return len(frame.tokens)
         return sum(MESSAGE + sum(len(text) for text in message.values() if isinstance(text, str))
                    for message in frame.messages)  # fmt: skip
 

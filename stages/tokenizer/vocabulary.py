@@ -115,6 +115,11 @@ class Vocabulary:
         """The token's bytes; a special token's are its name. Ids outside the vocabulary have none."""
         return self._bytes[token] if 0 <= token < self.size else b""
 
+    @property
+    def pieces(self) -> tuple[bytes, bytes]:
+        """All tokens' bytes one after the other, and where each of them ends (u32 little-endian)."""
+        return b"".join(self._bytes), np.cumsum(self._lengths).astype("<u4").tobytes()
+
     def encode(self, text: str, parse_special: bool, add_bos: bool = False) -> list[int]:
         """Token ids of `text`, in one go; the arguments as of `within`."""
         steps = self.within(text, parse_special, add_bos)

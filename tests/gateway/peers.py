@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import messages as m
 from pipeline.errors import ModelNotFound
+from stages.gateway.pieces import Pieces
 from stages.tokenizer.service import TokenizerModel, TokenizerService
 from stages.tokenizer.vocabulary import TooManyTokens
 
@@ -33,6 +35,11 @@ class ByteVocabulary:
 
     def token_bytes(self, token: int) -> bytes:
         return {EOS: b"<|end|>", BOS: b"<|begin|>"}.get(token) or bytes([token])
+
+    @property
+    def pieces(self) -> tuple[bytes, bytes]:
+        pieces = [self.token_bytes(token) for token in range(VOCAB_SIZE)]
+        return b"".join(pieces), array("I", accumulate(map(len, pieces))).tobytes()
 
     def within(
         self, text: str, parse_special: bool, add_bos: bool, most: int = 0
@@ -64,6 +71,14 @@ def make_tokenizer() -> TokenizerService:
         return TokenizerModel(ByteVocabulary(), JoiningTemplate(), described)  # type: ignore[arg-type]
 
     return TokenizerService(load)
+
+
+def make_pieces() -> Pieces:
+    described = make_tokenizer().answer(m.Describe("", MODEL))
+    assert isinstance(described, m.Described)
+    pieces = Pieces()
+    pieces.fill(described)
+    return pieces
 
 
 def output(prompt: bytes, seed: int, choice: int, n: int, stop_ids: tuple[int, ...] = ()) -> list[int]:

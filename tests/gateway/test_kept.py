@@ -24,7 +24,7 @@ from stages.gateway.recovery import Recovery
 from stages.gateway.relay import Relay
 from stages.gateway.sse import EventStream
 from stages.gateway.takeup import Fan, Mark, Place
-from tests.gateway.peers import EOS, Generator, make_tokenizer
+from tests.gateway.peers import EOS, Generator, make_pieces
 from tests.gateway.test_journal import found, journal, opened
 
 BYTES = {token: bytes([token]) for token in range(256)}
@@ -169,26 +169,23 @@ def test_those_who_read_at_the_same_time_read_the_same_one() -> None:
     assert (kept.find("req-1"), len(kept), kept.bytes) == (None, 0, 0)
 
 
+PIECES = make_pieces()
+
+
 class Life:
     """Requests from their opening to whatever end, through journal, relay and recovery."""
 
     def __init__(self, directory: Path) -> None:
         self.now = 0.0
-        self.generator, self.tokenizer = Generator(), make_tokenizer()
+        self.generator = Generator()
         self.journal = Journal(directory, 1 << 20, lambda: 1e9 + self.now)
-        self.relay = Relay(self._submit, self._decode, lambda: self.now, lambda request: self.recovery.ended(request))
+        self.relay = Relay(self._submit, lambda: self.now, lambda request: self.recovery.ended(request))
         self.recovery = Recovery(self.relay, self.journal, lambda: self.now, lambda: 1e9 + self.now, 300)
         self._number = 0
-        self._answers: list[Any] = []
+        self.relay.pieces["bytes"] = PIECES
 
     def _submit(self, frame: Any) -> bool:
         self.generator.receive(frame)
-        return True
-
-    def _decode(self, frame: Any) -> bool:
-        answer = self.tokenizer.answer(frame)
-        if answer is not None:
-            self._answers.append(answer)
         return True
 
     def live(self, end: str) -> None:
@@ -199,7 +196,7 @@ class Life:
             sampling = Sampling(seed=self._number, logprobs=2)
             prompt = b"\1\0\0\0\2\0\0\0" * 50
             request.sequences.append(Sequence(request, choice, 0, choice, prompt, 8, sampling, (EOS,)))
-        reader = EventStream(request, generate.GenerateShape(request, self.relay.token_bytes.setdefault("bytes", {})),
+        reader = EventStream(request, generate.GenerateShape(request, PIECES),
                              lambda reason: None)  # fmt: skip
         request.sink = reader
         self.recovery.open(request, "ab" * 32)
@@ -214,10 +211,6 @@ class Life:
             self.recovery.leave(request, reader)
             self.step(20)
             self.recovery.leave(request, other)
-        elif end == "decoder lost":
-            self.tokenizer = make_tokenizer()
-            self.relay.on_tokenizer_up()
-            self.step(20)
         elif end == "scheduler lost":
             self.generator = Generator()
             self.relay.on_scheduler_up()
@@ -232,16 +225,13 @@ class Life:
             box, self.generator.outbox = self.generator.outbox, []
             for frame in box:
                 self.relay.on_tokens(frame)
-            answers, self._answers = self._answers, []
-            for frame in answers:
-                self.relay.on_text(frame)
         self.generator.submitted.clear()
         self.generator.cancelled.clear()
         self.now += 0.01
         self.relay.tick()
 
 
-ENDS = ("finished", "abandoned", "failed", "taken over", "decoder lost", "scheduler lost")
+ENDS = ("finished", "abandoned", "failed", "taken over", "scheduler lost")
 
 
 async def test_thousands_of_requests_leave_nothing(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class World:
         self.now += after_s
         self.sent.clear()
         self.journal = Journal(self.directory, 1 << 20, lambda: 1e9 + self.now)
-        self.relay = Relay(self._send, lambda frame: True, lambda: self.now, lambda r: self.recovery.ended(r))
+        self.relay = Relay(self._send, lambda: self.now, lambda r: self.recovery.ended(r))
         self.recovery = Recovery(
             self.relay, self.journal, lambda: self.now, lambda: 1e9 + self.now, timeout_s=300
         )

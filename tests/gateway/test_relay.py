@@ -11,8 +11,10 @@ from pipeline import messages as m
 from pipeline.errors import StarlingError
 from stages.gateway.ask import Ask
 from stages.gateway.record import Outcome, Request, Sequence, State
-from stages.gateway.relay import OVERTIME_S, RESUBMIT_AFTER_S, UNANSWERED_S, Relay
-from tests.gateway.peers import EOS, MODEL, Generator, make_tokenizer, output, text_of
+from stages.gateway.relay import OVERTIME_S, RESUBMIT_AFTER_S, Relay
+from tests.gateway.peers import EOS, MODEL, Generator, make_pieces, output, text_of
+
+PIECES = make_pieces()
 
 
 class Recorder:
@@ -24,6 +26,7 @@ class Recorder:
         self.ends: dict[int, int] = {}
         self.over: list[int] = []
         self.terminal: list[StarlingError | None] = []
+        self.flushes = 0
 
     def text(self, sequence: Sequence, new: str, begin: int, end: int) -> None:
         assert not self.terminal
@@ -45,7 +48,8 @@ class Recorder:
     def failed(self, error: StarlingError) -> None:
         self.terminal.append(error)
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        self.flushes += 1
 
 
 class World:
@@ -54,23 +58,16 @@ class World:
     def __init__(self) -> None:
         self.now = 0.0
         self.generator = Generator()
-        self.tokenizer = make_tokenizer()
         self.to_scheduler: list[m.Frame] = []
-        self.to_tokenizer: list[m.Frame] = []
-        self.from_tokenizer: list[m.Frame] = []
-        self.scheduler_is_up = self.tokenizer_is_up = True
+        self.scheduler_is_up = True
         self.ended: list[Request] = []
-        self.relay = Relay(self._to_scheduler, self._to_tokenizer, lambda: self.now, self.ended.append)
+        self.relay = Relay(self._to_scheduler, lambda: self.now, self.ended.append)
+        self.relay.pieces[MODEL] = PIECES
 
     def _to_scheduler(self, frame: m.Frame) -> bool:
         if self.scheduler_is_up:
             self.to_scheduler.append(frame)
         return self.scheduler_is_up
-
-    def _to_tokenizer(self, frame: m.Frame) -> bool:
-        if self.tokenizer_is_up:
-            self.to_tokenizer.append(frame)
-        return self.tokenizer_is_up
 
     def request(self, name: str, n: int = 1, stop: tuple[str, ...] = (), max_tokens: int = 40,
                 logprobs: int = -1, deadline: float = 1e9) -> Request:  # fmt: skip
@@ -101,18 +98,6 @@ class World:
                 assert isinstance(frame, m.Rejected)
                 self.relay.on_rejected(frame)
 
-    def tokenizer_reads(self) -> None:
-        if self.to_tokenizer:
-            answer = self.tokenizer.answer(self.to_tokenizer.pop(0))
-            if answer is not None:
-                self.from_tokenizer.append(answer)
-
-    def gateway_reads_tokenizer(self) -> None:
-        if self.from_tokenizer:
-            frame = self.from_tokenizer.pop(0)
-            assert isinstance(frame, m.Detokenized)
-            self.relay.on_text(frame)
-
     def scheduler_dies(self) -> None:
         self.scheduler_is_up = False
         self.generator = Generator()
@@ -123,20 +108,6 @@ class World:
             self.scheduler_is_up = True
             self.relay.on_scheduler_up()
 
-    def tokenizer_dies(self) -> None:
-        self.tokenizer_is_up = False
-        self.tokenizer = make_tokenizer()
-        self.to_tokenizer.clear()
-        self.from_tokenizer.clear()
-
-    def tokenizer_comes(self) -> None:
-        if not self.tokenizer_is_up:
-            self.tokenizer_is_up = True
-            self.relay.on_tokenizer_up()
-
-    def tokenizer_forgets(self) -> None:
-        self.tokenizer = make_tokenizer()
-
     def frame_of_scheduler_is_lost(self) -> None:
         if self.generator.outbox and isinstance(self.generator.outbox[0], m.Tokens):
             lost = self.generator.outbox.pop(0)
@@ -144,10 +115,6 @@ class World:
             kept = [s for s in lost.sequences if s.finish]
             if kept:
                 self.generator.outbox.insert(0, m.Tokens(lost.model, lost.step, kept))
-
-    def answer_of_tokenizer_is_lost(self) -> None:
-        if self.from_tokenizer:
-            self.from_tokenizer.pop(0)
 
     def frame_comes_twice(self) -> None:
         if self.generator.outbox and isinstance(self.generator.outbox[0], m.Tokens):
@@ -166,7 +133,6 @@ class World:
 
     def settle(self) -> None:
         self.scheduler_comes()
-        self.tokenizer_comes()
         for _ in range(3000):
             if not self.relay.requests:
                 return
@@ -174,8 +140,6 @@ class World:
             for _ in range(4):
                 self.scheduler_reads()
                 self.gateway_reads_scheduler()
-                self.tokenizer_reads()
-                self.gateway_reads_tokenizer()
             self.time_passes()
         raise AssertionError("requests that never end")
 
@@ -183,17 +147,11 @@ class World:
 ACTIONS = [
     World.scheduler_reads,
     World.gateway_reads_scheduler,
-    World.tokenizer_reads,
-    World.gateway_reads_tokenizer,
     lambda world: world.generator.step(1),
     lambda world: world.generator.step(3),
     World.scheduler_dies,
     World.scheduler_comes,
-    World.tokenizer_dies,
-    World.tokenizer_comes,
-    World.tokenizer_forgets,
     World.frame_of_scheduler_is_lost,
-    World.answer_of_tokenizer_is_lost,
     World.frame_comes_twice,
     World.steps_come_in_one_frame,
     World.time_passes,
@@ -239,7 +197,6 @@ def test_recoveries_in_any_order_do_not_change_a_character(actions: list[int], m
     assert not world.relay.sequences
     logged = requests[3].sequences[0]
     assert len(logged.logprobs) == len(logged.tokens)
-    assert set(logged.tokens[: logged.end]) <= set(world.relay.token_bytes[MODEL])
 
 
 @settings(max_examples=100, deadline=None)
@@ -372,50 +329,6 @@ def test_a_running_request_that_is_rejected_after_a_restart_waits_for_its_place(
     check_finished(request)
 
 
-def test_an_answer_that_never_comes_is_asked_for_again() -> None:
-    world = World()
-    request = world.request("lost", max_tokens=4)
-    world.scheduler_reads()
-    world.generator.step(4)
-    world.gateway_reads_scheduler()
-    world.to_tokenizer.clear()
-    world.relay.tick()
-    assert not world.to_tokenizer
-    world.now += UNANSWERED_S + 0.1
-    world.relay.tick()
-    assert len(world.to_tokenizer) == 1
-    world.settle()
-    check_finished(request)
-    assert world.relay.counts.replayed == 1
-
-
-def test_an_answer_lost_between_two_is_noticed_by_the_next() -> None:
-    world = World()
-    request = world.request("hole", max_tokens=6, logprobs=2)
-    world.scheduler_reads()
-    for _ in range(3):
-        world.generator.step(2)
-        world.gateway_reads_scheduler()
-        world.tokenizer_reads()
-    del world.from_tokenizer[1]
-    world.settle()
-    check_finished(request)
-    assert world.relay.counts.replayed == 1
-    assert not world.relay._wanted
-
-
-def test_one_frame_goes_to_the_tokenizer_for_all_that_moved_in_a_step() -> None:
-    world = World()
-    for index in range(5):
-        world.request(f"r{index}", n=2)
-    world.scheduler_reads()
-    world.generator.step()
-    world.gateway_reads_scheduler()
-    (frame,) = world.to_tokenizer
-    assert isinstance(frame, m.Detokenize)
-    assert len(frame.streams) == 10
-
-
 def test_a_sequence_named_twice_in_a_frame_is_shown_once() -> None:
     world = World()
     request = world.request("r")
@@ -424,23 +337,22 @@ def test_a_sequence_named_twice_in_a_frame_is_shown_once() -> None:
     world.generator.step()
     world.steps_come_in_one_frame()
     world.gateway_reads_scheduler()
-    (frame,) = world.to_tokenizer
-    assert isinstance(frame, m.Detokenize)
-    assert [(stream.start, len(stream.tokens)) for stream in frame.streams] == [(0, 2)]
+    assert [(begin, end) for _, begin, end in request.sink.calls] == [(0, 1), (1, 2)]
+    assert request.sink.flushes == 1
     world.settle()
     check_finished(request)
 
 
-def test_an_unknown_model_at_the_tokenizer_fails_those_who_wait_for_it() -> None:
+def test_a_request_whose_vocabulary_is_not_known_fails() -> None:
     world = World()
-    request = world.request("broken")
+    request = world.request("broken", n=2)
+    del world.relay.pieces[MODEL]
     world.scheduler_reads()
     world.generator.step()
     world.gateway_reads_scheduler()
-    (frame,) = world.to_tokenizer
-    world.relay.on_text_failed(int(frame.id), StarlingError("MODEL_UNAVAILABLE", "gone"))
     assert request.outcome is Outcome.FAILED
     assert request.sink.terminal == [request.error]
+    assert request.error.code == "INTERNAL"
 
 
 def test_errors_and_timeouts_of_the_scheduler_are_terminal() -> None:
@@ -486,8 +398,6 @@ def test_a_reader_sees_the_same_events_however_many_tokens_come_at_once(data, st
         while request.outcome is Outcome.OPEN:
             world.generator.step(data.draw(st.integers(1, 9)) if is_grouped else 1)
             world.gateway_reads_scheduler()
-            world.tokenizer_reads()
-            world.gateway_reads_tokenizer()
         assert request.outcome is Outcome.FINISHED
         assert isinstance(request.sink, Recorder)
         calls.append(request.sink.calls)

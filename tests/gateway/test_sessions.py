@@ -42,7 +42,7 @@ class World:
         self.to_gateway: list[m.Frame] = []
         self.ended: list[Request] = []
         self.relay = Relay(
-            lambda frame: True, lambda frame: True, lambda: 0.0, self._on_end, lambda r: self.sessions.finish(r)
+            lambda frame: True, lambda: 0.0, self._on_end, lambda r: self.sessions.finish(r)
         )
         self.sessions = Sessions(self.relay, self._send)
         self.is_up = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,11 @@ class Versions(RuleBasedStateMachine):
         states = []
         for one in self.instances.all:
             digest = self.files[one.id]
-            self.service.described[one.id] = m.Described("", one.id, digest, 300, 4096, (), True)
+            described = m.Described(
+                "", one.id, digest, 9, 4096, (), True, pieces=b"abcdefghi",
+                piece_ends=array("I", range(1, 10)).tobytes(),
+            )  # fmt: skip
+            self.service.on_description(one.id, described)
             states.append(m.ModelState(one.id, digest, True, "", 0, 0, 8))
         self.service.on_scheduler(m.SchedulerState("", states))
         beat = m.Heartbeat("x", 1, int(self.now * 10), False, True)
@@ -160,10 +165,6 @@ class Versions(RuleBasedStateMachine):
         if finish:
             del self.running[name]
             self.ended.add(name)
-            sequence = self.service.relay.sequences.get(name)
-            if sequence is not None:
-                text = m.StreamText(name, TOKENS, "text")
-                self.service.on_tokenizer(m.Detokenized(str(sequence.asked[-1]), [text]))
 
     @precondition(lambda self: len(self.instances.all) < 4)
     @rule(digest=st.sampled_from(DIGESTS))

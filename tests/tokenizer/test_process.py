@@ -117,11 +117,11 @@ def test_a_text_with_too_many_tokens_costs_no_memory(asker: Asker, text: str) ->
     assert asker.peak_mb() - before < 48
 
 
-def test_streams_go_on_while_many_texts_are_tokenized(asker: Asker) -> None:
+def test_short_questions_are_answered_while_many_texts_are_tokenized(asker: Asker) -> None:
     texts = [m.Encode(f"t{i}", MODEL, "12 a" * 4000) for i in range(300)]
     for frame in texts:
         assert asker.link.send(frame)
-    asker.ask(m.Detokenize("stream", MODEL, [m.StreamTokens("s", 0, (70, 71))]))
+    asker.ask(m.Detokenize("short", MODEL, (70, 71)))
     done = sum(isinstance(frame, m.Encoded) for frame in asker.replies)
     assert done < len(texts) / 2
     asker.until(lambda: all(asker.of(frame.id) for frame in texts))

@@ -1,7 +1,8 @@
-"""What the tokenizer answers, frame by frame, and that a lost decoder changes no text."""
+"""What the tokenizer answers, frame by frame."""
 
 from array import array
 from collections.abc import Generator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline import messages as m
 from pipeline.errors import ModelNotFound
+from stages.gateway.pieces import Pieces
 from stages.tokenizer.service import TokenizerModel, TokenizerService
 from stages.tokenizer.template import ChatTemplate
 from stages.tokenizer.vocabulary import Vocabulary
@@ -23,68 +25,58 @@ TEMPLATE = ChatTemplate(
 )
 
 
-def service(max_streams: int = 100) -> TokenizerService:
+def service(vocabulary: Vocabulary = VOCABULARY) -> TokenizerService:
     def load(name: str) -> TokenizerModel:
         if name != "m":
             raise ModelNotFound(f"no model {name!r}", param="model")
-        described = m.Described("", "m", "00", VOCABULARY.size, 64, VOCABULARY.eos_ids, True)
-        return TokenizerModel(VOCABULARY, TEMPLATE, described)
+        described = m.Described("", "m", "00", vocabulary.size, 64, vocabulary.eos_ids, True, tokenizer="t")
+        return TokenizerModel(vocabulary, TEMPLATE, described)
 
-    return TokenizerService(load, max_streams)
-
-
-def step(s: TokenizerService, start: int, tokens: list[int], **more: object) -> m.StreamText:
-    reply = s.answer(m.Detokenize("1", "m", [m.StreamTokens("a", start, tuple(tokens), **more)]))
-    assert isinstance(reply, m.Detokenized) and reply.id == "1"
-    return reply.streams[0]
+    return TokenizerService(load)
 
 
-@given(st.text(st.sampled_from("he日😀. l"), max_size=30), st.data())
-def test_a_stream_whose_decoder_dies_says_the_same_text(text: str, data: st.DataObject) -> None:
-    tokens = VOCABULARY.encode(text, False)
-    s, said, at = service(), "", 0
-    while at < len(tokens):
-        n = data.draw(st.integers(1, len(tokens) - at))
-        if data.draw(st.booleans()):
-            s = service()  # a new process
-        reply = step(s, at, tokens[at : at + n])
-        if reply.lost:
-            reply = step(s, 0, tokens[: at + n])
-            assert reply.text.startswith(said)
-            said = reply.text
-        else:
-            said += reply.text
-        at += n
-        assert reply.end == at
-    reply = step(s, at, [], final=True)
-    assert said + reply.text == text
-    assert s.streams == 0
+def described(*known: str) -> m.Described:
+    answer = service().answer(m.Describe("1", "m", known))
+    assert isinstance(answer, m.Described)
+    return answer
 
 
-def test_stop_strings_say_how_many_tokens_were_used() -> None:
-    tokens = VOCABULARY.encode("x. hello. he", False)
-    reply = step(service(), 0, tokens, stop=("llo",))
-    assert reply.stopped and reply.stop_string == "llo" and reply.text == "x. he"
-    assert VOCABULARY.decode(tokens[: reply.used]) == "x. hello"
+def test_a_description_has_the_pieces_of_all_tokens() -> None:
+    pieces = Pieces()
+    assert not pieces
+    pieces.fill(described("another"))
+    assert pieces
+    for token in range(-1, VOCABULARY.size + 1):
+        assert pieces.get(token) == VOCABULARY.token_bytes(token)
+    assert pieces.control == VOCABULARY.control
+    assert described("another", "t") == m.Described(
+        "1", "m", "00", VOCABULARY.size, 64, VOCABULARY.eos_ids, True, tokenizer="t"
+    )
 
 
-def test_streams_are_bounded_and_the_oldest_is_lost_not_wrong() -> None:
-    s = service(max_streams=2)
-    for name in "abc":
-        s.answer(m.Detokenize("1", "m", [m.StreamTokens(name, 0, (5,))]))
-    assert s.streams == 2
-    assert step(s, 1, [6]).lost
+@pytest.mark.parametrize("change", [{"vocab_size": 7}, {"pieces": b"short"}, {"piece_ends": b"\0\0\0"}])
+def test_what_is_no_table_of_pieces_is_not_taken(change: dict[str, Any]) -> None:
+    pieces = Pieces()
+    with pytest.raises(ValueError):
+        pieces.fill(msgspec.structs.replace(described(), **change))
+    assert not pieces
 
 
-def test_bytes_of_tokens_and_of_alternatives() -> None:
-    token = VOCABULARY.encode("he", False)[0]
-    reply = step(service(), 0, [token], want_bytes=True, extra=(1, token))
-    assert reply.token_bytes == (b"he",) and reply.extra_bytes == (b"</s>", b"he")
+def test_a_vocabulary_too_large_for_a_frame_is_refused() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stages.tokenizer.service.MAX_TEXT_BYTES", len(described().pieces) - 1)
+        reply = service().answer(m.Describe("1", "m"))
+    assert isinstance(reply, m.TokenizerFailed)
+    assert (reply.code, reply.param) == ("MODEL_UNAVAILABLE", "model")
+    assert f"read as {len(described().pieces)} bytes" in reply.message
 
 
-def test_special_tokens_are_not_shown_unless_asked() -> None:
-    assert step(service(), 0, [1], final=True).text == ""
-    assert step(service(), 0, [1], final=True, skip_special=False).text == "</s>"
+@given(st.lists(st.integers(-1, VOCABULARY.size + 1), max_size=200), st.booleans())
+def test_tokens_in_parts_read_as_they_do_at_once(tokens: list[int], skip: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stages.tokenizer.service.DECODED_AT_ONCE", 7)
+        reply = service().answer(m.Detokenize("1", "m", tuple(tokens), skip))
+    assert reply == m.Detokenized("1", VOCABULARY.decode(tokens, skip))
 
 
 def test_chat_is_rendered_and_its_markers_are_tokens() -> None:
@@ -157,25 +149,6 @@ def test_a_text_that_fails_in_the_library_fails_alone(caplog: pytest.LogCaptureF
     assert len(caplog.records) == 2
 
 
-@given(st.lists(st.integers(-1, VOCABULARY.size + 1), max_size=200), st.booleans())
-def test_a_whole_text_in_parts_is_the_stream_in_one(tokens: list[int], skip: bool) -> None:
-    frame = m.Detokenize("1", "m", [m.StreamTokens("q1", 0, tuple(tokens), final=True, skip_special=skip)])
-    s = service()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stages.tokenizer.service.DECODED_AT_ONCE", 7)
-        assert s.can_wait(frame)
-        assert s.answer(frame) == s._detokenize(frame)
-        assert s.streams == 0
-
-
-def test_news_of_streams_does_not_wait() -> None:
-    new = m.StreamTokens("a", 0, (1,), final=True)
-    for change in ({"final": False}, {"start": 1}, {"stop": ("x",)}, {"want_bytes": True}, {"extra": (1,)}):
-        assert not TokenizerService.can_wait(m.Detokenize("1", "m", [msgspec.structs.replace(new, **change)]))
-    assert not TokenizerService.can_wait(m.Detokenize("1", "m", [new, new]))
-    assert not TokenizerService.can_wait(m.Describe("1", "m"))
-
-
 def test_offsets_are_pairs_of_u32() -> None:
     reply = service().answer(m.Encode("1", "m", "a日", offsets=True))
     assert isinstance(reply, m.Encoded)
@@ -183,7 +156,7 @@ def test_offsets_are_pairs_of_u32() -> None:
 
 
 def test_a_text_that_would_be_no_frame_is_refused() -> None:
-    frame = m.Detokenize("q", "m", [m.StreamTokens("q", 0, (261,) * 100, final=True)])  # of four bytes each
+    frame = m.Detokenize("q", "m", (261,) * 100)  # of four bytes each
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stages.tokenizer.service.MAX_TEXT_BYTES", 399)
         reply = service().answer(frame)

@@ -14,19 +14,14 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class StreamDecoder:
-    """`consumed` counts the tokens taken so far."""
-
-    def __init__(self, stop: Sequence[str] = (), include_stop: bool = False) -> None:
+    def __init__(self, stop: Sequence[str] = ()) -> None:
         self._utf8 = _utf8("replace")
         self._stop = tuple(s for s in stop if s)
-        self._include_stop = include_stop
         self._held = ""
-        self.consumed = 0
         self.stop_string = ""  # the one that was met; the decoder takes no more after that
 
     def push(self, piece: bytes) -> str:
         """Take one token's bytes (b"" for a token that is not shown); returns text now certain."""
-        self.consumed += 1
         text = self._utf8.decode(piece)
         return self._emit(text) if self._stop else text
 
@@ -50,7 +45,7 @@ class StreamDecoder:
                 at, found = where, stop
         if found:
             self.stop_string, self._held = found, ""
-            return text[: at + len(found)] if self._include_stop else text[:at]
+            return text[:at]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         cut = len(text) - keep
         self._held = text[cut:]
