@@ -289,6 +289,7 @@ class Engine:
             self.cost.learn(step.tokens, step.positions, took_us)
         sampled = ring.outputs(step.number, step.samples)
         base = 0
+        is_due = False
         for entry in step.entries:
             sequence = entry.sequence
             sequence.inflight -= 1
@@ -310,15 +311,25 @@ class Engine:
                 else:
                     sequence.computed = entry.start + entry.count
                 if not sequence.is_over:
-                    # When a page is full: others want prompts at once.
-                    each = self.leases.page_tokens if was_prompt else max(COMMIT_EVERY, self.leases.page_tokens)
-                    if sequence.computed // each > sequence.committed // each:
-                        self.leases.commit(sequence)
+                    page = self.leases.page_tokens
+                    if not was_prompt:
+                        is_due = is_due or sequence.computed - sequence.committed >= max(COMMIT_EVERY, page)
+                    elif sequence.computed // page > sequence.committed // page:
+                        self.leases.commit(sequence)  # when a page is full: others want prompts at once
                     if sequence.is_leaving and not sequence.inflight:
                         self.roster.set_aside(sequence)
             base += n
+        if is_due:
+            self._commit_outputs()
         if self._suspects:
             self._suspects = any(retry.is_suspect(s) for s in self.roster.held)
+
+    def _commit_outputs(self) -> None:
+        """Of all streams that have much to tell, not of the one that has most: kv is woken once for them."""
+        least = max(COMMIT_EVERY, self.leases.page_tokens) // 2
+        for sequence in self.roster.held:
+            if sequence.state is State.DECODING and not sequence.is_over and sequence.computed - sequence.committed >= least:
+                self.leases.commit(sequence)
 
     def _sampled(
         self, sequence: Sequence, entry: Entry, ring: Ring, step: int, base: int, sampled: Items[int]

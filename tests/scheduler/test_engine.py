@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.messages import Cancel, Denied
+from pipeline.messages import Cancel, Commit, Denied
 from stages.scheduler.cost import CostModel
-from stages.scheduler.engine import AHEAD_STEPS, FAR, LEAD_S, PREFETCH
+from stages.scheduler.engine import AHEAD_STEPS, COMMIT_EVERY, FAR, LEAD_S, PREFETCH
 from stages.scheduler.sequence import State
 
 from .peers import reference, submission
@@ -76,6 +76,29 @@ def test_short_steps_run_ahead_for_a_few_milliseconds_and_are_heard_of_together(
         world.turn()
     world.submit(submission("b", [4, 5], 20))
     assert engine.wake_at == engine.unacknowledged[0].number, "who waits in a queue is looked after at each end"
+    world.settle()
+    world.check_all()
+
+
+def test_kv_is_told_of_all_streams_at_once() -> None:
+    """Whatever the lengths of their prompts: it is woken once in some tens of steps, not for each stream."""
+    world = World(batch=8, pages=256)
+    engine = world.engine
+    engine.cost = SteadyCost(12_000.0, 1.0, 0.001)
+    for i in range(8):
+        world.submit(submission(f"s{i}", list(range(3 + 5 * i)), 150))
+    rounds = told = 0
+    while engine.is_busy:
+        world.turn()
+        is_steady = len(engine.roster.held) == 8 and all(s.state is State.DECODING for s in engine.roster.held)
+        rounds += is_steady
+        told += is_steady and any(isinstance(frame, Commit) for frame in engine.leases.frames)
+        for s in engine.roster.held:
+            assert s.computed - s.committed < COMMIT_EVERY
+        world.talk_to_kv()
+        world.work()
+    assert rounds > 100
+    assert 3 <= told <= 2 + rounds / (COMMIT_EVERY // 2)
     world.settle()
     world.check_all()
 
