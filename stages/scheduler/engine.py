@@ -215,7 +215,7 @@ class Engine:
         assert ring is not None
         rows: list[tuple[int, int, int, int]] = []
         samples = 0
-        is_verifying = is_news = False
+        is_verifying = is_news = is_growing = False
         for entry in batch.entries:
             sequence, start, count = entry.sequence, entry.start, entry.count
             if entry.drafts:
@@ -239,6 +239,9 @@ class Engine:
             rows.append((sequence.row, start, count, entry.samples))
             if sequence.planned > sequence.extend_at and not sequence.ask:
                 self.leases.extend(sequence)
+                is_growing = True
+        if is_growing:
+            self._extend_others()
         number = ring.publish(rows)
         expected_s = self.cost.predict(batch.tokens, batch.positions) * 1e-6
         step = Step(
@@ -248,6 +251,14 @@ class Engine:
         self.stats.steps += 1
         self.stats.batch.add(len(rows))
         self.queues.settle(batch.left)
+
+    def _extend_others(self) -> None:
+        """Who will need pages soon asks with the one that needs them now: kv and we are woken once for both."""
+        soon = self.leases.stride * self.leases.page_tokens // 2
+        for sequence in self.roster.held:
+            is_near = sequence.planned > sequence.extend_at - soon
+            if is_near and not (sequence.ask or sequence.is_starved or sequence.is_leaving or sequence.is_over):
+                self.leases.extend(sequence)
 
     def complete(self, now: float) -> None:
         """Take in every acknowledged step."""
@@ -328,7 +339,8 @@ class Engine:
         """Of all streams that have much to tell, not of the one that has most: kv is woken once for them."""
         least = max(COMMIT_EVERY, self.leases.page_tokens) // 2
         for sequence in self.roster.held:
-            if sequence.state is State.DECODING and not sequence.is_over and sequence.computed - sequence.committed >= least:
+            is_stream = sequence.state is State.DECODING and not sequence.is_over
+            if is_stream and sequence.computed - sequence.committed >= least:
                 self.leases.commit(sequence)
 
     def _sampled(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.messages import Cancel, Commit, Denied
+from pipeline.messages import Cancel, Commit, Denied, Extend
 from stages.scheduler.cost import CostModel
 from stages.scheduler.engine import AHEAD_STEPS, COMMIT_EVERY, FAR, LEAD_S, PREFETCH
 from stages.scheduler.sequence import State
@@ -87,18 +87,21 @@ def test_kv_is_told_of_all_streams_at_once() -> None:
     engine.cost = SteadyCost(12_000.0, 1.0, 0.001)
     for i in range(8):
         world.submit(submission(f"s{i}", list(range(3 + 5 * i)), 150))
-    rounds = told = 0
+    engine.leases.room(256, 8)
+    rounds = told = asked = 0
     while engine.is_busy:
         world.turn()
         is_steady = len(engine.roster.held) == 8 and all(s.state is State.DECODING for s in engine.roster.held)
         rounds += is_steady
         told += is_steady and any(isinstance(frame, Commit) for frame in engine.leases.frames)
+        asked += is_steady and any(isinstance(frame, Extend) for frame in engine.leases.frames)
         for s in engine.roster.held:
             assert s.computed - s.committed < COMMIT_EVERY
         world.talk_to_kv()
         world.work()
     assert rounds > 100
     assert 3 <= told <= 2 + rounds / (COMMIT_EVERY // 2)
+    assert 2 <= asked <= 2 + rounds / (engine.leases.stride * engine.leases.page_tokens // 2)
     world.settle()
     world.check_all()
 
