@@ -73,7 +73,7 @@ class Endpoints(StageLife):
         self.exit_code = process.EXIT_OK
         self._handlers: list[tuple[Link | Hub, Callable[..., None]]] = []
         self._detach: list[Callable[[], object]] = []
-        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None  # of the next tick, from `start` to `close`
         self._over = asyncio.Event()
         self._next_tick = float("-inf")
 
@@ -100,7 +100,7 @@ class Endpoints(StageLife):
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._on_signal)
                 self._detach.append(partial(loop.remove_signal_handler, number))
-        self._task = loop.create_task(self._tick_forever())
+        self._timer = loop.call_later(0.0, self._tick_now)
 
     async def stopped(self) -> int:
         """Until told to stop and `busy` is over or `server.drain_timeout_ms` has passed; the exit code.
@@ -123,12 +123,13 @@ class Endpoints(StageLife):
     def rouse(self) -> None:
         super().rouse()
         self._next_tick = min(self._next_tick, self.clock() + TICK_S)
+        self._set_timer()
 
     def close(self) -> None:
         """Stop reading and ticking; queued frames are flushed. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         for detach in self._detach:
             detach()
         self._detach = []
@@ -145,12 +146,14 @@ class Endpoints(StageLife):
         except Exception:
             log.exception("a tick failed")
         self._next_tick = self.clock() + self.tick_s
+        self._set_timer()
 
-    async def _tick_forever(self) -> None:
-        while True:
-            if self.clock() >= self._next_tick:
-                self._tick_now()
-            await asyncio.sleep(self._next_tick + self.slack_s - self.clock())
+    def _set_timer(self) -> None:
+        """Anew after each tick: one that frames have brought about leaves no timer behind that wakes for nothing."""
+        if self._timer is not None:
+            self._timer.cancel()
+            delay = max(0.0, self._next_tick + self.slack_s - self.clock())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._tick_now)
 
     def _on_signal(self) -> None:
         if self.stopping:
