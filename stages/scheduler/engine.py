@@ -46,7 +46,8 @@ MAX_LEAD_S = 0.1  # where steps end before that, because we wake late or they va
 FAR = SLOTS // 2 - 1  # most unacknowledged steps, of companions alone and of short ones
 AHEAD_S = 0.015  # short steps follow while less is unacknowledged: so long an arrival waits, and what stops goes on
 AHEAD_STEPS = 4  # as many do at least: a few of a large batch take longer, and each word has more streams to tell
-SHORT_S = 0.010  # steps that take less are followed up at once
+SHORT_S = 0.015  # steps that take less are followed up at once
+WORD_S = 0.030  # a word comes for several steps at least so often
 COMMIT_EVERY = 32  # output positions between two words to kv: what a successor of this process computes again
 
 
@@ -55,7 +56,7 @@ _EARLY = (State.PENDING, State.PREFILLING)
 
 def follows(steps: int, expected_s: float, last_s: float) -> bool:
     """Another one behind `steps` short steps that take `expected_s` in all, the last of them `last_s`?"""
-    return steps < FAR and (expected_s < AHEAD_S or (steps < AHEAD_STEPS and last_s < SHORT_S))
+    return steps < FAR and (expected_s < AHEAD_S or (steps < AHEAD_STEPS and expected_s < WORD_S))
 
 
 class Settings(NamedTuple):

@@ -39,7 +39,8 @@ log = logging.getLogger("starling.worker")
 
 PREPARE_S = 3600.0  # a large download; progress is shown all the while
 SPIN_NS = 60_000  # looking at the head counter before sleeping
-POLL_EVERY_NS = 5_000_000  # control frames under load
+POLL_EVERY_NS = 50_000_000  # control frames under load
+CHAIN_NS = 25_000_000  # steps that stand ready follow each other for so long, without a word of Python between them
 
 
 class WorkerStage:
@@ -205,7 +206,7 @@ class WorkerStage:
         self.loop.busy = True
         if self.loop.is_quiet:
             self.loop.rouse()
-        limit_ns = POLL_EVERY_NS
+        limit_ns = CHAIN_NS
         if self._fault.strike is not None:
             limit_ns = 0  # each step comes by here
             self._steps += 1
