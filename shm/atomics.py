@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _SYS_FUTEX = 202
+_SYS_SENDTO, _DONTWAIT_NOSIGNAL = 44, 0x4040
 _FUTEX_WAIT = 0
 _FUTEX_WAKE = 1
 
@@ -146,6 +147,16 @@ def futex_wake(typingctx, address):
 
     def codegen(context, builder, signature, args):
         return _syscall(builder, _SYS_FUTEX, args[0], _FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def send_nothing(typingctx, fd):
+    """An empty datagram over the connected socket `fd`, without waiting; negative when it cannot be sent now."""
+
+    def codegen(context, builder, signature, args):
+        return _syscall(builder, _SYS_SENDTO, args[0], 0, 0, _DONTWAIT_NOSIGNAL, 0, 0)
 
     return types.int64(types.int64), codegen
 

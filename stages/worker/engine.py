@@ -134,7 +134,7 @@ class Engine:
         """Run the step published last (again, if need be); how many entries were refused."""
         self._turn += 2
         refused = self._take_turns(
-            self.tables[0].address, self._control, self._turn, self._step, self.steps.timing.ctypes.data, 0, 0
+            self.tables[0].address, self._control, self._turn, self._step, self.steps.timing.ctypes.data, 0, 0, -1
         )
         if refused == turns.LOST:
             raise RuntimeError("the group was given up")
@@ -150,7 +150,7 @@ class Engine:
         self._turn += 2
         refused = self._take_turns(
             self.tables[0].address, self._control, self._turn, first, self.steps.timing.ctypes.data, NO_LIMIT_NS,
-            self.steps.control.ctypes.data,
+            self.steps.control.ctypes.data, -1,
         )  # fmt: skip
         done = words.load(self.steps.control, sh.DONE)
         self._turn += 2 * (done - first)
@@ -197,7 +197,7 @@ class Engine:
     def _follow(self, table: RankTable) -> None:
         turn = 0
         while not self._leaving:
-            turn = self._take_turns(table.address, self._control, turn, 0, 0, FOLLOW_NS, 0)
+            turn = self._take_turns(table.address, self._control, turn, 0, 0, FOLLOW_NS, 0, -1)
             if turn == turns.LOST or turn & 1:
                 return
 

@@ -157,7 +157,7 @@ def _follow(model: Model, rank: int, channel: Channel) -> int:
             continue
         turn = 0
         while not turn & 1:
-            turn = turns.take_turns(attachment.table.address, attachment.control, turn, 0, 0, FOLLOW_NS, 0)
+            turn = turns.take_turns(attachment.table.address, attachment.control, turn, 0, 0, FOLLOW_NS, 0, -1)
             if turn == turns.LOST:
                 return process.EXIT_FATAL
 

@@ -39,8 +39,7 @@ log = logging.getLogger("starling.worker")
 
 PREPARE_S = 3600.0  # a large download; progress is shown all the while
 SPIN_NS = 60_000  # looking at the head counter before sleeping
-POLL_EVERY_NS = 50_000_000  # control frames under load
-CHAIN_NS = 25_000_000  # steps that stand ready follow each other for so long, without a word of Python between them
+POLL_EVERY_NS = 50_000_000  # control frames under load; between them no word of Python, if steps stand ready
 
 
 class WorkerStage:
@@ -58,6 +57,7 @@ class WorkerStage:
         self._next_poll = 0
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._bell_path = ""
+        self._is_bell_connected = False
 
         index_path = self._prepare()
         self.model = Model(index_path)
@@ -144,9 +144,19 @@ class WorkerStage:
         self._attachment = Attachment(self.model, arena_paths, 0)
         tell(self.ranks, arena_paths)
         self._generation = frame.generation
-        self._bell_path = frame.bell
+        self._connect_bell(frame.bell)
         words.store(self._attachment.steps.control, sh.WORKER_GENERATION, frame.generation)
         log.info("attached", extra={"model": self.name, "generation": frame.generation})
+
+    def _connect_bell(self, path: str) -> None:
+        """The kernels ring it by themselves, and only need this loop when that fails."""
+        self._bell_path = path
+        try:
+            if path:
+                self._bell.connect(path)
+            self._is_bell_connected = bool(path)
+        except OSError:
+            self._is_bell_connected = False
 
     def _check_pool(self, needed: int) -> None:
         bound = self.config.performance.memory_pool_size_mb << 20
@@ -206,15 +216,16 @@ class WorkerStage:
         self.loop.busy = True
         if self.loop.is_quiet:
             self.loop.rouse()
-        limit_ns = CHAIN_NS
+        limit_ns = POLL_EVERY_NS
         if self._fault.strike is not None:
             limit_ns = 0  # each step comes by here
             self._steps += 1
             self._fault.strike(self._steps)
         self._turn += 2
         refused = turns.take_turns(
-            attachment.table.address, attachment.control, self._turn, step, attachment.timing, limit_ns, base
-        )
+            attachment.table.address, attachment.control, self._turn, step, attachment.timing, limit_ns, base,
+            self._bell.fileno() if self._is_bell_connected else -1,
+        )  # fmt: skip
         if refused == turns.LOST:
             raise RuntimeError("the ranks did not meet")
         done = int(control[sh.DONE])

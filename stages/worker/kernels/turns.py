@@ -11,7 +11,7 @@ from __future__ import annotations
 from numba import njit
 
 from shm import steps
-from shm.atomics import exchange, futex_wait, futex_wake, load_acquire, monotonic_ns, pause
+from shm.atomics import exchange, futex_wait, futex_wake, load_acquire, monotonic_ns, pause, send_nothing
 from stages.worker import activations as act
 from stages.worker.kernels import context as c
 from stages.worker.kernels import forward
@@ -60,12 +60,13 @@ def _await_turn(control, seen, rank, limit_ns):
 
 
 @njit(**JIT)
-def take_turns(ctx, control, turn, step, timing, limit_ns, ring):
+def take_turns(ctx, control, turn, step, timing, limit_ns, ring, bell):
     """Rank 0: run step `step` as turn `turn` (even, larger than the last); its begin and end go to the
     slot's row at `timing` (4 i64 a slot).  With `ring`, the address of the steps arena's first word, the
     step is acknowledged, and those that stand ready behind it are run as the turns after it (two more each),
-    until the scheduler is to be woken, entries are refused, or `limit_ns` have passed.  Returns how many
-    entries of the last step were refused, or LOST.
+    until entries are refused, `limit_ns` have passed, or the scheduler is to be woken and that cannot be done by a
+    datagram to `bell`, a connected socket (-1: there is none).  Returns how many entries of the last step were
+    refused, or LOST; whether the last step is one to wake the scheduler for is the caller's to see.
 
     Others: run every turn after `turn`, until one is odd or `limit_ns` have passed without any.  Returns
     the last turn seen, or LOST.
@@ -85,9 +86,12 @@ def take_turns(ctx, control, turn, step, timing, limit_ns, ring):
             if ring == 0:
                 return max(refused, 0)
             exchange(ring + _DONE, step)  # a full fence: what the scheduler stores from now on counts for later steps
-            wake_at = load_acquire(ring + _WAKE_AT)
-            if 0 < wake_at <= step or refused > 0 or now - begun > limit_ns or load_acquire(ring + _HEAD) <= step:
+            if refused > 0 or now - begun > limit_ns or load_acquire(ring + _HEAD) <= step:
                 return max(refused, 0)
+            if 0 < load_acquire(ring + _WAKE_AT) <= step:
+                if bell < 0 or send_nothing(bell) < 0:
+                    return 0
+                now = monotonic_ns()
             step += 1
             turn += 2
     while True:
@@ -99,4 +103,4 @@ def take_turns(ctx, control, turn, step, timing, limit_ns, ring):
             return LOST
 
 
-ENTRY_ARGUMENTS = 7
+ENTRY_ARGUMENTS = 8
