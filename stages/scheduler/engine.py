@@ -46,7 +46,8 @@ MAX_LEAD_S = 0.1  # where steps end before that, because we wake late or they va
 FAR = SLOTS // 2 - 1  # most unacknowledged steps, of companions alone and of short ones
 AHEAD_S = 0.015  # short steps follow while less is unacknowledged: so long an arrival waits, and what stops goes on
 AHEAD_STEPS = 4  # as many do at least: a few of a large batch take longer, and each word has more streams to tell
-SHORT_S = 0.015  # steps that take less are followed up at once
+SHORT_S = 0.010  # steps that take less are followed up at once
+STEADY_S = 0.015  # and while nobody waits for a first token, steps that take less than this
 WORD_S = 0.030  # a word comes for several steps at least so often
 COMMIT_EVERY = 32  # output positions between two words to kv: what a successor of this process computes again
 
@@ -54,8 +55,8 @@ COMMIT_EVERY = 32  # output positions between two words to kv: what a successor 
 _EARLY = (State.PENDING, State.PREFILLING)
 
 
-def follows(steps: int, expected_s: float, last_s: float) -> bool:
-    """Another one behind `steps` short steps that take `expected_s` in all, the last of them `last_s`?"""
+def follows(steps: int, expected_s: float) -> bool:
+    """Another one behind `steps` steps that take `expected_s` in all?"""
     return steps < FAR and (expected_s < AHEAD_S or (steps < AHEAD_STEPS and expected_s < WORD_S))
 
 
@@ -191,16 +192,19 @@ class Engine:
                 return False
             batch = self.companions.compose()
         else:
-            held = self.roster.held
-            if self.queues.depth or not follows(len(steps), expected_s, steps[-1].expected_s):
-                return False
-            if any(s.state in _EARLY or not self.drafts.is_idle(s) for s in held):
+            if not follows(len(steps), expected_s) or not self._is_steady:
                 return False
             self.drafts.begin(now)
-            batch = compose(held, self.budget, self.cost, self.drafts)
+            batch = compose(self.roster.held, self.budget, self.cost, self.drafts)
         if batch.entries:
             self._publish(batch, now)
         return bool(batch.entries)
+
+    @property
+    def _is_steady(self) -> bool:
+        """Streams go on, a token each; nobody waits for anything else."""
+        held = self.roster.held
+        return not self.queues.depth and all(s.state not in _EARLY and self.drafts.is_idle(s) for s in held)
 
     @property
     def wake_at(self) -> int:
@@ -287,7 +291,9 @@ class Engine:
         if len(self.unacknowledged) != 1 or self.depth < 2:
             return 0.0
         expected = self.unacknowledged[0].expected_s
-        return 0.0 if expected < SHORT_S else max(0.0, self._began + expected - self.lead_s - now)
+        if expected < SHORT_S or (expected < STEADY_S and self._is_steady):
+            return 0.0
+        return max(0.0, self._began + expected - self.lead_s - now)
 
     def delay(self, now: float) -> float:
         """Seconds until `turn` may have something to do without any event; inf: never."""

@@ -106,7 +106,10 @@ def test_kv_is_told_of_all_streams_at_once() -> None:
     world.check_all()
 
 
-@pytest.mark.parametrize(("step_us", "at_most"), [(900.0, FAR), (4_000.0, 4), (9_000.0, AHEAD_STEPS), (10_500.0, 2)])
+@pytest.mark.parametrize(
+    ("step_us", "at_most"),
+    [(900.0, FAR), (4_000.0, 4), (9_000.0, AHEAD_STEPS), (10_500.0, 3), (14_500.0, 3), (15_500.0, 2)],
+)
 def test_how_many_steps_are_under_way_at_once(step_us: float, at_most: int) -> None:
     world = World()
     engine = world.engine
