@@ -47,7 +47,8 @@ class Budget(NamedTuple):
     gap_factor: float = 3.0  # a step with prompt tokens may take this many times one without them,
     gap_us: float = 25_000.0  # or this long, if that is more
     margin: float = 0.6  # of both, usually: predictions err, and the 95th percentile counts as well
-    quiet_margin: float = 0.95  # for the prompt of a tenant that has had little: it must not wait twice
+    quiet_margin: float = 0.95  # for the prompt of a tenant that has had little: it must not wait twice,
+    quiet_us: float = 35_000.0  # and a step with it may take so long
     prompt_us: float = 60_000.0  # a step in which nobody decodes: bounds what an arrival waits
 
 
@@ -144,12 +145,12 @@ def _share(
         lines.setdefault(sequence.tenant, []).append(sequence)
 
     n_streams = min(len(streams), budget.max_entries)
-    quiet_us = 0.0  # on top, for the least served tenant if it is far behind
+    more_us = 0.0  # on top, for the least served tenant if it is far behind
     if n_streams:
         alone = cost.predict(n_streams, positions)
         allowed = max(budget.gap_us, budget.gap_factor * alone)
         prompt_us = budget.margin * allowed - alone
-        quiet_us = (budget.quiet_margin - budget.margin) * allowed
+        more_us = max(budget.quiet_us, budget.quiet_margin * allowed) - budget.margin * allowed
     else:
         prompt_us = budget.prompt_us - cost.fixed_us
     prompt_tokens = budget.max_tokens - n_streams
@@ -178,7 +179,7 @@ def _share(
             count = 1
         else:
             most = min(todo, sequence.leased - start, prompt_tokens)
-            left_us = prompt_us + quiet_us if tenant is quiet else prompt_us
+            left_us = prompt_us + more_us if tenant is quiet else prompt_us
             count = cost.chunk(left_us, start, most)
             if count < most and count >= CHUNK_GRAIN:
                 count -= count % CHUNK_GRAIN
