@@ -33,9 +33,10 @@ class Bell:
         self.fd = self._socket.fileno()
 
     def hear(self) -> None:
-        """Take one ring, as a rule the only one: of more `fd` stays readable."""
+        """Take all rings: whoever comes late finds one for each step since."""
         try:
-            self._socket.recv(16)
+            while True:
+                self._socket.recv(16)
         except BlockingIOError:
             pass
 

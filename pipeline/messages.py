@@ -5,7 +5,7 @@ full).  Structs are `array_like`: fields are appended with a default, never reor
 Frames carry descriptors; bytes stay in arenas.  Knows nothing of sockets.
 
 Ids: a *request* id is the public one (`req-...`, unique everywhere).  A *sequence* id is
-`request/choice`: one line of tokens, and the unit of scheduling, leasing and detokenizing.
+`request/choice`: one line of tokens, and the unit of scheduling and leasing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 SequenceId = NewType("SequenceId", str)
 

@@ -67,7 +67,8 @@ FAMILIES: dict[str, Family] = {
         Family("starling_response_cache_entries", "gauge", "Answers kept."),
         Family("starling_response_cache_bytes", "gauge", "What they take."),
         # tokenizer
-        Family("starling_tokenizer_tokens_total", "counter", "Tokens encoded and decoded.", ("direction",)),
+        Family("starling_tokenizer_tokens_total", "counter", "Tokens that texts were encoded to, and that were "
+               "decoded for /v1/detokenize.", ("direction",)),
         # scheduler
         Family("starling_tokens_generated_total", "counter", "Output tokens.", ("model",)),
         Family("starling_tokens_per_second", "gauge", "Output tokens, over the last 5 s.", ("model",)),

@@ -19,7 +19,7 @@ from aiohttp import HttpVersion11, web
 
 from pipeline import exposition
 from pipeline.config_schema import Config
-from pipeline.errors import Forbidden, InvalidRequest, ModelNotFound, NotFound, StarlingError, TooLarge
+from pipeline.errors import Conflict, Forbidden, InvalidRequest, ModelNotFound, NotFound, StarlingError, TooLarge
 from stages.gateway import chat, completions, generate
 from stages.gateway.admin import Admin
 from stages.gateway.ask import MAX_PROMPT_IDS, Ask
@@ -343,8 +343,13 @@ async def _take_up(
 
 
 def _shape(service: Service, record: Request) -> Shape:
+    """Raises `Conflict` for an answer whose logprobs nobody can name any more."""
     endpoint = next(e for e in TEXT_ENDPOINTS if e.name == record.ask.endpoint)
-    return endpoint.shape(record, service.relay.pieces.setdefault(record.vocabulary, Pieces()))
+    pieces = service.relay.pieces.setdefault(record.vocabulary, Pieces())
+    if not pieces and record.outcome is Outcome.FINISHED and any(s.logprobs for s in record.sequences):
+        message = f"the vocabulary of {record.id} is not here any more, to name the tokens of its logprobs"
+        raise Conflict(message)
+    return endpoint.shape(record, pieces)
 
 
 def _sink(request: web.Request, record: Request, shape: Shape) -> EventStream:

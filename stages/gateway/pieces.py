@@ -11,13 +11,14 @@ from pipeline.messages import Described
 
 
 class Pieces:
-    """Empty, and false, until `fill`."""
+    """Empty, and false, until `fill`. `is_used`: requests have been answered with it."""
 
-    __slots__ = ("_data", "_ends", "control")
+    __slots__ = ("_data", "_ends", "control", "is_used")
 
     def __init__(self) -> None:
         self._data = b""
         self._ends = array("I")  # ids count from 0: a token begins where the one before it ends
+        self.is_used = False
         self.control: frozenset[int] = frozenset()  # ids that are no text unless asked for
 
     def __bool__(self) -> bool:

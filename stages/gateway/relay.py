@@ -71,16 +71,23 @@ class Relay:
 
     def open(self, request: Request) -> None:
         """Take a request with its sequences and sink, and submit it."""
-        self.requests[request.id] = request
+        self._enter(request)
         request.left = len(request.sequences)
         for sequence in request.sequences:
             self.sequences[sequence.id] = sequence
             self._submit(sequence)
 
+    def _enter(self, request: Request) -> None:
+        self.requests[request.id] = request
+        pieces = self.pieces.pop(request.vocabulary, None)
+        if pieces is not None:
+            pieces.is_used = True
+            self.pieces[request.vocabulary] = pieces  # the one used last is the last
+
     def give(self, request: Request, lines: list[Line]) -> None:
         """Take a request with its sequences and sink, and end it with an answer that was kept."""
         now = self._clock()
-        self.requests[request.id] = request
+        self._enter(request)
         request.left = 0
         for sequence, line in zip(request.sequences, lines, strict=True):
             self.sequences[sequence.id] = sequence
@@ -149,7 +156,7 @@ class Relay:
         touched: dict[str, Request] = {}
         for sequence in moved.values():
             # A request can have failed with a later entry of the same frame.
-            if sequence.id in self.sequences:
+            if sequence.id in self.sequences and not sequence.is_over:
                 request = sequence.request
                 touched[request.id] = request
                 self._show(sequence)
@@ -272,7 +279,8 @@ class Relay:
             decoder = sequence.decoder = StreamDecoder(request.ask.stop)
         hidden = pieces.control if request.ask.skip_special else ()
         tokens, visible = sequence.tokens, sequence.visible
-        last = visible if sequence.finish else -1
+        # A limit comes with the token that reached it; a stop token may come alone: what it ends is always told alone.
+        last = visible if sequence.finish and visible == len(tokens) else -1
         for end in range(sequence.end + 1, visible + 1):
             token = tokens[end - 1]
             text = decoder.push(b"" if token in hidden else pieces.get(token))
@@ -285,7 +293,7 @@ class Relay:
                 return
         if not sequence.finish:
             return
-        if not sequence.is_flushed:  # its end has come alone
+        if not sequence.is_flushed:
             text, sequence.is_flushed = decoder.finish(), True
             if text:
                 _emit(sequence, sink, text, visible)

@@ -24,6 +24,7 @@ from pipeline import messages as m
 from pipeline.config_schema import Config
 from pipeline.errors import (
     Conflict,
+    InternalError,
     InvalidRequest,
     ModelNotFound,
     ModelUnavailable,
@@ -56,6 +57,7 @@ from stages.gateway.takeup import TOKENS, Mark
 log = logging.getLogger("starling.gateway")
 
 READY_WAIT_S = 10.0  # a request waits this long for a stage that is coming back, then gets 503
+COUNTED_AT_ONCE = 512  # tokens of a reader's place: with long stop strings some 10 ms
 MAX_OLD_VOCABULARIES = 2  # of versions that are gone; answers that were given by them can be asked for again
 
 
@@ -320,8 +322,13 @@ class Service:
             return
         error = done.exception()
         if error is None:
-            self.on_description(instance.id, done.result())
-        elif isinstance(error, StarlingError) and instance.state == "loading":
+            try:
+                self.on_description(instance.id, done.result())
+            except ValueError as reason:
+                error = InternalError(f"its vocabulary cannot be used: {reason}")
+        if error is None:
+            return
+        if isinstance(error, StarlingError) and instance.state == "loading":
             self.refused[instance.id] = error
         else:
             log.warning("model %s is not described: %s", instance.id, error)
@@ -341,12 +348,19 @@ class Service:
         self.described.pop(instance_id, None)
         self.states.pop(instance_id, None)
         self.refused.pop(instance_id, None)
-        tables = self.relay.pieces
-        in_use = {known.tokenizer or name for name, known in self.described.items()}
-        for vocabulary in [one for one in tables if one not in in_use][:-MAX_OLD_VOCABULARIES]:
-            del tables[vocabulary]
+        self._forget_vocabularies()
         self.questions.forget(instance_id)
         self.notice_change()
+
+    def _forget_vocabularies(self) -> None:
+        """All that no version has, but those used last."""
+        tables = self.relay.pieces
+        in_use = {known.tokenizer or name for name, known in self.described.items()}
+        # One that is empty is waited for by a reader; there are no more of them than requests of the journal.
+        old = [name for name, pieces in tables.items() if pieces and name not in in_use]
+        used = [name for name in old if tables[name].is_used]
+        for name in {*old} - {*used[-MAX_OLD_VOCABULARIES:]}:
+            del tables[name]
 
     # ---------------------------------------------------------------- what the tokenizer knows
 
@@ -360,7 +374,7 @@ class Service:
         )
         return known[instance.id]
 
-    def received(self, request: Request, mark: Mark) -> list[int]:
+    async def received(self, request: Request, mark: Mark) -> list[int]:
         """For each choice the characters that a reader has who has got as far as `mark`.
 
         Raises `Conflict` when nobody knows any more how to read the request's tokens.
@@ -373,20 +387,26 @@ class Service:
             if tokens == sequence.end and not sequence.is_flushed:
                 counts[sequence.index] = sequence.text_length
             else:
-                counts[sequence.index] = self._length(request, sequence.tokens[:tokens])
+                counts[sequence.index] = await self._length(request, sequence.tokens[:tokens])
         return counts
 
-    def _length(self, request: Request, tokens: list[int]) -> int:
-        """Characters that are certain after these first tokens."""
+    async def _length(self, request: Request, tokens: list[int]) -> int:
+        """Characters that are certain after these first tokens. Others have their turn meanwhile."""
         pieces = self.relay.pieces.get(request.vocabulary)
         if not pieces:
             raise Conflict(
-                f"model {request.model!r} has another tokenizer now, and this answer cannot be gone on with from the "
-                f"middle; GET /v1/requests/{request.id} without Last-Event-ID has all of it", "Last-Event-ID",
-            )  # fmt: skip
+                f"the vocabulary that {request.id} was written in is not here any more, and this answer cannot be gone "
+                f"on with from the middle; GET /v1/requests/{request.id} without Last-Event-ID has all of it",
+                "Last-Event-ID",
+            )
         decoder = StreamDecoder(request.ask.stop)
         hidden = pieces.control if request.ask.skip_special else ()
-        return sum(len(decoder.push(b"" if token in hidden else pieces.get(token))) for token in tokens)
+        length = 0
+        for at in range(0, len(tokens), COUNTED_AT_ONCE):
+            for token in tokens[at : at + COUNTED_AT_ONCE]:
+                length += len(decoder.push(b"" if token in hidden else pieces.get(token)))
+            await asyncio.sleep(0)
+        return length
 
     # ---------------------------------------------------------------- requests again
 
@@ -438,7 +458,7 @@ class Service:
         self.recovery.join(request, watch)
         try:
             await watch.over
-            sink = begin(self.received(request, mark) if mark is not None else [])
+            sink = begin(await self.received(request, mark) if mark is not None else [])
         except BaseException:
             self.recovery.leave(request, watch)
             raise

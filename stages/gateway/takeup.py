@@ -1,9 +1,8 @@
 """Taking a stream up where it broke off: what an event's id says, and several readers of one request.
 
 An id is `REQUEST:PLACE[.PLACE...]`, a place for each choice: the output index reached, and a letter when
-more than tokens have gone out.  Tokens are grouped into events as they happen to arrive, so the place
-counts tokens; what counts as the text of k tokens does not depend on the grouping (the decoder takes them
-one by one).
+more than tokens have gone out.  There is an event for each token whose text has become certain,
+however the tokens came, and the place counts tokens, because a choice's text can be held back for some.
 
     17    text of the first 17 tokens         17e   and the finish reason
     17f   all of the choice's text            17d   and what follows the last finish reason

@@ -44,12 +44,12 @@ SPARE_SAMPLES = 64  # places for draft tokens in a step, beyond one sample for e
 LEAD_S = 0.003  # the next step is published at least this long before the one under way should end
 MAX_LEAD_S = 0.1  # where steps end before that, because we wake late or they vary
 FAR = SLOTS // 2 - 1  # most unacknowledged steps, of companions alone and of short ones
-AHEAD_S = 0.015  # short steps follow while less is unacknowledged: so long an arrival waits, and what stops goes on
-AHEAD_STEPS = 4  # as many do at least: a few of a large batch take longer, and each word has more streams to tell
+AHEAD_S = 0.015  # short steps follow while less is unacknowledged
+AHEAD_STEPS = 4  # as many do at least, if `WORD_S` allows: each word of a larger batch has more streams to tell
 SHORT_S = 0.010  # steps that take less are followed up at once
 STEADY_S = 0.015  # and while nobody waits for a first token, steps that take less than this
-WORD_S = 0.030  # a word comes for several steps at least so often
-COMMIT_EVERY = 32  # output positions between two words to kv: what a successor of this process computes again
+WORD_S = 0.030  # what is unacknowledged before the last of them takes less: so long streams wait for a word, at most
+COMMIT_LATE = 16  # positions beyond a full page before kv is told of it: others' pages fill meanwhile
 
 
 _EARLY = (State.PENDING, State.PREFILLING)
@@ -330,10 +330,11 @@ class Engine:
                     sequence.computed = entry.start + entry.count
                 if not sequence.is_over:
                     page = self.leases.page_tokens
+                    behind = sequence.computed - (sequence.committed // page + 1) * page
                     if not was_prompt:
-                        is_due = is_due or sequence.computed - sequence.committed >= max(COMMIT_EVERY, page)
-                    elif sequence.computed // page > sequence.committed // page:
-                        self.leases.commit(sequence)  # when a page is full: others want prompts at once
+                        is_due = is_due or behind >= COMMIT_LATE
+                    elif behind >= 0:
+                        self.leases.commit(sequence)  # others want prompts at once
                     if sequence.is_leaving and not sequence.inflight:
                         self.roster.set_aside(sequence)
             base += n
@@ -343,11 +344,11 @@ class Engine:
             self._suspects = any(retry.is_suspect(s) for s in self.roster.held)
 
     def _commit_outputs(self) -> None:
-        """Of all streams that have much to tell, not of the one that has most: kv is woken once for them."""
-        least = max(COMMIT_EVERY, self.leases.page_tokens) // 2
+        """Of all streams that have filled a page, not of the one that is due: kv is woken once for them."""
+        page = self.leases.page_tokens
         for sequence in self.roster.held:
             is_stream = sequence.state is State.DECODING and not sequence.is_over
-            if is_stream and sequence.computed - sequence.committed >= least:
+            if is_stream and sequence.computed // page > sequence.committed // page:
                 self.leases.commit(sequence)
 
     def _sampled(
@@ -507,6 +508,9 @@ class Engine:
         sequence, is_first = answered
         if isinstance(sequence, Companion):
             self.companions.dismiss(sequence)
+            return
+        if not is_first and self.leases.is_early(sequence):
+            self.leases.ask_later(sequence)
             return
         # Nobody who asked for an answer waits for pages that a guess has.
         self.companions.dismiss_all()

@@ -82,7 +82,7 @@ class Leases:
     def commit(self, sequence: Sequence) -> None:
         """Pages that have filled since the last time may be indexed."""
         sequence.committed = sequence.computed
-        if self.is_up:
+        if self.is_up and sequence.pages:  # of one that is being set aside they may be gone already
             self.frames.append(Commit(self.model, sequence.lease, sequence.computed))
 
     def release(self, sequence: Sequence) -> bool:
@@ -109,6 +109,16 @@ class Leases:
         sequence = self._waiting.pop(answer_id)
         sequence.ask = 0
         return sequence, isinstance(frame, Acquire)
+
+    @staticmethod
+    def is_early(sequence: Sequence) -> bool:
+        """It does not need more pages yet, and has asked only because another one did."""
+        return sequence.planned <= sequence.leased - AHEAD
+
+    @staticmethod
+    def ask_later(sequence: Sequence) -> None:
+        """When it will need them."""
+        sequence.extend_at = sequence.leased - AHEAD
 
     def take(self, sequence: Sequence, frame: Granted) -> None:
         """Enter the granted table into the sequence. Raises `BadTableError`, then nothing is changed."""

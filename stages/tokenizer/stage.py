@@ -212,6 +212,8 @@ class TokenizerStage:
 
     def _notice_work(self) -> None:
         """A run of one class of characters is one call into the library: its CPU time is what shows progress."""
+        for direction, tokens in (("encoded", self.service.tokens_encoded), ("decoded", self.service.tokens_decoded)):
+            self.loop.metrics.set("starling_tokenizer_tokens_total", tokens, direction)
         if self.loop.busy and self._thread.ident is not None and self._thread.is_alive():
             spent = time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
             if spent > self._spent:

@@ -141,21 +141,24 @@ class Engine:
         words.store(self.steps.control, sh.DONE, self._step)
         return int(refused)
 
-    def follow(self, steps: Sequence[Sequence[tuple[int, int, int, int]]]) -> list[list[int]]:
+    def follow(self, steps: Sequence[Sequence[tuple[int, int, int, int]]], bell: int = -1) -> list[list[int]]:
         """Publish steps, fewer than there are slots, and compute one after the other as a worker does: the sampled
-        tokens of each. Raises `RuntimeError` when entries are refused."""
+        tokens of each. `bell`: a connected socket, rung as `turns.take_turns` says. Raises `RuntimeError` when
+        entries are refused, or a ring does not get through."""
         first = self._step + 1
         for entries in steps:
             self.publish(entries)
         self._turn += 2
         refused = self._take_turns(
             self.tables[0].address, self._control, self._turn, first, self.steps.timing.ctypes.data, NO_LIMIT_NS,
-            self.steps.control.ctypes.data, -1,
+            self.steps.control.ctypes.data, bell,
         )  # fmt: skip
         done = words.load(self.steps.control, sh.DONE)
         self._turn += 2 * (done - first)
         if refused or done != self._step:
-            raise RuntimeError(f"step {done}: {refused} entries were refused, or the group was given up")
+            raise RuntimeError(
+                f"step {done}: {refused} entries were refused, nobody could be woken, or the group was given up"
+            )
         return [
             [int(t) for t in self.steps.out_token[(first + i) % sh.SLOTS, : sum(samples for *_, samples in entries)]]
             for i, entries in enumerate(steps)

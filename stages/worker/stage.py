@@ -4,7 +4,7 @@
       -> Attach: map the arenas -> steps, as the ring's head moves -> Detach -> WorkerReady ...
 
 Between steps it looks at the head counter for a while, then asks for a doorbell and sleeps.  The
-control socket is read when nothing is published, and every few milliseconds under load.
+control socket is read when nothing is published, and every 50 ms under load, or at the end of a step that takes longer.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class WorkerStage:
         self.loop.busy = True
         if self.loop.is_quiet:
             self.loop.rouse()
-        limit_ns = POLL_EVERY_NS
+        limit_ns = max(0, self._next_poll - time.monotonic_ns())
         if self._fault.strike is not None:
             limit_ns = 0  # each step comes by here
             self._steps += 1

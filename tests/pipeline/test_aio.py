@@ -75,3 +75,32 @@ async def test_quit_carries_the_code(config: Config) -> None:
     gateway.quit(3)
     assert await gateway.stopped() == 3
     gateway.close()
+
+
+async def test_there_is_one_timer_however_often_frames_bring_a_tick_about(config: Config) -> None:
+    gateway = Endpoints("gateway", config)
+
+    def timers() -> int:
+        scheduled: list[asyncio.TimerHandle] = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+        return sum(timer._callback == gateway._tick_now and not timer.cancelled() for timer in scheduled)  # type: ignore[attr-defined]
+
+    ticked = asyncio.Event()
+    gateway.on_tick.append(ticked.set)
+    gateway.start(signals=False)
+    async with asyncio.timeout(20):
+        await ticked.wait()
+        for _ in range(5):
+            ticked.clear()
+            gateway._next_tick = 0.0
+            gateway._heard()
+            assert ticked.is_set()
+            assert timers() == 1
+        # At rest the next one is far away, until something has come.
+        gateway._next_tick = gateway.clock() + 1000
+        gateway._set_timer()
+        ticked.clear()
+        gateway.rouse()
+        assert timers() == 1
+        await ticked.wait()
+    gateway.close()
+    assert timers() == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
+from shm import steps as sh
 from shm import words
 from stages.worker import activations as act
 from stages.worker.engine import Engine
@@ -34,3 +36,27 @@ def test_a_rank_at_rest_sleeps_and_wakes_for_its_turn(
             engine.run([(0, 4 + i, 1, 1)])
             worst = max(worst, time.monotonic() - begun)
         assert worst < slice_s / 2
+
+
+def test_the_bell_is_rung_between_two_steps(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path) -> None:
+    """And the steps go on; whoever cannot be woken that way is left to the caller."""
+    ear, clapper = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    ear.setblocking(False)
+    with Engine(ingested(tiny_gguf()), tmp_path, ranks=2, max_rows=1, max_tokens=64, step_tokens=8) as engine:
+
+        def follow(start: int, bell: int) -> list[list[int]]:
+            words.store(engine.steps.control, sh.WAKE_AT, words.load(engine.steps.control, sh.DONE) + 2)
+            return engine.follow([[(0, start + i, 1, 1)] for i in range(3)], bell)
+
+        engine.write_row(0, [1, 2, 3, 4])
+        engine.prefill(0, 4, 4)
+        assert len(follow(4, clapper.fileno())) == 3
+        assert ear.recv(1) == b""
+        with pytest.raises(BlockingIOError):
+            ear.recv(1)  # of the last step the caller hears by itself
+        with pytest.raises(RuntimeError, match="could be woken"):
+            follow(7, -1)
+        ear.close()
+        with pytest.raises(RuntimeError, match="could be woken"):
+            follow(7, clapper.fileno())
+    clapper.close()
