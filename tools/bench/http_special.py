@@ -86,7 +86,7 @@ def watched(server: Starling, clients: list[list[Ask]]) -> tuple[Run, StepWatch,
     return run, watch, used
 
 
-def pauses(server: Starling, prompts: Prompts, batch: int, output: int = 256) -> dict[str, Any]:
+def pauses(server: Starling, prompts: Prompts, batch: int, output: int = 512) -> dict[str, Any]:
     """Steady decoding of `batch` streams: pauses between steps, CPU of the control plane."""
     asks = [[server.ask(body(server.model, prompts.text(16), output))] for _ in range(batch)]
     run, watch, used = watched(server, asks)
