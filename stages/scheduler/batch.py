@@ -53,12 +53,13 @@ class Budget(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A composed step. `left` are tenants with work that found no place."""
+    """A composed step. `left` are tenants with work that found no place; `stalls`: streams stand still in it."""
 
     entries: list[Entry]
     tokens: int
     positions: int
     left: list[Tenant]
+    stalls: bool = False
 
 
 class Guesses(Protocol):
@@ -71,8 +72,12 @@ class Guesses(Protocol):
         """At most `room` tokens that may follow the known ones; None: they are being thought about."""
 
 
-def compose(held: list[Sequence], budget: Budget, cost: CostModel, guesses: Guesses | None = None) -> Batch:
+def compose(
+    held: list[Sequence], budget: Budget, cost: CostModel, guesses: Guesses | None = None, may_stall: bool = False
+) -> Batch:
     """The next step's entries; `held` in order of age. Nothing is changed.
+
+    `may_stall`: streams have advanced in the step before, and may stand still in this one.
 
     `guesses` is asked only when no prompt is under way and places are enough: speculation spends
     what would lie idle.
@@ -95,7 +100,7 @@ def compose(held: list[Sequence], budget: Budget, cost: CostModel, guesses: Gues
         elif todo > 1:
             prompts.append(sequence)
     if prompts or len(streams) > budget.max_entries:
-        return _share(streams, prompts, positions, budget, cost)
+        return _share(streams, prompts, positions, budget, cost, may_stall)
     entries: list[Entry] = []
     tokens = len(streams)
     spare = budget.max_samples - tokens
@@ -133,7 +138,7 @@ def compose(held: list[Sequence], budget: Budget, cost: CostModel, guesses: Gues
 
 
 def _share(
-    streams: list[Sequence], prompts: list[Sequence], positions: int, budget: Budget, cost: CostModel
+    streams: list[Sequence], prompts: list[Sequence], positions: int, budget: Budget, cost: CostModel, may_stall: bool
 ) -> Batch:
     """The general case: places and budget go round by tenants' virtual time."""
     lines: dict[Tenant, list[Sequence]] = {}
@@ -162,6 +167,11 @@ def _share(
         first, second = heapq.nsmallest(2, turn)
         if first[0] + BEHIND * first[2].inverse < second[0]:
             quiet = first[2]
+    if quiet is not None and may_stall:
+        entry = _alone(lines[quiet][0], budget, cost)
+        if entry is not None:
+            others = [tenant for tenant in lines if tenant is not quiet or len(lines[tenant]) > 1]
+            return Batch([entry], entry.count, _positions(entry), others, True)
     entries: list[Entry] = []
     left: list[Tenant] = []
     tokens = positions = samples = 0
@@ -196,7 +206,25 @@ def _share(
         entries.append(Entry(sequence, start, count, sampled))
         tokens += count
         samples += sampled
-        positions += count * start + count * (count + 1) // 2
+        positions += _positions(entries[-1])
         if place + 1 < len(line):
             heapq.heappush(turn, (served + count * tenant.inverse, i, tenant, place + 1))
     return Batch(entries, tokens, positions, left)
+
+
+def _alone(sequence: Sequence, budget: Budget, cost: CostModel) -> Entry | None:
+    """All that is left of a prompt as a step of its own, if that is short.
+
+    Those who stand still meanwhile wait no longer than for a step with all of both, and the first token of one who
+    has had little comes sooner by what their tokens take.
+    """
+    start = sequence.planned
+    entry = Entry(sequence, start, sequence.length + sequence.ahead - start, 1)
+    if not 1 < entry.count <= min(sequence.leased - start, budget.max_tokens):
+        return None
+    return entry if cost.predict(entry.count, _positions(entry)) <= budget.quiet_us else None
+
+
+def _positions(entry: Entry) -> int:
+    """Attention positions."""
+    return entry.count * entry.start + entry.count * (entry.count + 1) // 2

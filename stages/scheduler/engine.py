@@ -44,20 +44,22 @@ SPARE_SAMPLES = 64  # places for draft tokens in a step, beyond one sample for e
 LEAD_S = 0.003  # the next step is published at least this long before the one under way should end
 MAX_LEAD_S = 0.1  # where steps end before that, because we wake late or they vary
 FAR = SLOTS // 2 - 1  # most unacknowledged steps, of companions alone and of short ones
-AHEAD_S = 0.015  # short steps follow while less is unacknowledged
-AHEAD_STEPS = 4  # as many do at least, if `WORD_S` allows: each word of a larger batch has more streams to tell
+AHEAD_S = 0.015  # short steps follow while less is unacknowledged: about so long streams wait for a word,
+AHEAD_STREAMS = 8  # as many of them at most;
+WORD_STREAMS = 16  # so many, each of whom a word has to be passed on to,
+WORD_S = 0.030  # wait so long
 SHORT_S = 0.010  # steps that take less are followed up at once
 STEADY_S = 0.015  # and while nobody waits for a first token, steps that take less than this
-WORD_S = 0.030  # what is unacknowledged before the last of them takes less: so long streams wait for a word, at most
 COMMIT_LATE = 16  # positions beyond a full page before kv is told of it: others' pages fill meanwhile
 
 
 _EARLY = (State.PENDING, State.PREFILLING)
 
 
-def follows(steps: int, expected_s: float) -> bool:
-    """Another one behind `steps` steps that take `expected_s` in all?"""
-    return steps < FAR and (expected_s < AHEAD_S or (steps < AHEAD_STEPS and expected_s < WORD_S))
+def follows(steps: int, expected_s: float, streams: int) -> bool:
+    """Another one behind `steps` steps that take `expected_s` in all, of so many streams?"""
+    share = min(1.0, max(0.0, (streams - AHEAD_STREAMS) / (WORD_STREAMS - AHEAD_STREAMS)))
+    return steps < FAR and expected_s < AHEAD_S + share * (WORD_S - AHEAD_S)
 
 
 class Settings(NamedTuple):
@@ -132,6 +134,7 @@ class Engine:
         self._began = now  # when the worker began the first unacknowledged step
         self.lead_s = LEAD_S
         self._is_holding = False  # the next step could be published, and waits for the end of the one under way
+        self._has_stalled = False  # streams stand still in the step composed last
         self._is_late = False  # it still waited when that one ended
 
     # ================================================================== the step loop
@@ -166,7 +169,8 @@ class Engine:
         if batch is None:
             self._relieve()
             self.drafts.begin(now)
-            batch = compose(self.roster.held, self.budget, self.cost, self.drafts)
+            batch = compose(self.roster.held, self.budget, self.cost, self.drafts, not self._has_stalled)
+            self._has_stalled = batch.stalls
             if not batch.entries and self.companions.held:
                 batch = self.companions.compose()
         is_late, self._is_late = self._is_late, False
@@ -192,7 +196,7 @@ class Engine:
                 return False
             batch = self.companions.compose()
         else:
-            if not follows(len(steps), expected_s) or not self._is_steady:
+            if not follows(len(steps), expected_s, len(steps[-1].entries)) or not self._is_steady:
                 return False
             self.drafts.begin(now)
             batch = compose(self.roster.held, self.budget, self.cost, self.drafts)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.messages import Cancel, Commit, Denied, Extend
 from stages.scheduler.cost import CostModel
-from stages.scheduler.engine import AHEAD_STEPS, COMMIT_LATE, FAR, LEAD_S, PREFETCH
+from stages.scheduler.engine import COMMIT_LATE, FAR, LEAD_S, PREFETCH
 from stages.scheduler.leases import AHEAD
 from stages.scheduler.sequence import State
 
@@ -108,16 +108,21 @@ def test_kv_is_told_of_all_streams_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_us", "at_most"),
-    [(900.0, FAR), (4_000.0, 4), (9_000.0, AHEAD_STEPS), (10_500.0, 3), (14_500.0, 3), (15_500.0, 2)],
-)
-def test_how_many_steps_are_under_way_at_once(step_us: float, at_most: int) -> None:
-    world = World()
+    ("streams", "step_us", "at_most"),
+    [(1, 900.0, FAR), (1, 4_000.0, 4), (8, 4_000.0, 4), (1, 9_000.0, 2), (1, 14_500.0, 2), (12, 5_500.0, 5),
+     (16, 7_000.0, 5), (16, 9_000.0, 4), (16, 14_500.0, 3), (16, 15_500.0, 2)],
+)  # fmt: skip
+def test_how_many_steps_are_under_way_at_once(streams: int, step_us: float, at_most: int) -> None:
+    """The more streams there are to be told, the fewer words."""
+    world = World(batch=16)
     engine = world.engine
     engine.cost = SteadyCost(step_us, 1.0, 0.001)
-    world.submit(submission("a", [1, 2, 3], 60))
-    world.turn()
-    world.talk_to_kv()
+    for i in range(streams):
+        world.submit(submission(f"s{i}", [1, 2, 3 + i], 60))
+    for _ in range(3 + streams):
+        world.turn()
+        world.talk_to_kv()
+        world.work()
     most = 0
     for _ in range(20):
         world.turn()

@@ -118,6 +118,28 @@ def test_the_end_of_a_prompt_is_sampled_in_the_same_step():
     assert [(e.start, e.count, e.samples) for e in batch.entries] == [(0, 40, 1)]
 
 
+def test_a_short_prompt_of_a_quiet_tenant_is_a_step_of_its_own_every_other_step():
+    quiet, flood = Tenant("quiet", 1.0), Tenant("flood", 1.0)
+    flood.served = 10_000.0
+    streams = [held(str(i), 10, 9, tenant=flood) for i in range(4)]
+    budget, cost = Budget(max_entries=8, max_tokens=512, max_samples=72), CostModel(2000, 200, 0.01)
+
+    def found(prompt: int, may_stall: bool = True, tenant: Tenant = quiet) -> list[tuple[str, int]]:
+        batch = compose([*streams, held("9", prompt, 0, tenant=tenant)], budget, cost, None, may_stall)
+        assert batch.stalls == (len(batch.entries) == 1)
+        assert batch.tokens == sum(entry.count for entry in batch.entries)
+        if batch.stalls:
+            assert batch.left == [flood]
+            assert cost.predict(batch.tokens, batch.positions) <= budget.quiet_us
+            assert batch.entries[0].samples == 1
+        return [(entry.sequence.id, entry.count) for entry in batch.entries]
+
+    assert found(100) == [("9", 100)]
+    assert len(found(100, may_stall=False)) == 5
+    assert len(found(200)) == 5, "takes more than such a step may"
+    assert len(found(100, tenant=flood)) == 5
+
+
 def test_nothing_beyond_pages_the_last_token_or_a_verification():
     done, dry, verifying, chunk = held("1", 10, 9, 1), held("2", 10, 9), held("3", 10, 9), held("4", 100, 0)
     done.ahead = 1

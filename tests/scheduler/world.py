@@ -160,7 +160,7 @@ class World:
         roster = engine.roster
         mine = [step for step in engine.unacknowledged if not isinstance(step.entries[0].sequence, Companion)]
         expected_s = [step.expected_s for step in mine[:-1]]
-        assert len(mine) <= engine.depth or follows(len(expected_s), sum(expected_s))
+        assert len(mine) <= engine.depth or follows(len(expected_s), sum(expected_s), len(mine[-1].entries))
         assert len(engine.unacknowledged) <= FAR
         for step in engine.unacknowledged:
             assert len({isinstance(entry.sequence, Companion) for entry in step.entries}) == 1, "each by themselves"

@@ -84,7 +84,7 @@ class Ours:
         begun = time.perf_counter()
         self.engine.run(steps[0])
         each_s, at_once = time.perf_counter() - begun, 1
-        while follows(at_once, at_once * each_s):
+        while follows(at_once, at_once * each_s, batch):
             at_once += 1
         for i in range(1, n_tokens, at_once):
             self.engine.follow(steps[i : i + at_once])
