@@ -45,21 +45,23 @@ LEAD_S = 0.003  # the next step is published at least this long before the one u
 MAX_LEAD_S = 0.1  # where steps end before that, because we wake late or they vary
 FAR = SLOTS // 2 - 1  # most unacknowledged steps, of companions alone and of short ones
 AHEAD_S = 0.015  # short steps follow while less is unacknowledged: about so long streams wait for a word,
-AHEAD_STREAMS = 8  # as many of them at most;
-WORD_STREAMS = 16  # so many, each of whom a word has to be passed on to,
-WORD_S = 0.030  # wait so long
+AHEAD_STREAMS = 8  # as many of them at most; of more, each of whom a word is to be passed on to, in proportion,
+WORD_S = 0.040  # and never longer
 SHORT_S = 0.010  # steps that take less are followed up at once
-STEADY_S = 0.015  # and while nobody waits for a first token, steps that take less than this
 COMMIT_LATE = 16  # positions beyond a full page before kv is told of it: others' pages fill meanwhile
 
 
 _EARLY = (State.PENDING, State.PREFILLING)
 
 
+def word_s(streams: int) -> float:
+    """How long so many streams wait for a word while nobody waits for anything else."""
+    return min(WORD_S, AHEAD_S * max(1.0, streams / AHEAD_STREAMS))
+
+
 def follows(steps: int, expected_s: float, streams: int) -> bool:
     """Another one behind `steps` steps that take `expected_s` in all, of so many streams?"""
-    share = min(1.0, max(0.0, (streams - AHEAD_STREAMS) / (WORD_STREAMS - AHEAD_STREAMS)))
-    return steps < FAR and expected_s < AHEAD_S + share * (WORD_S - AHEAD_S)
+    return steps < FAR and expected_s < word_s(streams)
 
 
 class Settings(NamedTuple):
@@ -294,8 +296,9 @@ class Engine:
         """
         if len(self.unacknowledged) != 1 or self.depth < 2:
             return 0.0
-        expected = self.unacknowledged[0].expected_s
-        if expected < SHORT_S or (expected < STEADY_S and self._is_steady):
+        step = self.unacknowledged[0]
+        expected = step.expected_s
+        if expected < SHORT_S or (expected < word_s(len(step.entries)) / 2 and self._is_steady):
             return 0.0
         return max(0.0, self._began + expected - self.lead_s - now)
 

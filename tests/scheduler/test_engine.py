@@ -110,11 +110,12 @@ def test_kv_is_told_of_all_streams_at_once() -> None:
 @pytest.mark.parametrize(
     ("streams", "step_us", "at_most"),
     [(1, 900.0, FAR), (1, 4_000.0, 4), (8, 4_000.0, 4), (1, 9_000.0, 2), (1, 14_500.0, 2), (12, 5_500.0, 5),
-     (16, 7_000.0, 5), (16, 9_000.0, 4), (16, 14_500.0, 3), (16, 15_500.0, 2)],
+     (16, 7_000.0, 5), (16, 9_000.0, 4), (16, 14_500.0, 3), (16, 15_500.0, 2),
+     (24, 19_000.0, 3), (24, 21_000.0, 2)],
 )  # fmt: skip
 def test_how_many_steps_are_under_way_at_once(streams: int, step_us: float, at_most: int) -> None:
     """The more streams there are to be told, the fewer words."""
-    world = World(batch=16)
+    world = World(batch=24, pages=256)
     engine = world.engine
     engine.cost = SteadyCost(step_us, 1.0, 0.001)
     for i in range(streams):
