@@ -95,7 +95,7 @@ class Sequence:
         self.begun_at = 0.0  # first token
         # What has become of them.
         self.decoder: StreamDecoder | None = None  # from its first token to its end
-        self.text: list[str] = []
+        self.text: list[str] = []  # to be joined
         self.text_length = 0  # characters
         self.is_flushed = False  # that is all of its text
         self.end = 0  # output tokens whose text (and logprobs) have gone to the sink

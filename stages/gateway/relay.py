@@ -30,6 +30,7 @@ from stages.gateway.responses import Line, fill
 log = logging.getLogger("starling.gateway.relay")
 
 RESUBMIT_AFTER_S = 1.0  # not more often for the same sequence
+MAX_PARTS = 512  # of a sequence's text: a string for each token takes ten times its characters
 OVERTIME_S = 0.3  # beyond its time a request is ended here; the scheduler, which has the same one, comes first
 
 
@@ -337,8 +338,11 @@ class Relay:
 def _emit(sequence: Sequence, sink: Sink, text: str, end: int) -> None:
     """`text` has become certain with the output tokens up to `end`."""
     if text:
-        sequence.text.append(text)
+        parts = sequence.text
+        parts.append(text)
         sequence.text_length += len(text)
+        if len(parts) >= MAX_PARTS:
+            parts[:] = ["".join(parts)]
     begin, sequence.end = sequence.end, end
     sink.text(sequence, text, begin, end)
 

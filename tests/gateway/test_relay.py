@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -341,6 +342,15 @@ def test_a_sequence_named_twice_in_a_frame_is_shown_once() -> None:
     assert request.sink.flushes == 1
     world.settle()
     check_finished(request)
+
+
+def test_a_long_text_is_not_kept_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.gateway.relay.MAX_PARTS", 4)
+    world = World()
+    request = world.request("long", max_tokens=100)
+    world.settle()
+    check_finished(request)
+    assert len(request.sequences[0].text) < 4 < len(request.sequences[0].tokens)
 
 
 def test_a_request_whose_vocabulary_is_not_known_fails() -> None:
