@@ -25,7 +25,8 @@ from tools.tiny_gguf import SHAPES, write_model
 pytestmark = pytest.mark.slow
 
 REQUEST: dict[str, Any] = {"prompt": [5, 6, 7, 8], "max_tokens": 100, "ignore_eos": True, "seed": 3}
-LONG: dict[str, Any] = {**REQUEST, "max_tokens": 1900, "n": 8}
+LONG: dict[str, Any] = {**REQUEST, "max_tokens": 3000, "n": 8}  # for longer than a reload
+SMALL, ODD = (SHAPES[name]._replace(context_length=8192) for name in ("small", "odd"))
 TIMEOUT_S = 60.0
 
 
@@ -33,9 +34,9 @@ class Files:
     """Model files: `a` and `b` have one tokenizer and different weights, `other` has another tokenizer."""
 
     def __init__(self, directory: Path) -> None:
-        self.a = write_model(directory / "a.gguf", SHAPES["small"], seed=1)
-        self.b = write_model(directory / "b.gguf", SHAPES["small"], seed=2)
-        self.other = write_model(directory / "other.gguf", SHAPES["odd"], seed=3)
+        self.a = write_model(directory / "a.gguf", SMALL, seed=1)
+        self.b = write_model(directory / "b.gguf", SMALL, seed=2)
+        self.other = write_model(directory / "other.gguf", ODD, seed=3)
         self.broken = directory / "broken.gguf"
         self.broken.write_bytes(self.a.read_bytes()[:5000])
         self.used = directory / "used.gguf"  # what the server is configured with
@@ -399,19 +400,29 @@ def test_whoever_dies_in_the_middle_of_a_reload(server: Server, files: Files, vi
 def test_a_stream_of_the_old_version_outlives_the_gateway(server: Server, files: Files) -> None:
     """It was begun before the switch, and is taken up after it: on its own version."""
     key = {"Authorization": "Bearer sk-user"}
-    undisturbed = summary([data for _, data in events(server, "/v1/generate", {**LONG, "stream": True}, key)])
     begun: list[tuple[str, dict[str, Any]]] = []
-    with contextlib.suppress(OSError, ValueError):
-        for event in events(server, "/v1/generate", {**LONG, "stream": True}, key):
-            begun.append(event)
-            if len(begun) == 10:
-                reload(server, files.b)
-                pid = server.pid_of("gateway")
-                os.kill(pid, signal.SIGKILL)
-                assert wait_gone(pid)
+    for version in range(1, 9):
+        undisturbed = summary([data for _, data in events(server, "/v1/generate", {**LONG, "stream": True}, key)])
+        begun.clear()
+        is_under_way = False
+        with contextlib.suppress(OSError, ValueError):
+            for event in events(server, "/v1/generate", {**LONG, "stream": True}, key):
+                begun.append(event)
+                if len(begun) == 10:
+                    reload(server, files.b if version % 2 else files.a)
+                    is_under_way = len(workers(server)) == 2
+                    if not is_under_way:
+                        break  # it was over before the reload
+                    pid = server.pid_of("gateway")
+                    os.kill(pid, signal.SIGKILL)
+                    assert wait_gone(pid)
+        if is_under_way:
+            break
+    else:
+        pytest.fail("no stream takes as long as a reload")
     wait_answering(server)
     last = begun[-1][0]
     rest = list(events(server, f"/v1/requests/{last.partition(':')[0]}", None, {**key, "Last-Event-ID": last}))
     assert summary([data for _, data in begun + rest]) == undisturbed
-    wait_until(lambda: workers(server) == {"worker-tiny@1"}, server)
+    wait_until(lambda: workers(server) == {f"worker-tiny@{version}"}, server)
     assert tokens_of([{"tokens": tokens(server)}]) != []
