@@ -33,6 +33,10 @@ class Pieces:
             raise ValueError(f"{len(ends)} pieces in {len(described.pieces)} bytes for {described.vocab_size} tokens")
         self._data, self._ends, self.control = described.pieces, ends, frozenset(control)
 
+    def shown(self, token: int, skip_special: bool) -> bytes:
+        """What of the token is text."""
+        return b"" if skip_special and token in self.control else self.get(token)
+
     def get(self, token: int) -> bytes:
         """The token's bytes; a special token's are its name. Ids outside the vocabulary have none."""
         ends = self._ends

@@ -278,13 +278,12 @@ class Relay:
         decoder = sequence.decoder
         if decoder is None:
             decoder = sequence.decoder = StreamDecoder(request.ask.stop)
-        hidden = pieces.control if request.ask.skip_special else ()
+        skip_special = request.ask.skip_special
         tokens, visible = sequence.tokens, sequence.visible
         # A limit comes with the token that reached it; a stop token may come alone: what it ends is always told alone.
         last = visible if sequence.finish and visible == len(tokens) else -1
         for end in range(sequence.end + 1, visible + 1):
-            token = tokens[end - 1]
-            text = decoder.push(b"" if token in hidden else pieces.get(token))
+            text = decoder.push(pieces.shown(tokens[end - 1], skip_special))
             if end == last and not decoder.stop_string:
                 text += decoder.finish()
             sequence.is_flushed = end == last or bool(decoder.stop_string)

@@ -400,11 +400,10 @@ class Service:
                 "Last-Event-ID",
             )
         decoder = StreamDecoder(request.ask.stop)
-        hidden = pieces.control if request.ask.skip_special else ()
-        length = 0
+        skip_special, length = request.ask.skip_special, 0
         for at in range(0, len(tokens), COUNTED_AT_ONCE):
             for token in tokens[at : at + COUNTED_AT_ONCE]:
-                length += len(decoder.push(b"" if token in hidden else pieces.get(token)))
+                length += len(decoder.push(pieces.shown(token, skip_special)))
             await asyncio.sleep(0)
         return length
 

@@ -171,7 +171,7 @@ def _share(
         entry = _alone(lines[quiet][0], budget, cost)
         if entry is not None:
             others = [tenant for tenant in lines if tenant is not quiet or len(lines[tenant]) > 1]
-            return Batch([entry], entry.count, _positions(entry), others, True)
+            return Batch([entry], entry.count, positions_of(entry), others, True)
     entries: list[Entry] = []
     left: list[Tenant] = []
     tokens = positions = samples = 0
@@ -206,7 +206,7 @@ def _share(
         entries.append(Entry(sequence, start, count, sampled))
         tokens += count
         samples += sampled
-        positions += _positions(entries[-1])
+        positions += positions_of(entries[-1])
         if place + 1 < len(line):
             heapq.heappush(turn, (served + count * tenant.inverse, i, tenant, place + 1))
     return Batch(entries, tokens, positions, left)
@@ -222,9 +222,9 @@ def _alone(sequence: Sequence, budget: Budget, cost: CostModel) -> Entry | None:
     entry = Entry(sequence, start, sequence.length + sequence.ahead - start, 1)
     if not 1 < entry.count <= min(sequence.leased - start, budget.max_tokens):
         return None
-    return entry if cost.predict(entry.count, _positions(entry)) <= budget.quiet_us else None
+    return entry if cost.predict(entry.count, positions_of(entry)) <= budget.quiet_us else None
 
 
-def _positions(entry: Entry) -> int:
+def positions_of(entry: Entry) -> int:
     """Attention positions."""
     return entry.count * entry.start + entry.count * (entry.count + 1) // 2

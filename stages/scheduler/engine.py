@@ -26,7 +26,7 @@ from pipeline.messages import Denied, Granted, KvReady, KvState, Logprob, ModelS
 from shm.steps import SLOTS
 from stages.scheduler import retry
 from stages.scheduler.admission import Limits, Refusal, misfit
-from stages.scheduler.batch import Batch, Budget, Entry, compose
+from stages.scheduler.batch import Batch, Budget, Entry, compose, positions_of
 from stages.scheduler.companion import Companion, Companions
 from stages.scheduler.cost import CostModel
 from stages.scheduler.door import UNAVAILABLE_S, Door
@@ -474,8 +474,8 @@ class Engine:
         start = sequence.planned
         todo = sequence.length + sequence.ahead - start
         count = min(todo, sequence.leased - start, self.budget.max_tokens)
-        positions = count * start + count * (count + 1) // 2
-        return Batch([Entry(sequence, start, count, 1 if count == todo else 0)], count, positions, [])
+        entry = Entry(sequence, start, count, 1 if count == todo else 0)
+        return Batch([entry], count, positions_of(entry), [])
 
     # ================================================================== pages
 
