@@ -35,6 +35,7 @@ test-slow: $(VENV)/.locked-dev ## the others; fetches the demo model
 
 check: $(VENV)/.locked-dev ## ruff, mypy, the import law, the file map
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python tools/check_imports.py
 	@$(BIN)/python -m tools.file_map --check
@@ -44,6 +45,7 @@ map: $(VENV)/.locked-dev ## write the file map of ARCHITECTURE.md anew
 
 format: $(VENV)/.locked-dev ## what ruff can mend by itself
 	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
 
 bench: $(VENV)/.locked-dev ## figures of speed; the last line is one JSON object
 	@$(BIN)/starling prepare
@@ -53,11 +55,11 @@ chaos: $(VENV)/.locked ## ten minutes of faults against the running server; fail
 	@$(BIN)/starling chaos --scenario mixed --duration 10m $(ARGS)
 
 peers: $(VENV)/.locked-dev ## other engines for `make bench` to compare with
-	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r requirements-peers.lock
+	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r locks/requirements-peers.lock
 
 peers-native: $(VENV)/.locked-dev $(BIN)/llama-server ## llama.cpp compiled for this CPU; takes minutes and a C++ compiler
 	@CMAKE_ARGS="-DGGML_NATIVE=ON $(CMAKE_ARGS)" $(BIN)/python -m pip install --require-hashes \
-	  --no-binary llama-cpp-python -r requirements-peers-native.lock
+	  --no-binary llama-cpp-python -r locks/requirements-peers-native.lock
 
 lock: $(VENV)/.locked-dev ## resolve dependencies anew into the lock files
 	@tools/lock.sh $(BIN)/python
@@ -72,14 +74,14 @@ clean: ## caches and build results; models and state stay
 distclean: clean ## and the virtual environment
 	@rm -rf $(VENV)
 
-$(BIN)/llama-server: requirements-peers-native.lock tools/build_llama_server.sh | $(VENV)/.locked-dev
-	@tools/build_llama_server.sh $(BIN)/python requirements-peers-native.lock $@
+$(BIN)/llama-server: locks/requirements-peers-native.lock tools/build_llama_server.sh | $(VENV)/.locked-dev
+	@tools/build_llama_server.sh $(BIN)/python locks/requirements-peers-native.lock $@
 
 # Stamps: a lock file that is newer than its stamp is installed again.
-$(VENV)/.locked: requirements.lock pyproject.toml tools/setup_venv.sh
-	@tools/setup_venv.sh $(VENV) requirements.lock
+$(VENV)/.locked: locks/requirements.lock pyproject.toml tools/setup_venv.sh
+	@tools/setup_venv.sh $(VENV) locks/requirements.lock
 	@touch $@
 
-$(VENV)/.locked-dev: requirements-dev.lock pyproject.toml tools/setup_venv.sh
-	@tools/setup_venv.sh $(VENV) requirements-dev.lock
+$(VENV)/.locked-dev: locks/requirements-dev.lock pyproject.toml tools/setup_venv.sh
+	@tools/setup_venv.sh $(VENV) locks/requirements-dev.lock
 	@touch $@ $(VENV)/.locked

@@ -83,12 +83,20 @@ class Arena:
         self.path = path
         self._fd = fd
         self._map = map_
-        (_, self.layout, _, self.size, self.generation, self.owner_pid, self.owner_ticks,
-         kind, self.digest, meta_bytes) = fields
+        (
+            _,
+            self.layout,
+            _,
+            self.size,
+            self.generation,
+            self.owner_pid,
+            self.owner_ticks,
+            kind,
+            self.digest,
+            meta_bytes,
+        ) = fields
         self.kind = kind.rstrip(b"\0").decode()
-        self.meta: dict[str, Any] = msgspec.msgpack.decode(
-            map_[_FIXED.size : _FIXED.size + meta_bytes]
-        )
+        self.meta: dict[str, Any] = msgspec.msgpack.decode(map_[_FIXED.size : _FIXED.size + meta_bytes])
         self.buffer: np.ndarray = np.frombuffer(map_, np.uint8, offset=HEADER_BYTES)
 
     # -------------------------------------------------------------- making and finding
@@ -132,8 +140,16 @@ class Arena:
                 ) from None
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fields = (
-                MAGIC, layout, HEADER_BYTES, size, generation, os.getpid(),
-                process_ticks(os.getpid()), kind.encode(), digest, len(packed),
+                MAGIC,
+                layout,
+                HEADER_BYTES,
+                size,
+                generation,
+                os.getpid(),
+                process_ticks(os.getpid()),
+                kind.encode(),
+                digest,
+                len(packed),
             )
             os.pwrite(fd, _FIXED.pack(*fields) + packed, 0)
             map_ = mmap.mmap(fd, size)
@@ -189,9 +205,7 @@ class Arena:
             map_ = mmap.mmap(fd, actual)
             arena = cls(path, fd, map_, fields)
             if meta is not None and arena.meta != meta:
-                differing = sorted(
-                    k for k in arena.meta.keys() | meta.keys() if arena.meta.get(k) != meta.get(k)
-                )
+                differing = sorted(k for k in arena.meta.keys() | meta.keys() if arena.meta.get(k) != meta.get(k))
                 raise ArenaError(
                     f"{path}: geometry differs in "
                     + ", ".join(f"{k} ({arena.meta.get(k)!r}, not {meta.get(k)!r})" for k in differing)

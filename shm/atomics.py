@@ -110,9 +110,7 @@ def cycles(typingctx):
     """The time stamp counter (constant rate, same on all cores), as i64."""
 
     def codegen(context, builder, signature, args):
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_I64, []), "llvm.readcyclecounter"
-        )
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I64, []), "llvm.readcyclecounter")
         return builder.call(function, [])
 
     return types.int64(), codegen
@@ -134,8 +132,14 @@ def futex_wait(typingctx, address, expected, timeout_ns):
         builder.store(ir.Constant(ir.ArrayType(_I64, 2), [0, 0]), timeout)
         builder.store(args[2], builder.gep(timeout, [_I32(0), _I32(1)]))
         return _syscall(
-            builder, _SYS_FUTEX, args[0], _FUTEX_WAIT, builder.and_(args[1], _I64(0xFFFFFFFF)),
-            builder.ptrtoint(timeout, _I64), 0, 0,
+            builder,
+            _SYS_FUTEX,
+            args[0],
+            _FUTEX_WAIT,
+            builder.and_(args[1], _I64(0xFFFFFFFF)),
+            builder.ptrtoint(timeout, _I64),
+            0,
+            0,
         )
 
     return types.int64(types.int64, types.int64, types.int64), codegen

@@ -6,7 +6,7 @@ first, so whoever finds an `.idx` finds its `.bin`.  Mapped files are immutable 
 processes share their pages.
 
 `layout` of a tensor: "rows" is plain row-major f32; "groups" is interleaved by 16 rows as
-`stages/worker/layout.py` draws it.  A tensor named twice in a model (tied embeddings) is stored once.
+`stages/worker/checkpoint/layout.py` draws it.  A tensor named twice in a model (tied embeddings) is stored once.
 """
 
 from __future__ import annotations
@@ -245,9 +245,16 @@ class CheckpointWriter:
         return tensor
 
     def finish(
-        self, *, digest: str, architecture: str, name: str, parameters: int, source_bytes: int, hyper: Hyper,
+        self,
+        *,
+        digest: str,
+        architecture: str,
+        name: str,
+        parameters: int,
+        source_bytes: int,
+        hyper: Hyper,
         tokenizer: TokenizerData,
-    ) -> Index:  # fmt: skip
+    ) -> Index:
         """Place both files, `.bin` first."""
         assert self._file is not None
         # Kernels read whole vectors and prefetch ahead: the file ends on a page of its own.

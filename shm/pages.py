@@ -14,7 +14,7 @@ The arena `kv`: [page headers: n_pages x PAGE_HEADER bytes] [pages, 4096-aligned
 written by the worker, only while the page is leased to a sequence of a published step.  A header:
 
     offset  size  field       writer: the kv stage
-    0       16    root        seed of the token chain: model, geometry, kv type, salt (stages/kv/prefix.py)
+    0       16    root        seed of the token chain: model, geometry, kv type, salt (stages/kv/pool/prefix_hash.py)
     16      16    parent      chain digest of the page before this one; `root` for the first
     32      16    digest      chain digest of all tokens up to this page's end
     48      8     checksum    XXH3-64 of the page's bytes
@@ -27,7 +27,7 @@ written by the worker, only while the page is leased to a sequence of a publishe
     88      8     born        ns since 1970: when the sequence that computed it was admitted
     96      4     uses        sequences that have held it
     100     4     residency   copies elsewhere: 1 in the spill file, 2 in the state directory
-    104     8     serial      of the row whose sequence leases it (shm/steps.py); `root` and `serial`
+    104     8     serial      of the row whose sequence leases it (shm/step_ring.py); `root` and `serial`
                               are what a restarted kv needs to go on with a lease; 0: found damaged
                               while it was leased, nobody may go on with it
     112     16    zero
@@ -61,11 +61,36 @@ SEGMENT = 256  # positions of an attention segment; page_tokens divides it
 HEADER = np.dtype(
     {
         "names": [
-            "root", "parent", "digest", "checksum", "ordinal", "tokens", "check", "state", "refs",
-            "last_use", "born", "uses", "residency", "serial",
+            "root",
+            "parent",
+            "digest",
+            "checksum",
+            "ordinal",
+            "tokens",
+            "check",
+            "state",
+            "refs",
+            "last_use",
+            "born",
+            "uses",
+            "residency",
+            "serial",
         ],
         "formats": [
-            "V16", "V16", "V16", "<u8", "<u4", "<u4", "<u8", "<u4", "<u4", "<u8", "<u8", "<u4", "<u4", "<u8",
+            "V16",
+            "V16",
+            "V16",
+            "<u8",
+            "<u4",
+            "<u4",
+            "<u8",
+            "<u4",
+            "<u4",
+            "<u8",
+            "<u8",
+            "<u4",
+            "<u4",
+            "<u8",
         ],
         "offsets": [0, 16, 32, 48, 56, 60, 64, 72, 76, 80, 88, 96, 100, 104],
         "itemsize": PAGE_HEADER,
@@ -130,9 +155,7 @@ def kv_views(arena: Arena, g: KvGeometry, n_pages: int) -> KvArena:
     )
 
 
-def create_kv(
-    path: Path, g: KvGeometry, n_pages: int, digest: bytes, generation: int
-) -> tuple[Arena, KvArena]:
+def create_kv(path: Path, g: KvGeometry, n_pages: int, digest: bytes, generation: int) -> tuple[Arena, KvArena]:
     """The kv stage's call: all pages free. Raises `ArenaError` when it does not fit."""
     g.check()
     meta = {**g._asdict(), "pages": n_pages, "numerics": NUMERICS}
@@ -140,9 +163,7 @@ def create_kv(
     return arena, kv_views(arena, g, n_pages)
 
 
-def attach_kv(
-    path: Path, digest: bytes | None = None, own: bool = False
-) -> tuple[Arena, KvArena, KvGeometry]:
+def attach_kv(path: Path, digest: bytes | None = None, own: bool = False) -> tuple[Arena, KvArena, KvGeometry]:
     """Everybody else's call (and a restarted kv stage's, with `own`)."""
     arena = Arena.attach(path, KIND, LAYOUT, digest=digest, own=own)
     try:

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import paths, registry
-from pipeline.config_schema import DEMO_MODEL, ModelConfig
+from pipeline.config import paths
+from pipeline.config.schema import DEMO_MODEL, ModelConfig
+from pipeline.models import store
 
 
 @pytest.fixture(scope="session")
 def demo_gguf() -> Path:
     """The demo model's GGUF file, fetched at its first use (STARLING_HOME as outside of tests)."""
-    return registry.fetch(ModelConfig(name=DEMO_MODEL), paths.models_dir(os.environ)).path
+    return store.fetch(ModelConfig(name=DEMO_MODEL), paths.models_dir(os.environ)).path
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +31,12 @@ def demo_vocabulary(demo_gguf: Path):  # type: ignore[no-untyped-def]
 
     return Vocabulary(
         TokenizerSpec(
-            get("model"), get("pre"), get("tokens"), get("token_type"), get("merges"),
-            get("bos_token_id"), get("eos_token_id"),
+            get("model"),
+            get("pre"),
+            get("tokens"),
+            get("token_type"),
+            get("merges"),
+            get("bos_token_id"),
+            get("eos_token_id"),
         )
     )

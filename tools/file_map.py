@@ -1,7 +1,7 @@
 """The file map of ARCHITECTURE.md, from the first sentence of each module's docstring.
 
-    python -m tools.file_map            rewrite the section
-    python -m tools.file_map --check    exit 1 when it is not what the sources say
+python -m tools.file_map            rewrite the section
+python -m tools.file_map --check    exit 1 when it is not what the sources say
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ lock() {
     { echo "$header" && sed "s/ ; $everywhere / /" "$out"; } >"$out.new"
     mv "$out.new" "$out"
 }
-lock requirements.lock --group build
-lock requirements-dev.lock --constraint requirements.lock --group build --group dev
-lock requirements-peers.lock --constraint requirements-dev.lock --group build --group peers
-lock requirements-peers-native.lock --constraint requirements-dev.lock --group build --group peers-native
+lock locks/requirements.lock --group build
+lock locks/requirements-dev.lock --constraint locks/requirements.lock --group build --group dev
+lock locks/requirements-peers.lock --constraint locks/requirements-dev.lock --group build --group peers
+lock locks/requirements-peers-native.lock --constraint locks/requirements-dev.lock --group build --group peers-native

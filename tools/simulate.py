@@ -21,12 +21,12 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from pipeline.messages import Acquire, Denied, Extend, Granted, KvReady, Release, Sampling, Submit
-from shm import steps as sh
-from shm.steps import StepsGeometry, blank_steps
-from stages.scheduler.cost import CostModel
-from stages.scheduler.engine import Engine, Settings
-from stages.scheduler.ring import Ring
+from pipeline.protocol.messages import Acquire, Denied, Extend, Granted, KvReady, Release, Sampling, Submit
+from shm import step_ring as sh
+from shm.step_ring import StepsGeometry, blank_steps
+from stages.scheduler.core.engine import Engine, Settings
+from stages.scheduler.core.ring import Ring
+from stages.scheduler.policy.cost import CostModel
 
 OWNER = b"simulation"
 TOKEN = 1
@@ -92,9 +92,12 @@ class Simulation:
         self._leased: dict[str, int] = {}
         self.engine = Engine(settings, 0.0, lambda name: (weights or {}).get(name, 1.0))
         geometry = StepsGeometry(
-            settings.n_rows, settings.max_batch_size, settings.max_samples, context,
+            settings.n_rows,
+            settings.max_batch_size,
+            settings.max_samples,
+            context,
             -(-context // page_tokens) + 1,
-        )  # fmt: skip
+        )
         self._steps = blank_steps(geometry)
         self.engine.ring = Ring(self._steps, geometry, 1)
         self.engine.ring.start(1)
@@ -108,15 +111,11 @@ class Simulation:
         self._n += 1
         heapq.heappush(self._events, (when, self._n, what))
 
-    def submit(
-        self, when: float, name: str, prompt: int, output: int, tenant: str = "t", priority: int = 0
-    ) -> None:
+    def submit(self, when: float, name: str, prompt: int, output: int, tenant: str = "t", priority: int = 0) -> None:
         """A sequence of `prompt` tokens, unlike any other's, that generates `output`."""
         self._prompts += 1
         tokens = array("i", [self._prompts] + [TOKEN] * (prompt - 1))
-        frame = Submit(
-            name, name, "m", tenant, tokens.tobytes(), output, Sampling(), priority=priority
-        )
+        frame = Submit(name, name, "m", tenant, tokens.tobytes(), output, Sampling(), priority=priority)
 
         def arrive() -> None:
             self.records[name] = Record(tenant, self.now)

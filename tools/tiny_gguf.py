@@ -55,18 +55,34 @@ SHAPES = {
 
 # Per tensor, by the last part of its name before ".weight"; "" is every other matrix.
 RECIPES = {
-    **{t.name: {"": t} for t in (
-        Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0,
-        Type.Q4_K, Type.Q5_K, Type.Q6_K,
-    )},
-    "Q4_K_M": {"": Type.Q4_K, "attn_v": Type.Q6_K, "ffn_down": Type.Q6_K, "token_embd": Type.Q6_K,
-               "output": Type.Q6_K},
-    "Q5_K_M": {"": Type.Q5_K, "attn_v": Type.Q6_K, "ffn_down": Type.Q6_K, "token_embd": Type.Q6_K,
-               "output": Type.Q6_K},
-    "Q4_0_M": {"": Type.Q4_0, "attn_k": Type.Q5_0, "ffn_up": Type.Q5_1, "attn_output": Type.F16,
-               "token_embd": Type.Q8_0, "output": Type.BF16},
+    **{
+        t.name: {"": t}
+        for t in (
+            Type.F32,
+            Type.F16,
+            Type.BF16,
+            Type.Q4_0,
+            Type.Q4_1,
+            Type.Q5_0,
+            Type.Q5_1,
+            Type.Q8_0,
+            Type.Q4_K,
+            Type.Q5_K,
+            Type.Q6_K,
+        )
+    },
+    "Q4_K_M": {"": Type.Q4_K, "attn_v": Type.Q6_K, "ffn_down": Type.Q6_K, "token_embd": Type.Q6_K, "output": Type.Q6_K},
+    "Q5_K_M": {"": Type.Q5_K, "attn_v": Type.Q6_K, "ffn_down": Type.Q6_K, "token_embd": Type.Q6_K, "output": Type.Q6_K},
+    "Q4_0_M": {
+        "": Type.Q4_0,
+        "attn_k": Type.Q5_0,
+        "ffn_up": Type.Q5_1,
+        "attn_output": Type.F16,
+        "token_embd": Type.Q8_0,
+        "output": Type.BF16,
+    },
     "Q4_1_M": {"": Type.Q4_1, "token_embd": Type.Q6_K, "output": Type.Q6_K},
-}  # fmt: skip
+}
 # What stands in where K is no multiple of 256 (as llama.cpp's quantizer does it).
 _NARROW = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
 
@@ -250,9 +266,7 @@ def write_model(path: Path, shape: Shape, recipe: str = "Q4_1", seed: int = 0, r
     for name, kind, rows, columns in plan:
         values, size = gguf.GGML_QUANT_SIZES[kind]
         dims = (rows, columns) if rows else (columns,)
-        writer.add_tensor_info(
-            name, dims, np.dtype(np.float32), max(rows, 1) * columns // values * size, kind
-        )
+        writer.add_tensor_info(name, dims, np.dtype(np.float32), max(rows, 1) * columns // values * size, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -26,9 +26,9 @@ from typing import Any
 import msgspec
 
 from pipeline.errors import InvalidRequest
-from stages.gateway.drains import ALL
-from stages.gateway.loader import Loader, new_change
+from stages.gateway.admission.drain import ALL
 from stages.gateway.service import Service
+from stages.gateway.versions.loader import Loader, new_change
 
 log = logging.getLogger("starling.gateway.admin")
 

@@ -1,6 +1,6 @@
 """The gateway's own numbers, and the figures of /health.
 
-Touched once for a request, never for a token.  Names and labels are those of pipeline/telemetry.py;
+Touched once for a request, never for a token.  Names and labels are those of pipeline/observe/metrics.py;
 the other stages' numbers reach /metrics through their snapshots.
 """
 
@@ -10,10 +10,10 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from pipeline.telemetry import Metrics
-from stages.gateway.record import Request
-from stages.gateway.relay import Counts
-from stages.gateway.responses import HIT, ResponseCache
+from pipeline.observe.metrics import Metrics
+from stages.gateway.requests.relay import Counts
+from stages.gateway.requests.response_cache import HIT, ResponseCache
+from stages.gateway.requests.state import Request
 
 
 class GatewayMetrics:

@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pipeline import messages as m
-from pipeline.config_schema import Config
+from pipeline.config.schema import Config
 from pipeline.errors import (
     Conflict,
     InternalError,
@@ -32,27 +31,37 @@ from pipeline.errors import (
     Overloaded,
     StarlingError,
 )
-from pipeline.lineup import Instance, initial
-from pipeline.telemetry import Metrics
-from stages.gateway.ask import Ask
-from stages.gateway.drains import ALL, Drains, too_late
-from stages.gateway.incremental import StreamDecoder
-from stages.gateway.instances import Instances
-from stages.gateway.journal import Journal
-from stages.gateway.lengths import Bounds, check_number, output_budget
-from stages.gateway.limits import Caller, Quotas
+from pipeline.models.versions import Instance, initial
+from pipeline.observe.metrics import Metrics
+from pipeline.protocol import messages as m
+from stages.gateway.admission.drain import ALL, Drains, too_late
+from stages.gateway.admission.lengths import Bounds, check_number, output_budget
+from stages.gateway.admission.limits import Caller, Quotas
+from stages.gateway.admission.quota_file import QuotaFile
+from stages.gateway.admission.readiness import StageHealth, model_report
+from stages.gateway.endpoints.generation_request import Ask
 from stages.gateway.metrics import GatewayMetrics
-from stages.gateway.pieces import Pieces
-from stages.gateway.prompts import check_ids, field_of, tokens_of
-from stages.gateway.questions import RETRY_AFTER_S, Questions
-from stages.gateway.quota_file import QuotaFile
-from stages.gateway.readiness import StageHealth, model_report
-from stages.gateway.record import Outcome, Request, Sequence, Sink
-from stages.gateway.recovery import Recovery, Watch
-from stages.gateway.relay import Relay
-from stages.gateway.responses import BYPASS, HIT, MISS, Line, ResponseCache, is_determined, key_of, lines_of
-from stages.gateway.sessions import Sessions
-from stages.gateway.takeup import TOKENS, Mark
+from stages.gateway.requests.journal import Journal
+from stages.gateway.requests.prompts import check_ids, field_of, tokens_of
+from stages.gateway.requests.recovery import Recovery, Watch
+from stages.gateway.requests.relay import Relay
+from stages.gateway.requests.response_cache import (
+    BYPASS,
+    HIT,
+    MISS,
+    Line,
+    ResponseCache,
+    is_determined,
+    key_of,
+    lines_of,
+)
+from stages.gateway.requests.resume import TOKENS, Mark
+from stages.gateway.requests.sessions import Sessions
+from stages.gateway.requests.state import Outcome, Request, Sequence, Sink
+from stages.gateway.requests.text_decoder import StreamDecoder
+from stages.gateway.requests.token_text import Pieces
+from stages.gateway.tokenizer_client import RETRY_AFTER_S, Questions
+from stages.gateway.versions.catalog import Instances
 
 log = logging.getLogger("starling.gateway")
 
@@ -84,13 +93,9 @@ class Service:
         self.config = config
         self.instances = instances or Instances(config, initial(config), lambda lineup: None)
         self.clock = clock
-        self.relay = Relay(
-            send_scheduler, clock, self._on_end, lambda request: self.sessions.finish(request)
-        )
+        self.relay = Relay(send_scheduler, clock, self._on_end, lambda request: self.sessions.finish(request))
         self.sessions = Sessions(self.relay, send_kv)
-        self.recovery = Recovery(
-            self.relay, journal, clock, wall, config.server.request_timeout_ms / 1000
-        )
+        self.recovery = Recovery(self.relay, journal, clock, wall, config.server.request_timeout_ms / 1000)
         self.quotas = Quotas(config.rate_limits, clock, quota_file, wall)
         self.responses = ResponseCache(config.cache.responses, clock)
         heartbeat_s = config.server.heartbeat_ms / 1000
@@ -435,9 +440,7 @@ class Service:
         """A request to be taken up at `mark`. Raises `NotFound`, also for what another tenant has."""
         request = self.recovery.find(request_id, tenant)
         if request is None:
-            raise NotFound(
-                f"there is no request {request_id[:80]!r} (any more); an ended one is kept for a short time"
-            )
+            raise NotFound(f"there is no request {request_id[:80]!r} (any more); an ended one is kept for a short time")
         if mark is not None and len(mark.places) != len(request.sequences):
             raise InvalidRequest(
                 f"Last-Event-ID has {len(mark.places)} places and the request {len(request.sequences)} "
@@ -446,9 +449,7 @@ class Service:
             )
         return request
 
-    async def take_up(
-        self, request: Request, mark: Mark | None, begin: Callable[[list[int]], AnySink]
-    ) -> AnySink:
+    async def take_up(self, request: Request, mark: Mark | None, begin: Callable[[list[int]], AnySink]) -> AnySink:
         """Wait until the request is as far again as `mark`, and add the reader that `begin` makes.
 
         `begin` gets the characters that the reader has of each choice, and brings it up to date.
@@ -475,8 +476,7 @@ class Service:
         bound = self.config.server.max_concurrent_requests
         if self.in_flight >= bound:
             raise Overloaded(
-                f"{bound} requests are in flight, the most that are taken "
-                f"(server.max_concurrent_requests); try again",
+                f"{bound} requests are in flight, the most that are taken (server.max_concurrent_requests); try again",
                 retry_after_s=1.0,
             )
 
@@ -494,9 +494,7 @@ class Service:
         finally:
             self._admitting[model] -= 1
 
-    async def _admit(
-        self, model: str, ask: Ask, caller: Caller, started_at: float, client_id: str
-    ) -> Request:
+    async def _admit(self, model: str, ask: Ask, caller: Caller, started_at: float, client_id: str) -> Request:
         self.quotas.take_request(caller.tenant)
         timeout_s = self.config.server.request_timeout_ms / 1000
         left_s = started_at + timeout_s - self.clock()
@@ -506,13 +504,12 @@ class Service:
                 return await self._admit_to(model, ask, caller, started_at, client_id)
         except TimeoutError:
             raise StarlingError(
-                "TIMEOUT", f"not begun after {timeout_s:.1f} s, the time a request may take "
+                "TIMEOUT",
+                f"not begun after {timeout_s:.1f} s, the time a request may take "
                 f"(server.request_timeout_ms); try again when it is less busy",
-            ) from None  # fmt: skip
+            ) from None
 
-    async def _admit_to(
-        self, model: str, ask: Ask, caller: Caller, started_at: float, client_id: str
-    ) -> Request:
+    async def _admit_to(self, model: str, ask: Ask, caller: Caller, started_at: float, client_id: str) -> Request:
         """The model is ready."""
         with self.using(model) as instance:  # from here on it is this version's, whatever serves next
             salt = caller.salted(ask.cache_salt)
@@ -530,9 +527,14 @@ class Service:
                 raise
 
     async def _put_together(
-        self, instance: Instance, ask: Ask, held: tuple[int, ...], caller: Caller, started_at: float,
+        self,
+        instance: Instance,
+        ask: Ask,
+        held: tuple[int, ...],
+        caller: Caller,
+        started_at: float,
         client_id: str,
-    ) -> Request:  # fmt: skip
+    ) -> Request:
         """`held`: the tokens before the prompt, of the session."""
         described = self.described[instance.id]
         check_number(max(1, len(ask.prompts)), ask.n, self.config, instance.settings)
@@ -546,12 +548,18 @@ class Service:
             for index, prompt in enumerate(prompts)
         ]
         request = Request(
-            f"req-{secrets.token_hex(12)}", ask, instance.name, caller.tenant,
+            f"req-{secrets.token_hex(12)}",
+            ask,
+            instance.name,
+            caller.tenant,
             started_at + self.config.server.request_timeout_ms / 1000,
-            priority=caller.priority, created=int(time.time()),
-            fingerprint=f"fp_{described.digest[:12]}", started_at=started_at, client_id=client_id,
+            priority=caller.priority,
+            created=int(time.time()),
+            fingerprint=f"fp_{described.digest[:12]}",
+            started_at=started_at,
+            client_id=client_id,
             instance=instance.id,
-        )  # fmt: skip
+        )
         request.tokenizer = described.tokenizer
         if ask.echo:
             decode = partial(self.questions.decode, instance.id)
@@ -608,9 +616,10 @@ class Service:
     def end_all(self, error: StarlingError, model: str = "", instance: str = "") -> int:
         """End every request in flight (of a model, of a version) with an error; returns how many there were."""
         requests = [
-            r for r in self.relay.requests.values()
+            r
+            for r in self.relay.requests.values()
             if (not model or r.model == model) and (not instance or r.instance == instance)
-        ]  # fmt: skip
+        ]
         for request in requests:
             self.relay.fail(request, error)
         return len(requests)

@@ -17,23 +17,26 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
-from pipeline import lineup, listening, logs, paths
-from pipeline.aio import Endpoints
-from pipeline.config import Config
-from pipeline.control import Control
+from pipeline.config import paths
+from pipeline.config.load import Config
 from pipeline.errors import ConfigError, Conflict, InvalidRequest, Overloaded, StarlingError
-from pipeline.heap import Heap
-from pipeline.wire import Link
+from pipeline.ipc.asyncio_loop import Endpoints
+from pipeline.ipc.control import Control
+from pipeline.ipc.endpoint import Link
+from pipeline.models import versions
+from pipeline.observe import logs
+from pipeline.runtime.malloc_trim import Heap
+from pipeline.supervise import listen_fd as listening
 from stages.gateway.admin import MAX_TIMEOUT_S, Admin
-from stages.gateway.connections import Connections
-from stages.gateway.http import make_app
-from stages.gateway.instances import Instances
-from stages.gateway.journal import Journal
-from stages.gateway.loader import Loader
-from stages.gateway.quota_file import QuotaFile
-from stages.gateway.recovery import sync_and_close
+from stages.gateway.admission.quota_file import QuotaFile
+from stages.gateway.endpoints.formatter import to_json
+from stages.gateway.http.app import make_app
+from stages.gateway.http.idle_connections import Connections
+from stages.gateway.requests.journal import Journal
+from stages.gateway.requests.recovery import sync_and_close
 from stages.gateway.service import Service
-from stages.gateway.shape import to_json
+from stages.gateway.versions.catalog import Instances
+from stages.gateway.versions.loader import Loader
 
 log = logging.getLogger("starling.gateway")
 
@@ -74,17 +77,21 @@ class GatewayStage:
         self.scheduler: Link = self.endpoints.connect(
             "gateway-scheduler", lambda frame: self.service.on_scheduler(frame)
         )
-        self.kv: Link = self.endpoints.connect(
-            "gateway-kv", lambda frame: self.service.sessions.on_frame(frame)
-        )
+        self.kv: Link = self.endpoints.connect("gateway-kv", lambda frame: self.service.sessions.on_frame(frame))
         self.journal = _open_journal(config)
         self.quota_file = _open_quotas(config)
         self._quota_sync: asyncio.Future[None] | None = None
-        instances = Instances(config, lineup.read(config), lambda fresh: lineup.write(config, fresh))
+        instances = Instances(config, versions.read(config), lambda fresh: versions.write(config, fresh))
         self.service = Service(
-            config, self.scheduler.send, self.tokenizer.send, metrics=self.endpoints.metrics,
-            journal=self.journal, send_kv=self.kv.send, quota_file=self.quota_file, instances=instances,
-        )  # fmt: skip
+            config,
+            self.scheduler.send,
+            self.tokenizer.send,
+            metrics=self.endpoints.metrics,
+            journal=self.journal,
+            send_kv=self.kv.send,
+            quota_file=self.quota_file,
+            instances=instances,
+        )
         self.loader = Loader(self.service)
         self.tokenizer.on_up = self.service.on_tokenizer_up
         self.tokenizer.on_down = self.service.on_tokenizer_down

@@ -1,6 +1,6 @@
 """The rules of the `kv` stage: who gets which page, what is shared, what goes when there is no room.
 
-A *lease* is a sequence's hold on pages.  Its life, in messages of `pipeline/messages.py`:
+A *lease* is a sequence's hold on pages.  Its life, in messages of `pipeline/protocol/messages.py`:
 
     acquire   shares the longest run of full pages that is known (in the arena, or on disk), but
               never the page of the last known token, whose logits are needed; adds fresh pages
@@ -31,10 +31,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stages.kv import prefix
-from stages.kv.headers import Count, PageName, checksum
-from stages.kv.pool import Pool
-from stages.kv.prefix import PageDigest, RootOf
+from stages.kv.pool import prefix_hash
+from stages.kv.pool.headers import Count, PageName, checksum
+from stages.kv.pool.page_pool import Pool
+from stages.kv.pool.prefix_hash import PageDigest, RootOf
 
 # (row, serial, begin, end) -> tokens (end - begin,) int32, or None when the row is another's.
 ReadTokens = Callable[[int, int, int, int], np.ndarray | None]
@@ -123,7 +123,7 @@ class Manager:
         pool = self.pool
         known = self.leases.get(sequence)
         root = self._root_of(salt)
-        digests = prefix.chain(root, tokens, self.page_tokens) if self._caching else []
+        digests = prefix_hash.chain(root, tokens, self.page_tokens) if self._caching else []
         if known is not None:
             if (
                 (known.row, known.serial, known.root) == (row, serial, root)
@@ -153,9 +153,7 @@ class Manager:
         pool.counters.hits += shared
         pool.counters.misses += sharable - shared
         pages = found + fresh
-        self.leases[sequence] = Lease(
-            sequence, row, serial, root, pages, digests, shared, shared, now, len(tokens)
-        )
+        self.leases[sequence] = Lease(sequence, row, serial, root, pages, digests, shared, shared, now, len(tokens))
         return Grant(tuple(pages), shared * self.page_tokens)
 
     def extend(self, sequence: str, want_tokens: int) -> Grant | Denial:
@@ -197,9 +195,7 @@ class Manager:
             if claim is None or tuple(lease.pages) != tuple(claim.pages) or lease.row != claim.row:
                 self._end(lease)
         refused = [
-            claim.sequence
-            for claim in claims.values()
-            if claim.sequence not in self.leases and not self._claim(claim)
+            claim.sequence for claim in claims.values() if claim.sequence not in self.leases and not self._claim(claim)
         ]
         self.pool.free_limbo()
         self.declared = True
@@ -247,14 +243,12 @@ class Manager:
         """Digests up to page `full` from the row's tokens; False if the row cannot be trusted."""
         begin, tokens = len(lease.digests), None
         if lease.serial:
-            tokens = self._read_tokens(
-                lease.row, lease.serial, begin * self.page_tokens, full * self.page_tokens
-            )
+            tokens = self._read_tokens(lease.row, lease.serial, begin * self.page_tokens, full * self.page_tokens)
         if tokens is None:
             self.pool.counters.unread += 1
             return False
         parent = lease.digests[-1] if lease.digests else lease.root
-        lease.digests += prefix.chain(parent, tokens, self.page_tokens)
+        lease.digests += prefix_hash.chain(parent, tokens, self.page_tokens)
         return True
 
     # -------------------------------------------------------------- declared leases

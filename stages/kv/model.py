@@ -12,22 +12,24 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline import faultpoints, paths
-from pipeline.config_schema import Config, ModelConfig
-from pipeline.telemetry import Metrics
+from pipeline.config import paths
+from pipeline.config.schema import Config, ModelConfig
+from pipeline.faults import points
+from pipeline.observe.metrics import Metrics
 from shm.arena import Arena
 from shm.checkpoint import Index, load_index
 from shm.pages import KvGeometry
-from stages.kv import persist, prefix
-from stages.kv.adopt import Home, open_arena
-from stages.kv.book import Book
 from stages.kv.manager import Manager
-from stages.kv.pool import Pool
-from stages.kv.prune import prune_pages, prune_sessions
-from stages.kv.rows import Rows
-from stages.kv.sessions import Sessions
-from stages.kv.sibling import Sibling
-from stages.kv.spill import PageStore
+from stages.kv.pool import prefix_hash
+from stages.kv.pool.arena import Home, open_arena
+from stages.kv.pool.page_pool import Pool
+from stages.kv.pool.token_rows import Rows
+from stages.kv.pool.version_source import Sibling
+from stages.kv.sessions.session_store import Sessions
+from stages.kv.sessions.version_sessions import Book
+from stages.kv.storage import persist
+from stages.kv.storage.prune import prune_pages, prune_sessions
+from stages.kv.storage.spill import PageStore
 
 log = logging.getLogger("starling.kv")
 
@@ -48,9 +50,13 @@ class ModelPages:
     """Closed until `open` has found the model's index. `model.name` is the instance's own name."""
 
     def __init__(
-        self, config: Config, model: ModelConfig, on_moved: Callable[[], object] = lambda: None, name: str = "",
+        self,
+        config: Config,
+        model: ModelConfig,
+        on_moved: Callable[[], object] = lambda: None,
+        name: str = "",
         book: Book | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`on_moved` is called after each page that went to a disk or came from one.
 
         `name`: of the model that this is a version of, "" when it has no other one.
@@ -84,9 +90,7 @@ class ModelPages:
         """
         index = load_index(index_path)
         model, hyper = self.model, index.hyper
-        geometry = KvGeometry(
-            hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, model.page_tokens, model.kv_type
-        )
+        geometry = KvGeometry(hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, model.page_tokens, model.kv_type)
         path = paths.arena_dir(self.config) / f"{model.slug}.kv"
         # The clock's ns: a generation that no earlier arena of this name has had.
         home = open_arena(
@@ -109,13 +113,13 @@ class ModelPages:
             home.views,
             policy=config.cache.eviction_policy,
             ttl_ns=config.cache.ttl_s * 1_000_000_000,
-            fault=faultpoints.point("kv", "page"),
+            fault=points.point("kv", "page"),
             on_moved=self._on_moved,
         )
         if home.found is not None:
             pool.headers.forget_copies()
             pool.adopt(home.found.full, home.found.limbo)
-        roots = prefix.roots(raw, geometry)
+        roots = prefix_hash.roots(raw, geometry)
         manager = Manager(
             pool, geometry.page_tokens, roots, self.rows.read, caching=config.cache.enabled, declared=False
         )
@@ -126,12 +130,16 @@ class ModelPages:
         log.info(
             "KV arena stands",
             extra={
-                "model": self.model.name, "pages": pool.total, "page_bytes": geometry.page_bytes,
-                "is_adopted": home.found is not None, "cached": pool.cached, "limbo": pool.leased,
+                "model": self.model.name,
+                "pages": pool.total,
+                "page_bytes": geometry.page_bytes,
+                "is_adopted": home.found is not None,
+                "cached": pool.cached,
+                "limbo": pool.leased,
                 "torn": home.found.torn if home.found else 0,
                 "on_disk": sum(len(store) for store in self.stores()),
             },
-        )  # fmt: skip
+        )
         return manager
 
     def open_files(self) -> None:
@@ -168,9 +176,12 @@ class ModelPages:
         """This version serves: sessions go on with it, and name its pages."""
         assert self.geometry is not None
         self.book.open(
-            self.tokenizer, prefix.roots(bytes.fromhex(self.digest), self.geometry), self.geometry.page_tokens,
-            self.config.max_sessions(self.model), self.model.max_sequence_length or self.context_length,
-        )  # fmt: skip
+            self.tokenizer,
+            prefix_hash.roots(bytes.fromhex(self.digest), self.geometry),
+            self.geometry.page_tokens,
+            self.config.max_sessions(self.model),
+            self.model.max_sequence_length or self.context_length,
+        )
 
     def _store(self, directory: Path, max_bytes: int, residency: int) -> PageStore | None:
         """A file of pages; None, with a word in the log, when it cannot be used: the server runs on."""
@@ -285,9 +296,7 @@ def _counts(model: ModelPages) -> Counter[tuple[str, ...]]:
     )
 
 
-def measure(
-    models: list[ModelPages], metrics: Metrics, past: Past | None = None, names: Iterable[str] = ()
-) -> None:
+def measure(models: list[ModelPages], metrics: Metrics, past: Past | None = None, names: Iterable[str] = ()) -> None:
     """Enter the figures of all models; of a model those of its versions together. `names`: all ever known."""
     names = {*names, *(model.name for model in models)}
     counts: Counter[tuple[str, ...]] = Counter(past.totals if past is not None else ())
@@ -308,9 +317,7 @@ def measure(
                 holes = store.hole_bytes / store.file_bytes
                 metrics.set("starling_kv_cache_fragmentation_ratio", holes, model.name, kind)
         if model.has_files:  # of versions side by side, the one that stays
-            metrics.set(
-                "starling_kv_cache_fragmentation_ratio", model.manager.fragmentation(), model.name, "arena"
-            )
+            metrics.set("starling_kv_cache_fragmentation_ratio", model.manager.fragmentation(), model.name, "arena")
         for state in ("free", "cached", "leased"):
             levels["starling_kv_cache_pages", model.name, state] += getattr(pool, state)
         levels["starling_sessions", model.name] = len(model.book)

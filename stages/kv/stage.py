@@ -1,7 +1,7 @@
 """The kv process: the I/O around `manager.py`. Owns the KV arena of every model.
 
 One scheduler asks for pages, gateways ask for sessions; the frames and what they promise are in
-pipeline/messages.py.  A scheduler that comes up (its first start, its restart, ours) attaches, is told that
+pipeline/protocol/messages.py.  A scheduler that comes up (its first start, its restart, ours) attaches, is told that
 nothing is declared, and declares; it is told so once for each incarnation, because a second declaration
 could cross with a grant.
 """
@@ -17,22 +17,24 @@ from typing import Any
 
 import msgspec
 
-from pipeline import lineup, paths, rest
-from pipeline import messages as m
-from pipeline.config_schema import Config
-from pipeline.control_poll import PolledControl
+from pipeline.config import paths
+from pipeline.config.schema import Config
 from pipeline.errors import Conflict, InvalidRequest
-from pipeline.heap import Heap
-from pipeline.lineup import Instance
-from pipeline.loop import StageLoop
-from pipeline.wire import QUIET_BEATS
+from pipeline.ipc.control_poll import PolledControl
+from pipeline.ipc.endpoint import QUIET_BEATS
+from pipeline.ipc.poll_loop import StageLoop
+from pipeline.models import versions as lineup
+from pipeline.models.versions import Instance
+from pipeline.protocol import messages as m
+from pipeline.runtime import timer_coalescing
+from pipeline.runtime.malloc_trim import Heap
 from shm.arena import ArenaError
 from shm.checkpoint import CheckpointError
-from stages.kv import books
-from stages.kv.book import Book
 from stages.kv.manager import DeclaredLease, Denial, Grant, Manager
 from stages.kv.model import ModelPages, Past, Reserved, measure, prune
-from stages.kv.session_frames import answer
+from stages.kv.pool import audit
+from stages.kv.sessions.session_frames import answer
+from stages.kv.sessions.version_sessions import Book
 
 log = logging.getLogger("starling.kv")
 
@@ -333,9 +335,16 @@ class KvStage:
         assert arena is not None
         assert geometry is not None
         return m.KvReady(
-            model.name, model.pages.digest, str(arena.path), manager.pool.total, geometry.page_tokens,
-            geometry.page_bytes, declared, "", arena.generation,
-        )  # fmt: skip
+            model.name,
+            model.pages.digest,
+            str(arena.path),
+            manager.pool.total,
+            geometry.page_tokens,
+            geometry.page_bytes,
+            declared,
+            "",
+            arena.generation,
+        )
 
     def _declare(self, peer: bytes, model: Attached, manager: Manager, frame: m.Declare) -> None:
         refused = manager.declare(DeclaredLease(*lease) for lease in frame.leases)
@@ -359,9 +368,7 @@ class KvStage:
         if isinstance(answer, Grant):
             self.hub.send(peer, m.Granted(id_, sequence, answer.pages, answer.cached_tokens))
         else:
-            self.hub.send(
-                peer, m.Denied(id_, sequence, answer.fits, answer.needed, answer.free, answer.total)
-            )
+            self.hub.send(peer, m.Denied(id_, sequence, answer.fits, answer.needed, answer.free, answer.total))
 
     # -------------------------------------------------------------- gateways
 
@@ -411,7 +418,7 @@ class KvStage:
         if request != {"op": "books"}:
             raise InvalidRequest(f"{str(request)[:100]} is not known here; there is {{'op': 'books'}}", "op")
         with self.loop.allow(ALLOW_S):
-            taken = [books.take(model.pages) for model in self.models.values()]
+            taken = [audit.take(model.pages) for model in self.models.values()]
         return {"models": [msgspec.to_builtins(one) for one in taken if one is not None]}
 
     # -------------------------------------------------------------- telling
@@ -422,7 +429,9 @@ class KvStage:
         heartbeat_s = self.config.server.heartbeat_ms / 1000
         is_due = now - self._pushed >= 0.9 * heartbeat_s
         if self.loop.is_quiet:
-            is_due = rest.has_turned(now, self._pushed, max(rest.SELDOM_S, QUIET_BEATS * heartbeat_s))
+            is_due = timer_coalescing.has_turned(
+                now, self._pushed, max(timer_coalescing.SELDOM_S, QUIET_BEATS * heartbeat_s)
+            )
         if is_due:
             self._pushed = now
             pages = [model.pages for model in self.models.values()]
@@ -440,10 +449,17 @@ class KvStage:
         assert model.pages.geometry is not None
         pool, counters = manager.pool, manager.pool.counters
         return m.KvState(
-            model.name, pool.total, pool.free, pool.cached, pool.leased,
-            model.pages.geometry.page_bytes, counters.hits, counters.misses, counters.evictions,
+            model.name,
+            pool.total,
+            pool.free,
+            pool.cached,
+            pool.leased,
+            model.pages.geometry.page_bytes,
+            counters.hits,
+            counters.misses,
+            counters.evictions,
             counters.spilled,
-        )  # fmt: skip
+        )
 
 
 def _bury(model: Attached) -> None:

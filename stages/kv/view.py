@@ -20,19 +20,21 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.tree import Tree
 
-from pipeline import control, lineup, paths
-from pipeline.config_schema import Config, ModelConfig
+from pipeline.config import paths
+from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import StarlingError
-from pipeline.lineup import Instance
-from pipeline.status import read_all
-from pipeline.telemetry import Snapshot
+from pipeline.ipc import control
+from pipeline.models import versions
+from pipeline.models.versions import Instance
+from pipeline.observe.metrics import Snapshot
+from pipeline.observe.status import read_all
 from shm.arena import ArenaError
 from shm.pages import PAGE_FULL, PAGE_LEASED, KvArena, attach_kv
-from stages.kv.books import Books
-from stages.kv.headers import Count, Headers, PageName, checksum, count
-from stages.kv.page_file import PageFile
-from stages.kv.persist import stores_of
-from stages.kv.session_files import SUFFIX, parse
+from stages.kv.pool.audit import Books
+from stages.kv.pool.headers import Count, Headers, PageName, checksum, count
+from stages.kv.sessions.session_files import SUFFIX, parse
+from stages.kv.storage.page_file import PageFile
+from stages.kv.storage.persist import stores_of
 
 ASK_S = 30.0  # for the kv stage's answer: it may have an arena to reserve first
 LOOKS = 3  # at something that seems wrong, before it is reported
@@ -109,7 +111,7 @@ class Report(msgspec.Struct):
 def inspect(config: Config, check: bool = False, now_ns: int | None = None) -> Report:
     """All models. With `check` every checksum is computed, in the arena and on disk, and a kv stage is asked."""
     now = time.time_ns() if now_ns is None else now_ns
-    report = Report(check, [_model(config, one, check, now) for one in lineup.read(config).instances])
+    report = Report(check, [_model(config, one, check, now) for one in versions.read(config).instances])
     if check:
         try:
             _compare(report, _ask(config))
@@ -291,9 +293,7 @@ def _count_unreachable(names: dict[bytes, PageName], report: ModelReport) -> int
     return sum(names[digest].parent not in on_disk for digest in missing)
 
 
-def _read_sessions(
-    config: Config, model: ModelConfig, report: ModelReport, now_ns: int
-) -> Iterator[SessionReport]:
+def _read_sessions(config: Config, model: ModelConfig, report: ModelReport, now_ns: int) -> Iterator[SessionReport]:
     folder = paths.state_dir(config) / "sessions"
     for path in sorted(folder.glob(f"{model.slug}-*/*{SUFFIX}")):
         try:
@@ -305,9 +305,13 @@ def _read_sessions(
             report.problems.append(f"{path}: {len(raw) - good} of {len(raw)} bytes are damaged")
         if session is not None:
             yield SessionReport(
-                session.id, session.tenant, len(session.tokens), session.turns,
-                max(0.0, now_ns / 1e9 - session.last_use), session.ttl_s,
-            )  # fmt: skip
+                session.id,
+                session.tenant,
+                len(session.tokens),
+                session.turns,
+                max(0.0, now_ns / 1e9 - session.last_use),
+                session.ttl_s,
+            )
 
 
 def _stands_still(path: Path, raw: bytes) -> bool:
@@ -377,9 +381,13 @@ def _disks(m: ModelReport) -> Table:
     table.add_column("file", overflow="fold")
     for disk in m.disks:
         table.add_row(
-            disk.kind, f"{disk.pages:,}", f"{disk.slots:,}", _bytes(disk.file_bytes), _bytes(disk.hole_bytes),
+            disk.kind,
+            f"{disk.pages:,}",
+            f"{disk.slots:,}",
+            _bytes(disk.file_bytes),
+            _bytes(disk.hole_bytes),
             disk.path,
-        )  # fmt: skip
+        )
     return table
 
 
@@ -406,9 +414,13 @@ def _sessions(model: ModelReport) -> Table:
         table.add_column(column, justify="left" if column in ("session", "tenant") else "right")
     for s in model.sessions:
         table.add_row(
-            s.id, s.tenant, f"{s.tokens:,}", str(s.turns), _age(s.idle_s),
+            s.id,
+            s.tenant,
+            f"{s.tokens:,}",
+            str(s.turns),
+            _age(s.idle_s),
             _age(s.ttl_s) if s.ttl_s else "none",
-        )  # fmt: skip
+        )
     return table
 
 

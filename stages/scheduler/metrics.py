@@ -1,11 +1,11 @@
-"""What the stage shows of its models: the names of pipeline/telemetry.py, from `Stats` and the engines."""
+"""What the stage shows of its models: the names of pipeline/observe/metrics.py, from `Stats` and the engines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from pipeline.telemetry import Metrics, Rate
-from stages.scheduler.engine import Engine
+from pipeline.observe.metrics import Metrics, Rate
+from stages.scheduler.core.engine import Engine
 from stages.scheduler.stats import Stats
 
 INTERVAL_S = 0.5  # snapshots are placed once a second

@@ -12,21 +12,22 @@ import math
 import time
 from collections import Counter, deque
 
-from pipeline import lineup, paths
-from pipeline import messages as m
-from pipeline.bell import Bell
-from pipeline.config import Config
-from pipeline.lineup import Instance
-from pipeline.loop import StageLoop
-from pipeline.wire import QUIET_BEATS
-from stages.scheduler.admission import Refusal
-from stages.scheduler.drafting import FEW
-from stages.scheduler.engine import Settings
-from stages.scheduler.host import Host
+from pipeline.config import paths
+from pipeline.config.load import Config
+from pipeline.ipc.doorbell import Bell
+from pipeline.ipc.endpoint import QUIET_BEATS
+from pipeline.ipc.poll_loop import StageLoop
+from pipeline.models import versions
+from pipeline.models.versions import Instance
+from pipeline.protocol import messages as m
+from stages.scheduler.core.engine import Settings
+from stages.scheduler.core.model_version import Host
+from stages.scheduler.core.sequence_table import rejection
+from stages.scheduler.draft.pairing import Pairs
+from stages.scheduler.draft.proposer import FEW
 from stages.scheduler.metrics import INTERVAL_S, Gauge, show_tenants
-from stages.scheduler.pairing import Pairs
-from stages.scheduler.roster import rejection
-from stages.scheduler.sharing import Turns, steps_ahead
+from stages.scheduler.policy.admission import Refusal
+from stages.scheduler.policy.core_sharing import Turns, steps_ahead
 
 log = logging.getLogger("starling.scheduler")
 
@@ -61,7 +62,7 @@ class SchedulerStage:
         self._gauges: dict[str, Gauge] = {}  # by model
         self._past_tenants: Counter[str] = Counter()  # tokens computed by hosts that are gone
         self._next_show = 0.0
-        self.follower = lineup.Follower(config)
+        self.follower = versions.Follower(config)
         self._remove_strangers()
         self._follow()
 
@@ -138,8 +139,14 @@ class SchedulerStage:
             first_ask=(number << ASK_BITS) + 1,
         )
         host = Host(
-            settings, paths.arena_dir(c) / f"{model.slug}.steps", model.page_tokens,
-            model.max_sequence_length, s.stuck_step_ms / 1000, now, c.tenant_weight, self.workers.send,
+            settings,
+            paths.arena_dir(c) / f"{model.slug}.steps",
+            model.page_tokens,
+            model.max_sequence_length,
+            s.stuck_step_ms / 1000,
+            now,
+            c.tenant_weight,
+            self.workers.send,
             self.kv.send,
         )
         host.cores = frozenset(model.cpus)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
-from pipeline import messages as m
 from pipeline.errors import InternalError, InvalidRequest, ModelUnavailable, StarlingError
-from stages.tokenizer.stretches import RunTooLong
+from pipeline.protocol import messages as m
+from stages.tokenizer.chunked_encode import RunTooLong
 from stages.tokenizer.template import ChatTemplate
 from stages.tokenizer.vocabulary import TooManyTokens, Vocabulary
 
@@ -113,12 +113,8 @@ class TokenizerService:
     def _render(self, frame: m.Render) -> Generator[None, None, m.Encoded]:
         model = self.model(frame.model)
         if model.template is None:
-            raise InvalidRequest(
-                f"model {frame.model!r} has no chat template; use /v1/completions", param="model"
-            )
-        text = model.template.render(
-            frame.messages, frame.add_generation_prompt, frame.tools, frame.template_vars
-        )
+            raise InvalidRequest(f"model {frame.model!r} has no chat template; use /v1/completions", param="model")
+        text = model.template.render(frame.messages, frame.add_generation_prompt, frame.tools, frame.template_vars)
         tokens = yield from model.vocabulary.within(
             _utf8(text, "messages"), parse_special=True, add_bos=True, most=frame.most
         )
@@ -154,8 +150,9 @@ class TokenizerService:
         if len(pieces) > MAX_TEXT_BYTES:
             raise ModelUnavailable(
                 f"the tokens of model {frame.model!r} read as {len(pieces)} bytes, more than the {MAX_TEXT_BYTES} "
-                f"that a vocabulary may have", param="model",
-            )  # fmt: skip
+                f"that a vocabulary may have",
+                param="model",
+            )
         control = array("i", sorted(vocabulary.control)).tobytes()
         return msgspec.structs.replace(described, pieces=pieces, piece_ends=ends, control=control)
 

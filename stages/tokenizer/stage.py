@@ -14,16 +14,17 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline import lineup, paths
-from pipeline import messages as m
-from pipeline.config import Config
+from pipeline.config import paths
+from pipeline.config.load import Config
 from pipeline.errors import InternalError, ModelNotFound, ModelUnavailable, StarlingError
-from pipeline.heap import Heap
-from pipeline.loop import StageLoop
+from pipeline.ipc.poll_loop import StageLoop
+from pipeline.models import versions
+from pipeline.protocol import messages as m
+from pipeline.runtime.malloc_trim import Heap
 from shm.checkpoint import CheckpointError, load_index
+from stages.tokenizer.encode_queue import Turns
 from stages.tokenizer.service import TokenizerModel, TokenizerService, Work
 from stages.tokenizer.template import ChatTemplate
-from stages.tokenizer.turns import Turns
 from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary
 
 log = logging.getLogger("starling.tokenizer")
@@ -49,18 +50,24 @@ def open_model(index_path: Path) -> TokenizerModel:
     except (CheckpointError, OSError) as error:
         raise ModelUnavailable(str(error), param="model") from None
     t = index.tokenizer
-    vocabulary = Vocabulary(
-        TokenizerSpec(t.model, t.pre, t.tokens, t.types, t.merges, t.bos, t.eos, t.eot, t.add_bos)
-    )
+    vocabulary = Vocabulary(TokenizerSpec(t.model, t.pre, t.tokens, t.types, t.merges, t.bos, t.eos, t.eot, t.add_bos))
     template = None
     if t.chat_template:
         bos, eos = (vocabulary.token_bytes(i).decode("utf-8", "replace") for i in (t.bos, t.eos))
         template = ChatTemplate(t.chat_template, bos, eos)
     described = m.Described(
-        "", "", index.digest, vocabulary.size, index.hyper.context_length, vocabulary.eos_ids,
-        template is not None, index.architecture, index.parameters, int(index_path.stat().st_mtime),
+        "",
+        "",
+        index.digest,
+        vocabulary.size,
+        index.hyper.context_length,
+        vocabulary.eos_ids,
+        template is not None,
+        index.architecture,
+        index.parameters,
+        int(index_path.stat().st_mtime),
         index.tokenizer_digest,
-    )  # fmt: skip
+    )
     model = _opened[index_path] = TokenizerModel(vocabulary, template, described)
     return model
 
@@ -79,7 +86,7 @@ class TokenizerStage:
         self._thread = threading.Thread(target=self._encode_long, name="encode", daemon=True)
         self._spent = 0.0  # CPU time of the thread, s
         self.loop.on_tick += [self._notice_work, Heap(self.loop.clock).tick]
-        self.follower = lineup.Follower(config)
+        self.follower = versions.Follower(config)
         self._opening: dict[Path, threading.Thread] = {}  # checkpoints of versions that are being loaded
         self._refused: dict[Path, StarlingError] = {}
 
@@ -103,7 +110,7 @@ class TokenizerStage:
         if instance is None:
             known = ", ".join(repr(other.id) for other in self.follower.lineup.instances)
             raise ModelNotFound(f"model {name!r} is not served here; served: {known}", param="model")
-        index_path = lineup.find_index(instance, paths.models_dir())
+        index_path = versions.find_index(instance, paths.models_dir())
         is_loading = instance.state == "loading"
         if index_path is None or (is_loading and not instance.digest):
             raise ModelUnavailable(f"model {name!r} is not prepared yet", param="model", retry_after_s=5)
@@ -192,8 +199,9 @@ class TokenizerStage:
             return len(frame.text)
         if isinstance(frame, m.Detokenize):
             return len(frame.tokens)
-        return sum(MESSAGE + sum(len(text) for text in message.values() if isinstance(text, str))
-                   for message in frame.messages)  # fmt: skip
+        return sum(
+            MESSAGE + sum(len(text) for text in message.values() if isinstance(text, str)) for message in frame.messages
+        )
 
     def _send(self, peer: bytes, reply: m.Frame | None) -> None:
         # A gateway that is gone or full asks again: its record has everything.
@@ -230,8 +238,8 @@ class TokenizerStage:
 
 def preload(config: Config) -> None:
     """Build vocabularies before the stage is forked: its restarts then cost no time."""
-    for instance in lineup.read(config).instances:
-        index_path = lineup.find_index(instance, paths.models_dir())
+    for instance in versions.read(config).instances:
+        index_path = versions.find_index(instance, paths.models_dir())
         if index_path is not None:
             open_model(index_path)
 

@@ -19,9 +19,9 @@ from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as Chain
 
 from pipeline.errors import ModelUnavailable
-from stages.tokenizer.fewest import Fewest, at_least
+from stages.tokenizer.chunked_encode import WINDOW, Names, stretches
 from stages.tokenizer.pretokenizers import PRETOKENIZERS
-from stages.tokenizer.stretches import WINDOW, Names, stretches
+from stages.tokenizer.token_lower_bound import Fewest, at_least
 
 # tokenizer.ggml.token_type (GGUF specification)
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -62,14 +62,10 @@ class Vocabulary:
 
     def __init__(self, spec: TokenizerSpec) -> None:
         if spec.kind != "gpt2":
-            raise ModelUnavailable(
-                f"tokenizer.ggml.model is {spec.kind!r}; supported: 'gpt2' (byte-level BPE)"
-            )
+            raise ModelUnavailable(f"tokenizer.ggml.model is {spec.kind!r}; supported: 'gpt2' (byte-level BPE)")
         pre = PRETOKENIZERS.get(spec.pre)
         if pre is None:
-            raise ModelUnavailable(
-                f"tokenizer.ggml.pre is {spec.pre!r}; supported: {', '.join(sorted(PRETOKENIZERS))}"
-            )
+            raise ModelUnavailable(f"tokenizer.ggml.pre is {spec.pre!r}; supported: {', '.join(sorted(PRETOKENIZERS))}")
         if len(spec.types) not in (0, len(spec.tokens)):
             raise ModelUnavailable(
                 f"tokenizer.ggml.token_type has {len(spec.types)} entries for {len(spec.tokens)} tokens"
@@ -78,9 +74,7 @@ class Vocabulary:
         alphabet = byte_alphabet()
         self.size = len(spec.tokens)
         self.bos, self.eos, self.add_bos = spec.bos, spec.eos, spec.add_bos and spec.bos >= 0
-        self.eos_ids: tuple[int, ...] = tuple(
-            sorted({i for i in (spec.eos, spec.eot) if 0 <= i < self.size})
-        )
+        self.eos_ids: tuple[int, ...] = tuple(sorted({i for i in (spec.eos, spec.eot) if 0 <= i < self.size}))
         self.control = frozenset(i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN, UNUSED))
         self._bytes: list[bytes] = []
         specials: dict[str, int] = {}
@@ -107,8 +101,7 @@ class Vocabulary:
                 merges.append((left, right))
         self._tokenizer = Tokenizer(BPE(ids, merges, ignore_merges=pre.whole_pieces))
         self._tokenizer.pre_tokenizer = Chain(
-            [Split(Regex(p), "isolated") for p in pre.patterns]
-            + [ByteLevel(add_prefix_space=False, use_regex=False)]
+            [Split(Regex(p), "isolated") for p in pre.patterns] + [ByteLevel(add_prefix_space=False, use_regex=False)]
         )
 
     def token_bytes(self, token: int) -> bytes:
@@ -184,6 +177,6 @@ class Vocabulary:
 
     def decode(self, tokens: Sequence[int], skip_special: bool = False) -> str:
         """The canonical text: bytes joined, what is not UTF-8 replaced by U+FFFD."""
-        return b"".join(
-            self.token_bytes(t) for t in tokens if not (skip_special and t in self.control)
-        ).decode("utf-8", "replace")
+        return b"".join(self.token_bytes(t) for t in tokens if not (skip_special and t in self.control)).decode(
+            "utf-8", "replace"
+        )

@@ -19,25 +19,33 @@ from typing import Any, Self
 import numpy as np
 
 from shm import barrier, words
-from shm import steps as sh
+from shm import step_ring as sh
 from shm.arena import Arena
 from shm.pages import KIND as KV_KIND
 from shm.pages import LAYOUT as KV_LAYOUT
 from shm.pages import KvGeometry, kv_arena_bytes, kv_views
-from stages.worker import activations as act
-from stages.worker.kernels import build, turns
+from stages.worker import activations_arena as act
+from stages.worker.kernels import build, rank_loop
 from stages.worker.model import Arenas, Model, RankTable
 
 FOLLOW_NS = 60_000_000_000  # in jitted code without a turn
 NO_LIMIT_NS = 3_600_000_000_000
 _COLUMNS = {
-    "seed": sh.SEED, "choice": sh.CHOICE, "output_start": sh.OUTPUT_START, "top_k": sh.TOP_K,
-    "logprobs": sh.LOGPROBS, "min_tokens": sh.MIN_TOKENS, "ignore_eos": sh.IGNORE_EOS,
-}  # fmt: skip
+    "seed": sh.SEED,
+    "choice": sh.CHOICE,
+    "output_start": sh.OUTPUT_START,
+    "top_k": sh.TOP_K,
+    "logprobs": sh.LOGPROBS,
+    "min_tokens": sh.MIN_TOKENS,
+    "ignore_eos": sh.IGNORE_EOS,
+}
 _FLOAT_COLUMNS = {
-    "temperature": sh.TEMPERATURE, "top_p": sh.TOP_P, "repetition": sh.REPETITION, "frequency": sh.FREQUENCY,
+    "temperature": sh.TEMPERATURE,
+    "top_p": sh.TOP_P,
+    "repetition": sh.REPETITION,
+    "frequency": sh.FREQUENCY,
     "presence": sh.PRESENCE,
-}  # fmt: skip
+}
 
 
 class Engine:
@@ -84,7 +92,7 @@ class Engine:
         self.steps.tables[:] = order.reshape(max_rows, n_tables)
         self.geometry, self.ranks = geometry, ranks
         self._control = shared.buffer.ctypes.data
-        self._take_turns = turns.take_turns
+        self._take_turns = rank_loop.take_turns
         barrier.reset(self._control + 8 * act.BARRIER, self._control + 8 * act.LINES, ranks)
         self._turn = self._step = 0
         self._slot = 0
@@ -136,7 +144,7 @@ class Engine:
         refused = self._take_turns(
             self.tables[0].address, self._control, self._turn, self._step, self.steps.timing.ctypes.data, 0, 0, -1
         )
-        if refused == turns.LOST:
+        if refused == rank_loop.LOST:
             raise RuntimeError("the group was given up")
         words.store(self.steps.control, sh.DONE, self._step)
         return int(refused)
@@ -150,9 +158,15 @@ class Engine:
             self.publish(entries)
         self._turn += 2
         refused = self._take_turns(
-            self.tables[0].address, self._control, self._turn, first, self.steps.timing.ctypes.data, NO_LIMIT_NS,
-            self.steps.control.ctypes.data, bell,
-        )  # fmt: skip
+            self.tables[0].address,
+            self._control,
+            self._turn,
+            first,
+            self.steps.timing.ctypes.data,
+            NO_LIMIT_NS,
+            self.steps.control.ctypes.data,
+            bell,
+        )
         done = words.load(self.steps.control, sh.DONE)
         self._turn += 2 * (done - first)
         if refused or done != self._step:
@@ -201,14 +215,14 @@ class Engine:
         turn = 0
         while not self._leaving:
             turn = self._take_turns(table.address, self._control, turn, 0, 0, FOLLOW_NS, 0, -1)
-            if turn == turns.LOST or turn & 1:
+            if turn == rank_loop.LOST or turn & 1:
                 return
 
     def close(self) -> None:
         """End the threads, unmap and remove the arenas. Idempotent."""
         self._leaving = True
         if self._threads:
-            turns.announce(self._control, self._turn + 1, self.ranks)
+            rank_loop.announce(self._control, self._turn + 1, self.ranks)
         for thread in self._threads:
             thread.join()
         self._threads = []

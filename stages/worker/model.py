@@ -15,17 +15,21 @@ from pipeline.errors import ModelUnavailable
 from shm.arena import Arena
 from shm.checkpoint import Checkpoint, Hyper
 from shm.pages import KV_TYPES, KvArena, KvGeometry
-from shm.steps import PROGRESS, Steps, StepsGeometry
-from stages.worker import activations as act
-from stages.worker.kernels import attention, build, forward, matmul, sampling
-from stages.worker.kernels import context as c
-from stages.worker.layout import FORMATS
+from shm.step_ring import PROGRESS, Steps, StepsGeometry
+from stages.worker import activations_arena as act
+from stages.worker.checkpoint.layout import FORMATS
+from stages.worker.kernels import attention, build, forward, matmul, sampler
+from stages.worker.kernels import parameter_block as c
 
 _MATRICES = (
-    ("attn_q", c.Q, c.Q_FORMAT), ("attn_k", c.K, c.K_FORMAT), ("attn_v", c.V, c.V_FORMAT),
-    ("attn_output", c.O, c.O_FORMAT), ("ffn_gate", c.GATE, c.GATE_FORMAT), ("ffn_up", c.UP, c.UP_FORMAT),
+    ("attn_q", c.Q, c.Q_FORMAT),
+    ("attn_k", c.K, c.K_FORMAT),
+    ("attn_v", c.V, c.V_FORMAT),
+    ("attn_output", c.O, c.O_FORMAT),
+    ("ffn_gate", c.GATE, c.GATE_FORMAT),
+    ("ffn_up", c.UP, c.UP_FORMAT),
     ("ffn_down", c.DOWN, c.DOWN_FORMAT),
-)  # fmt: skip
+)
 _BIASES = (("attn_q", c.Q_BIAS), ("attn_k", c.K_BIAS), ("attn_v", c.V_BIAS))
 
 
@@ -67,15 +71,26 @@ class Model:
 
     def _words(self, h: Hyper) -> dict[int, int]:
         words = {
-            c.N_LAYERS: h.n_layers, c.WIDTH: h.width, c.N_HEADS: h.n_heads, c.N_KV_HEADS: h.n_kv_heads,
-            c.HEAD_DIM: h.head_dim, c.FFN: h.ffn_width, c.VOCAB: h.vocab_size, c.N_ROT: h.n_rot,
-            c.HALVES: int(h.rope_pairing == "halves"), c.GELU: int(h.activation == "gelu"),
-            c.EPS: _bits(h.norm_eps), c.SCORE_SCALE: _bits(1.0 / h.head_dim**0.5),
-            c.MAX_POSITIONS: h.context_length, c.LAYERS: self.layers.ctypes.data,
+            c.N_LAYERS: h.n_layers,
+            c.WIDTH: h.width,
+            c.N_HEADS: h.n_heads,
+            c.N_KV_HEADS: h.n_kv_heads,
+            c.HEAD_DIM: h.head_dim,
+            c.FFN: h.ffn_width,
+            c.VOCAB: h.vocab_size,
+            c.N_ROT: h.n_rot,
+            c.HALVES: int(h.rope_pairing == "halves"),
+            c.GELU: int(h.activation == "gelu"),
+            c.EPS: _bits(h.norm_eps),
+            c.SCORE_SCALE: _bits(1.0 / h.head_dim**0.5),
+            c.MAX_POSITIONS: h.context_length,
+            c.LAYERS: self.layers.ctypes.data,
             c.FINAL_NORM: self._address("output_norm.weight"),
-            c.COS_LO: self._address("rope.cos_lo"), c.SIN_LO: self._address("rope.sin_lo"),
-            c.COS_HI: self._address("rope.cos_hi"), c.SIN_HI: self._address("rope.sin_hi"),
-        }  # fmt: skip
+            c.COS_LO: self._address("rope.cos_lo"),
+            c.SIN_LO: self._address("rope.sin_lo"),
+            c.COS_HI: self._address("rope.cos_hi"),
+            c.SIN_HI: self._address("rope.sin_hi"),
+        }
         words[c.EMBEDDING], words[c.EMBEDDING_FORMAT] = self._matrix("token_embd.weight")
         words[c.HEAD], words[c.HEAD_FORMAT] = self._matrix(self.index.head_name)
         return words
@@ -129,18 +144,26 @@ class RankTable:
         words |= self._steps_words(arenas.steps, arenas.steps_geometry)
         kv, g = arenas.kv_geometry, arenas.geometry
         words |= {
-            c.PAGES: arenas.kv.pages.ctypes.data, c.PAGE_BYTES: kv.page_bytes,
-            c.N_PAGES: arenas.kv.pages.shape[0], c.PAGE_TOKENS: kv.page_tokens, c.HEAD_BYTES: kv.head_bytes,
+            c.PAGES: arenas.kv.pages.ctypes.data,
+            c.PAGE_BYTES: kv.page_bytes,
+            c.N_PAGES: arenas.kv.pages.shape[0],
+            c.PAGE_TOKENS: kv.page_tokens,
+            c.HEAD_BYTES: kv.head_bytes,
             c.KV_WIDTH: KV_TYPES[kv.kv_type],
-        }  # fmt: skip
+        }
         base = arenas.activations.buffer.ctypes.data
         words |= {name: base + at for name, at in act.offsets(g, model.hyper)[0].items()}
         words |= act.strides(model.hyper)
         words |= {
-            c.N_PARTIALS: act.n_partials(g, model.hyper), c.STEP_TOKENS: g.step_tokens,
-            c.STEP_SAMPLES: g.step_samples, c.RANK: rank, c.RANKS: g.ranks, c.BARRIER: base + 8 * act.BARRIER,
-            c.LINES: base + 8 * act.LINES, c.PHASES: self.phases.ctypes.data if profile else 0,
-        }  # fmt: skip
+            c.N_PARTIALS: act.n_partials(g, model.hyper),
+            c.STEP_TOKENS: g.step_tokens,
+            c.STEP_SAMPLES: g.step_samples,
+            c.RANK: rank,
+            c.RANKS: g.ranks,
+            c.BARRIER: base + 8 * act.BARRIER,
+            c.LINES: base + 8 * act.LINES,
+            c.PHASES: self.phases.ctypes.data if profile else 0,
+        }
         words |= self._scratch(model.hyper, g)
         words |= build.addresses(kv.kv_type)
         self.table = np.zeros(c.WORDS, np.int64)
@@ -154,15 +177,30 @@ class RankTable:
             return array.ctypes.data
 
         return {
-            c.SLOT_HEAD: at(s.slot_head), c.ENTRIES: at(s.entries), c.ENTRIES_STRIDE: s.entries.strides[0],
-            c.OUT_TOKEN: at(s.out_token), c.OUT_LOGPROB: at(s.out_logprob), c.OUT_TOP_ID: at(s.out_top_id),
-            c.OUT_TOP_LP: at(s.out_top_lp), c.OUT_STRIDE: s.out_token.strides[0],
-            c.ROW_INTS_AT: at(s.row_ints), c.ROW_FLOATS_AT: at(s.row_floats), c.MASK_IDS: at(s.mask_ids),
-            c.BIAS_IDS: at(s.bias_ids), c.BIAS: at(s.bias), c.TABLES: at(s.tables),
-            c.TABLES_STRIDE: s.tables.strides[0], c.TOKENS: at(s.tokens), c.TOKENS_STRIDE: s.tokens.strides[0],
-            c.PROGRESS_AT: at(s.control) + 8 * PROGRESS, c.MAX_ROWS: g.max_rows, c.MAX_ENTRIES: g.max_entries,
-            c.MAX_SAMPLES: g.max_samples, c.MAX_TOKENS: g.max_tokens, c.MAX_PAGES: g.max_pages,
-        }  # fmt: skip
+            c.SLOT_HEAD: at(s.slot_head),
+            c.ENTRIES: at(s.entries),
+            c.ENTRIES_STRIDE: s.entries.strides[0],
+            c.OUT_TOKEN: at(s.out_token),
+            c.OUT_LOGPROB: at(s.out_logprob),
+            c.OUT_TOP_ID: at(s.out_top_id),
+            c.OUT_TOP_LP: at(s.out_top_lp),
+            c.OUT_STRIDE: s.out_token.strides[0],
+            c.ROW_INTS_AT: at(s.row_ints),
+            c.ROW_FLOATS_AT: at(s.row_floats),
+            c.MASK_IDS: at(s.mask_ids),
+            c.BIAS_IDS: at(s.bias_ids),
+            c.BIAS: at(s.bias),
+            c.TABLES: at(s.tables),
+            c.TABLES_STRIDE: s.tables.strides[0],
+            c.TOKENS: at(s.tokens),
+            c.TOKENS_STRIDE: s.tokens.strides[0],
+            c.PROGRESS_AT: at(s.control) + 8 * PROGRESS,
+            c.MAX_ROWS: g.max_rows,
+            c.MAX_ENTRIES: g.max_entries,
+            c.MAX_SAMPLES: g.max_samples,
+            c.MAX_TOKENS: g.max_tokens,
+            c.MAX_PAGES: g.max_pages,
+        }
 
     def _scratch(self, h: Hyper, g: act.ActivationsGeometry) -> dict[int, int]:
         """This rank's own buffers; nobody else sees them."""
@@ -171,7 +209,7 @@ class RankTable:
             c.OWN_NORM_Q: c.FEW * act.strides(h)[c.NORM_Q_STRIDE],
             c.ATTENTION: 4 * attention.scratch_words(h.head_dim),
             c.GATED: forward.gated_bytes(g.step_tokens),
-            c.SAMPLER: sampling.scratch_bytes(h.vocab_size),
+            c.SAMPLER: sampler.scratch_bytes(h.vocab_size),
             c.MULTIPLY: matmul.SCRATCH_BYTES,
         }
         addresses = {}
@@ -180,5 +218,3 @@ class RankTable:
             self._keep.append(buffer)
             addresses[name] = -(-buffer.ctypes.data // 64) * 64
         return addresses
-
-

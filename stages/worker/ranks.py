@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeline import process
+from pipeline.runtime import process
 from shm.arena import Arena, process_ticks
 from shm.pages import attach_kv
-from shm.steps import attach_steps
-from stages.worker.activations import attach_activations
-from stages.worker.kernels import turns
+from shm.step_ring import attach_steps
+from stages.worker.activations_arena import attach_activations
+from stages.worker.kernels import rank_loop
 from stages.worker.model import Arenas, Model, RankTable
 
 FOLLOW_NS = 60_000_000_000  # in jitted code without a turn; rank 0's death ends it even there
@@ -157,8 +157,8 @@ def _follow(model: Model, rank: int, channel: Channel) -> int:
             continue
         turn = 0
         while not turn & 1:
-            turn = turns.take_turns(attachment.table.address, attachment.control, turn, 0, 0, FOLLOW_NS, 0, -1)
-            if turn == turns.LOST:
+            turn = rank_loop.take_turns(attachment.table.address, attachment.control, turn, 0, 0, FOLLOW_NS, 0, -1)
+            if turn == rank_loop.LOST:
                 return process.EXIT_FATAL
 
 
@@ -202,7 +202,7 @@ def watch(ranks: list[Rank]) -> None:
 
 
 def _state(rank: Rank) -> str:
-    """"ended", "stopped", or "" while it runs. A traced process (a debugger, a profiler) runs."""
+    """ "ended", "stopped", or "" while it runs. A traced process (a debugger, a profiler) runs."""
     found = os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
     if found is None:
         return ""

@@ -115,9 +115,7 @@ def _turns(cosine: int, sine: int, n: int) -> tuple[list[float], list[float], tu
     return cosines, sines, (c, s)
 
 
-def rope_frequencies(
-    base: float, n_rot: int, factors: np.ndarray | None = None, scale: float = 1.0
-) -> list[int]:
+def rope_frequencies(base: float, n_rot: int, factors: np.ndarray | None = None, scale: float = 1.0) -> list[int]:
     """Angle per position of each pair (n_rot / 2 of them), fixed point with `FRACTION_BITS`.
 
     `factors` are the f32 divisors of a `rope_freqs` tensor (n_rot / 2), `scale` the linear scaling factor.

@@ -15,24 +15,26 @@ import socket
 import time
 from pathlib import Path
 
-from pipeline import faultpoints, lineup, paths
-from pipeline import messages as m
-from pipeline.config import Config
+from pipeline.config import paths
+from pipeline.config.load import Config
 from pipeline.errors import ConfigError, InternalError, ModelUnavailable, ResourceError, StarlingError
-from pipeline.lineup import Instance
-from pipeline.loop import MOST_S, StageLoop
-from pipeline.process import EXIT_FATAL
+from pipeline.faults import points
+from pipeline.ipc.poll_loop import MOST_S, StageLoop
+from pipeline.models import versions
+from pipeline.models.versions import Instance
+from pipeline.protocol import messages as m
+from pipeline.runtime.process import EXIT_FATAL
 from shm import barrier, words
-from shm import steps as sh
+from shm import step_ring as sh
 from shm.arena import Arena, ArenaError, process_ticks
 from shm.checkpoint import CheckpointError
 from shm.pages import attach_kv
-from shm.steps import attach_steps
-from stages.worker import activations as act
-from stages.worker.kernels import features, turns
-from stages.worker.kernels.wait import await_head
+from shm.step_ring import attach_steps
+from stages.worker import activations_arena as act
+from stages.worker.checkpoint.prepare import prepare
+from stages.worker.kernels import features, rank_loop
+from stages.worker.kernels.idle_wait import await_head
 from stages.worker.model import Model
-from stages.worker.prepare import prepare
 from stages.worker.ranks import ArenaPaths, Attachment, Rank, pin, spawn, tell, watch
 
 log = logging.getLogger("starling.worker")
@@ -52,7 +54,7 @@ class WorkerStage:
         self._activations: Arena | None = None
         self._generation = 0
         self._turn = 0
-        self._fault = faultpoints.point("worker", "step")
+        self._fault = points.point("worker", "step")
         self._steps = 0  # counted for the fault plan
         self._next_poll = 0
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -67,9 +69,7 @@ class WorkerStage:
         allowed = sorted(os.sched_getaffinity(0))
         cpus = [cpu for cpu in model_config.cpus if cpu in allowed] or allowed
         self.n_ranks = model_config.ranks or len(cpus)
-        self.ranks: list[Rank] = [
-            spawn(self.model, rank, self.n_ranks, cpus) for rank in range(1, self.n_ranks)
-        ]
+        self.ranks: list[Rank] = [spawn(self.model, rank, self.n_ranks, cpus) for rank in range(1, self.n_ranks)]
         # The descriptors' threads are free to run anywhere: only this one is pinned.
         self.link = self.loop.connect("scheduler-worker", self._on_frame)
         self.link.on_up = self._on_scheduler
@@ -105,10 +105,17 @@ class WorkerStage:
         pids = [(os.getpid(), process_ticks(os.getpid()))] + [(r.pid, r.ticks) for r in self.ranks]
         self.link.send(
             m.WorkerReady(
-                self.name, self.model.index.digest, self.link.epoch, self.n_ranks, tuple(pids), h.vocab_size,
-                h.context_length, features.isa(), self._vocabulary,
+                self.name,
+                self.model.index.digest,
+                self.link.epoch,
+                self.n_ranks,
+                tuple(pids),
+                h.vocab_size,
+                h.context_length,
+                features.isa(),
+                self._vocabulary,
             )
-        )  # fmt: skip
+        )
 
     def _on_frame(self, frame: m.Frame) -> None:
         if isinstance(frame, m.Attach):
@@ -132,9 +139,13 @@ class WorkerStage:
         kv_arena, _, _ = attach_kv(Path(frame.kv_path), self.model.digest)
         kv_arena.close()
         geometry = act.ActivationsGeometry(
-            max(self.config.scheduler.max_step_tokens, s.max_entries, s.max_samples), s.max_samples,
-            s.max_entries, s.max_pages, min(s.max_tokens, self.model.hyper.context_length), self.n_ranks,
-        )  # fmt: skip
+            max(self.config.scheduler.max_step_tokens, s.max_entries, s.max_samples),
+            s.max_samples,
+            s.max_entries,
+            s.max_pages,
+            min(s.max_tokens, self.model.hyper.context_length),
+            self.n_ranks,
+        )
         self._check_pool(act.activations_bytes(geometry, self.model.hyper))
         self._activations = act.create_activations(where, geometry, self.model.hyper, self.model.digest)
         control = self._activations.buffer.ctypes.data
@@ -171,7 +182,7 @@ class WorkerStage:
         """Let go of the arenas, in all ranks. Idempotent."""
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
-            turns.announce(attachment.control, self._turn + 1, self.n_ranks)
+            rank_loop.announce(attachment.control, self._turn + 1, self.n_ranks)
             tell(self.ranks, ArenaPaths())
             attachment.close()
         if self._activations is not None:
@@ -222,11 +233,17 @@ class WorkerStage:
             self._steps += 1
             self._fault.strike(self._steps)
         self._turn += 2
-        refused = turns.take_turns(
-            attachment.table.address, attachment.control, self._turn, step, attachment.timing, limit_ns, base,
+        refused = rank_loop.take_turns(
+            attachment.table.address,
+            attachment.control,
+            self._turn,
+            step,
+            attachment.timing,
+            limit_ns,
+            base,
             self._bell.fileno() if self._is_bell_connected else -1,
-        )  # fmt: skip
-        if refused == turns.LOST:
+        )
+        if refused == rank_loop.LOST:
             raise RuntimeError("the ranks did not meet")
         done = int(control[sh.DONE])
         self._turn += 2 * (done - step)
@@ -242,7 +259,7 @@ class WorkerStage:
         return True
 
     def _ring(self, step: int) -> None:
-        """Wake the scheduler: by its doorbell (pipeline/bell.py), or else by a frame."""
+        """Wake the scheduler: by its doorbell (pipeline/ipc/doorbell.py), or else by a frame."""
         if self._bell_path:
             try:
                 self._bell.sendto(b"", self._bell_path)
@@ -282,26 +299,26 @@ def preload(config: Config) -> None:
 
 def main(config: Config, instance_id: str = "") -> int:
     """Run until told to stop; returns the exit code. `instance_id`: default the first that there is."""
-    instances = lineup.read(config).instances
+    instances = versions.read(config).instances
     chosen = next((one for one in instances if not instance_id or one.id == instance_id), None)
     if chosen is None:
         raise ConfigError(f"no model {instance_id!r} is configured")
     run_dir = paths.run_dir(config)
     try:
         stage = WorkerStage(config, chosen)
-        lineup.failure_path(run_dir, chosen.stage).unlink(missing_ok=True)
+        versions.failure_path(run_dir, chosen.stage).unlink(missing_ok=True)
         return stage.run()
     except CheckpointError as error:
         refused = ModelUnavailable(str(error), param="model")
-        lineup.note_failure(run_dir, chosen.stage, refused)
+        versions.note_failure(run_dir, chosen.stage, refused)
         raise refused from None
     except StarlingError as error:
-        lineup.note_failure(run_dir, chosen.stage, error)
+        versions.note_failure(run_dir, chosen.stage, error)
         raise
     except RuntimeError:
         log.exception("the worker group ends")
         return EXIT_FATAL
     except Exception as error:  # of a file that nobody has foreseen, perhaps: whoever loads it must hear of it
         problem = f"{type(error).__name__}: {error}; the worker's log has more (starling logs worker)"
-        lineup.note_failure(run_dir, chosen.stage, InternalError(problem))
+        versions.note_failure(run_dir, chosen.stage, InternalError(problem))
         raise

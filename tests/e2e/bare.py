@@ -17,9 +17,7 @@ from tests.e2e.server import ROOT, STOP_S, Server
 class BareServer(Server):
     """`starling stage NAME` for each stage; their output is one stream."""
 
-    def __init__(
-        self, home: Path, config: Mapping[str, Any], environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, home: Path, config: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
         super().__init__(home, config, environment)
         self.stages: dict[str, subprocess.Popen[bytes]] = {}
         self._reader: threading.Thread | None = None
@@ -35,9 +33,12 @@ class BareServer(Server):
     def start_stage(self, name: str, environment: Mapping[str, str] | None = None) -> None:
         """Once more, after its end. From the main thread: the stage dies with the thread that forked it."""
         self.stages[name] = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.cli", "stage", name], cwd=ROOT,
-            env={**self.environment, **(environment or {})}, stdout=self._into, stderr=self._into,
-        )  # fmt: skip
+            [sys.executable, "-m", "starling", "stage", name],
+            cwd=ROOT,
+            env={**self.environment, **(environment or {})},
+            stdout=self._into,
+            stderr=self._into,
+        )
 
     def _read_pipe(self) -> None:
         with os.fdopen(self._out, errors="replace") as lines:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import paths
-from pipeline.config_schema import DEMO_MODEL
+from pipeline.config import paths
+from pipeline.config.schema import DEMO_MODEL
 from tests.e2e.server import Server
 
 

@@ -25,8 +25,8 @@ from typing import Any
 
 import yaml
 
-from pipeline.chaos.faults import children
-from pipeline.status import read_all
+from pipeline.observe.status import read_all
+from starling.chaos.faults import children
 
 ROOT = Path(__file__).parents[2]
 START_S = 120  # kernels may have to be compiled
@@ -71,9 +71,14 @@ class Server:
 
     def start(self) -> Server:
         self.process = subprocess.Popen(
-            [*self.launcher, sys.executable, "-m", "honcho", "--no-colour", "start"], cwd=ROOT, env=self.environment,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
+            [*self.launcher, sys.executable, "-m", "honcho", "--no-colour", "start"],
+            cwd=ROOT,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         self._lines = queue.SimpleQueue()  # what a life before had to say is over
         threading.Thread(target=self._read, args=(self.process, self._lines), daemon=True).start()
         return self
@@ -216,8 +221,9 @@ class Server:
         """Decoded `data:` events until `[DONE]` or the end of the body."""
         connection = self.connect()
         try:
-            connection.request("POST", path, json.dumps({**body, "stream": True}).encode(),
-                               {"Content-Type": "application/json"})  # fmt: skip
+            connection.request(
+                "POST", path, json.dumps({**body, "stream": True}).encode(), {"Content-Type": "application/json"}
+            )
             response = connection.getresponse()
             assert response.status == 200, (response.status, response.read())
             while line := response.readline():

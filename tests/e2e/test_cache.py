@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config_schema import DEMO_MODEL
+from pipeline.config.schema import DEMO_MODEL
 from shm.pages import HEADER, PAGE_FULL, attach_kv
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server, wait_gone
@@ -85,9 +85,8 @@ def damage_cached_pages(server: Server) -> int:
     arena, views, _ = attach_kv(path)
     fields = views.headers.view(HEADER)[:, 0]
     pages = [
-        page for page in range(len(views.pages))
-        if fields["state"][page] == PAGE_FULL and fields["refs"][page] == 0
-    ]  # fmt: skip
+        page for page in range(len(views.pages)) if fields["state"][page] == PAGE_FULL and fields["refs"][page] == 0
+    ]
     for page in pages:
         views.pages[page, 1000 + page] ^= 4
     arena.close()

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from pipeline import config as config_module
-from pipeline import faultpoints
-from pipeline.chaos.run import actions, targets
-from pipeline.chaos.traffic import Ask, Client, Traffic
+from pipeline.config import load as config_module
+from pipeline.faults import points
+from starling.chaos.scenario import actions, targets
+from starling.chaos.traffic import Ask, Client, Traffic
 from tests.e2e import small_disk
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import ROOT, Server
@@ -43,10 +43,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def chaos(server: Server, scenario: str, seconds: int) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(starling(
-        server, "chaos", "--scenario", scenario, "--duration", f"{seconds}s", "--streams", "4", "--tokens", "60",
-        "--requests", "16", "--json",
-    ))  # fmt: skip
+    report: dict[str, Any] = json.loads(
+        starling(
+            server,
+            "chaos",
+            "--scenario",
+            scenario,
+            "--duration",
+            f"{seconds}s",
+            "--streams",
+            "4",
+            "--tokens",
+            "60",
+            "--requests",
+            "16",
+            "--json",
+        )
+    )
     assert report["scenario"] == scenario
     total = report["rows"][-1]
     assert total["streams"] == total["identical"] > 0
@@ -63,7 +76,7 @@ def test_a_bad_disk_changes_nothing(server: Server, scenario: str) -> None:
     if scenario == "disk-full":
         assert any("File too large" in line for line in server.output)
     # Nothing of it stays behind.
-    assert not (server.home / "run" / faultpoints.FILE).exists()
+    assert not (server.home / "run" / points.FILE).exists()
     assert server.post("/v1/generate", prompt=[1, 2], max_tokens=1, session_id="")["session_id"]
     names = {use["name"] for use in report["use"]}
     assert {"gateway", "kv", "kv, parent", "workers", "shared memory", "state"} <= names
@@ -83,7 +96,7 @@ def test_a_full_disk_ends_with_the_command_that_made_it(server: Server) -> None:
             assert server.request("GET", "/health")[0] == 200
             assert time.monotonic() < deadline
 
-    command = [sys.executable, "-m", "pipeline.cli", "chaos", "--scenario", "disk-full", "--requests", "4"]
+    command = [sys.executable, "-m", "starling", "chaos", "--scenario", "disk-full", "--requests", "4"]
     with subprocess.Popen(command, cwd=ROOT, env=server.environment, stdout=subprocess.DEVNULL) as running:
         wait_until(True)
         running.kill()
@@ -130,10 +143,29 @@ def mixed(
     for attempt in range(4):
         seed = next(seed for seed in range(100_000) if set(order(seed)[: len(first)]) == first)
         done = subprocess.run(
-            [sys.executable, "-m", "pipeline.cli", "chaos", "--duration", f"{seconds << attempt}s", "--streams", "4",
-             "--tokens", "60", "--requests", "16", "--seed", str(seed), "--json"],
-            cwd=ROOT, env=server.environment, capture_output=True, text=True, timeout=480,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "starling",
+                "chaos",
+                "--duration",
+                f"{seconds << attempt}s",
+                "--streams",
+                "4",
+                "--tokens",
+                "60",
+                "--requests",
+                "16",
+                "--seed",
+                str(seed),
+                "--json",
+            ],
+            cwd=ROOT,
+            env=server.environment,
+            capture_output=True,
+            text=True,
+            timeout=480,
+        )
         assert done.returncode == 0, (done.stdout, done.stderr)
         for row in json.loads(done.stdout)["rows"]:
             assert row["streams"] == row["identical"]

@@ -45,9 +45,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def body(model: str, i: int, tokens: int = 150, **fields: Any) -> dict[str, Any]:
     return {
-        "model": model, "prompt": [3 + i, 60, 71, 9], "max_tokens": tokens, "ignore_eos": True, "seed": 11 + i,
+        "model": model,
+        "prompt": [3 + i, 60, 71, 9],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "seed": 11 + i,
         **fields,
-    }  # fmt: skip
+    }
 
 
 def drafted(server: Server, model: str) -> dict[str, float]:
@@ -136,7 +140,11 @@ def command(server: Server, *words: str) -> None:
     import sys
 
     done = subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", *words], env=server.environment, capture_output=True, text=True,
-        timeout=60, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "starling", *words],
+        env=server.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -35,9 +35,13 @@ def test_the_documented_plan_fires(tmp_path: Path) -> None:
     share_caches(tmp_path)
     path = write_model(tmp_path / "tiny.gguf", SHAPE)
     model = {
-        "name": "tiny", "path": str(path), "kv_cache_mb": 1, "ranks": 2,
-        "spill_path": str(tmp_path / "spill"), "spill_mb": 8,
-    }  # fmt: skip
+        "name": "tiny",
+        "path": str(path),
+        "kv_cache_mb": 1,
+        "ranks": 2,
+        "spill_path": str(tmp_path / "spill"),
+        "spill_mb": 8,
+    }
     config = {"models": [model], "server": {"request_timeout_ms": 30_000}}
     with Server(tmp_path, config, {"STARLING_FAULTS": PLAN}) as server:
         disturbed = [ask(server, n) for n in range(30)]

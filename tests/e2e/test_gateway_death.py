@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config_schema import DEMO_MODEL
+from pipeline.config.schema import DEMO_MODEL
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server, wait_gone
 
@@ -22,8 +22,13 @@ MINE, OTHER = {"Authorization": "Bearer sk-mine"}, {"Authorization": "Bearer sk-
 KEYS = [{"key": "sk-mine", "tenant": "mine"}, {"key": "sk-other", "tenant": "other"}]
 REQUEST: dict[str, Any] = {
     "prompt": "The old lighthouse keeper climbed the spiral stairs every evening, counting each step. " * 4,
-    "max_tokens": 120, "seed": 11, "temperature": 0.8, "ignore_eos": True, "n": 2, "stream": True,
-}  # fmt: skip
+    "max_tokens": 120,
+    "seed": 11,
+    "temperature": 0.8,
+    "ignore_eos": True,
+    "n": 2,
+    "stream": True,
+}
 
 
 def events(server: Server, path: str, body: Any, headers: Mapping[str, str]) -> Iterator[tuple[str, Any]]:

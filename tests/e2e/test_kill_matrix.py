@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config_schema import DEMO_MODEL
+from pipeline.config.schema import DEMO_MODEL
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server, wait_gone
 from tools.tiny_gguf import SHAPES, write_model
@@ -28,8 +28,14 @@ pytestmark = pytest.mark.slow
 TOKENS = 40
 REQUEST: dict[str, Any] = {
     "prompt": "The old lighthouse keeper climbed the spiral stairs every evening, counting each step. " * 16,
-    "max_tokens": TOKENS, "seed": 11, "temperature": 0.8, "top_p": 0.95, "logprobs": 2, "ignore_eos": True, "n": 2,
-}  # fmt: skip
+    "max_tokens": TOKENS,
+    "seed": 11,
+    "temperature": 0.8,
+    "top_p": 0.95,
+    "logprobs": 2,
+    "ignore_eos": True,
+    "n": 2,
+}
 STAGES = ("tokenizer", "scheduler", "kv", "worker", "worker/1")
 MOMENTS = {"prefill": 0, "first": 1, "middle": TOKENS, "last": 2 * TOKENS - 1}  # tokens that have arrived
 LOOK_S = 0.2  # just before a supervisor looks at what is below its stage
@@ -142,10 +148,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "session": {"prompt": PROMPT[:40], **SAMPLED, "session_id": ""},
     "stopped": {"prompt": PROMPT, **SAMPLED, "stop_token_ids": [17], "min_tokens": 120, "ignore_eos": False},
     "constrained": {
-        "prompt": PROMPT, **SAMPLED, "top_k": 20, "repetition_penalty": 1.2, "frequency_penalty": 0.3,
-        "logit_bias": {"9": 2.0}, "order": ["mask", "temperature", "top_k", "top_p", "penalties"],
+        "prompt": PROMPT,
+        **SAMPLED,
+        "top_k": 20,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "logit_bias": {"9": 2.0},
+        "order": ["mask", "temperature", "top_k", "top_p", "penalties"],
     },
-}  # fmt: skip
+}
 PAIRS = list(itertools.combinations(STAGES, 2))
 
 
@@ -197,10 +208,16 @@ def test_two_at_once_and_every_kind_of_request(tiny_server: Server, case: int, p
 def test_a_chat_outlives_all_of_them(demo_server: Server) -> None:
     """One after the other in one answer: a chat with logprobs and a stop string."""
     body = {
-        "model": DEMO_MODEL, "messages": [{"role": "user", "content": "Tell me of the sea, at length."}],
-        "max_tokens": 80, "seed": 2, "temperature": 0.7, "logprobs": True, "top_logprobs": 2, "stop": ["\n\n\n"],
+        "model": DEMO_MODEL,
+        "messages": [{"role": "user", "content": "Tell me of the sea, at length."}],
+        "max_tokens": 80,
+        "seed": 2,
+        "temperature": 0.7,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "stop": ["\n\n\n"],
         "stream_options": {"include_usage": True},
-    }  # fmt: skip
+    }
     expected = comparable(list(demo_server.stream("/v1/chat/completions", **body)))
     names = iter(("kv", "scheduler", "tokenizer", "worker/1"))
 

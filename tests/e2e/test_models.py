@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.status import read_all
+from pipeline.observe.status import read_all
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server
 from tools.tiny_gguf import SHAPES, write_model
@@ -28,11 +28,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     share_caches(home)
     models = [
         {
-            "name": name, "path": str(write_model(home / f"{name}.gguf", SHAPES["small"], seed=i)), "kv_cache_mb": 8,
-            "cpus": [CORES[i % len(CORES)]], "max_batch_size": 4,
+            "name": name,
+            "path": str(write_model(home / f"{name}.gguf", SHAPES["small"], seed=i)),
+            "kv_cache_mb": 8,
+            "cpus": [CORES[i % len(CORES)]],
+            "max_batch_size": 4,
         }
         for i, name in enumerate(("one", "two"))
-    ]  # fmt: skip
+    ]
     with Server(home, {"models": models, "rate_limits": {"max_queue_depth": 6}}) as server:
         yield server
         server.stop()

@@ -45,9 +45,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 def starling(server: Server, *args: str, code: int = 0) -> str:
     """What the command prints; its exit code must be `code`."""
     done = subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", *args], cwd=ROOT, env=server.environment,
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        [sys.executable, "-m", "starling", *args],
+        cwd=ROOT,
+        env=server.environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == code, (args, done.returncode, done.stdout, done.stderr)
     return done.stdout
 
@@ -119,9 +123,12 @@ def test_logs_bring_the_stages_together(server: Up) -> None:
 
 def test_logs_follow(server: Up) -> None:
     follower = subprocess.Popen(
-        [sys.executable, "-m", "pipeline.cli", "logs", "gateway", "-f", "-n", "1"], cwd=ROOT,
-        env=server.environment, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "starling", "logs", "gateway", "-f", "-n", "1"],
+        cwd=ROOT,
+        env=server.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert follower.stdout is not None
         assert follower.stdout.readline()
@@ -171,9 +178,12 @@ def test_a_drain_refuses_and_lets_finish(server: Up) -> None:
     begun = [next(stream)]
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.cli", "drain", "--timeout", "60"], cwd=ROOT,
-            env=server.environment, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "starling", "drain", "--timeout", "60"],
+            cwd=ROOT,
+            env=server.environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert len(tokens_of(begun + list(stream))) == 1500
         said, _ = process.communicate()
         assert process.returncode == 0, said

@@ -32,6 +32,7 @@ def test_all_of_it_comes_back(tmp_path: Path) -> None:
         "rate_limits": {"requests_per_minute": 4},
     }
     with Server(tmp_path, config) as server:
+
         def ask(headers: dict[str, str], **body: Any) -> tuple[int, Any]:
             code, answer, _ = server.request("POST", "/v1/generate", {**SAMPLED, "max_tokens": 20, **body}, headers)
             return code, answer

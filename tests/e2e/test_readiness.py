@@ -22,8 +22,13 @@ from tools.tiny_gguf import SHAPES, write_model
 pytestmark = pytest.mark.slow
 
 REQUEST: dict[str, Any] = {
-    "prompt": [1, 2, 3], "max_tokens": 3000, "ignore_eos": True, "temperature": 0.9, "seed": 5, "logprobs": 1,
-}  # fmt: skip
+    "prompt": [1, 2, 3],
+    "max_tokens": 3000,
+    "ignore_eos": True,
+    "temperature": 0.9,
+    "seed": 5,
+    "logprobs": 1,
+}
 WITHIN_S = 1.0
 STAGES = ("tokenizer", "scheduler", "kv", "worker-tiny", "worker-tiny/1")
 

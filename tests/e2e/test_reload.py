@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.cli.reload import change, gone
 from pipeline.errors import StarlingError
-from pipeline.status import read_all
+from pipeline.observe.status import read_all
+from starling.cli.reload import change, gone
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server, wait_gone
 from tests.e2e.test_gateway_death import events, wait_answering
@@ -250,9 +250,11 @@ def test_what_cannot_be_loaded_leaves_the_old_one_serving(server: Server, files:
             reload(server, files.b, "load", "big", kv_cache_mb=16_000_000)
         assert (refused.value.code, refused.value.status) == ("INSUFFICIENT_RESOURCES", 507)
         for op, name, error in (
-            ("reload", "none", "MODEL_NOT_FOUND"), ("unload", "none", "MODEL_NOT_FOUND"),
-            ("load", "none", "MODEL_NOT_FOUND"), ("load", "tiny", "CONFLICT"),
-        ):  # fmt: skip
+            ("reload", "none", "MODEL_NOT_FOUND"),
+            ("unload", "none", "MODEL_NOT_FOUND"),
+            ("load", "none", "MODEL_NOT_FOUND"),
+            ("load", "tiny", "CONFLICT"),
+        ):
             with pytest.raises(StarlingError) as raised:
                 reload(server, None, op, name)
             assert raised.value.code == error
@@ -354,9 +356,12 @@ def test_an_admins_key_over_http(server: Server, files: Files) -> None:
     status, state, _ = server.request("POST", "/v1/admin/reload", body, admin)
     assert (status, state["change"]["done"], state["change"]["instance"]) == (200, True, "tiny@1")
     for wrong, param in (
-        ({"target": "tiny", "path": "b.gguf"}, "path"), ({"path": str(files.b)}, "target"),
-        ({**body, "timeout_s": -1}, "timeout_s"), ({**body, "wait": 1}, "wait"), ({**body, "no": 1}, "no"),
-    ):  # fmt: skip
+        ({"target": "tiny", "path": "b.gguf"}, "path"),
+        ({"path": str(files.b)}, "target"),
+        ({**body, "timeout_s": -1}, "timeout_s"),
+        ({**body, "wait": 1}, "wait"),
+        ({**body, "no": 1}, "no"),
+    ):
         status, refused, _ = server.request("POST", "/v1/admin/reload", wrong, admin)
         assert (status, refused["error"]["param"]) == (400, param)
     status, refused, _ = server.request("POST", "/v1/admin/reload", {"target": "none"}, admin)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config_schema import DEMO_MODEL
+from pipeline.config.schema import DEMO_MODEL
 from tests.e2e.server import Server
 
 pytestmark = pytest.mark.slow
@@ -24,9 +24,12 @@ PROMPTS = [
 def ask(server: Server, i: int, **more: Any) -> dict[str, Any]:
     """One of sixteen different requests: lengths, seeds, sampling, logprobs, stop strings."""
     body: dict[str, Any] = {
-        "prompt": PROMPTS[i % 4] * (1 + i % 3), "max_tokens": 12 + 3 * (i % 5), "seed": i,
-        "temperature": (0, 0.8, 1.2)[i % 3], "logprobs": 2 if i % 4 == 1 else 0,
-    }  # fmt: skip
+        "prompt": PROMPTS[i % 4] * (1 + i % 3),
+        "max_tokens": 12 + 3 * (i % 5),
+        "seed": i,
+        "temperature": (0, 0.8, 1.2)[i % 3],
+        "logprobs": 2 if i % 4 == 1 else 0,
+    }
     if i % 2:
         body |= {"top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.2}
     if i % 5 == 4:
@@ -58,9 +61,11 @@ def test_sixteen_at_once_say_what_each_says_alone(demo_server: Server) -> None:
 
 def test_words_arrive_one_by_one_and_add_up(demo_server: Server) -> None:
     body = {
-        "model": DEMO_MODEL, "messages": [{"role": "user", "content": "Say hello."}], "temperature": 0,
+        "model": DEMO_MODEL,
+        "messages": [{"role": "user", "content": "Say hello."}],
+        "temperature": 0,
         "max_tokens": 24,
-    }  # fmt: skip
+    }
     whole = demo_server.post("/v1/chat/completions", **body)
     chunks = list(demo_server.stream("/v1/chat/completions", stream_options={"include_usage": True}, **body))
     pieces = [c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"]]

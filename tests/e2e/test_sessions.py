@@ -51,9 +51,9 @@ def test_turns_are_the_one_prompt_text(demo_server: Server) -> None:
     status, body, _ = server.request("POST", "/v1/generate", {"prompt": "x", "session_id": name})
     assert (status, body["error"]["code"]) == (409, "CONFLICT")
     turn.close()  # the client goes away: the session is what it was
-    while (answer := server.request(
-        "POST", "/v1/generate", {"prompt": "", "session_id": name, "max_tokens": 1}
-    ))[0] == 409:  # fmt: skip
+    while (answer := server.request("POST", "/v1/generate", {"prompt": "", "session_id": name, "max_tokens": 1}))[
+        0
+    ] == 409:
         pass  # until the server has noticed
     assert answer[0] == 200
     assert answer[1]["usage"]["prompt_tokens"] == len(history)

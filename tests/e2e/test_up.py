@@ -25,9 +25,14 @@ class Up(Server):
 
     def start(self) -> Up:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.cli", "up"], cwd=ROOT, env=self.environment,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "starling", "up"],
+            cwd=ROOT,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         threading.Thread(target=self._read, args=(self.process, self._lines), daemon=True).start()
         return self
 

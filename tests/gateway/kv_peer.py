@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline import messages as m
-from pipeline.config_schema import Config
-from pipeline.wire import Hub
-from stages.kv.session_files import SessionFiles
-from stages.kv.session_frames import answer
-from stages.kv.sessions import Sessions
+from pipeline.config.schema import Config
+from pipeline.ipc.endpoint import Hub
+from pipeline.protocol import messages as m
+from stages.kv.sessions.session_files import SessionFiles
+from stages.kv.sessions.session_frames import answer
+from stages.kv.sessions.session_store import Sessions
 from tests.gateway.threaded import Threaded
 
 MAX_SESSIONS = 3

@@ -15,9 +15,9 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline import messages as m
 from pipeline.errors import ModelNotFound
-from stages.gateway.pieces import Pieces
+from pipeline.protocol import messages as m
+from stages.gateway.requests.token_text import Pieces
 from stages.tokenizer.service import TokenizerModel, TokenizerService
 from stages.tokenizer.vocabulary import TooManyTokens
 
@@ -41,9 +41,7 @@ class ByteVocabulary:
         pieces = [self.token_bytes(token) for token in range(VOCAB_SIZE)]
         return b"".join(pieces), array("I", accumulate(map(len, pieces))).tobytes()
 
-    def within(
-        self, text: str, parse_special: bool, add_bos: bool, most: int = 0
-    ) -> Iterator[None]:
+    def within(self, text: str, parse_special: bool, add_bos: bool, most: int = 0) -> Iterator[None]:
         yield
         n = len(text.encode())
         if 0 < most < n:
@@ -61,9 +59,18 @@ class JoiningTemplate:
 
 def make_tokenizer() -> TokenizerService:
     described = m.Described(
-        "", MODEL, "ab" * 32, VOCAB_SIZE, CONTEXT, (EOS,), True, "bytes", 258, 1_700_000_000,
+        "",
+        MODEL,
+        "ab" * 32,
+        VOCAB_SIZE,
+        CONTEXT,
+        (EOS,),
+        True,
+        "bytes",
+        258,
+        1_700_000_000,
         tokenizer="cd" * 32,
-    )  # fmt: skip
+    )
 
     def load(name: str) -> TokenizerModel:
         if name != MODEL:
@@ -135,9 +142,7 @@ class Generator:
             logprobs = ()
             top = frame.sampling.logprobs
             if top >= 0:
-                logprobs = tuple(
-                    m.Logprob(-0.5, ((t, -0.5), (65, -1.5), (66, -2.5))[: top or 0]) for t in new
-                )
+                logprobs = tuple(m.Logprob(-0.5, ((t, -0.5), (65, -1.5), (66, -2.5))[: top or 0]) for t in new)
             cached = 3 if sent == 0 else 0
             moved.append(m.SequenceTokens(sequence, sent, new, logprobs, finish, cached_tokens=cached))
             if over:

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from pipeline import messages as m
-from pipeline.config import load
-from pipeline.config_schema import Config
-from pipeline.wire import Hub
+from pipeline.config.load import load
+from pipeline.config.schema import Config
+from pipeline.ipc.endpoint import Hub
+from pipeline.protocol import messages as m
 from tests.gateway.peers import MODEL, Generator, make_tokenizer
 from tests.gateway.threaded import Threaded
 
@@ -148,9 +148,13 @@ class Server:
 
     def _start(self, pass_fds: tuple[int, ...] = ()) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.cli", "stage", "gateway"],
-            env=self.env, stderr=subprocess.PIPE, text=True, bufsize=1, pass_fds=pass_fds,
-        )  # fmt: skip
+            [sys.executable, "-m", "starling", "stage", "gateway"],
+            env=self.env,
+            stderr=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            pass_fds=pass_fds,
+        )
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
@@ -204,9 +208,7 @@ class Server:
     def connect(self, timeout_s: float = 20.0) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
 
-    def request(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
-    ) -> Answer:
+    def request(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
         """`body`: bytes as they are, anything else as JSON."""
         connection = self.connect()
         try:

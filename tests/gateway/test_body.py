@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import InvalidRequest
-from stages.gateway import chat, completions, generate
-from stages.gateway.body import parse_object
-from stages.gateway.fields import integer, number, read_fields
+from stages.gateway.endpoints import chat, completions, generate
+from stages.gateway.http.body import parse_object
+from stages.gateway.http.fields import integer, number, read_fields
 
 JSON = st.recursive(
     st.none()
@@ -23,7 +23,7 @@ JSON = st.recursive(
     | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=20,
-)  # fmt: skip
+)
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=5), st.booleans())

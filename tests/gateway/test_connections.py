@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.gateway.connections import FIRST_HEAD_S, Connections
+from stages.gateway.http.idle_connections import FIRST_HEAD_S, Connections
 
 
 class Connection:

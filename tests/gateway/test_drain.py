@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from pipeline import control
 from pipeline.errors import StarlingError
-from stages.gateway.drains import ALL, Drains, too_late
+from pipeline.ipc import control
+from stages.gateway.admission.drain import ALL, Drains, too_late
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 
@@ -200,9 +200,7 @@ def test_a_gateway_without_a_lent_socket_cannot_hand_over(server: Server) -> Non
     assert server.get("/ready").status == 200
 
 
-def test_a_handover_keeps_those_who_connect_waiting(
-    homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_handover_keeps_those_who_connect_waiting(homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         held.set_inheritable(True)
         monkeypatch.setenv("STARLING_LISTEN_FD", str(held.fileno()))

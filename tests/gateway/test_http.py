@@ -20,9 +20,7 @@ def expected(prompt: str | list[int], max_tokens: int, seed: int = 7, choice: in
     return output(array("i", ids).tobytes(), seed, choice, max_tokens, (EOS,))
 
 
-CHAT: dict[str, Any] = {
-    "model": MODEL, "seed": 7, "max_tokens": 30, "messages": [{"role": "user", "content": "Hi"}]
-}  # fmt: skip
+CHAT: dict[str, Any] = {"model": MODEL, "seed": 7, "max_tokens": 30, "messages": [{"role": "user", "content": "Hi"}]}
 CHAT_PROMPT = "user: Hi\n"
 
 
@@ -40,14 +38,20 @@ def test_generate(server: Server) -> None:
     assert (body["object"], body["model"], body["seed"]) == ("generation", MODEL, 7)
     assert body["choices"] == [
         {
-            "index": 0, "text": text_of(tokens), "tokens": tokens, "finish_reason": "length",
-            "stop_string": None, "logprobs": None,
+            "index": 0,
+            "text": text_of(tokens),
+            "tokens": tokens,
+            "finish_reason": "length",
+            "stop_string": None,
+            "logprobs": None,
         }
-    ]  # fmt: skip
+    ]
     assert body["usage"] == {
-        "prompt_tokens": 5, "completion_tokens": 30, "total_tokens": 35,
+        "prompt_tokens": 5,
+        "completion_tokens": 30,
+        "total_tokens": 35,
         "prompt_tokens_details": {"cached_tokens": 3},
-    }  # fmt: skip
+    }
 
 
 def test_token_ids_as_a_prompt_and_a_drawn_seed_that_is_told(server: Server) -> None:
@@ -83,9 +87,7 @@ def test_chat(server: Server) -> None:
     assert body["id"].startswith("chatcmpl-")
     assert body["object"] == "chat.completion"
     message = {"role": "assistant", "content": text_of(expected(CHAT_PROMPT, 30)), "refusal": None}
-    assert body["choices"] == [
-        {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}
-    ]
+    assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}]
     assert body["usage"]["prompt_tokens"] == len(CHAT_PROMPT)
 
 
@@ -110,11 +112,7 @@ def test_completions_with_several_prompts_choices_and_echo(server: Server) -> No
     assert body["object"] == "text_completion"
     assert body["id"].startswith("cmpl-")
     assert [c["index"] for c in body["choices"]] == [0, 1, 2, 3]
-    wanted = [
-        prompt + text_of(expected(prompt, 10, choice=choice))
-        for prompt in ("ab", "Käfig")
-        for choice in (0, 1)
-    ]
+    wanted = [prompt + text_of(expected(prompt, 10, choice=choice)) for prompt in ("ab", "Käfig") for choice in (0, 1)]
     assert [c["text"] for c in body["choices"]] == wanted
     assert body["usage"]["prompt_tokens"] == 2 + 6
     assert body["usage"]["completion_tokens"] == 40
@@ -140,9 +138,7 @@ def test_a_stop_string_ends_the_text_before_it(server: Server, stop: Any) -> Non
 
 def test_logprobs_in_each_shape(server: Server) -> None:
     tokens = expected(CHAT_PROMPT, 4)
-    body = server.post(
-        "/v1/chat/completions", {**CHAT, "max_tokens": 4, "logprobs": True, "top_logprobs": 2}
-    ).json
+    body = server.post("/v1/chat/completions", {**CHAT, "max_tokens": 4, "logprobs": True, "top_logprobs": 2}).json
     content = body["choices"][0]["logprobs"]["content"]
     assert [entry["bytes"] for entry in content] == [[t] for t in tokens]
     assert content[0]["logprob"] == -0.5
@@ -170,9 +166,7 @@ def test_logprobs_in_each_shape(server: Server) -> None:
 
 
 def test_a_chat_stream_has_openais_events_in_order(server: Server) -> None:
-    events = server.stream(
-        "/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}
-    ).all()
+    events = server.stream("/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}).all()
     assert events[-1].data == "[DONE]"
     chunks = [event.data for event in events[:-1]]
     assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
@@ -181,9 +175,7 @@ def test_a_chat_stream_has_openais_events_in_order(server: Server) -> None:
     texts = [chunk["choices"][0]["delta"]["content"] for chunk in chunks[1:-2]]
     assert "".join(texts) == text_of(expected(CHAT_PROMPT, 30))
     assert len(texts) > 10
-    assert chunks[-2]["choices"] == [
-        {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}
-    ]
+    assert chunks[-2]["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}]
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 30
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
@@ -229,6 +221,7 @@ def test_a_completion_stream(server: Server) -> None:
 
 def test_words_arrive_one_by_one(server: Server) -> None:
     """The first piece is there while the model is still stopped before the second."""
+
     def hold() -> None:
         server.peers.is_stepping = False
 
@@ -289,9 +282,15 @@ def test_the_openai_client(server: Server) -> None:
         whole = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=30, seed=7)
         assert whole.choices[0].message.content == text
         stream = client.chat.completions.create(
-            model=MODEL, messages=messages, max_completion_tokens=30, seed=7, stream=True,
-            logprobs=True, top_logprobs=1, stream_options={"include_usage": True},
-        )  # fmt: skip
+            model=MODEL,
+            messages=messages,
+            max_completion_tokens=30,
+            seed=7,
+            stream=True,
+            logprobs=True,
+            top_logprobs=1,
+            stream_options={"include_usage": True},
+        )
         chunks = list(stream)
         assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
         assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 3
@@ -308,12 +307,18 @@ def test_the_openai_client(server: Server) -> None:
 def test_curl(server: Server) -> None:
     done = subprocess.run(
         [
-            "curl", "-sN", f"http://127.0.0.1:{server.port}/v1/generate",
-            "-H", "Content-Type: application/json",
-            "-d", '{"prompt": "curl", "max_tokens": 3, "stream": true}',
+            "curl",
+            "-sN",
+            f"http://127.0.0.1:{server.port}/v1/generate",
+            "-H",
+            "Content-Type: application/json",
+            "-d",
+            '{"prompt": "curl", "max_tokens": 3, "stream": true}',
         ],
-        capture_output=True, check=True, timeout=20,
-    )  # fmt: skip
+        capture_output=True,
+        check=True,
+        timeout=20,
+    )
     assert done.stdout.count(b"data: ") >= 4
 
 
@@ -450,7 +455,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages[0].name", "not supported"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content[0].type", "text only",
+        "messages[0].content[0].type",
+        "text only",
     ),
     ({"tools": [{"type": "function"}]}, "tools", "not supported"),
     ({"response_format": {"type": "json_object"}}, "response_format", '{"type": "text"}'),
@@ -461,7 +467,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "include_usage"),
     ({"store": True}, "store", "nothing is stored"),
     ({"best_of": 2}, "best_of", "unknown parameter"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "param", "message"), BAD_CHATS)
@@ -474,9 +480,16 @@ def test_chats_that_are_refused(server: Server, change: dict[str, Any], param: s
 
 def test_neutral_values_of_what_is_not_supported_are_taken(server: Server) -> None:
     neutral = {
-        "tools": [], "tool_choice": "none", "store": False, "modalities": ["text"], "metadata": None,
-        "response_format": {"type": "text"}, "user": "someone", "service_tier": "auto", "logit_bias": None,
-    }  # fmt: skip
+        "tools": [],
+        "tool_choice": "none",
+        "store": False,
+        "modalities": ["text"],
+        "metadata": None,
+        "response_format": {"type": "text"},
+        "user": "someone",
+        "service_tier": "auto",
+        "logit_bias": None,
+    }
     assert server.post("/v1/chat/completions", {**CHAT, **neutral}).status == 200
 
 

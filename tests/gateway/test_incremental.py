@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.gateway.incremental import StreamDecoder
+from stages.gateway.requests.text_decoder import StreamDecoder
 
 texts = st.text(st.sampled_from("ab–日本😀👩‍👧\n x"), max_size=40)
 stops = st.lists(st.text(st.sampled_from("ab–本😀 x"), min_size=1, max_size=4), max_size=4)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.messages import Sampling
-from stages.gateway.ask import Ask
-from stages.gateway.journal import FILE, FRESH, KEEP_S, MAGIC, Ended, Journal, Line, Opened, parse
+from pipeline.protocol.messages import Sampling
+from stages.gateway.endpoints.generation_request import Ask
+from stages.gateway.requests.journal import FILE, FRESH, KEEP_S, MAGIC, Ended, Journal, Line, Opened, parse
 
 NOW = 1e9
 
@@ -23,9 +23,22 @@ def opened(name: str, prompt: bytes = b"1234") -> Opened:
     ask = Ask(endpoint="chat", model="m", stream=True, stop=("\n",), seed=2**64 - 1)
     sampling = Sampling(seed=2**64 - 1, logit_bias=((3, -1.5),))
     return Opened(
-        name, "tenant", "m", "ab" * 32, 1, ask, 2**64 - 1, 17, "fp", NOW + 60, 0, name,
-        [prompt], ["echo"], [Line(0, 0, 0, 9, sampling, (1, 2)), Line(0, 0, 1, 9, sampling, (1, 2))],
-    )  # fmt: skip
+        name,
+        "tenant",
+        "m",
+        "ab" * 32,
+        1,
+        ask,
+        2**64 - 1,
+        17,
+        "fp",
+        NOW + 60,
+        0,
+        name,
+        [prompt],
+        ["echo"],
+        [Line(0, 0, 0, 9, sampling, (1, 2)), Line(0, 0, 1, 9, sampling, (1, 2))],
+    )
 
 
 def journal(directory: Path, max_bytes: int = 1 << 20, wall: Callable[[], float] = lambda: NOW) -> Journal:

@@ -14,23 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import StarlingError
-from pipeline.messages import Logprob, Sampling
-from stages.gateway import chat, completions, generate
-from stages.gateway.ask import Ask
-from stages.gateway.journal import KEEP_S, MAX_KEPT, Ended, Journal, Opened, parse
-from stages.gateway.kept import ENTRY_BYTES, Kept, to_record
-from stages.gateway.record import Outcome, Request, Sequence, State
-from stages.gateway.recovery import Recovery
-from stages.gateway.relay import Relay
-from stages.gateway.sse import EventStream
-from stages.gateway.takeup import Fan, Mark, Place
+from pipeline.protocol.messages import Logprob, Sampling
+from stages.gateway.endpoints import chat, completions, generate
+from stages.gateway.endpoints.generation_request import Ask
+from stages.gateway.http.sse import EventStream
+from stages.gateway.requests.journal import KEEP_S, MAX_KEPT, Ended, Journal, Opened, parse
+from stages.gateway.requests.recovery import Recovery
+from stages.gateway.requests.relay import Relay
+from stages.gateway.requests.replay_buffer import ENTRY_BYTES, Kept, to_record
+from stages.gateway.requests.resume import Fan, Mark, Place
+from stages.gateway.requests.state import Outcome, Request, Sequence, State
 from tests.gateway.peers import EOS, Generator, make_pieces
 from tests.gateway.test_journal import found, journal, opened
 
 BYTES = {token: bytes([token]) for token in range(256)}
 SHAPES: dict[str, Callable[[Request, Any], Any]] = {
-    "generate": generate.GenerateShape, "chat": chat.ChatShape, "completions": completions.CompletionShape,
-}  # fmt: skip
+    "generate": generate.GenerateShape,
+    "chat": chat.ChatShape,
+    "completions": completions.CompletionShape,
+}
 
 
 def ask_of(endpoint: str, n: int, logprobs: int) -> Ask:
@@ -50,9 +52,17 @@ def requests(draw: st.DrawFn) -> Request:
     endpoint = draw(st.sampled_from(sorted(SHAPES)))
     n, top = draw(st.integers(1, 3)), draw(st.integers(0, 3))
     request = Request(
-        f"req-{draw(st.integers(0, 40)):x}", ask_of(endpoint, n, top), "m", "mine", 1e9, created=5, fingerprint="fp",
-        started_at=1.5, client_id="mine", instance="m@1",
-    )  # fmt: skip
+        f"req-{draw(st.integers(0, 40)):x}",
+        ask_of(endpoint, n, top),
+        "m",
+        "mine",
+        1e9,
+        created=5,
+        fingerprint="fp",
+        started_at=1.5,
+        client_id="mine",
+        instance="m@1",
+    )
     request.seed, request.tokenizer, request.response_cache = 2**64 - 1, "ab" * 32, "miss"
     request.echoes = ["x" * 400]
     error = StarlingError("TIMEOUT", "over", "p", status=418, retry_after_s=2.5) if draw(st.booleans()) else None
@@ -125,8 +135,21 @@ async def test_the_answer_is_the_same() -> None:
             assert told(found, mark) == told(request, mark)
         shape = SHAPES[request.ask.endpoint]
         assert shape(found, BYTES).whole() == shape(request, BYTES).whole()
-        for name in ("id", "tenant", "model", "instance", "outcome", "vocabulary", "first_token_at", "started_at",
-                     "prompt_tokens", "cached_tokens", "completion_tokens", "client_id", "response_cache"):  # fmt: skip
+        for name in (
+            "id",
+            "tenant",
+            "model",
+            "instance",
+            "outcome",
+            "vocabulary",
+            "first_token_at",
+            "started_at",
+            "prompt_tokens",
+            "cached_tokens",
+            "completion_tokens",
+            "client_id",
+            "response_cache",
+        ):
             assert getattr(found, name) == getattr(request, name)
         if request.error is not None and found.error is not None:
             assert found.error.body() == request.error.body()
@@ -196,8 +219,7 @@ class Life:
             sampling = Sampling(seed=self._number, logprobs=2)
             prompt = b"\1\0\0\0\2\0\0\0" * 50
             request.sequences.append(Sequence(request, choice, 0, choice, prompt, 8, sampling, (EOS,)))
-        reader = EventStream(request, generate.GenerateShape(request, PIECES),
-                             lambda reason: None)  # fmt: skip
+        reader = EventStream(request, generate.GenerateShape(request, PIECES), lambda reason: None)
         request.sink = reader
         self.recovery.open(request, "ab" * 32)
         self.step(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.errors import InvalidRequest
-from stages.gateway.lengths import Bounds, longest_prompt, output_budget, too_long
+from stages.gateway.admission.lengths import Bounds, longest_prompt, output_budget, too_long
 
 OPEN = Bounds(100, 0, 0)
 

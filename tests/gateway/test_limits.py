@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config_schema import ApiKey, AuthConfig, RateLimitsConfig
+from pipeline.config.schema import ApiKey, AuthConfig, RateLimitsConfig
 from pipeline.errors import RateLimited, Unauthenticated
-from stages.gateway.limits import Bucket, Keys, Quotas
+from stages.gateway.admission.limits import Bucket, Keys, Quotas
 
 
 class Clock:

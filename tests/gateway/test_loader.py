@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import lineup
-from pipeline.config import resolve
+from pipeline.config.load import resolve
 from pipeline.errors import InvalidRequest
-from stages.gateway.instances import Instances
-from stages.gateway.loader import Loader
+from pipeline.models import versions
 from stages.gateway.service import Service
+from stages.gateway.versions.catalog import Instances
+from stages.gateway.versions.loader import Loader
 
 NAME = "model"
 SECONDS = 60.0
@@ -25,7 +25,7 @@ def make_loader(home: Path, path: str, names: tuple[str, ...] = (NAME,)) -> Load
     (home / "run").mkdir(mode=0o700)
     models = [{"name": name, "path": path} for name in names]
     config = resolve({"models": models, "server": {"run_dir": str(home / "run")}}, {})
-    instances = Instances(config, lineup.read(config), lambda fresh: lineup.write(config, fresh))
+    instances = Instances(config, versions.read(config), lambda fresh: versions.write(config, fresh))
     return Loader(Service(config, lambda frame: True, lambda frame: True, instances=instances))
 
 
@@ -44,10 +44,12 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, file: Path) 
         bound.bind(str(tmp_path / "sock.gguf"))
     (tmp_path / "dir.gguf").mkdir()
     for path, reason in (
-        (tmp_path / "pipe.gguf", "is no regular file"), (tmp_path / "sock.gguf", "cannot be read"),
-        (tmp_path / "dir.gguf", "is no regular file"), (Path("/dev/zero"), "is no regular file"),
+        (tmp_path / "pipe.gguf", "is no regular file"),
+        (tmp_path / "sock.gguf", "cannot be read"),
+        (tmp_path / "dir.gguf", "is no regular file"),
+        (Path("/dev/zero"), "is no regular file"),
         (tmp_path / "none.gguf", "No such file"),
-    ):  # fmt: skip
+    ):
         for begin in (loader.reload, loader.load):
             name = NAME if begin == loader.reload else "other"
             with pytest.raises(InvalidRequest, match=reason) as refused:

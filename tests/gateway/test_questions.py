@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from pipeline import messages as m
-from pipeline.config_schema import Config, ModelConfig
+from pipeline.config.schema import Config, ModelConfig
+from pipeline.protocol import messages as m
 from stages.gateway.service import Service
 
 

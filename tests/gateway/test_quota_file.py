@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config_schema import RateLimitsConfig
+from pipeline.config.schema import RateLimitsConfig
 from pipeline.errors import RateLimited
-from stages.gateway import quota_file
-from stages.gateway.limits import Quotas
-from stages.gateway.quota_file import RECORD_BYTES, Level, QuotaFile, key_of
+from stages.gateway.admission import quota_file
+from stages.gateway.admission.limits import Quotas
+from stages.gateway.admission.quota_file import RECORD_BYTES, Level, QuotaFile, key_of
 from tests.gateway.server import Server
 from tests.gateway.test_stage import MakeServer
 
@@ -111,8 +111,9 @@ def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (tmp_path / "q").stat().st_size == 5 * RECORD_BYTES
 
 
-def test_without_a_disk_quotas_go_on_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                               caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+def test_without_a_disk_quotas_go_on_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("STARLING_FAULTS", "disk:enospc@quotas")
     world = World(tmp_path / "q", tokens_per_minute=600)
     for _ in range(3):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from pipeline import rest
-from pipeline.messages import Heartbeat
-from stages.gateway.readiness import STUCK_S, StageHealth
+from pipeline.protocol.messages import Heartbeat
+from pipeline.runtime import timer_coalescing
+from stages.gateway.admission.readiness import STUCK_S, StageHealth
 
 
 class Clock:
@@ -112,13 +112,13 @@ def test_one_that_rests_beats_seldom_and_its_silence_is_known_within_a_second_to
     health.up()
     for _ in range(20):
         health.beat(msgspec.structs.replace(beat(1, busy=False), quiet=True))
-        clock.now += 1.5 * rest.BEAT_S  # late by half a beat
+        clock.now += 1.5 * timer_coalescing.BEAT_S  # late by half a beat
         assert health.problem == ""
     silent = msgspec.structs.replace(beat(1, busy=False), quiet=True)
     health.beat(silent)
     heard = clock.now
     while not health.problem:
-        clock.now += rest.BEAT_S  # so seldom the gateway looks, too
+        clock.now += timer_coalescing.BEAT_S  # so seldom the gateway looks, too
         assert clock.now - heard <= 1.0 + 1e-9
         health.beat(silent)
 

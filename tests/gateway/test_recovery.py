@@ -15,8 +15,15 @@ from tests.gateway.server import Event, Server
 MakeServer = Callable[..., Server]
 
 GENERATE = {"prompt": "again", "max_tokens": 60, "seed": 7, "n": 2, "logprobs": 2, "ignore_eos": True}
-CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 60, "seed": 3,
-        "ignore_eos": True, "stop": ["suchen"], "stream_options": {"include_usage": True}}  # fmt: skip
+CHAT = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "Hi"}],
+    "max_tokens": 60,
+    "seed": 3,
+    "ignore_eos": True,
+    "stop": ["suchen"],
+    "stream_options": {"include_usage": True},
+}
 COMPLETION = {"model": MODEL, "prompt": ["a", "bc"], "max_tokens": 40, "seed": 5, "echo": True}
 TOLD = {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2}
 COUNTED = {"model": MODEL, "prompt": "abc", "max_tokens": 40, "seed": 5, "logprobs": 2, "ignore_eos": True}

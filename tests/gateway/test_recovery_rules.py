@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from pipeline import messages as m
-from pipeline.config import resolve
-from pipeline.lineup import initial
-from stages.gateway import generate
-from stages.gateway.instances import Instances
-from stages.gateway.journal import KEEP_S, MAX_KEPT, Journal
-from stages.gateway.record import Outcome, Request, Sequence
-from stages.gateway.recovery import CLAIM_S, Recovery, Watch
-from stages.gateway.relay import Relay
-from stages.gateway.takeup import Fan
+from pipeline.config.load import resolve
+from pipeline.models.versions import initial
+from pipeline.protocol import messages as m
+from stages.gateway.endpoints import generate
+from stages.gateway.requests.journal import KEEP_S, MAX_KEPT, Journal
+from stages.gateway.requests.recovery import CLAIM_S, Recovery, Watch
+from stages.gateway.requests.relay import Relay
+from stages.gateway.requests.resume import Fan
+from stages.gateway.requests.state import Outcome, Request, Sequence
+from stages.gateway.versions.catalog import Instances
 from tests.gateway.peers import MODEL
 
 DIGEST = "ab" * 32
@@ -40,9 +40,7 @@ class World:
         self.sent.clear()
         self.journal = Journal(self.directory, 1 << 20, lambda: 1e9 + self.now)
         self.relay = Relay(self._send, lambda: self.now, lambda r: self.recovery.ended(r))
-        self.recovery = Recovery(
-            self.relay, self.journal, lambda: self.now, lambda: 1e9 + self.now, timeout_s=300
-        )
+        self.recovery = Recovery(self.relay, self.journal, lambda: self.now, lambda: 1e9 + self.now, timeout_s=300)
 
     def _send(self, frame: m.Frame) -> bool:
         self.sent.append(frame)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import messages as m
 from pipeline.errors import StarlingError
-from stages.gateway.ask import Ask
-from stages.gateway.record import Outcome, Request, Sequence, State
-from stages.gateway.relay import OVERTIME_S, RESUBMIT_AFTER_S, Relay
+from pipeline.protocol import messages as m
+from stages.gateway.endpoints.generation_request import Ask
+from stages.gateway.requests.relay import OVERTIME_S, RESUBMIT_AFTER_S, Relay
+from stages.gateway.requests.state import Outcome, Request, Sequence, State
 from tests.gateway.peers import EOS, MODEL, Generator, make_pieces, output, text_of
 
 PIECES = make_pieces()
@@ -70,17 +70,22 @@ class World:
             self.to_scheduler.append(frame)
         return self.scheduler_is_up
 
-    def request(self, name: str, n: int = 1, stop: tuple[str, ...] = (), max_tokens: int = 40,
-                logprobs: int = -1, deadline: float = 1e9) -> Request:  # fmt: skip
+    def request(
+        self,
+        name: str,
+        n: int = 1,
+        stop: tuple[str, ...] = (),
+        max_tokens: int = 40,
+        logprobs: int = -1,
+        deadline: float = 1e9,
+    ) -> Request:
         ask = Ask(endpoint="generate", model=MODEL, n=n, stop=stop, logprobs=logprobs >= 0)
         request = Request(name, ask, MODEL, "default", deadline)
         request.sink = Recorder()
         sampling = m.Sampling(seed=7, logprobs=logprobs)
         prompt = array("i", list(name.encode())).tobytes()
         for choice in range(n):
-            request.sequences.append(
-                Sequence(request, choice, 0, choice, prompt, max_tokens, sampling, (EOS,))
-            )
+            request.sequences.append(Sequence(request, choice, 0, choice, prompt, max_tokens, sampling, (EOS,)))
         self.relay.open(request)
         return request
 
@@ -345,7 +350,7 @@ def test_a_sequence_named_twice_in_a_frame_is_shown_once() -> None:
 
 
 def test_a_long_text_is_not_kept_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.gateway.relay.MAX_PARTS", 4)
+    monkeypatch.setattr("stages.gateway.requests.relay.MAX_PARTS", 4)
     world = World()
     request = world.request("long", max_tokens=100)
     world.settle()

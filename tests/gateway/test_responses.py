@@ -8,12 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline import messages as m
-from pipeline.config_schema import ResponseCacheConfig
-from stages.gateway import responses
-from stages.gateway.ask import Ask, Turn
-from stages.gateway.record import Request, Sequence
-from stages.gateway.responses import (
+from pipeline.config.schema import ResponseCacheConfig
+from pipeline.protocol import messages as m
+from stages.gateway.endpoints.generation_request import Ask, Turn
+from stages.gateway.requests import response_cache
+from stages.gateway.requests.response_cache import (
     ENTRY_BYTES,
     Line,
     ResponseCache,
@@ -22,6 +21,7 @@ from stages.gateway.responses import (
     key_of,
     lines_of,
 )
+from stages.gateway.requests.state import Request, Sequence
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 
@@ -129,17 +129,27 @@ def test_an_entry_that_is_used_a_million_times_costs_no_memory() -> None:
 def record(sampling: dict[str, Any] | None = None, line: dict[str, Any] | None = None, **ask: Any) -> Request:
     sampling = {"seed": 7, **(sampling or {})}
     line = {
-        "prompt": b"\1\0\0\0\2\0\0\0", "max_tokens": 10, "stop_ids": (2,), "prompt_index": 0, "choice": 0,
+        "prompt": b"\1\0\0\0\2\0\0\0",
+        "max_tokens": 10,
+        "stop_ids": (2,),
+        "prompt_index": 0,
+        "choice": 0,
         **(line or {}),
-    }  # fmt: skip
+    }
     made = Ask(endpoint="generate", model="", sampling=m.Sampling(**sampling), **{"seed": 7, **ask})
     request = Request("req-1", made, MODEL, "t", 1e9)
     request.sequences.append(
         Sequence(
-            request, 0, line["prompt_index"], line["choice"], line["prompt"], line["max_tokens"],
-            m.Sampling(**sampling), line["stop_ids"],
+            request,
+            0,
+            line["prompt_index"],
+            line["choice"],
+            line["prompt"],
+            line["max_tokens"],
+            m.Sampling(**sampling),
+            line["stop_ids"],
         )
-    )  # fmt: skip
+    )
     return request
 
 
@@ -157,12 +167,21 @@ CHANGED: dict[str, Callable[[], ResponseKey]] = {
     **{
         field: (lambda field=field, value=value: key_of(record({field: value}), DIGEST, "f16"))  # type: ignore[misc]
         for field, value in {
-            "seed": 8, "temperature": 0.5, "top_k": 3, "top_p": 0.5, "repetition_penalty": 1.1,
-            "frequency_penalty": 0.1, "presence_penalty": 0.1, "logprobs": 0, "min_tokens": 1,
-            "ignore_eos": True, "order": ("mask",), "logit_bias": ((1, 1.0),),
+            "seed": 8,
+            "temperature": 0.5,
+            "top_k": 3,
+            "top_p": 0.5,
+            "repetition_penalty": 1.1,
+            "frequency_penalty": 0.1,
+            "presence_penalty": 0.1,
+            "logprobs": 0,
+            "min_tokens": 1,
+            "ignore_eos": True,
+            "order": ("mask",),
+            "logit_bias": ((1, 1.0),),
         }.items()
     },
-}  # fmt: skip
+}
 
 
 def test_every_sampling_parameter_is_looked_at() -> None:
@@ -176,7 +195,7 @@ def test_whatever_determines_the_bytes_is_in_the_key(what: str) -> None:
 
 def test_another_arithmetic_gives_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
     key = key_of(record(), DIGEST, "f16")
-    monkeypatch.setattr(responses, "NUMERICS", responses.NUMERICS + 1)
+    monkeypatch.setattr(response_cache, "NUMERICS", response_cache.NUMERICS + 1)
     assert key_of(record(), DIGEST, "f16") != key
 
 
@@ -227,14 +246,22 @@ def same(body: dict[str, Any]) -> dict[str, Any]:
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/generate": {"prompt": "Hello", "max_tokens": 30, "seed": 7, "logprobs": 2, "n": 2},
     "/v1/chat/completions": {
-        "model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "seed": 7, "logprobs": True,
-        "top_logprobs": 1, "stop": "zu",
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Hi"}],
+        "seed": 7,
+        "logprobs": True,
+        "top_logprobs": 1,
+        "stop": "zu",
     },
     "/v1/completions": {
-        "model": MODEL, "prompt": ["ab", "Käfig"], "temperature": 0, "max_tokens": 20, "logprobs": 1,
+        "model": MODEL,
+        "prompt": ["ab", "Käfig"],
+        "temperature": 0,
+        "max_tokens": 20,
+        "logprobs": 1,
         "skip_special_tokens": False,
     },
-}  # fmt: skip
+}
 
 
 def counts(server: Server) -> dict[str, float]:

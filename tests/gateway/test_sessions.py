@@ -15,13 +15,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeline import messages as m
 from pipeline.errors import StarlingError
-from stages.gateway.ask import Ask
-from stages.gateway.record import Outcome, Request, Sequence
-from stages.gateway.relay import Relay
-from stages.gateway.sessions import Sessions
-from stages.kv.session_frames import answer
+from pipeline.protocol import messages as m
+from stages.gateway.endpoints.generation_request import Ask
+from stages.gateway.requests.relay import Relay
+from stages.gateway.requests.sessions import Sessions
+from stages.gateway.requests.state import Outcome, Request, Sequence
+from stages.kv.sessions.session_frames import answer
 from tests.gateway.kv_peer import MAX_SESSIONS, KvPeer, open_sessions
 from tests.gateway.peers import EOS, MODEL, output
 from tests.gateway.server import Server
@@ -41,9 +41,7 @@ class World:
         self.to_kv: list[m.Frame] = []
         self.to_gateway: list[m.Frame] = []
         self.ended: list[Request] = []
-        self.relay = Relay(
-            lambda frame: True, lambda: 0.0, self._on_end, lambda r: self.sessions.finish(r)
-        )
+        self.relay = Relay(lambda frame: True, lambda: 0.0, self._on_end, lambda r: self.sessions.finish(r))
         self.sessions = Sessions(self.relay, self._send)
         self.is_up = False
         self.kv_comes()
@@ -88,9 +86,7 @@ class World:
 
     def request(self, ask: Ask, prompt: tuple[int, ...], number: int) -> Request:
         request = Request(f"req-{number}", ask, MODEL, "t", 1e9)
-        line = Sequence(
-            request, 0, 0, 0, array("i", prompt).tobytes(), 50, m.Sampling(), (EOS,)
-        )
+        line = Sequence(request, 0, 0, 0, array("i", prompt).tobytes(), 50, m.Sampling(), (EOS,))
         request.sequences.append(line)
         self.sessions.open(request)
         self.relay.open(request)
@@ -103,9 +99,7 @@ class World:
             self.relay._finish(line, len(tokens))
 
 
-STEPS = st.sampled_from(
-    ["kv_reads", "gateway_reads", "kv_dies", "kv_comes", "finish", "leave", "cancel", "tick"]
-)
+STEPS = st.sampled_from(["kv_reads", "gateway_reads", "kv_dies", "kv_comes", "finish", "leave", "cancel", "tick"])
 
 
 @given(st.lists(STEPS, max_size=60))

@@ -12,13 +12,12 @@ from tests.gateway.peers import output
 from tests.gateway.server import Server
 
 
-def test_a_tenant_s_salt_and_the_configured_time(
-    make_server: Callable[..., Server], homes: Callable[[], Path]
-) -> None:
+def test_a_tenant_s_salt_and_the_configured_time(make_server: Callable[..., Server], homes: Callable[[], Path]) -> None:
     keys = [
-        {"key": "sk-a", "tenant": "a", "cache_salt": "blue"}, {"key": "sk-a2", "tenant": "a", "cache_salt": "blue"},
+        {"key": "sk-a", "tenant": "a", "cache_salt": "blue"},
+        {"key": "sk-a2", "tenant": "a", "cache_salt": "blue"},
         {"key": "sk-b", "tenant": "b"},
-    ]  # fmt: skip
+    ]
     server = make_server(auth={"api_keys": keys}, cache={"session_ttl_s": 60, "responses": {"enabled": True}})
     kv = KvPeer(server.config, homes())
 
@@ -32,9 +31,12 @@ def test_a_tenant_s_salt_and_the_configured_time(
     try:
         server.wait_ready()
         for key, more in (
-            ("sk-a", {}), ("sk-b", {}), ("sk-a", {"cache_salt": "own"}), ("sk-b", {"cache_salt": "own"}),
+            ("sk-a", {}),
+            ("sk-b", {}),
+            ("sk-a", {"cache_salt": "own"}),
+            ("sk-b", {"cache_salt": "own"}),
             ("sk-b", {"cache_salt": "blue"}),
-        ):  # fmt: skip
+        ):
             assert ask(key, **more).headers["X-Starling-Cache"] == "miss"
         assert len(set(salts())) == 5
         assert salts()[1] == ""
@@ -59,8 +61,14 @@ def test_a_turn_outlives_the_gateway(make_server: Callable[..., Server], homes: 
     kv = KvPeer(server.config, homes())
     try:
         server.wait_ready()
-        body: dict[str, Any] = {"prompt": "x", "session_id": "s", "create_session": True, "max_tokens": 200,
-                                "seed": 7, "ignore_eos": True}  # fmt: skip
+        body: dict[str, Any] = {
+            "prompt": "x",
+            "session_id": "s",
+            "create_session": True,
+            "max_tokens": 200,
+            "seed": 7,
+            "ignore_eos": True,
+        }
         stream = server.stream("/v1/generate", body)
         first = next(e for e in stream.events() if e.data.get("tokens"))
         name = first.id.partition(":")[0]

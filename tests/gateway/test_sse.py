@@ -7,10 +7,10 @@ import json
 import pytest
 
 from pipeline.errors import StarlingError
-from pipeline.messages import Sampling
-from stages.gateway import chat
-from stages.gateway.record import Request, Sequence
-from stages.gateway.sse import MAX_BACKLOG_BYTES, EventStream
+from pipeline.protocol.messages import Sampling
+from stages.gateway.endpoints import chat
+from stages.gateway.http.sse import MAX_BACKLOG_BYTES, EventStream
+from stages.gateway.requests.state import Request, Sequence
 
 
 class Transport:
@@ -29,9 +29,7 @@ class Transport:
 
 
 def make(n: int = 1) -> tuple[EventStream, Request, list[str]]:
-    ask = chat.read(
-        {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True, "n": n}
-    )
+    ask = chat.read({"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True, "n": n})
     request = Request("req-1", ask, "m", "default", 1e9)
     for choice in range(n):
         request.sequences.append(Sequence(request, choice, 0, choice, b"1234", 9, Sampling(), ()))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipeline import messages as m
+from pipeline.protocol import messages as m
 from stages.gateway.stage import SPARE_CONNECTIONS
 from tests.gateway.peers import MODEL, output, text_of
 from tests.gateway.server import Server
@@ -63,8 +63,17 @@ def test_a_stream_outlives_its_peers(server: Server, victims: list[str]) -> None
 
 
 def test_what_a_submission_carries(server: Server) -> None:
-    body = {"prompt": "x", "max_tokens": 5, "seed": -1, "cache_salt": "mine", "speculate": 4, "top_k": 9,
-            "stop_token_ids": [7], "order": ["mask", "temperature", "top_k"], "logit_bias": {"5": -1.5}}  # fmt: skip
+    body = {
+        "prompt": "x",
+        "max_tokens": 5,
+        "seed": -1,
+        "cache_salt": "mine",
+        "speculate": 4,
+        "top_k": 9,
+        "stop_token_ids": [7],
+        "order": ["mask", "temperature", "top_k"],
+        "logit_bias": {"5": -1.5},
+    }
     assert server.post("/v1/generate", body).status == 200
     sent = server.peers.do(lambda: server.peers.generator.submitted[-1])
     assert (sent.cache_salt, sent.speculate, sent.tenant, sent.model) == ("mine", 4, "default", MODEL)
@@ -82,9 +91,7 @@ def test_a_client_that_goes_away_cancels_its_request(server: Server) -> None:
     mine = stream.response.headers["X-Request-Id"]
     stream.sock.shutdown(socket.SHUT_RDWR)
     stream.close()
-    wait_until(
-        server, lambda: {c.sequence for c in generator.cancelled} >= {f"{mine}/{choice}" for choice in range(3)}
-    )
+    wait_until(server, lambda: {c.sequence for c in generator.cancelled} >= {f"{mine}/{choice}" for choice in range(3)})
     assert not [s for s in generator.running if s.startswith(mine)]
     # The same for one that waits for a whole answer.
     server.peers.do(lambda: setattr(server.peers, "is_stepping", False))
@@ -114,9 +121,10 @@ def test_a_refusal_of_the_scheduler_has_a_status_also_when_streaming(server: Ser
 
 
 def test_an_error_in_the_middle_ends_the_stream_with_it(server: Server) -> None:
-    stream = server.stream("/v1/chat/completions", {
-        "model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 300, "ignore_eos": True
-    })  # fmt: skip
+    stream = server.stream(
+        "/v1/chat/completions",
+        {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 300, "ignore_eos": True},
+    )
     events = stream.events()
     next(events)
     generator = server.peers.generator
@@ -334,14 +342,17 @@ def test_a_port_in_use_is_one_clear_line(make_server: MakeServer) -> None:
     server = make_server()
     (server.home / "2").mkdir(mode=0o700)
     second = subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", "stage", "gateway"],
+        [sys.executable, "-m", "starling", "stage", "gateway"],
         env={
             **server.env,
             "STARLING_SERVER__PORT": str(server.port),
             "STARLING_SERVER__RUN_DIR": str(server.home / "2"),
         },
-        capture_output=True, text=True, timeout=20, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
     assert second.returncode == 78
     (line,) = [line for line in second.stderr.splitlines() if "cannot listen" in line]
     assert f"127.0.0.1:{server.port}" in line

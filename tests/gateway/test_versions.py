@@ -18,19 +18,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import shm.pages
-from pipeline import lineup
-from pipeline import messages as m
-from pipeline.config import resolve
-from pipeline.config_schema import Config
+from pipeline.config.load import resolve
+from pipeline.config.schema import Config
 from pipeline.errors import StarlingError
-from pipeline.lineup import Instance, Outcome
-from stages.gateway import generate, recovery
-from stages.gateway.instances import Instances
-from stages.gateway.journal import Journal
-from stages.gateway.limits import Caller
-from stages.gateway.loader import Loader
+from pipeline.models import versions
+from pipeline.models.versions import Instance, Outcome
+from pipeline.protocol import messages as m
+from stages.gateway.admission.limits import Caller
+from stages.gateway.endpoints import generate
+from stages.gateway.requests import recovery
+from stages.gateway.requests.journal import Journal
+from stages.gateway.requests.resume import Fan
 from stages.gateway.service import Service
-from stages.gateway.takeup import Fan
+from stages.gateway.versions.catalog import Instances
+from stages.gateway.versions.loader import Loader
 
 NAME = "model"
 DIGESTS = ("aa" * 32, "bb" * 32)
@@ -82,12 +83,17 @@ class Versions(RuleBasedStateMachine):
         """A gateway that knows what is on disk, and hears of every stage."""
         self.journal = Journal(self.home, 1 << 20, lambda: 1e9 + self.now)
         self.instances = Instances(
-            self.config, lineup.read(self.config), lambda fresh: lineup.write(self.config, fresh)
+            self.config, versions.read(self.config), lambda fresh: versions.write(self.config, fresh)
         )
         self.service = Service(
-            self.config, self._to_scheduler, lambda frame: True, clock=lambda: self.now, journal=self.journal,
-            wall=lambda: 1e9 + self.now, instances=self.instances,
-        )  # fmt: skip
+            self.config,
+            self._to_scheduler,
+            lambda frame: True,
+            clock=lambda: self.now,
+            journal=self.journal,
+            wall=lambda: 1e9 + self.now,
+            instances=self.instances,
+        )
         self.loader = Loader(self.service, wall=lambda: 1e9 + self.now)
         for stage in ("tokenizer", "scheduler"):
             hello = m.Hello(stage, 1, 1, 1)
@@ -99,9 +105,16 @@ class Versions(RuleBasedStateMachine):
         for one in self.instances.all:
             digest = self.files[one.id]
             described = m.Described(
-                "", one.id, digest, 9, 4096, (), True, pieces=b"abcdefghi",
+                "",
+                one.id,
+                digest,
+                9,
+                4096,
+                (),
+                True,
+                pieces=b"abcdefghi",
                 piece_ends=array("I", range(1, 10)).tobytes(),
-            )  # fmt: skip
+            )
             self.service.on_description(one.id, described)
             states.append(m.ModelState(one.id, digest, True, "", 0, 0, 8))
         self.service.on_scheduler(m.SchedulerState("", states))
@@ -233,7 +246,7 @@ class Versions(RuleBasedStateMachine):
         one when it starts again, and so may the server."""
         self.journal.close()
         self.running.clear()
-        lineup.record_path(self.config).unlink(missing_ok=True)
+        versions.record_path(self.config).unlink(missing_ok=True)
         self.files = {NAME: digest}
         self.numerics = recovery.NUMERICS = numerics
         self._gateway()
@@ -248,7 +261,7 @@ class Versions(RuleBasedStateMachine):
         if hasattr(self, "instances"):
             states = [one.state for one in self.instances.all if one.name == NAME]
             assert states.count("serving") <= 1
-            assert lineup.read(self.config) == self.instances.lineup
+            assert versions.read(self.config) == self.instances.lineup
 
     @invariant()
     def who_is_in_use_is_there(self) -> None:
@@ -265,9 +278,9 @@ TestVersions = Versions.TestCase
 
 def test_the_record_outlives_whoever_wrote_it(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    instances = Instances(config, lineup.read(config), lambda fresh: lineup.write(config, fresh))
-    follower = lineup.Follower(config)
-    assert follower.lineup == lineup.initial(config)
+    instances = Instances(config, versions.read(config), lambda fresh: versions.write(config, fresh))
+    follower = versions.Follower(config)
+    assert follower.lineup == versions.initial(config)
     assert [one.id for one in follower.lineup.instances] == [NAME]
     new = instances.begin(config.models[0], "c", "reload", 5.0)
     assert follower.look()
@@ -275,13 +288,13 @@ def test_the_record_outlives_whoever_wrote_it(tmp_path: Path) -> None:
     assert follower.lineup.find(new.id) == new
     assert (new.id, new.model.name, new.stage) == ("model@1", "model@1", "worker-model@1")
     instances.switch(new.id)
-    assert lineup.read(config).names == [NAME]
+    assert versions.read(config).names == [NAME]
     # Other models are configured: what was loaded before counts for nothing.
     other = resolve({**_plain(config), "models": [{"name": "x", "path": "/x"}]}, {})
-    assert [one.id for one in lineup.read(other).instances] == ["x"]
+    assert [one.id for one in versions.read(other).instances] == ["x"]
     # Nor does a record that is not understood.
-    lineup.record_path(config).write_bytes(b'{"instances": 1}')
-    assert lineup.read(config) == lineup.initial(config)
+    versions.record_path(config).write_bytes(b'{"instances": 1}')
+    assert versions.read(config) == versions.initial(config)
 
 
 def _plain(config: Config) -> dict[str, Any]:
@@ -291,19 +304,19 @@ def _plain(config: Config) -> dict[str, Any]:
 def test_a_record_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
     config = make_config(tmp_path)
 
-    def full(fresh: lineup.Lineup) -> None:
+    def full(fresh: versions.Lineup) -> None:
         raise OSError(28, "No space left on device")
 
-    instances = Instances(config, lineup.initial(config), full)
+    instances = Instances(config, versions.initial(config), full)
     with pytest.raises(StarlingError, match="No space left on device") as raised:
         instances.begin(config.models[0], "c", "reload", 5.0)
     assert raised.value.code == "INSUFFICIENT_RESOURCES"
-    assert instances.lineup == lineup.initial(config)
+    assert instances.lineup == versions.initial(config)
 
 
 def test_a_new_version_takes_the_place_of_the_old_one_in_the_order(tmp_path: Path) -> None:
     config = resolve({"models": [{"name": "a", "path": "/a"}, {"name": "b", "path": "/b"}]}, {})
-    instances = Instances(config, lineup.initial(config), lambda fresh: None)
+    instances = Instances(config, versions.initial(config), lambda fresh: None)
     new = instances.begin(config.models[0], "c", "reload", 5.0)
     assert instances.names == ["a", "b"]
     assert instances.switch(new.id) == Instance(name="a", serial=0, settings=config.models[0])

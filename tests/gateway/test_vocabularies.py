@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline import messages as m
-from pipeline.config_schema import Config, ModelConfig
-from stages.gateway.ask import Ask
-from stages.gateway.pieces import Pieces
-from stages.gateway.record import Outcome, Request
+from pipeline.config.schema import Config, ModelConfig
+from pipeline.protocol import messages as m
+from stages.gateway.endpoints.generation_request import Ask
+from stages.gateway.requests.resume import Fan
+from stages.gateway.requests.state import Outcome, Request
+from stages.gateway.requests.token_text import Pieces
 from stages.gateway.service import Service
-from stages.gateway.takeup import Fan
 
 
 @pytest.fixture

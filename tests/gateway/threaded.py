@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pipeline import paths
-from pipeline.config_schema import Config
-from pipeline.edges import EDGES
-from pipeline.wire import Hub
+from pipeline.config import paths
+from pipeline.config.schema import Config
+from pipeline.ipc.endpoint import Hub
+from pipeline.protocol.topology import EDGES
 
 
 class Threaded(threading.Thread, abc.ABC):
@@ -57,9 +57,12 @@ class Threaded(threading.Thread, abc.ABC):
         """A hub of a stage that has just been started."""
         self._epoch += 1
         return Hub(
-            EDGES[edge], paths.edge_address(self.config, edge), stage,
-            heartbeat_ms=self.config.server.heartbeat_ms, epoch=self._epoch,
-        )  # fmt: skip
+            EDGES[edge],
+            paths.edge_address(self.config, edge),
+            stage,
+            heartbeat_ms=self.config.server.heartbeat_ms,
+            epoch=self._epoch,
+        )
 
     def run(self) -> None:
         self.begin()

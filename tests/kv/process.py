@@ -20,15 +20,16 @@ import msgspec
 import numpy as np
 import yaml
 
-from pipeline import messages as m
-from pipeline import paths, registry
-from pipeline.config import load
-from pipeline.edges import EDGES
-from pipeline.wire import Link
+from pipeline.config import paths
+from pipeline.config.load import load
+from pipeline.ipc.endpoint import Link
+from pipeline.models import store
+from pipeline.protocol import messages as m
+from pipeline.protocol.topology import EDGES
 from shm import checkpoint
 from shm.arena import Arena
 from shm.pages import KvArena, attach_kv
-from shm.steps import SERIAL, StepsGeometry, create_steps
+from shm.step_ring import SERIAL, StepsGeometry, create_steps
 from tests.kv.world import contents
 
 ROOT = Path(__file__).parents[2]
@@ -52,13 +53,21 @@ def write_model(home: Path, name: str = MODEL, seed: int = 0) -> str:
     models_dir = home / "models"
     model = config.model(name)
     assert model is not None
-    digest = registry.fetch(model, models_dir).digest
+    digest = store.fetch(model, models_dir).digest
     hyper = checkpoint.Hyper(2, 64, 2, 2, 32, 64, 128, 4096, 1e-5, 32, "halves", "silu")
     tokenizer = checkpoint.TokenizerData("gpt2", "", [], [], [], [], 0, 0, -1, -1, -1, False, False, "")
     index = checkpoint.Index(
-        checkpoint.VERSION, digest, "llama", name, 1, 68, 0, hyper,
-        msgspec.Raw(msgspec.msgpack.encode(tokenizer)), [],
-    )  # fmt: skip
+        checkpoint.VERSION,
+        digest,
+        "llama",
+        name,
+        1,
+        68,
+        0,
+        hyper,
+        msgspec.Raw(msgspec.msgpack.encode(tokenizer)),
+        [],
+    )
     (models_dir / f"{digest}.idx").write_bytes(msgspec.msgpack.encode(index))
     return digest
 
@@ -68,11 +77,10 @@ def configure(home: Path, cache: dict[str, Any] | None = None, **model: Any) -> 
     settings = {
         "server": {"run_dir": str(home / "run"), "arena_dir": str(home / "shm"), "heartbeat_ms": 50},
         "models": [
-            {"name": MODEL, "path": str(home / f"{MODEL}.gguf"), "page_tokens": PAGE_TOKENS,
-             "kv_cache_mb": 1, **model}
+            {"name": MODEL, "path": str(home / f"{MODEL}.gguf"), "page_tokens": PAGE_TOKENS, "kv_cache_mb": 1, **model}
         ],
         "cache": cache or {},
-    }  # fmt: skip
+    }
     (home / "starling.yaml").write_text(yaml.safe_dump(settings))
 
 
@@ -90,14 +98,20 @@ class KvProcess:
 
     def start(self) -> KvProcess:
         environment = {
-            **os.environ, "STARLING_HOME": str(self.home), "PYTHONPATH": str(ROOT),
-            "STARLING_CONFIG": str(self.home / "starling.yaml"), "STARLING_FAULTS": self.faults,
-        }  # fmt: skip
+            **os.environ,
+            "STARLING_HOME": str(self.home),
+            "PYTHONPATH": str(ROOT),
+            "STARLING_CONFIG": str(self.home / "starling.yaml"),
+            "STARLING_FAULTS": self.faults,
+        }
         with open(self.home / "kv.log", "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.cli", "stage", "kv"], env=environment, cwd=ROOT,
-                stdout=log, stderr=log,
-            )  # fmt: skip
+                [sys.executable, "-m", "starling", "stage", "kv"],
+                env=environment,
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+            )
         return self
 
     def kill(self, number: int = signal.SIGKILL) -> int:
@@ -128,9 +142,11 @@ class Scheduler:
         self.steps_arena, self.steps = create_steps(self.steps_path, geometry, bytes.fromhex(digest))
         env = {"STARLING_HOME": str(home)}
         self.link = Link(
-            EDGES["scheduler-kv"], paths.edge_address(config, "scheduler-kv", env), "scheduler",
+            EDGES["scheduler-kv"],
+            paths.edge_address(config, "scheduler-kv", env),
+            "scheduler",
             heartbeat_ms=50,
-        )  # fmt: skip
+        )
         self.link.on_up = lambda hello: self._up()
         self.link.on_down = lambda hello: self._down()
         self.ready: m.KvReady | None = None
@@ -185,9 +201,7 @@ class Scheduler:
             self._drop_arena()
             self.arena, self.kv, _ = attach_kv(Path(frame.arena_path), bytes.fromhex(self.digest))
             self.sequences = {name: s for name, s in self.sequences.items() if not s["pages"]}
-        held = [
-            (name, s["row"], s["computed"], s["pages"]) for name, s in self.sequences.items() if s["pages"]
-        ]
+        held = [(name, s["row"], s["computed"], s["pages"]) for name, s in self.sequences.items() if s["pages"]]
         self.link.send(m.Declare(MODEL, held))
 
     def wait(self, what: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
@@ -227,8 +241,13 @@ class Scheduler:
         self.steps.tokens[row, : len(tokens)] = tokens
         self.ids += 1
         self.sequences[name] = {
-            "row": row, "tokens": tokens, "salt": salt, "pages": (), "computed": 0, "id": self.ids,
-        }  # fmt: skip
+            "row": row,
+            "tokens": tokens,
+            "salt": salt,
+            "pages": (),
+            "computed": 0,
+            "id": self.ids,
+        }
         self.link.send(m.Acquire(self.ids, MODEL, name, row, len(tokens), len(tokens) + ahead, salt))
 
     def answer(self, name: str) -> Any:

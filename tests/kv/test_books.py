@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from pipeline import control
-from pipeline import messages as m
-from pipeline.cli import cli
 from pipeline.errors import StarlingError
+from pipeline.ipc import control
+from pipeline.protocol import messages as m
 from shm.pages import HEADER, PAGE_FULL
-from stages.kv import books, view
-from stages.kv.headers import Count
+from stages.kv import view
 from stages.kv.manager import Grant
 from stages.kv.model import ModelPages
+from stages.kv.pool import audit
+from stages.kv.pool.headers import Count
+from starling.cli import cli
 from tests.kv.process import MODEL, PAGE_TOKENS, KvProcess, Scheduler, configure, load_config, write_model
 
 Served = tuple[KvProcess, Scheduler]
@@ -166,15 +167,15 @@ def test_books_that_are_wrong_are_found(home: Path) -> None:
     digest = write_model(home)
     config = load_config(home)
     pages = ModelPages(config, config.model(MODEL))
-    assert books.take(pages) is None
+    assert audit.take(pages) is None
     manager = pages.open(home / "models" / f"{digest}.idx")
     manager.declare([])
     assert isinstance(manager.acquire("a", np.ones(17, np.int32), 17), Grant)
-    told = books.take(pages)
+    told = audit.take(pages)
     assert told is not None
     assert told.problems() == []
     manager.leases["a"].pages.pop()  # nobody knows of that page any more
-    told = books.take(pages)
+    told = audit.take(pages)
     assert told is not None
     assert told.books == Count(told.total - 2, 0, 1)
     assert any("by the books" in problem for problem in told.problems())

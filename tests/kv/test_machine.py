@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from stages.kv import prefix
-from stages.kv.adopt import scan
-from stages.kv.headers import Headers
 from stages.kv.manager import DeclaredLease, Denial, Grant, Manager
-from stages.kv.spill import BLOCK, PageStore
+from stages.kv.pool import prefix_hash
+from stages.kv.pool.arena import scan
+from stages.kv.pool.headers import Headers
+from stages.kv.storage.spill import BLOCK, PageStore
 from tests.kv.plain import Name, Plain
 from tests.kv.world import (
     DIGEST,
@@ -70,9 +70,14 @@ class Rules(RuleBasedStateMachine):
 
     def _manager(self) -> Manager:
         return manager(
-            self.arena, self.rows, policy=self.policy, clock_ns=self.clock, ttl_ns=self.ttl_ns, spill=self.store,
+            self.arena,
+            self.rows,
+            policy=self.policy,
+            clock_ns=self.clock,
+            ttl_ns=self.ttl_ns,
+            spill=self.store,
             tiers=[] if self.store is None else [self.store],
-        )  # fmt: skip
+        )
 
     # -------------------------------------------------------------- the scheduler and the worker
 
@@ -114,9 +119,7 @@ class Rules(RuleBasedStateMachine):
         self.count += 1
         serial = self.rows.take(row, prompt)
         before = self.clock.now
-        answer = self.manager.acquire(
-            who, np.array(prompt, np.int32), len(prompt) + ahead, row, serial, salt
-        )
+        answer = self.manager.acquire(who, np.array(prompt, np.int32), len(prompt) + ahead, row, serial, salt)
         expected = self.plain.acquire(who, prompt, len(prompt) + ahead, salt, before + 1)
         if isinstance(answer, Denial):
             assert expected is None
@@ -269,10 +272,7 @@ class Rules(RuleBasedStateMachine):
         for i, who in enumerate(list(self.plain.held)):
             if i in lost:
                 self._forget(who)
-        claims = [
-            DeclaredLease(who, self.row_of[who], self.computed[who], self.tables[who])
-            for who in self.plain.held
-        ]
+        claims = [DeclaredLease(who, self.row_of[who], self.computed[who], self.tables[who]) for who in self.plain.held]
         refused = self.manager.declare(claims)
         bad = next((n for n in shared if self.plain.pages[n].is_damaged and self.plain.pages[n].refs), None)
         for who, held in self.plain.held.items():
@@ -313,8 +313,8 @@ class Rules(RuleBasedStateMachine):
 
     def _digest(self, name: Name) -> bytes:
         salt, *tokens = name
-        root = prefix.root(DIGEST, GEOMETRY, str(salt))
-        return prefix.chain(root, np.array(tokens, np.int32), PAGE_TOKENS)[-1]
+        root = prefix_hash.root(DIGEST, GEOMETRY, str(salt))
+        return prefix_hash.chain(root, np.array(tokens, np.int32), PAGE_TOKENS)[-1]
 
     def _page_of(self, name: Name) -> int:
         return self.manager.pool.index[self._digest(name)]  # type: ignore[index]
@@ -374,7 +374,9 @@ class FifoRules(Rules):
 def test_rules(machine: type[Rules]) -> None:
     case = machine.TestCase
     case.settings = settings(
-        max_examples=60, stateful_step_count=30, deadline=None,
+        max_examples=60,
+        stateful_step_count=30,
+        deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-    )  # fmt: skip
+    )
     case("runTest").runTest()

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from shm.pages import PAGE_FREE
-from stages.kv.adopt import scan
-from stages.kv.headers import Headers
 from stages.kv.manager import DeclaredLease, Denial, Grant, Manager
-from stages.kv.spill import PageStore
+from stages.kv.pool.arena import scan
+from stages.kv.pool.headers import Headers
+from stages.kv.storage.spill import PageStore
 from tests.kv.world import PAGE_BYTES, PAGE_TOKENS, Clock, FakeRows, contents, manager, small_arena
 
 

@@ -12,14 +12,14 @@ import pytest
 
 from shm import pages
 from shm.pages import HEADER, PAGE_FULL, PAGE_HEADER, PAGE_LEASED
-from shm.steps import SERIAL, StepsGeometry, create_steps
-from stages.kv import prefix
-from stages.kv.adopt import open_arena, scan
-from stages.kv.allocator import Allocator
-from stages.kv.evict import Evictor
-from stages.kv.headers import Headers, PageName
-from stages.kv.prefix import PageDigest
-from stages.kv.rows import Rows
+from shm.step_ring import SERIAL, StepsGeometry, create_steps
+from stages.kv.pool import prefix_hash
+from stages.kv.pool.allocator import Allocator
+from stages.kv.pool.arena import open_arena, scan
+from stages.kv.pool.eviction import Evictor
+from stages.kv.pool.headers import Headers, PageName
+from stages.kv.pool.prefix_hash import PageDigest
+from stages.kv.pool.token_rows import Rows
 from tests.kv.world import DIGEST, GEOMETRY
 
 ROOT = Path(__file__).parents[2]
@@ -112,26 +112,30 @@ def test_names_are_as_defined() -> None:
     for part in (b"starling kv chain 1", DIGEST, identity, b""):
         hasher.update(len(part).to_bytes(8, "little") + part)
     root = hasher.digest()[:16]
-    assert prefix.root(DIGEST, GEOMETRY, "") == root
+    assert prefix_hash.root(DIGEST, GEOMETRY, "") == root
     tokens = np.arange(40, dtype=np.int32)
     first = hashlib.sha256(root + tokens[:16].tobytes()).digest()[:16]
     second = hashlib.sha256(first + tokens[16:32].tobytes()).digest()[:16]
-    assert prefix.chain(PageDigest(root), tokens, 16) == [first, second]
+    assert prefix_hash.chain(PageDigest(root), tokens, 16) == [first, second]
 
 
 def test_names_are_the_same_in_another_process() -> None:
     code = (
-        "import numpy as np; from stages.kv import prefix; from tests.kv.world import *;"
-        "print(prefix.chain(prefix.root(DIGEST, GEOMETRY, 'x'), np.arange(32, dtype='i4'), 16)[-1].hex())"
+        "import numpy as np; from stages.kv.pool import prefix_hash; from tests.kv.world import *;"
+        "print(prefix_hash.chain(prefix_hash.root(DIGEST, GEOMETRY, 'x'), np.arange(32, dtype='i4'), 16)[-1].hex())"
     )
     seen = {
         subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True,
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
             env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
         ).stdout
         for seed in ("1", "2")
-    }  # fmt: skip
-    here = prefix.chain(prefix.root(DIGEST, GEOMETRY, "x"), np.arange(32, dtype="i4"), 16)[-1].hex()
+    }
+    here = prefix_hash.chain(prefix_hash.root(DIGEST, GEOMETRY, "x"), np.arange(32, dtype="i4"), 16)[-1].hex()
     assert seen == {here + "\n"}
 
 
@@ -139,12 +143,18 @@ def test_everything_that_matters_is_in_a_name() -> None:
     tokens = np.arange(32, dtype=np.int32)
 
     def last(digest: bytes = DIGEST, salt: str = "", **geometry: object) -> bytes:
-        return prefix.chain(prefix.root(digest, GEOMETRY._replace(**geometry), salt), tokens, 16)[-1]
+        return prefix_hash.chain(prefix_hash.root(digest, GEOMETRY._replace(**geometry), salt), tokens, 16)[-1]
 
     names = [
-        last(), last(bytes(32)), last(salt="a"), last(kv_type="f32"), last(page_tokens=32), last(n_layers=2),
-        last(n_kv_heads=2), last(head_dim=64),
-    ]  # fmt: skip
+        last(),
+        last(bytes(32)),
+        last(salt="a"),
+        last(kv_type="f32"),
+        last(page_tokens=32),
+        last(n_layers=2),
+        last(n_kv_heads=2),
+        last(head_dim=64),
+    ]
     tokens[0] = 5  # a token of the first page changes the name of the second
     names.append(last())
     assert len(set(names)) == len(names)
@@ -250,6 +260,7 @@ def test_rows_are_read_only_while_they_are_the_sequence_s(tmp_path: Path) -> Non
 
 def test_an_arena_of_another_arithmetic_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an update of the kernels' contract, what the old ones computed must not be mixed in."""
+
     def opened(generation: int) -> tuple[bool, int]:
         """(adopted, generation); lets go of every view, which would keep the lock."""
         home = open_arena(tmp_path / "m.kv", GEOMETRY, DIGEST, 64 * GEOMETRY.page_bytes, generation)

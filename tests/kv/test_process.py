@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import messages as m
-from stages.kv.page_file import PageFile
+from pipeline.protocol import messages as m
 from stages.kv.stage import KvStage
+from stages.kv.storage.page_file import PageFile
 from tests.kv.process import PAGE_TOKENS, Gateway, KvProcess, Scheduler, configure, load_config, write_model
 
 pytestmark = pytest.mark.slow

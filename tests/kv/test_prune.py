@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from shm.pages import KvGeometry
-from stages.kv import persist
-from stages.kv.prune import PAGES_S, SESSION_S, prune_pages, prune_sessions
-from stages.kv.session import Session
-from stages.kv.session_files import SessionFiles
+from stages.kv.sessions.session import Session
+from stages.kv.sessions.session_files import SessionFiles
+from stages.kv.storage import persist
+from stages.kv.storage.prune import PAGES_S, SESSION_S, prune_pages, prune_sessions
 from tests.kv.process import KvProcess, Scheduler, configure, write_model
 
 GEOMETRY = KvGeometry(1, 1, 32, 16, "f16")
@@ -55,9 +55,7 @@ def make(tmp_path: Path) -> Callable[..., Path]:
     return made
 
 
-def test_sessions_of_other_versions_go_when_their_time_is_over(
-    tmp_path: Path, make: Callable[..., Path]
-) -> None:
+def test_sessions_of_other_versions_go_when_their_time_is_over(tmp_path: Path, make: Callable[..., Path]) -> None:
     mine, other = "m-" + "a" * 12, "m-" + "b" * 12
     kept = [
         make(mine, "over, and its kv's to drop", 2 * DAY, 60),

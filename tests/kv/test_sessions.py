@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import Conflict, InvalidRequest, NotFound, Overloaded, ResourceError
-from stages.kv import prefix
 from stages.kv.manager import Grant
-from stages.kv.session_files import SUFFIX, SessionFiles, parse
-from stages.kv.sessions import EMPTY_S, Sessions
+from stages.kv.pool import prefix_hash
+from stages.kv.sessions.session_files import SUFFIX, SessionFiles, parse
+from stages.kv.sessions.session_store import EMPTY_S, Sessions
 from tests.kv.world import DIGEST, GEOMETRY, PAGE_TOKENS, Clock, FakeRows, contents, manager, small_arena
 
 ME, OTHER = b"gateway-1", b"gateway-2"
-ROOTS = prefix.roots(DIGEST, GEOMETRY)
+ROOTS = prefix_hash.roots(DIGEST, GEOMETRY)
 
 
 class Time:
@@ -36,9 +36,7 @@ def raw(*tokens: int) -> bytes:
 
 def open_sessions(directory: Path, clock: Time, max_sessions: int = 3, max_tokens: int = 100) -> Sessions:
     ids = iter(f"sess-{i}" for i in range(100))
-    return Sessions(
-        SessionFiles(directory), ROOTS, PAGE_TOKENS, max_sessions, max_tokens, clock, lambda: next(ids)
-    )
+    return Sessions(SessionFiles(directory), ROOTS, PAGE_TOKENS, max_sessions, max_tokens, clock, lambda: next(ids))
 
 
 @pytest.fixture
@@ -188,7 +186,7 @@ def test_names_of_pages_that_others_have_are_not_freed(sessions: Sessions) -> No
     sessions.check()
     sessions.close("t", "a")
     sessions.check()
-    chain = prefix.chain(ROOTS(""), np.array(shared + [2] * PAGE_TOKENS, np.int32), PAGE_TOKENS)
+    chain = prefix_hash.chain(ROOTS(""), np.array(shared + [2] * PAGE_TOKENS, np.int32), PAGE_TOKENS)
     assert sessions.freed == [chain[1]]
     sessions.close("t", "b")
     assert sessions.freed[-1] == chain[0]
@@ -205,7 +203,7 @@ def test_closing_frees_the_pages() -> None:
     for i in range(2):
         m.pool.arena.pages[answer.pages[i]] = contents(tokens, i)
     m.commit("a", 33)
-    names = prefix.chain(ROOTS(""), np.array(tokens, np.int32), PAGE_TOKENS)
+    names = prefix_hash.chain(ROOTS(""), np.array(tokens, np.int32), PAGE_TOKENS)
     assert m.pool.discard(reversed(names)) == 0  # in use
     m.release("a", 33)
     assert m.pool.cached == 2
@@ -262,9 +260,7 @@ def test_what_is_damaged_at_the_end_is_cut_off(
     assert whole == (flip is None)
 
 
-def test_a_full_disk_refuses_the_turn_and_keeps_the_session(
-    sessions: Sessions, tmp_path: Path, clock: Time
-) -> None:
+def test_a_full_disk_refuses_the_turn_and_keeps_the_session(sessions: Sessions, tmp_path: Path, clock: Time) -> None:
     sessions.begin(ME, "t", "a", create=True)
     sessions.commit(ME, "t", "a", 1, 0, raw(1, 2))
     sessions.begin(ME, "t", "a")

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import faultpoints
+from pipeline.faults import points
 from shm.pages import PAGE_FULL, PAGE_HEADER
-from stages.kv.headers import Headers, PageName, checksum
-from stages.kv.prefix import PageDigest
-from stages.kv.spill import BLOCK, PAUSE_S, SLOTS, SLOW_FACTOR, PageStore
+from stages.kv.pool.headers import Headers, PageName, checksum
+from stages.kv.pool.prefix_hash import PageDigest
+from stages.kv.storage.spill import BLOCK, PAUSE_S, SLOTS, SLOW_FACTOR, PageStore
 
 PAGE_BYTES = 8192
 EXTENT = BLOCK + SLOTS * PAGE_BYTES
@@ -111,15 +111,11 @@ def test_a_bound_below_an_extent_has_smaller_ones(path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["page", "digest", "checksum", "check"])
-def test_a_flipped_bit_costs_the_page_and_only_it(
-    path: Path, where: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_flipped_bit_costs_the_page_and_only_it(path: Path, where: str, caplog: pytest.LogCaptureFixture) -> None:
     store = open_store(path)
     store.put(*page(1))
     store.put(*page(2))
-    offset = {
-        "page": BLOCK + BLOCK + 4000, "digest": BLOCK + 32, "checksum": BLOCK + 50, "check": BLOCK + 66
-    }[where]  # fmt: skip
+    offset = {"page": BLOCK + BLOCK + 4000, "digest": BLOCK + 32, "checksum": BLOCK + 50, "check": BLOCK + 66}[where]
     with open(path, "r+b") as file:
         byte = os.pread(file.fileno(), 1, offset)[0]
         os.pwrite(file.fileno(), bytes([byte ^ 4]), offset)
@@ -174,9 +170,7 @@ def test_truncation_under_our_hands_is_no_signal(path: Path, left: int) -> None:
     again.close()
 
 
-@pytest.mark.parametrize(
-    "identity", [{"digest": "cd" * 32, "kv_type": "f16"}, {"digest": "ab" * 32, "kv_type": "f32"}]
-)
+@pytest.mark.parametrize("identity", [{"digest": "cd" * 32, "kv_type": "f16"}, {"digest": "ab" * 32, "kv_type": "f32"}])
 def test_a_file_of_another_model_is_not_used(
     path: Path, identity: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -369,9 +363,7 @@ def test_a_damaged_page_is_not_moved(path: Path) -> None:
 
 
 @pytest.mark.parametrize("written", range(4))
-def test_a_crash_while_a_page_is_moved_loses_nothing(
-    path: Path, monkeypatch: pytest.MonkeyPatch, written: int
-) -> None:
+def test_a_crash_while_a_page_is_moved_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch, written: int) -> None:
     """The page is moved with four writes; the process ends before the one of number `written`."""
     store = full_store(path, 3)
     for i in range(2 * SLOTS):
@@ -417,7 +409,7 @@ def test_a_disk_that_reads_slower_than_computing_is_left_alone_for_a_while(path:
     store = open_store(path, clock=clock, name="slow_test")
     for i in range(3):
         assert store.put(*page(i))
-    fault = faultpoints.point("disk", "slow_test_read")
+    fault = points.point("disk", "slow_test_read")
 
     def strike(number: int) -> bool:
         clock.now += 0.4

@@ -11,16 +11,17 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from pipeline import paths
-from pipeline.cli import cli
-from pipeline.telemetry import Metrics
+from pipeline.config import paths
+from pipeline.observe.metrics import Metrics
 from shm.pages import KvGeometry, create_kv
-from stages.kv import persist, prefix
 from stages.kv.manager import Grant, Manager
 from stages.kv.model import ModelPages, measure
-from stages.kv.pool import Pool
-from stages.kv.spill import BLOCK, PageStore
+from stages.kv.pool import prefix_hash
+from stages.kv.pool.page_pool import Pool
+from stages.kv.storage import persist
+from stages.kv.storage.spill import BLOCK, PageStore
 from stages.kv.view import Report, inspect, show
+from starling.cli import cli
 from tests.kv.process import MODEL, configure, load_config, write_model
 
 
@@ -78,8 +79,11 @@ def test_shows_what_is_there(pages: ModelPages) -> None:
     (m,) = report.models
     assert report.problems == []
     assert (m.total, m.free, m.cached, m.leased) == (
-        manager.pool.total, manager.pool.free, manager.pool.cached, manager.pool.leased
-    )  # fmt: skip
+        manager.pool.total,
+        manager.pool.free,
+        manager.pool.cached,
+        manager.pool.leased,
+    )
     assert m.free + m.cached + m.leased == m.total
     assert [(run.first, run.pages, run.held) for run in m.runs] == [(0, 2, 1), (2, 2, 0), (2, 1, 0)]
     assert m.runs[1].parent == m.runs[2].parent == m.runs[0].digest
@@ -110,9 +114,11 @@ def test_check_finds_every_kind_of_damage(pages: ModelPages) -> None:
     session.write_bytes(b"nonsense")
     problems = "\n".join(inspect(pages.config, check=True).problems)
     for piece in (
-        f"page {cached[0]} fails its checksum", f"page {cached[1]} has a torn header",
-        "slot 0 fails its checksum", "8 of 8 bytes are damaged",
-    ):  # fmt: skip
+        f"page {cached[0]} fails its checksum",
+        f"page {cached[1]} has a torn header",
+        "slot 0 fails its checksum",
+        "8 of 8 bytes are damaged",
+    ):
         assert piece in problems
     assert f"page {cached[0]}" not in "\n".join(inspect(pages.config).problems)  # not without check
 
@@ -123,11 +129,11 @@ def test_counts_what_cannot_be_reached(tmp_path: Path) -> None:
     config = load_config(tmp_path)
     path = paths.arena_dir(config) / f"{MODEL}.kv"
     arena, views = create_kv(path, geometry, 6, bytes(32), 1)
-    roots = prefix.roots(bytes(32), geometry)
+    roots = prefix_hash.roots(bytes(32), geometry)
     manager = Manager(Pool(views), 16, roots, lambda *_: None)
     run(manager, "a", [1, 2, 3])
     assert inspect(config).models[0].unreachable == 0
-    manager.pool.discard(prefix.chain(roots(""), np.full(16, 1, np.int32), 16))
+    manager.pool.discard(prefix_hash.chain(roots(""), np.full(16, 1, np.int32), 16))
     assert inspect(config).models[0].unreachable == 1
     arena.close()
 

@@ -1,9 +1,9 @@
 """A crew whose members do as they are told by their model's path; for test_crew.py.
 
-    python -m tests.pipeline.crewed CONFIG_FILE
-        stay     until SIGTERM
-        exit:N   end with that code
-        parent   start a process of its own in a group of its own, then stay
+python -m tests.pipeline.crewed CONFIG_FILE
+    stay     until SIGTERM
+    exit:N   end with that code
+    parent   start a process of its own in a group of its own, then stay
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import signal
 import sys
 from pathlib import Path
 
-from pipeline import paths, process
-from pipeline.config import load
-from pipeline.crew import Crew
-from pipeline.keeper import SIGNALS
-from pipeline.lineup import Instance
+from pipeline.config import paths
+from pipeline.config.load import load
+from pipeline.models.versions import Instance
+from pipeline.runtime import process
+from pipeline.supervise.base import SIGNALS
+from pipeline.supervise.worker_pool import Crew
 
 
 def main() -> int:

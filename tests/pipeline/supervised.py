@@ -20,16 +20,16 @@ import signal
 import subprocess
 import sys
 
-from pipeline import process
-from pipeline.config_schema import Config, ModelConfig, ServerConfig
-from pipeline.restarts import Limits
-from pipeline.supervisor import supervise
+from pipeline.config.schema import Config, ModelConfig, ServerConfig
+from pipeline.runtime import process
+from pipeline.supervise.restart_policy import Limits
+from pipeline.supervise.supervisor import supervise
 
 HELPER = "import signal, sys; print(flush=True); signal.pause()"
 
 
 def stage(report: str, behaviour: str, config: Config) -> int:
-    from pipeline.loop import StageLoop
+    from pipeline.ipc.poll_loop import StageLoop
 
     loop = None
     if behaviour == "wait":

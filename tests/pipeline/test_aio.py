@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipeline import messages as m
-from pipeline.aio import Endpoints
-from pipeline.config_schema import Config, ModelConfig, ServerConfig
+from pipeline.config.schema import Config, ModelConfig, ServerConfig
+from pipeline.ipc.asyncio_loop import Endpoints
+from pipeline.protocol import messages as m
 
 
 @pytest.fixture

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.chaos.traffic import Answer, Ask, Outcome, Served, Traffic, plan
+from starling.chaos.traffic import Answer, Ask, Outcome, Served, Traffic, plan
 
 
 def longest(requests: list[Ask]) -> int:
     """Tokens of the longest context, if every byte were one."""
+
     def of(turn: dict[str, Any]) -> int:
         return len(turn.get("prompt") or "".join(one["content"] for one in turn["messages"])) + turn["max_tokens"]
 

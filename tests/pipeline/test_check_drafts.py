@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import paths
-from pipeline.cli.prepare import check_drafts
-from pipeline.config_schema import Config, ModelConfig
+from pipeline.config import paths
+from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ConfigError
 from shm.checkpoint import load_index
-from stages.worker.prepare import prepare_checkpoint
+from stages.worker.checkpoint.prepare import prepare_checkpoint
+from starling.cli.prepare import check_drafts
 from tools.tiny_gguf import SHAPES, write_model
 
 
@@ -29,8 +29,10 @@ def test_vocabularies_are_compared_where_both_are_known(tmp_path: Path, monkeypa
         large = ModelConfig(name="large", path=models["large"].path, draft_model=draft)
         return Config(models=(large, models["small"], models["other"]))
 
-    digests = {load_index(prepare_checkpoint(models[name], paths.models_dir())).vocabulary_digest
-               for name in ("large", "small")}  # fmt: skip
+    digests = {
+        load_index(prepare_checkpoint(models[name], paths.models_dir())).vocabulary_digest
+        for name in ("large", "small")
+    }
     assert len(digests) == 1
     check_drafts(config("small"))
     check_drafts(config("other"))  # not ingested yet: not known

@@ -15,11 +15,11 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from pipeline.cli import COMMANDS, cli
-from pipeline.cli import up as up_module
-from pipeline.cli.prepare import _Lines, shown
-from pipeline.config import resolve
+from pipeline.config.load import resolve
 from pipeline.errors import ConfigError, ResourceError
+from starling.cli import COMMANDS, cli
+from starling.cli import up as up_module
+from starling.cli.prepare import _Lines, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 Usage = namedtuple("Usage", "total used free")
@@ -38,7 +38,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def starling(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", *args],
+        [sys.executable, "-m", "starling", *args],
         env={**os.environ, "PYTHONPATH": str(ROOT), **env},
         capture_output=True,
         text=True,
@@ -65,9 +65,7 @@ def test_config_prints_what_is_in_force(home: Path) -> None:
     assert json.loads(as_json.output)["server"]["port"] == 9001
 
 
-def test_a_file_given_to_the_command_is_read(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_given_to_the_command_is_read(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.toml").write_text("[server]\nport = 9002\n")
     monkeypatch.setenv("STARLING_CONFIG", "elsewhere.yaml")  # restores the variable after the test
     result = CliRunner().invoke(cli, ["--config", "mine.toml", "config", "--json"])
@@ -135,7 +133,7 @@ def test_errors_are_one_message_and_a_code(
 
 
 def test_a_reader_that_goes_away_is_no_error(home: Path) -> None:
-    command = [sys.executable, "-m", "pipeline.cli", "config"]
+    command = [sys.executable, "-m", "starling", "config"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     read, write = os.pipe()
     os.close(read)
@@ -200,7 +198,6 @@ def test_the_procfile_has_a_line_for_each_stage(tmp_path: Path, monkeypatch: pyt
     for line in lines:
         assert line.endswith(f"exec starling supervise {line.split(':')[0]}")
 
-
     monkeypatch.setattr(up_module, "PROCFILE", tmp_path / "none")
     written = up_module.write_procfile(tmp_path).read_text().splitlines()
     assert sorted(line.split(":")[0] for line in written) == sorted(up_module.STAGES)
@@ -213,8 +210,10 @@ def test_the_banner_is_a_line_to_paste() -> None:
     command = text[text.index("curl") : text.index("Ctrl-C")]
     words = subprocess.run(
         ["bash", "-c", f"curl() {{ printf '%s\\0' \"$@\"; }}\n{command}"],
-        capture_output=True, text=True, check=True,
-    ).stdout.split("\0")[:-1]  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\0")[:-1]
     assert max(map(len, text.splitlines())) <= 80
     assert words[:2] == ["-N", "http://127.0.0.1:8080/v1/chat/completions"]
     assert "Authorization: Bearer YOUR-API-KEY" in words
@@ -273,9 +272,13 @@ def as_anybody(*args: str) -> subprocess.CompletedProcess[str]:
                 libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
 
     return subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", *args], env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=60, preexec_fn=drop,
-    )  # fmt: skip
+        [sys.executable, "-m", "starling", *args],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=drop,
+    )
 
 
 @pytest.mark.parametrize("closed", ["", "run"])

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from pipeline import control
-from pipeline.control import Control, Unreachable
 from pipeline.errors import Conflict, StarlingError
+from pipeline.ipc import control
+from pipeline.ipc.control import Control, Unreachable
 
 
 async def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from pipeline import control, control_poll
-from pipeline.config_schema import Config, ModelConfig, ServerConfig
-from pipeline.control_poll import PolledControl
+from pipeline.config.schema import Config, ModelConfig, ServerConfig
 from pipeline.errors import Conflict, StarlingError
-from pipeline.loop import StageLoop
+from pipeline.ipc import control, control_poll
+from pipeline.ipc.control_poll import PolledControl
+from pipeline.ipc.poll_loop import StageLoop
 
 WAIT_S = 10.0
 

@@ -17,11 +17,12 @@ import msgspec
 import pytest
 import yaml
 
-from pipeline import lineup, paths
-from pipeline.config import load
-from pipeline.config_schema import ModelConfig
-from pipeline.lineup import Instance, Lineup
-from pipeline.rundir import StageLock, prepare
+from pipeline.config import paths
+from pipeline.config.load import load
+from pipeline.config.schema import ModelConfig
+from pipeline.models import versions
+from pipeline.models.versions import Instance, Lineup
+from pipeline.runtime.run_dir import StageLock, prepare
 from tests.e2e.server import wait_gone
 
 ROOT = Path(__file__).parents[2]
@@ -33,9 +34,13 @@ class World:
         file = home / "starling.yaml"
         settings: dict[str, Any] = {
             "models": [{"name": "m", "path": "/stay"}],
-            "server": {"run_dir": str(home / "run"), "state_dir": str(home / "state"),
-                       "arena_dir": str(home / "shm"), "drain_timeout_ms": 300},
-        }  # fmt: skip
+            "server": {
+                "run_dir": str(home / "run"),
+                "state_dir": str(home / "state"),
+                "arena_dir": str(home / "shm"),
+                "drain_timeout_ms": 300,
+            },
+        }
         file.write_text(yaml.safe_dump(settings))
         self.file = file
         self.config = load(file, {})
@@ -45,14 +50,15 @@ class World:
 
     def start(self, **environment: str) -> subprocess.Popen[bytes]:
         self.crew = subprocess.Popen(
-            [sys.executable, "-m", "tests.pipeline.crewed", str(self.file)], cwd=ROOT,
+            [sys.executable, "-m", "tests.pipeline.crewed", str(self.file)],
+            cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        )  # fmt: skip
+        )
         return self.crew
 
     def write(self, *instances: Instance) -> None:
-        known = lineup.initial(self.config)
-        lineup.write(self.config, Lineup(known.configured, 9, instances))
+        known = versions.initial(self.config)
+        versions.write(self.config, Lineup(known.configured, 9, instances))
 
     def lives(self, name: str) -> list[tuple[int, int]]:
         """(pid, pid below it) of each life of an instance."""
@@ -129,8 +135,8 @@ def test_who_gives_up_while_loading_is_noted_and_left(world: World) -> None:
     world.write(make("stay", 0), make("exit:1", 1, "loading"), make("exit:78", 2, "loading"))
     crew = world.start()
     for name in ("worker-m@1", "worker-m@2"):
-        world.wait(lambda: lineup.read_failure(world.run_dir, name))  # noqa: B023
-    failure = lineup.read_failure(world.run_dir, "worker-m@1")
+        world.wait(lambda: versions.read_failure(world.run_dir, name))  # noqa: B023
+    failure = versions.read_failure(world.run_dir, "worker-m@1")
     assert failure is not None
     assert (failure.code, "code 1" in failure.message) == ("MODEL_UNAVAILABLE", True)
     assert len(world.lives("m@1")) == 1
@@ -198,9 +204,17 @@ def test_systemd_hears_when_all_who_serve_are_ready(world: World, tmp_path: Path
         heard = {systemd.recv(100) for _ in range(3)}
         assert heard == {b"WATCHDOG=1"}
         status = {
-            "stage": "worker-m@1", "pid": pid, "ticks": _ticks(pid), "epoch": 1, "uptime_s": 1.0, "progress": 0,
-            "busy": False, "ready": True, "reason": "", "written": 0.0,
-        }  # fmt: skip
+            "stage": "worker-m@1",
+            "pid": pid,
+            "ticks": _ticks(pid),
+            "epoch": 1,
+            "uptime_s": 1.0,
+            "progress": 0,
+            "busy": False,
+            "ready": True,
+            "reason": "",
+            "written": 0.0,
+        }
         (world.run_dir / "worker-m@1.status").write_bytes(msgspec.json.encode(status))
         while systemd.recv(100) != b"READY=1":
             pass

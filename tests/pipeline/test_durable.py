@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.durable import DurableFile, append_all, write_all
+from pipeline.files import DurableFile, append_all, write_all
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import faultpoints
 from pipeline.errors import ConfigError
-from pipeline.faultplan import POINTS, Fault, give, hook, live, parse
+from pipeline.faults import points
+from pipeline.faults.plan import POINTS, Fault, give, hook, live, parse
 
 
 def test_the_documented_plan_is_understood() -> None:
@@ -55,10 +55,12 @@ def test_a_fault_that_could_never_happen_is_refused(text: str, reason: str) -> N
 
 
 def test_the_points_of_plans_are_those_of_the_program() -> None:
-    root = Path(faultpoints.__file__).parents[1]
+    root = Path(points.__file__).parents[2]
     source = "".join(path.read_text() for part in ("pipeline", "stages") for path in (root / part).rglob("*.py"))
-    named = set(re.findall(r'= faultpoints\.point\("(\w+)", "(\w+)"\)|fault=faultpoints\.point', source)) - {("", "")}
-    stores = {("disk", name + end) for name in ("spill", "saved") for end in ("", "_read")}  # stages/kv/spill.py
+    named = set(re.findall(r'= points\.point\("(\w+)", "(\w+)"\)|fault=points\.point', source)) - {("", "")}
+    stores = {
+        ("disk", name + end) for name in ("spill", "saved") for end in ("", "_read")
+    }  # stages/kv/storage/spill.py
     known = {(place, point) for place in ("worker", "kv", "disk") for point in POINTS[place]}
     assert named | stores | {("kv", "page")} == known
 
@@ -81,20 +83,20 @@ def test_drops_strike_once_and_disks_always() -> None:
         assert caught.value.errno == errno.ENOSPC
 
 
-@pytest.mark.parametrize(
-    ("action", "code"), [("exit", 1), ("kill", -signal.SIGKILL), ("segv", -signal.SIGSEGV)]
-)
+@pytest.mark.parametrize(("action", "code"), [("exit", 1), ("kill", -signal.SIGKILL), ("segv", -signal.SIGSEGV)])
 def test_fatal_faults_end_the_process_at_their_event(action: str, code: int) -> None:
     script = (
-        "from pipeline.faultpoints import point\n"
+        "from pipeline.faults.points import point\n"
         "fault = point('worker', 'step')\n"
         "for n in range(1, 4): print(n, flush=True); fault.strike(n)\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "STARLING_FAULTS": f"worker:{action}@step=2", "STARLING_RESTARTS": "0"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == code
     assert ended.stdout.split() == ["1", "2"]
 
@@ -108,9 +110,9 @@ def test_a_slow_disk_takes_its_time_and_works() -> None:
 
 
 def test_a_live_server_follows_the_plan_while_its_author_lives(tmp_path: Path) -> None:
-    path = tmp_path / faultpoints.FILE
-    follower = faultpoints.Follower(tmp_path)
-    point = faultpoints.point("disk", "quotas")
+    path = tmp_path / points.FILE
+    follower = points.Follower(tmp_path)
+    point = points.point("disk", "quotas")
     try:
         follower.look()
         assert point.strike is None
@@ -120,12 +122,12 @@ def test_a_live_server_follows_the_plan_while_its_author_lives(tmp_path: Path) -
         with pytest.raises(OSError, match="No space left"):
             point.strike(1)
         # One that is made meanwhile has it, too.
-        assert faultpoints.point("disk", "other").strike is None
+        assert points.point("disk", "other").strike is None
         path.unlink()
         follower.look()
         assert point.strike is None
         # Of an author who is gone nothing is left, neither a fault nor the file.
-        author = "from pathlib import Path; from pipeline.faultplan import give; give(Path({!r}), 'disk:eio@spill')"
+        author = "from pathlib import Path; from pipeline.faults.plan import give; give(Path({!r}), 'disk:eio@spill')"
         subprocess.run([sys.executable, "-c", author.format(str(path))], check=True)
         assert path.exists()
         follower.look()
@@ -137,7 +139,7 @@ def test_a_live_server_follows_the_plan_while_its_author_lives(tmp_path: Path) -
 
 
 def test_what_is_no_plan_is_none(tmp_path: Path) -> None:
-    path = tmp_path / faultpoints.FILE
+    path = tmp_path / points.FILE
     for raw in (b"", b"x", b"1", b"\xff\xfe\n", f"{os.getpid()} 1\ndisk:enospc@spill".encode()):
         path.write_bytes(raw)
         assert live(path) == ""
@@ -148,12 +150,13 @@ def test_what_is_no_plan_is_none(tmp_path: Path) -> None:
 def test_without_a_plan_the_module_is_not_there() -> None:
     script = (
         "import sys\n"
-        "import pipeline.wire, pipeline.life, stages.kv.stage, stages.gateway.stage, stages.worker.stage\n"
+        "import pipeline.ipc.endpoint, pipeline.runtime.stage_runtime\n"
+        "import stages.kv.stage, stages.gateway.stage, stages.worker.stage\n"
         "from pathlib import Path\n"
-        "from pipeline import faultpoints\n"
-        "assert faultpoints.point('disk', 'spill').strike is None\n"
-        "faultpoints.Follower(Path('/nonexistent')).look()\n"
-        "sys.exit('pipeline.faultplan' in sys.modules)\n"
+        "from pipeline.faults import points\n"
+        "assert points.point('disk', 'spill').strike is None\n"
+        "points.Follower(Path('/nonexistent')).look()\n"
+        "sys.exit('pipeline.faults.plan' in sys.modules)\n"
     )
     env = {name: value for name, value in os.environ.items() if name != "STARLING_FAULTS"}
     assert subprocess.run([sys.executable, "-c", script], env=env, check=False).returncode == 0

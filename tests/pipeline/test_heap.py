@@ -7,7 +7,7 @@ import ctypes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.heap import AGAIN_S, LOOK_S, SLACK_BYTES, Heap, anonymous_bytes, trim
+from pipeline.runtime.malloc_trim import AGAIN_S, LOOK_S, SLACK_BYTES, Heap, anonymous_bytes, trim
 
 MB = 1 << 20
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.leftovers import sweep
-from pipeline.rundir import StageLock
+from pipeline.runtime.run_dir import StageLock
+from pipeline.supervise.cleanup import sweep
 
 
 @pytest.fixture

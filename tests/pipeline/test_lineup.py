@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline import lineup, paths
-from pipeline.config_schema import Config, ModelConfig, ServerConfig
+from pipeline.config import paths
+from pipeline.config.schema import Config, ModelConfig, ServerConfig
+from pipeline.models import versions
 
 
 @pytest.fixture
@@ -18,33 +19,33 @@ def config(tmp_path: Path) -> Config:
     return config
 
 
-def second(config: Config) -> lineup.Lineup:
+def second(config: Config) -> versions.Lineup:
     """Another version of the model serves."""
-    known = lineup.initial(config)
+    known = versions.initial(config)
     return msgspec.structs.replace(known, instances=(msgspec.structs.replace(known.instances[0], serial=1),))
 
 
 def test_without_a_record_there_is_what_is_configured(config: Config) -> None:
-    assert lineup.read(config) == lineup.initial(config)
-    follower = lineup.Follower(config)
-    lineup.write(config, second(config))
+    assert versions.read(config) == versions.initial(config)
+    follower = versions.Follower(config)
+    versions.write(config, second(config))
     assert follower.look() and follower.lineup == second(config)
-    lineup.record_path(config).unlink()
-    assert follower.look() and follower.lineup == lineup.initial(config)
+    versions.record_path(config).unlink()
+    assert follower.look() and follower.lineup == versions.initial(config)
 
 
 def test_a_record_that_cannot_be_read_changes_nothing(config: Config, caplog: pytest.LogCaptureFixture) -> None:
-    lineup.write(config, second(config))
-    follower = lineup.Follower(config)
-    path = lineup.record_path(config)
+    versions.write(config, second(config))
+    follower = versions.Follower(config)
+    path = versions.record_path(config)
     path.unlink()
     path.mkdir()  # of whatever user: it cannot be read
     assert [follower.look() for _ in range(3)] == [False] * 3
     assert follower.lineup == second(config)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     with pytest.raises(OSError, match=path.name):
-        lineup.read(config)
+        versions.read(config)
     path.rmdir()
     third = msgspec.structs.replace(second(config), instances=())
-    lineup.write(config, third)
+    versions.write(config, third)
     assert follower.look() and follower.lineup == third

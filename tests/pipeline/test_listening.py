@@ -7,20 +7,20 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from pipeline import listening
-from pipeline.config import resolve
+from pipeline.config.load import resolve
+from pipeline.supervise import listen_fd
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
 def test_what_listens_is_reached(host: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(listening.VARIABLE, raising=False)
+        patch.delenv(listen_fd.VARIABLE, raising=False)
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((host, 0))
             port = probe.getsockname()[1]
         server = {"host": host, "port": port}
         config = resolve({"server": server, "auth": {"api_keys": ["sk-one-long-enough"]}}, {})
-        held = listening.hold(config)
+        held = listen_fd.hold(config)
         assert held is not None
         with held:
 
@@ -32,7 +32,7 @@ def test_what_listens_is_reached(host: str) -> None:
 
             thread = threading.Thread(target=answer)
             thread.start()
-            url = urlsplit(listening.url(config))
+            url = urlsplit(listen_fd.url(config))
             assert url.port == port
             connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=10)
             connection.request("GET", "/ready")

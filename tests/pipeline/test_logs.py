@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from pipeline import logs
-from pipeline.config_schema import Config, LoggingConfig
-from pipeline.logs import (
+from pipeline.config.schema import Config, LoggingConfig
+from pipeline.observe import logs
+from pipeline.observe.logs import (
     BURST,
     PER_SECOND,
     Budget,

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import messages as m
-from pipeline import paths, process, rest, status
-from pipeline.config_schema import Config, ModelConfig, ServerConfig
+from pipeline.config import paths
+from pipeline.config.schema import Config, ModelConfig, ServerConfig
 from pipeline.errors import ConfigError
-from pipeline.life import QUIET_AFTER_S, STALL_MS, TICK_S
-from pipeline.loop import StageLoop
-from pipeline.status import StageStatus
+from pipeline.ipc.poll_loop import StageLoop
+from pipeline.observe import status
+from pipeline.observe.status import StageStatus
+from pipeline.protocol import messages as m
+from pipeline.runtime import process, timer_coalescing
+from pipeline.runtime.stage_runtime import QUIET_AFTER_S, STALL_MS, TICK_S
 
 
 @pytest.fixture
@@ -274,9 +276,11 @@ def test_a_stage_without_work_is_quiet_until_something_moves(config: Config) -> 
         now += QUIET_AFTER_S + 0.1
         loop.tick()
         assert loop.is_quiet and loop.beat().quiet
-        assert loop.tick_s == rest.until_beat(now, rest.SELDOM_S)
+        assert loop.tick_s == timer_coalescing.until_beat(now, timer_coalescing.SELDOM_S)
         loop.bind("gateway-kv", lambda peer, frame: None)
-        assert loop.tick_s == rest.until_beat(now, rest.BEAT_S), "the gateway, who tells, hears of it in time"
+        assert loop.tick_s == timer_coalescing.until_beat(now, timer_coalescing.BEAT_S), (
+            "the gateway, who tells, hears of it in time"
+        )
         loop.rouse()
         assert not loop.is_quiet
         now += QUIET_AFTER_S + 0.1

@@ -13,23 +13,41 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from pipeline import kinship, lineup, measure, rundir
-from pipeline.cli.down import running, supervisor_of
-from pipeline.cli.drain import ALL, admission, in_flight
-from pipeline.cli.logs import Tail, logs
-from pipeline.cli.restart import chosen, restarted
-from pipeline.cli.status import Row, duration, look, size, table
-from pipeline.config import resolve
-from pipeline.config_schema import Config, ModelConfig
+from pipeline.config.load import resolve
+from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ModelNotFound, StarlingError
-from pipeline.status import StageStatus
+from pipeline.models import versions
+from pipeline.observe import process_usage
+from pipeline.observe.status import StageStatus
+from pipeline.runtime import run_dir as rundir
+from pipeline.supervise import procfs
+from starling.cli.down import running, supervisor_of
+from starling.cli.drain import ALL, admission, in_flight
+from starling.cli.logs import Tail, logs
+from starling.cli.restart import chosen, restarted
+from starling.cli.status import Row, duration, look, size, table
 
 CONFIG = Config(models=(ModelConfig(name="a/b"), ModelConfig(name="c")))
 
 
 def test_the_table_fits_80_columns_whatever_the_numbers() -> None:
-    large = Row("worker-" + "x" * 40, "not running", "r" * 10, 4_194_304, 1, 1e8, 99, 6400.0, 1 << 39, 64,
-                1000, 64, True, 1 << 60, 1e8)  # fmt: skip
+    large = Row(
+        "worker-" + "x" * 40,
+        "not running",
+        "r" * 10,
+        4_194_304,
+        1,
+        1e8,
+        99,
+        6400.0,
+        1 << 39,
+        64,
+        1000,
+        64,
+        True,
+        1 << 60,
+        1e8,
+    )
     lines = list(table([large, Row("kv", "draining")]))
     assert max(len(line) for line in lines) <= 80
     assert lines[1].split()[1] == "4194304"
@@ -64,16 +82,14 @@ def test_cpu_and_memory_of_a_process_and_what_is_below_it() -> None:
         "child = subprocess.Popen(['cat'], stdin=subprocess.PIPE); print('up', flush=True); sys.stdin.read()\n"
         "child.communicate()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
-        assert len(measure.family(process.pid)) == 2
-        assert measure.cpu_s(process.pid) >= 0.15
-        assert measure.memory_bytes(process.pid) > 32 << 20
+        assert len(process_usage.family(process.pid)) == 2
+        assert process_usage.cpu_s(process.pid) >= 0.15
+        assert process_usage.memory_bytes(process.pid) > 32 << 20
         process.communicate()
-    assert (measure.cpu_s(process.pid), measure.memory_bytes(process.pid)) == (0.0, 0)
+    assert (process_usage.cpu_s(process.pid), process_usage.memory_bytes(process.pid)) == (0.0, 0)
 
 
 # ------------------------------------------------------------------ logs
@@ -162,9 +178,9 @@ def test_only_what_is_supervised_is_restarted(tmp_path: Path) -> None:
 
 def test_a_worker_is_named_by_its_model_whatever_version_it_is(tmp_path: Path) -> None:
     config = resolve({"models": [{"name": "a/b", "path": "m.gguf"}], "server": {"run_dir": str(tmp_path)}}, {})
-    (old,) = lineup.read(config).instances
+    (old,) = versions.read(config).instances
     new = msgspec.structs.replace(old, serial=3)
-    lineup.write(config, msgspec.structs.replace(lineup.initial(config), instances=(new,), serial=3))
+    versions.write(config, msgspec.structs.replace(versions.initial(config), instances=(new,), serial=3))
     assert admission(config, "worker-a--b") == "a/b"
     with pytest.raises(StarlingError, match="worker-a--b@3 is not running"):
         chosen(config, tmp_path, "worker-a--b", False)
@@ -197,4 +213,4 @@ def test_who_keeps_a_server_alive(tmp_path: Path) -> None:
 
 def test_no_honcho_above_a_plain_process() -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        assert kinship.honcho_of(process.pid) == 0
+        assert procfs.honcho_of(process.pid) == 0

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import paths
-from pipeline.config import resolve
+from pipeline.config import paths
+from pipeline.config.load import resolve
 from pipeline.errors import ConfigError
 
 DEFAULT = resolve({}, {})

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import kinship, process
+from pipeline.runtime import process
+from pipeline.supervise import procfs
 
 LONG_S = 20.0
 
@@ -25,7 +26,7 @@ sys.stdin.read()
 
 CHILD = """
 import signal
-from pipeline import process
+from pipeline.runtime import process
 process.die_with_parent()
 print(flush=True)
 signal.pause()
@@ -47,7 +48,7 @@ def test_a_killed_parent_takes_its_child_along() -> None:
 
 
 def test_a_parent_that_is_gone_before_the_call_is_noticed() -> None:
-    code = "from pipeline import process; process.die_with_parent(); print('alive')"
+    code = "from pipeline.runtime import process; process.die_with_parent(); print('alive')"
     env = {**os.environ, process.PARENT_VARIABLE: "1"}
     done = subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, check=False)
     assert (done.returncode, done.stdout) == (process.EXIT_ORPHANED, b"")
@@ -120,36 +121,34 @@ child.wait()
 
 
 def test_a_stopped_grandchild_is_found() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", TREE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
+    with subprocess.Popen([sys.executable, "-c", TREE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdin is not None
         grandchild = int(child.stdout.readline())
-        assert child.pid in kinship.children(os.getpid())
-        assert kinship.children(child.pid) == [grandchild]
-        assert kinship.below(child.pid) == (True, 0)
-        assert kinship.below(grandchild) == (False, 0)
+        assert child.pid in procfs.children(os.getpid())
+        assert procfs.children(child.pid) == [grandchild]
+        assert procfs.below(child.pid) == (True, 0)
+        assert procfs.below(grandchild) == (False, 0)
         os.kill(grandchild, signal.SIGSTOP)
         # A signal is taken at the next return to user space: ask until the state says so.
-        while (seen := kinship.look(grandchild)) is not None and seen.state != "T":
+        while (seen := procfs.look(grandchild)) is not None and seen.state != "T":
             pass
-        assert kinship.below(child.pid).stopped == grandchild
-        assert kinship.below(os.getpid()).stopped == grandchild
+        assert procfs.below(child.pid).stopped == grandchild
+        assert procfs.below(os.getpid()).stopped == grandchild
         child.stdin.close()
-    assert kinship.look(grandchild) is None
-    assert kinship.children(child.pid) == []
+    assert procfs.look(grandchild) is None
+    assert procfs.children(child.pid) == []
 
 
 def test_the_guardian_of_a_child_is_its_parent() -> None:
-    code = "from pipeline import kinship; import os; print(*kinship.guardians(os.getpid()))"
+    code = "from pipeline.supervise import procfs; import os; print(*procfs.guardians(os.getpid()))"
     mine = [sys.executable, "-c", code]
     plain = subprocess.run(mine, stdout=subprocess.PIPE, check=True)
     assert plain.stdout.split() == [str(os.getpid()).encode()]
 
 
 def test_a_shell_that_only_runs_us_is_looked_through() -> None:
-    code = "from pipeline import kinship; import os; print(*kinship.guardians(os.getpid()))"
+    code = "from pipeline.supervise import procfs; import os; print(*procfs.guardians(os.getpid()))"
     found = subprocess.run(
         ["/bin/sh", "-c", f"{sys.executable} -c '{code}'; echo $$"], stdout=subprocess.PIPE, check=True
     )
@@ -163,14 +162,14 @@ def test_a_shell_that_only_runs_us_is_looked_through() -> None:
         (["/usr/bin/honcho", "start"], True),
         (["/usr/bin/python3", "/venv/bin/honcho", "start"], True),
         (["python", "-m", "honcho", "start"], True),
-        (["python", "-m", "pipeline.cli.patient", "start"], True),
+        (["python", "-m", "starling.cli.honcho_patch", "start"], True),
         (["vim", "-R", "x", "honcho"], False),
         (["/opt/honcho/bin/python", "app.py"], False),
         ([], False),
     ],
 )
 def test_what_honcho_looks_like(command: list[str], expected: bool) -> None:
-    assert kinship._is_honcho(command) == expected
+    assert procfs._is_honcho(command) == expected
 
 
 def test_a_thread_that_runs_briefly_keeps_its_policy_and_priority() -> None:
@@ -211,7 +210,7 @@ def test_moves_into_a_directory_are_heard_of(tmp_path: Path) -> None:
 
 CHILDREN = """
 import os, select, signal, subprocess, sys
-from pipeline import process
+from pipeline.runtime import process
 fd = process.hear_of_children()
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 for number, flag in ((signal.SIGSTOP, os.WSTOPPED), (signal.SIGCONT, os.WCONTINUED), (signal.SIGKILL, os.WEXITED)):

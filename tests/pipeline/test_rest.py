@@ -7,41 +7,44 @@ from itertools import pairwise
 
 import pytest
 
-from pipeline import rest
+from pipeline.runtime import timer_coalescing
 
 
 def beats(wait_s: float, early_s: float) -> list[float]:
     """When one wakes that is always woken `early_s` before its time, or after it."""
     now, times = 1234.321, []
     for _ in range(50):
-        now += rest.until_beat(now, wait_s) - early_s
+        now += timer_coalescing.until_beat(now, wait_s) - early_s
         times.append(now)
     return times
 
 
-@pytest.mark.parametrize("wait_s", [rest.BEAT_S, rest.SELDOM_S, 10 * rest.BEAT_S])
+@pytest.mark.parametrize("wait_s", [timer_coalescing.BEAT_S, timer_coalescing.SELDOM_S, 10 * timer_coalescing.BEAT_S])
 @pytest.mark.parametrize("early_s", [0.0, 0.001, 0.04, -0.001, -0.04])
 def test_all_wake_together_and_once(wait_s: float, early_s: float) -> None:
     times = beats(wait_s, early_s)
     assert [b - a for a, b in pairwise(times)] == pytest.approx([wait_s] * 49)
-    assert all(abs((time + early_s) / rest.BEAT_S - round((time + early_s) / rest.BEAT_S)) < 1e-6 for time in times)
+    assert all(
+        abs((time + early_s) / timer_coalescing.BEAT_S - round((time + early_s) / timer_coalescing.BEAT_S)) < 1e-6
+        for time in times
+    )
 
 
 def test_a_wait_is_no_longer_than_it_may_be() -> None:
     chance = random.Random(5)
     for _ in range(1000):
-        now, wait_s = chance.uniform(0, 1e6), chance.uniform(rest.BEAT_S, 10)
-        assert 0 < rest.until_beat(now, wait_s) <= wait_s + rest.BEAT_S / 8 + 1e-6
+        now, wait_s = chance.uniform(0, 1e6), chance.uniform(timer_coalescing.BEAT_S, 10)
+        assert 0 < timer_coalescing.until_beat(now, wait_s) <= wait_s + timer_coalescing.BEAT_S / 8 + 1e-6
 
 
 def test_a_period_turns_once_for_whoever_looks_on_the_beat() -> None:
     for early_s in (0.0, 0.001, 0.04, -0.04):
         before, turned = float("-inf"), []
-        for time in beats(rest.BEAT_S, early_s):
-            if rest.has_turned(time, before, rest.SELDOM_S):
-                turned.append(round((time + early_s) / rest.BEAT_S))
+        for time in beats(timer_coalescing.BEAT_S, early_s):
+            if timer_coalescing.has_turned(time, before, timer_coalescing.SELDOM_S):
+                turned.append(round((time + early_s) / timer_coalescing.BEAT_S))
                 before = time
-        each = round(rest.SELDOM_S / rest.BEAT_S)
+        each = round(timer_coalescing.SELDOM_S / timer_coalescing.BEAT_S)
         assert len(turned) > 10
         assert all(beat % each == 0 for beat in turned[1:]), "the same moments for all"
         assert {b - a for a, b in pairwise(turned[1:])} == {each}

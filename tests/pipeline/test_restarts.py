@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.restarts import Limits, RestartPolicy
+from pipeline.supervise.restart_policy import Limits, RestartPolicy
 
 LIMITS = Limits()
 lives = st.lists(st.floats(0.0, 100.0), max_size=60)

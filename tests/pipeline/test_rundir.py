@@ -11,40 +11,40 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import rundir
 from pipeline.errors import ConfigError, ResourceError
+from pipeline.runtime import run_dir
 
 
 def test_it_is_made_private(tmp_path: Path) -> None:
-    made = rundir.prepare(tmp_path / "a" / "run")
+    made = run_dir.prepare(tmp_path / "a" / "run")
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
-    assert rundir.prepare(made) == made
+    assert run_dir.prepare(made) == made
 
 
 def test_one_that_others_can_reach_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o750)
     with pytest.raises(ConfigError, match="mode 750.*chmod 700"):
-        rundir.prepare(tmp_path)
+        run_dir.prepare(tmp_path)
 
 
 def test_one_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 4242)
     with pytest.raises(ConfigError, match="belongs to user .* runs as 4242: set server.run_dir") as refusal:
-        rundir.prepare(tmp_path)
+        run_dir.prepare(tmp_path)
     assert refusal.value.param == "server.run_dir"
 
 
 def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(ConfigError, match="File exists"):
-        rundir.prepare(tmp_path / "run")
+        run_dir.prepare(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     "address", ["ipc:///run/user/1/x.sock", "tcp://127.0.0.1:5555", "tcp://localhost:1", "tcp://[::1]:65535"]
 )
 def test_addresses_that_are_taken(address: str) -> None:
-    rundir.check_address(address)
+    run_dir.check_address(address)
 
 
 @pytest.mark.parametrize(
@@ -64,24 +64,24 @@ def test_addresses_that_are_taken(address: str) -> None:
 )
 def test_addresses_that_are_refused(address: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        rundir.check_address(address)
+        run_dir.check_address(address)
 
 
 def test_other_hosts_only_when_allowed() -> None:
-    rundir.check_address("tcp://192.0.2.1:5555", allow_remote=True)
+    run_dir.check_address("tcp://192.0.2.1:5555", allow_remote=True)
 
 
 def test_a_dead_socket_is_removed_and_a_living_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "x.sock"
     address = f"ipc://{path}"
-    rundir.clear_socket(address)
+    run_dir.clear_socket(address)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
         server.listen(1)
         with pytest.raises(ConfigError, match="in use by a live process"):
-            rundir.clear_socket(address)
+            run_dir.clear_socket(address)
     assert path.exists()
-    rundir.clear_socket(address)
+    run_dir.clear_socket(address)
     assert not path.exists()
 
 
@@ -89,22 +89,22 @@ def test_what_is_no_socket_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "x.sock"
     path.write_text("precious")
     with pytest.raises(ConfigError, match="is no socket"):
-        rundir.clear_socket(f"ipc://{path}")
+        run_dir.clear_socket(f"ipc://{path}")
     assert path.read_text() == "precious"
     link = tmp_path / "link.sock"
     link.symlink_to(path)
     with pytest.raises(ConfigError, match="is no socket"):
-        rundir.clear_socket(f"ipc://{link}")
+        run_dir.clear_socket(f"ipc://{link}")
 
 
 def test_a_stage_runs_once(tmp_path: Path) -> None:
-    lock = rundir.StageLock(tmp_path, "kv")
+    lock = run_dir.StageLock(tmp_path, "kv")
     with pytest.raises(ConfigError, match=rf"kv already runs .*pid {os.getpid()}"):
-        rundir.StageLock(tmp_path, "kv")
-    rundir.StageLock(tmp_path, "gateway").release()
+        run_dir.StageLock(tmp_path, "kv")
+    run_dir.StageLock(tmp_path, "gateway").release()
     lock.release()
     lock.release()
-    rundir.StageLock(tmp_path, "kv").release()
+    run_dir.StageLock(tmp_path, "kv").release()
 
 
 def test_on_a_full_disk_there_is_a_lock_all_the_same(tmp_path: Path) -> None:
@@ -113,16 +113,16 @@ def test_on_a_full_disk_there_is_a_lock_all_the_same(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
-        lock = rundir.StageLock(tmp_path, "kv")
+        lock = run_dir.StageLock(tmp_path, "kv")
         with pytest.raises(ConfigError, match=r"stage kv already runs .*\(pid unknown\)"):
-            rundir.StageLock(tmp_path, "kv")
+            run_dir.StageLock(tmp_path, "kv")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
     lock.release()
-    rundir.StageLock(tmp_path, "kv").release()
+    run_dir.StageLock(tmp_path, "kv").release()
 
 
 def test_where_no_file_can_be_made_there_is_no_lock(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match=r"kv.lock cannot be made: .*server.run_dir"):
-        rundir.StageLock(tmp_path / "gone", "kv")
+        run_dir.StageLock(tmp_path / "gone", "kv")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from pipeline.messages import Heartbeat
-from pipeline.status import INTERVAL_S, StageStatus, StatusFile, read_all
+from pipeline.observe.status import INTERVAL_S, StageStatus, StatusFile, read_all
+from pipeline.protocol.messages import Heartbeat
 
 
 class Clock:

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from pipeline import kinship
-from pipeline.keeper import SAME_SIGNAL_S
-from pipeline.process import EXIT_CONFIG, EXIT_FATAL
-from pipeline.restarts import RestartPolicy
-from pipeline.supervisor import Supervisor, start_program
+from pipeline.runtime.process import EXIT_CONFIG, EXIT_FATAL
+from pipeline.supervise import procfs
+from pipeline.supervise.base import SAME_SIGNAL_S
+from pipeline.supervise.restart_policy import RestartPolicy
+from pipeline.supervise.supervisor import Supervisor, start_program
 
 LONG_S = 30.0
 LIVES = 4  # of a stage that never becomes ready, by the limits of supervised.py
@@ -61,8 +61,15 @@ class Theatre:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def command(self, behaviour: str, how: str = "fork") -> list[str]:
-        return [sys.executable, "-m", "tests.pipeline.supervised", str(self.fifo), behaviour, how,
-                str(self.directory / "run")]  # fmt: skip
+        return [
+            sys.executable,
+            "-m",
+            "tests.pipeline.supervised",
+            str(self.fifo),
+            behaviour,
+            how,
+            str(self.directory / "run"),
+        ]
 
     def start(self, command: list[str]) -> subprocess.Popen[bytes]:
         env = {**os.environ, "STARLING_HOME": str(self.directory)}
@@ -162,7 +169,7 @@ def test_a_stage_that_gives_no_sign_is_replaced(theatre: Theatre) -> None:
 def test_sigterm_lets_the_stage_end_in_order(theatre: Theatre) -> None:
     supervisor = theatre.supervise("wait")
     life = theatre.next_life()
-    assert kinship.look(life.pid) is not None
+    assert procfs.look(life.pid) is not None
     assert os.getpgid(life.pid) == life.pid
     supervisor.send_signal(signal.SIGTERM)
     assert supervisor.wait(LONG_S) == 0
@@ -208,7 +215,7 @@ def test_giving_up(theatre: Theatre, behaviour: str, code: int, lives: int) -> N
     assert theatre.count_lives() == lives
     for _ in range(lives):
         line, _, theatre._lines = theatre._lines.partition(b"\n")
-        assert kinship.look(json.loads(line)["helper"]) is None
+        assert procfs.look(json.loads(line)["helper"]) is None
     assert "giving up" in theatre.log()
 
 
@@ -240,9 +247,7 @@ def test_the_stage_dies_with_honcho(theatre: Theatre, shell: str) -> None:
 
 def test_a_repeated_signal_is_a_second_wish_only_after_a_while() -> None:
     now = [100.0]
-    supervisor = Supervisor(
-        "kv", start_program(["true"]), RestartPolicy(lambda: 0.0), [], 1.0, clock=lambda: now[0]
-    )
+    supervisor = Supervisor("kv", start_program(["true"]), RestartPolicy(lambda: 0.0), [], 1.0, clock=lambda: now[0])
     for at, wishes in ((0.0, 1), (SAME_SIGNAL_S / 2, 1), (SAME_SIGNAL_S, 2)):
         now[0] = 100.0 + at
         supervisor.on_signal(signal.SIGTERM, None)

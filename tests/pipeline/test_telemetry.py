@@ -10,10 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline import exposition, paths
-from pipeline.config_schema import Config, ServerConfig
-from pipeline.loop import StageLoop
-from pipeline.telemetry import FAMILIES, INTERVAL_S, MAX_SERIES, OTHER, QUIET_INTERVAL_S, QUIET_MOST_S, Metrics, Rate
+from pipeline.config import paths
+from pipeline.config.schema import Config, ServerConfig
+from pipeline.ipc.poll_loop import StageLoop
+from pipeline.observe import exposition
+from pipeline.observe.metrics import (
+    FAMILIES,
+    INTERVAL_S,
+    MAX_SERIES,
+    OTHER,
+    QUIET_INTERVAL_S,
+    QUIET_MOST_S,
+    Metrics,
+    Rate,
+)
 
 
 @pytest.fixture

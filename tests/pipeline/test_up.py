@@ -24,7 +24,7 @@ WAIT_S = 15
 UP = """
 import sys
 from pathlib import Path
-from pipeline.cli import main, up
+from starling.cli import main, up
 up.PROCFILE = Path(sys.argv.pop(1))
 up.prepare_all = lambda config: None
 main()
@@ -35,10 +35,10 @@ READY = """
 import http.server, os, signal, socket, sys
 from pathlib import Path
 from pipeline import paths
-from pipeline.config import load
-from pipeline.messages import Heartbeat
-from pipeline.rundir import StageLock
-from pipeline.status import StatusFile
+from pipeline.config.load import load
+from pipeline.protocol.messages import Heartbeat
+from pipeline.runtime.run_dir import StageLock
+from pipeline.observe.status import StatusFile
 config = load()
 lock = StageLock(paths.run_dir(config), "gateway")
 StatusFile(paths.run_dir(config), "gateway").write(Heartbeat("gateway", 0, 0, False, True))
@@ -80,8 +80,11 @@ class Up:
         }
         self.process = subprocess.Popen(
             [sys.executable, "-c", UP, str(procfile), "up"],
-            env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         self.seen: list[str] = []
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.reader = threading.Thread(target=self._read)

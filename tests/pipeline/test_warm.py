@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from pipeline.cli import cli
-from pipeline.cli.warm import read_requests
-from pipeline.config_schema import DEMO_MODEL
+from pipeline.config.schema import DEMO_MODEL
+from starling.cli import cli
+from starling.cli.kv_warm import read_requests
 
 
 def test_a_line_is_a_prompt() -> None:
@@ -33,13 +33,12 @@ Once upon a time
         (1, "/v1/generate", {"prompt": "Once upon a time", "max_tokens": 1, "model": "m"}),
         (3, "/v1/generate", {"prompt": "quoted", "max_tokens": 1, "model": "m"}),
         (4, "/v1/generate", {"prompt": [1, 2, 3], "max_tokens": 1, "model": "m"}),
-        (5, "/v1/chat/completions",
-         {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "model": "m"}),
+        (5, "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "model": "m"}),
         (6, "/v1/generate", {"prompt": "x", "cache_salt": "s", "max_tokens": 1, "model": "m"}),
         (7, "/v1/generate", {"prompt": "[not json", "max_tokens": 1, "model": "m"}),
         (8, "/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1, "model": "m"}),
         (9, "/v1/generate", {"prompt": [1], "max_tokens": 1, "model": "other"}),
-    ]  # fmt: skip
+    ]
     assert {body["model"] for _, _, body in read_requests(lines, "one", "m")} == {"one"}
 
 
@@ -81,9 +80,7 @@ def test_asks_and_sums_up(server: HTTPServer, tmp_path: Path) -> None:
     assert done.return_value == 1
     assert f"{file}:2: no such word" in done.output.replace("\n", "")
     assert "2 of 3 prompts, 10 tokens, 4 of them were there" in done.output
-    assert server.seen[0] == (
-        "Bearer sk-1", {"prompt": "one", "max_tokens": 1, "model": DEMO_MODEL}
-    )  # type: ignore[attr-defined]
+    assert server.seen[0] == ("Bearer sk-1", {"prompt": "one", "max_tokens": 1, "model": DEMO_MODEL})  # type: ignore[attr-defined]
 
 
 def test_says_that_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

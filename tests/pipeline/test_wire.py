@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import zmq
 
-from pipeline import messages as m
-from pipeline.edges import EDGES
 from pipeline.errors import ConfigError
-from pipeline.rest import SELDOM_S
-from pipeline.wire import BATCH_FRAMES, DEAD_AFTER_BEATS, MAX_FRAME_BYTES, STARVED, Hub, Link
+from pipeline.ipc.endpoint import BATCH_FRAMES, DEAD_AFTER_BEATS, MAX_FRAME_BYTES, STARVED, Hub, Link
+from pipeline.protocol import messages as m
+from pipeline.protocol.topology import EDGES
+from pipeline.runtime.timer_coalescing import SELDOM_S
 from shm.arena import process_ticks
 
 EDGE = EDGES["scheduler-kv"]
@@ -51,9 +51,14 @@ class Pair:
 
     def open_hub(self, epoch: int) -> Hub:
         hub = Hub(
-            EDGE, self.address, "kv",
-            heartbeat_ms=HEARTBEAT_MS, clock=self.clock, context=self.context, epoch=epoch,
-        )  # fmt: skip
+            EDGE,
+            self.address,
+            "kv",
+            heartbeat_ms=HEARTBEAT_MS,
+            clock=self.clock,
+            context=self.context,
+            epoch=epoch,
+        )
         hub.on_up = lambda peer, hello: self.events.append(("hub up", hello.epoch))
         hub.on_down = lambda peer, hello: self.events.append(("hub down", hello.epoch))
         hub.wants_to_run = lambda pid: self.is_starved
@@ -62,9 +67,14 @@ class Pair:
 
     def open_link(self, epoch: int) -> Link:
         link = Link(
-            EDGE, self.address, "scheduler",
-            heartbeat_ms=HEARTBEAT_MS, clock=self.clock, context=self.context, epoch=epoch,
-        )  # fmt: skip
+            EDGE,
+            self.address,
+            "scheduler",
+            heartbeat_ms=HEARTBEAT_MS,
+            clock=self.clock,
+            context=self.context,
+            epoch=epoch,
+        )
         link.on_up = lambda hello: self.events.append(("link up", hello.epoch))
         link.on_down = lambda hello: self.events.append(("link down", hello.epoch))
         link.wants_to_run = lambda pid: self.is_starved
@@ -344,9 +354,9 @@ def test_frames_before_a_new_hello_are_handled_before_up_and_down(pair: Pair) ->
 
 PEER = """
 import os, select, sys, zmq
-from pipeline.edges import EDGES
-from pipeline.messages import Extend, Heartbeat
-from pipeline.wire import Link
+from pipeline.protocol.topology import EDGES
+from pipeline.protocol.messages import Extend, Heartbeat
+from pipeline.ipc.endpoint import Link
 link = Link(EDGES["scheduler-kv"], sys.argv[1], "scheduler", heartbeat_ms=100)
 poll = select.poll()
 poll.register(link.fd, select.POLLIN)

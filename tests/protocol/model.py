@@ -50,9 +50,19 @@ class State(NamedTuple):
 
 NOBODY: tuple[int, frozenset[int]] = (FREE, frozenset())
 START = State(
-    True, (frozenset(), frozenset()), (False, False), (), False, READY, NOBODY, NOBODY, True,
-    (FREE, FREE), True, 0,
-)  # fmt: skip
+    True,
+    (frozenset(), frozenset()),
+    (False, False),
+    (),
+    False,
+    READY,
+    NOBODY,
+    NOBODY,
+    True,
+    (FREE, FREE),
+    True,
+    0,
+)
 
 
 def successors(s: State, rules: frozenset[str]) -> Iterator[tuple[str, State]]:
@@ -75,14 +85,16 @@ def _leases(s: State, rules: frozenset[str]) -> Iterator[tuple[str, State]]:
                 # A kv that has forgotten (no declaration) takes what nobody seems to hold.
                 seems_free = s.owner[page] == FREE or (not s.declared and "declare" not in rules)
                 if seems_free and len(s.holds[q]) < 2 and page not in s.holds[q]:
-                    yield f"grant {page} to {q}", s._replace(
-                        holds=_put(s.holds, q, s.holds[q] | {page}), owner=_put(s.owner, page, q)
+                    yield (
+                        f"grant {page} to {q}",
+                        s._replace(holds=_put(s.holds, q, s.holds[q] | {page}), owner=_put(s.owner, page, q)),
                     )
         named = any(q == step[0] for step in s.steps)
         if s.wants_out[q] and s.holds[q] and (not named or "ack" not in rules):
             freed = tuple(FREE if o == q else o for o in s.owner)
-            yield f"release {q}", s._replace(
-                holds=_put(s.holds, q, frozenset()), owner=freed, wants_out=_put(s.wants_out, q, False)
+            yield (
+                f"release {q}",
+                s._replace(holds=_put(s.holds, q, frozenset()), owner=freed, wants_out=_put(s.wants_out, q, False)),
             )
     is_settled = s.worker != IN_STEP and s.zombie == NOBODY
     if not s.declared and ("declare" in rules) and (s.attached or is_settled or "ready" not in rules):
@@ -115,10 +127,17 @@ def _worker(s: State) -> Iterator[tuple[str, State]]:
 def _deaths(s: State, rules: frozenset[str]) -> Iterator[tuple[str, State]]:
     died = s._replace(deaths=s.deaths + 1)
     if s.scheduler_up:
-        yield "scheduler dies", died._replace(
-            scheduler_up=False, holds=(frozenset(), frozenset()), wants_out=(False, False), steps=(),
-            attached=False, declared=False,
-        )  # fmt: skip
+        yield (
+            "scheduler dies",
+            died._replace(
+                scheduler_up=False,
+                holds=(frozenset(), frozenset()),
+                wants_out=(False, False),
+                steps=(),
+                attached=False,
+                declared=False,
+            ),
+        )
     if s.worker != DOWN:
         yield "worker dies", died._replace(worker=DOWN, writing=NOBODY, attached=False)
         # Stalled, and given up: it is killed, and until it is gone it may wake up and write on.

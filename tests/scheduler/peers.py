@@ -14,7 +14,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from pipeline.messages import (
+from pipeline.protocol.messages import (
     Acquire,
     Commit,
     Declare,
@@ -27,8 +27,8 @@ from pipeline.messages import (
     Sampling,
     Submit,
 )
-from shm import steps as sh
-from shm.steps import Steps, StepsGeometry
+from shm import step_ring as sh
+from shm.step_ring import Steps, StepsGeometry
 
 VOCAB = 128
 SAMPLED = 97  # ids from here on are never sampled
@@ -69,13 +69,28 @@ def reference(frame: Submit, period: int = 0) -> tuple[list[int], str]:
 
 
 def submission(
-    name: str, prompt: list[int], max_tokens: int, *, seed: int = 0, tenant: str = "t", stop: bool = False,
-    forced: list[int] | None = None, model: str = "m", **fields,
+    name: str,
+    prompt: list[int],
+    max_tokens: int,
+    *,
+    seed: int = 0,
+    tenant: str = "t",
+    stop: bool = False,
+    forced: list[int] | None = None,
+    model: str = "m",
+    **fields,
 ) -> Submit:
     return Submit(
-        sequence=name, request=name, model=model, tenant=tenant, prompt=array("i", prompt).tobytes(),
-        max_tokens=max_tokens, sampling=Sampling(seed=seed, logprobs=fields.pop("logprobs", -1)),
-        forced=array("i", forced or []).tobytes(), stop_ids=(STOP,) if stop else (), **fields,
+        sequence=name,
+        request=name,
+        model=model,
+        tenant=tenant,
+        prompt=array("i", prompt).tobytes(),
+        max_tokens=max_tokens,
+        sampling=Sampling(seed=seed, logprobs=fields.pop("logprobs", -1)),
+        forced=array("i", forced or []).tobytes(),
+        stop_ids=(STOP,) if stop else (),
+        **fields,
     )
 
 
@@ -199,7 +214,14 @@ class Kv:
     def ready(self) -> KvReady:
         pages = self.pages
         return KvReady(
-            self.model, self.digest, self.path, pages.total, pages.page_tokens, 1, self.declared, "",
+            self.model,
+            self.digest,
+            self.path,
+            pages.total,
+            pages.page_tokens,
+            1,
+            self.declared,
+            "",
             self.generation,
         )
 

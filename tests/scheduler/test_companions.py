@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stages.scheduler.companion import IDLE_S
-from stages.scheduler.drafting import START, Link
-from stages.scheduler.sequence import State
+from stages.scheduler.core.sequence import State
+from stages.scheduler.draft.draft_sequence import IDLE_S
+from stages.scheduler.draft.proposer import START, Link
 
 from .peers import reference, submission
 from .world import World
@@ -26,8 +26,16 @@ class Pair:
     """`target` gets drafts from `draft`, of which one in `differs` is wrong (0: none)."""
 
     def __init__(
-        self, *, differs: int = 0, pages: int = 64, draft_pages: int = 64, batch: int = 4, shares_cores: bool = True,
-        speculate: int = 8, draft_context: int = 400, **options,
+        self,
+        *,
+        differs: int = 0,
+        pages: int = 64,
+        draft_pages: int = 64,
+        batch: int = 4,
+        shares_cores: bool = True,
+        speculate: int = 8,
+        draft_context: int = 400,
+        **options,
     ) -> None:
         self.target = World(batch=batch, pages=pages, speculate=speculate, **options)
         self.draft = World(batch=batch, pages=draft_pages, companions=4, context=draft_context)
@@ -318,9 +326,14 @@ def test_what_a_companion_leaves_in_the_cache_is_right(differs):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    seed=st.integers(0, 2**32), differs=st.sampled_from([0, 0, 1, 2, 5, 20]), pages=st.integers(26, 70),
-    draft_pages=st.integers(8, 70), batch=st.integers(1, 5), period=st.sampled_from([0, 0, 11]),
-    disturb=st.booleans(), shares_cores=st.booleans(),
+    seed=st.integers(0, 2**32),
+    differs=st.sampled_from([0, 0, 1, 2, 5, 20]),
+    pages=st.integers(26, 70),
+    draft_pages=st.integers(8, 70),
+    batch=st.integers(1, 5),
+    period=st.sampled_from([0, 0, 11]),
+    disturb=st.booleans(),
+    shares_cores=st.booleans(),
 )
 # The link goes while steps are published that nobody looks for drafts in.
 @example(seed=137, differs=0, pages=26, draft_pages=8, batch=1, period=0, disturb=True, shares_cores=False)
@@ -329,8 +342,15 @@ def test_random_lives_end_with_their_tokens_and_leave_nothing(
 ):
     rng = random.Random(seed)
     pair = Pair(
-        differs=differs, pages=pages, draft_pages=draft_pages, batch=batch, period=period, shares_cores=shares_cores,
-        run_ahead=rng.random() < 0.8, speculate=rng.choice([2, 8, 16]), draft_context=rng.choice([60, 400]),
+        differs=differs,
+        pages=pages,
+        draft_pages=draft_pages,
+        batch=batch,
+        period=period,
+        shares_cores=shares_cores,
+        run_ahead=rng.random() < 0.8,
+        speculate=rng.choice([2, 8, 16]),
+        draft_context=rng.choice([60, 400]),
     )
     pair.draft.worker.period = pair.draft.period = period
     n = 0
@@ -342,12 +362,16 @@ def test_random_lives_end_with_their_tokens_and_leave_nothing(
             where = pair.draft if own else pair.target
             where.submit(
                 submission(
-                    f"s{n}", [rng.randrange(90) for _ in range(rng.randrange(1, 60))],
-                    rng.randrange(1, 25) if own else rng.randrange(1, 150), seed=rng.randrange(5),
-                    stop=rng.random() < 0.3, logprobs=rng.choice([-1, 0]), deadline_ms=rng.choice([0, 0, 0, 40_000]),
+                    f"s{n}",
+                    [rng.randrange(90) for _ in range(rng.randrange(1, 60))],
+                    rng.randrange(1, 25) if own else rng.randrange(1, 150),
+                    seed=rng.randrange(5),
+                    stop=rng.random() < 0.3,
+                    logprobs=rng.choice([-1, 0]),
+                    deadline_ms=rng.choice([0, 0, 0, 40_000]),
                     speculate=rng.choice([0, 0, 0, -1, 5]),
                 )
-            )  # fmt: skip
+            )
         elif action < 0.07 and pair.target.submitted:
             pair.target.cancel(rng.choice(list(pair.target.submitted)))
         elif action < 0.15:

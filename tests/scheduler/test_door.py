@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from stages.scheduler.cost import CostModel
-from stages.scheduler.door import Door
-from stages.scheduler.engine import PREFETCH
+from stages.scheduler.core.engine import PREFETCH
+from stages.scheduler.core.submission_queue import Door
+from stages.scheduler.policy.cost import CostModel
 
 from .peers import submission
 from .world import GATEWAY, World
@@ -43,7 +43,7 @@ def test_who_would_wait_beyond_its_time_is_refused_with_the_time_to_come_back() 
     world.submit(submission("patient", [1, 2, 3], 50, deadline_ms=round(1000 * (wait_s + 1.1 * run_s))))
     world.submit(submission("hasty", [1, 2, 3], 50, deadline_ms=round(1000 * (wait_s + 0.9 * run_s))))
     assert "patient" in world.engine.roster.live
-    (owner, refused), = world.engine.roster.rejected
+    ((owner, refused),) = world.engine.roster.rejected
     assert (owner, refused.sequence, refused.code) == (GATEWAY, "hasty", "OVERLOADED")
     assert wait_s <= refused.retry_after_s <= wait_s + 1.2
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.messages import Cancel, Commit, Denied, Extend
-from stages.scheduler.cost import CostModel
-from stages.scheduler.engine import COMMIT_LATE, FAR, LEAD_S, PREFETCH
-from stages.scheduler.leases import AHEAD
-from stages.scheduler.sequence import State
+from pipeline.protocol.messages import Cancel, Commit, Denied, Extend
+from stages.scheduler.core.engine import COMMIT_LATE, FAR, LEAD_S, PREFETCH
+from stages.scheduler.core.leases import AHEAD
+from stages.scheduler.core.sequence import State
+from stages.scheduler.policy.cost import CostModel
 
 from .peers import reference, submission
 from .world import GATEWAY, World
@@ -109,10 +109,21 @@ def test_kv_is_told_of_all_streams_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("streams", "step_us", "at_most"),
-    [(1, 900.0, FAR), (1, 4_000.0, 4), (8, 4_000.0, 4), (1, 9_000.0, 2), (1, 14_500.0, 2), (12, 5_500.0, 5),
-     (16, 7_000.0, 5), (16, 9_000.0, 4), (16, 14_500.0, 3), (16, 15_500.0, 2),
-     (24, 19_000.0, 3), (24, 21_000.0, 2)],
-)  # fmt: skip
+    [
+        (1, 900.0, FAR),
+        (1, 4_000.0, 4),
+        (8, 4_000.0, 4),
+        (1, 9_000.0, 2),
+        (1, 14_500.0, 2),
+        (12, 5_500.0, 5),
+        (16, 7_000.0, 5),
+        (16, 9_000.0, 4),
+        (16, 14_500.0, 3),
+        (16, 15_500.0, 2),
+        (24, 19_000.0, 3),
+        (24, 21_000.0, 2),
+    ],
+)
 def test_how_many_steps_are_under_way_at_once(streams: int, step_us: float, at_most: int) -> None:
     """The more streams there are to be told, the fewer words."""
     world = World(batch=24, pages=256)
@@ -176,7 +187,8 @@ def test_a_stream_that_drafts_is_not_run_ahead_of_and_one_without_success_is():
 
 def test_tokens_past_a_stop_are_discarded_and_pages_wait_for_them():
     frame = next(
-        f for seed in range(1000)
+        f
+        for seed in range(1000)
         if 3 < len(reference(f := submission("a", [1, 2, 3], 50, seed=seed, stop=True))[0]) < 20
     )
     world = World()
@@ -196,17 +208,30 @@ def test_tokens_past_a_stop_are_discarded_and_pages_wait_for_them():
 
 @settings(max_examples=300, deadline=None)
 @given(
-    seed=st.integers(0, 2**32), batch=st.integers(1, 9), pages=st.integers(26, 80),
-    page_tokens=st.sampled_from([16, 32]), ahead=st.booleans(), step_tokens=st.sampled_from([16, 40, 512]),
-    speculate=st.sampled_from([0, 0, 4, 16]), period=st.sampled_from([0, 3, 11]), disturb=st.booleans(),
+    seed=st.integers(0, 2**32),
+    batch=st.integers(1, 9),
+    pages=st.integers(26, 80),
+    page_tokens=st.sampled_from([16, 32]),
+    ahead=st.booleans(),
+    step_tokens=st.sampled_from([16, 40, 512]),
+    speculate=st.sampled_from([0, 0, 4, 16]),
+    period=st.sampled_from([0, 3, 11]),
+    disturb=st.booleans(),
 )
 def test_random_arrivals_end_once_with_their_tokens(
     seed, batch, pages, page_tokens, ahead, step_tokens, speculate, period, disturb
 ):
     rng = random.Random(seed)
     world = World(
-        batch=batch, pages=pages, page_tokens=page_tokens, run_ahead=ahead, max_step_tokens=step_tokens,
-        max_queue_depth=12, speculate=speculate, cache=rng.random() < 0.7, period=period,
+        batch=batch,
+        pages=pages,
+        page_tokens=page_tokens,
+        run_ahead=ahead,
+        max_step_tokens=step_tokens,
+        max_queue_depth=12,
+        speculate=speculate,
+        cache=rng.random() < 0.7,
+        period=period,
     )
     n = 0
     for _ in range(rng.randrange(20, 150)):
@@ -214,15 +239,24 @@ def test_random_arrivals_end_once_with_their_tokens(
         if action < 0.25:
             n += 1
             frame = submission(
-                f"s{n}", prompt(rng), rng.randrange(1, 70), seed=rng.randrange(5), stop=rng.random() < 0.7,
-                tenant=rng.choice("abc"), priority=rng.choice([0, 0, 3]),
-                deadline_ms=rng.choice([0, 0, 0, 40_000]), logprobs=rng.choice([-1, 0]),
+                f"s{n}",
+                prompt(rng),
+                rng.randrange(1, 70),
+                seed=rng.randrange(5),
+                stop=rng.random() < 0.7,
+                tenant=rng.choice("abc"),
+                priority=rng.choice([0, 0, 3]),
+                deadline_ms=rng.choice([0, 0, 0, 40_000]),
+                logprobs=rng.choice([-1, 0]),
             )
             if rng.random() < 0.2:
                 forced, _ = reference(frame, period)
                 frame = submission(
-                    f"s{n}", list(memoryview(frame.prompt).cast("i")), frame.max_tokens,
-                    seed=frame.sampling.seed, stop=bool(frame.stop_ids),
+                    f"s{n}",
+                    list(memoryview(frame.prompt).cast("i")),
+                    frame.max_tokens,
+                    seed=frame.sampling.seed,
+                    stop=bool(frame.stop_ids),
                     forced=forced[: rng.randrange(len(forced) + 1)],
                 )
             world.submit(frame)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stages.scheduler.evidence import Evidence
-from stages.scheduler.host import STANDS_S
+from stages.scheduler.core.model_version import STANDS_S
+from stages.scheduler.recovery.stall_detector import Evidence
 
 RANKS = ((10, 1), (11, 1))
 LOOK_S = 0.1

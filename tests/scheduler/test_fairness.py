@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.scheduler.engine import Settings
-from stages.scheduler.queues import QUANTUM, QueueFullError, Queues
-from stages.scheduler.sequence import MOST_S, PRIORITY_S, Sequence, head_start_s
+from stages.scheduler.core.engine import Settings
+from stages.scheduler.core.sequence import MOST_S, PRIORITY_S, Sequence, head_start_s
+from stages.scheduler.policy.queues import QUANTUM, QueueFullError, Queues
 from tools.simulate import Machine, Simulation, closed_loop, main, percentile, poisson, report
 
 from .peers import submission
@@ -35,7 +35,8 @@ def sequence(queues: Queues, name: str, tenant: str, now: float = 0.0, order: in
 
 @settings(max_examples=60, deadline=None)
 @given(
-    seed=st.integers(0, 2**32), weights=st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=2, max_size=4),
+    seed=st.integers(0, 2**32),
+    weights=st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=2, max_size=4),
     batch=st.integers(4, 24),
 )
 def test_backlogged_tenants_stay_within_a_quantum_of_their_shares(seed, weights, batch):
@@ -152,8 +153,6 @@ def test_a_flood_of_the_highest_priority_overtakes_the_lowest_for_a_part_of_its_
     for i in range(100):
         push(f"high{i}", float(i), 100)
     assert [queues.take(low.tenant).id for _ in range(100)].index("low") <= 10
-
-
 
 
 def test_idle_time_earns_one_quantum_and_no_more():

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.messages import Attach, Frame, Hello, KvReady, WorkerReady
+from pipeline.protocol.messages import Attach, Frame, Hello, KvReady, WorkerReady
 from shm.arena import process_ticks
-from stages.scheduler.door import UNAVAILABLE_S
-from stages.scheduler.engine import Settings
-from stages.scheduler.host import Host
+from stages.scheduler.core.engine import Settings
+from stages.scheduler.core.model_version import Host
+from stages.scheduler.core.submission_queue import UNAVAILABLE_S
 
 from .peers import VOCAB, submission
 
@@ -71,9 +71,7 @@ def attach(host: Host, group: Group, now: float) -> None:
     assert host.engine.is_ready
 
 
-def test_a_worker_that_dies_late_has_its_time_to_come_back(
-    host: Host, groups: list[Group], sent: list[Frame]
-) -> None:
+def test_a_worker_that_dies_late_has_its_time_to_come_back(host: Host, groups: list[Group], sent: list[Frame]) -> None:
     first, second = groups
     attach(host, first, 0.0)
     host.engine.door.submit(GATEWAY, submission("s", [1, 2, 3], 8), LATE)

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.config_schema import ModelConfig
-from pipeline.lineup import Instance, Lineup, State
-from stages.scheduler.engine import Settings
-from stages.scheduler.host import Host
-from stages.scheduler.pairing import Pairs
-from stages.scheduler.sharing import Claim
+from pipeline.config.schema import ModelConfig
+from pipeline.models.versions import Instance, Lineup, State
+from stages.scheduler.core.engine import Settings
+from stages.scheduler.core.model_version import Host
+from stages.scheduler.draft.pairing import Pairs
+from stages.scheduler.policy.core_sharing import Claim
 
 LARGE = ModelConfig(name="large", path="l", draft_model="small")
 SMALL = ModelConfig(name="small", path="s")

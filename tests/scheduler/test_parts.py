@@ -11,20 +11,20 @@ from array import array
 import numpy as np
 import pytest
 
-from pipeline.messages import Granted, KvReady, Sampling
-from shm import steps as sh
+from pipeline.protocol.messages import Granted, KvReady, Sampling
+from shm import step_ring as sh
 from shm.arena import process_ticks
-from shm.steps import DEFAULT_ORDER, StepsGeometry, blank_steps, pack_order
-from stages.scheduler.admission import Limits, malformed, misfit
-from stages.scheduler.batch import MIN_CHUNK, Budget, compose
-from stages.scheduler.cost import CostModel
-from stages.scheduler.fence import Fence
-from stages.scheduler.leases import BadTableError, Leases
-from stages.scheduler.queues import Tenant
-from stages.scheduler.retry import DEATH, STALL, alone, is_suspect, strike
-from stages.scheduler.ring import Ring
-from stages.scheduler.sequence import IllegalTransitionError, Sequence, State
-from stages.scheduler.speculate import LONGEST_SILENCE, Drafter
+from shm.step_ring import DEFAULT_ORDER, StepsGeometry, blank_steps, pack_order
+from stages.scheduler.core.leases import BadTableError, Leases
+from stages.scheduler.core.ring import Ring
+from stages.scheduler.core.sequence import IllegalTransitionError, Sequence, State
+from stages.scheduler.draft.prompt_lookup import LONGEST_SILENCE, Drafter
+from stages.scheduler.policy.admission import Limits, malformed, misfit
+from stages.scheduler.policy.batch import MIN_CHUNK, Budget, compose
+from stages.scheduler.policy.cost import CostModel
+from stages.scheduler.policy.queues import Tenant
+from stages.scheduler.recovery.fencing import Fence
+from stages.scheduler.recovery.quarantine import DEATH, STALL, alone, is_suspect, strike
 
 from .peers import submission
 
@@ -295,11 +295,19 @@ def ring() -> tuple[Ring, sh.Steps]:
 def test_a_row_says_all_that_a_sequence_asked_for():
     r, steps = ring()
     sampling = Sampling(
-        seed=(1 << 64) - 2, temperature=0.5, top_k=7, top_p=0.9, repetition_penalty=1.1,
-        frequency_penalty=0.25, presence_penalty=-0.5, logprobs=3, min_tokens=4, ignore_eos=True,
+        seed=(1 << 64) - 2,
+        temperature=0.5,
+        top_k=7,
+        top_p=0.9,
+        repetition_penalty=1.1,
+        frequency_penalty=0.25,
+        presence_penalty=-0.5,
+        logprobs=3,
+        min_tokens=4,
+        ignore_eos=True,
         order=("top_p", "temperature"),
         logit_bias=((5, 1.5), (9, -100.0)),
-    )  # fmt: skip
+    )
     r.write_row(1, array("i", [10, 11, 12]), 2, sampling, 6, (30, 20))
     ints = steps.row_ints[1]
     assert np.uint64(ints[sh.SEED].view(np.uint64)) == np.uint64((1 << 64) - 2)

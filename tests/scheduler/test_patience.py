@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.scheduler.patience import CALM_S, FIRST_S, MOST_S, Patience
+from stages.scheduler.recovery.reconnect_backoff import CALM_S, FIRST_S, MOST_S, Patience
 
 
 @given(st.floats(0.0, MOST_S), st.floats(0.0, CALM_S / 2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.scheduler.sharing import LEAD_S, Claim, Turns, share, steps_ahead
+from stages.scheduler.policy.core_sharing import LEAD_S, Claim, Turns, share, steps_ahead
 
 CORES = st.sampled_from([frozenset(), frozenset({0, 1}), frozenset({1, 2}), frozenset({3})])
 

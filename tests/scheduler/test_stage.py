@@ -17,8 +17,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.edges import EDGES
-from pipeline.messages import (
+from pipeline.ipc.endpoint import Hub, Link
+from pipeline.observe.metrics import Snapshot
+from pipeline.protocol.messages import (
     Cancel,
     Frame,
     Heartbeat,
@@ -29,9 +30,8 @@ from pipeline.messages import (
     Submit,
     Tokens,
 )
-from pipeline.telemetry import Snapshot
-from pipeline.wire import Hub, Link
-from shm.steps import attach_steps
+from pipeline.protocol.topology import EDGES
+from shm.step_ring import attach_steps
 
 from .peers import Kv, Pages, reference, submission
 
@@ -78,7 +78,7 @@ class Site:
         return process
 
     def start_scheduler(self) -> subprocess.Popen[bytes]:
-        self.scheduler = self._spawn("pipeline.cli", "stage", "scheduler")
+        self.scheduler = self._spawn("starling.cli", "stage", "scheduler")
         return self.scheduler
 
     def start_worker(self) -> None:
@@ -100,9 +100,7 @@ class Site:
 
     def start_gateway(self) -> None:
         address = f"ipc://{self.run}/gateway-scheduler.sock"
-        self.gateway = Link(
-            EDGES["gateway-scheduler"], address, "gateway", heartbeat_ms=50, epoch=time.time_ns()
-        )
+        self.gateway = Link(EDGES["gateway-scheduler"], address, "gateway", heartbeat_ms=50, epoch=time.time_ns())
         self.gateway.on_up = lambda hello: [self.submit_again(name) for name in self.sent]
 
     def stop_gateway(self) -> None:
@@ -132,9 +130,7 @@ class Site:
         if name not in self.ends and self.gateway is not None:
             forced = array("i", self.tokens[name]).tobytes()
             old = self.sent[name]
-            self.gateway.send(
-                Submit(**{f: getattr(old, f) for f in Submit.__struct_fields__} | {"forced": forced})
-            )
+            self.gateway.send(Submit(**{f: getattr(old, f) for f in Submit.__struct_fields__} | {"forced": forced}))
 
     def pump(self, timeout: float = 0.02) -> None:
         """Carry frames for a moment, restart the worker when it has died."""

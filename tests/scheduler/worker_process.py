@@ -13,13 +13,13 @@ import socket
 import sys
 from pathlib import Path
 
-from pipeline.edges import EDGES
-from pipeline.messages import Attach, Detach, Heartbeat, Hello, StepBell, StepDone, WorkerReady
-from pipeline.wire import Link
-from shm import steps as sh
+from pipeline.ipc.endpoint import Link
+from pipeline.protocol.messages import Attach, Detach, Heartbeat, Hello, StepBell, StepDone, WorkerReady
+from pipeline.protocol.topology import EDGES
+from shm import step_ring as sh
 from shm import words
 from shm.arena import process_ticks
-from shm.steps import attach_steps
+from shm.step_ring import attach_steps
 
 from .peers import VOCAB, Pages, Poisoned, Worker
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from array import array
 from collections import deque
 
-from pipeline.messages import Cancel, Denied, Frame, Granted, KvReady, Submit
-from shm.steps import StepsGeometry, blank_steps
-from stages.scheduler.companion import Companion
-from stages.scheduler.cost import CostModel
-from stages.scheduler.engine import FAR, Engine, Settings, follows
-from stages.scheduler.retry import DEATH
-from stages.scheduler.ring import Ring
-from stages.scheduler.sequence import State
+from pipeline.protocol.messages import Cancel, Denied, Frame, Granted, KvReady, Submit
+from shm.step_ring import StepsGeometry, blank_steps
+from stages.scheduler.core.engine import FAR, Engine, Settings, follows
+from stages.scheduler.core.ring import Ring
+from stages.scheduler.core.sequence import State
+from stages.scheduler.draft.draft_sequence import Companion
+from stages.scheduler.policy.cost import CostModel
+from stages.scheduler.recovery.quarantine import DEATH
 
 from .peers import VOCAB, Kv, Pages, Poisoned, Worker, reference
 
@@ -25,8 +25,16 @@ GATEWAY = b"gateway"
 
 class World:
     def __init__(
-        self, *, batch: int = 4, pages: int = 64, page_tokens: int = 16, context: int = 400,
-        cache: bool = True, period: int = 0, weights: dict[str, float] | None = None, **settings,
+        self,
+        *,
+        batch: int = 4,
+        pages: int = 64,
+        page_tokens: int = 16,
+        context: int = 400,
+        cache: bool = True,
+        period: int = 0,
+        weights: dict[str, float] | None = None,
+        **settings,
     ) -> None:
         self.now = 0.0
         self.settings = Settings("m", batch, **settings)

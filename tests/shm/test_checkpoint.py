@@ -29,9 +29,14 @@ def write(path: Path) -> Index:
         halves = [np.full(100, 7, np.uint8), np.full(28, 9, np.uint8)]
         writer.add("second", (16, 8), "F16", "groups", halves)
         return writer.finish(
-            digest="00" * 32, architecture="llama", name="n", parameters=134, source_bytes=1, hyper=HYPER,
+            digest="00" * 32,
+            architecture="llama",
+            name="n",
+            parameters=134,
+            source_bytes=1,
+            hyper=HYPER,
             tokenizer=TOKENIZER,
-        )  # fmt: skip
+        )
 
 
 def test_round_trip(tmp_path: Path) -> None:

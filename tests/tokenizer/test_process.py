@@ -14,10 +14,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline import messages as m
-from pipeline import paths, registry
-from pipeline.edges import EDGES
-from pipeline.wire import Link
+from pipeline.config import paths
+from pipeline.ipc.endpoint import Link
+from pipeline.models import store
+from pipeline.protocol import messages as m
+from pipeline.protocol.topology import EDGES
 from shm import checkpoint
 from tests.kv.process import MODEL, ROOT, WAIT_S, configure, load_config
 from tests.tokenizer.test_vocabulary import small
@@ -31,12 +32,24 @@ def write_model(home: Path) -> None:
     gguf.write_bytes(b"GGUF" + bytes(64))
     model = load_config(home).model(MODEL)
     assert model is not None
-    digest = registry.fetch(model, home / "models").digest
+    digest = store.fetch(model, home / "models").digest
     spec = small(pre="llama3")
     tokenizer = checkpoint.TokenizerData(
-        spec.kind, spec.pre, list(spec.tokens), list(spec.types), list(spec.merges), [], 0, 1, -1, -1, -1, False, False,
+        spec.kind,
+        spec.pre,
+        list(spec.tokens),
+        list(spec.types),
+        list(spec.merges),
+        [],
+        0,
+        1,
+        -1,
+        -1,
+        -1,
+        False,
+        False,
         "",
-    )  # fmt: skip
+    )
     hyper = checkpoint.Hyper(2, 64, 2, 2, 32, 64, 128, 4096, 1e-5, 32, "halves", "silu")
     index = checkpoint.Index(
         checkpoint.VERSION, digest, "llama", MODEL, 1, 68, 0, hyper, msgspec.Raw(msgspec.msgpack.encode(tokenizer)), []
@@ -51,14 +64,19 @@ class Asker:
         configure(home)
         write_model(home)
         environment = {
-            **os.environ, "STARLING_HOME": str(home), "PYTHONPATH": str(ROOT),
+            **os.environ,
+            "STARLING_HOME": str(home),
+            "PYTHONPATH": str(ROOT),
             "STARLING_CONFIG": str(home / "starling.yaml"),
-        }  # fmt: skip
+        }
         with open(home / "tokenizer.log", "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.cli", "stage", "tokenizer"], env=environment, cwd=ROOT,
-                stdout=log, stderr=log,
-            )  # fmt: skip
+                [sys.executable, "-m", "starling", "stage", "tokenizer"],
+                env=environment,
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+            )
         address = paths.edge_address(load_config(home), "gateway-tokenizer", {"STARLING_HOME": str(home)})
         self.link = Link(EDGES["gateway-tokenizer"], address, "gateway", heartbeat_ms=50)
         self.replies: list[m.Frame] = []

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline import messages as m
 from pipeline.errors import ModelNotFound
-from stages.gateway.pieces import Pieces
+from pipeline.protocol import messages as m
+from stages.gateway.requests.token_text import Pieces
 from stages.tokenizer.service import TokenizerModel, TokenizerService
 from stages.tokenizer.template import ChatTemplate
 from stages.tokenizer.vocabulary import Vocabulary
@@ -120,10 +120,14 @@ def test_of_a_text_with_too_many_tokens_only_their_number_is_answered() -> None:
 
 @pytest.mark.parametrize(
     ("source", "says"),
-    [("{{ 1 / 0 }}", "ZeroDivisionError"), ("{{ messages[0].content.split('x')[0].pop() }}", "pop"),
-     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-     ("{{ ''.join(1) }}", "TypeError"), ("{{ messages[0].content.encode('ascii') }}", "UnicodeEncodeError")],
-)  # fmt: skip
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ messages[0].content.split('x')[0].pop() }}", "pop"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ ''.join(1) }}", "TypeError"),
+        ("{{ messages[0].content.encode('ascii') }}", "UnicodeEncodeError"),
+    ],
+)
 def test_whatever_a_template_does_is_a_refusal_of_the_messages(source: str, says: str) -> None:
     described = m.Described("", "m", "", 1, 1, (), True)
     s = TokenizerService(lambda _: TokenizerModel(VOCABULARY, ChatTemplate(source), described))

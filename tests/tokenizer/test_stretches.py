@@ -9,20 +9,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.tokenizer import stretches as cutting
+from stages.tokenizer import chunked_encode as cutting
 from stages.tokenizer import vocabulary as vocabularies
-from stages.tokenizer.fewest import Fewest, at_least
+from stages.tokenizer.chunked_encode import WINDOW, Names, RunTooLong, stretches
 from stages.tokenizer.pretokenizers import _GROUPS
-from stages.tokenizer.stretches import WINDOW, Names, RunTooLong, stretches
+from stages.tokenizer.token_lower_bound import Fewest, at_least
 from stages.tokenizer.vocabulary import TooManyTokens, Vocabulary
 from tests.tokenizer.test_vocabulary import ALPHABET, small
 
 PRES = [names[0] for names in _GROUPS.values()]
 # Of each class that a pattern tells apart, and what can be part of a contraction.
 HOSTILE = [
-    *"aBsréǅʰ日12²_/!?'", " ", "  ", "\n", "\r\n", "\t", "\u3000", "\u0301", "\u093e", "\u200d", "\ufe0f",
-    "'s", "'re", "'LL", "👨\u200d👩", "\x04", "<s>", "<tool>",
-]  # fmt: skip
+    *"aBsréǅʰ日12²_/!?'",
+    " ",
+    "  ",
+    "\n",
+    "\r\n",
+    "\t",
+    "\u3000",
+    "\u0301",
+    "\u093e",
+    "\u200d",
+    "\ufe0f",
+    "'s",
+    "'re",
+    "'LL",
+    "👨\u200d👩",
+    "\x04",
+    "<s>",
+    "<tool>",
+]
 
 
 def merging(pre: str, **changes: object) -> Vocabulary:

@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 import pytest
 
-from stages.tokenizer.turns import Turns
+from stages.tokenizer.encode_queue import Turns
 
 
 class Worker:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tools.bench.__main__ import main, works
-from tools.bench.bandwidth import read_bandwidth
-from tools.bench.first_byte import first_byte
-from tools.bench.plots import can_plot, write_plots
-from tools.bench.results import STRONGEST, Figure, Quiet, Rate, Report, Work, machine
+from tools.bench.http.first_byte import first_byte
+from tools.bench.offline.bandwidth import read_bandwidth
+from tools.bench.offline.command import main, works
+from tools.bench.offline.plots import can_plot, write_plots
+from tools.bench.offline.results import STRONGEST, Figure, Quiet, Rate, Report, Work, machine
 
 DECODE = Work("decode", batch=1, cached=16)
 
@@ -67,7 +67,7 @@ def test_plots(report: Report, tmp_path: Path) -> None:
 
 
 def test_plots_that_cannot_be_drawn_are_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.bench.__main__.can_plot", lambda: False)
+    monkeypatch.setattr("tools.bench.offline.command.can_plot", lambda: False)
     result = CliRunner().invoke(main, ["--plots", "there"])
     assert result.exit_code == 2
     assert "--plots needs matplotlib" in result.output
@@ -128,10 +128,20 @@ def test_it_runs_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """With the kernels of this session's cache and a model directory of its own."""
     cache = tmp_path / "cache"
     cache.mkdir()
-    monkeypatch.setattr("pipeline.paths.models_dir", lambda: tmp_path / "models")
-    monkeypatch.setattr("pipeline.paths.cache_dir", lambda: cache)
+    monkeypatch.setattr("pipeline.config.paths.models_dir", lambda: tmp_path / "models")
+    monkeypatch.setattr("pipeline.config.paths.cache_dir", lambda: cache)
     before = os.sched_getaffinity(0)
-    arguments = ["--shape", "small", "--quick", "--rounds", "1", "--no-peer", "--no-http", "--url", "http://127.0.0.1:9"]
+    arguments = [
+        "--shape",
+        "small",
+        "--quick",
+        "--rounds",
+        "1",
+        "--no-peer",
+        "--no-http",
+        "--url",
+        "http://127.0.0.1:9",
+    ]
     result = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     value = json.loads(result.output.splitlines()[-1])

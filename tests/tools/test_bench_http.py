@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pipeline.config_schema import DEMO_MODEL, ModelConfig
-from stages.scheduler.engine import Settings
-from stages.worker.prepare import prepare_checkpoint
-from tools.bench import http_peer
-from tools.bench.http import main
-from tools.bench.http_client import Answer, Ask, Run, drive
-from tools.bench.http_special import repeated
-from tools.bench.http_work import WORKS, Prompts, Row, Side, Work, order, outcome, percentile, table
+from pipeline.config.schema import DEMO_MODEL, ModelConfig
+from stages.scheduler.core.engine import Settings
+from stages.worker.checkpoint.prepare import prepare_checkpoint
+from tools.bench.http import baseline
+from tools.bench.http.client import Answer, Ask, Run, drive
+from tools.bench.http.command import main
+from tools.bench.http.scenarios import repeated
+from tools.bench.http.workload import WORKS, Prompts, Row, Side, Work, order, outcome, percentile, table
 from tools.bench.simulated import fit
 from tools.simulate import Machine, Simulation, arrivals, poisson
 
@@ -188,7 +188,7 @@ def test_it_runs_on_a_real_server_without_a_peer_that_fails(
     broken = tmp_path / "llama-server"
     broken.write_text("#!/bin/sh\necho what is wrong >&2\nexit 3\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(http_peer, "native_server", lambda: broken)
+    monkeypatch.setattr(baseline, "native_server", lambda: broken)
     arguments = ["--rounds", "1", "--quick", "--only", "table", "--slots", "4"]
     result = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tools.bench.http_client import Answer, Ask
-from tools.bench.kv import main
-from tools.bench.kv_http import first_ms, ratio, spread
+from tools.bench.http.client import Answer, Ask
+from tools.bench.kv.command import main
+from tools.bench.kv.over_http import first_ms, ratio, spread
 
 
 def test_a_first_token_is_the_first_bytes_of_its_stream() -> None:
@@ -30,8 +30,12 @@ def test_it_runs(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     figures = json.loads(done.output.splitlines()[-1])["kv"]
     assert {
-        "acquire_4096_us", "acquire_4096_evicting_us", "acquire_4096_all_cached_ms", "restore_2048_ms",
-        "restore_2048_from_disk_ms", "sequential_read_same_bytes_ms",
-    } <= set(figures)  # fmt: skip
+        "acquire_4096_us",
+        "acquire_4096_evicting_us",
+        "acquire_4096_all_cached_ms",
+        "restore_2048_ms",
+        "restore_2048_from_disk_ms",
+        "sequential_read_same_bytes_ms",
+    } <= set(figures)
     assert figures["bookkeeping_10000_prefixes_mb"] < 50  # of memory, not of time: holds on any machine
     assert list(tmp_path.iterdir()) == []

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import http_peer
-from tools.bench.http_peer import Peer, PeerMissing
+from tools.bench.http import baseline
+from tools.bench.http.baseline import Peer, PeerMissing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,15 +46,18 @@ def program(path: Path, text: str) -> Path:
 def test_a_compiled_one_beside_python_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = tmp_path / "told"
     program(tmp_path / "llama-server", SERVER.format(python=sys.executable, told=str(told)))
-    monkeypatch.setattr(http_peer.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(baseline.sys, "executable", str(tmp_path / "python"))
     core = max(os.sched_getaffinity(0))
     with Peer(Path("some/model.gguf"), [core], 16, 1024) as peer:
         pid = peer.pids[0]
         assert peer.about.pop("load_ms") > 0
         assert peer.about == {
-            "version": "version: 7 (abc); built with GNU 12.2.0", "build": "compiled for this CPU",
-            "cpu": "CPU : AVX512_VNNI = 1 | OPENMP = 1", "slots": 16, "flash_attention": "on",
-        }  # fmt: skip
+            "version": "version: 7 (abc); built with GNU 12.2.0",
+            "build": "compiled for this CPU",
+            "cpu": "CPU : AVX512_VNNI = 1 | OPENMP = 1",
+            "slots": 16,
+            "flash_attention": "on",
+        }
         arguments, cores = json.loads(told.read_text())
     assert cores == [core]
     assert arguments["--model"] == "some/model.gguf"
@@ -66,13 +69,13 @@ def test_a_compiled_one_beside_python_is_preferred(tmp_path: Path, monkeypatch: 
 
 def test_one_that_ends_is_missed_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path / "llama-server", "#!/bin/sh\necho no such model >&2\nexit 3\n")
-    monkeypatch.setattr(http_peer.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(baseline.sys, "executable", str(tmp_path / "python"))
     with pytest.raises(PeerMissing, match="llama-server ended with code 3:\nno such model"):
         Peer(Path("model.gguf"), sorted(os.sched_getaffinity(0)), 1, 64)
 
 
 def test_where_none_is_installed_the_ways_to_one_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_peer.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(baseline.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PeerMissing, match="make peers-native .* make peers "):
         Peer(Path("model.gguf"), [0], 1, 64)
@@ -82,9 +85,18 @@ def build(tmp_path: Path, python: str, **environment: str) -> subprocess.Complet
     """The script that compiles it, with an interpreter that is this shell script."""
     interpreter = program(tmp_path / "python", f"#!/bin/bash\n{python}\n")
     return subprocess.run(
-        [ROOT / "tools" / "build_llama_server.sh", interpreter, "requirements-peers-native.lock", tmp_path / "out"],
-        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        [
+            ROOT / "tools" / "build_llama_server.sh",
+            interpreter,
+            "locks/requirements-peers-native.lock",
+            tmp_path / "out",
+        ],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def test_without_a_compiler_the_way_to_one_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCKS = ("requirements.lock", "requirements-dev.lock", "requirements-peers.lock", "requirements-peers-native.lock")
+LOCKS = (
+    "locks/requirements.lock",
+    "locks/requirements-dev.lock",
+    "locks/requirements-peers.lock",
+    "locks/requirements-peers-native.lock",
+)
 
 
 def pinned(lock: str) -> dict[str, str]:
@@ -38,14 +43,14 @@ def test_locks_hold_what_the_project_asks_for() -> None:
         return {re.split(r"[<>=\[]", requirement)[0].lower() for requirement in requirements}
 
     runtime = names(project["project"]["dependencies"]) | names(project["dependency-groups"]["build"])
-    assert runtime <= set(pinned("requirements.lock"))
-    assert names(project["dependency-groups"]["dev"]) <= set(pinned("requirements-dev.lock"))
-    assert names(project["dependency-groups"]["peers"]) <= set(pinned("requirements-peers.lock"))
+    assert runtime <= set(pinned("locks/requirements.lock"))
+    assert names(project["dependency-groups"]["dev"]) <= set(pinned("locks/requirements-dev.lock"))
+    assert names(project["dependency-groups"]["peers"]) <= set(pinned("locks/requirements-peers.lock"))
 
 
 @pytest.mark.parametrize("lock", LOCKS[1:])
 def test_locks_agree(lock: str) -> None:
-    assert pinned("requirements.lock").items() <= pinned(lock).items()
+    assert pinned("locks/requirements.lock").items() <= pinned(lock).items()
 
 
 def test_make_alone_lists_every_target() -> None:
@@ -63,7 +68,7 @@ def setup(tmp_path: Path, python: str) -> subprocess.CompletedProcess[str]:
     fake.write_text(f"#!/bin/bash\n{python}\n")
     fake.chmod(0o755)
     return subprocess.run(
-        [ROOT / "tools" / "setup_venv.sh", tmp_path / "venv", "requirements.lock"],
+        [ROOT / "tools" / "setup_venv.sh", tmp_path / "venv", "locks/requirements.lock"],
         env={**os.environ, "PYTHON": str(fake)},
         capture_output=True,
         text=True,
@@ -88,7 +93,7 @@ def test_a_python_without_venv_is_refused_with_the_way_out(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("log", "message"),
     [
-        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", "other files than requirements.lock names"),
+        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", "other files than locks/requirements.lock names"),
         ("ERROR: No matching distribution found for aiohttp", "Is there a network and a package index?"),
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.stage import STAGES
+from starling.cli.stage import STAGES
 
 UNITS = Path(__file__).parents[2] / "configs" / "systemd"
 
@@ -30,9 +30,14 @@ def test_every_stage_has_a_unit(stage: str) -> None:
     how = "supervise" if stage == "worker" else "stage"
     assert service["ExecStart"] == f"@PREFIX@/.venv/bin/starling {how} {stage}"
     expected = {
-        "Type": "notify", "Restart": "on-failure", "NoNewPrivileges": "yes", "ProtectSystem": "strict",
-        "CapabilityBoundingSet": "", "KillMode": "mixed", "User": "starling",
-    }  # fmt: skip
+        "Type": "notify",
+        "Restart": "on-failure",
+        "NoNewPrivileges": "yes",
+        "ProtectSystem": "strict",
+        "CapabilityBoundingSet": "",
+        "KillMode": "mixed",
+        "User": "starling",
+    }
     assert {name: service[name] for name in expected} == expected
     assert service["WatchdogSec"]
     assert re.fullmatch(r"\d+[%MG]", service["MemoryMax"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.worker.ingest import ingest
+from stages.worker.checkpoint.ingest import ingest
 from tools.tiny_gguf import SHAPES, write_model
 
 TinyGguf = Callable[..., Path]

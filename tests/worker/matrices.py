@@ -7,9 +7,9 @@ from typing import NamedTuple
 import gguf
 import numpy as np
 
-from stages.worker.kernels.activations import quantize_rows, row_bytes
+from stages.worker.checkpoint.layout import FORMATS, GROUP, Format, groups_of, pack
 from stages.worker.kernels.matmul import SCRATCH_BYTES, matmul
-from stages.worker.layout import FORMATS, GROUP, Format, groups_of, pack
+from stages.worker.kernels.quantize_activations import quantize_rows, row_bytes
 from tools.tiny_gguf import random_tensor
 
 Type = gguf.GGMLQuantizationType
@@ -66,7 +66,16 @@ def multiply(matrix: Packed, x: np.ndarray, split: int = 0) -> np.ndarray:
     scratch = aligned(SCRATCH_BYTES)
     for first, end in ((0, split), (split, groups)):
         matmul(
-            matrix.fmt.id, matrix.stream.ctypes.data, matrix.columns, first, end, given.ctypes.data, stride,
-            tokens, out.ctypes.data, groups * GROUP * 4, scratch.ctypes.data,
-        )  # fmt: skip
+            matrix.fmt.id,
+            matrix.stream.ctypes.data,
+            matrix.columns,
+            first,
+            end,
+            given.ctypes.data,
+            stride,
+            tokens,
+            out.ctypes.data,
+            groups * GROUP * 4,
+            scratch.ctypes.data,
+        )
     return out[:, : matrix.rows]

@@ -13,7 +13,7 @@ from stages.worker.kernels import attention
 from stages.worker.kernels import elementwise as ew
 from stages.worker.kernels.simd import JIT
 from stages.worker.rope import rope_tables
-from stages.worker.twins import arithmetic, exact
+from tools.reference import arithmetic, exact_forward
 
 pytestmark = pytest.mark.slow
 
@@ -66,9 +66,9 @@ def test_rotation_equals_the_twin(n_rot: int, pairs: str, turn: Kernel) -> None:
         rows = (tables.cos_hi[high], tables.sin_hi[high], tables.cos_lo[low], tables.sin_lo[low])
         ew.turn(*(at(r) for r in rows), at(cosine[i]), at(sine[i]), n_rot // 2)
         turn(at(x[i]), at(y[i]), at(cosine[i]), at(sine[i]), n_rot, 96)
-    expected = exact.turns(tables, positions)
+    expected = exact_forward.turns(tables, positions)
     same(cosine, expected[0])
-    same(y, exact.rotate(x, *expected, pairs))
+    same(y, exact_forward.rotate(x, *expected, pairs))
 
 
 class Cache:
@@ -100,18 +100,38 @@ class Cache:
             for t in range(0, n, block):
                 some = np.ascontiguousarray(q[t : t + block, head * group : (head + 1) * group])
                 scratch[: some.size] = some.ravel()
-                run(at(scratch), at(self.pages), head * g.head_bytes, g.page_bytes, at(self.table), first + t,
-                    len(some), group, d, g.page_tokens, at(scale), at(out) + 4 * (t * heads + head * group) * d,
-                    4 * heads * d, -1)  # fmt: skip
+                run(
+                    at(scratch),
+                    at(self.pages),
+                    head * g.head_bytes,
+                    g.page_bytes,
+                    at(self.table),
+                    first + t,
+                    len(some),
+                    group,
+                    d,
+                    g.page_tokens,
+                    at(scale),
+                    at(out) + 4 * (t * heads + head * group) * d,
+                    4 * heads * d,
+                    -1,
+                )
         return out
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "f32", "int8"])
 @pytest.mark.parametrize(
     ("head_dim", "group", "page_tokens", "length", "block"),
-    [(64, 3, 32, 600, 8), (64, 3, 256, 513, 5), (32, 1, 16, 65, 24), (128, 4, 64, 290, 1), (96, 2, 16, 33, 7),
-     (64, 5, 128, 257, 3), (160, 1, 16, 17, 3)],
-)  # fmt: skip
+    [
+        (64, 3, 32, 600, 8),
+        (64, 3, 256, 513, 5),
+        (32, 1, 16, 65, 24),
+        (128, 4, 64, 290, 1),
+        (96, 2, 16, 33, 7),
+        (64, 5, 128, 257, 3),
+        (160, 1, 16, 17, 3),
+    ],
+)
 def test_attention_equals_the_twin(
     kv_type: str, head_dim: int, group: int, page_tokens: int, length: int, block: int
 ) -> None:
@@ -122,7 +142,7 @@ def test_attention_equals_the_twin(
     q = values(rng, queries, 2 * group, head_dim) * np.float32(0.05)
     first = length - queries
     cache = Cache(kv_type, head_dim, page_tokens, k, v)
-    expected = exact.attention(q, arithmetic.stored(k, kv_type), arithmetic.stored(v, kv_type), first)
+    expected = exact_forward.attention(q, arithmetic.stored(k, kv_type), arithmetic.stored(v, kv_type), first)
     same(cache.attend(q, first, block), expected)
     same(cache.attend(q[-1:], length - 1, 1), expected[-1:])
 

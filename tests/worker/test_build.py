@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import kinship
+from pipeline.supervise import procfs
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ def start(home: Path) -> subprocess.Popen[str]:
 
 def compilers(parent: subprocess.Popen[str]) -> list[int]:
     """Pidfds of both, once they run."""
-    while len(children := kinship.children(parent.pid)) < 2:
+    while len(children := procfs.children(parent.pid)) < 2:
         assert parent.poll() is None, parent.stderr and parent.stderr.read()
     return [os.pidfd_open(pid) for pid in children]
 

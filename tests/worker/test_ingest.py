@@ -13,9 +13,9 @@ import pytest
 
 from pipeline.errors import ConfigError, ResourceError
 from shm.checkpoint import Checkpoint, bin_path
-from stages.worker.gguf_file import GgufFile
-from stages.worker.ingest import ingest
-from stages.worker.layout import FORMATS, unpack
+from stages.worker.checkpoint.gguf import GgufFile
+from stages.worker.checkpoint.ingest import ingest
+from stages.worker.checkpoint.layout import FORMATS, unpack
 from stages.worker.rope import rope_tables
 
 DIGEST = "ab" * 32
@@ -82,9 +82,18 @@ def test_demo_model(demo_gguf: Path, tmp_path: Path) -> None:
     order = [t.name for t in index.tensors if t.name.startswith("blk.3.")]
     assert order == [
         f"blk.3.{n}.weight"
-        for n in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up",
-                  "ffn_down")
-    ]  # fmt: skip
+        for n in (
+            "attn_norm",
+            "attn_q",
+            "attn_k",
+            "attn_v",
+            "attn_output",
+            "ffn_norm",
+            "ffn_gate",
+            "ffn_up",
+            "ffn_down",
+        )
+    ]
 
 
 def test_qwen2_pairs_halves(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -197,7 +206,7 @@ def test_any_cut_is_noticed(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[
 
 def test_noise_in_the_header_never_crashes(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Flipped bytes give a file that reads or a GgufError, nothing else."""
-    from stages.worker.gguf_file import GgufError
+    from stages.worker.checkpoint.gguf import GgufError
 
     raw = tiny_gguf("small", "Q4_0").read_bytes()
     header = min(t.start for t in GgufFile(tiny_gguf("small", "Q4_0")).tensors.values())

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from stages.worker.engine import Engine
-from stages.worker.twins.exact import ExactModel, ExactSequence
 from tests.worker import reference
 from tests.worker.conftest import Ingested, TinyGguf
+from tools.reference.exact_forward import ExactModel, ExactSequence
 from tools.tiny_gguf import RECIPES
 
 pytestmark = pytest.mark.slow
@@ -46,9 +46,7 @@ def same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("recipe", list(RECIPES))
 @pytest.mark.parametrize("shape", ["odd", "super"])
-def test_every_format(
-    tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path, shape: str, recipe: str
-) -> None:
+def test_every_format(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path, shape: str, recipe: str) -> None:
     path = tiny_gguf(shape, recipe)
     tokens = np.random.default_rng(1).integers(0, 261, 20)
     expected = ExactSequence(ExactModel(path)).extend(tokens)
@@ -88,9 +86,7 @@ def test_demo_model_equals_the_twin(demo_gguf: Path, ingested: Ingested, tmp_pat
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "f32", "int8"])
-def test_demo_model_is_near_the_reference(
-    demo_gguf: Path, ingested: Ingested, tmp_path: Path, kv_type: str
-) -> None:
+def test_demo_model_is_near_the_reference(demo_gguf: Path, ingested: Ingested, tmp_path: Path, kv_type: str) -> None:
     facts = reference.load()
     logits = kernel_logits(ingested(demo_gguf), tmp_path, facts.tokens, kv_type, chunk=64, ranks=2)
     found = reference.distance(logits, facts)
@@ -98,9 +94,7 @@ def test_demo_model_is_near_the_reference(
     assert abs(found.mean_nll - found.reference_nll) <= 0.015
 
 
-def test_demo_model_follows_the_reference_greedily(
-    demo_gguf: Path, ingested: Ingested, tmp_path: Path
-) -> None:
+def test_demo_model_follows_the_reference_greedily(demo_gguf: Path, ingested: Ingested, tmp_path: Path) -> None:
     """Given the reference's text, its next token is the best one, or a near tie (its own two engines
     part at such a tie)."""
     greedy = reference.facts()["greedy"]["F32"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shm.steps import DONE, SLOTS, WAKE_AT
+from shm.step_ring import DONE, SLOTS, WAKE_AT
 from stages.worker.engine import Engine
 from stages.worker.kernels import features
 from tests.worker.conftest import Ingested, TinyGguf
@@ -28,9 +28,14 @@ VOCAB = SHAPES[SHAPE].vocab_size
 PROMPT = 263  # crosses a segment of attention
 MORE = 6
 SAMPLING = {
-    "seed": 2**63 - 5, "temperature": 0.8, "top_k": 40, "top_p": 0.9, "repetition": 1.1, "frequency": 0.2,
+    "seed": 2**63 - 5,
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.9,
+    "repetition": 1.1,
+    "frequency": 0.2,
     "logprobs": 3,
-}  # fmt: skip
+}
 
 
 def prompt(seed: int, n: int = PROMPT) -> np.ndarray:
@@ -88,9 +93,7 @@ def test_chunks_and_ranks(index: Path, tmp_path: Path, expected: str, ranks: int
 
 
 @pytest.mark.parametrize(("page_tokens", "table_seed"), [(16, 1), (64, 2), (128, 3), (256, 4)])
-def test_page_sizes_and_places(
-    index: Path, tmp_path: Path, expected: str, page_tokens: int, table_seed: int
-) -> None:
+def test_page_sizes_and_places(index: Path, tmp_path: Path, expected: str, page_tokens: int, table_seed: int) -> None:
     with engine_for(index, tmp_path, page_tokens=page_tokens, table_seed=table_seed) as engine:
         assert alone(engine, 100) == expected
 

@@ -6,8 +6,8 @@ import gguf
 import numpy as np
 import pytest
 
+from stages.worker.checkpoint.layout import FORMATS, matrix_bytes, unpack
 from stages.worker.kernels.matmul import embed_row
-from stages.worker.layout import FORMATS, matrix_bytes, unpack
 from tests.worker.matrices import random_matrix
 
 ROWS = (1, 2, 15, 16, 17, 33)
@@ -44,7 +44,7 @@ def test_streams_hardly_grow(fmt) -> None:  # type: ignore[no-untyped-def]
 
 def test_one_block_by_hand() -> None:
     """Q4_1: code k of every row is k % 16, so byte b of run j holds 8j + b low and 8j + 4 + b high."""
-    from stages.worker.layout import pack
+    from stages.worker.checkpoint.layout import pack
 
     block = np.zeros(20, np.uint8)
     block[0:2] = np.frombuffer(np.float16(0.5).tobytes(), np.uint8)

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stages.worker.checkpoint.layout import FORMATS, groups_of
+from stages.worker.checkpoint.layout import unpack as layout_unpack
 from stages.worker.kernels import features
-from stages.worker.kernels.activations import RECORD, SCALE, SSUM, row_bytes
 from stages.worker.kernels.dots import STARTS_BIASED
-from stages.worker.layout import FORMATS, groups_of
-from stages.worker.layout import unpack as layout_unpack
-from stages.worker.twins.arithmetic import quantize
-from stages.worker.twins.blocks import unpack
-from stages.worker.twins.exact import matmul as exact_matmul
+from stages.worker.kernels.quantize_activations import RECORD, SCALE, SSUM, row_bytes
 from tests.worker.matrices import Packed, activations, aligned, multiply, random_matrix
+from tools.reference.arithmetic import quantize
+from tools.reference.blocks import unpack
+from tools.reference.exact_forward import matmul as exact_matmul
 
 
 def here() -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from shm import steps as sh
+from shm import step_ring as sh
 from stages.worker.engine import Engine
 from stages.worker.kernels.plan import BAD_ENTRY
 from tests.worker.conftest import Ingested, TinyGguf
@@ -18,9 +18,7 @@ BIG = 2**31 - 1
 
 
 @pytest.fixture(scope="module")
-def engine(
-    tiny_gguf: TinyGguf, ingested: Ingested, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
+def engine(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     bounds = {"max_rows": 6, "max_tokens": 96, "step_tokens": 64, "max_samples": 8}
     with Engine(ingested(tiny_gguf("small", "Q4_1")), tmp_path_factory.mktemp("plan"), **bounds) as made:
         yield made
@@ -35,12 +33,23 @@ def fresh(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        (-1, 0, 1, 1), (6, 0, 1, 1), (BIG, 0, 1, 1), (-BIG, 0, 1, 1),
-        (1, -1, 1, 1), (1, BIG, 1, 1), (1, 96, 1, 1), (1, 90, 7, 1),
-        (1, 0, 0, 0), (1, 0, -5, 1), (1, 0, 65, 1), (1, 0, BIG, 1), (1, BIG, BIG, 1),
-        (1, 0, 4, 5), (1, 0, 20, 9),
+        (-1, 0, 1, 1),
+        (6, 0, 1, 1),
+        (BIG, 0, 1, 1),
+        (-BIG, 0, 1, 1),
+        (1, -1, 1, 1),
+        (1, BIG, 1, 1),
+        (1, 96, 1, 1),
+        (1, 90, 7, 1),
+        (1, 0, 0, 0),
+        (1, 0, -5, 1),
+        (1, 0, 65, 1),
+        (1, 0, BIG, 1),
+        (1, BIG, BIG, 1),
+        (1, 0, 4, 5),
+        (1, 0, 20, 9),
     ],
-)  # fmt: skip
+)
 def test_an_entry_out_of_bounds_is_left_out(engine: Engine, bad: tuple[int, int, int, int]) -> None:
     fresh(engine)
     good = engine.run([(0, 0, 10, 1)])
@@ -104,8 +113,15 @@ def test_history_and_parameters_out_of_range(engine: Engine) -> None:
     fresh(engine)
     engine.write_row(0, np.arange(8), repetition=1.5, frequency=0.5, mask_ids=(1, 2), bias=((5, 1.0),))
     ints = engine.steps.row_ints[0]
-    for column, value in ((sh.OUTPUT_START, -(2**60)), (sh.OUTPUT_START, 2**60), (sh.N_MASK, 2**40),
-                          (sh.N_BIAS, 2**40), (sh.TOP_K, -7), (sh.LOGPROBS, 2**40), (sh.ORDER, -1)):  # fmt: skip
+    for column, value in (
+        (sh.OUTPUT_START, -(2**60)),
+        (sh.OUTPUT_START, 2**60),
+        (sh.N_MASK, 2**40),
+        (sh.N_BIAS, 2**40),
+        (sh.TOP_K, -7),
+        (sh.LOGPROBS, 2**40),
+        (sh.ORDER, -1),
+    ):
         before, ints[column] = ints[column].copy(), value
         assert 0 <= engine.run([(0, 0, 8, 1)])[0] < 300
         ints[column] = before

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from pipeline.process import EXIT_FATAL
+from pipeline.runtime.process import EXIT_FATAL
 
 LONG_S = 60.0
 
@@ -33,9 +33,12 @@ signal.pause()
 def group() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A leader and the process ids of its ranks."""
     with subprocess.Popen(
-        [sys.executable, "-c", LEADER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-c", LEADER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # as supervisors set it: its threads would take signals
-    ) as leader:  # fmt: skip
+    ) as leader:
         assert leader.stdout is not None
         pids = [int(pid) for pid in leader.stdout.readline().split()]
         try:

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stages.worker.twins.exact import ExactModel, ExactSequence
-from stages.worker.twins.float import FloatModel
 from tests.worker import reference
+from tools.reference.exact_forward import ExactModel, ExactSequence
+from tools.reference.float_forward import FloatModel
 
 pytestmark = pytest.mark.slow
 
@@ -47,8 +47,7 @@ def test_int8_cache_costs_little(demo_gguf: Path, facts: reference.Reference) ->
     """With f32 activations: int8 ones answer any change of their input, however small, with new rounding
     noise, and the divergence of two such noises (0.004 here) says nothing about the cache."""
     p_log, q_log = (
-        reference.log_softmax(FloatModel(demo_gguf, kv_type).logits(facts.tokens))
-        for kv_type in ("f16", "int8")
+        reference.log_softmax(FloatModel(demo_gguf, kv_type).logits(facts.tokens)) for kv_type in ("f16", "int8")
     )
     kl = (np.exp(p_log) * (p_log - q_log)).sum(axis=-1)
     assert kl.mean() <= 0.001

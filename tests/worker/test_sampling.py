@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shm import steps
-from stages.worker.kernels import sampling
-from stages.worker.twins import sampling as twin
+from shm import step_ring
+from stages.worker.kernels import sampler
+from tools.reference import sampling as twin
 
 pytestmark = pytest.mark.slow
 
@@ -18,22 +18,29 @@ class Row:
     """A row of the steps arena, and the kernel's scratch."""
 
     def __init__(self, p: twin.Parameters) -> None:
-        self.ints = np.zeros(steps.ROW_INTS, np.int64)
-        self.floats = np.zeros(steps.ROW_FLOATS, np.float32)
-        self.mask = np.zeros(steps.MAX_MASK, np.int32)
-        self.bias_ids = np.zeros(steps.MAX_BIAS, np.int32)
-        self.bias = np.zeros(steps.MAX_BIAS, np.float32)
-        self.ints[steps.SEED] = np.array(p.seed, np.uint64).astype(np.int64)
+        self.ints = np.zeros(step_ring.ROW_INTS, np.int64)
+        self.floats = np.zeros(step_ring.ROW_FLOATS, np.float32)
+        self.mask = np.zeros(step_ring.MAX_MASK, np.int32)
+        self.bias_ids = np.zeros(step_ring.MAX_BIAS, np.int32)
+        self.bias = np.zeros(step_ring.MAX_BIAS, np.float32)
+        self.ints[step_ring.SEED] = np.array(p.seed, np.uint64).astype(np.int64)
         for column, value in (
-            (steps.CHOICE, p.choice), (steps.TOP_K, p.top_k), (steps.MIN_TOKENS, p.min_tokens),
-            (steps.IGNORE_EOS, p.ignore_eos), (steps.N_BIAS, len(p.bias)), (steps.N_MASK, len(p.mask_ids)),
-            (steps.ORDER, sum(steps.SAMPLER_STEPS[s] << (4 * i) for i, s in enumerate(p.order))),
-        ):  # fmt: skip
+            (step_ring.CHOICE, p.choice),
+            (step_ring.TOP_K, p.top_k),
+            (step_ring.MIN_TOKENS, p.min_tokens),
+            (step_ring.IGNORE_EOS, p.ignore_eos),
+            (step_ring.N_BIAS, len(p.bias)),
+            (step_ring.N_MASK, len(p.mask_ids)),
+            (step_ring.ORDER, sum(step_ring.SAMPLER_STEPS[s] << (4 * i) for i, s in enumerate(p.order))),
+        ):
             self.ints[column] = value
         for column, number in (
-            (steps.TEMPERATURE, p.temperature), (steps.TOP_P, p.top_p), (steps.REPETITION, p.repetition),
-            (steps.FREQUENCY, p.frequency), (steps.PRESENCE, p.presence),
-        ):  # fmt: skip
+            (step_ring.TEMPERATURE, p.temperature),
+            (step_ring.TOP_P, p.top_p),
+            (step_ring.REPETITION, p.repetition),
+            (step_ring.FREQUENCY, p.frequency),
+            (step_ring.PRESENCE, p.presence),
+        ):
             self.floats[column] = number
         self.mask[: len(p.mask_ids)] = p.mask_ids
         for i, (token, bias) in enumerate(p.bias):
@@ -42,13 +49,13 @@ class Row:
 
 class Sampler:
     def __init__(self, vocab: int) -> None:
-        self.scratch = np.zeros(sampling.scratch_bytes(vocab), np.uint8)
+        self.scratch = np.zeros(sampler.scratch_bytes(vocab), np.uint8)
 
     def __call__(self, logits: np.ndarray, tokens: np.ndarray, start: int, p: twin.Parameters) -> int:
         row = Row(p)
         before = logits.copy()
         arrays = (row.ints, row.floats, row.mask, row.bias_ids, row.bias, self.scratch)
-        token = sampling.sample(
+        token = sampler.sample(
             logits.ctypes.data, len(logits), tokens.ctypes.data, len(tokens), start, *(a.ctypes.data for a in arrays)
         )
         assert logits.tobytes() == before.tobytes()
@@ -77,15 +84,17 @@ PARAMETERS = st.builds(
     ignore_eos=st.booleans(),
     mask_ids=st.sampled_from([(), (2, 5), (0, 1, 2, 3)]),
     bias=st.sampled_from([(), ((3, 2.5), (3, -1.0), (1, 100.0)), ((0, -100.0),)]),
-    order=st.permutations(steps.DEFAULT_ORDER).map(tuple) | st.just(steps.DEFAULT_ORDER),
+    order=st.permutations(step_ring.DEFAULT_ORDER).map(tuple) | st.just(step_ring.DEFAULT_ORDER),
 )
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    PARAMETERS, st.sampled_from([4, 5, 17, 63, 64, 1025, 5000]), st.sampled_from(["normal", "ties", "flat"]),
+    PARAMETERS,
+    st.sampled_from([4, 5, 17, 63, 64, 1025, 5000]),
+    st.sampled_from(["normal", "ties", "flat"]),
     st.integers(0, 1000),
-)  # fmt: skip
+)
 def test_kernel_equals_twin(p: twin.Parameters, vocab: int, kind: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     logits = logits_of(rng, vocab, kind)
@@ -128,17 +137,17 @@ def test_philox_known_answers() -> None:
     assert twin.philox(0, 0, 0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     for seed, position, choice in ((0, 0, 0), (2**64 - 1, 7, 3), (1 << 63, 2**31, 0)):
         signed = int(np.array(seed, np.uint64).astype(np.int64))
-        assert sampling.uniform(signed, position, choice) == twin.uniform(seed, position, choice)
+        assert sampler.uniform(signed, position, choice) == twin.uniform(seed, position, choice)
 
 
 @pytest.mark.parametrize("vocab", [1, 16, 33, 2000])
 def test_logprobs_equal_the_twin(vocab: int) -> None:
     logits = logits_of(np.random.default_rng(vocab), vocab, "normal")
     n = min(20, vocab)
-    scratch = np.zeros(sampling.scratch_bytes(vocab), np.uint8)
+    scratch = np.zeros(sampler.scratch_bytes(vocab), np.uint8)
     out, ids, best = np.zeros(1, np.float32), np.zeros(20, np.int32), np.zeros(20, np.float32)
     addresses = [a.ctypes.data for a in (out, ids, best, scratch)]
-    sampling.logprobs(logits.ctypes.data, vocab, vocab // 2, n, *addresses)
+    sampler.logprobs(logits.ctypes.data, vocab, vocab // 2, n, *addresses)
     values, top, top_values = twin.logprobs(logits, n)
     assert out[0] == values[vocab // 2]
     np.testing.assert_array_equal(ids[:n], top)

@@ -32,8 +32,8 @@ from stages.worker.kernels.simd import (
     store_low8,
     to_i32,
 )
-from stages.worker.twins import arithmetic
-from stages.worker.twins.fma import fma as exact_fma
+from tools.reference import arithmetic
+from tools.reference.fma import fma as exact_fma
 
 JIT = {**simd.JIT, "cache": False}
 

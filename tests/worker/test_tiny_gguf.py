@@ -9,14 +9,12 @@ import pytest
 from click.testing import CliRunner
 from gguf import GGUFReader
 
-from stages.worker.twins.exact import ExactModel, ExactSequence
+from tools.reference.exact_forward import ExactModel, ExactSequence
 from tools.tiny_gguf import RECIPES, SHAPES, main, rope_factors, tensor_plan, vocabulary, write_model
 
 
 def test_the_same_arguments_give_the_same_bytes(tmp_path: Path) -> None:
-    a, b, c = (
-        write_model(tmp_path / f"{i}.gguf", SHAPES["odd"], "Q4_K_M", seed) for i, seed in enumerate((1, 1, 2))
-    )
+    a, b, c = (write_model(tmp_path / f"{i}.gguf", SHAPES["odd"], "Q4_K_M", seed) for i, seed in enumerate((1, 1, 2)))
     assert a.read_bytes() == b.read_bytes() != c.read_bytes()
 
 

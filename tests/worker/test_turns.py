@@ -8,20 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from shm import steps as sh
+from shm import step_ring as sh
 from shm import words
-from stages.worker import activations as act
+from stages.worker import activations_arena as act
 from stages.worker.engine import Engine
-from stages.worker.kernels import turns
+from stages.worker.kernels import rank_loop
 from tests.worker.conftest import Ingested, TinyGguf
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_rank_at_rest_sleeps_and_wakes_for_its_turn(
-    tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path
-) -> None:
-    slice_s = turns.SLICE_NS / 1e9
+def test_a_rank_at_rest_sleeps_and_wakes_for_its_turn(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path) -> None:
+    slice_s = rank_loop.SLICE_NS / 1e9
     assert 0.5 <= slice_s < 1.0  # more often costs an idle server; a futex takes less than a second
     with Engine(ingested(tiny_gguf()), tmp_path, ranks=2, max_rows=1, max_tokens=64, step_tokens=8) as engine:
         engine.write_row(0, [1, 2, 3, 4])

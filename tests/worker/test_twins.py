@@ -15,20 +15,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from stages.worker.twins import arithmetic, exact
-from stages.worker.twins.blocks import DENSE, Matrix, Type, multiply_out, unpack
-from stages.worker.twins.exact import ExactModel, ExactSequence
-from stages.worker.twins.float import FloatModel
-from stages.worker.twins.fma import fma
 from tests.worker.conftest import TinyGguf
+from tools.reference import arithmetic, exact_forward
+from tools.reference.blocks import DENSE, Matrix, Type, multiply_out, unpack
+from tools.reference.exact_forward import ExactModel, ExactSequence
+from tools.reference.float_forward import FloatModel
+from tools.reference.fma import fma
 from tools.tiny_gguf import RECIPES, random_tensor
 
 F = np.float32
 Number = float | np.float32
 FORMATS = [
-    Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0,
-    Type.Q4_K, Type.Q5_K, Type.Q6_K,
-]  # fmt: skip
+    Type.F32,
+    Type.F16,
+    Type.BF16,
+    Type.Q4_0,
+    Type.Q4_1,
+    Type.Q5_0,
+    Type.Q5_1,
+    Type.Q8_0,
+    Type.Q4_K,
+    Type.Q5_K,
+    Type.Q6_K,
+]
 
 
 def fma1(a: Number, b: Number, c: Number) -> np.float32:
@@ -139,7 +148,7 @@ def test_matmul_number_by_number(kind: Type) -> None:
     weights = unpack(random_tensor(kind, 3, 256, rng, 0.1), kind)
     x = rng.standard_normal((2, 256)).astype(F)
     x[1, 32:64] = 0
-    got = exact.matmul(weights, x)
+    got = exact_forward.matmul(weights, x)
     for n in range(2):
         codes, scales = arithmetic.quantize(x[n])
         for r in range(3):
@@ -168,7 +177,7 @@ def test_attention_number_by_number_over_a_segment_border() -> None:
     q = (2 * rng.standard_normal((2, heads, head_dim))).astype(F)
     k = rng.standard_normal((first + 2, kv_heads, head_dim)).astype(F)
     v = rng.standard_normal((first + 2, kv_heads, head_dim)).astype(F)
-    got = exact.attention(q, k, v, first).reshape(2, heads, head_dim)
+    got = exact_forward.attention(q, k, v, first).reshape(2, heads, head_dim)
     t, h = 1, 1  # the second query sees positions 0 .. 258: a whole segment and three positions
     parts = []
     for begin, end in ((0, 256), (256, first + t + 1)):
@@ -241,7 +250,7 @@ def test_numpy_dispatch_does_not_matter(tiny_gguf: TinyGguf) -> None:
     path = tiny_gguf("grouped", "Q5_K_M")
     program = (
         "import sys, hashlib; from pathlib import Path\n"
-        "from stages.worker.twins.exact import ExactModel, ExactSequence\n"
+        "from tools.reference.exact_forward import ExactModel, ExactSequence\n"
         "logits = ExactSequence(ExactModel(Path(sys.argv[1])), 'int8').extend(range(40))\n"
         "print(hashlib.sha256(logits.tobytes()).hexdigest())\n"
     )

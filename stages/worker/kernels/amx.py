@@ -18,9 +18,9 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from stages.worker.kernels import simd
-from stages.worker.kernels.activations import RECORD, SCALE, SSUM, START6
 from stages.worker.kernels.dots import emit_dot4_u8
-from stages.worker.kernels.linkage import INNER
+from stages.worker.kernels.entries import INNER
+from stages.worker.kernels.quantize_activations import RECORD, SCALE, SSUM, START6
 from stages.worker.kernels.simd import Builder, Tile, f32_tile, f32x16, i32x16, load_f32, prefetch, put_i32
 from stages.worker.kernels.tiles import _at, _operation, _spread
 

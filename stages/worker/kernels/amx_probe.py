@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit
 
 from stages.worker.kernels import amx, matmul
-from stages.worker.kernels.activations import RECORD, quantize_rows
+from stages.worker.kernels.quantize_activations import RECORD, quantize_rows
 from stages.worker.kernels.simd import JIT, address
 
 TOKENS, BLOCKS, ROUNDS = 240, 16, 40
@@ -28,9 +28,20 @@ def _by_tiles(kind, u, x, out, spill):
     amx.configure(spill)
     for t in range(0, TOKENS, amx.TOKENS):
         amx.quantized_16(
-            matmul._start_of(kind), kind == matmul.Q6_K, matmul._has_minimums(kind), u, BLOCKS,
-            x + t * BLOCKS * RECORD, BLOCKS * RECORD, out + t * 64, 64, True, spill, u, 0,
-        )  # fmt: skip
+            matmul._start_of(kind),
+            kind == matmul.Q6_K,
+            matmul._has_minimums(kind),
+            u,
+            BLOCKS,
+            x + t * BLOCKS * RECORD,
+            BLOCKS * RECORD,
+            out + t * 64,
+            64,
+            True,
+            spill,
+            u,
+            0,
+        )
     amx.release()
 
 

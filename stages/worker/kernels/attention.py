@@ -32,7 +32,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from stages.worker.kernels.linkage import INNER, MERGED
+from stages.worker.kernels.entries import INNER, MERGED
 from stages.worker.kernels.simd import (
     JIT,
     LANES,
@@ -86,9 +86,7 @@ def outer_fma(typingctx: Any, acc: Any, rows: Any, stride: Any, columns: Any) ->
             for n in range(n_columns):
                 i = m * n_columns + n
                 arguments = [row, builder.extract_value(vectors, n), builder.extract_value(result, i)]
-                result = builder.insert_value(
-                    result, _call(builder, "llvm.fma.v16f32", f32x16.ir, arguments), i
-                )
+                result = builder.insert_value(result, _call(builder, "llvm.fma.v16f32", f32x16.ir, arguments), i)
             address = builder.add(address, step)
         return result
 
@@ -438,6 +436,7 @@ def all_scores(kv, q, s, table, group, rows, head_dim, page_tokens, scale):
             scores_1(kv, at_q, at_s, table, group, head_dim, page_tokens, scale)
             r += 1
 
+
 @numba.njit(**INNER)
 def all_values(kv, s, o, table, rows, begin, end, head_dim, page_tokens):
     """Positions begin .. end-1 for all rows."""
@@ -471,9 +470,11 @@ def all_values(kv, s, o, table, rows, begin, end, head_dim, page_tokens):
             dim += LANES
         r += n
 
+
 @numba.njit(**MERGED)
-def segment(kv, scratch, pages, head_at, page_bytes, tables, index, first, rows, group_size, head_dim,
-            page_tokens, scale):  # fmt: skip
+def segment(
+    kv, scratch, pages, head_at, page_bytes, tables, index, first, rows, group_size, head_dim, page_tokens, scale
+):
     """Segment `index` for rows whose queries, packed in Q, stand at positions first + row // group_size.
 
     Row r sees positions up to its own; leaves m, l in STATE and the weighted values in O.
@@ -489,7 +490,7 @@ def segment(kv, scratch, pages, head_at, page_bytes, tables, index, first, rows,
     n = min(SEGMENT, last + 1 - begin)
     _fill_table(
         table, pages, head_at, page_bytes, tables, index, n, page_tokens, code_bytes(kv), scale_bytes(kv), head_dim
-    )  # fmt: skip
+    )
     todo = rows - skipped
     at_q, at_s = scratch + 4 * skipped * head_dim, s + 4 * skipped * SEGMENT
     at_o = o + 4 * skipped * head_dim
@@ -516,8 +517,23 @@ def segment(kv, scratch, pages, head_at, page_bytes, tables, index, first, rows,
 
 
 @numba.njit(**MERGED)
-def attend(kv, scratch, pages, head_at, page_bytes, tables, first, queries, group_size, head_dim, page_tokens,
-           scale_at, out, out_stride, only):  # fmt: skip
+def attend(
+    kv,
+    scratch,
+    pages,
+    head_at,
+    page_bytes,
+    tables,
+    first,
+    queries,
+    group_size,
+    head_dim,
+    page_tokens,
+    scale_at,
+    out,
+    out_stride,
+    only,
+):
     """All segments for `queries` queries packed in Q, rows (query, head of the group), to `out`.
 
     out: f32 of the group's first head for the first query; the group's heads follow each other.
@@ -535,16 +551,34 @@ def attend(kv, scratch, pages, head_at, page_bytes, tables, first, queries, grou
     for index in range(begin, end):
         if index + 1 < end:
             announce(
-                table + NEXT, pages, head_at, page_bytes, tables, index + 1, first + queries - 1, page_tokens,
+                table + NEXT,
+                pages,
+                head_at,
+                page_bytes,
+                tables,
+                index + 1,
+                first + queries - 1,
+                page_tokens,
                 code_bytes(kv),
-            )  # fmt: skip
+            )
         else:
             for i in range(0, 32, 8):
                 put_i64(table + NEXT + i, get_i64(table + AFTER + i))
         begun = segment(
-            kv, scratch, pages, head_at, page_bytes, tables, index, first, rows, group_size, head_dim, page_tokens,
+            kv,
+            scratch,
+            pages,
+            head_at,
+            page_bytes,
+            tables,
+            index,
+            first,
+            rows,
+            group_size,
+            head_dim,
+            page_tokens,
             scale,
-        )  # fmt: skip
+        )
         if only < 0:
             for r in range(begun, rows):
                 at = state + 16 * r
@@ -558,38 +592,113 @@ def attend(kv, scratch, pages, head_at, page_bytes, tables, first, queries, grou
 
 @numba.njit(**JIT)
 def attend_f16(
-    scratch, pages, head_at, page_bytes, tables, first, queries, group_size, head_dim, page_tokens,
-    scale_at, out, out_stride, only,
-):  # fmt: skip
+    scratch,
+    pages,
+    head_at,
+    page_bytes,
+    tables,
+    first,
+    queries,
+    group_size,
+    head_dim,
+    page_tokens,
+    scale_at,
+    out,
+    out_stride,
+    only,
+):
     """Entry: `attend` over f16 pages."""
     attend(
-        F16, scratch, pages, head_at, page_bytes, tables, first, queries, group_size, head_dim, page_tokens, scale_at,
-        out, out_stride, only,
-    )  # fmt: skip
+        F16,
+        scratch,
+        pages,
+        head_at,
+        page_bytes,
+        tables,
+        first,
+        queries,
+        group_size,
+        head_dim,
+        page_tokens,
+        scale_at,
+        out,
+        out_stride,
+        only,
+    )
 
 
 @numba.njit(**JIT)
 def attend_f32(
-    scratch, pages, head_at, page_bytes, tables, first, queries, group_size, head_dim, page_tokens,
-    scale_at, out, out_stride, only,
-):  # fmt: skip
+    scratch,
+    pages,
+    head_at,
+    page_bytes,
+    tables,
+    first,
+    queries,
+    group_size,
+    head_dim,
+    page_tokens,
+    scale_at,
+    out,
+    out_stride,
+    only,
+):
     """Entry: `attend` over f32 pages."""
     attend(
-        F32, scratch, pages, head_at, page_bytes, tables, first, queries, group_size, head_dim, page_tokens, scale_at,
-        out, out_stride, only,
-    )  # fmt: skip
+        F32,
+        scratch,
+        pages,
+        head_at,
+        page_bytes,
+        tables,
+        first,
+        queries,
+        group_size,
+        head_dim,
+        page_tokens,
+        scale_at,
+        out,
+        out_stride,
+        only,
+    )
 
 
 @numba.njit(**JIT)
 def attend_int8(
-    scratch, pages, head_at, page_bytes, tables, first, queries, group_size, head_dim, page_tokens,
-    scale_at, out, out_stride, only,
-):  # fmt: skip
+    scratch,
+    pages,
+    head_at,
+    page_bytes,
+    tables,
+    first,
+    queries,
+    group_size,
+    head_dim,
+    page_tokens,
+    scale_at,
+    out,
+    out_stride,
+    only,
+):
     """Entry: `attend` over int8 pages."""
     attend(
-        INT8, scratch, pages, head_at, page_bytes, tables, first, queries, group_size, head_dim, page_tokens, scale_at,
-        out, out_stride, only,
-    )  # fmt: skip
+        INT8,
+        scratch,
+        pages,
+        head_at,
+        page_bytes,
+        tables,
+        first,
+        queries,
+        group_size,
+        head_dim,
+        page_tokens,
+        scale_at,
+        out,
+        out_stride,
+        only,
+    )
 
 
 ENTRIES = {"f16": attend_f16, "f32": attend_f32, "int8": attend_int8}

@@ -17,10 +17,10 @@ import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pipeline import process
-from stages.worker.kernels import attention, features, forward, matmul, sampling, turns
-from stages.worker.kernels import context as c
-from stages.worker.kernels.linkage import entry_address
+from pipeline.runtime import process
+from stages.worker.kernels import attention, features, forward, matmul, rank_loop, sampler
+from stages.worker.kernels import parameter_block as c
+from stages.worker.kernels.entries import entry_address
 
 Progress = Callable[[str, int, int], None]  # entry, done, of
 
@@ -36,8 +36,8 @@ class Entry(NamedTuple):
 ENTRIES = (
     Entry("matmul", c.MATMUL, 11, lambda kv_type: matmul.matmul),
     Entry("attend", c.ATTEND, attention.ENTRY_ARGUMENTS, lambda kv_type: attention.ENTRIES[kv_type]),
-    Entry("turns", -1, turns.ENTRY_ARGUMENTS, lambda kv_type: turns.take_turns),
-    Entry("draw", c.DRAW, sampling.ENTRY_ARGUMENTS, lambda kv_type: sampling.draw),
+    Entry("turns", -1, rank_loop.ENTRY_ARGUMENTS, lambda kv_type: rank_loop.take_turns),
+    Entry("draw", c.DRAW, sampler.ENTRY_ARGUMENTS, lambda kv_type: sampler.draw),
     Entry("embed", c.EMBED_ROW, 5, lambda kv_type: matmul.embed_row),
 )
 PHASES = forward.PHASES
@@ -69,8 +69,12 @@ class _Compiler:
         self._words = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", "stages.worker.kernels.build", kv_type, str(os.getpid())],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, text=True, env=COMPILER | os.environ,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._words,
+            text=True,
+            env=COMPILER | os.environ,
+        )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self.answers = self._process.stdin, self._process.stdout
         self.entry = ""

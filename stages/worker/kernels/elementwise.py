@@ -51,13 +51,19 @@ odds = _operation(
     "odds", f32x16, (f32x16, f32x16), lambda b, x, y: _pick(b, x, list(range(1, 32, 2)), y), "Lanes 1, 3, ..."
 )
 zip_low = _operation(
-    "zip_low", f32x16, (f32x16, f32x16),
-    lambda b, x, y: _pick(b, x, [i // 2 + 16 * (i % 2) for i in range(16)], y), "x0, y0, x1, ... y7.",
-)  # fmt: skip
+    "zip_low",
+    f32x16,
+    (f32x16, f32x16),
+    lambda b, x, y: _pick(b, x, [i // 2 + 16 * (i % 2) for i in range(16)], y),
+    "x0, y0, x1, ... y7.",
+)
 zip_high = _operation(
-    "zip_high", f32x16, (f32x16, f32x16),
-    lambda b, x, y: _pick(b, x, [8 + i // 2 + 16 * (i % 2) for i in range(16)], y), "x8, y8, x9, ... y15.",
-)  # fmt: skip
+    "zip_high",
+    f32x16,
+    (f32x16, f32x16),
+    lambda b, x, y: _pick(b, x, [8 + i // 2 + 16 * (i % 2) for i in range(16)], y),
+    "x8, y8, x9, ... y15.",
+)
 
 
 @numba.njit(**JIT)

@@ -146,8 +146,13 @@ def cache_key(name: str) -> str:
     h = hashlib.sha256()
     here = Path(__file__).parent
     # What kernels call and the constants that are compiled into them, wherever these stand.
-    outside = [here.parents[2] / "shm" / f"{name}.py" for name in ("atomics", "barrier", "pages", "steps")]
-    for path in [*sorted(here.rglob("*.py")), here.parent / "activations.py", here.parent / "layout.py", *outside]:
+    outside = [here.parents[2] / "shm" / f"{name}.py" for name in ("atomics", "barrier", "pages", "step_ring")]
+    for path in [
+        *sorted(here.rglob("*.py")),
+        here.parent / "activations_arena.py",
+        here.parent / "checkpoint" / "layout.py",
+        *outside,
+    ]:
         h.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     # Numba finds its files by the path of the source: another checkout has nothing of this one's.
     h.update("|".join((str(here.resolve()), name, *target(name), sys.version)).encode())

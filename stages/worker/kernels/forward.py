@@ -16,18 +16,18 @@ from __future__ import annotations
 
 from numba import njit
 
-from shm import steps
+from shm import step_ring
 from shm.atomics import atomic_add, cycles, store_release
 from shm.barrier import meet
 from shm.pages import SEGMENT
 from stages.worker.kernels import attention
-from stages.worker.kernels import context as c
 from stages.worker.kernels import elementwise as ew
+from stages.worker.kernels import parameter_block as c
 from stages.worker.kernels import plan as p
-from stages.worker.kernels.activations import RECORD, quantize_row
-from stages.worker.kernels.context import word
-from stages.worker.kernels.linkage import INNER, MERGED, call_entry, run_entry
+from stages.worker.kernels.entries import INNER, MERGED, call_entry, run_entry
 from stages.worker.kernels.matmul import BF16, F16, F32, group_unit, group_unit_bytes
+from stages.worker.kernels.parameter_block import word
+from stages.worker.kernels.quantize_activations import RECORD, quantize_row
 from stages.worker.kernels.simd import get_f32, get_i32, get_i64, prefetch, put_f32, put_i32, put_i64
 
 GROUP = 16
@@ -36,12 +36,10 @@ ASK_BYTES = 8192  # of weights that are asked for at a barrier
 MIN_CHUNK = 2  # groups: 32 rows make a record
 PHASES = ("embed", "norm", "qkv", "keys", "attention", "output", "gate_up", "down", "head", "sample", "wait")
 (EMBED, NORM, QKV, KEYS, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, SAMPLE, WAIT) = range(len(PHASES))
-_OUTPUT_START, _MAX_TOP = 8 * steps.OUTPUT_START, steps.MAX_TOP
-_ROW_INTS, _ROW_FLOATS, _MAX_MASK = 8 * steps.ROW_INTS, 4 * steps.ROW_FLOATS, 4 * steps.MAX_MASK
-_MAX_BIAS = 4 * steps.MAX_BIAS
-_P_ENTRIES, _P_TOKENS, _P_SAMPLES, _P_CHUNKS, _P_SLOT = (
-    p.ENTRIES_KEPT, p.TOKENS, p.SAMPLES, p.HAS_CHUNKS, p.SLOT
-)  # fmt: skip
+_OUTPUT_START, _MAX_TOP = 8 * step_ring.OUTPUT_START, step_ring.MAX_TOP
+_ROW_INTS, _ROW_FLOATS, _MAX_MASK = 8 * step_ring.ROW_INTS, 4 * step_ring.ROW_FLOATS, 4 * step_ring.MAX_MASK
+_MAX_BIAS = 4 * step_ring.MAX_BIAS
+_P_ENTRIES, _P_TOKENS, _P_SAMPLES, _P_CHUNKS, _P_SLOT = (p.ENTRIES_KEPT, p.TOKENS, p.SAMPLES, p.HAS_CHUNKS, p.SLOT)
 
 
 def gated_bytes(max_tokens: int) -> int:
@@ -128,15 +126,18 @@ def _embed(ctx, tokens):
         at = p.token_at(ctx, t)
         position, token = get_i64(at), get_i64(at + 8)
         x = word(ctx, c.X) + 4 * t * width
-        run_entry(
-            word(ctx, c.EMBED_ROW), (word(ctx, c.EMBEDDING_FORMAT), word(ctx, c.EMBEDDING), width, token, x)
-        )  # fmt: skip
+        run_entry(word(ctx, c.EMBED_ROW), (word(ctx, c.EMBEDDING_FORMAT), word(ctx, c.EMBEDDING), width, token, x))
         high, low = position // 256 * pairs * 4, position % 256 * pairs * 4
         turns = word(ctx, c.TURNS) + t * word(ctx, c.TURNS_STRIDE)
         ew.turn(
-            word(ctx, c.COS_HI) + high, word(ctx, c.SIN_HI) + high, word(ctx, c.COS_LO) + low,
-            word(ctx, c.SIN_LO) + low, turns, turns + word(ctx, c.TURNS_STRIDE) // 2, pairs,
-        )  # fmt: skip
+            word(ctx, c.COS_HI) + high,
+            word(ctx, c.SIN_HI) + high,
+            word(ctx, c.COS_LO) + low,
+            word(ctx, c.SIN_LO) + low,
+            turns,
+            turns + word(ctx, c.TURNS_STRIDE) // 2,
+            pairs,
+        )
 
 
 @njit(**MERGED)
@@ -175,9 +176,7 @@ def _project(ctx, kind, w, columns, rows, floats, records, records_stride, token
     if _is_dense(kind):
         x, stride = floats, 4 * columns
     scratch = word(ctx, c.MULTIPLY)
-    run_entry(
-        word(ctx, c.MATMUL), (kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch)
-    )  # fmt: skip
+    run_entry(word(ctx, c.MATMUL), (kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch))
 
 
 # ------------------------------------------------------------------ q, k, v
@@ -190,9 +189,20 @@ def _project_normed(ctx, kind, w, bias, rows, tokens, out):
     stride = word(ctx, c.QKV_STRIDE)
     first, end = _share(ctx, rows // GROUP)
     _project(
-        ctx, kind, w, width, rows, _normed(ctx, tokens), _normed_q(ctx, tokens), word(ctx, c.NORM_Q_STRIDE), tokens,
-        out, stride, first, end,
-    )  # fmt: skip
+        ctx,
+        kind,
+        w,
+        width,
+        rows,
+        _normed(ctx, tokens),
+        _normed_q(ctx, tokens),
+        word(ctx, c.NORM_Q_STRIDE),
+        tokens,
+        out,
+        stride,
+        first,
+        end,
+    )
     if bias:
         for t in range(tokens):
             ew.add(out + t * stride + 64 * first, bias + 64 * first, GROUP * (end - first))
@@ -256,9 +266,15 @@ def _output(ctx, layer, tokens):
     """X += W_o mixed, this rank's rows."""
     columns = word(ctx, c.N_HEADS) * word(ctx, c.HEAD_DIM)
     _residual(
-        ctx, word(layer, c.O_FORMAT), word(layer, c.O), columns, word(ctx, c.MIXED), word(ctx, c.MIXED_Q),
-        word(ctx, c.MIXED_Q_STRIDE), tokens,
-    )  # fmt: skip
+        ctx,
+        word(layer, c.O_FORMAT),
+        word(layer, c.O),
+        columns,
+        word(ctx, c.MIXED),
+        word(ctx, c.MIXED_Q),
+        word(ctx, c.MIXED_Q_STRIDE),
+        tokens,
+    )
 
 
 @njit(**INNER)
@@ -267,9 +283,7 @@ def _residual(ctx, kind, w, columns, floats, records, records_stride, tokens):
     width = word(ctx, c.WIDTH)
     first, end = _share(ctx, width // GROUP)
     x, y = word(ctx, c.X), word(ctx, c.Y)
-    _project(
-        ctx, kind, w, columns, width, floats, records, records_stride, tokens, y, 4 * width, first, end
-    )  # fmt: skip
+    _project(ctx, kind, w, columns, width, floats, records, records_stride, tokens, y, 4 * width, first, end)
     for t in range(tokens):
         at = 4 * t * width + 64 * first
         ew.add(x + at, y + at, GROUP * (end - first))
@@ -288,10 +302,36 @@ def _gate_up(ctx, layer, tokens):
         n = min(at_once, end - first)
         up = gate + 64 * tokens * n
         # matmul writes group g at 64 * g: let the first one land at the start.
-        _project(ctx, word(layer, c.GATE_FORMAT), word(layer, c.GATE), width, ffn, floats, records, stride, tokens,
-                 gate - 64 * first, 64 * n, first, first + n)  # fmt: skip
-        _project(ctx, word(layer, c.UP_FORMAT), word(layer, c.UP), width, ffn, floats, records, stride, tokens,
-                 up - 64 * first, 64 * n, first, first + n)  # fmt: skip
+        _project(
+            ctx,
+            word(layer, c.GATE_FORMAT),
+            word(layer, c.GATE),
+            width,
+            ffn,
+            floats,
+            records,
+            stride,
+            tokens,
+            gate - 64 * first,
+            64 * n,
+            first,
+            first + n,
+        )
+        _project(
+            ctx,
+            word(layer, c.UP_FORMAT),
+            word(layer, c.UP),
+            width,
+            ffn,
+            floats,
+            records,
+            stride,
+            tokens,
+            up - 64 * first,
+            64 * n,
+            first,
+            first + n,
+        )
         for t in range(tokens):
             y = up + t * 64 * n
             if keep:
@@ -309,9 +349,15 @@ def _gate_up(ctx, layer, tokens):
 @njit(**MERGED)
 def _down(ctx, layer, tokens):
     _residual(
-        ctx, word(layer, c.DOWN_FORMAT), word(layer, c.DOWN), word(ctx, c.FFN), word(ctx, c.HIDDEN),
-        word(ctx, c.HIDDEN_Q), word(ctx, c.HIDDEN_Q_STRIDE), tokens,
-    )  # fmt: skip
+        ctx,
+        word(layer, c.DOWN_FORMAT),
+        word(layer, c.DOWN),
+        word(ctx, c.FFN),
+        word(ctx, c.HIDDEN),
+        word(ctx, c.HIDDEN_Q),
+        word(ctx, c.HIDDEN_Q_STRIDE),
+        tokens,
+    )
 
 
 # ------------------------------------------------------------------ head and samples
@@ -322,10 +368,20 @@ def _head(ctx, samples):
     vocab, width = word(ctx, c.VOCAB), word(ctx, c.WIDTH)
     first, end = _share(ctx, (vocab + GROUP - 1) // GROUP)
     _project(
-        ctx, word(ctx, c.HEAD_FORMAT), word(ctx, c.HEAD), width, vocab, _normed(ctx, samples),
-        _normed_q(ctx, samples), word(ctx, c.NORM_Q_STRIDE), samples, word(ctx, c.LOGITS),
-        word(ctx, c.LOGITS_STRIDE), first, end,
-    )  # fmt: skip
+        ctx,
+        word(ctx, c.HEAD_FORMAT),
+        word(ctx, c.HEAD),
+        width,
+        vocab,
+        _normed(ctx, samples),
+        _normed_q(ctx, samples),
+        word(ctx, c.NORM_Q_STRIDE),
+        samples,
+        word(ctx, c.LOGITS),
+        word(ctx, c.LOGITS_STRIDE),
+        first,
+        end,
+    )
 
 
 @njit(**MERGED)
@@ -342,13 +398,22 @@ def _sample(ctx, index):
     token = call_entry(
         word(ctx, c.DRAW),
         (
-            word(ctx, c.LOGITS) + index * word(ctx, c.LOGITS_STRIDE), word(ctx, c.VOCAB), tokens, known,
-            get_i64(ints + _OUTPUT_START), ints, word(ctx, c.ROW_FLOATS_AT) + row * _ROW_FLOATS,
-            word(ctx, c.MASK_IDS) + row * _MAX_MASK, word(ctx, c.BIAS_IDS) + row * _MAX_BIAS,
-            word(ctx, c.BIAS) + row * _MAX_BIAS, word(ctx, c.SAMPLER), word(ctx, c.OUT_LOGPROB) + out,
-            word(ctx, c.OUT_TOP_ID) + _MAX_TOP * out, word(ctx, c.OUT_TOP_LP) + _MAX_TOP * out,
+            word(ctx, c.LOGITS) + index * word(ctx, c.LOGITS_STRIDE),
+            word(ctx, c.VOCAB),
+            tokens,
+            known,
+            get_i64(ints + _OUTPUT_START),
+            ints,
+            word(ctx, c.ROW_FLOATS_AT) + row * _ROW_FLOATS,
+            word(ctx, c.MASK_IDS) + row * _MAX_MASK,
+            word(ctx, c.BIAS_IDS) + row * _MAX_BIAS,
+            word(ctx, c.BIAS) + row * _MAX_BIAS,
+            word(ctx, c.SAMPLER),
+            word(ctx, c.OUT_LOGPROB) + out,
+            word(ctx, c.OUT_TOP_ID) + _MAX_TOP * out,
+            word(ctx, c.OUT_TOP_LP) + _MAX_TOP * out,
         ),
-    )  # fmt: skip
+    )
     put_i32(word(ctx, c.OUT_TOKEN) + out, token)
     if samples == 1:
         put_i32(tokens + 4 * known, token)
@@ -376,6 +441,7 @@ def write_key(ctx, entry, token, kv_head, head_at, scratch):
     else:
         ew.write_kv_int8(scratch, v, at, at + half, slot, page_tokens, dim, scratch + 4 * dim)
 
+
 @njit(**INNER)
 def ask_for_page(ctx, entry, head_at):
     """Prefetch the lines of the page that a single query's K will be written to, and read with."""
@@ -400,6 +466,7 @@ def write_keys(ctx, layer):
                 at = (layer * heads + head) * word(ctx, c.HEAD_BYTES)
                 write_key(ctx, entry, t, head, at, word(ctx, c.ATTENTION))
 
+
 @njit(**MERGED)
 def merge_segments(ctx, entry, token, kv_head, segments, scratch):
     """The partial results of a query's group, in ascending order, to MIXED."""
@@ -410,11 +477,10 @@ def merge_segments(ctx, entry, token, kv_head, segments, scratch):
         head = kv_head * group + g
         for s in range(segments):
             at = word(ctx, c.PARTIALS) + size * (word(entry, p.P_PARTIAL) + s * heads + head)
-            attention.merge(
-                scratch + 64, scratch, at + 64, get_f32(at), get_f32(at + 4), dim, s == 0
-            )  # fmt: skip
+            attention.merge(scratch + 64, scratch, at + 64, get_f32(at), get_f32(at + 4), dim, s == 0)
         out = word(ctx, c.MIXED) + token * word(ctx, c.MIXED_STRIDE) + 4 * head * dim
         attention.finish(scratch + 64, scratch, out, dim)
+
 
 @njit(**INNER)
 def announce_unit(ctx, layer, entry, head, segment):
@@ -422,10 +488,16 @@ def announce_unit(ctx, layer, entry, head, segment):
     dim, kv_heads = word(ctx, c.HEAD_DIM), word(ctx, c.N_KV_HEADS)
     head_at = (layer * kv_heads + head) * word(ctx, c.HEAD_BYTES)
     attention.announce(
-        attention.table_at(word(ctx, c.ATTENTION), dim) + attention.AFTER, word(ctx, c.PAGES), head_at,
-        word(ctx, c.PAGE_BYTES), _table(ctx, entry), segment, word(entry, p.P_START), word(ctx, c.PAGE_TOKENS),
+        attention.table_at(word(ctx, c.ATTENTION), dim) + attention.AFTER,
+        word(ctx, c.PAGES),
+        head_at,
+        word(ctx, c.PAGE_BYTES),
+        _table(ctx, entry),
+        segment,
+        word(entry, p.P_START),
+        word(ctx, c.PAGE_TOKENS),
         word(ctx, c.KV_WIDTH),
-    )  # fmt: skip
+    )
 
 
 @njit(**MERGED)
@@ -438,11 +510,22 @@ def attend_part(ctx, entry, token, kv_head, head_at, index, segments, arrivals):
     run_entry(
         word(ctx, c.ATTEND),
         (
-            scratch, word(ctx, c.PAGES), head_at, word(ctx, c.PAGE_BYTES), _table(ctx, entry),
-            word(entry, p.P_START), 1, group, dim, word(ctx, c.PAGE_TOKENS), ctx + 8 * c.SCORE_SCALE, 0, 0,
+            scratch,
+            word(ctx, c.PAGES),
+            head_at,
+            word(ctx, c.PAGE_BYTES),
+            _table(ctx, entry),
+            word(entry, p.P_START),
+            1,
+            group,
+            dim,
+            word(ctx, c.PAGE_TOKENS),
+            ctx + 8 * c.SCORE_SCALE,
+            0,
+            0,
             index,
         ),
-    )  # fmt: skip
+    )
     o = scratch + 4 * attention.ROWS * (dim + SEGMENT)
     state = o + 8 * attention.ROWS * dim
     for g in range(group):
@@ -456,6 +539,7 @@ def attend_part(ctx, entry, token, kv_head, head_at, index, segments, arrivals):
         merge_segments(ctx, entry, token, kv_head, segments, scratch)
         _quantize_mixed(ctx, token, kv_head)
 
+
 @njit(**MERGED)
 def attend_queries(ctx, entry, token, first, queries, kv_head, head_at):
     """A block of queries of one sequence from position `first` on."""
@@ -466,12 +550,25 @@ def attend_queries(ctx, entry, token, first, queries, kv_head, head_at):
     run_entry(
         word(ctx, c.ATTEND),
         (
-            scratch, word(ctx, c.PAGES), head_at, word(ctx, c.PAGE_BYTES), _table(ctx, entry), first, queries,
-            group, dim, word(ctx, c.PAGE_TOKENS), ctx + 8 * c.SCORE_SCALE, out, word(ctx, c.MIXED_STRIDE), -1,
+            scratch,
+            word(ctx, c.PAGES),
+            head_at,
+            word(ctx, c.PAGE_BYTES),
+            _table(ctx, entry),
+            first,
+            queries,
+            group,
+            dim,
+            word(ctx, c.PAGE_TOKENS),
+            ctx + 8 * c.SCORE_SCALE,
+            out,
+            word(ctx, c.MIXED_STRIDE),
+            -1,
         ),
-    )  # fmt: skip
+    )
     for t in range(token, token + queries):
         _quantize_mixed(ctx, t, kv_head)
+
 
 @njit(**MERGED)
 def attend(ctx, layer):
@@ -517,6 +614,7 @@ def attend(ctx, layer):
                     attend_queries(ctx, entry, token + begin, start + begin, queries, head, head_at)
                 unit += 1
 
+
 @njit(**MERGED)
 def quantize_straddling(ctx, tokens):
     """Records that span groups of heads are made when all heads are there. False: given up."""
@@ -528,6 +626,7 @@ def quantize_straddling(ctx, tokens):
         x = word(ctx, c.MIXED) + t * word(ctx, c.MIXED_STRIDE)
         quantize_row(x, heads * dim, word(ctx, c.MIXED_Q) + t * word(ctx, c.MIXED_Q_STRIDE))
     return _meet(ctx)
+
 
 @njit(**MERGED)
 def run_layer(ctx, index, tokens, chunks):
@@ -574,6 +673,7 @@ def run_layer(ctx, index, tokens, chunks):
         return _meet_before(ctx, word(layer, c.Q_FORMAT), word(layer, c.Q), width, share, 0)
     share = _share(ctx, (word(ctx, c.VOCAB) + GROUP - 1) // GROUP)
     return _meet_before(ctx, word(ctx, c.HEAD_FORMAT), word(ctx, c.HEAD), width, share, 0)
+
 
 @njit(**INNER)
 def run_step(ctx):

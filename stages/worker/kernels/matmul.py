@@ -2,7 +2,7 @@
 
     matmul(format_id, w, columns, first, end, x, x_stride, tokens, out, out_stride, scratch)
 
-computes row groups first .. end-1 (16 rows each) of the matrix at address `w` (stages/worker/layout.py) for
+computes row groups first .. end-1 (16 rows each) of the matrix at address `w` (stages/worker/checkpoint/layout.py) for
 `tokens` rows of activations, and writes 16 f32 for each group and token at `out + token * out_stride + 64 *
 group`.  `x` holds int8 records (activations.py), or f32 for F32, F16 and BF16 weights.  `scratch` is the
 address of `SCRATCH_BYTES` of the caller's own, 64-byte aligned.  Addresses and strides are int64, in bytes.
@@ -18,8 +18,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from stages.worker.checkpoint.layout import FORMATS
 from stages.worker.kernels import amx, tiles
-from stages.worker.kernels.activations import (
+from stages.worker.kernels.entries import INNER, MERGED
+from stages.worker.kernels.quantize_activations import (
     BLOCK,
     RECORD,
     SCALE,
@@ -30,17 +32,6 @@ from stages.worker.kernels.activations import (
     START8,
     ZERO,
 )
-from stages.worker.kernels.formats import (
-    byte_dot,
-    byte_pair,
-    five_dot,
-    five_pair,
-    nibble_dot,
-    nibble_pair,
-    six_dot,
-    six_pair,
-)
-from stages.worker.kernels.linkage import INNER, MERGED
 from stages.worker.kernels.simd import (
     AMX,
     INLINE,
@@ -70,7 +61,16 @@ from stages.worker.kernels.simd import (
     store_i32,
     to_f32,
 )
-from stages.worker.layout import FORMATS
+from stages.worker.kernels.unpack_weights import (
+    byte_dot,
+    byte_pair,
+    five_dot,
+    five_pair,
+    nibble_dot,
+    nibble_pair,
+    six_dot,
+    six_pair,
+)
 
 F32, F16, BF16 = (FORMATS[name].id for name in ("F32", "F16", "BF16"))
 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K = (
@@ -623,9 +623,22 @@ def _many(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scra
                     here = x + t * stride + at * RECORD
                     ahead, ask_u, ask_v = _ahead(kind, u, v, size, at + part, n, g + 2, end)
                     _all_tokens(
-                        kind, scratch, to, part, here, stride, some, target, out_stride, gap, at == 0, spill,
-                        ask_u, ask_v, ahead,
-                    )  # fmt: skip
+                        kind,
+                        scratch,
+                        to,
+                        part,
+                        here,
+                        stride,
+                        some,
+                        target,
+                        out_stride,
+                        gap,
+                        at == 0,
+                        spill,
+                        ask_u,
+                        ask_v,
+                        ahead,
+                    )
         t += some
     if by_tiles:
         amx.release()

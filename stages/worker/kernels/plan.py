@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from numba import njit
 
-from shm import steps
+from shm import step_ring
 from shm.pages import SEGMENT
-from stages.worker.kernels import context as c
-from stages.worker.kernels.context import word
-from stages.worker.kernels.linkage import INNER
+from stages.worker.kernels import parameter_block as c
+from stages.worker.kernels.entries import INNER
+from stages.worker.kernels.parameter_block import word
 from stages.worker.kernels.simd import get_i32, get_i64, put_i32, put_i64
 
 BAD_ENTRY = -2
@@ -33,11 +33,15 @@ TOKEN_PLAN = 3
 SAMPLE_PLAN = 3
 SPLIT_UNITS = 16  # with fewer (entry, kv head) units than this, segments are units of their own
 
-_SLOTS, _SLOT_WORDS, _ENTRY_WORDS = steps.SLOTS, steps.SLOT_WORDS, steps.ENTRY_WORDS
-_N_ENTRIES, _STEP = steps.SLOT_ENTRIES, steps.SLOT_STEP
+_SLOTS, _SLOT_WORDS, _ENTRY_WORDS = step_ring.SLOTS, step_ring.SLOT_WORDS, step_ring.ENTRY_WORDS
+_N_ENTRIES, _STEP = step_ring.SLOT_ENTRIES, step_ring.SLOT_STEP
 _ROW, _START, _COUNT, _SAMPLES, _BASE = (
-    steps.ROW, steps.START, steps.COUNT, steps.SAMPLES, steps.SAMPLE_BASE
-)  # fmt: skip
+    step_ring.ROW,
+    step_ring.START,
+    step_ring.COUNT,
+    step_ring.SAMPLES,
+    step_ring.SAMPLE_BASE,
+)
 
 
 def plan_words(max_entries: int, max_tokens: int, max_samples: int) -> int:

@@ -121,20 +121,37 @@ def _store(builder: Builder, value: Any, addr: Any) -> None:
 
 _FLOATS, _INTS = (f32x16, f64x16), (i32x16,)
 _FLOAT_OPS = {
-    operator.add: "fadd", operator.sub: "fsub", operator.mul: "fmul", operator.truediv: "fdiv",
-}  # fmt: skip
+    operator.add: "fadd",
+    operator.sub: "fsub",
+    operator.mul: "fmul",
+    operator.truediv: "fdiv",
+}
 _INT_OPS = {
-    operator.add: "add", operator.sub: "sub", operator.mul: "mul", operator.and_: "and_",
-    operator.or_: "or_", operator.xor: "xor", operator.lshift: "shl", operator.rshift: "lshr",
-}  # fmt: skip
+    operator.add: "add",
+    operator.sub: "sub",
+    operator.mul: "mul",
+    operator.and_: "and_",
+    operator.or_: "or_",
+    operator.xor: "xor",
+    operator.lshift: "shl",
+    operator.rshift: "lshr",
+}
 _MASK_OPS = {operator.and_: "and_", operator.or_: "or_", operator.xor: "xor"}
 _INPLACE = {
-    operator.add: operator.iadd, operator.sub: operator.isub, operator.mul: operator.imul,
-    operator.and_: operator.iand, operator.or_: operator.ior, operator.xor: operator.ixor,
-}  # fmt: skip
+    operator.add: operator.iadd,
+    operator.sub: operator.isub,
+    operator.mul: operator.imul,
+    operator.and_: operator.iand,
+    operator.or_: operator.ior,
+    operator.xor: operator.ixor,
+}
 _COMPARE = {
-    operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==",
-}  # fmt: skip
+    operator.lt: "<",
+    operator.le: "<=",
+    operator.gt: ">",
+    operator.ge: ">=",
+    operator.eq: "==",
+}
 _TABLE: dict[Any, dict[str, tuple[Vector, Callable[[Builder, Any, Any], Any]]]] = {}
 
 
@@ -420,23 +437,26 @@ lanes_set = _operation("lanes_set", types.int64, (mask16,), _emit_bits, "Bit l i
 
 def _emit_part_load(builder: Builder, addr: Any, count: Any, otherwise: Any) -> Any:
     arguments = [
-        _at(builder, addr, f32x16.ir), ir.Constant(_I32, 1), _emit_first(builder, count),
+        _at(builder, addr, f32x16.ir),
+        ir.Constant(_I32, 1),
+        _emit_first(builder, count),
         _splat(builder, otherwise),
-    ]  # fmt: skip
+    ]
     return _call(builder, "llvm.masked.load.v16f32.p0", f32x16.ir, arguments)
 
 
 def _emit_part_store(builder: Builder, addr: Any, value: Any, count: Any) -> None:
-    arguments = [
-        value, _at(builder, addr, f32x16.ir), ir.Constant(_I32, 1), _emit_first(builder, count)
-    ]  # fmt: skip
+    arguments = [value, _at(builder, addr, f32x16.ir), ir.Constant(_I32, 1), _emit_first(builder, count)]
     _call(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), arguments)
 
 
 load_f32_part = _operation(
-    "load_f32_part", f32x16, (_ADDRESS, _INT, types.float32), _emit_part_load,
+    "load_f32_part",
+    f32x16,
+    (_ADDRESS, _INT, types.float32),
+    _emit_part_load,
     "The first `count` f32 at an address; the rest is not touched and reads as the third argument.",
-)  # fmt: skip
+)
 store_f32_part = _operation(
     "store_f32_part", types.void, (_ADDRESS, f32x16, _INT), _emit_part_store, "Put the first `count` lanes."
 )
@@ -487,8 +507,13 @@ _LOG2E = float.fromhex("0x1.715476p+0")  # f32 nearest to 1 / ln 2
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _EXP_LOW, _EXP_HIGH = -87.3, 88.7
 _EXP_POLYNOMIAL = (
-    1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1,
-)  # fmt: skip
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
 _ROUNDER = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer, half to even, and shows its bits
 
 

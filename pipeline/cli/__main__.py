@@ -1,5 +1,0 @@
-"""`python -m pipeline.cli` is `starling`."""
-
-from pipeline.cli import main
-
-main()

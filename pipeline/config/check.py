@@ -1,0 +1,152 @@
+"""Does a value fit the schema? Everything that does not, at once, in words.
+
+A `Findings` knows which environment variable set which key, so that a message can say where a value
+comes from.  Values of secrets are never shown.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import msgspec
+
+from pipeline.config.schema import Config, Section
+
+SHOWN_CHARACTERS = 80
+
+_TYPE_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "keys",
+    "null": "nothing",
+}
+
+Key = tuple[str, ...]  # ("models", "0", "path")
+
+
+class Problem(NamedTuple):
+    key: str  # dotted
+    text: str  # after the key: value, where it was set, reason
+
+    def __str__(self) -> str:
+        return self.key + self.text
+
+
+class Findings:
+    """What is wrong so far. `origins`: the environment variable that set a key."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.origins: dict[Key, str] = {}
+
+    def add(self, key: Key, reason: str, shown: str = "") -> None:
+        """A problem with `key`; `shown` is its value as it may be printed, "" for none."""
+        value = f" = {shown}" if shown else ""
+        self.problems.append(Problem(".".join(key), f"{value}{self._origin(key)}: {reason}"))
+
+    def refuse(self, key: Key, value: Any, reason: str) -> None:
+        shown = "***" if key[:2] == ("auth", "api_keys") else repr(value)
+        if len(shown) > SHOWN_CHARACTERS:
+            shown = shown[: SHOWN_CHARACTERS - 3] + "..."
+        self.add(key, reason, shown)
+
+    def _origin(self, key: Key) -> str:
+        """Which variable set the key, something in it, or the list or section that it is in."""
+        for length in range(len(key), 0, -1):
+            for other, variable in self.origins.items():
+                if other == key[:length] or (length == len(key) and other[:length] == key):
+                    return f" ({variable})"
+        return ""
+
+
+def check(kind: Any, value: Any, key: Key, findings: Findings) -> None:
+    """Add unknown and missing keys, wrong types and values out of bounds to `findings`."""
+    if is_section(kind):
+        if isinstance(value, dict):
+            _check_section(kind, value, key, findings)
+        else:
+            findings.refuse(key, value, f"expected keys ({', '.join(fields_of(kind))}), got {kind_of(value)}")
+    elif get_origin(kind) is tuple and isinstance(value, list):
+        for index, item in enumerate(value):
+            check(get_args(kind)[0], item, (*key, str(index)), findings)
+    elif get_origin(kind) is dict and isinstance(value, dict):
+        for name, item in value.items():
+            if isinstance(name, str):
+                check(get_args(kind)[1], item, (*key, name), findings)
+            else:
+                findings.refuse((*key, str(name)), item, "the key must be text; put it in quotes")
+    else:
+        try:
+            converted = msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            findings.refuse(key, value, _reason(str(error), kind, value))
+            return
+        if converted != converted:  # NaN, which is within any bounds
+            findings.refuse(key, value, "expected a number")
+
+
+def _check_section(kind: type[Section], value: dict[Any, Any], key: Key, findings: Findings) -> None:
+    fields = fields_of(kind)
+    for name, item in value.items():
+        if name in fields:
+            check(fields[name], item, (*key, name), findings)
+        else:
+            findings.add((*key, str(name)), "no such key" + _hint(str(name), fields))
+    for field in msgspec.structs.fields(kind):
+        if field.required and field.name not in value:
+            findings.add((*key, field.name), "missing; give it a value")
+
+
+def _reason(message: str, kind: Any, value: Any) -> str:
+    """msgspec's message in the words of this file."""
+    if get_origin(kind) is Literal:
+        allowed = [str(choice) for choice in get_args(kind)]
+        return f"expected one of {', '.join(allowed)}" + did_you_mean(str(value), allowed)
+    text = message.split(" - at ")[0].replace("Expected", "expected")
+    text = text.replace(" >= ", " of at least ").replace(" <= ", " of at most ")
+    return re.sub("`([^`]+)`", lambda quoted: _TYPE_WORDS.get(quoted[1], quoted[1]), text)
+
+
+def _hint(name: str, fields: Mapping[str, Any]) -> str:
+    """A neighbour of the name, or the section that has it."""
+    near = did_you_mean(name, fields)
+    if near:
+        return near
+    homes = [section for section, kind in fields_of(Config).items() if name in fields_of(_element(kind))]
+    if homes:
+        return f"; it belongs to {' or '.join(homes)}"
+    return f"; there are {', '.join(fields)}"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean X?" if one of the known words is near, else ""."""
+    names = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.7)
+    return f"; did you mean {names[near[0]]}?" if near else ""
+
+
+def fields_of(kind: Any) -> dict[str, Any]:
+    """Name to type of a section's keys, in order; empty for what is no section."""
+    return {f.name: f.type for f in msgspec.structs.fields(kind)} if is_section(kind) else {}
+
+
+def is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in words."""
+    if value is None:
+        return "nothing"
+    names = {dict: "keys", list: "a list", str: "text", bool: "true or false", int: "a whole number"}
+    return names.get(type(value), "a number" if isinstance(value, float) else type(value).__name__)
+
+
+def _element(kind: Any) -> Any:
+    return get_args(kind)[0] if get_origin(kind) is tuple else kind

@@ -1,0 +1,104 @@
+"""A configuration file, YAML or TOML, as plain values in the shape that the schema has.
+
+Both notations of a model (`model:` and `models:`) and of its keys come out as one.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.config.check import Findings, kind_of
+from pipeline.config.schema import DEMO_MODEL
+from pipeline.errors import ConfigError
+
+FILE_BYTES_MAX = 1 << 20
+MODEL_ALIASES = {"model_path": "path", "threads": "ranks", "context": "max_sequence_length"}
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice (YAML would silently take the last one)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", key_node.start_mark)
+            seen.add(key if isinstance(key, Hashable) else None)
+        return super().construct_mapping(node, deep)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """A YAML or TOML (by its suffix) mapping. Raises `ConfigError` with the place of the mistake."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
+    if len(data) > FILE_BYTES_MAX:
+        raise ConfigError(f"{path}: larger than {FILE_BYTES_MAX:,} bytes; this is no configuration")
+    try:
+        text = data.decode("utf-8")
+        if path.suffix == ".toml":
+            parsed: Any = tomllib.loads(text)
+        else:
+            parsed = yaml.load(text, _StrictLoader)  # a SafeLoader
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if parsed is None:
+        return {}
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{path}: expected sections (server:, models:, ...), got {kind_of(parsed)}")
+    return parsed
+
+
+def gather_models(raw: dict[str, Any], findings: Findings) -> None:
+    """One model or several become `models`; other names of a model's keys become the usual ones.
+
+    Drops sections whose keys are all commented out (`server:` and nothing): they are as good as absent.
+    """
+    for name in [name for name, value in raw.items() if value is None]:
+        del raw[name]
+    if "model" in raw:
+        model = raw.pop("model")
+        if "models" in raw:
+            findings.add(("model",), "given beside models; put it into the list")
+        else:
+            raw["models"] = [model]
+    for index, model in enumerate(raw["models"] if isinstance(raw.get("models"), list) else ()):
+        for alias, name in MODEL_ALIASES.items() if isinstance(model, dict) else ():
+            if alias not in model:
+                continue
+            if name in model:
+                reason = f"the same as {name}, which is given too; drop one"
+                findings.add(("models", str(index), alias), reason)
+            model.setdefault(name, model.pop(alias))
+
+
+def complete(raw: dict[str, Any]) -> None:
+    """Spell out what may be left out: names of models, keys as plain text, edges with underscores."""
+    if not raw.get("models"):
+        raw["models"] = [{"name": DEMO_MODEL}]
+    for model in raw["models"] if isinstance(raw["models"], list) else ():
+        if not isinstance(model, dict) or "name" in model:
+            continue
+        path = model.get("path", "")
+        if isinstance(path, str):
+            # A model that only has a path is called after its file; one that has not even that is the demo.
+            model["name"] = path.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf") or DEMO_MODEL
+    auth = raw.get("auth")
+    if isinstance(auth, dict) and isinstance(auth.get("api_keys"), list):
+        auth["api_keys"] = [{"key": key} if isinstance(key, str) else key for key in auth["api_keys"]]
+    if isinstance(raw.get("edges"), dict):
+        raw["edges"] = {
+            name.replace("_", "-") if isinstance(name, str) else name: address for name, address in raw["edges"].items()
+        }

@@ -1,0 +1,76 @@
+"""One configuration: file, then environment, checked as a whole, frozen.
+
+Lowest to highest: the defaults (`config_schema.py`); one YAML or TOML file (`config_file.py`); the
+environment (`config_env.py`).  The file is the one asked for, else $STARLING_CONFIG, else starling.yaml,
+.yml or .toml in the working directory, else configs/default.yaml beside the package, else none.
+
+Whatever is wrong (`config_check.py`, `config_rules.py`) is reported at once, a line for each problem,
+with the dotted key, the value, where it was set, the bound and what to do.  Creates nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import yaml
+
+from pipeline.config.check import Findings, check
+from pipeline.config.env import apply_environment
+from pipeline.config.file import complete, gather_models, read_file
+from pipeline.config.rules import check_rules
+from pipeline.config.schema import Config, ModelConfig, mask
+from pipeline.errors import ConfigError
+
+__all__ = ["Config", "ModelConfig", "find_file", "load", "render", "resolve"]
+
+FILE_NAMES = ("starling.yaml", "starling.yml", "starling.toml")
+
+Env = Mapping[str, str]
+
+
+def find_file(path: str | Path | None = None, env: Env = os.environ, cwd: Path | None = None) -> Path | None:
+    """The configuration file that `load` reads; None when there is none."""
+    asked = path or env.get("STARLING_CONFIG")
+    if asked:
+        return Path(asked).expanduser()
+    here = cwd or Path.cwd()
+    shipped = Path(__file__).resolve().parents[2] / "configs" / "default.yaml"
+    candidates = [here / name for name in FILE_NAMES] + [shipped]
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+def load(path: str | Path | None = None, env: Env = os.environ, cwd: Path | None = None) -> Config:
+    """The resolved configuration. Raises `ConfigError` that lists every problem."""
+    file = find_file(path, env, cwd)
+    return resolve(read_file(file) if file else {}, env, f"the configuration ({file or 'defaults'})")
+
+
+def resolve(raw: dict[str, Any], env: Env, source: str = "the configuration") -> Config:
+    """`raw` (as a file would give it; it is changed) and the environment, merged and checked."""
+    findings = Findings()
+    gather_models(raw, findings)
+    apply_environment(raw, env, findings)
+    complete(raw)
+    check(Config, raw, (), findings)
+    if not findings.problems:
+        config = msgspec.convert(raw, Config)
+        for rule in check_rules(config):
+            findings.add(tuple(rule.key.split(".")), rule.reason, rule.value)
+        if not findings.problems:
+            return config
+    lines = "\n".join(f"  {problem}" for problem in findings.problems)
+    raise ConfigError(f"{source} cannot be used:\n{lines}", param=findings.problems[0].key)
+
+
+def render(config: Config, style: Literal["yaml", "json"] = "yaml") -> str:
+    """The configuration as it can be shown: API keys are masked."""
+    plain = msgspec.to_builtins(config)
+    for key in plain["auth"]["api_keys"]:
+        key["key"] = mask(key["key"])
+    if style == "json":
+        return msgspec.json.format(msgspec.json.encode(plain)).decode() + "\n"
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=100)

@@ -1,0 +1,199 @@
+"""What the types cannot say: combinations that are impossible, and keys that are not available.
+
+Pure: a typed `Config` in, broken rules out.  A key in `UNAVAILABLE` is in the schema, because
+configurations of this family have it, and is refused at any value but the neutral one: no key is
+accepted that changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig
+from pipeline.errors import ConfigError
+from pipeline.protocol.topology import EDGES
+from pipeline.runtime.run_dir import check_address
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+_API_KEY = re.compile(r"[!-~]{1,256}")
+_TENANT = re.compile(r"[A-Za-z0-9._@-]{0,64}")
+_SALT = re.compile(r"[^\x00-\x1f\x7f]{0,128}")
+_RESERVED_PATHS = ("/v1", "/health", "/ready")
+
+
+class Rule(NamedTuple):
+    """A broken rule. `value` is as it may be shown, "" where there is none or it is a secret."""
+
+    key: str  # dotted
+    value: str
+    reason: str
+
+
+class Unavailable(NamedTuple):
+    neutral: Any
+    reason: str
+
+
+UNAVAILABLE = {
+    "models.*.weight": Unavailable(
+        1.0, "models do not share cores by weight in this version; give each its own with cpus, drop the key"
+    ),
+    "models.*.device": Unavailable("cpu", "the kernels run on the CPU; the only device is cpu"),
+    "performance.use_mmap": Unavailable(
+        True, "weights are always mapped: loading is mmap and nothing else; drop the key"
+    ),
+}
+
+
+def check_rules(config: Config) -> Iterator[Rule]:
+    """Every rule that is broken."""
+    yield from _unavailable(config)
+    yield from _models(config)
+    yield from _limits(config)
+    yield from _auth(config)
+    yield from _edges(config)
+    yield from _server(config)
+
+
+def _unavailable(config: Config) -> Iterator[Rule]:
+    for pattern, (neutral, reason) in UNAVAILABLE.items():
+        for key, value in _values(config, pattern.split("."), ""):
+            if value != neutral:
+                yield Rule(key, repr(value), reason)
+
+
+def _values(node: Any, parts: list[str], key: str) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) for each place that a pattern with `*` for list items names."""
+    if not parts:
+        yield key.removeprefix("."), node
+    elif parts[0] == "*":
+        for index, item in enumerate(node):
+            yield from _values(item, parts[1:], f"{key}.{index}")
+    else:
+        yield from _values(getattr(node, parts[0]), parts[1:], f"{key}.{parts[0]}")
+
+
+def check_name(name: str) -> str:
+    """Why it cannot be a model's name; "" when it can."""
+    if name == "all":
+        return "for commands it means everything"
+    if len(name) <= 128 and _NAME.fullmatch(name):
+        return ""
+    return "expected up to 128 letters, digits, dots, dashes and underscores, in parts joined by single slashes"
+
+
+def _models(config: Config) -> Iterator[Rule]:
+    seen: dict[str, int] = {}
+    for index, model in enumerate(config.models):
+        at = f"models.{index}"
+        if reason := check_name(model.name):
+            yield Rule(f"{at}.name", repr(model.name), reason)
+        if model.slug in seen:
+            taken = f"models.{seen[model.slug]} has this name already; rename one"
+            yield Rule(f"{at}.name", repr(model.name), taken)
+        seen.setdefault(model.slug, index)
+        if not model.path and model.name != DEMO_MODEL:
+            yield Rule(f"{at}.path", "", f"missing; only the demo model ({DEMO_MODEL}) is known by name")
+        if model.sha256 and not _DIGEST.fullmatch(model.sha256):
+            yield Rule(f"{at}.sha256", repr(model.sha256), "expected 64 hexadecimal digits")
+        yield from _ranks(at, model)
+        if model.spill_mb and not model.spill_path:
+            yield Rule(f"{at}.spill_mb", str(model.spill_mb), "bounds a spill file: set spill_path too")
+        if model.draft_model and (reason := _draft(config, model)):
+            yield Rule(f"{at}.draft_model", repr(model.draft_model), reason)
+
+
+def _draft(config: Config, model: ModelConfig) -> str:
+    """Why it cannot get its drafts there; "" when it can."""
+    draft = config.model(model.draft_model)
+    if draft is None:
+        others = ", ".join(one.name for one in config.models if one.name != model.name)
+        return f"no model of this name is configured; name another entry of models ({others or 'there is none'})"
+    if draft.name == model.name:
+        return "a model cannot draft for itself; name a smaller one, or drop the key"
+    if draft.draft_model:
+        return f"{draft.name} has a draft_model itself ({draft.draft_model}): drafts have none; drop one of the keys"
+    return ""
+
+
+def _ranks(at: str, model: ModelConfig) -> Iterator[Rule]:
+    if len(set(model.cpus)) != len(model.cpus):
+        yield Rule(f"{at}.cpus", repr(list(model.cpus)), "a core is given twice; its two ranks would spin")
+    if model.cpus and model.ranks > len(model.cpus):
+        yield Rule(f"{at}.ranks", str(model.ranks), f"each rank takes a core, and cpus has {len(model.cpus)}")
+
+
+def _limits(config: Config) -> Iterator[Rule]:
+    scheduler = config.scheduler
+    for index, model in enumerate(config.models):
+        batch = config.max_batch_size(model)
+        if scheduler.max_step_tokens < batch:
+            where = f"models.{index}.max_batch_size" if model.max_batch_size else "performance.batch_size"
+            reason = f"less than {where} = {batch}, and each running sequence needs a position of the step"
+            yield Rule("scheduler.max_step_tokens", str(scheduler.max_step_tokens), reason)
+        length = model.max_sequence_length
+        for name in ("max_prompt_tokens", "max_output_tokens"):
+            bound = getattr(scheduler, name)
+            if length and bound >= length:
+                reason = f"models.{index}.max_sequence_length = {length} holds prompt and output together"
+                yield Rule(f"scheduler.{name}", str(bound), reason)
+
+
+def _auth(config: Config) -> Iterator[Rule]:
+    keys: dict[str, int] = {}
+    weights: dict[str, tuple[int, float]] = {}
+    for index, key in enumerate(config.auth.api_keys):
+        at = f"auth.api_keys.{index}"
+        if not _API_KEY.fullmatch(key.key):
+            yield Rule(f"{at}.key", "", "expected 1 to 256 printable ASCII characters without spaces")
+        if key.key in keys:
+            yield Rule(f"{at}.key", "", f"the same key as auth.api_keys.{keys[key.key]}; drop one")
+        keys.setdefault(key.key, index)
+        if not _TENANT.fullmatch(key.tenant):
+            yield Rule(f"{at}.tenant", repr(key.tenant), "expected up to 64 letters, digits and . _ @ -")
+        first, weight = weights.setdefault(key.owner, (index, key.weight))
+        if weight != key.weight:
+            reason = f"auth.api_keys.{first} gives tenant {key.owner!r} the weight {weight}"
+            yield Rule(f"{at}.weight", str(key.weight), reason)
+        other = config.tenant_salt(key.owner)
+        if key.cache_salt != other:
+            reason = f"another key of tenant {key.owner!r} has {other!r}; a tenant has one"
+            yield Rule(f"{at}.cache_salt", repr(key.cache_salt), reason)
+        if not _SALT.fullmatch(key.cache_salt):
+            yield Rule(f"{at}.cache_salt", repr(key.cache_salt), "expected up to 128 printable characters")
+        named = config.scheduler.tenant_weights.get(key.owner)
+        if named is not None and key.weight not in (1.0, named):
+            reason = f"scheduler.tenant_weights.{key.owner} is {named}"
+            yield Rule(f"{at}.weight", str(key.weight), reason)
+
+
+def _edges(config: Config) -> Iterator[Rule]:
+    users: dict[str, str] = {}
+    for name, address in config.edges.items():
+        at = f"edges.{name}"
+        if name not in EDGES:
+            yield Rule(at, repr(address), f"no such edge; there are {', '.join(EDGES)}")
+            continue
+        try:
+            check_address(address)
+        except ConfigError as error:
+            yield Rule(at, "", error.message)
+        if address in users:
+            yield Rule(at, repr(address), f"edges.{users[address]} has this address already")
+        users.setdefault(address, name)
+
+
+def _server(config: Config) -> Iterator[Rule]:
+    server = config.server
+    if not server.host or any(c.isspace() for c in server.host):
+        yield Rule("server.host", repr(server.host), "expected a host name or an address to listen on")
+    if server.run_dir and server.run_dir == server.state_dir:
+        yield Rule("server.state_dir", repr(server.state_dir), "the run directory is emptied; use another")
+    endpoint = config.metrics.endpoint
+    if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", endpoint):
+        yield Rule("metrics.endpoint", repr(endpoint), "expected a path like /metrics")
+    elif any(endpoint == path or endpoint.startswith(path + "/") for path in _RESERVED_PATHS):
+        yield Rule("metrics.endpoint", repr(endpoint), "this path is taken by the API")

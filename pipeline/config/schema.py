@@ -1,0 +1,212 @@
+"""The shape of the configuration: every key, its type, its bounds and its default.
+
+Knows nothing of files, the environment or messages (`config.py` does).  Frozen: resolved once,
+printed by `starling config`.  Sizes are MiB (`_mb`), times milliseconds (`_ms`) or seconds (`_s`).
+A key that this version cannot honour is refused by `config_rules.py`, with the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Port = Annotated[int, Meta(ge=0, le=65535)]  # 0: any free one
+Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+CountOrNone = Annotated[int, Meta(ge=0, le=1_000_000)]  # 0: no bound of its own
+Megabytes = Annotated[int, Meta(ge=1, le=16_777_216)]
+MegabytesOrNone = Annotated[int, Meta(ge=0, le=16_777_216)]
+Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
+MillisecondsOrNone = Annotated[int, Meta(ge=0, le=86_400_000)]
+Seconds = Annotated[int, Meta(ge=0, le=31_536_000)]
+SessionSeconds = Annotated[int, Meta(ge=0, le=2_592_000)]  # as a request may give it: up to 30 days
+Weight = Annotated[float, Meta(ge=0.01, le=1000.0)]
+Policy = Literal["lru", "lfu", "fifo"]
+
+DEMO_MODEL = "smollm2-135m-instruct"  # what is served when no model is configured; see registry.py
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all sections: an unknown key is an error."""
+
+
+class ServerConfig(Section, frozen=True, kw_only=True):
+    host: str = "127.0.0.1"
+    port: Port = 8080
+    request_timeout_ms: Milliseconds = 300_000  # of one request, queueing included
+    max_concurrent_requests: Count = 256  # HTTP requests in flight; more get 429
+    max_body_mb: Annotated[int, Meta(ge=1, le=60)] = (
+        8  # larger bodies get 413; a frame holds 64 (pipeline/ipc/endpoint.py)
+    )
+    enable_cors: bool = False
+    run_dir: str = ""  # sockets and readiness files; "": STARLING_HOME/run
+    state_dir: str = ""  # journal, saved pages, sessions; "": STARLING_HOME/state
+    arena_dir: str = ""  # mapped arenas; "": a directory of its own in /dev/shm
+    journal_mb: MegabytesOrNone = 16  # of requests in flight, so that they outlive the gateway; 0: none
+    drain_timeout_ms: MillisecondsOrNone = 4_000  # honcho kills 5 s after SIGTERM
+    heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)] = 250
+    remote_edges: bool = False  # tcp:// edges may leave this machine; frames are neither secret nor signed
+
+
+class ModelConfig(Section, frozen=True, kw_only=True):
+    """One model. `path`: a GGUF file, an http(s) or file URL, or "" for a demo model's name."""
+
+    name: str
+    path: str = ""
+    sha256: str = ""  # of the GGUF file; checked when given
+    max_batch_size: Annotated[int, Meta(ge=0, le=1024)] = 0  # 0: performance.batch_size
+    max_sessions: CountOrNone = 0  # 0: cache.max_sequences
+    kv_cache_mb: MegabytesOrNone = 0  # 0: cache.max_size_mb
+    spill_path: str = ""  # directory for evicted pages; "": none are kept there
+    spill_mb: MegabytesOrNone = 0  # of them at most; 0: four times the arena
+    kv_type: Literal["f16", "f32", "int8"] = "f16"  # part of the model's identity
+    page_tokens: Literal[16, 32, 64, 128, 256] = 32  # positions in a KV page
+    max_sequence_length: Annotated[int, Meta(ge=0, le=1_048_576)] = 0  # 0: the model's own
+    ranks: Annotated[int, Meta(ge=0, le=64)] = 0  # worker processes; 0: one for each core
+    cpus: tuple[Annotated[int, Meta(ge=0, le=4095)], ...] = ()  # to pin ranks to; empty: any allowed
+    device: str = "cpu"
+    weight: Weight = 1.0  # share of the machine among models
+    speculate: Annotated[int, Meta(ge=0, le=16)] = 0  # most draft tokens in a step; 0: off
+    draft_model: str = ""  # name of a smaller model of `models` that drafts where `speculate` is on; "": none
+
+    @property
+    def slug(self) -> str:
+        """The name as a file name."""
+        return self.name.replace("/", "--")
+
+
+class SchedulerConfig(Section, frozen=True, kw_only=True):
+    max_queue_depth: Count = 1000  # waiting sequences of a model; more get 429
+    batch_timeout_ms: Annotated[int, Meta(ge=0, le=1000)] = 0  # wait for company when idle
+    max_prompt_tokens: CountOrNone = 0  # 0: what the context leaves
+    max_output_tokens: CountOrNone = 0  # 0: what the context leaves
+    max_step_tokens: Annotated[int, Meta(ge=16, le=16_384)] = 512  # positions computed in a step
+    stuck_step_ms: Annotated[int, Meta(ge=100, le=600_000)] = 10_000  # no progress: worker is killed
+    tenant_weights: dict[str, Weight] = {}  # tenants not named here have weight 1
+
+
+class RateLimitsConfig(Section, frozen=True, kw_only=True):
+    """Per tenant; 0: no limit."""
+
+    requests_per_minute: Annotated[int, Meta(ge=0, le=100_000_000)] = 0
+    tokens_per_minute: Annotated[int, Meta(ge=0, le=10_000_000_000)] = 0
+    max_queue_depth: CountOrNone = 0  # waiting sequences of a tenant, for each model; more get 429
+
+
+class ApiKey(Section, frozen=True, kw_only=True):
+    """`api_keys: ["sk-..."]` stands for `{key: "sk-...", tenant: key-XXXXXXXX}`."""
+
+    key: str
+    tenant: str = ""
+    weight: Weight = 1.0  # of the tenant, as in scheduler.tenant_weights
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0  # within the tenant, higher first
+    admin: bool = False
+    cache_salt: str = ""  # of the tenant: shares cached pages and answers with nobody of another salt
+
+    @property
+    def owner(self) -> str:
+        """The tenant; without one, a name made from the key's digest."""
+        return self.tenant or "key-" + hashlib.sha256(self.key.encode()).hexdigest()[:8]
+
+    def __repr__(self) -> str:
+        return f"ApiKey(key={mask(self.key)!r}, tenant={self.owner!r}, admin={self.admin})"
+
+
+class AuthConfig(Section, frozen=True, kw_only=True):
+    """Without keys everyone is the tenant "default"."""
+
+    api_keys: tuple[ApiKey, ...] = ()
+
+
+class ResponseCacheConfig(Section, frozen=True, kw_only=True):
+    """Whole answers by everything that determines their bytes, in the gateway's memory."""
+
+    enabled: bool = False
+    max_size_mb: Megabytes = 64
+    max_entries: Count = 10_000
+    eviction_policy: Policy = "lru"
+    ttl_s: Seconds = 3600  # from when it was computed; 0: no limit
+
+
+class CacheConfig(Section, frozen=True, kw_only=True):
+    """KV pages: what models take that do not say, and what goes first when the arena is full."""
+
+    enabled: bool = True  # keep the pages of ended requests as a prefix cache
+    max_size_mb: Megabytes = 512  # of a model's KV arena, unless it gives kv_cache_mb
+    eviction_policy: Policy = "lru"
+    max_sequences: Count = 1000  # sessions of a model, unless it gives max_sessions
+    session_ttl_s: SessionSeconds = 3600  # of a session that gives none; 0: never closed by itself
+    ttl_s: Seconds = 0  # idle pages older than this go; 0: never
+    persist_mb: MegabytesOrNone = 512  # copies of a model's pages that survive a clean stop; 0: none
+    responses: ResponseCacheConfig = ResponseCacheConfig()
+
+
+class PerformanceConfig(Section, frozen=True, kw_only=True):
+    batch_size: Annotated[int, Meta(ge=1, le=1024)] = 32  # of a step, unless a model says otherwise
+    memory_pool_size_mb: MegabytesOrNone = 0  # most for a model's activations; 0: what it needs
+    use_mmap: bool = True
+
+
+class LoggingConfig(Section, frozen=True, kw_only=True):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["json", "pretty"] = "pretty"
+    log_requests: bool = True
+    max_size_mb: Annotated[int, Meta(ge=1, le=65_536)] = 64  # of a stage's log file, then it is rotated
+    max_files: Annotated[int, Meta(ge=1, le=100)] = 3  # kept for each stage
+
+
+class MetricsConfig(Section, frozen=True, kw_only=True):
+    enabled: bool = True
+    endpoint: str = "/metrics"
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """The whole. `models` is never empty: without one, the demo model is served."""
+
+    server: ServerConfig = ServerConfig()
+    models: tuple[ModelConfig, ...] = ()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    rate_limits: RateLimitsConfig = RateLimitsConfig()
+    auth: AuthConfig = AuthConfig()
+    cache: CacheConfig = CacheConfig()
+    performance: PerformanceConfig = PerformanceConfig()
+    logging: LoggingConfig = LoggingConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    edges: dict[str, str] = {}  # edge name (pipeline/protocol/topology.py) -> tcp:// or ipc:// address
+
+    def model(self, name: str = "") -> ModelConfig | None:
+        """The model of that name; without a name the first one; None when there is none."""
+        if not name:
+            return self.models[0] if self.models else None
+        return next((model for model in self.models if model.name == name), None)
+
+    def drafts(self, name: str) -> bool:
+        """Is the model of that name one that drafts for another, or has one that does?"""
+        return any(one.draft_model and name in (one.name, one.draft_model) for one in self.models)
+
+    def max_batch_size(self, model: ModelConfig) -> int:
+        return model.max_batch_size or self.performance.batch_size
+
+    def max_sessions(self, model: ModelConfig) -> int:
+        return model.max_sessions or self.cache.max_sequences
+
+    def kv_cache_bytes(self, model: ModelConfig) -> int:
+        """The most bytes that the model's KV arena may have, headers included."""
+        return (model.kv_cache_mb or self.cache.max_size_mb) << 20
+
+    def tenant_salt(self, tenant: str) -> str:
+        """`cache_salt` of the tenant's keys, "" without."""
+        return next((key.cache_salt for key in self.auth.api_keys if key.owner == tenant), "")
+
+    def tenant_weight(self, tenant: str) -> float:
+        """Share of a tenant: of `scheduler.tenant_weights`, else of its keys, else 1."""
+        if tenant in self.scheduler.tenant_weights:
+            return self.scheduler.tenant_weights[tenant]
+        return next((key.weight for key in self.auth.api_keys if key.owner == tenant), 1.0)
+
+
+def mask(secret: str) -> str:
+    """A secret as it may be printed: at most 3 characters at either end, and only of long ones."""
+    return f"{secret[:3]}...{secret[-2:]}" if len(secret) >= 16 else "***"

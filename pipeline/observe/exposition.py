@@ -1,0 +1,129 @@
+"""The text of `/metrics`: every stage's snapshot, merged (the gateway calls this).
+
+Series of the same name and labels are added up.  Of a stage whose process is gone, counters and
+histograms count on until its successor replaces the snapshot; its gauges say nothing any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from pipeline.config import paths
+from pipeline.config.schema import Config
+from pipeline.observe import status
+from pipeline.observe.metrics import FAMILIES, Family, Metrics, Series, Snapshot
+from shm.arena import process_ticks
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MAX_SNAPSHOT_BYTES = 8 << 20
+
+_decoder = msgspec.msgpack.Decoder(Snapshot)
+
+
+def render(config: Config, own: Metrics | None = None) -> bytes:
+    """Prometheus text of all stages' snapshots and of `own`."""
+    snapshots = list(read_snapshots(paths.arena_dir(config), skip=own.stage if own else ""))
+    if own is not None:
+        snapshots.append(own.snapshot())
+    snapshots.append(_stages(paths.run_dir(config)))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Once(merge(snapshots)))
+    return generate_latest(registry)
+
+
+def read_snapshots(directory: Path, skip: str = "") -> Iterator[Snapshot]:
+    """What stages have placed; a file that does not decode is passed over."""
+    for path in sorted(directory.glob("*.metrics")):
+        try:
+            if path.stem == skip or path.stat().st_size > MAX_SNAPSHOT_BYTES:
+                continue
+            snapshot = _decoder.decode(path.read_bytes())
+        except (OSError, msgspec.DecodeError):
+            continue
+        if process_ticks(snapshot.pid) != snapshot.ticks:
+            snapshot.families = {
+                name: series
+                for name, series in snapshot.families.items()
+                if name in FAMILIES and FAMILIES[name].kind != "gauge"
+            }
+        yield snapshot
+
+
+def merge(snapshots: Iterable[Snapshot]) -> dict[str, dict[tuple[str, ...], Series]]:
+    """Sum of the series of the same name and labels; unknown families are left out."""
+    merged: dict[str, dict[tuple[str, ...], Series]] = {}
+    for snapshot in snapshots:
+        for name, several in snapshot.families.items():
+            family = FAMILIES.get(name)
+            if family is None:
+                continue
+            into = merged.setdefault(name, {})
+            for series in several:
+                if not _fits(family, series):
+                    continue
+                known = into.get(series.labels)
+                if known is None:
+                    into[series.labels] = Series(series.labels, series.value, list(series.counts))
+                else:
+                    known.value += series.value
+                    known.counts = [a + b for a, b in zip(known.counts, series.counts, strict=True)]
+    return merged
+
+
+def _fits(family: Family, series: Series) -> bool:
+    expected = len(family.bounds) + 1 if family.kind == "histogram" else 0
+    return len(series.labels) == len(family.labels) and len(series.counts) == expected
+
+
+def _stages(run_dir: Path) -> Snapshot:
+    """The stages themselves, from their status records."""
+    up = Metrics("", None)
+    for record in status.read_all(run_dir):
+        up.set("starling_stage_up", float(record.alive), record.stage)
+        up.set("starling_stage_ready", float(record.alive and record.ready), record.stage)
+        up.set("starling_stage_restarts_total", record.restarts, record.stage)
+    return up.snapshot()
+
+
+class _Once(Collector):
+    """Hands merged series to prometheus_client, which knows the text format."""
+
+    def __init__(self, merged: dict[str, dict[tuple[str, ...], Series]]) -> None:
+        self._merged = merged
+
+    def collect(self) -> Iterator[Metric]:
+        for name in FAMILIES:
+            if name in self._merged:
+                yield _metric(FAMILIES[name], self._merged[name].values())
+
+
+def _metric(family: Family, several: Iterable[Series]) -> Metric:
+    if family.kind == "counter":
+        counter = CounterMetricFamily(family.name, family.help, labels=family.labels)
+        for series in several:
+            counter.add_metric(series.labels, series.value)
+        return counter
+    if family.kind == "gauge":
+        gauge = GaugeMetricFamily(family.name, family.help, labels=family.labels)
+        for series in several:
+            gauge.add_metric(series.labels, series.value)
+        return gauge
+    histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels)
+    for series in several:
+        buckets, below = [], 0
+        for bound, count in zip((*family.bounds, float("inf")), series.counts, strict=True):
+            below += count
+            buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), below))
+        histogram.add_metric(series.labels, buckets=buckets, sum_value=series.value)
+    return histogram

@@ -1,0 +1,150 @@
+"""The run directory: sockets, status records and locks of one server; and what an address may be.
+
+It is 0700 and ours, or it is refused.  What a crash has left in it is recognised by the next start: a
+socket nobody listens on is removed, a lock falls with its holder, a status record names a process
+(pid, start_ticks) that is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import ipaddress
+import os
+import socket
+import stat
+from pathlib import Path
+
+from pipeline.config.paths import SOCKET_PATH_MAX
+from pipeline.errors import ConfigError, ResourceError
+
+
+def prepare(path: Path, what: str = "run directory", key: str = "server.run_dir") -> Path:
+    """Make `path` (0700) or check that it is ours alone; returns it resolved. Raises `ConfigError`."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = path.resolve(strict=True)
+        info = path.stat()
+    except OSError as error:
+        raise ConfigError(f"{what} {path}: {error.strerror}; set {key} to another one", key) from None
+    if info.st_uid != os.getuid():
+        raise ConfigError(
+            f"{what} {path} belongs to user {info.st_uid}, and this process runs as {os.getuid()}: set "
+            f"{key} to a directory of your own",
+            key,
+        )
+    if stat.S_IMODE(info.st_mode) & 0o077:
+        raise ConfigError(
+            f"{what} {path} has mode {stat.S_IMODE(info.st_mode):o}, so others could reach what is in it: "
+            f"chmod 700 {path}",
+            key,
+        )
+    return path
+
+
+def check_address(address: str, allow_remote: bool = False) -> None:
+    """Refuse what is neither a socket path that fits nor `tcp://HOST:PORT` on a loopback host.
+
+    `allow_remote` admits other hosts: frames are neither encrypted nor authenticated.
+    """
+    scheme, _, rest = address.partition("://")
+    if scheme == "ipc":
+        if not rest.startswith("/"):
+            raise ConfigError(f"address {address!r}: the path must be absolute")
+        if len(os.fsencode(rest)) > SOCKET_PATH_MAX:
+            raise ConfigError(
+                f"address {address!r}: path of {len(os.fsencode(rest))} bytes, a socket's may have {SOCKET_PATH_MAX}"
+            )
+        return
+    host, colon, port = rest.rpartition(":")
+    if scheme != "tcp" or not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"address {address!r}: expected ipc:///PATH or tcp://HOST:PORT")
+    if allow_remote or host == "localhost":
+        return
+    try:
+        is_loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback:
+        raise ConfigError(
+            f"address {address!r}: {host} is not a loopback address, and frames are neither encrypted "
+            f"nor authenticated; on a network you trust, set server.remote_edges"
+        )
+
+
+def clear_socket(address: str) -> None:
+    """Before binding `ipc://PATH`: remove a dead predecessor's socket, and nothing else.
+
+    libzmq would unlink whatever stands at the path, a live server's socket included.  Other schemes
+    have nothing to clear.
+    """
+    if not address.startswith("ipc://"):
+        return
+    path = Path(address.removeprefix("ipc://"))
+    try:
+        info = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(info.st_mode):
+        raise ConfigError(f"{path} is in the way and is no socket: remove it")
+    if info.st_uid != os.getuid():
+        raise ConfigError(f"{path} is a socket of user {info.st_uid}: choose another server.run_dir")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        code = probe.connect_ex(str(path))
+    if code in (0, errno.EAGAIN):  # EAGAIN: its backlog is full, so somebody holds it
+        raise ConfigError(f"{path} is in use by a live process: is this server running already?")
+    if code in (errno.ECONNREFUSED, errno.ENOENT):
+        path.unlink(missing_ok=True)
+        return
+    raise ConfigError(f"{path}: {os.strerror(code)}")
+
+
+class StageLock:
+    """`RUN_DIR/STAGE.lock`, held by the one process that is this stage, for as long as it lives."""
+
+    def __init__(self, run_dir: Path, stage: str) -> None:
+        self.path = run_dir / f"{stage}.lock"
+        try:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ResourceError(
+                f"{self.path} cannot be made: {error.strerror}; free space in server.run_dir, or give another one",
+                param="server.run_dir",
+            ) from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(self._fd)
+            raise ConfigError(
+                f"stage {stage} already runs in {run_dir} (pid {holder}): stop it first, or give "
+                f"this server another server.run_dir"
+            ) from None
+        os.ftruncate(self._fd, 0)
+        # On a full disk there is a lock all the same, only not whose it is.
+        with contextlib.suppress(OSError):
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Idempotent. The file stays: unlinking a locked file would let two holders in."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def lock_holder(run_dir: Path, stage: str) -> int:
+    """The pid of the process that holds the stage's lock now, 0 when nobody does."""
+    try:
+        fd = os.open(run_dir / f"{stage}.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.pread(fd, 32, 0).strip()
+        return int(pid) if pid.isdigit() else 0
+    finally:
+        os.close(fd)
+    return 0

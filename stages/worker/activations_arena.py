@@ -1,0 +1,121 @@
+"""The activations arena: what the ranks of one group share while they compute a step.
+
+Created by rank 0 when it is told of the other arenas, mapped by the other ranks, worth nothing once the
+group is gone.  First `CONTROL_WORDS` words of control, each cache line with one writer:
+
+    word 0    rank 0    barrier: epoch; word 8: the group is given up (shm/barrier.py)
+    word 16   rank 0    STEP: number of the last turn, twice, plus 1 when it is a word from Python
+    word 24   rank 0    what rank 0 was told is the step of this turn (for post-mortems)
+    word 64 + 8 r   rank r: barrier line; its third word says that it sleeps on STEP
+
+Then the buffers of kernels/context.py, each 64-aligned; rows of all ranks' tokens follow each other.  Which
+rank writes which rows or columns is decided in kernels/forward.py; between two barriers no value has
+two writers, or a writer and a reader of different ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from shm.arena import Arena, align
+from shm.checkpoint import Hyper
+from shm.pages import SEGMENT
+from shm.step_ring import MAX_RANKS
+from stages.worker.kernels import parameter_block as c
+from stages.worker.kernels.plan import SPLIT_UNITS, plan_words
+from stages.worker.kernels.quantize_activations import row_bytes
+
+KIND = "activations"
+LAYOUT = 1
+BARRIER, STEP, TURN, LINES = 0, 16, 24, 64  # words
+SLEEPS = 2  # word of a rank's line
+CONTROL_WORDS = LINES + 8 * MAX_RANKS
+LEAST_PARTIALS = 2048
+
+
+class ActivationsGeometry(NamedTuple):
+    """The bounds that the buffers are made for; stands in the arena's header."""
+
+    step_tokens: int  # positions computed in one step
+    step_samples: int  # positions sampled in one step
+    max_entries: int
+    max_pages: int  # of a page table
+    max_positions: int  # of a sequence
+    ranks: int
+
+    def check(self) -> None:
+        """Raises `ValueError` for a bound that cannot be."""
+        for name, value in self._asdict().items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}, expected 1 or more")
+        if self.ranks > MAX_RANKS:
+            raise ValueError(f"ranks is {self.ranks}, at most {MAX_RANKS}")
+
+
+def n_partials(g: ActivationsGeometry, h: Hyper) -> int:
+    """Places for partial results of attention: one sequence of any length always has room."""
+    return max(LEAST_PARTIALS, -(-g.max_positions // SEGMENT) * h.n_heads)
+
+
+def strides(h: Hyper) -> dict[int, int]:
+    """Bytes from one token (or sample) to the next, by word of the context."""
+    heads = h.n_heads * h.head_dim
+    return {
+        c.NORM_Q_STRIDE: row_bytes(h.width),
+        c.QKV_STRIDE: align(4 * (heads + 2 * h.n_kv_heads * h.head_dim)),
+        c.MIXED_STRIDE: 4 * heads,
+        c.MIXED_Q_STRIDE: row_bytes(heads),
+        c.HIDDEN_Q_STRIDE: row_bytes(h.ffn_width),
+        c.TURNS_STRIDE: 2 * align(2 * h.n_rot),
+        c.LOGITS_STRIDE: 4 * align(h.vocab_size),
+    }
+
+
+def _sizes(g: ActivationsGeometry, h: Hyper) -> dict[int, int]:
+    """Bytes of each buffer, by the word of the context that gives its address; in the order of the file."""
+    s = strides(h)
+    rows = max(g.step_tokens, g.step_samples)
+    return {
+        c.PLAN: 8 * plan_words(g.max_entries, g.step_tokens, g.step_samples),
+        c.PLAN_TABLES: 4 * g.max_pages * g.max_entries,
+        c.ARRIVALS: 64 * SPLIT_UNITS,
+        c.X: 4 * g.step_tokens * h.width,
+        c.Y: 4 * g.step_tokens * h.width,
+        c.NORM: 4 * rows * h.width,
+        c.NORM_Q: rows * s[c.NORM_Q_STRIDE],
+        c.QKV: g.step_tokens * s[c.QKV_STRIDE],
+        c.MIXED: g.step_tokens * s[c.MIXED_STRIDE],
+        c.MIXED_Q: g.step_tokens * s[c.MIXED_Q_STRIDE],
+        c.HIDDEN: 4 * g.step_tokens * h.ffn_width,
+        c.HIDDEN_Q: g.step_tokens * s[c.HIDDEN_Q_STRIDE],
+        c.TURNS: g.step_tokens * s[c.TURNS_STRIDE],
+        c.LOGITS: g.step_samples * s[c.LOGITS_STRIDE],
+        c.PARTIALS: 4 * (h.head_dim + 16) * n_partials(g, h),
+    }
+
+
+def offsets(g: ActivationsGeometry, h: Hyper) -> tuple[dict[int, int], int]:
+    """Where each buffer begins (bytes), and the size of the whole."""
+    at, found = align(8 * CONTROL_WORDS), {}
+    for name, size in _sizes(g, h).items():
+        found[name] = at
+        # A line more than needed: vectors are stored whole, and rows do not share cache sets.
+        at = align(at + size) + 64
+    return found, at
+
+
+def activations_bytes(g: ActivationsGeometry, h: Hyper) -> int:
+    return offsets(g, h)[1]
+
+
+def create_activations(path: Path, g: ActivationsGeometry, h: Hyper, digest: bytes) -> Arena:
+    """Rank 0's call. Raises `ArenaError` when it does not fit, `ValueError` for an impossible geometry."""
+    g.check()
+    return Arena.create(path, KIND, LAYOUT, activations_bytes(g, h), dict(g._asdict()), digest)
+
+
+def attach_activations(path: Path, digest: bytes) -> tuple[Arena, ActivationsGeometry]:
+    """The other ranks' call. Raises `FileNotFoundError`, `ArenaError`."""
+    arena = Arena.attach(path, KIND, LAYOUT, digest=digest)
+    return arena, ActivationsGeometry(*(int(arena.meta[name]) for name in ActivationsGeometry._fields))

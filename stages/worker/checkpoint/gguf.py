@@ -1,0 +1,174 @@
+"""A bounded reader of GGUF files (versions 2 and 3, little endian): metadata and where tensors lie.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.  Every count, length and offset is
+checked against the file before it is believed, so that a truncated or corrupt file gives one clear error and
+never a crash or a huge allocation.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stages.worker.checkpoint.layout import BY_ID, Format
+
+MAGIC = b"GGUF"
+_SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+_STRING, _ARRAY = 8, 9
+_MAX_NAME = 1 << 16
+_MAX_DIMENSIONS = 4
+
+
+class GgufError(ValueError):
+    """The file is not a GGUF that can be used: file, field or tensor, value and bound."""
+
+
+class TensorInfo(NamedTuple):
+    """`shape` is in NumPy's order (rows first); `start` counts from the beginning of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: Format
+    start: int
+    nbytes: int
+
+
+class GgufFile:
+    """`metadata` by key and `tensors` by name. Raises `GgufError`, `FileNotFoundError`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with open(path, "rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
+            if self.size < 24:
+                raise GgufError(f"{path}: {self.size} bytes, too short for a GGUF header")
+            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        self.data = np.frombuffer(self._map, np.uint8)
+        self._at = 0
+        self._what = "header"
+        magic = self._take(4)
+        if magic != MAGIC:
+            raise GgufError(f"{path}: magic is {magic!r}, expected {MAGIC!r}: not a GGUF file")
+        version = self._scalar("<I")
+        if version not in (2, 3):
+            hint = " (a big-endian file?)" if version in (0x02000000, 0x03000000) else ""
+            raise GgufError(f"{path}: GGUF version is {version}{hint}, expected 2 or 3")
+        n_tensors, n_keys = self._scalar("<Q"), self._scalar("<Q")
+        # The least that an entry takes: name length, dimension count, type, offset; name length, type, value.
+        self._count("tensor_count", n_tensors, 24)
+        self._count("metadata_kv_count", n_keys, 13)
+        self.metadata: dict[str, Any] = {}
+        for i in range(n_keys):
+            self._what = f"metadata key {i}"
+            key = self._string()
+            self._what = f"metadata key {key!r}"
+            self.metadata[key] = self._value(self._scalar("<I"), 0)
+        infos = [self._info(i) for i in range(n_tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise GgufError(f"{path}: general.alignment is {alignment!r}, expected a power of two")
+        base = -(-self._at // alignment) * alignment
+        self.tensors: dict[str, TensorInfo] = {}
+        for info in infos:
+            self._place(info, base)
+
+    # -------------------------------------------------------------- reading
+
+    def _take(self, n: int) -> bytes:
+        if n > self.size - self._at:
+            raise GgufError(
+                f"{self.path}: truncated: {self._what} needs bytes {self._at}..{self._at + n} of {self.size}"
+            )
+        self._at += n
+        return self._map[self._at - n : self._at]
+
+    def _scalar(self, code: str) -> Any:
+        return struct.unpack(code, self._take(struct.calcsize(code)))[0]
+
+    def _count(self, name: str, count: int, least_bytes: int) -> None:
+        if count * least_bytes > self.size - self._at:
+            raise GgufError(
+                f"{self.path}: {name} of {count} cannot fit in the {self.size - self._at} bytes that follow: "
+                "truncated or corrupt"
+            )
+
+    def _string(self) -> str:
+        length = self._scalar("<Q")
+        self._count(f"{self._what}: string length", length, 1)
+        return self._take(length).decode("utf-8", "replace")
+
+    def _value(self, kind: int, depth: int) -> Any:
+        if kind in _SCALARS:
+            return self._scalar(_SCALARS[kind])
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY or depth > 1:
+            raise GgufError(f"{self.path}: {self._what}: value type is {kind}, expected 0..12")
+        inner, length = self._scalar("<I"), self._scalar("<Q")
+        if inner in _SCALARS:
+            code = _SCALARS[inner]
+            self._count(f"{self._what}: array length", length, struct.calcsize(code))
+            raw = self._take(length * struct.calcsize(code))
+            return np.frombuffer(raw, np.dtype(code)).tolist()
+        self._count(f"{self._what}: array length", length, 8)
+        return [self._value(inner, depth + 1) for _ in range(length)]
+
+    def _info(self, i: int) -> TensorInfo:
+        self._what = f"tensor {i}"
+        name = self._string()
+        self._what = f"tensor {name!r}"
+        n_dimensions = self._scalar("<I")
+        if not 1 <= n_dimensions <= _MAX_DIMENSIONS:
+            raise GgufError(f"{self.path}: {self._what}: {n_dimensions} dimensions, expected 1 to {_MAX_DIMENSIONS}")
+        shape = tuple(self._scalar("<Q") for _ in range(n_dimensions))[::-1]
+        kind, offset = self._scalar("<I"), self._scalar("<Q")
+        if kind not in BY_ID:
+            known = ", ".join(f"{f.name} ({f.id})" for f in BY_ID.values())
+            raise GgufError(f"{self.path}: {self._what}: format {kind} is not supported; supported: {known}")
+        fmt = BY_ID[kind]
+        elements = 1
+        for n in shape:
+            elements *= n
+        if not elements or elements > 1 << 48:
+            raise GgufError(f"{self.path}: {self._what}: shape {list(shape)} is empty or impossible")
+        if shape[-1] % fmt.unit:
+            raise GgufError(
+                f"{self.path}: {self._what}: rows of {shape[-1]} values, expected a multiple of {fmt.unit} "
+                f"for {fmt.name}"
+            )
+        return TensorInfo(name, shape, fmt, offset, elements // fmt.unit * fmt.source_bytes)
+
+    def _place(self, info: TensorInfo, base: int) -> None:
+        start = base + info.start
+        if start + info.nbytes > self.size:
+            raise GgufError(
+                f"{self.path}: truncated or corrupt: tensor {info.name!r} lies at bytes {start}.."
+                f"{start + info.nbytes} of {self.size}"
+            )
+        if info.name in self.tensors:
+            raise GgufError(f"{self.path}: tensor {info.name!r} is there twice")
+        self.tensors[info.name] = info._replace(start=start)
+
+    # -------------------------------------------------------------- use
+
+    def rows(self, info: TensorInfo) -> np.ndarray:
+        """The bytes of a tensor, (rows, bytes of a row) u8."""
+        raw = self.data[info.start : info.start + info.nbytes]
+        return raw.reshape(-1, info.shape[-1] // info.format.unit * info.format.source_bytes)

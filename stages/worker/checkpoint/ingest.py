@@ -1,0 +1,292 @@
+"""Makes a checkpoint of a GGUF file, once: checks it whole, then writes tensors in the order of use.
+
+Supported graphs: `llama` (and Mistral, which is the same) and `qwen2` (biases on q, k, v).  Everything
+that a forward pass relies on is checked here, with the tensor's name, the value and the bound; a rank that
+maps a checkpoint checks nothing again.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.errors import ConfigError, ResourceError
+from shm.checkpoint import CheckpointWriter, Hyper, Index, TokenizerData
+from stages.worker.checkpoint.gguf import GgufError, GgufFile, TensorInfo
+from stages.worker.checkpoint.layout import pack
+from stages.worker.rope import rope_tables
+
+Progress = Callable[[str, int, int], None]  # phase, done, total (bytes)
+NEIGHBOURS, HALVES = "neighbours", "halves"
+_PAIRING = {"llama": NEIGHBOURS, "qwen2": HALVES}
+_MAX_DIMENSION = 1 << 24
+_ROPE = ("rope.cos_lo", "rope.sin_lo", "rope.cos_hi", "rope.sin_hi")
+
+
+def ingest(source: Path, index_path: Path, digest: str, progress: Progress = lambda phase, done, total: None) -> Index:
+    """Write `index_path` and its `.bin` from the GGUF `source`, whose SHA-256 is `digest` (hex).
+
+    Raises `ConfigError` when the file cannot be used, `ResourceError` when there is no room for the
+    checkpoint; nothing is left behind then.
+    """
+    try:
+        return _ingest(source, index_path, digest, progress)
+    except GgufError as error:
+        raise ConfigError(str(error), param="model") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(index_path.parent).free
+        raise ResourceError(
+            f"{index_path.parent}: no room for the checkpoint of {source} ({source.stat().st_size:,} bytes needed, "
+            f"{free:,} free); free space there or move STARLING_HOME"
+        ) from None
+
+
+def _ingest(source: Path, index_path: Path, digest: str, progress: Progress) -> Index:
+    file = GgufFile(source)
+    reader = _Reader(file)
+    hyper, tokenizer = reader.hyper(), reader.tokenizer()
+    plan = list(_plan(file, hyper))
+    tables = reader.rope(hyper)
+    total = sum(info.nbytes for info in plan)
+    done = 0
+    with CheckpointWriter(index_path) as writer:
+        for name, table in zip(_ROPE, tables, strict=True):
+            writer.add(name, (table.shape[0], table.shape[1]), "F32", "rows", [table])
+        for info in plan:
+            if len(info.shape) == 1:
+                values = _vector(file, info)
+                writer.add(info.name, (1, info.shape[0]), "F32", "rows", [values])
+            else:
+                pieces = pack(file.rows(info), info.format)
+                writer.add(info.name, (info.shape[0], info.shape[1]), info.format.name, "groups", pieces)
+            done += info.nbytes
+            progress("ingest", done, total)
+        return writer.finish(
+            digest=digest,
+            architecture=reader.architecture,
+            name=str(file.metadata.get("general.name", source.stem)),
+            parameters=sum(int(np.prod(info.shape, dtype=np.int64)) for info in plan),
+            source_bytes=file.size,
+            hyper=hyper,
+            tokenizer=tokenizer,
+        )
+
+
+def _vector(file: GgufFile, info: TensorInfo) -> np.ndarray:
+    raw = file.data[info.start : info.start + info.nbytes]
+    if info.format.name == "BF16":
+        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return raw.view("<f4" if info.format.name == "F32" else "<f2").astype(np.float32)
+
+
+# ------------------------------------------------------------------ tensors
+
+
+def _shapes(h: Hyper) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+    """(name, shape, required) of every tensor of the graph, in the order of use."""
+    q_rows, kv_rows = h.n_heads * h.head_dim, h.n_kv_heads * h.head_dim
+    yield "token_embd.weight", (h.vocab_size, h.width), True
+    for layer in range(h.n_layers):
+        parts: list[tuple[str, tuple[int, ...]]] = [("attn_norm.weight", (h.width,))]
+        for letter, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
+            parts.append((f"attn_{letter}.weight", (rows, h.width)))
+        if h.attention_bias:
+            parts += [("attn_q.bias", (q_rows,)), ("attn_k.bias", (kv_rows,)), ("attn_v.bias", (kv_rows,))]
+        parts += [
+            ("attn_output.weight", (h.width, q_rows)),
+            ("ffn_norm.weight", (h.width,)),
+            ("ffn_gate.weight", (h.ffn_width, h.width)),
+            ("ffn_up.weight", (h.ffn_width, h.width)),
+            ("ffn_down.weight", (h.width, h.ffn_width)),
+        ]
+        for name, shape in parts:
+            yield f"blk.{layer}.{name}", shape, True
+    yield "output_norm.weight", (h.width,), True
+    yield "output.weight", (h.vocab_size, h.width), False
+
+
+def _plan(file: GgufFile, h: Hyper) -> Iterator[TensorInfo]:
+    known = {"rope_freqs.weight"}
+    for name, shape, required in _shapes(h):
+        known.add(name)
+        info = file.tensors.get(name)
+        if info is None:
+            if required:
+                raise GgufError(f"{file.path}: tensor {name!r} is missing")
+            continue
+        if info.shape != shape:
+            raise GgufError(
+                f"{file.path}: tensor {name!r} has shape {list(info.shape)}, expected {list(shape)} (rows first)"
+            )
+        if len(shape) == 1 and not info.format.dense:
+            raise GgufError(f"{file.path}: tensor {name!r} is {info.format.name}, expected F32, F16 or BF16")
+        yield info
+    extra = sorted(file.tensors.keys() - known)
+    if extra:
+        raise GgufError(
+            f"{file.path}: tensor {extra[0]!r} has no place in this architecture's graph "
+            f"({len(extra)} such tensors): its output would be wrong without it"
+        )
+
+
+# ------------------------------------------------------------------ metadata
+
+
+class _Reader:
+    """Typed access to the metadata of one file, with errors that name key, value and bound."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file, self.metadata = file, file.metadata
+        self.architecture = self._get("general.architecture", str)
+        if self.architecture not in _PAIRING:
+            raise GgufError(
+                f"{file.path}: architecture is {self.architecture!r}; supported: {', '.join(sorted(_PAIRING))}"
+            )
+
+    def _get(self, key: str, kind: Any, default: Any = None) -> Any:
+        value = self.metadata.get(key, default)
+        if value is None:
+            raise GgufError(f"{self.file.path}: metadata key {key!r} is missing")
+        kinds = (int, float) if kind is float else kind
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
+            raise GgufError(f"{self.file.path}: {key} is {str(value)[:60]!r}, expected {kind.__name__}")
+        return value
+
+    def _int(self, key: str, low: int, high: int = _MAX_DIMENSION, default: int | None = None) -> int:
+        key = f"{self.architecture}.{key}"
+        value: int = self._get(key, int, default)
+        if not low <= value <= high:
+            raise GgufError(f"{self.file.path}: {key} is {value}, expected {low} to {high}")
+        return value
+
+    def _multiple(self, key: str, value: int, of: int) -> None:
+        if value % of:
+            raise GgufError(f"{self.file.path}: {self.architecture}.{key} is {value}, expected a multiple of {of}")
+
+    def hyper(self) -> Hyper:
+        path, arch = self.file.path, self.architecture
+        experts = self._int("expert_count", 0, default=0)
+        if experts:
+            raise GgufError(f"{path}: {arch}.expert_count is {experts}: mixtures of experts are not supported")
+        width = self._int("embedding_length", 32)
+        n_heads = self._int("attention.head_count", 1, 4096)
+        n_kv_heads = self._int("attention.head_count_kv", 1, n_heads, default=n_heads)
+        if n_heads % n_kv_heads:
+            raise GgufError(f"{path}: {n_heads} heads cannot be shared out to {n_kv_heads} kv heads")
+        head_dim = self._int("attention.key_length", 1, 1024, default=width // n_heads)
+        if self._int("attention.value_length", 1, 1024, default=head_dim) != head_dim:
+            raise GgufError(f"{path}: {arch}.attention.value_length differs from key_length ({head_dim})")
+        n_rot = self._int("rope.dimension_count", 2, head_dim, default=head_dim)
+        ffn_width = self._int("feed_forward_length", 32)
+        self._multiple("embedding_length", width, 32)
+        self._multiple("feed_forward_length", ffn_width, 32)
+        self._multiple("attention.key_length", head_dim, 16)
+        self._multiple("rope.dimension_count", n_rot, 2)
+        if (n_heads * head_dim) % 32:
+            raise GgufError(f"{path}: {n_heads} heads of {head_dim} are no multiple of 32 values")
+        window = self._int("attention.sliding_window", 0, 1 << 31, default=0)
+        context = self._int("context_length", 1)
+        if 0 < window < context:
+            raise GgufError(
+                f"{path}: {arch}.attention.sliding_window is {window}, below the context of {context}: not supported"
+            )
+        eps = float(self._get(f"{arch}.attention.layer_norm_rms_epsilon", float))
+        if not 0 <= eps < 1:
+            raise GgufError(f"{path}: {arch}.attention.layer_norm_rms_epsilon is {eps}, expected 0 to 1")
+        embedding = self.file.tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise GgufError(f"{path}: tensor 'token_embd.weight' is missing or no matrix")
+        return Hyper(
+            n_layers=self._int("block_count", 1, 4096),
+            width=width,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            ffn_width=ffn_width,
+            vocab_size=embedding.shape[0],
+            context_length=context,
+            norm_eps=float(np.float32(eps)),
+            n_rot=n_rot,
+            rope_pairing=_PAIRING[arch],
+            activation="silu",
+            rope_base=float(self._get(f"{arch}.rope.freq_base", float, 10000.0)),
+            rope_scale=self._rope_scale(),
+            attention_bias="blk.0.attn_q.bias" in self.file.tensors,
+        )
+
+    def _rope_scale(self) -> float:
+        arch = self.architecture
+        kind = self._get(f"{arch}.rope.scaling.type", str, "none")
+        if kind not in ("none", "linear"):
+            raise GgufError(
+                f"{self.file.path}: {arch}.rope.scaling.type is {kind!r}; supported: 'none', 'linear' "
+                "(and rope_freqs factors)"
+            )
+        old = self.metadata.get(f"{arch}.rope.scale_linear")
+        if old is not None and kind == "none":
+            return float(self._get(f"{arch}.rope.scale_linear", float))
+        return float(self._get(f"{arch}.rope.scaling.factor", float, 1.0)) if kind == "linear" else 1.0
+
+    def rope(self, h: Hyper) -> tuple[np.ndarray, ...]:
+        """The four tables, in the order of `_ROPE`."""
+        factors = None
+        info = self.file.tensors.get("rope_freqs.weight")
+        if info is not None:
+            if info.shape != (h.n_rot // 2,) or not info.format.dense:
+                raise GgufError(
+                    f"{self.file.path}: tensor 'rope_freqs.weight' is {info.format.name} {list(info.shape)}, "
+                    f"expected F32 [{h.n_rot // 2}]"
+                )
+            factors = _vector(self.file, info)
+        try:
+            tables = rope_tables(h.rope_base, h.n_rot, h.context_length, factors, h.rope_scale)
+        except ValueError as error:
+            raise GgufError(f"{self.file.path}: {error}") from None
+        return tables.cos_lo, tables.sin_lo, tables.cos_hi, tables.sin_hi
+
+    def tokenizer(self) -> TokenizerData:
+        def listed(key: str, kind: Any) -> list[Any]:
+            value = self.metadata.get(f"tokenizer.ggml.{key}", [])
+            if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+                raise GgufError(f"{self.file.path}: tokenizer.ggml.{key} is no list of {kind.__name__}")
+            return value
+
+        def number(key: str) -> int:
+            return int(self._get(f"tokenizer.ggml.{key}_token_id", int, -1))
+
+        tokens = listed("tokens", str)
+        embedding = self.file.tensors["token_embd.weight"].shape[0]
+        if len(tokens) > embedding:
+            raise GgufError(f"{self.file.path}: {len(tokens)} tokens, but 'token_embd.weight' has {embedding} rows")
+        for key in ("bos", "eos", "eot", "unknown", "padding"):
+            # -1 and its unsigned form both mean "none" in files in the wild.
+            if number(key) >= embedding and number(key) != 0xFFFFFFFF:
+                raise GgufError(
+                    f"{self.file.path}: tokenizer.ggml.{key}_token_id is {number(key)}, expected below {embedding}"
+                )
+        bos, eos, eot, unknown, padding = (
+            -1 if number(key) == 0xFFFFFFFF else number(key) for key in ("bos", "eos", "eot", "unknown", "padding")
+        )
+        return TokenizerData(
+            model=self._get("tokenizer.ggml.model", str, "none"),
+            pre=self._get("tokenizer.ggml.pre", str, "default"),
+            tokens=tokens,
+            types=listed("token_type", int),
+            merges=listed("merges", str),
+            scores=listed("scores", float),
+            bos=bos,
+            eos=eos,
+            eot=eot,
+            unknown=unknown,
+            padding=padding,
+            add_bos=self._get("tokenizer.ggml.add_bos_token", bool, False),
+            add_space_prefix=self._get("tokenizer.ggml.add_space_prefix", bool, False),
+            chat_template=self._get("tokenizer.chat_template", str, ""),
+        )

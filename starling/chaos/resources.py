@@ -1,0 +1,105 @@
+"""What the server uses while it is tormented: memory, descriptors and shared memory must not grow.
+
+A stage that is killed starts afresh, so what is watched for growth is each stage's name, whoever lives under
+it, and the supervisors and the gateway, which outlive everything.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config import paths
+from pipeline.config.schema import Config
+from pipeline.observe import process_usage
+from pipeline.observe.status import read_all
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Use:
+    """Of a stage with its ranks, of its supervisor, or of a directory. Unknown numbers are 0."""
+
+    rss_bytes: int = 0  # pages that several map count in each
+    pss_bytes: int = 0  # or by their share
+    descriptors: int = 0
+    processes: int = 0
+    file_bytes: int = 0  # of a directory: what its files occupy
+
+    def __add__(self, other: Use) -> Use:
+        return Use(*(a + b for a, b in zip(self.numbers(), other.numbers())))
+
+    def numbers(self) -> tuple[int, int, int, int, int]:
+        return self.rss_bytes, self.pss_bytes, self.descriptors, self.processes, self.file_bytes
+
+
+def of_process(pid: int) -> Use:
+    try:
+        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return Use()
+    return Use(process_usage.resident_bytes(pid), process_usage.memory_bytes(pid), descriptors, 1)
+
+
+def of_directory(directory: Path) -> Use:
+    total = files = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+                files += 1
+            except OSError:
+                continue
+    return Use(descriptors=files, file_bytes=total)
+
+
+def look(config: Config) -> dict[str, Use]:
+    """By name: stages, `STAGE, parent` (its supervisor), and directories (files in place of descriptors)."""
+    found: dict[str, Use] = {}
+    for record in read_all(paths.run_dir(config)):
+        if not record.alive:
+            continue
+        # A worker's name changes with the version of its model: all of them are one line.
+        name = "workers" if record.stage.startswith("worker") else record.stage
+        use = sum((of_process(pid) for pid in process_usage.family(record.pid)), Use())
+        found[name] = found.get(name, Use()) + use
+        if record.parent > 1:
+            found[f"{name}, parent"] = found.get(f"{name}, parent", Use()) + of_process(record.parent)
+    found["shared memory"] = of_directory(paths.arena_dir(config))
+    found["state"] = of_directory(paths.state_dir(config))
+    return found
+
+
+class Vitals:
+    """First, last and largest of everything that is looked at. `look` every few seconds."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.first: dict[str, Use] = {}
+        self.last: dict[str, Use] = {}
+        self.most: dict[str, Use] = {}
+
+    def look(self) -> None:
+        """A stage that is just being restarted keeps what it had."""
+        for name, use in look(self._config).items():
+            self.first.setdefault(name, use)
+            self.last[name] = use
+            most = self.most.get(name, use)
+            self.most[name] = Use(*map(max, most.numbers(), use.numbers()))
+
+    def rows(self) -> list[dict[str, object]]:
+        rows: list[dict[str, object]] = []
+        for name in sorted(self.last):
+            row: dict[str, object] = {"name": name}
+            for when, uses in (("start", self.first), ("end", self.last), ("most", self.most)):
+                use = uses[name]
+                row |= {
+                    f"rss_mb_{when}": round(use.rss_bytes / MIB, 1),
+                    f"pss_mb_{when}": round(use.pss_bytes / MIB, 1),
+                    f"descriptors_{when}": use.descriptors,
+                    f"file_mb_{when}": round(use.file_bytes / MIB, 1),
+                }
+            rows.append(row)
+        return rows

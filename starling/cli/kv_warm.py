@@ -1,0 +1,117 @@
+"""`starling kv warm FILE`: have a running server compute prompts, so that later ones find their beginnings.
+
+A line of FILE is a prompt: plain text, or JSON: a string, an array of token ids, an array of chat messages, or
+the body of a request, of which what determines its pages is taken (model, prompt, messages, cache_salt): no
+session gets a turn, no kept answer is given.  Each is sent with `max_tokens` 1, one after the other; the pages
+stay as cache.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
+
+from pipeline.config.load import load
+from pipeline.config.schema import Config
+from pipeline.runtime.process import EXIT_FATAL, EXIT_OK
+from pipeline.supervise import listen_fd
+
+TIMEOUT_S = 600.0
+_TAKEN = ("model", "prompt", "messages", "cache_salt")  # of a request's body
+
+
+class Warmed(NamedTuple):
+    line: int
+    tokens: int = 0
+    cached: int = 0  # of them were there already
+    error: str = ""
+
+
+def read_requests(text: str, model: str, default: str = "") -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """(line number, path, body) of each line that is not empty. `model`: of all; else a line's own, or `default`."""
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if not line:
+            continue
+        try:
+            value = json.loads(line) if line[0] in '{["' else line
+        except json.JSONDecodeError:
+            value = line
+        path, body = _request(value)
+        name = model or body.get("model", default)
+        yield number, path, {**body, "max_tokens": 1, "model": name}
+
+
+def _request(value: Any) -> tuple[str, dict[str, Any]]:
+    if isinstance(value, dict):
+        body = {k: v for k, v in value.items() if k in _TAKEN}
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        body = {"messages": value}
+    else:
+        body = {"prompt": value}
+    if "messages" in body:
+        return "/v1/chat/completions", body
+    several = isinstance(body.get("prompt"), list) and bool(body["prompt"]) and not isinstance(body["prompt"][0], int)
+    return ("/v1/completions" if several else "/v1/generate"), body
+
+
+def warm_one(host: str, port: int, key: str, line: int, path: str, body: dict[str, Any]) -> Warmed:
+    """Send one request. An error of the server's is part of the answer; a dead one raises `OSError`."""
+    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    try:
+        connection.request("POST", path, json.dumps(body), headers)
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+    except (http.client.HTTPException, json.JSONDecodeError) as error:
+        return Warmed(line, error=f"no answer: {error!r}")
+    finally:
+        connection.close()
+    if response.status != 200:
+        return Warmed(line, error=str(answer.get("error", {}).get("message", answer)))
+    usage = answer["usage"]
+    return Warmed(line, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
+
+
+def address(config: Config) -> tuple[str, int]:
+    """Where this home's server listens."""
+    return listen_fd.reachable(config.server.host), config.server.port
+
+
+@click.command(epilog="Exit codes: 0 every prompt was computed; 1 one was refused, or no server answers.")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--model", default="", metavar="NAME", help="Default: each line's own, or the first one.")
+@click.option("--key", envvar="STARLING_API_KEY", default="", help="API key, if the server wants one.")
+def warm(file: Path, model: str, key: str) -> int:
+    """Compute the prompts in FILE, one a line, so that the cache has them."""
+    config = load()
+    host, port = address(config)
+    try:
+        requests = list(read_requests(file.read_text(encoding="utf-8"), model, config.models[0].name))
+    except UnicodeDecodeError as error:
+        raise click.ClickException(f"{file} is not UTF-8: {error}") from None
+    done: list[Warmed] = []
+    console = Console(highlight=False)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("")
+        for line, path, body in requests:
+            progress.update(task, description=f"prompt {len(done) + 1} of {len(requests)}")
+            try:
+                done.append(warm_one(host, port, key, line, path, body))
+            except OSError as error:
+                raise click.ClickException(f"no server answers at {host}:{port}: {error}") from None
+    for warmed in done:
+        if warmed.error:
+            console.print(f"{file}:{warmed.line}: {warmed.error}", markup=False)
+    good = [warmed for warmed in done if not warmed.error]
+    tokens, cached = sum(w.tokens for w in good), sum(w.cached for w in good)
+    console.print(f"{len(good)} of {len(done)} prompts, {tokens:,} tokens, {cached:,} of them were there")
+    return EXIT_OK if len(good) == len(done) else EXIT_FATAL

@@ -1,0 +1,123 @@
+"""`starling logs`: the stages' log files, brought together in order of time, and followed."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import click
+
+from pipeline.config import paths
+from pipeline.observe.logs import pretty
+from pipeline.runtime.process import EXIT_FATAL
+from starling.cli.stage import STAGES
+
+POLL_S = 0.2
+
+Line = tuple[str, dict[str, Any], bytes]  # its time, its fields, the line itself
+
+
+@click.command(epilog="Exit codes: 0 done; 1 there is no log of that stage; 130 interrupted.")
+@click.argument("stage", type=click.Choice(STAGES), required=False, metavar="[STAGE]")
+@click.option("-f", "--follow", is_flag=True, help="Go on until Ctrl-C.")
+@click.option("-n", "--lines", type=click.IntRange(min=0), default=50, show_default=True, help="Last ones.")
+@click.option("--json", "as_json", is_flag=True, help="The lines as they are in the files.")
+def logs(stage: str | None, follow: bool, lines: int, as_json: bool) -> int:
+    """Print what the stages (or STAGE), and their supervisors, have logged.
+
+    STAGE is tokenizer, scheduler, kv, worker (every model's) or gateway. Read from STARLING_HOME/logs; rotated
+    files are not looked at.
+    """
+    directory = paths.logs_dir()
+    tails = {name: Tail(directory / f"{name}.log") for name in _names(stage)}
+    try:
+        return _print(directory, tails, follow, lines, as_json)
+    finally:
+        for tail in tails.values():
+            tail.close()
+
+
+def _print(directory: Path, tails: dict[str, Tail], follow: bool, lines: int, as_json: bool) -> int:
+    last: deque[Line] = deque(maxlen=lines or None)
+    newest = _in_order(tails, lines)
+    if lines:
+        last.extend(newest)
+    if not follow and not any(tail.path.exists() for tail in tails.values()):
+        click.echo(f"starling: no log in {directory}", err=True)
+        return EXIT_FATAL
+    for line in last:
+        _show(line, as_json)
+    while follow:
+        for line in _in_order(tails):
+            _show(line, as_json)
+        time.sleep(POLL_S)
+    return 0
+
+
+def _names(stage: str | None) -> list[str]:
+    names = [name for one in ((stage,) if stage else STAGES) for name in (one, f"{one}-supervisor")]
+    return [*names, "worker-crew"] if stage in (None, "worker") else names  # the parent of its supervisors
+
+
+def _in_order(tails: dict[str, Tail], at_most: int | None = None) -> list[Line]:
+    lines = [line for tail in tails.values() for line in tail.read(at_most)]
+    return sorted(lines, key=lambda line: line[0])
+
+
+def _show(line: Line, as_json: bool) -> None:
+    _, fields, raw = line
+    click.echo(raw.decode("utf-8", "replace") if as_json else pretty(fields))
+
+
+class Tail:
+    """The lines of a file that is appended to, and now and then replaced (rotation)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO | None = None
+        self._rest = b""
+
+    def read(self, at_most: int | None = None) -> list[Line]:
+        """What is new since the last time; at first the whole file. `at_most`: only the last lines."""
+        lines: deque[Line] = deque(maxlen=at_most)
+        for raw in self._raw():
+            try:
+                fields = json.loads(raw)
+                lines.append((fields["ts"], fields, raw))
+            except (ValueError, KeyError, TypeError):  # cut, or not ours
+                continue
+        return list(lines)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _raw(self) -> Iterator[bytes]:
+        yield from self._new()
+        if self._file is not None and self._is_replaced():
+            yield from self._new()  # what came between the reading and the rotation
+            self.close()
+            self._rest = b""
+            yield from self._new()
+
+    def _new(self) -> Iterator[bytes]:
+        if self._file is None:
+            try:
+                self._file = self.path.open("rb")
+            except FileNotFoundError:
+                return
+        *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
+        yield from whole
+
+    def _is_replaced(self) -> bool:
+        assert self._file is not None
+        try:
+            return self.path.stat().st_ino != os.fstat(self._file.fileno()).st_ino
+        except FileNotFoundError:
+            return False  # between two renames

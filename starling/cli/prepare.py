@@ -1,0 +1,160 @@
+"""Fetch, ingest and compile before anything is served, and show how far it is.
+
+On a terminal a bar for each phase; elsewhere a line when a phase ends.  What is ready already is passed
+over in silence, so a second start costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import click
+
+from pipeline.config import paths
+from pipeline.config.load import load
+from pipeline.config.schema import Config, ModelConfig
+from pipeline.errors import ConfigError, ModelNotFound
+from pipeline.models import store
+from shm.checkpoint import load_index
+
+# prepare(model, models_dir, progress): fetch, ingest, compile; idempotent and flocked, for the
+# worker does the same when it starts and finds something missing.
+WORKER_PREPARE = "stages.worker.checkpoint.prepare"
+SPEAK_S = 5.0
+BYTES = 1_000_000  # totals above this are bytes, below it counts
+
+
+CODES = (
+    "Exit codes: 0 done; 1 it failed, trying again may help; 2 no such model is configured; 78 a file or the "
+    "configuration is not what it must be, or there is no room."
+)
+
+
+@click.command(epilog=CODES)
+@click.argument("name", required=False)
+def fetch(name: str | None) -> None:
+    """Fetch the models' files (or the one of NAME) and check them."""
+    resolved = load()
+    for model in _chosen(resolved, name):
+        with shown(model.name) as progress:
+            found = store.fetch(model, paths.models_dir(), progress)
+        click.echo(f"{model.name}: {found.path}")
+
+
+@click.command(epilog=CODES)
+@click.argument("name", required=False)
+def prepare(name: str | None) -> None:
+    """Fetch, ingest and compile the models (or the one of NAME) for a fast start."""
+    prepare_all(load(), name)
+
+
+def prepare_all(config: Config, name: str | None = None) -> None:
+    """Make every model (or the one of that name) ready to be served."""
+    worker = importlib.import_module(WORKER_PREPARE)
+    for model in _chosen(config, name):
+        with shown(model.name) as progress:
+            worker.prepare(model, paths.models_dir(), progress)
+    check_drafts(config)
+
+
+def check_drafts(config: Config) -> None:
+    """Models and their draft models mean the same by a token id, as far as both have been ingested.
+
+    Raises `ConfigError`.
+    """
+    for number, model in enumerate(config.models):
+        draft = config.model(model.draft_model) if model.draft_model else None
+        if draft is None:
+            continue
+        indexes = [store.find_index(one, paths.models_dir()) for one in (model, draft)]
+        known = [load_index(path) for path in indexes if path is not None]
+        if len(known) == 2 and known[0].vocabulary_digest != known[1].vocabulary_digest:
+            sizes = [one.hyper.vocab_size for one in known]
+            raise ConfigError(
+                f"models.{number}.draft_model = {draft.name!r}: its vocabulary ({sizes[1]:,} ids) is not that of "
+                f"{model.name} ({sizes[0]:,} ids): drafts are token ids, which must mean the same; name a smaller "
+                f"model of the same family, or drop the key",
+                param=f"models.{number}.draft_model",
+            )
+
+
+def _chosen(config: Config, name: str | None) -> tuple[ModelConfig, ...]:
+    if not name:
+        return config.models
+    model = config.model(name)
+    if model is None:
+        known = ", ".join(model.name for model in config.models)
+        raise ModelNotFound(f"no model {name!r} is configured; there are {known}", param="name")
+    return (model,)
+
+
+@contextmanager
+def shown(subject: str) -> Iterator[store.Progress]:
+    """A progress function that draws on a terminal and prints lines elsewhere."""
+    if sys.stdout.isatty():
+        with _bars(subject) as progress:
+            yield progress
+    else:
+        lines = _Lines(subject)
+        yield lines
+        lines.finish()
+
+
+class _Lines:
+    """A line when a phase begins and ends, and every few seconds how far it is."""
+
+    def __init__(self, subject: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.subject = subject
+        self.clock = clock
+        self.phase = ""
+        self.total = 0
+        self.begun = self.spoken = 0.0
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        now = self.clock()
+        if phase != self.phase:
+            self.finish()
+            self.phase, self.begun, self.spoken = phase, now, now
+            click.echo(f"{self.subject}: {phase} ...")
+        elif now - self.spoken >= SPEAK_S and done < total:
+            self.spoken = now
+            click.echo(f"{self.subject}: {phase} {_amount(done, total)}")
+        self.total = total
+
+    def finish(self) -> None:
+        if self.phase:
+            size = f"{self.total / 1e6:.0f} MB, " if self.total > BYTES else ""
+            click.echo(f"{self.subject}: {self.phase} done ({size}{self.clock() - self.begun:.1f} s)")
+        self.phase = ""
+
+
+def _amount(done: int, total: int) -> str:
+    return f"{done / 1e6:.0f}/{total / 1e6:.0f} MB" if total > BYTES else f"{done}/{total}" if total else ""
+
+
+@contextmanager
+def _bars(subject: str) -> Iterator[store.Progress]:
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.fields[amount]:>16}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(phase: str, done: int, total: int) -> None:
+            amount = _amount(done, total)
+            if phase not in tasks:
+                for task in tasks.values():
+                    bars.stop_task(task)
+                tasks[phase] = bars.add_task(f"{subject}: {phase}", total=total or None, amount=amount)
+            bars.update(tasks[phase], completed=done, total=total or None, amount=amount)
+
+        yield show

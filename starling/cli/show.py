@@ -1,0 +1,75 @@
+"""What is configured, what models there are: commands that only read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import msgspec
+
+from pipeline.config import paths
+from pipeline.config.load import find_file, load, render
+from pipeline.config.schema import Config
+from pipeline.models import store
+
+CODES = "Exit codes: 0 done; 78 the configuration is wrong."
+
+
+def _print_json(value: Any) -> None:
+    click.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
+
+
+@click.command(epilog=CODES)
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def config(as_json: bool) -> None:
+    """Print the configuration in force; secrets are masked."""
+    resolved = load()
+    if as_json:
+        click.echo(render(resolved, "json"), nl=False)
+        return
+    click.echo(f"# file: {find_file() or 'none, the defaults'}")
+    for name, path in directories(resolved).items():
+        click.echo(f"# {name}: {path}")
+    click.echo(render(resolved), nl=False)
+
+
+def directories(config: Config) -> dict[str, str]:
+    """The directories in force, by name."""
+    return {
+        "home": str(paths.home()),
+        "models": str(paths.models_dir()),
+        "run": str(paths.run_dir(config)),
+        "state": str(paths.state_dir(config)),
+        "arenas": str(paths.arena_dir(config)),
+    }
+
+
+@click.command(epilog=CODES)
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def models(as_json: bool) -> None:
+    """List the configured models: file, digest, and whether they are ready to be served."""
+    resolved = load()
+    folder = paths.models_dir()
+    rows: list[dict[str, Any]] = []
+    for model in resolved.models:
+        found = store.find(model, folder)
+        rows.append(
+            {
+                "name": model.name,
+                "path": str(store.gguf_path(model, folder)),
+                "present": store.gguf_path(model, folder).is_file(),
+                "digest": found.digest if found else "",
+                "bytes": found.nbytes if found else 0,
+                "ingested": store.find_index(model, folder) is not None,
+            }
+        )
+    if as_json:
+        _print_json(rows)
+        return
+    for row in rows:
+        state = "ready" if row["ingested"] else "fetched" if row["present"] else "to be fetched"
+        size = f", {row['bytes'] / 1e6:.0f} MB" if row["bytes"] else ""
+        click.echo(f"{row['name']}  {state}{size}")
+        click.echo(f"  {row['path']}")
+        if row["digest"]:
+            click.echo(f"  sha256 {row['digest']}")

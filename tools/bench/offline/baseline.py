@@ -1,0 +1,165 @@
+"""llama.cpp as a child process that answers lines of JSON: compiled for this CPU if `llama-cpp-python` is installed
+(native_peer.py), else the PyPI wheel `xllamacpp`, which is compiled for AVX2.
+
+The wheel offers llama.cpp's server and not its decode call, so a figure comes from the server's own
+timings: `prompt_ms` for prefill, and for decode the time between the first and the last token of a request
+(the first one belongs to the prompt), summed over the requests that run at once.  No HTTP is involved.
+A process of its own keeps its threads and its memory apart from ours.
+
+    {"prefill": 512}                     -> {"tokens_per_s": ..., "resident_mb": ...}
+    {"decode": 4, "cached": 16, "n": 64} -> the same
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from tools.bench.offline.native_baseline import NativePeer, resident_mb
+
+
+def available() -> bool:
+    return any(importlib.util.find_spec(name) is not None for name in ("llama_cpp", "xllamacpp"))
+
+
+class Peer:
+    """The parent's side. `about` says what runs: version, build, CPU features, load time."""
+
+    def __init__(self, model: Path, cores: list[int], slots: int, slot_tokens: int) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "tools.bench.offline.baseline",
+            str(model),
+            "--cores",
+            ",".join(map(str, cores)),
+        ]
+        command += ["--slots", str(slots), "--slot-tokens", str(slot_tokens)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self.pid = self._process.pid
+        self.about: dict[str, Any] = self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the llama.cpp process ended with code {self._process.wait()}")
+        return json.loads(line)
+
+    def _ask(self, **question: int) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        answer = self._answer()
+        self.about["resident_mb"] = answer["resident_mb"]
+        return answer["tokens_per_s"]
+
+    def prefill(self, n_tokens: int) -> float:
+        """Tokens per second of one prompt."""
+        return self._ask(prefill=n_tokens)
+
+    def decode(self, batch: int, cached: int, n_tokens: int) -> float:
+        """Tokens per second of `batch` sequences together, `n_tokens` each after `cached` ones."""
+        return self._ask(decode=batch, cached=cached, n=n_tokens)
+
+    def close(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+# ------------------------------------------------------------------ the child's side
+
+
+class _Server:
+    def __init__(self, model: str, threads: int, slots: int, slot_tokens: int) -> None:
+        import xllamacpp
+
+        params = xllamacpp.CommonParams()
+        params.model.path = model
+        params.n_parallel = slots
+        params.n_ctx = slots * slot_tokens
+        params.cpuparams.n_threads = threads
+        params.cpuparams_batch.n_threads = threads
+        params.cache_ram_mib = 0
+        params.verbosity = -1
+        begun = time.perf_counter()
+        self._server = xllamacpp.Server(params)
+        self.about = {
+            "version": xllamacpp.__version__,
+            "build": xllamacpp.BUILD_INFO,
+            "cpu": xllamacpp.get_system_info().strip(" |"),
+            "load_ms": round(1000 * (time.perf_counter() - begun), 1),
+        }
+        self._rng = np.random.default_rng(0)
+        self._pool = ThreadPoolExecutor(slots)
+
+    def _run(self, n_prompt: int, n_predict: int) -> dict[str, Any]:
+        result = self._server.handle_completions(
+            {
+                "prompt": self._rng.integers(300, 20000, n_prompt).tolist(),
+                "n_predict": n_predict,
+                "ignore_eos": True,
+                "cache_prompt": False,
+                "temperature": 0.0,
+                "samplers": ["top_k"],
+                "top_k": 1,
+            }
+        )
+        return (json.loads(result) if isinstance(result, str) else result)["timings"]
+
+    def prefill(self, n: int) -> float:
+        timings = self._run(n, 1)
+        return 1000 * timings["prompt_n"] / timings["prompt_ms"]
+
+    def decode(self, batch: int, cached: int, n: int) -> float:
+        runs = [self._pool.submit(self._run, cached, n + 1) for _ in range(batch)]
+        timings = [run.result() for run in runs]
+        return sum(1000 * (t["predicted_n"] - 1) / t["predicted_ms"] for t in timings)
+
+
+@click.command()
+@click.argument("model")
+@click.option("--cores", required=True)
+@click.option("--slots", type=int, required=True)
+@click.option("--slot-tokens", type=int, required=True)
+def main(model: str, cores: str, slots: int, slot_tokens: int) -> None:
+    """Answer on standard output what is asked on standard input."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the library prints is no answer
+    numbers = [int(c) for c in cores.split(",")]
+    os.sched_setaffinity(0, set(numbers))
+    kind: type[NativePeer] | type[_Server] = NativePeer if importlib.util.find_spec("llama_cpp") else _Server
+    server = kind(model, len(numbers), slots, slot_tokens)
+
+    def answer(value: dict[str, Any]) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    answer(server.about)
+    for line in sys.stdin:
+        ask = json.loads(line)
+        if "prefill" in ask:
+            rate = server.prefill(ask["prefill"])
+        else:
+            rate = server.decode(ask["decode"], ask["cached"], ask["n"])
+        answer({"tokens_per_s": rate, "resident_mb": round(resident_mb(), 1)})
+    os._exit(0)  # the library's own shutdown waits for its HTTP threads
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Starling's side of the benchmark: a worker group in this process, timed step by step.
+
+The step is the one the server runs (arenas, plan, all ranks, sampling); ranks are threads here, one
+pinned to each core, and this module plays the scheduler.  Prompts are random tokens, sampling is greedy.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from stages.scheduler.core.engine import follows
+from stages.worker.engine import Engine
+from stages.worker.kernels.features import isa
+from stages.worker.kernels.forward import PHASES
+
+STEP_TOKENS = 512
+
+
+class Ours:
+    """An engine for `rows` sequences of `tokens` positions. A context manager."""
+
+    def __init__(
+        self,
+        index_path: Path,
+        directory: Path,
+        cores: list[int],
+        rows: int,
+        tokens: int,
+        profile: bool = False,
+    ) -> None:
+        before = set(threading.enumerate())
+        self._affinity = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, set(cores))
+        self.engine = Engine(
+            index_path,
+            directory,
+            ranks=len(cores),
+            max_rows=rows,
+            max_tokens=tokens,
+            step_tokens=STEP_TOKENS,
+            max_samples=rows,
+            profile=profile,
+        )
+        followers = [t for t in threading.enumerate() if t not in before]
+        os.sched_setaffinity(0, {cores[0]})  # of this thread only: it is rank 0
+        for thread, core in zip(followers, cores[1:], strict=True):
+            os.sched_setaffinity(thread.native_id or 0, {core})
+        self._rng = np.random.default_rng(0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.engine.close()
+        os.sched_setaffinity(0, self._affinity)
+
+    def _fill(self, rows: int, tokens: int) -> None:
+        vocab = self.engine.model.hyper.vocab_size
+        for row in range(rows):
+            self.engine.write_row(row, self._rng.integers(3, vocab, tokens), temperature=0.0)
+
+    def _compute_prompt(self, row: int, tokens: int) -> None:
+        for start in range(0, tokens, STEP_TOKENS):
+            count = min(STEP_TOKENS, tokens - start)
+            self.engine.run([(row, start, count, int(start + count == tokens))])
+
+    def prefill(self, tokens: int) -> float:
+        """Tokens per second from a prompt to its first output token."""
+        self._fill(1, tokens)
+        begun = time.perf_counter()
+        self._compute_prompt(0, tokens)
+        return tokens / (time.perf_counter() - begun)
+
+    def decode(self, batch: int, cached: int, n_tokens: int) -> float:
+        """Tokens per second of `batch` sequences together, `n_tokens` each after `cached` ones.
+
+        Short steps follow each other, as the scheduler publishes them.
+        """
+        self._fill(batch, cached)
+        for row in range(batch):
+            self._compute_prompt(row, cached)
+        steps = [[(row, cached + i, 1, 1) for row in range(batch)] for i in range(n_tokens)]
+        begun = time.perf_counter()
+        self.engine.run(steps[0])
+        each_s, at_once = time.perf_counter() - begun, 1
+        while follows(at_once, at_once * each_s, batch):
+            at_once += 1
+        for i in range(1, n_tokens, at_once):
+            self.engine.follow(steps[i : i + at_once])
+        return batch * n_tokens / (time.perf_counter() - begun)
+
+    def overhead_us(self, n_tokens: int = 200) -> float:
+        """Median time of a step of one sequence that is not spent between its first and last kernel."""
+        self._fill(1, 16)
+        self._compute_prompt(0, 16)
+        engine, spans = self.engine, []
+        for i in range(n_tokens):
+            begun = time.perf_counter_ns()
+            step = engine.publish([(0, 16 + i, 1, 1)])
+            engine.compute()
+            engine.outputs(1)
+            wall = time.perf_counter_ns() - begun
+            _, first, last, _ = engine.steps.timing[step % len(engine.steps.timing)]
+            spans.append((wall - int(last - first)) / 1000)
+        return statistics.median(spans)
+
+    def phases(self, work: Any) -> dict[str, float]:
+        """Share of rank 0's cycles in each phase of a step while `work()` runs; wants `profile`."""
+        counts = self.engine.tables[0].phases
+        counts[:] = 0
+        work()
+        return {name: round(float(n / counts.sum()), 3) for name, n in zip(PHASES, counts, strict=True)}
+
+    def step_bytes(self, batch: int, cached: int) -> int:
+        """What a decode step reads: the weights once, and each sequence's K and V (f16)."""
+        h = self.engine.model.hyper
+        return self.engine.model.weight_bytes + batch * cached * 4 * h.n_layers * h.n_kv_heads * h.head_dim
+
+
+def load_ms(index_path: Path, directory: Path, cores: list[int], repeats: int = 5) -> float:
+    """Median time from nothing mapped to the first token of a short prompt; kernels and pages are warm."""
+    spans = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        with Ours(index_path, directory, cores, rows=1, tokens=64) as ours:
+            ours.prefill(8)
+            spans.append(1000 * (time.perf_counter() - begun))
+    return statistics.median(spans)
+
+
+def resident_mb(name: str) -> float:
+    """Memory of maps of files whose path contains `name`, in 10^6 bytes, each page counted once."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(" ", 1)[0]
+        if "-" in first and not first.endswith(":"):
+            inside = name in line
+        elif inside and line.startswith("Pss:"):
+            total += int(line.split()[1]) * 1024
+    return total / 1e6
+
+
+def about() -> dict[str, Any]:
+    return {"isa": isa()}

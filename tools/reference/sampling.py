@@ -1,0 +1,218 @@
+"""The sampler in NumPy and plain Python, as docs/numerics.md defines it; `kernels/sampling.py` equals it.
+
+Written to be read: every sum is a loop in the order of the page.  Knows nothing of arenas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import frexp
+
+import numpy as np
+
+from tools.reference.arithmetic import LANES, exp, reduce_lanes
+
+SUM_BLOCK = 1024  # ids in a block of a sum over the whole vocabulary
+V_MAX = np.float32(3.0e38)
+_F = np.float32
+_LN2 = 0.6931471805599453
+_SQRT_HALF = 0.7071067811865476
+_LOG_TERMS = 12
+
+
+@dataclass
+class Parameters:
+    """Of one sequence, as a row of the steps arena holds them; the defaults switch each step off."""
+
+    seed: int = 0
+    choice: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    mask_ids: tuple[int, ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()
+    order: tuple[str, ...] = ("mask", "repetition", "temperature", "top_k", "top_p", "penalties")
+
+
+@dataclass
+class Candidates:
+    """Ids and f32 values. `whole`: the vocabulary by ascending id; else by (value desc, id asc)."""
+
+    ids: np.ndarray
+    values: np.ndarray
+    whole: bool = True
+    logits: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+
+    def sort(self) -> None:
+        order = np.lexsort((self.ids, -self.values.astype(np.float64)))
+        self.ids, self.values, self.whole = self.ids[order], self.values[order], False
+
+    def keep(self, n: int) -> None:
+        self.ids, self.values = self.ids[:n], self.values[:n]
+
+    def weights(self) -> np.ndarray:
+        """f64(exp(v - v_max)); zeros where everything is -inf."""
+        top = self.values.max()
+        if top == -np.inf:
+            return np.zeros(len(self.values))
+        return exp(self.values - top).astype(np.float64)
+
+
+def philox(seed: int, position: int, choice: int) -> tuple[int, int, int, int]:
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)."""
+    k0, k1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    c = [position & 0xFFFFFFFF, choice & 0xFFFFFFFF, 0, 0]
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(p1 >> 32) ^ c[1] ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ c[3] ^ k1, p0 & 0xFFFFFFFF]
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c[0], c[1], c[2], c[3]
+
+
+def uniform(seed: int, position: int, choice: int) -> float:
+    """In [0, 1), 53 bits."""
+    x0, x1, _, _ = philox(seed, position, choice)
+    return ((x0 << 21) + (x1 >> 11)) * 2.0**-53
+
+
+def block_sums(weights: np.ndarray) -> list[float]:
+    """f64 sums of blocks of `SUM_BLOCK`, each over 16 lanes."""
+    sums = []
+    for start in range(0, len(weights), SUM_BLOCK):
+        block = weights[start : start + SUM_BLOCK]
+        padded = np.zeros(-(-len(block) // LANES) * LANES)
+        padded[: len(block)] = block
+        lanes = np.zeros(LANES)
+        for row in padded.reshape(-1, LANES):
+            lanes = lanes + row
+        sums.append(float(reduce_lanes(lanes)))
+    return sums
+
+
+def running(values: list[float]) -> float:
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
+def log(x: float) -> float:
+    """The project's own logarithm of a positive f64: 2 atanh((m - 1) / (m + 1)) + k ln 2."""
+    m, k = frexp(x)
+    if m < _SQRT_HALF:
+        m, k = m * 2.0, k - 1
+    z = (m - 1.0) / (m + 1.0)
+    square = z * z
+    p = 1.0 / (2 * _LOG_TERMS - 1)
+    for i in range(_LOG_TERMS - 2, -1, -1):
+        p = p * square + 1.0 / (2 * i + 1)
+    return k * _LN2 + 2.0 * z * p
+
+
+def _mask(c: Candidates, p: Parameters, position: int) -> None:
+    where = {int(i): at for at, i in enumerate(c.ids)}
+    if p.ignore_eos or position < p.min_tokens:
+        for token in p.mask_ids:
+            if token in where:
+                c.values[where[token]] = -np.inf
+    for token, bias in p.bias:
+        if token in where:
+            c.values[where[token]] += _F(bias)
+
+
+def _repetition(c: Candidates, p: Parameters, history: np.ndarray) -> None:
+    if p.repetition == 1.0:
+        return
+    seen = np.isin(c.ids, history)
+    v = c.values[seen]
+    c.values[seen] = np.where(v > 0, v / _F(p.repetition), v * _F(p.repetition))
+
+
+def _penalties(c: Candidates, p: Parameters, output: np.ndarray) -> None:
+    if p.frequency == 0.0 and p.presence == 0.0:
+        return
+    counts = np.array([np.count_nonzero(output == i) for i in c.ids] if len(output) else [0] * len(c.ids))
+    counts = counts.astype(np.float32)
+    seen = counts > 0
+    c.values[seen] = (c.values[seen] - _F(p.frequency) * counts[seen]) - _F(p.presence)
+
+
+def _top_p(c: Candidates, p: Parameters) -> None:
+    if p.top_p >= 1.0:
+        return
+    total = running(block_sums(c.weights()) if c.whole else list(c.weights()))
+    c.sort()
+    enough, sum_, n = float(_F(p.top_p)) * total, 0.0, 0
+    for weight in c.weights():
+        sum_ += weight
+        n += 1
+        if sum_ >= enough:
+            break
+    c.keep(n)
+
+
+def sample(logits: np.ndarray, tokens: np.ndarray, output_start: int, p: Parameters) -> int:
+    """The id drawn after `tokens` (prompt, then output from `output_start` on), or -1: logits not finite."""
+    if not np.isfinite(logits).all():
+        return -1
+    position = len(tokens) - output_start
+    c = Candidates(np.arange(len(logits), dtype=np.int32), logits.astype(np.float32).copy())
+    for step in p.order:
+        if step == "mask":
+            _mask(c, p, position)
+        elif step == "repetition":
+            _repetition(c, p, tokens)
+        elif step == "temperature" and p.temperature > 0:
+            c.values = np.minimum(c.values / _F(p.temperature), V_MAX)
+        elif step == "top_k" and 0 < p.top_k < len(c.ids):
+            c.sort()
+            c.keep(p.top_k)
+        elif step == "top_p":
+            _top_p(c, p)
+        elif step == "penalties":
+            _penalties(c, p, tokens[output_start:])
+        if not c.whole:
+            c.sort()
+    if p.temperature <= 0 or c.values.max() == -np.inf:
+        c.sort()
+        return int(c.ids[0])
+    return _draw(c, uniform(p.seed, position, p.choice))
+
+
+def _draw(c: Candidates, u: float) -> int:
+    weights = c.weights()
+    first, sum_ = 0, 0.0
+    if c.whole:
+        sums = block_sums(weights)
+        threshold = u * running(sums)
+        block = 0
+        while block < len(sums) - 1 and sum_ + sums[block] <= threshold:
+            sum_ += sums[block]
+            block += 1
+        first = block * SUM_BLOCK
+        weights = weights[: first + SUM_BLOCK]
+    else:
+        threshold = u * running(list(weights))
+    last = first
+    for i in range(first, len(weights)):
+        if weights[i] > 0:
+            last = i
+        sum_ += weights[i]
+        if sum_ > threshold:
+            return int(c.ids[i])
+    return int(c.ids[last])
+
+
+def logprobs(logits: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All log probabilities (f32), the n best ids and theirs, of the raw distribution."""
+    top = logits.max()
+    total = running(block_sums(exp(logits - top).astype(np.float64)))
+    norm = float(top) + log(total)
+    values = (logits.astype(np.float64) - norm).astype(np.float32)
+    order = np.lexsort((np.arange(len(logits)), -logits.astype(np.float64)))[:n]
+    return values, order.astype(np.int32), values[order]
