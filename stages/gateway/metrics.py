@@ -13,7 +13,7 @@ from pathlib import Path
 from pipeline.observe.metrics import Metrics
 from stages.gateway.requests.relay import Counts
 from stages.gateway.requests.response_cache import HIT, ResponseCache
-from stages.gateway.requests.state import Request
+from stages.gateway.requests.state import RequestState
 
 
 class GatewayMetrics:
@@ -33,7 +33,7 @@ class GatewayMetrics:
         if code:
             self.numbers.add("starling_rejections_total", code)
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: RequestState) -> None:
         """A request for text is over."""
         self.prompt_tokens += request.prompt_tokens
         self.cached_tokens += request.cached_tokens
@@ -42,7 +42,7 @@ class GatewayMetrics:
             waited = begun - request.started_at
             self.numbers.observe("starling_time_to_first_token_seconds", waited, request.model)
 
-    def looked_up(self, request: Request) -> None:
+    def looked_up(self, request: RequestState) -> None:
         """In the response cache."""
         found = "hits" if request.response_cache == HIT else "misses"
         self.numbers.add(f"starling_response_cache_{found}_total", request.model)

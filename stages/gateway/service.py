@@ -39,11 +39,12 @@ from stages.gateway.admission.lengths import Bounds, check_number, output_budget
 from stages.gateway.admission.limits import Caller, Quotas
 from stages.gateway.admission.quota_file import QuotaFile
 from stages.gateway.admission.readiness import StageHealth, model_report
-from stages.gateway.endpoints.generation_request import Ask
+from stages.gateway.endpoints.generation_request import GenerationRequest
 from stages.gateway.metrics import GatewayMetrics
+from stages.gateway.requests.event_cursor import TOKENS, EventCursor
 from stages.gateway.requests.journal import Journal
 from stages.gateway.requests.prompts import check_ids, field_of, tokens_of
-from stages.gateway.requests.recovery import Recovery, Watch
+from stages.gateway.requests.recovery import CatchUpWaiter, Recovery
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.response_cache import (
     BYPASS,
@@ -55,12 +56,11 @@ from stages.gateway.requests.response_cache import (
     key_of,
     lines_of,
 )
-from stages.gateway.requests.resume import TOKENS, Mark
 from stages.gateway.requests.sessions import Sessions
-from stages.gateway.requests.state import Outcome, Request, Sequence, Sink
+from stages.gateway.requests.state import Outcome, RequestState, SequenceState, Sink
 from stages.gateway.requests.text_decoder import StreamDecoder
-from stages.gateway.requests.token_text import Pieces
-from stages.gateway.tokenizer_client import RETRY_AFTER_S, Questions
+from stages.gateway.requests.token_bytes import TokenBytes
+from stages.gateway.tokenizer_client import RETRY_AFTER_S, TokenizerClient
 from stages.gateway.versions.catalog import Instances
 
 log = logging.getLogger("starling.gateway")
@@ -112,7 +112,7 @@ class Service:
         self.drains = Drains(clock)  # asked for by an operator
         self._admitting: Counter[str] = Counter()  # by model: not in the relay yet
         self._using: Counter[str] = Counter()  # by instance: those that will be, and questions about text
-        self.questions = Questions(send_tokenizer)
+        self.questions = TokenizerClient(send_tokenizer)
         self._draw_seed = draw_seed
         self._changed: asyncio.Future[None] | None = None  # set and replaced when readiness may differ
 
@@ -340,7 +340,7 @@ class Service:
 
     def on_description(self, instance_id: str, described: m.Described) -> None:
         """With its pieces, unless they are here; those may have gone meanwhile, then it is asked again."""
-        pieces = self.relay.pieces.setdefault(described.tokenizer or instance_id, Pieces())
+        pieces = self.relay.pieces.setdefault(described.tokenizer or instance_id, TokenBytes())
         if not pieces and described.piece_ends:
             pieces.fill(described)
         if pieces:
@@ -379,7 +379,7 @@ class Service:
         )
         return known[instance.id]
 
-    async def received(self, request: Request, mark: Mark) -> list[int]:
+    async def received(self, request: RequestState, mark: EventCursor) -> list[int]:
         """For each choice the characters that a reader has who has got as far as `mark`.
 
         Raises `Conflict` when nobody knows any more how to read the request's tokens.
@@ -395,7 +395,7 @@ class Service:
                 counts[sequence.index] = await self._length(request, sequence.tokens[:tokens])
         return counts
 
-    async def _length(self, request: Request, tokens: list[int]) -> int:
+    async def _length(self, request: RequestState, tokens: list[int]) -> int:
         """Characters that are certain after these first tokens. Others have their turn meanwhile."""
         pieces = self.relay.pieces.get(request.vocabulary)
         if not pieces:
@@ -414,13 +414,13 @@ class Service:
 
     # ---------------------------------------------------------------- requests again
 
-    def open(self, request: Request) -> None:
+    def open(self, request: RequestState) -> None:
         """Begin an admitted request that has its sink."""
         self.sessions.open(request)
         digest = self.described[request.instance].digest
         self.recovery.open(request, digest, self._kept_answer(request, digest))
 
-    def _kept_answer(self, request: Request, digest: str) -> list[Line] | None:
+    def _kept_answer(self, request: RequestState, digest: str) -> list[Line] | None:
         """From the response cache; None: it is to be computed."""
         if not self.responses.is_enabled:
             return None
@@ -436,7 +436,7 @@ class Service:
         self.metrics.looked_up(request)
         return lines
 
-    def find(self, request_id: str, tenant: str, mark: Mark | None = None) -> Request:
+    def find(self, request_id: str, tenant: str, mark: EventCursor | None = None) -> RequestState:
         """A request to be taken up at `mark`. Raises `NotFound`, also for what another tenant has."""
         request = self.recovery.find(request_id, tenant)
         if request is None:
@@ -449,12 +449,14 @@ class Service:
             )
         return request
 
-    async def take_up(self, request: Request, mark: Mark | None, begin: Callable[[list[int]], AnySink]) -> AnySink:
+    async def take_up(
+        self, request: RequestState, mark: EventCursor | None, begin: Callable[[list[int]], AnySink]
+    ) -> AnySink:
         """Wait until the request is as far again as `mark`, and add the reader that `begin` makes.
 
         `begin` gets the characters that the reader has of each choice, and brings it up to date.
         """
-        watch = Watch(request, mark)
+        watch = CatchUpWaiter(request, mark)
         self.recovery.join(request, watch)
         try:
             await watch.over
@@ -480,7 +482,9 @@ class Service:
                 retry_after_s=1.0,
             )
 
-    async def admit(self, ask: Ask, caller: Caller, started_at: float, client_id: str = "") -> Request:
+    async def admit(
+        self, ask: GenerationRequest, caller: Caller, started_at: float, client_id: str = ""
+    ) -> RequestState:
         """The request with its sequences, not yet opened. Raises `StarlingError`.
 
         The caller has counted it in `in_flight` before and counts it out at its end.
@@ -494,7 +498,9 @@ class Service:
         finally:
             self._admitting[model] -= 1
 
-    async def _admit(self, model: str, ask: Ask, caller: Caller, started_at: float, client_id: str) -> Request:
+    async def _admit(
+        self, model: str, ask: GenerationRequest, caller: Caller, started_at: float, client_id: str
+    ) -> RequestState:
         self.quotas.take_request(caller.tenant)
         timeout_s = self.config.server.request_timeout_ms / 1000
         left_s = started_at + timeout_s - self.clock()
@@ -509,7 +515,9 @@ class Service:
                 f"(server.request_timeout_ms); try again when it is less busy",
             ) from None
 
-    async def _admit_to(self, model: str, ask: Ask, caller: Caller, started_at: float, client_id: str) -> Request:
+    async def _admit_to(
+        self, model: str, ask: GenerationRequest, caller: Caller, started_at: float, client_id: str
+    ) -> RequestState:
         """The model is ready."""
         with self.using(model) as instance:  # from here on it is this version's, whatever serves next
             salt = caller.salted(ask.cache_salt)
@@ -529,12 +537,12 @@ class Service:
     async def _put_together(
         self,
         instance: Instance,
-        ask: Ask,
+        ask: GenerationRequest,
         held: tuple[int, ...],
         caller: Caller,
         started_at: float,
         client_id: str,
-    ) -> Request:
+    ) -> RequestState:
         """`held`: the tokens before the prompt, of the session."""
         described = self.described[instance.id]
         check_number(max(1, len(ask.prompts)), ask.n, self.config, instance.settings)
@@ -547,7 +555,7 @@ class Service:
             output_budget(len(prompt), ask.max_tokens, bounds, field_of(ask, index), ask.max_tokens_field)
             for index, prompt in enumerate(prompts)
         ]
-        request = Request(
+        request = RequestState(
             f"req-{secrets.token_hex(12)}",
             ask,
             instance.name,
@@ -574,7 +582,7 @@ class Service:
             data = array("i", prompt).tobytes()
             for choice in range(ask.n):
                 request.sequences.append(
-                    Sequence(request, place * ask.n + choice, place, choice, data, budget, sampling, stop_ids)
+                    SequenceState(request, place * ask.n + choice, place, choice, data, budget, sampling, stop_ids)
                 )
         return request
 
@@ -588,7 +596,7 @@ class Service:
 
     # ---------------------------------------------------------------- the end
 
-    def _on_end(self, request: Request) -> None:
+    def _on_end(self, request: RequestState) -> None:
         if request.is_probe:
             return
         if not request.is_charged:

@@ -17,7 +17,7 @@ MAX_QUESTIONS = 2048  # unanswered
 RETRY_AFTER_S = 5.0  # what a 503 says
 
 
-class Questions:
+class TokenizerClient:
     """One per process. `send` gives a frame to the tokenizer, False: not now."""
 
     def __init__(self, send: Callable[[m.Frame], bool]) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pipeline.errors import ModelNotFound
 from pipeline.protocol import messages as m
-from stages.gateway.requests.token_text import Pieces
+from stages.gateway.requests.token_bytes import TokenBytes
 from stages.tokenizer.service import TokenizerModel, TokenizerService
 from stages.tokenizer.vocabulary import TooManyTokens
 
@@ -80,10 +80,10 @@ def make_tokenizer() -> TokenizerService:
     return TokenizerService(load)
 
 
-def make_pieces() -> Pieces:
+def make_pieces() -> TokenBytes:
     described = make_tokenizer().answer(m.Describe("", MODEL))
     assert isinstance(described, m.Described)
-    pieces = Pieces()
+    pieces = TokenBytes()
     pieces.fill(described)
     return pieces
 

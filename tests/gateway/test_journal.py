@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.protocol.messages import Sampling
-from stages.gateway.endpoints.generation_request import Ask
+from stages.gateway.endpoints.generation_request import GenerationRequest
 from stages.gateway.requests.journal import FILE, FRESH, KEEP_S, MAGIC, Ended, Journal, Line, Opened, parse
 
 NOW = 1e9
 
 
 def opened(name: str, prompt: bytes = b"1234") -> Opened:
-    ask = Ask(endpoint="chat", model="m", stream=True, stop=("\n",), seed=2**64 - 1)
+    ask = GenerationRequest(endpoint="chat", model="m", stream=True, stop=("\n",), seed=2**64 - 1)
     sampling = Sampling(seed=2**64 - 1, logit_bias=((3, -1.5),))
     return Opened(
         name,

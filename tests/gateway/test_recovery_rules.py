@@ -11,11 +11,11 @@ from pipeline.config.load import resolve
 from pipeline.models.versions import initial
 from pipeline.protocol import messages as m
 from stages.gateway.endpoints import generate
+from stages.gateway.requests.event_cursor import FanOutSink
 from stages.gateway.requests.journal import KEEP_S, MAX_KEPT, Journal
-from stages.gateway.requests.recovery import CLAIM_S, Recovery, Watch
+from stages.gateway.requests.recovery import CLAIM_S, CatchUpWaiter, Recovery
 from stages.gateway.requests.relay import Relay
-from stages.gateway.requests.resume import Fan
-from stages.gateway.requests.state import Outcome, Request, Sequence
+from stages.gateway.requests.state import Outcome, RequestState, SequenceState
 from stages.gateway.versions.catalog import Instances
 from tests.gateway.peers import MODEL
 
@@ -46,14 +46,14 @@ class World:
         self.sent.append(frame)
         return True
 
-    def open(self, name: str = "req-1", model: str = MODEL) -> Request:
+    def open(self, name: str = "req-1", model: str = MODEL) -> RequestState:
         ask = generate.read({"prompt": [1, 2], "n": 2, "stream": True})
-        request = Request(name, ask, model, "mine", self.now + 300, created=5, fingerprint="fp")
+        request = RequestState(name, ask, model, "mine", self.now + 300, created=5, fingerprint="fp")
         request.seed = 7
         for choice in range(2):
             sampling = m.Sampling(seed=7)
-            request.sequences.append(Sequence(request, choice, 0, choice, b"12345678", 9, sampling, (256,)))
-        request.sink = Fan()
+            request.sequences.append(SequenceState(request, choice, 0, choice, b"12345678", 9, sampling, (256,)))
+        request.sink = FanOutSink()
         self.recovery.open(request, DIGEST)
         return request
 
@@ -62,7 +62,7 @@ class World:
         self.relay.tick()
         self.recovery.tick(DESCRIBED if described is None else described, INSTANCES)
 
-    def find(self, name: str = "req-1") -> Request:
+    def find(self, name: str = "req-1") -> RequestState:
         request = self.recovery.find(name, "mine")
         assert request is not None
         return request
@@ -95,7 +95,7 @@ async def test_what_cannot_be_the_same_answer_ends_with_an_error(world: World) -
     world.open("req-2", "gone")
     world.restart()
     other = {MODEL: m.Described("", MODEL, "cd" * 32, 258, 4096, (256,), True)}
-    watch = Watch(world.find(), None)
+    watch = CatchUpWaiter(world.find(), None)
     world.recovery.join(world.find(), watch)
     await world.tick(described=other)
     for name, code in (("req-1", "CONFLICT"), ("req-2", "MODEL_NOT_FOUND")):
@@ -126,7 +126,7 @@ async def test_what_nobody_takes_up_is_cancelled(world: World) -> None:
     await world.tick()
     await world.tick(CLAIM_S - 1)
     request = world.find()
-    watch = Watch(request, None)
+    watch = CatchUpWaiter(request, None)
     world.recovery.join(request, watch)
     await world.tick(CLAIM_S)
     assert request.outcome is Outcome.OPEN
@@ -154,7 +154,7 @@ async def test_ended_requests_are_kept_for_a_time_and_up_to_a_number(world: Worl
 
 async def test_a_client_that_leaves_cancels_what_was_not_recovered(world: World) -> None:
     request = world.open()
-    request.sink = watch = Watch(request, None)
+    request.sink = watch = CatchUpWaiter(request, None)
     world.recovery.leave(request, watch)
     assert request.outcome is Outcome.ABANDONED
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from pipeline.errors import StarlingError
 from pipeline.protocol import messages as m
-from stages.gateway.endpoints.generation_request import Ask
+from stages.gateway.endpoints.generation_request import GenerationRequest
 from stages.gateway.requests.relay import OVERTIME_S, RESUBMIT_AFTER_S, Relay
-from stages.gateway.requests.state import Outcome, Request, Sequence, State
+from stages.gateway.requests.state import Outcome, RequestState, SequencePhase, SequenceState
 from tests.gateway.peers import EOS, MODEL, Generator, make_pieces, output, text_of
 
 PIECES = make_pieces()
@@ -29,7 +29,7 @@ class Recorder:
         self.terminal: list[StarlingError | None] = []
         self.flushes = 0
 
-    def text(self, sequence: Sequence, new: str, begin: int, end: int) -> None:
+    def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None:
         assert not self.terminal
         assert sequence.index not in self.over
         assert begin == self.ends.get(sequence.index, 0)
@@ -39,7 +39,7 @@ class Recorder:
         assert sequence.end == end
         self.calls.append((new, begin, end, sequence.is_flushed))
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: SequenceState) -> None:
         assert sequence.index not in self.over
         self.over.append(sequence.index)
 
@@ -61,7 +61,7 @@ class World:
         self.generator = Generator()
         self.to_scheduler: list[m.Frame] = []
         self.scheduler_is_up = True
-        self.ended: list[Request] = []
+        self.ended: list[RequestState] = []
         self.relay = Relay(self._to_scheduler, lambda: self.now, self.ended.append)
         self.relay.pieces[MODEL] = PIECES
 
@@ -78,14 +78,14 @@ class World:
         max_tokens: int = 40,
         logprobs: int = -1,
         deadline: float = 1e9,
-    ) -> Request:
-        ask = Ask(endpoint="generate", model=MODEL, n=n, stop=stop, logprobs=logprobs >= 0)
-        request = Request(name, ask, MODEL, "default", deadline)
+    ) -> RequestState:
+        ask = GenerationRequest(endpoint="generate", model=MODEL, n=n, stop=stop, logprobs=logprobs >= 0)
+        request = RequestState(name, ask, MODEL, "default", deadline)
         request.sink = Recorder()
         sampling = m.Sampling(seed=7, logprobs=logprobs)
         prompt = array("i", list(name.encode())).tobytes()
         for choice in range(n):
-            request.sequences.append(Sequence(request, choice, 0, choice, prompt, max_tokens, sampling, (EOS,)))
+            request.sequences.append(SequenceState(request, choice, 0, choice, prompt, max_tokens, sampling, (EOS,)))
         self.relay.open(request)
         return request
 
@@ -164,14 +164,14 @@ ACTIONS = [
 ]
 
 
-def expected(request: Request, sequence: Sequence) -> tuple[str, str]:
+def expected(request: RequestState, sequence: SequenceState) -> tuple[str, str]:
     stop = request.ask.stop[0] if request.ask.stop else ""
     tokens = output(sequence.prompt, 7, sequence.choice, sequence.max_tokens, (EOS,))
     stopped = tokens[-1] == EOS or bool(stop and stop in text_of(tokens))
     return text_of(tokens, stop), "stop" if stopped else "length"
 
 
-def check_finished(request: Request) -> None:
+def check_finished(request: RequestState) -> None:
     sink = request.sink
     assert isinstance(sink, Recorder)
     assert request.outcome is Outcome.FINISHED, request.error
@@ -181,7 +181,7 @@ def check_finished(request: Request) -> None:
         text, finish = expected(request, sequence)
         assert "".join(sequence.text) == "".join(sink.pieces.get(sequence.index, [])) == text
         assert sequence.finish == finish
-        assert sequence.state is State.FINISHED
+        assert sequence.state is SequencePhase.FINISHED
 
 
 @settings(max_examples=300, deadline=None)

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config.schema import ResponseCacheConfig
 from pipeline.protocol import messages as m
-from stages.gateway.endpoints.generation_request import Ask, Turn
+from stages.gateway.endpoints.generation_request import GenerationRequest, Turn
 from stages.gateway.requests import response_cache
 from stages.gateway.requests.response_cache import (
     ENTRY_BYTES,
@@ -21,7 +21,7 @@ from stages.gateway.requests.response_cache import (
     key_of,
     lines_of,
 )
-from stages.gateway.requests.state import Request, Sequence
+from stages.gateway.requests.state import RequestState, SequenceState
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 
@@ -126,7 +126,7 @@ def test_an_entry_that_is_used_a_million_times_costs_no_memory() -> None:
 # ------------------------------------------------------------------ the key
 
 
-def record(sampling: dict[str, Any] | None = None, line: dict[str, Any] | None = None, **ask: Any) -> Request:
+def record(sampling: dict[str, Any] | None = None, line: dict[str, Any] | None = None, **ask: Any) -> RequestState:
     sampling = {"seed": 7, **(sampling or {})}
     line = {
         "prompt": b"\1\0\0\0\2\0\0\0",
@@ -136,10 +136,10 @@ def record(sampling: dict[str, Any] | None = None, line: dict[str, Any] | None =
         "choice": 0,
         **(line or {}),
     }
-    made = Ask(endpoint="generate", model="", sampling=m.Sampling(**sampling), **{"seed": 7, **ask})
-    request = Request("req-1", made, MODEL, "t", 1e9)
+    made = GenerationRequest(endpoint="generate", model="", sampling=m.Sampling(**sampling), **{"seed": 7, **ask})
+    request = RequestState("req-1", made, MODEL, "t", 1e9)
     request.sequences.append(
-        Sequence(
+        SequenceState(
             request,
             0,
             line["prompt_index"],

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from pipeline.errors import StarlingError
 from pipeline.protocol import messages as m
-from stages.gateway.endpoints.generation_request import Ask
+from stages.gateway.endpoints.generation_request import GenerationRequest
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.sessions import Sessions
-from stages.gateway.requests.state import Outcome, Request, Sequence
+from stages.gateway.requests.state import Outcome, RequestState, SequenceState
 from stages.kv.sessions.session_frames import answer
 from tests.gateway.kv_peer import MAX_SESSIONS, KvPeer, open_sessions
 from tests.gateway.peers import EOS, MODEL, output
@@ -40,7 +40,7 @@ class World:
         self.directory = directory
         self.to_kv: list[m.Frame] = []
         self.to_gateway: list[m.Frame] = []
-        self.ended: list[Request] = []
+        self.ended: list[RequestState] = []
         self.relay = Relay(lambda frame: True, lambda: 0.0, self._on_end, lambda r: self.sessions.finish(r))
         self.sessions = Sessions(self.relay, self._send)
         self.is_up = False
@@ -50,7 +50,7 @@ class World:
         self.to_kv.append(frame)
         return True
 
-    def _on_end(self, request: Request) -> None:
+    def _on_end(self, request: RequestState) -> None:
         self.ended.append(request)
         self.sessions.ended(request)
 
@@ -84,15 +84,15 @@ class World:
             self.gateway_reads()
         self.sessions.tick()
 
-    def request(self, ask: Ask, prompt: tuple[int, ...], number: int) -> Request:
-        request = Request(f"req-{number}", ask, MODEL, "t", 1e9)
-        line = Sequence(request, 0, 0, 0, array("i", prompt).tobytes(), 50, m.Sampling(), (EOS,))
+    def request(self, ask: GenerationRequest, prompt: tuple[int, ...], number: int) -> RequestState:
+        request = RequestState(f"req-{number}", ask, MODEL, "t", 1e9)
+        line = SequenceState(request, 0, 0, 0, array("i", prompt).tobytes(), 50, m.Sampling(), (EOS,))
         request.sequences.append(line)
         self.sessions.open(request)
         self.relay.open(request)
         return request
 
-    def finish(self, request: Request, tokens: list[int]) -> None:
+    def finish(self, request: RequestState, tokens: list[int]) -> None:
         (line,) = request.sequences
         if request.outcome is Outcome.OPEN and not line.is_over:
             line.tokens, line.end = list(tokens), len(tokens)
@@ -112,13 +112,13 @@ def test_every_finished_turn_is_held_and_no_other(steps: list[str]) -> None:
         held: list[int] = []
         number = 0
         turn: asyncio.Task[Any] | None = None
-        request: Request | None = None
+        request: RequestState | None = None
         output_of: dict[str, list[int]] = {}
         doubtful: list[int] | None = None
         for step in [*steps, "end"]:
             if turn is None and request is None:
                 number += 1
-                ask = Ask(endpoint="generate", model=MODEL, session_id="s", creates_session=True)
+                ask = GenerationRequest(endpoint="generate", model=MODEL, session_id="s", creates_session=True)
                 turn = asyncio.ensure_future(world.sessions.begin(MODEL, "t", ask, ask.cache_salt))
             await asyncio.sleep(0)
             if step in ("kv_reads", "gateway_reads", "kv_dies", "kv_comes"):

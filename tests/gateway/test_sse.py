@@ -10,7 +10,7 @@ from pipeline.errors import StarlingError
 from pipeline.protocol.messages import Sampling
 from stages.gateway.endpoints import chat
 from stages.gateway.http.sse import MAX_BACKLOG_BYTES, EventStream
-from stages.gateway.requests.state import Request, Sequence
+from stages.gateway.requests.state import RequestState, SequenceState
 
 
 class Transport:
@@ -28,13 +28,13 @@ class Transport:
         return self.backlog
 
 
-def make(n: int = 1) -> tuple[EventStream, Request, list[str]]:
+def make(n: int = 1) -> tuple[EventStream, RequestState, list[str]]:
     ask = chat.read({"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True, "n": n})
-    request = Request("req-1", ask, "m", "default", 1e9)
+    request = RequestState("req-1", ask, "m", "default", 1e9)
     for choice in range(n):
-        request.sequences.append(Sequence(request, choice, 0, choice, b"1234", 9, Sampling(), ()))
+        request.sequences.append(SequenceState(request, choice, 0, choice, b"1234", 9, Sampling(), ()))
     dropped: list[str] = []
-    return EventStream(request, chat.ChatShape(request, {}), dropped.append), request, dropped
+    return EventStream(request, chat.ChatFormatter(request, {}), dropped.append), request, dropped
 
 
 async def test_what_comes_before_the_headers_goes_out_in_one_piece_after_them() -> None:

@@ -27,8 +27,8 @@ from pipeline.protocol import messages as m
 from stages.gateway.admission.limits import Caller
 from stages.gateway.endpoints import generate
 from stages.gateway.requests import recovery
+from stages.gateway.requests.event_cursor import FanOutSink
 from stages.gateway.requests.journal import Journal
-from stages.gateway.requests.resume import Fan
 from stages.gateway.service import Service
 from stages.gateway.versions.catalog import Instances
 from stages.gateway.versions.loader import Loader
@@ -154,7 +154,7 @@ class Versions(RuleBasedStateMachine):
             serving = self.instances.serving(NAME)
             assert serving is not None
             assert request.instance == serving.id
-            request.sink = Fan()
+            request.sink = FanOutSink()
             self.service.open(request)
 
         refusals: list[str] = []

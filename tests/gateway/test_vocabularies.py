@@ -6,10 +6,10 @@ import pytest
 
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.protocol import messages as m
-from stages.gateway.endpoints.generation_request import Ask
-from stages.gateway.requests.resume import Fan
-from stages.gateway.requests.state import Outcome, Request
-from stages.gateway.requests.token_text import Pieces
+from stages.gateway.endpoints.generation_request import GenerationRequest
+from stages.gateway.requests.event_cursor import FanOutSink
+from stages.gateway.requests.state import Outcome, RequestState
+from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.service import Service
 
 
@@ -25,9 +25,9 @@ def describe(service: Service, instance: str, tokenizer: str, bare: bool = False
 
 
 def answer(service: Service, instance: str, tokenizer: str) -> None:
-    request = Request("req-1", Ask(endpoint="generate", model="m"), "m", "t", 1e9, instance=instance)
+    request = RequestState("req-1", GenerationRequest(endpoint="generate", model="m"), "m", "t", 1e9, instance=instance)
     request.tokenizer = tokenizer
-    request.sink = Fan()
+    request.sink = FanOutSink()
     service.relay.open(request)
     service.relay.complete(request)
     assert request.outcome is Outcome.FINISHED
@@ -75,7 +75,7 @@ def test_a_vocabulary_that_went_while_its_version_was_described_is_asked_for_aga
 
 
 def test_a_reader_that_waits_for_a_vocabulary_gets_it(service: Service) -> None:
-    waited = [service.relay.pieces.setdefault(name, Pieces()) for name in ("a", "b", "c", "d")]
+    waited = [service.relay.pieces.setdefault(name, TokenBytes()) for name in ("a", "b", "c", "d")]
     describe(service, "m", "z")
     service.forget("m")
     describe(service, "m@1", "a")

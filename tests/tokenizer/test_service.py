@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ModelNotFound
 from pipeline.protocol import messages as m
-from stages.gateway.requests.token_text import Pieces
+from stages.gateway.requests.token_bytes import TokenBytes
 from stages.tokenizer.service import TokenizerModel, TokenizerService
 from stages.tokenizer.template import ChatTemplate
 from stages.tokenizer.vocabulary import Vocabulary
@@ -42,7 +42,7 @@ def described(*known: str) -> m.Described:
 
 
 def test_a_description_has_the_pieces_of_all_tokens() -> None:
-    pieces = Pieces()
+    pieces = TokenBytes()
     assert not pieces
     pieces.fill(described("another"))
     assert pieces
@@ -56,7 +56,7 @@ def test_a_description_has_the_pieces_of_all_tokens() -> None:
 
 @pytest.mark.parametrize("change", [{"vocab_size": 7}, {"pieces": b"short"}, {"piece_ends": b"\0\0\0"}])
 def test_what_is_no_table_of_pieces_is_not_taken(change: dict[str, Any]) -> None:
-    pieces = Pieces()
+    pieces = TokenBytes()
     with pytest.raises(ValueError):
         pieces.fill(msgspec.structs.replace(described(), **change))
     assert not pieces

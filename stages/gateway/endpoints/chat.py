@@ -11,14 +11,14 @@ from stages.gateway.endpoints.generation_request import (
     COMMON_FIELDS,
     MAX_OUTPUT_TOKENS,
     MAX_TOP_LOGPROBS,
-    Ask,
+    GenerationRequest,
     check_together,
     common,
     read_stream_options,
 )
 from stages.gateway.http.fields import Reader, Unsupported, flag, integer, read_fields, refuse, text
-from stages.gateway.requests.state import Request, Sequence
-from stages.gateway.requests.token_text import Pieces
+from stages.gateway.requests.state import RequestState, SequenceState
+from stages.gateway.requests.token_bytes import TokenBytes
 
 MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant")
@@ -127,7 +127,7 @@ FIELDS: dict[str, Reader] = {
 }
 
 
-def read(body: dict[str, Any]) -> Ask:
+def read(body: dict[str, Any]) -> GenerationRequest:
     """Raises `InvalidRequest`."""
     values = read_fields(body, FIELDS, required=("model", "messages"), unsupported=UNSUPPORTED)
     if "max_tokens" in values and "max_completion_tokens" in values:
@@ -142,7 +142,7 @@ def read(body: dict[str, Any]) -> Ask:
     if has_logprobs:
         arguments["sampling"] = with_logprobs(arguments["sampling"], top)
     field = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
-    ask = Ask(
+    ask = GenerationRequest(
         endpoint="chat",
         messages=values["messages"],
         max_tokens=values.get(field),
@@ -162,10 +162,10 @@ def with_logprobs(sampling: Sampling, top: int) -> Sampling:
 # ------------------------------------------------------------------ out
 
 
-class ChatShape:
+class ChatFormatter:
     """`chat.completion` and `chat.completion.chunk`."""
 
-    def __init__(self, request: Request, vocabulary: Pieces) -> None:
+    def __init__(self, request: RequestState, vocabulary: TokenBytes) -> None:
         self._request = request
         self._vocabulary = vocabulary
         self._base = {
@@ -186,7 +186,7 @@ class ChatShape:
         delta = {"role": "assistant", "content": "", "refusal": None}
         return [to_json(self._chunk(s.index, delta)) for s in self._request.sequences]
 
-    def text(self, sequence: Sequence, new: str, begin: int, end: int) -> bytes | None:
+    def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> bytes | None:
         if sequence.logprobs:
             if not new and begin == end:
                 return None
@@ -198,7 +198,7 @@ class ChatShape:
         before, between, after = self._pieces[sequence.index]
         return b"%b%b%b%b%b" % (before, to_json(new), between, logprobs, after)
 
-    def ended(self, sequence: Sequence) -> bytes:
+    def ended(self, sequence: SequenceState) -> bytes:
         return to_json(self._chunk(sequence.index, {}, finish=sequence.finish))
 
     def closing(self) -> list[bytes]:
@@ -223,7 +223,7 @@ class ChatShape:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return {**self._base, "choices": [choice], **self._tail}
 
-    def _logprobs(self, sequence: Sequence, begin: int, end: int) -> Any:
+    def _logprobs(self, sequence: SequenceState, begin: int, end: int) -> Any:
         content = []
         for token, logprob in zip(sequence.tokens[begin:end], sequence.logprobs[begin:end]):
             entry = self._entry(token, logprob.logprob)

@@ -12,15 +12,15 @@ from stages.gateway.endpoints.generation_request import (
     MAX_OUTPUT_TOKENS,
     MAX_PROMPT_IDS,
     MAX_PROMPTS,
-    Ask,
+    GenerationRequest,
     TextOrIds,
     check_together,
     common,
     read_stream_options,
 )
 from stages.gateway.http.fields import Reader, Unsupported, flag, integer, read_fields, refuse, text, token_ids
-from stages.gateway.requests.state import Request, Sequence
-from stages.gateway.requests.token_text import Pieces
+from stages.gateway.requests.state import RequestState, SequenceState
+from stages.gateway.requests.token_bytes import TokenBytes
 
 # ------------------------------------------------------------------ in
 
@@ -65,7 +65,7 @@ FIELDS: dict[str, Reader] = {
 }
 
 
-def read(body: dict[str, Any]) -> Ask:
+def read(body: dict[str, Any]) -> GenerationRequest:
     """Raises `InvalidRequest`."""
     values = read_fields(body, FIELDS, required=("model", "prompt"), unsupported=UNSUPPORTED)
     arguments = common(values)
@@ -86,7 +86,7 @@ def read(body: dict[str, Any]) -> Ask:
     top = values.get("logprobs", 0)
     if has_logprobs:
         arguments["sampling"] = with_logprobs(arguments["sampling"], top)
-    ask = Ask(
+    ask = GenerationRequest(
         endpoint="completions",
         prompts=values["prompt"],
         # OpenAI's default for this endpoint.
@@ -103,10 +103,10 @@ def read(body: dict[str, Any]) -> Ask:
 # ------------------------------------------------------------------ out
 
 
-class CompletionShape:
+class CompletionFormatter:
     """`text_completion`, streamed or whole."""
 
-    def __init__(self, request: Request, vocabulary: Pieces) -> None:
+    def __init__(self, request: RequestState, vocabulary: TokenBytes) -> None:
         self._request = request
         self._vocabulary = vocabulary
         self._base = {
@@ -127,7 +127,7 @@ class CompletionShape:
             return []
         return [to_json(self._chunk(s.index, self._echo(s), None)) for s in self._request.sequences]
 
-    def text(self, sequence: Sequence, new: str, begin: int, end: int) -> bytes | None:
+    def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> bytes | None:
         if sequence.logprobs:
             if not new and begin == end:
                 return None
@@ -139,7 +139,7 @@ class CompletionShape:
         before, between, after = self._pieces[sequence.index]
         return b"%b%b%b%b%b" % (before, to_json(new), between, logprobs, after)
 
-    def ended(self, sequence: Sequence) -> bytes:
+    def ended(self, sequence: SequenceState) -> bytes:
         return to_json(self._chunk(sequence.index, "", None, sequence.finish))
 
     def closing(self) -> list[bytes]:
@@ -160,14 +160,14 @@ class CompletionShape:
         ]
         return to_json({**self._base, "choices": choices, "usage": usage(request)})
 
-    def _echo(self, sequence: Sequence) -> str:
+    def _echo(self, sequence: SequenceState) -> str:
         return self._request.echoes[sequence.prompt_index] if self._request.ask.echo else ""
 
     def _chunk(self, index: int, text: str, logprobs: Any, finish: str | None = None) -> Any:
         choice = {"text": text, "index": index, "logprobs": logprobs, "finish_reason": finish}
         return {**self._base, "choices": [choice], **self._tail}
 
-    def _logprobs(self, sequence: Sequence, begin: int, end: int) -> Any:
+    def _logprobs(self, sequence: SequenceState, begin: int, end: int) -> Any:
         """OpenAI's four parallel lists; names of tokens that are no text are spelled in bytes."""
         tokens, values, tops, offsets = [], [], [], []
         for token, logprob in zip(sequence.tokens[begin:end], sequence.logprobs[begin:end]):

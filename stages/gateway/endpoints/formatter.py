@@ -12,22 +12,22 @@ from typing import Any, Protocol
 import msgspec
 
 from pipeline.errors import StarlingError
-from stages.gateway.requests.state import Request, Sequence
+from stages.gateway.requests.state import RequestState, SequenceState
 
 to_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have; as OpenAI has it
 
 
-class Shape(Protocol):
+class ResponseFormatter(Protocol):
     """JSON of one request. Nothing here ends with a newline or contains one."""
 
     def opening(self) -> list[bytes]:
         """Events before the first text."""
 
-    def text(self, sequence: Sequence, new: str, begin: int, end: int) -> bytes | None:
+    def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> bytes | None:
         """The event of `new` text and the output tokens [begin, end); None when there is nothing to say."""
 
-    def ended(self, sequence: Sequence) -> bytes:
+    def ended(self, sequence: SequenceState) -> bytes:
         """The event with the finish reason."""
 
     def closing(self) -> list[bytes]:
@@ -43,7 +43,7 @@ def error_json(error: StarlingError, cut: Iterable[int]) -> bytes:
     return to_json({**error.body(), "choices": [{"index": index, "finish_reason": reason} for index in cut]})
 
 
-def usage(request: Request) -> dict[str, Any]:
+def usage(request: RequestState) -> dict[str, Any]:
     """OpenAI's `usage`; prompts count once, whatever the number of choices."""
     prompt, completion = request.prompt_tokens, request.completion_tokens
     return {

@@ -42,7 +42,7 @@ from stages.gateway.endpoints.generation_request import (
     MAX_PROMPT_IDS,
     MAX_TOP_LOGPROBS,
     MAX_TTL_S,
-    Ask,
+    GenerationRequest,
     TextOrIds,
     check_together,
     common,
@@ -57,8 +57,8 @@ from stages.gateway.http.fields import (
     text,
     token_ids,
 )
-from stages.gateway.requests.state import Request, Sequence
-from stages.gateway.requests.token_text import Pieces
+from stages.gateway.requests.state import RequestState, SequenceState
+from stages.gateway.requests.token_bytes import TokenBytes
 
 # ------------------------------------------------------------------ in
 
@@ -89,14 +89,14 @@ FIELDS: dict[str, Reader] = {
 }
 
 
-def read(body: dict[str, Any]) -> Ask:
+def read(body: dict[str, Any]) -> GenerationRequest:
     """Raises `InvalidRequest`."""
     values = read_fields(body, FIELDS, required=("prompt",), unsupported=UNSUPPORTED)
     arguments = common(values)
     has_logprobs = "logprobs" in values
     if has_logprobs:
         arguments["sampling"] = with_logprobs(arguments["sampling"], values["logprobs"])
-    ask = Ask(
+    ask = GenerationRequest(
         endpoint="generate",
         prompts=[values["prompt"]],
         max_tokens=values.get("max_tokens"),
@@ -111,7 +111,7 @@ def read(body: dict[str, Any]) -> Ask:
 
 
 def _session(values: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `Ask`."""
+    """Arguments of `GenerationRequest`."""
     creates = values.get("create_session", False)
     name = values.get("session_id", "" if creates else None)
     if "session_ttl_s" in values and not creates and name != "":
@@ -129,10 +129,10 @@ def _session(values: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------ out
 
 
-class GenerateShape:
+class GenerateFormatter:
     """As drawn at the top of this file."""
 
-    def __init__(self, request: Request, vocabulary: Pieces) -> None:
+    def __init__(self, request: RequestState, vocabulary: TokenBytes) -> None:
         self._request = request
         self._vocabulary = vocabulary
         self._base = {
@@ -148,7 +148,7 @@ class GenerateShape:
     def opening(self) -> list[bytes]:
         return []
 
-    def text(self, sequence: Sequence, new: str, begin: int, end: int) -> bytes | None:
+    def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> bytes | None:
         if not new and begin == end:
             return None
         event: dict[str, Any] = {
@@ -161,7 +161,7 @@ class GenerateShape:
             event["logprobs"] = self._logprobs(sequence, begin, end)
         return to_json(event)
 
-    def ended(self, sequence: Sequence) -> bytes:
+    def ended(self, sequence: SequenceState) -> bytes:
         return to_json(
             {
                 "index": sequence.index,
@@ -188,7 +188,7 @@ class GenerateShape:
         ]
         return to_json({**self._base, "choices": choices, "usage": usage(request)})
 
-    def _logprobs(self, sequence: Sequence, begin: int, end: int) -> list[dict[str, Any]]:
+    def _logprobs(self, sequence: SequenceState, begin: int, end: int) -> list[dict[str, Any]]:
         entries = []
         for token, logprob in zip(sequence.tokens[begin:end], sequence.logprobs[begin:end]):
             entry = self._entry(token, logprob.logprob)

@@ -1,6 +1,6 @@
 """What a generation endpoint makes of a valid body, and the fields that all of them share.
 
-`Ask` is the common form: `chat.py`, `completions.py` and `generate.py` fill it in, `admission.py` turns it
+`GenerationRequest` is the common form: `chat.py`, `completions.py` and `generate.py` fill it in, admission turns it
 into sequences.  Nothing here depends on a model: what does is checked at admission.
 """
 
@@ -40,7 +40,7 @@ class Turn(msgspec.Struct, array_like=True):
     base: int  # tokens that the session held before
 
 
-class Ask(msgspec.Struct, kw_only=True):
+class GenerationRequest(msgspec.Struct, kw_only=True):
     """A validated request for text."""
 
     endpoint: str  # as metrics and logs name it
@@ -151,7 +151,7 @@ COMMON_FIELDS: dict[str, Reader] = {
 
 
 def common(values: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `Ask` from the fields of `COMMON_FIELDS`."""
+    """Arguments of `GenerationRequest` from the fields of `COMMON_FIELDS`."""
     names = (
         "temperature",
         "top_p",
@@ -178,7 +178,7 @@ def common(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_together(ask: Ask) -> Ask:
+def check_together(ask: GenerationRequest) -> GenerationRequest:
     """What no field alone can say."""
     if ask.max_tokens is not None and ask.sampling.min_tokens > ask.max_tokens:
         raise InvalidRequest(

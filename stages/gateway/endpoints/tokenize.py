@@ -24,14 +24,14 @@ from stages.gateway.http.fields import Reader, flag, read_fields, text, token_id
 _SLICE = 16_384  # tokens at once
 
 
-class TokenizeAsk(msgspec.Struct):
+class TokenizeRequest(msgspec.Struct):
     model: str
     text: str
     add_bos: bool
     parse_special: bool
 
 
-class DetokenizeAsk(msgspec.Struct):
+class DetokenizeRequest(msgspec.Struct):
     model: str
     tokens: tuple[int, ...]
     skip_special: bool
@@ -50,9 +50,9 @@ _DETOKENIZE: dict[str, Reader] = {
 }
 
 
-def read_tokenize(body: dict[str, Any]) -> TokenizeAsk:
+def read_tokenize(body: dict[str, Any]) -> TokenizeRequest:
     values = read_fields(body, _TOKENIZE, required=("text",))
-    return TokenizeAsk(
+    return TokenizeRequest(
         values.get("model", ""),
         values["text"],
         values.get("add_special_tokens", False),
@@ -78,6 +78,6 @@ def tokenized(model: str, encoded: m.Encoded) -> Iterator[bytes]:
     yield b'],"count":%d}' % len(tokens)
 
 
-def read_detokenize(body: dict[str, Any]) -> DetokenizeAsk:
+def read_detokenize(body: dict[str, Any]) -> DetokenizeRequest:
     values = read_fields(body, _DETOKENIZE, required=("tokens",))
-    return DetokenizeAsk(values.get("model", ""), values["tokens"], values.get("skip_special_tokens", False))
+    return DetokenizeRequest(values.get("model", ""), values["tokens"], values.get("skip_special_tokens", False))

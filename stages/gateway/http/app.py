@@ -23,16 +23,16 @@ from pipeline.observe import exposition
 from stages.gateway.admin import Admin
 from stages.gateway.admission.limits import Caller, Keys
 from stages.gateway.endpoints import chat, completions, generate
-from stages.gateway.endpoints.formatter import Shape, to_json
-from stages.gateway.endpoints.generation_request import MAX_PROMPT_IDS, Ask
+from stages.gateway.endpoints.formatter import ResponseFormatter, to_json
+from stages.gateway.endpoints.generation_request import MAX_PROMPT_IDS, GenerationRequest
 from stages.gateway.endpoints.tokenize import read_detokenize, read_tokenize, tokenized
 from stages.gateway.http.body import parse_object
 from stages.gateway.http.sse import EventStream, WholeAnswer
+from stages.gateway.requests.event_cursor import EventCursor, parse_event_cursor
 from stages.gateway.requests.prompts import check_range
-from stages.gateway.requests.resume import Mark, parse_mark
 from stages.gateway.requests.sessions import read_close
-from stages.gateway.requests.state import Outcome, Request
-from stages.gateway.requests.token_text import Pieces
+from stages.gateway.requests.state import Outcome, RequestState
+from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.service import Service
 
 log = logging.getLogger("starling.gateway.http")
@@ -43,7 +43,7 @@ CLIENT_CLOSED = 499  # in logs and metrics: nobody was there to be answered
 
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 _CALLER = web.RequestKey("caller", Caller)
-_RECORD = web.RequestKey("record", Request)
+_RECORD = web.RequestKey("record", RequestState)
 _CLIENT = web.RequestKey("client", str)
 _STARTED = web.RequestKey("started", float)
 SERVICE = web.AppKey("service", Service)
@@ -54,16 +54,16 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class TextEndpoint(NamedTuple):
     """An endpoint that generates text: how its body is read and how its answer looks."""
 
-    name: str  # Ask.endpoint
+    name: str  # GenerationRequest.endpoint
     path: str
-    read: Callable[[dict[str, Any]], Ask]
-    shape: Callable[[Request, Pieces], Shape]
+    read: Callable[[dict[str, Any]], GenerationRequest]
+    shape: Callable[[RequestState, TokenBytes], ResponseFormatter]
 
 
 TEXT_ENDPOINTS = (
-    TextEndpoint("generate", "/v1/generate", generate.read, generate.GenerateShape),
-    TextEndpoint("chat", "/v1/chat/completions", chat.read, chat.ChatShape),
-    TextEndpoint("completions", "/v1/completions", completions.read, completions.CompletionShape),
+    TextEndpoint("generate", "/v1/generate", generate.read, generate.GenerateFormatter),
+    TextEndpoint("chat", "/v1/chat/completions", chat.read, chat.ChatFormatter),
+    TextEndpoint("completions", "/v1/completions", completions.read, completions.CompletionFormatter),
 )
 
 
@@ -305,12 +305,14 @@ async def _request(request: web.Request) -> web.StreamResponse:
     return await _take_up(request, service, record, mark)
 
 
-def _mark(request: web.Request) -> Mark | None:
+def _mark(request: web.Request) -> EventCursor | None:
     given = request.headers.get("Last-Event-ID", "")
-    return parse_mark(given) if given else None
+    return parse_event_cursor(given) if given else None
 
 
-async def _take_up(request: web.Request, service: Service, record: Request, mark: Mark | None) -> web.StreamResponse:
+async def _take_up(
+    request: web.Request, service: Service, record: RequestState, mark: EventCursor | None
+) -> web.StreamResponse:
     """One more reader of a request, from `mark` on. A request that was not streamed has one whole answer."""
     request[_RECORD] = record
     shape = _shape(service, record)
@@ -338,17 +340,17 @@ async def _take_up(request: web.Request, service: Service, record: Request, mark
         service.in_flight -= 1
 
 
-def _shape(service: Service, record: Request) -> Shape:
+def _shape(service: Service, record: RequestState) -> ResponseFormatter:
     """Raises `Conflict` for an answer whose logprobs nobody can name any more."""
     endpoint = next(e for e in TEXT_ENDPOINTS if e.name == record.ask.endpoint)
-    pieces = service.relay.pieces.setdefault(record.vocabulary, Pieces())
+    pieces = service.relay.pieces.setdefault(record.vocabulary, TokenBytes())
     if not pieces and record.outcome is Outcome.FINISHED and any(s.logprobs for s in record.sequences):
         message = f"the vocabulary of {record.id} is not here any more, to name the tokens of its logprobs"
         raise Conflict(message)
     return endpoint.shape(record, pieces)
 
 
-def _sink(request: web.Request, record: Request, shape: Shape) -> EventStream:
+def _sink(request: web.Request, record: RequestState, shape: ResponseFormatter) -> EventStream:
     def drop(reason: str) -> None:
         log.warning("dropping a connection: %s", reason, extra={"request_id": record.id})
         if request.transport is not None:
@@ -357,7 +359,9 @@ def _sink(request: web.Request, record: Request, shape: Shape) -> EventStream:
     return EventStream(record, shape, drop)
 
 
-async def _answer(request: web.Request, sink: EventStream | WholeAnswer, shape: Shape) -> web.StreamResponse:
+async def _answer(
+    request: web.Request, sink: EventStream | WholeAnswer, shape: ResponseFormatter
+) -> web.StreamResponse:
     """What comes out of the sink, until its end."""
     if isinstance(sink, WholeAnswer):
         await sink.over

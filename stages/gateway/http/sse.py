@@ -5,7 +5,7 @@ there is no task and no timer for a token.  A reader that is slower than the mod
 `MAX_BACKLOG_BYTES`, then its connection is dropped: memory is bounded, nobody else waits.
 
 Each event has an `id:`: the request's id and, after a colon, the output index reached, joined by dots
-for several choices (`req-5f..:17.9`); `takeup.py` has the whole of it.  It says from where the stream is
+for several choices (`req-5f..:17.9`); `event_cursor.py` has the whole of it.  It says from where the stream is
 taken up again.  Of events before the first text only the last one has it: who has seen it has seen all.
 """
 
@@ -16,10 +16,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
 
 from pipeline.errors import StarlingError
-from stages.gateway.endpoints.formatter import Shape, error_json
-from stages.gateway.requests.resume import DONE as CLOSED
-from stages.gateway.requests.resume import ENDED, FLUSHED, LEVELS, TOKENS, Place
-from stages.gateway.requests.state import Outcome, Request, Sequence, State
+from stages.gateway.endpoints.formatter import ResponseFormatter, error_json
+from stages.gateway.requests.event_cursor import DONE as CLOSED
+from stages.gateway.requests.event_cursor import ENDED, FLUSHED, LEVELS, TOKENS, ChoiceCursor
+from stages.gateway.requests.state import Outcome, RequestState, SequencePhase, SequenceState
 
 MAX_BACKLOG_BYTES = 1 << 20  # written and not yet taken by the kernel, for one connection
 RETRY_MS = 1000  # what a reconnecting reader should wait
@@ -32,9 +32,9 @@ class WholeAnswer:
     def __init__(self) -> None:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def text(self, sequence: Sequence, new: str, begin: int, end: int) -> None: ...
+    def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None: ...
 
-    def ended(self, sequence: Sequence) -> None: ...
+    def ended(self, sequence: SequenceState) -> None: ...
 
     def finished(self) -> None:
         if not self.over.done():
@@ -53,7 +53,7 @@ class EventStream:
     `attach` gives it the transport once the headers are out.
     """
 
-    def __init__(self, request: Request, shape: Shape, drop: Callable[[str], None]) -> None:
+    def __init__(self, request: RequestState, shape: ResponseFormatter, drop: Callable[[str], None]) -> None:
         loop = asyncio.get_running_loop()
         self.begun: asyncio.Future[None] = loop.create_future()
         self.over: asyncio.Future[None] = loop.create_future()
@@ -71,14 +71,14 @@ class EventStream:
 
     # ---------------------------------------------------------------- from the relay
 
-    def text(self, sequence: Sequence, new: str, begin: int, end: int) -> None:
+    def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None:
         self._open()
         self._reach(sequence, end, FLUSHED if sequence.is_flushed else TOKENS)
         event = self._shape.text(sequence, new, begin, end)
         if event is not None:
             self._event(event)
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: SequenceState) -> None:
         self._open()
         self._reach(sequence, sequence.end, ENDED)
         self._event(self._shape.ended(sequence))
@@ -118,7 +118,7 @@ class EventStream:
 
     # ---------------------------------------------------------------- from the handler
 
-    def take_up(self, request: Request, places: Sequence_[Place], received: Sequence_[int]) -> None:
+    def take_up(self, request: RequestState, places: Sequence_[ChoiceCursor], received: Sequence_[int]) -> None:
         """Say what the record has beyond `places`, of whose tokens the reader has `received` characters.
 
         Without places all of it. Then the stream is as if it had been here from the beginning.
@@ -130,7 +130,7 @@ class EventStream:
         for sequence in request.sequences:
             if not places:
                 if sequence.end or sequence.text_length or sequence.is_flushed:
-                    self._go_on(sequence, Place(0), 0)
+                    self._go_on(sequence, ChoiceCursor(0), 0)
             else:
                 self._go_on(sequence, places[sequence.index], received[sequence.index])
         if request.outcome is Outcome.FINISHED:
@@ -141,7 +141,7 @@ class EventStream:
         elif request.error is not None:
             self.failed(request.error)
 
-    def _go_on(self, sequence: Sequence, place: Place, received: int) -> None:
+    def _go_on(self, sequence: SequenceState, place: ChoiceCursor, received: int) -> None:
         text = "".join(sequence.text)
         begin = min(place.tokens, sequence.end) if place.level == TOKENS else sequence.end
         received = received if place.level == TOKENS else len(text)
@@ -150,7 +150,7 @@ class EventStream:
             self._shape.text(sequence, text[:received], 0, begin)  # for what it counts; it is not sent
         if sequence.end > begin or len(text) > received:
             self.text(sequence, text[received:], begin, sequence.end)
-        if sequence.state is State.FINISHED and place.level < ENDED:
+        if sequence.state is SequencePhase.FINISHED and place.level < ENDED:
             self.ended(sequence)
 
     def attach(self, transport: asyncio.WriteTransport, is_chunked: bool) -> None:
@@ -175,7 +175,7 @@ class EventStream:
         if not self.begun.done():
             self.begun.set_result(None)
 
-    def _reach(self, sequence: Sequence, tokens: int, level: int) -> None:
+    def _reach(self, sequence: SequenceState, tokens: int, level: int) -> None:
         self._places[sequence.index] = f"{tokens}{LEVELS[level]}"
 
     def _event(self, event: bytes) -> None:

@@ -30,7 +30,7 @@ import xxhash
 from pipeline.faults import points
 from pipeline.files import DurableFile, append_all, write_all
 from pipeline.protocol.messages import Sampling
-from stages.gateway.endpoints.generation_request import Ask
+from stages.gateway.endpoints.generation_request import GenerationRequest
 
 log = logging.getLogger("starling.gateway.journal")
 
@@ -63,7 +63,7 @@ class Opened(msgspec.Struct, array_like=True):
     model: str
     digest: str  # of the model's GGUF file
     numerics: int  # version of the arithmetic
-    ask: Ask  # without its prompts: they stand below as they were submitted
+    ask: GenerationRequest  # without its prompts: they stand below as they were submitted
     seed: int
     created: int
     fingerprint: str

@@ -9,12 +9,17 @@ from pipeline.errors import InvalidRequest
 from pipeline.models.versions import Instance
 from pipeline.protocol import messages as m
 from stages.gateway.admission.lengths import Bounds, longest_prompt, too_long
-from stages.gateway.endpoints.generation_request import Ask
-from stages.gateway.tokenizer_client import Questions
+from stages.gateway.endpoints.generation_request import GenerationRequest
+from stages.gateway.tokenizer_client import TokenizerClient
 
 
 async def tokens_of(
-    ask: Ask, instance: Instance, described: m.Described, questions: Questions, bounds: Bounds, n_held: int
+    ask: GenerationRequest,
+    instance: Instance,
+    described: m.Described,
+    questions: TokenizerClient,
+    bounds: Bounds,
+    n_held: int,
 ) -> list[tuple[int, ...]]:
     """One for each prompt, or one for the messages. Raises `InvalidRequest`, and what the tokenizer answers.
 
@@ -40,7 +45,7 @@ async def tokens_of(
     return [item if isinstance(item, tuple) else taken(next(texts), index) for index, item in enumerate(asked)]
 
 
-def check_ids(ask: Ask, prompts: list[tuple[int, ...]], vocab_size: int) -> None:
+def check_ids(ask: GenerationRequest, prompts: list[tuple[int, ...]], vocab_size: int) -> None:
     """Raises `InvalidRequest` for the first id that the vocabulary does not have."""
     for given, prompt in zip(ask.prompts, prompts):
         if not isinstance(given, str):
@@ -57,6 +62,6 @@ def check_range(ids: Sequence[int], what: str, param: str, vocab_size: int) -> N
         raise InvalidRequest(f"{what.format(place)} is {ids[place]}; {known}", param)
 
 
-def field_of(ask: Ask, index: int) -> str:
+def field_of(ask: GenerationRequest, index: int) -> str:
     """What the caller calls the prompt `index`."""
     return f"prompt[{index}]" if len(ask.prompts) > 1 else ask.prompt_field

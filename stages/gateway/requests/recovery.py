@@ -1,8 +1,8 @@
 """Requests that outlive their connection, and those that outlive the gateway.
 
-    in flight     in the relay; its readers share a `Fan` once there is more than the first
+    in flight     in the relay; its readers share a `FanOutSink` once there is more than the first
     waiting       read from the journal; opened as soon as its model is described and the same
-    kept          ended a short time ago in this process: `kept.py` has every byte of the answer
+    kept          ended a short time ago in this process: `replay_buffer.py` has every byte of the answer
     dormant       ended a short time ago, according to the journal: generated again if somebody asks
 
 A client that goes away cancels its request, unless another reader is there.  A request that was recovered
@@ -23,12 +23,12 @@ from pipeline.errors import Conflict, StarlingError
 from pipeline.faults import points
 from pipeline.protocol.messages import Described
 from shm.pages import NUMERICS
+from stages.gateway.requests.event_cursor import EventCursor, FanOutSink, is_reached
 from stages.gateway.requests.journal import KEEP_S, Ended, Entry, Journal, Line, Opened
 from stages.gateway.requests.relay import Relay
-from stages.gateway.requests.replay_buffer import Kept
+from stages.gateway.requests.replay_buffer import ReplayBuffer
 from stages.gateway.requests.response_cache import Line as Answer
-from stages.gateway.requests.resume import Fan, Mark, is_reached
-from stages.gateway.requests.state import Outcome, Request, Sequence, Sink, State
+from stages.gateway.requests.state import Outcome, RequestState, SequencePhase, SequenceState, Sink
 from stages.gateway.versions.catalog import Instances
 
 log = logging.getLogger("starling.gateway.recovery")
@@ -53,9 +53,9 @@ class Recovery:
         self._clock = clock
         self._wall = wall
         self._timeout_s = timeout_s  # of a request that is generated again on demand
-        self._waiting: dict[str, tuple[Opened, Request]] = {}
+        self._waiting: dict[str, tuple[Opened, RequestState]] = {}
         self._dormant: dict[str, Entry] = {}
-        self.kept = Kept(clock)
+        self.kept = ReplayBuffer(clock)
         self._unclaimed: dict[str, float] = {}  # recovered, without a reader: until when
         self._sync: asyncio.Future[None] | None = None
         for entry in journal.take_entries() if journal is not None else ():
@@ -72,7 +72,7 @@ class Recovery:
 
     # ---------------------------------------------------------------- a request's life
 
-    def open(self, request: Request, digest: str, answer: list[Answer] | None = None) -> None:
+    def open(self, request: RequestState, digest: str, answer: list[Answer] | None = None) -> None:
         """Into the journal, then to the scheduler; or, with an `answer` that was kept, to its end."""
         if self.journal is not None:
             self.journal.open(self._opened(request, digest))
@@ -81,7 +81,7 @@ class Recovery:
         else:
             self._relay.give(request, answer)
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: RequestState) -> None:
         """It has its outcome."""
         self._unclaimed.pop(request.id, None)
         is_kept = request.outcome is not Outcome.ABANDONED
@@ -95,7 +95,7 @@ class Recovery:
 
     # ---------------------------------------------------------------- readers
 
-    def find(self, request_id: str, tenant: str) -> Request | None:
+    def find(self, request_id: str, tenant: str) -> RequestState | None:
         """A request that can be read, of that tenant. One that is dormant is woken."""
         request = self._relay.requests.get(request_id) or self.kept.find(request_id)
         if request is None and request_id in self._waiting:
@@ -107,26 +107,26 @@ class Recovery:
             return None
         return self._wake(entry)
 
-    def join(self, request: Request, sink: Sink) -> None:
+    def join(self, request: RequestState, sink: Sink) -> None:
         """One more reader. Raises `Conflict` when it has enough."""
         fan = request.sink
-        if not isinstance(fan, Fan):
-            fan = request.sink = Fan(fan) if fan is not None else Fan()
+        if not isinstance(fan, FanOutSink):
+            fan = request.sink = FanOutSink(fan) if fan is not None else FanOutSink()
         if len(fan.sinks) >= MAX_READERS:
             raise Conflict(f"{request.id} has {MAX_READERS} readers, the most that a request may have")
         fan.sinks.append(sink)
         self._unclaimed.pop(request.id, None)
 
-    def swap(self, request: Request, sink: Sink, other: Sink) -> None:
+    def swap(self, request: RequestState, sink: Sink, other: Sink) -> None:
         """`other` in place of a reader that is there."""
         fan = request.sink
-        if isinstance(fan, Fan):
+        if isinstance(fan, FanOutSink):
             fan.sinks[fan.sinks.index(sink)] = other
 
-    def leave(self, request: Request, sink: Sink) -> None:
+    def leave(self, request: RequestState, sink: Sink) -> None:
         """A reader has gone, or has all it wanted."""
         fan = request.sink
-        if isinstance(fan, Fan):
+        if isinstance(fan, FanOutSink):
             fan.sinks = [other for other in fan.sinks if other is not sink]
             if fan.sinks:
                 return
@@ -156,7 +156,7 @@ class Recovery:
                 request.instance, request.tokenizer = home.id, described[home.id].tokenizer
                 del self._waiting[request.id]
                 fan = request.sink
-                if not (isinstance(fan, Fan) and fan.sinks):
+                if not (isinstance(fan, FanOutSink) and fan.sinks):
                     self._unclaimed[request.id] = now + CLAIM_S
                 self._relay.open(request)
         for request_id in [r for r, until in self._unclaimed.items() if now >= until]:
@@ -171,7 +171,9 @@ class Recovery:
         self._sync_journal()
 
     @staticmethod
-    def _obstacle(opened: Opened, request: Request, has_home: bool, is_there: bool, now: float) -> StarlingError | None:
+    def _obstacle(
+        opened: Opened, request: RequestState, has_home: bool, is_there: bool, now: float
+    ) -> StarlingError | None:
         """Why the answer cannot be generated again."""
         if now >= request.deadline:
             return StarlingError("TIMEOUT", "the request's time was over before the gateway was back")
@@ -189,12 +191,12 @@ class Recovery:
         """Requests that were begun on that version and are not under way again yet."""
         return sum(opened.instance == instance for opened, _ in self._waiting.values())
 
-    def _fail(self, request: Request, error: StarlingError) -> None:
+    def _fail(self, request: RequestState, error: StarlingError) -> None:
         """End a request that the relay does not have."""
         request.error = error
         request.end(Outcome.FAILED)
         for sequence in request.sequences:
-            sequence.move(State.FAILED)
+            sequence.move(SequencePhase.FAILED)
         self.ended(request)
         if request.sink is not None:
             request.sink.failed(error)
@@ -213,7 +215,7 @@ class Recovery:
     def _is_stale(self, entry: Entry) -> bool:
         return entry.ended is None or self._wall() - entry.ended.when > KEEP_S
 
-    def _wake(self, entry: Entry) -> Request:
+    def _wake(self, entry: Entry) -> RequestState:
         """An error is told again and again; an answer is generated once more, and kept."""
         opened, ended = entry
         if ended is not None and ended.code:
@@ -232,7 +234,7 @@ class Recovery:
         self._waiting[opened.id] = opened, request
         return request
 
-    def _opened(self, request: Request, digest: str) -> Opened:
+    def _opened(self, request: RequestState, digest: str) -> Opened:
         prompts: dict[bytes, int] = {}
         lines = [
             Line(
@@ -265,9 +267,9 @@ class Recovery:
             request.tokenizer,
         )
 
-    def _request(self, opened: Opened) -> Request:
+    def _request(self, opened: Opened) -> RequestState:
         now = self._clock()
-        request = Request(
+        request = RequestState(
             opened.id,
             opened.ask,
             opened.model,
@@ -283,9 +285,9 @@ class Recovery:
         request.seed, request.tokenizer = opened.seed, opened.tokenizer
         request.echoes = opened.echoes
         request.is_recovered = True
-        request.sink = Fan()
+        request.sink = FanOutSink()
         for index, line in enumerate(opened.lines):
-            sequence = Sequence(
+            sequence = SequenceState(
                 request,
                 index,
                 line.prompt_index,
@@ -300,18 +302,18 @@ class Recovery:
         return request
 
 
-class Watch:
+class CatchUpWaiter:
     """A reader that only waits until all choices have got as far again as another one had them."""
 
-    def __init__(self, request: Request, mark: Mark | None) -> None:
+    def __init__(self, request: RequestState, mark: EventCursor | None) -> None:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._request = request
         self._places = mark.places if mark is not None else ()
         self.flush()
 
-    def text(self, sequence: Sequence, new: str, begin: int, end: int) -> None: ...
+    def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None: ...
 
-    def ended(self, sequence: Sequence) -> None: ...
+    def ended(self, sequence: SequenceState) -> None: ...
 
     def finished(self) -> None: ...
 

@@ -7,7 +7,7 @@ What makes it safe to lose anybody at any moment:
 
 * Tokens are kept in order by output index.  What was delivered already is dropped by `start`; after
   a gap, or when a scheduler has started afresh, the sequence is submitted again with `forced` = what is here.
-* Text is made here, of the vocabularies that the tokenizer has described (`pieces.py`): a stream that has
+* Text is made here, of the vocabularies that the tokenizer has described (`token_bytes.py`): a stream that has
   begun needs no tokenizer, and its text depends on its tokens alone, however they were grouped.
 * Every request ends once (`record.py`), and is gone from the tables with it: frames that come later are
   counted and ignored.
@@ -23,9 +23,17 @@ from typing import NamedTuple
 from pipeline.errors import CODES, InternalError, StarlingError
 from pipeline.protocol.messages import Cancel, Frame, Rejected, SequenceTokens, Tokens
 from stages.gateway.requests.response_cache import Line, fill
-from stages.gateway.requests.state import IllegalTransitionError, Outcome, Request, Sequence, Sink, State, submission
+from stages.gateway.requests.state import (
+    IllegalTransitionError,
+    Outcome,
+    RequestState,
+    SequencePhase,
+    SequenceState,
+    Sink,
+    submission,
+)
 from stages.gateway.requests.text_decoder import StreamDecoder
-from stages.gateway.requests.token_text import Pieces
+from stages.gateway.requests.token_bytes import TokenBytes
 
 log = logging.getLogger("starling.gateway.relay")
 
@@ -50,18 +58,18 @@ class Relay:
         self,
         send_scheduler: Callable[[Frame], bool],
         clock: Callable[[], float],
-        on_end: Callable[[Request], None] = lambda request: None,
-        on_last: Callable[[Request], bool] = lambda request: False,
+        on_end: Callable[[RequestState], None] = lambda request: None,
+        on_last: Callable[[RequestState], bool] = lambda request: False,
     ) -> None:
         """`on_last`: all text of a request is out. True: it ends when `complete` is called."""
-        self.requests: dict[str, Request] = {}
-        self.sequences: dict[str, Sequence] = {}
-        self.pieces: dict[str, Pieces] = {}  # by vocabulary, see `Request.vocabulary`
+        self.requests: dict[str, RequestState] = {}
+        self.sequences: dict[str, SequenceState] = {}
+        self.pieces: dict[str, TokenBytes] = {}  # by vocabulary, see `RequestState.vocabulary`
         self._send_scheduler = send_scheduler
         self._clock = clock
         self._on_end = on_end
         self._on_last = on_last
-        self._unsubmitted: dict[str, Sequence] = {}
+        self._unsubmitted: dict[str, SequenceState] = {}
         self._tokens = self._late = self._gaps = self._resubmitted = 0
 
     @property
@@ -70,7 +78,7 @@ class Relay:
 
     # ---------------------------------------------------------------- beginning and ending
 
-    def open(self, request: Request) -> None:
+    def open(self, request: RequestState) -> None:
         """Take a request with its sequences and sink, and submit it."""
         self._enter(request)
         request.left = len(request.sequences)
@@ -78,14 +86,14 @@ class Relay:
             self.sequences[sequence.id] = sequence
             self._submit(sequence)
 
-    def _enter(self, request: Request) -> None:
+    def _enter(self, request: RequestState) -> None:
         self.requests[request.id] = request
         pieces = self.pieces.pop(request.vocabulary, None)
         if pieces is not None:
             pieces.is_used = True
             self.pieces[request.vocabulary] = pieces  # the one used last is the last
 
-    def give(self, request: Request, lines: list[Line]) -> None:
+    def give(self, request: RequestState, lines: list[Line]) -> None:
         """Take a request with its sequences and sink, and end it with an answer that was kept."""
         now = self._clock()
         self._enter(request)
@@ -95,19 +103,19 @@ class Relay:
             fill(sequence, line, now)
         sink = request.sink
         for sequence in request.sequences:
-            sequence.move(State.FINISHED)
+            sequence.move(SequencePhase.FINISHED)
             if sink is not None:
                 if sequence.end or sequence.text_length:
                     sink.text(sequence, "".join(sequence.text), 0, sequence.end)
                 sink.ended(sequence)
         self.complete(request)
 
-    def abandon(self, request: Request) -> None:
+    def abandon(self, request: RequestState) -> None:
         """The client has gone. Late calls are harmless."""
         if request.outcome is Outcome.OPEN:
             self._end(request, Outcome.ABANDONED)
 
-    def complete(self, request: Request) -> None:
+    def complete(self, request: RequestState) -> None:
         """All its sequences are finished, and so is it. Late calls are harmless."""
         if request.outcome is not Outcome.OPEN:
             return
@@ -117,7 +125,7 @@ class Relay:
             sink.finished()
             sink.flush()
 
-    def fail(self, request: Request, error: StarlingError) -> None:
+    def fail(self, request: RequestState, error: StarlingError) -> None:
         """End the request with an error. Late calls are harmless."""
         if request.outcome is not Outcome.OPEN:
             return
@@ -128,7 +136,7 @@ class Relay:
             sink.failed(error)
             sink.flush()
 
-    def _end(self, request: Request, outcome: Outcome) -> None:
+    def _end(self, request: RequestState, outcome: Outcome) -> None:
         request.end(outcome)
         del self.requests[request.id]
         for sequence in request.sequences:
@@ -137,7 +145,7 @@ class Relay:
             sequence.decoder = None
             if not sequence.is_over:
                 sequence.used = len(sequence.tokens)
-                sequence.move(State.FAILED)
+                sequence.move(SequencePhase.FAILED)
                 if sequence.is_submitted and not sequence.finish:
                     self._send_scheduler(Cancel(sequence.id))
         self._on_end(request)
@@ -146,7 +154,7 @@ class Relay:
 
     def on_tokens(self, frame: Tokens) -> None:
         """All sequences that moved in a step, or in several: a sequence may then be named several times."""
-        moved: dict[str, Sequence] = {}
+        moved: dict[str, SequenceState] = {}
         for new in frame.sequences:
             sequence = self.sequences.get(new.sequence)
             if sequence is None or sequence.finish:
@@ -154,7 +162,7 @@ class Relay:
                 continue
             if self._take(sequence, new):
                 moved[sequence.id] = sequence
-        touched: dict[str, Request] = {}
+        touched: dict[str, RequestState] = {}
         for sequence in moved.values():
             # A request can have failed with a later entry of the same frame.
             if sequence.id in self.sequences and not sequence.is_over:
@@ -165,7 +173,7 @@ class Relay:
             if request.sink is not None:
                 request.sink.flush()
 
-    def _take(self, sequence: Sequence, new: SequenceTokens) -> bool:
+    def _take(self, sequence: SequenceState, new: SequenceTokens) -> bool:
         """Add what is new to the record. False: nothing to show."""
         if new.finish and new.finish not in ("stop", "length"):
             self._stopped_badly(sequence, new)
@@ -186,12 +194,12 @@ class Relay:
                 sequence.logprobs.extend(new.logprobs[have - new.start :])
         if new.cached_tokens and not sequence.resubmitted:
             sequence.cached_tokens = new.cached_tokens
-        if sequence.state is State.PENDING and tokens:
-            sequence.move(State.DECODING)
+        if sequence.state is SequencePhase.PENDING and tokens:
+            sequence.move(SequencePhase.DECODING)
         sequence.finish = new.finish
         return bool(fresh) or bool(new.finish)
 
-    def _stopped_badly(self, sequence: Sequence, new: SequenceTokens) -> None:
+    def _stopped_badly(self, sequence: SequenceState, new: SequenceTokens) -> None:
         if new.finish == "cancelled" and (sequence.resubmitted or not sequence.is_submitted):
             self._late += 1  # of the incarnation before: see `_begin_again`
             return
@@ -203,7 +211,7 @@ class Relay:
         }.get(new.finish, "the scheduler ended this request without a reason")
         self.fail(sequence.request, StarlingError(new.error or "INTERNAL", message))
 
-    def _end_late(self, request: Request) -> None:
+    def _end_late(self, request: RequestState) -> None:
         is_waiting = not any(sequence.tokens for sequence in request.sequences)
         message = _timeout_message(request, self._clock(), is_waiting)
         self.fail(request, StarlingError("TIMEOUT", message))
@@ -233,7 +241,7 @@ class Relay:
                     self._resubmitted += 1
                 self._submit(sequence)
 
-    def _begin_again(self, sequence: Sequence) -> None:
+    def _begin_again(self, sequence: SequenceState) -> None:
         """Tokens are missing: cancel what runs and submit the rest. Its cancelled end is ignored."""
         now = self._clock()
         if now < sequence.not_before:
@@ -245,7 +253,7 @@ class Relay:
         self._send_scheduler(Cancel(sequence.id))
         self._submit(sequence)
 
-    def _submit(self, sequence: Sequence) -> None:
+    def _submit(self, sequence: SequenceState) -> None:
         tokens = sequence.tokens
         if tokens and (len(tokens) >= sequence.max_tokens or tokens[-1] in sequence.stop_ids):
             # Its end was lost with the scheduler; what it must have been is plain.
@@ -265,7 +273,7 @@ class Relay:
 
     # ---------------------------------------------------------------- tokens to text
 
-    def _show(self, sequence: Sequence) -> None:
+    def _show(self, sequence: SequenceState) -> None:
         """Text of the tokens that its decoder has not seen, to its sink: a call for each token."""
         request = sequence.request
         sink = request.sink
@@ -302,7 +310,7 @@ class Relay:
                 return
         self._finish(sequence, len(tokens))
 
-    def _stop(self, sequence: Sequence, stop_string: str) -> None:
+    def _stop(self, sequence: SequenceState, stop_string: str) -> None:
         """A stop string: tokens past it were not used."""
         if sequence.is_submitted and not sequence.finish:
             self._send_scheduler(Cancel(sequence.id, at=sequence.end))
@@ -311,11 +319,11 @@ class Relay:
         sequence.stop_string = stop_string
         self._finish(sequence, sequence.end)
 
-    def _finish(self, sequence: Sequence, used: int) -> None:
+    def _finish(self, sequence: SequenceState, used: int) -> None:
         request = sequence.request
         sink = request.sink
         sequence.used = used
-        sequence.move(State.FINISHED)
+        sequence.move(SequencePhase.FINISHED)
         if sink is not None:
             sink.ended(sequence)
         request.left -= 1
@@ -334,7 +342,7 @@ class Relay:
                 self._submit(sequence)
 
 
-def _emit(sequence: Sequence, sink: Sink, text: str, end: int) -> None:
+def _emit(sequence: SequenceState, sink: Sink, text: str, end: int) -> None:
     """`text` has become certain with the output tokens up to `end`."""
     if text:
         parts = sequence.text
@@ -346,7 +354,7 @@ def _emit(sequence: Sequence, sink: Sink, text: str, end: int) -> None:
     sink.text(sequence, text, begin, end)
 
 
-def _timeout_message(request: Request, now: float, waiting: bool) -> str:
+def _timeout_message(request: RequestState, now: float, waiting: bool) -> str:
     seconds = now - request.started_at
     if waiting:
         return (

@@ -17,9 +17,9 @@ import msgspec
 
 from pipeline.errors import StarlingError
 from pipeline.protocol.messages import Logprob
-from stages.gateway.endpoints.generation_request import Ask
+from stages.gateway.endpoints.generation_request import GenerationRequest
 from stages.gateway.requests.journal import KEEP_S, MAX_KEPT
-from stages.gateway.requests.state import Outcome, Request, Sequence, State
+from stages.gateway.requests.state import Outcome, RequestState, SequencePhase, SequenceState
 
 MAX_BYTES = 16 << 20  # of all of them
 ENTRY_BYTES = 512  # what an entry takes beside its record
@@ -47,7 +47,7 @@ class _Ended(msgspec.Struct, array_like=True, gc=False):
     """A request, as `record.Request` has it at the end."""
 
     id: str
-    ask: Ask  # without its prompts
+    ask: GenerationRequest  # without its prompts
     model: str
     instance: str
     tenant: str
@@ -76,7 +76,7 @@ class _Entry(NamedTuple):
         return len(self.record) + ENTRY_BYTES
 
 
-class Kept:
+class ReplayBuffer:
     """One per gateway. `clock` is monotonic, in s."""
 
     def __init__(self, clock: Callable[[], float], max_bytes: int = MAX_BYTES, max_entries: int = MAX_KEPT) -> None:
@@ -85,12 +85,12 @@ class Kept:
         self.bytes = 0
         self._clock = clock
         self._entries: dict[str, _Entry] = {}  # oldest first
-        self._read: WeakValueDictionary[str, Request] = WeakValueDictionary()  # by somebody at this moment
+        self._read: WeakValueDictionary[str, RequestState] = WeakValueDictionary()  # by somebody at this moment
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, request: Request) -> bool:
+    def put(self, request: RequestState) -> bool:
         """Keep a request that has ended. False: it is larger than all that may be kept."""
         self._drop(request.id)
         entry = _Entry(to_record(request), request.tenant, self._clock() + KEEP_S)
@@ -102,7 +102,7 @@ class Kept:
         self.bytes += entry.size
         return True
 
-    def find(self, request_id: str) -> Request | None:
+    def find(self, request_id: str) -> RequestState | None:
         """It, to be read."""
         entry = self._entries.get(request_id)
         if entry is None:
@@ -125,7 +125,7 @@ class Kept:
             self._read.pop(request_id, None)
 
 
-def to_record(request: Request) -> bytes:
+def to_record(request: RequestState) -> bytes:
     """Of a request that has ended, finished or failed."""
     error = request.error
     return msgspec.msgpack.encode(
@@ -157,7 +157,7 @@ def to_record(request: Request) -> bytes:
                     s.cached_tokens,
                     s.begun_at,
                     s.is_flushed,
-                    s.finish if s.state is State.FINISHED else "",
+                    s.finish if s.state is SequencePhase.FINISHED else "",
                     s.stop_string,
                 )
                 for s in request.sequences
@@ -166,10 +166,10 @@ def to_record(request: Request) -> bytes:
     )
 
 
-def from_record(record: bytes) -> Request:
+def from_record(record: bytes) -> RequestState:
     """What `to_record` was given, as far as readers are concerned."""
     ended = _decode(record)
-    request = Request(
+    request = RequestState(
         ended.id,
         ended.ask,
         ended.model,
@@ -184,7 +184,7 @@ def from_record(record: bytes) -> Request:
     request.seed, request.tokenizer = ended.seed, ended.tokenizer
     request.response_cache, request.echoes = ended.response_cache, ended.echoes
     for index, line in enumerate(ended.lines):
-        sequence = Sequence(
+        sequence = SequenceState(
             request, index, line.prompt_index, line.choice, b"", line.max_tokens, ended.ask.sampling, ()
         )
         tokens = array("i")
@@ -194,7 +194,7 @@ def from_record(record: bytes) -> Request:
         sequence.end, sequence.used, sequence.is_flushed = len(sequence.tokens), line.used, line.is_flushed
         sequence.cached_tokens, sequence.begun_at = line.cached_tokens, line.begun_at
         sequence.finish, sequence.stop_string = line.finish, line.stop_string
-        sequence.move(State.FINISHED if line.finish else State.FAILED)
+        sequence.move(SequencePhase.FINISHED if line.finish else SequencePhase.FAILED)
         request.sequences.append(sequence)
     if ended.error is not None:
         code, message, param, status, retry_after_s = ended.error

@@ -26,7 +26,7 @@ import msgspec
 from pipeline.config.schema import ResponseCacheConfig
 from pipeline.protocol.messages import Logprob, Sampling
 from shm.pages import NUMERICS
-from stages.gateway.requests.state import Request, Sequence
+from stages.gateway.requests.state import RequestState, SequenceState
 
 ResponseKey = NewType("ResponseKey", bytes)
 
@@ -46,13 +46,13 @@ class Line(msgspec.Struct, array_like=True):
     stop_string: str
 
 
-def is_determined(request: Request) -> bool:
+def is_determined(request: RequestState) -> bool:
     """Would the same request, sent again, have the same answer?"""
     ask = request.ask
     return ask.turn is None and (ask.seed is not None or ask.sampling.temperature == 0)
 
 
-def key_of(request: Request, digest: str, kv_type: str) -> ResponseKey:
+def key_of(request: RequestState, digest: str, kv_type: str) -> ResponseKey:
     """SHA-256 of all that determines the answer. `digest`: of the model; `kv_type`: of its pages.
 
     SHA-256 because prompts come from strangers: nobody may construct one that has another's key.  The salt
@@ -73,7 +73,7 @@ def _drawn_from(sampling: Sampling) -> Sampling:
     return msgspec.structs.replace(sampling, seed=0) if sampling.temperature == 0 else sampling
 
 
-def lines_of(request: Request) -> list[Line]:
+def lines_of(request: RequestState) -> list[Line]:
     """What a finished request leaves."""
     return [
         Line(
@@ -88,7 +88,7 @@ def lines_of(request: Request) -> list[Line]:
     ]
 
 
-def fill(sequence: Sequence, line: Line, now: float) -> None:
+def fill(sequence: SequenceState, line: Line, now: float) -> None:
     """Give a sequence that has not begun its whole answer. Nothing of its prompt is computed."""
     tokens = array("i")
     tokens.frombytes(line.tokens)

@@ -24,10 +24,10 @@ import msgspec
 
 from pipeline.errors import Conflict, InvalidRequest, ModelUnavailable, NotFound, Overloaded, StarlingError
 from pipeline.protocol import messages as m
-from stages.gateway.endpoints.generation_request import MAX_ID, Ask, Turn
+from stages.gateway.endpoints.generation_request import MAX_ID, GenerationRequest, Turn
 from stages.gateway.http.fields import Reader, read_fields, text
 from stages.gateway.requests.relay import Relay
-from stages.gateway.requests.state import Outcome, Request
+from stages.gateway.requests.state import Outcome, RequestState
 
 log = logging.getLogger("starling.gateway.sessions")
 
@@ -66,8 +66,8 @@ class Sessions:
     # ---------------------------------------------------------------- a turn
 
     async def begin(
-        self, model: str, tenant: str, ask: Ask, salt: str, instance: str = ""
-    ) -> tuple[Ask, tuple[int, ...]]:
+        self, model: str, tenant: str, ask: GenerationRequest, salt: str, instance: str = ""
+    ) -> tuple[GenerationRequest, tuple[int, ...]]:
         """`ask` with its `turn`, and the tokens that the session holds. `abort` it, or `open` its request.
 
         `salt`: `ask`'s own with its tenant's, for a session that is new; a later turn has its session's.
@@ -117,12 +117,12 @@ class Sessions:
         self._busy.pop((model, tenant, turn.session), None)
         self._send(m.SessionAbort(model, tenant, turn.session, turn.number))
 
-    def open(self, request: Request) -> None:
+    def open(self, request: RequestState) -> None:
         """The turn is this request's from now on."""
         if request.ask.turn is not None:
             self._busy[_key(request, request.ask.turn)] = request.id
 
-    def finish(self, request: Request) -> bool:
+    def finish(self, request: RequestState) -> bool:
         """All its text is out. True: the turn is being kept, and the request ends with the answer to that."""
         turn = request.ask.turn
         if turn is None or not turn.number:
@@ -136,14 +136,14 @@ class Sessions:
         self._put(frame, lambda answer: self._kept(request, answer))
         return True
 
-    def _kept(self, request: Request, answer: m.Frame) -> None:
+    def _kept(self, request: RequestState, answer: m.Frame) -> None:
         self._commits.pop(request.id, None)
         if isinstance(answer, m.SessionRefused):
             self._relay.fail(request, StarlingError(answer.code, answer.message, answer.param))
         else:
             self._relay.complete(request)
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: RequestState) -> None:
         """It has its outcome: without a finish, nothing of the turn is kept."""
         turn = request.ask.turn
         if turn is None:
@@ -202,7 +202,7 @@ class Sessions:
                     self._busy[key] = request.id
                     self._pin(request)
 
-    def _pin(self, request: Request) -> None:
+    def _pin(self, request: RequestState) -> None:
         """Whatever the answer is: when the turn is kept, its number decides."""
         turn = request.ask.turn
         if turn is not None and turn.number:
@@ -264,7 +264,7 @@ class Sessions:
             self._outbox.append(frame)
 
 
-def _key(request: Request, turn: Turn) -> Key:
+def _key(request: RequestState, turn: Turn) -> Key:
     return request.model, request.tenant, turn.session
 
 

@@ -19,7 +19,7 @@ from pipeline.errors import StarlingError
 from pipeline.protocol.messages import Logprob, Sampling, Submit
 
 if TYPE_CHECKING:
-    from stages.gateway.endpoints.generation_request import Ask
+    from stages.gateway.endpoints.generation_request import GenerationRequest
     from stages.gateway.requests.response_cache import ResponseKey
     from stages.gateway.requests.text_decoder import StreamDecoder
 
@@ -28,7 +28,7 @@ class IllegalTransitionError(RuntimeError):
     """A fault of the gateway: a request or sequence ends twice."""
 
 
-class State(enum.Enum):
+class SequencePhase(enum.Enum):
     PENDING = "pending"
     DECODING = "decoding"
     FINISHED = "finished"
@@ -45,10 +45,10 @@ class Outcome(enum.Enum):
 class Sink(Protocol):
     """Where a request's output goes. Called by the relay; `flush` once after each batch of calls."""
 
-    def text(self, sequence: Sequence, new: str, begin: int, end: int) -> None:
+    def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None:
         """`new` text has become certain with the output tokens [begin, end)."""
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: SequenceState) -> None:
         """The sequence has its `finish`."""
 
     def finished(self) -> None:
@@ -60,7 +60,7 @@ class Sink(Protocol):
     def flush(self) -> None: ...
 
 
-class Sequence:
+class SequenceState:
     """One line of tokens and the text made of it. Plain attributes: touched for every token."""
 
     __slots__ = (
@@ -94,7 +94,7 @@ class Sequence:
 
     def __init__(
         self,
-        request: Request,
+        request: RequestState,
         index: int,
         prompt_index: int,
         choice: int,
@@ -103,7 +103,7 @@ class Sequence:
         sampling: Sampling,
         stop_ids: tuple[int, ...],
     ) -> None:
-        self.request = request  # until its end: see `Request.end`
+        self.request = request  # until its end: see `RequestState.end`
         self.index = index  # in the response's `choices`
         self.prompt_index = prompt_index
         self.choice = choice  # of its prompt: part of what the sampler draws from
@@ -113,7 +113,7 @@ class Sequence:
         self.max_tokens = max_tokens
         self.sampling = sampling
         self.stop_ids = stop_ids
-        self.state = State.PENDING
+        self.state = SequencePhase.PENDING
         # From the scheduler.
         self.tokens: list[int] = []
         self.logprobs: list[Logprob] = []  # one for each token, when asked for
@@ -134,7 +134,7 @@ class Sequence:
 
     @property
     def is_over(self) -> bool:
-        return self.state is State.FINISHED or self.state is State.FAILED
+        return self.state is SequencePhase.FINISHED or self.state is SequencePhase.FAILED
 
     @property
     def visible(self) -> int:
@@ -143,19 +143,19 @@ class Sequence:
             return len(self.tokens) - 1
         return len(self.tokens)
 
-    def move(self, state: State) -> None:
-        if self.is_over or (state is State.PENDING):
+    def move(self, state: SequencePhase) -> None:
+        if self.is_over or (state is SequencePhase.PENDING):
             raise IllegalTransitionError(f"{self.id}: {self.state.value} -> {state.value}")
         self.state = state
 
 
-class Request:
+class RequestState:
     """One HTTP call for text. `deadline` is of the injected monotonic clock, in seconds."""
 
     def __init__(
         self,
         id: str,
-        ask: Ask,
+        ask: GenerationRequest,
         model: str,
         tenant: str,
         deadline: float,
@@ -179,7 +179,7 @@ class Request:
         self.started_at = started_at
         self.client_id = client_id or id  # X-Request-Id
         self.seed = 0
-        self.sequences: list[Sequence] = []
+        self.sequences: list[SequenceState] = []
         self.echoes: list[str] = []  # with `echo`: each prompt's text
         self.sink: Sink | None = None
         self.outcome = Outcome.OPEN
@@ -231,7 +231,7 @@ class Request:
         return sum(s.used if s.is_over else len(s.tokens) for s in self.sequences)
 
 
-def submission(sequence: Sequence, forced: bytes, now: float) -> Submit:
+def submission(sequence: SequenceState, forced: bytes, now: float) -> Submit:
     """The frame that begins the sequence, or begins it again after `forced` (i32 little-endian)."""
     request = sequence.request
     return Submit(

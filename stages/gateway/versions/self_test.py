@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from pipeline.errors import InferenceError
 from pipeline.models.versions import Instance
 from pipeline.protocol.messages import Sampling
-from stages.gateway.endpoints.generation_request import Ask
+from stages.gateway.endpoints.generation_request import GenerationRequest
 from stages.gateway.http.sse import WholeAnswer
-from stages.gateway.requests.state import Request, Sequence
+from stages.gateway.requests.state import RequestState, SequenceState
 
 if TYPE_CHECKING:
     from stages.gateway.service import Service
@@ -52,10 +52,10 @@ async def _answer(service: Service, instance: Instance) -> tuple[int, ...]:
     prompt = (await service.questions.encode(instance.id, TEXT)).tokens or (0,)
     n = max(1, min(TOKENS, bounds.max_output_tokens or TOKENS, bounds.context // 2))
     room = min(bounds.context - n, bounds.max_prompt_tokens or bounds.context)
-    request = Request(
+    request = RequestState(
         f"req-{secrets.token_hex(12)}",
         # With a salt of its own: nothing of it is to come from a cache.
-        Ask(endpoint="selftest", model=instance.name, cache_salt=secrets.token_hex(12)),
+        GenerationRequest(endpoint="selftest", model=instance.name, cache_salt=secrets.token_hex(12)),
         instance.name,
         "",
         service.clock() + TIMEOUT_S,
@@ -67,7 +67,7 @@ async def _answer(service: Service, instance: Instance) -> tuple[int, ...]:
     request.tokenizer = described.tokenizer
     sampling = Sampling(temperature=0.0, logprobs=0, ignore_eos=True)
     data = array("i", prompt[: max(1, room)]).tobytes()
-    sequence = Sequence(request, 0, 0, 0, data, n, sampling, ())
+    sequence = SequenceState(request, 0, 0, 0, data, n, sampling, ())
     request.sequences.append(sequence)
     request.sink = sink = WholeAnswer()
     service.relay.open(request)

@@ -10,7 +10,7 @@ from array import array
 from pipeline.protocol.messages import Described
 
 
-class Pieces:
+class TokenBytes:
     """Empty, and false, until `fill`. `is_used`: requests have been answered with it."""
 
     __slots__ = ("_data", "_ends", "control", "is_used")

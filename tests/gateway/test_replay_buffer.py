@@ -16,26 +16,26 @@ from hypothesis import strategies as st
 from pipeline.errors import StarlingError
 from pipeline.protocol.messages import Logprob, Sampling
 from stages.gateway.endpoints import chat, completions, generate
-from stages.gateway.endpoints.generation_request import Ask
+from stages.gateway.endpoints.generation_request import GenerationRequest
 from stages.gateway.http.sse import EventStream
+from stages.gateway.requests.event_cursor import ChoiceCursor, EventCursor, FanOutSink
 from stages.gateway.requests.journal import KEEP_S, MAX_KEPT, Ended, Journal, Opened, parse
 from stages.gateway.requests.recovery import Recovery
 from stages.gateway.requests.relay import Relay
-from stages.gateway.requests.replay_buffer import ENTRY_BYTES, Kept, to_record
-from stages.gateway.requests.resume import Fan, Mark, Place
-from stages.gateway.requests.state import Outcome, Request, Sequence, State
+from stages.gateway.requests.replay_buffer import ENTRY_BYTES, ReplayBuffer, to_record
+from stages.gateway.requests.state import Outcome, RequestState, SequencePhase, SequenceState
 from tests.gateway.peers import EOS, Generator, make_pieces
 from tests.gateway.test_journal import found, journal, opened
 
 BYTES = {token: bytes([token]) for token in range(256)}
-SHAPES: dict[str, Callable[[Request, Any], Any]] = {
-    "generate": generate.GenerateShape,
-    "chat": chat.ChatShape,
-    "completions": completions.CompletionShape,
+SHAPES: dict[str, Callable[[RequestState, Any], Any]] = {
+    "generate": generate.GenerateFormatter,
+    "chat": chat.ChatFormatter,
+    "completions": completions.CompletionFormatter,
 }
 
 
-def ask_of(endpoint: str, n: int, logprobs: int) -> Ask:
+def ask_of(endpoint: str, n: int, logprobs: int) -> GenerationRequest:
     body: dict[str, Any] = {"model": "m", "n": n, "stream": True, "stop": ["\n\n"], "seed": 2**64 - 1}
     if endpoint == "chat":
         more = {"messages": [{"role": "user", "content": "x" * 400}], "stream_options": {"include_usage": True}}
@@ -47,11 +47,11 @@ def ask_of(endpoint: str, n: int, logprobs: int) -> Ask:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Request:
+def requests(draw: st.DrawFn) -> RequestState:
     """One that has ended, with tokens past its text, or in the middle of it by an error."""
     endpoint = draw(st.sampled_from(sorted(SHAPES)))
     n, top = draw(st.integers(1, 3)), draw(st.integers(0, 3))
-    request = Request(
+    request = RequestState(
         f"req-{draw(st.integers(0, 40)):x}",
         ask_of(endpoint, n, top),
         "m",
@@ -67,7 +67,7 @@ def requests(draw: st.DrawFn) -> Request:
     request.echoes = ["x" * 400]
     error = StarlingError("TIMEOUT", "over", "p", status=418, retry_after_s=2.5) if draw(st.booleans()) else None
     for choice in range(n):
-        sequence = Sequence(request, choice, 0, choice, b"1234" * 99, 900, Sampling(seed=7), (EOS,))
+        sequence = SequenceState(request, choice, 0, choice, b"1234" * 99, 900, Sampling(seed=7), (EOS,))
         sequence.tokens = draw(st.lists(st.integers(32, 122), max_size=60))
         values = st.floats(-50, 0) | st.just(-math.inf)
         if top:
@@ -81,7 +81,7 @@ def requests(draw: st.DrawFn) -> Request:
         if is_over:
             sequence.finish, sequence.is_flushed = draw(st.sampled_from(["stop", "length"])), True
             sequence.stop_string = "\n\n" if sequence.finish == "stop" else ""
-        sequence.move(State.FINISHED if is_over else State.FAILED)
+        sequence.move(SequencePhase.FINISHED if is_over else SequencePhase.FAILED)
         request.sequences.append(sequence)
     request.error = error
     request.end(Outcome.FAILED if error is not None else Outcome.FINISHED)
@@ -104,7 +104,7 @@ class Wire:
         return 0
 
 
-def told(request: Request, mark: Mark | None) -> bytes:
+def told(request: RequestState, mark: EventCursor | None) -> bytes:
     """What a reader gets that takes it up at `mark`."""
     stream = EventStream(request, SHAPES[request.ask.endpoint](request, BYTES), lambda reason: None)
     received = [place.tokens for place in mark.places] if mark is not None else []
@@ -119,18 +119,20 @@ def told(request: Request, mark: Mark | None) -> bytes:
 async def test_the_answer_is_the_same() -> None:
     @settings(deadline=None, max_examples=150)
     @given(requests(), st.data())
-    def check(request: Request, data: st.DataObject) -> None:
-        kept = Kept(lambda: 0.0)
+    def check(request: RequestState, data: st.DataObject) -> None:
+        kept = ReplayBuffer(lambda: 0.0)
         assert kept.put(request)
         found = kept.find(request.id)
         assert found is not None
         assert found is not request
-        marks: list[Mark | None] = [None]
+        marks: list[EventCursor | None] = [None]
         places = tuple(
-            Place(data.draw(st.integers(0, s.end)), data.draw(st.sampled_from([0, 2, 3]) if s.finish else st.just(0)))
+            ChoiceCursor(
+                data.draw(st.integers(0, s.end)), data.draw(st.sampled_from([0, 2, 3]) if s.finish else st.just(0))
+            )
             for s in request.sequences
         )
-        marks.append(Mark(request.id, places))
+        marks.append(EventCursor(request.id, places))
         for mark in marks:
             assert told(found, mark) == told(request, mark)
         shape = SHAPES[request.ask.endpoint]
@@ -161,8 +163,8 @@ async def test_the_answer_is_the_same() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(requests(), max_size=30), st.integers(1, 5000), st.integers(1, 8))
-def test_the_bounds_hold_and_the_oldest_go_first(several: list[Request], max_bytes: int, most: int) -> None:
-    kept = Kept(lambda: 0.0, max_bytes, most)
+def test_the_bounds_hold_and_the_oldest_go_first(several: list[RequestState], max_bytes: int, most: int) -> None:
+    kept = ReplayBuffer(lambda: 0.0, max_bytes, most)
     model: dict[str, int] = {}
     for request in several:
         size = len(to_record(request)) + ENTRY_BYTES
@@ -181,8 +183,8 @@ def test_the_bounds_hold_and_the_oldest_go_first(several: list[Request], max_byt
 
 def test_those_who_read_at_the_same_time_read_the_same_one() -> None:
     now = [0.0]
-    kept = Kept(lambda: now[0])
-    request = Request("req-1", ask_of("generate", 1, 0), "m", "mine", 1e9)
+    kept = ReplayBuffer(lambda: now[0])
+    request = RequestState("req-1", ask_of("generate", 1, 0), "m", "mine", 1e9)
     request.end(Outcome.FINISHED)
     kept.put(request)
     first = kept.find("req-1")
@@ -214,12 +216,12 @@ class Life:
     def live(self, end: str) -> None:
         """One more request."""
         self._number += 1
-        request = Request(f"req-{self._number:x}", ask_of("generate", 2, 2), "bytes", "mine", self.now + 300)
+        request = RequestState(f"req-{self._number:x}", ask_of("generate", 2, 2), "bytes", "mine", self.now + 300)
         for choice in range(2):
             sampling = Sampling(seed=self._number, logprobs=2)
             prompt = b"\1\0\0\0\2\0\0\0" * 50
-            request.sequences.append(Sequence(request, choice, 0, choice, prompt, 8, sampling, (EOS,)))
-        reader = EventStream(request, generate.GenerateShape(request, PIECES), lambda reason: None)
+            request.sequences.append(SequenceState(request, choice, 0, choice, prompt, 8, sampling, (EOS,)))
+        reader = EventStream(request, generate.GenerateFormatter(request, PIECES), lambda reason: None)
         request.sink = reader
         self.recovery.open(request, "ab" * 32)
         self.step(1)
@@ -228,7 +230,7 @@ class Life:
         elif end == "failed":
             self.relay.fail(request, StarlingError("INFERENCE", "no"))
         elif end == "taken over":
-            other = Fan()
+            other = FanOutSink()
             self.recovery.join(request, other)
             self.recovery.leave(request, reader)
             self.step(20)
@@ -268,7 +270,7 @@ async def test_thousands_of_requests_leave_nothing(tmp_path: Path) -> None:
             life.live(ENDS[number % len(ENDS)])
             if number in (999, 2999):
                 traced.append(tracemalloc.get_traced_memory()[0])
-        kinds = Request | Sequence | EventStream
+        kinds = RequestState | SequenceState | EventStream
         left = [type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, kinds)]
         assert left == []
         assert len(life.recovery.kept) == MAX_KEPT

@@ -14,7 +14,7 @@ import re
 from typing import NamedTuple
 
 from pipeline.errors import InvalidRequest, StarlingError
-from stages.gateway.requests.state import Sequence, Sink
+from stages.gateway.requests.state import SequenceState, Sink
 
 LEVELS = ("", "f", "e", "d")
 TOKENS, FLUSHED, ENDED, DONE = range(4)
@@ -22,21 +22,21 @@ TOKENS, FLUSHED, ENDED, DONE = range(4)
 _ID = re.compile(r"(req-[0-9a-f]{1,64}):([0-9]{1,9}[fed]?(?:\.[0-9]{1,9}[fed]?){0,255})")
 
 
-class Place(NamedTuple):
+class ChoiceCursor(NamedTuple):
     """What of a choice has been received."""
 
     tokens: int
     level: int = TOKENS
 
 
-class Mark(NamedTuple):
+class EventCursor(NamedTuple):
     """An event's id."""
 
     request: str
-    places: tuple[Place, ...]
+    places: tuple[ChoiceCursor, ...]
 
 
-def parse_mark(text: str) -> Mark:
+def parse_event_cursor(text: str) -> EventCursor:
     """Raises `InvalidRequest`."""
     match = _ID.fullmatch(text)
     if match is None:
@@ -47,26 +47,26 @@ def parse_mark(text: str) -> Mark:
     places = []
     for part in match[2].split("."):
         letter = part[-1] if part[-1] in "fed" else ""
-        places.append(Place(int(part.removesuffix(letter)), LEVELS.index(letter)))
-    return Mark(match[1], tuple(places))
+        places.append(ChoiceCursor(int(part.removesuffix(letter)), LEVELS.index(letter)))
+    return EventCursor(match[1], tuple(places))
 
 
-def is_reached(sequence: Sequence, place: Place) -> bool:
+def is_reached(sequence: SequenceState, place: ChoiceCursor) -> bool:
     """Has the sequence got as far again as a reader had it?"""
     return sequence.is_over or (place.level == TOKENS and sequence.end >= place.tokens)
 
 
-class Fan:
+class FanOutSink:
     """The sink of a request that has any number of readers, or none for the time being."""
 
     def __init__(self, *sinks: Sink) -> None:
         self.sinks: list[Sink] = list(sinks)
 
-    def text(self, sequence: Sequence, new: str, begin: int, end: int) -> None:
+    def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None:
         for sink in self.sinks:
             sink.text(sequence, new, begin, end)
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: SequenceState) -> None:
         for sink in self.sinks:
             sink.ended(sequence)
 
