@@ -14,7 +14,7 @@ from typing import Any, NewType
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 SequenceId = NewType("SequenceId", str)
 
@@ -179,7 +179,6 @@ class Submit(Frame, tag="S"):
     stop_ids: tuple[int, ...] = ()
     deadline_ms: int = 0  # left of the request's time when sent; 0: none
     priority: int = 0
-    session: str = ""
     cache_salt: str = ""
     speculate: int = 0  # most draft tokens in a step; 0: as configured, -1: none
 
@@ -189,12 +188,6 @@ class Cancel(Frame, tag="C"):
 
     sequence: str
     at: int = -1
-
-
-class SchedulerStats(Frame, tag="q"):
-    """Ask for `SchedulerState`."""
-
-    id: str
 
 
 class Logprob(Frame):
@@ -246,20 +239,15 @@ class ModelState(Frame):
     max_batch_size: int
     kv_free_pages: int = 0
     kv_total_pages: int = 0
-    kv_page_bytes: int = 0
-    steps: int = 0
-    tokens_generated: int = 0
-    preemptions: int = 0
 
 
 class SchedulerState(Frame, tag="Q"):
-    """Pushed with every heartbeat too (id "")."""
+    """State of every loaded model version. Sent to each gateway with every heartbeat and after every change."""
 
-    id: str
     models: list[ModelState]
 
 
-GatewayToScheduler = Hello | Heartbeat | Submit | Cancel | SchedulerStats
+GatewayToScheduler = Hello | Heartbeat | Submit | Cancel
 SchedulerToGateway = Hello | Heartbeat | Tokens | Rejected | SchedulerState
 
 
@@ -280,7 +268,6 @@ class Acquire(Frame, tag="a"):
     n_tokens: int  # known tokens in the row
     want_tokens: int
     salt: str = ""
-    session: str = ""
 
 
 class Extend(Frame, tag="x"):
@@ -311,11 +298,12 @@ class Release(Frame, tag="l"):
     n_tokens: int
 
 
-class Declare(Frame, tag="y"):
-    """After a restart of `kv` or of the scheduler: the leases the scheduler holds (all of them).
+class Reconcile(Frame, tag="y"):
+    """After a restart of `kv` or of the scheduler: all leases that the scheduler holds.
 
-    Nothing is allocated before it.  A scheduler that holds none because it is new says so once the
-    worker has let go of the old generation (`WorkerReady`): what is not declared is given away.
+    `kv` allocates nothing before it and frees every page that no listed lease contains.  A scheduler that has
+    just started, and holds no lease, sends it only after the worker has detached from the old generation
+    (`WorkerReady`).
     """
 
     model: str
@@ -323,16 +311,20 @@ class Declare(Frame, tag="y"):
 
 
 class Granted(Frame, tag="G"):
-    """`pages` is the sequence's whole page table so far; the first `cached_tokens` are computed."""
+    """`pages` is the sequence's whole page table so far; the first `cached_tokens` positions are computed.
+
+    `id` is the request's and is unique for each model only.
+    """
 
     id: int
     sequence: str
     pages: tuple[int, ...]
     cached_tokens: int = 0
+    model: str = ""
 
 
 class Denied(Frame, tag="N"):
-    """Not now (`fits`: it would fit an empty arena) or never."""
+    """No pages now (`fits`: they would fit into an empty arena) or never. `id` as in `Granted`; 0: see `KvReady`."""
 
     id: int
     sequence: str
@@ -340,6 +332,7 @@ class Denied(Frame, tag="N"):
     needed_pages: int
     free_pages: int  # free or evictable
     total_pages: int
+    model: str = ""
 
 
 class KvState(Frame, tag="K"):
@@ -351,10 +344,6 @@ class KvState(Frame, tag="K"):
     cached: int
     leased: int
     page_bytes: int
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    spilled: int = 0
 
 
 class KvAttach(Frame, tag="t"):
@@ -366,10 +355,10 @@ class KvAttach(Frame, tag="t"):
 
 
 class KvReady(Frame, tag="k"):
-    """The model's KV arena stands. With `declared` False the scheduler must `Declare` first.
+    """The model's KV arena exists. With `reconciled` False the scheduler must send `Reconcile` first.
 
-    Sent again, with `declared` True, once the declaration has been read.  A declared lease that
-    kv cannot recognise is answered by `Denied` with id 0: release the sequence and acquire it anew.
+    Sent again, with `reconciled` True, after `Reconcile` has been processed.  For each listed lease that kv cannot
+    verify it sends `Denied` with id 0: the scheduler releases the sequence and acquires its pages again.
     """
 
     model: str
@@ -378,12 +367,12 @@ class KvReady(Frame, tag="k"):
     pages: int
     page_tokens: int
     page_bytes: int
-    declared: bool = True
+    reconciled: bool = True
     error: str = ""
     generation: int = 0  # of the arena's contents: another one than known means all leases are gone
 
 
-SchedulerToKv = Hello | Heartbeat | KvAttach | Acquire | Extend | Commit | Release | Declare
+SchedulerToKv = Hello | Heartbeat | KvAttach | Acquire | Extend | Commit | Release | Reconcile
 KvToScheduler = Hello | Heartbeat | KvReady | Granted | Denied | KvState
 
 
@@ -525,15 +514,8 @@ class StepDone(Frame, tag="o"):
     step: int
 
 
-class WorkerFailed(Frame, tag="F"):
-    """The group cannot go on (bad checkpoint, no memory): it says why before it exits."""
-
-    model: str
-    message: str
-
-
 SchedulerToWorker = Hello | Heartbeat | Attach | Detach | StepBell
-WorkerToScheduler = Hello | Heartbeat | WorkerReady | StepDone | WorkerFailed
+WorkerToScheduler = Hello | Heartbeat | WorkerReady | StepDone
 
 
 def encode(frame: Frame, _encoder: msgspec.msgpack.Encoder = msgspec.msgpack.Encoder()) -> bytes:

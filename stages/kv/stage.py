@@ -283,12 +283,12 @@ class KvStage:
         if isinstance(frame, m.Commit):
             manager.commit(frame.sequence, frame.n_tokens)
         elif isinstance(frame, m.Extend):
-            self._answer(peer, frame.id, frame.sequence, manager.extend(frame.sequence, frame.want_tokens))
+            self._answer(peer, frame, manager.extend(frame.sequence, frame.want_tokens))
         elif isinstance(frame, m.Acquire):
-            self._answer(peer, frame.id, frame.sequence, self._acquire(model, manager, frame))
+            self._answer(peer, frame, self._acquire(model, manager, frame))
         elif isinstance(frame, m.Release):
             manager.release(frame.sequence, frame.n_tokens)
-        elif isinstance(frame, m.Declare):
+        elif isinstance(frame, m.Reconcile):
             self._declare(peer, model, manager, frame)
 
     def _attach(self, peer: bytes, frame: m.KvAttach, model: Attached | None) -> None:
@@ -317,7 +317,7 @@ class KvStage:
         if manager is None or error:
             self.hub.send(peer, m.KvReady(frame.model, frame.digest, "", 0, 0, 0, False, error))
         else:
-            model.is_answered = self.hub.send(peer, self._ready(model, manager, declared=False))
+            model.is_answered = self.hub.send(peer, self._ready(model, manager, reconciled=False))
 
     def _read_rows(self, model: Attached, frame: m.KvAttach) -> str:
         """Map the scheduler's rows; why that cannot be, or ""."""
@@ -330,7 +330,7 @@ class KvStage:
         return ""
 
     @staticmethod
-    def _ready(model: Attached, manager: Manager, declared: bool) -> m.KvReady:
+    def _ready(model: Attached, manager: Manager, reconciled: bool) -> m.KvReady:
         arena, geometry = model.pages.arena, model.pages.geometry
         assert arena is not None
         assert geometry is not None
@@ -341,18 +341,18 @@ class KvStage:
             manager.pool.total,
             geometry.page_tokens,
             geometry.page_bytes,
-            declared,
+            reconciled,
             "",
             arena.generation,
         )
 
-    def _declare(self, peer: bytes, model: Attached, manager: Manager, frame: m.Declare) -> None:
+    def _declare(self, peer: bytes, model: Attached, manager: Manager, frame: m.Reconcile) -> None:
         refused = manager.declare(DeclaredLease(*lease) for lease in frame.leases)
         for sequence in refused:
             log.warning("a declared lease is not recognised", extra={"sequence": sequence})
             pool = manager.pool
-            self.hub.send(peer, m.Denied(0, sequence, True, 0, pool.free + pool.cached, pool.total))
-        self.hub.send(peer, self._ready(model, manager, declared=True))
+            self.hub.send(peer, m.Denied(0, sequence, True, 0, pool.free + pool.cached, pool.total, model.name))
+        self.hub.send(peer, self._ready(model, manager, reconciled=True))
 
     @staticmethod
     def _acquire(model: Attached, manager: Manager, frame: m.Acquire) -> Grant | Denial:
@@ -363,12 +363,14 @@ class KvStage:
         tokens, serial = known
         return manager.acquire(frame.sequence, tokens, frame.want_tokens, frame.row, serial, frame.salt)
 
-    def _answer(self, peer: bytes, id_: int, sequence: str, answer: Grant | Denial) -> None:
+    def _answer(self, peer: bytes, ask: m.Acquire | m.Extend, answer: Grant | Denial) -> None:
         # Not sent: the scheduler is gone, and its successor declares; or it asks again.
         if isinstance(answer, Grant):
-            self.hub.send(peer, m.Granted(id_, sequence, answer.pages, answer.cached_tokens))
+            granted = m.Granted(ask.id, ask.sequence, answer.pages, answer.cached_tokens, ask.model)
+            self.hub.send(peer, granted)
         else:
-            self.hub.send(peer, m.Denied(id_, sequence, answer.fits, answer.needed, answer.free, answer.total))
+            counts = answer.fits, answer.needed, answer.free, answer.total
+            self.hub.send(peer, m.Denied(ask.id, ask.sequence, *counts, ask.model))
 
     # -------------------------------------------------------------- gateways
 
@@ -447,7 +449,7 @@ class KvStage:
     @staticmethod
     def _state(model: Attached, manager: Manager) -> m.KvState:
         assert model.pages.geometry is not None
-        pool, counters = manager.pool, manager.pool.counters
+        pool = manager.pool
         return m.KvState(
             model.name,
             pool.total,
@@ -455,10 +457,6 @@ class KvStage:
             pool.cached,
             pool.leased,
             model.pages.geometry.page_bytes,
-            counters.hits,
-            counters.misses,
-            counters.evictions,
-            counters.spilled,
         )
 
 

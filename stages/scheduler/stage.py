@@ -31,7 +31,6 @@ from stages.scheduler.policy.core_sharing import Turns, steps_ahead
 
 log = logging.getLogger("starling.scheduler")
 
-ASK_BITS = 40  # ids of asks to kv: the instance's number above them, a count below
 MAX_UNSENT = 65_536  # frames kept for a gateway that does not read; beyond, it is given up
 
 
@@ -55,8 +54,6 @@ class SchedulerStage:
         self._told: list[tuple[str, str, str]] = []  # of each host, what gateways know
         self._serving: set[str] = set()  # instances without which this stage is not ready
         self._bells: dict[str, Bell] = {}
-        self._asking: dict[int, Host] = {}  # by the number in the ids of their asks to kv
-        self._next_number = 0
         self._turns = Turns()
         self._pairs = Pairs()
         self._gauges: dict[str, Gauge] = {}  # by model
@@ -81,13 +78,12 @@ class SchedulerStage:
         self._pairs.look(self.follower.lineup, self.hosts)
 
     def _add(self, instance: Instance) -> None:
-        number, self._next_number = self._next_number, self._next_number + 1
-        host = self._host(number, instance, self._clock())
+        host = self._host(instance, self._clock())
         bell = Bell(paths.run_dir(self.config) / f"bell-{instance.slug}.sock")
         host.bell = bell.path
         if bell.fd >= 0:
             self.loop.add_fd(bell.fd, bell.hear)
-        self.hosts[instance.id] = self._asking[number] = host
+        self.hosts[instance.id] = host
         self._bells[instance.id] = bell
         gauge = self._gauges.setdefault(instance.name, Gauge(instance.name))
         gauge.engines[instance.id] = host.engine
@@ -95,7 +91,6 @@ class SchedulerStage:
     def _remove(self, name: str) -> None:
         """The gateway is through with it; its worker group is ended by whoever started it."""
         host = self.hosts.pop(name)
-        self._asking = {number: other for number, other in self._asking.items() if other is not host}
         host.retire()
         self._speak(host)
         for gauge in self._gauges.values():
@@ -121,7 +116,7 @@ class SchedulerStage:
         for path in paths.arena_dir(self.config).glob(".*.steps.*"):
             path.unlink(missing_ok=True)  # half made, by a predecessor: this stage's lock is ours
 
-    def _host(self, number: int, instance: Instance, now: float) -> Host:
+    def _host(self, instance: Instance, now: float) -> Host:
         c, s = self.config, self.config.scheduler
         model = instance.model
         settings = Settings(
@@ -136,7 +131,6 @@ class SchedulerStage:
             speculate=model.speculate,
             companions=FEW if any(one.draft_model == instance.name for one in c.models) else 0,
             prefix_cache=c.cache.enabled,
-            first_ask=(number << ASK_BITS) + 1,
         )
         host = Host(
             settings,
@@ -263,7 +257,7 @@ class SchedulerStage:
         if now >= self._next_push or is_news:
             beats = QUIET_BEATS if self.loop.is_quiet else 1
             self._next_push = now + 0.9 * beats * self.config.server.heartbeat_ms / 1000
-            self._push_state("", list(self.gateways.peers))
+            self._push_state(list(self.gateways.peers))
         if now >= self._next_show:
             self._next_show = now + INTERVAL_S
             for gauge in self._gauges.values():
@@ -289,17 +283,15 @@ class SchedulerStage:
             for host in self.hosts.values():
                 if frame.sequence in host.engine.roster.live:
                     host.engine.door.cancel(frame)
-        elif isinstance(frame, m.SchedulerStats):
-            self._push_state(frame.id, [peer])
 
-    def _push_state(self, frame_id: str, peers: list[bytes]) -> None:
+    def _push_state(self, peers: list[bytes]) -> None:
         if peers:
-            state = m.SchedulerState(frame_id, [host.state() for host in self.hosts.values()])
+            state = m.SchedulerState([host.state() for host in self.hosts.values()])
             for peer in peers:
                 self._tell(peer, state)
 
     def _gateway_up(self, peer: bytes, hello: m.Hello) -> None:
-        self._push_state("", [peer])
+        self._push_state([peer])
 
     def _gateway_down(self, peer: bytes, hello: m.Hello) -> None:
         self._gateway_lost(peer)
@@ -324,8 +316,6 @@ class SchedulerStage:
             else:
                 host.worker_ready(peer, self.workers.peers[peer], frame, self._clock())
                 self._pairs.look(self.follower.lineup, self.hosts)
-        elif isinstance(frame, m.WorkerFailed) and frame.model in self.hosts:
-            self.hosts[frame.model].worker_failed(frame)
 
     def _worker_down(self, peer: bytes, hello: m.Hello) -> None:
         for host in self.hosts.values():
@@ -343,14 +333,12 @@ class SchedulerStage:
             host.kv_down()
 
     def _on_kv(self, frame: m.Frame) -> None:
-        if isinstance(frame, m.Granted | m.Denied):
-            for number, host in self._asking.items():
-                # Id 0 answers a declaration: whoever holds that lease knows it.
-                if frame.id >> ASK_BITS == number or not frame.id:
-                    if isinstance(frame, m.Granted):
-                        host.engine.granted(frame)
-                    else:
-                        host.engine.denied(frame)
+        if isinstance(frame, m.Granted):
+            if frame.model in self.hosts:
+                self.hosts[frame.model].engine.granted(frame)
+        elif isinstance(frame, m.Denied):
+            if frame.model in self.hosts:
+                self.hosts[frame.model].engine.denied(frame)
         elif isinstance(frame, m.KvReady) and frame.model in self.hosts:
             self.hosts[frame.model].kv_ready(frame, self._clock())
         elif isinstance(frame, m.KvState) and frame.model in self.hosts:

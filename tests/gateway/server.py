@@ -97,7 +97,7 @@ class Peers(Threaded):
             if is_due:
                 reason = "" if self.model_ready else "its worker is compiling"
                 state = m.ModelState(MODEL, "ab" * 32, self.model_ready, reason, 0, 0, 8)
-                hub.send(peer, m.SchedulerState("", [state]))
+                hub.send(peer, m.SchedulerState([state]))
         if is_due:
             hub.tick(self._beat("scheduler"))
 

@@ -117,7 +117,7 @@ class Versions(RuleBasedStateMachine):
             )
             self.service.on_description(one.id, described)
             states.append(m.ModelState(one.id, digest, True, "", 0, 0, 8))
-        self.service.on_scheduler(m.SchedulerState("", states))
+        self.service.on_scheduler(m.SchedulerState(states))
         beat = m.Heartbeat("x", 1, int(self.now * 10), False, True)
         self.service.tokenizer.beat(beat)
         self.service.scheduler.beat(beat)

@@ -194,7 +194,7 @@ class Scheduler:
             self.frames.append(frame)
 
     def _on_ready(self, frame: m.KvReady) -> None:
-        if frame.declared:
+        if frame.reconciled:
             self.ready = frame
             return
         if self.arena is None or self.arena.generation != frame.generation:
@@ -202,7 +202,7 @@ class Scheduler:
             self.arena, self.kv, _ = attach_kv(Path(frame.arena_path), bytes.fromhex(self.digest))
             self.sequences = {name: s for name, s in self.sequences.items() if not s["pages"]}
         held = [(name, s["row"], s["computed"], s["pages"]) for name, s in self.sequences.items() if s["pages"]]
-        self.link.send(m.Declare(MODEL, held))
+        self.link.send(m.Reconcile(MODEL, held))
 
     def wait(self, what: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
         """Turn until `what` is true; returns it."""

@@ -48,7 +48,7 @@ async def test_frames_and_failing_handlers(config: Config) -> None:
     async with asyncio.timeout(20):
         await up.wait()
         assert link.send(m.Cancel("s"))
-        assert link.send(m.SchedulerStats("1"))
+        assert link.send(m.Submit("s/0", "s", "m", "t", b"", 1, m.Sampling()))
         assert await got.get() == m.Rejected("s", "OVERLOADED", "full")
     assert len(failures) == 1
     assert "gateway-scheduler" in failures[0]["message"]

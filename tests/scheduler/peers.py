@@ -17,12 +17,12 @@ import numpy as np
 from pipeline.protocol.messages import (
     Acquire,
     Commit,
-    Declare,
     Denied,
     Extend,
     Frame,
     Granted,
     KvReady,
+    Reconcile,
     Release,
     Sampling,
     Submit,
@@ -209,7 +209,7 @@ class Kv:
         self.rows: dict[str, tuple[int, int]] = {}  # row, serial
         self.refs = [0] * self.pages.total
         self.index: OrderedDict[tuple[int, ...], int] = OrderedDict()  # chain -> full page, oldest first
-        self.declared = False
+        self.reconciled = False
 
     def ready(self) -> KvReady:
         pages = self.pages
@@ -220,7 +220,7 @@ class Kv:
             pages.total,
             pages.page_tokens,
             1,
-            self.declared,
+            self.reconciled,
             "",
             self.generation,
         )
@@ -237,15 +237,15 @@ class Kv:
         return answer
 
     def _handle(self, frame: Frame) -> Frame | None:
-        if isinstance(frame, Declare):
-            self.declared = True
+        if isinstance(frame, Reconcile):
+            self.reconciled = True
             for lease, row, _, pages in frame.leases:
                 self.leases[lease] = list(pages)
                 self.rows[lease] = (row, int(self.s.row_ints[row, sh.SERIAL]))
                 for page in pages:
                     self.refs[page] += 1
             return self.ready()
-        assert self.declared, "asked before the declaration"
+        assert self.reconciled, "asked before Reconcile"
         if isinstance(frame, Acquire):
             return self._acquire(frame)
         if isinstance(frame, Extend):
@@ -286,14 +286,14 @@ class Kv:
         evictable = [(chain, p) for chain, p in self.index.items() if not self.refs[p]]
         if need > len(free) + len(evictable):
             fits = -(-want // self.pages.page_tokens) <= self.pages.total
-            return Denied(ask, lease, fits, need, len(free) + len(evictable), self.pages.total)
+            return Denied(ask, lease, fits, need, len(free) + len(evictable), self.pages.total, self.model)
         for chain, page in evictable[: max(0, need - len(free))]:
             del self.index[chain]
             free.append(page)
         for page in free[: max(0, need)]:
             self.refs[page] += 1
             pages.append(page)
-        return Granted(ask, lease, tuple(pages), cached)
+        return Granted(ask, lease, tuple(pages), cached, self.model)
 
     def _index(self, lease: str, n_tokens: int) -> None:
         size = self.pages.page_tokens

@@ -79,7 +79,6 @@ class Settings(NamedTuple):
     run_ahead: bool = True
     companions: int = 0  # most sequences that it computes as drafts for other models
     prefix_cache: bool = True  # kv shares pages among prompts that begin alike
-    first_ask: int = 1  # ids of its asks to kv count from here
 
     @property
     def n_rows(self) -> int:
@@ -112,7 +111,7 @@ class Engine:
         s = self.settings = settings
         self.stats = Stats()
         self.cost = CostModel()
-        self.leases = Leases(s.model, s.first_ask)
+        self.leases = Leases(s.model)
         self.queues = Queues(s.max_queue_depth, s.max_tenant_depth, weight_of)
         self.roster = Roster(self.queues, self.leases, self.stats, s.n_rows)
         self.roster.on_freed = self.pages_may_be_free
@@ -661,9 +660,8 @@ class Engine:
     def is_ready(self) -> bool:
         return self.is_attached and self.leases.is_up
 
-    def state(self, digest: str, reason: str, kv_free: int, kv_page_bytes: int) -> ModelState:
+    def state(self, digest: str, reason: str, kv_free: int) -> ModelState:
         """What the gateways show of the model. `reason`: why it is not ready, "" when it is."""
-        stats = self.stats
         return ModelState(
             self.settings.model,
             digest,
@@ -674,8 +672,4 @@ class Engine:
             self.settings.max_batch_size,
             kv_free,
             self.leases.total_pages,
-            kv_page_bytes,
-            stats.steps,
-            stats.generated,
-            stats.preemptions,
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pipeline.protocol.messages import Acquire, Commit, Declare, Extend, Frame, Granted, KvReady, Release
+from pipeline.protocol.messages import Acquire, Commit, Extend, Frame, Granted, KvReady, Reconcile, Release
 from stages.scheduler.core.sequence import NEVER, Sequence
 
 LONGEST_STRIDE = 128  # positions asked for at once, at most (but at least a page)
@@ -26,15 +26,14 @@ class BadTableError(ValueError):
 class Leases:
     """The pages of one model. Frames to send gather in `frames`, in order."""
 
-    def __init__(self, model: str, first_id: int = 1) -> None:
-        """`first_id`: ids of several models' asks must not meet, answers do not name the model."""
+    def __init__(self, model: str) -> None:
         self.model = model
         self.frames: list[Frame] = []
         self.is_up = False  # kv has the arena and knows our leases
         self.page_tokens = 0
         self.total_pages = 0
         self.stride = 1  # pages that an ask takes beyond what is needed now: fewer asks if many are free
-        self._next_id = first_id
+        self._next_id = 1
         self._waiting: dict[int, Sequence] = {}  # by id of the unanswered ask
         self._asks: dict[int, Acquire | Extend] = {}
 
@@ -67,7 +66,6 @@ class Leases:
                 sequence.length,
                 want,
                 sequence.salt,
-                sequence.session,
             ),
         )
 
@@ -153,9 +151,9 @@ class Leases:
         """kv has the arena: declare what is held if it wants to know, then ask again."""
         self.page_tokens = frame.page_tokens
         self.total_pages = frame.pages
-        if not frame.declared:
+        if not frame.reconciled:
             leases = [(s.lease, s.row, s.computed, s.pages) for s in holders if s.pages]
-            self.frames.append(Declare(self.model, leases))
+            self.frames.append(Reconcile(self.model, leases))
         elif self.is_up:
             return
         # Frames keep their order: what follows the declaration is read after it.

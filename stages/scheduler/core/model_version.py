@@ -128,10 +128,6 @@ class Host:
         self._ready = frame
         self._look(now)
 
-    def worker_failed(self, frame: m.WorkerFailed) -> None:
-        self.reason = f"worker failed: {frame.message}"
-        log.error("worker failed", extra={"model": self.name, "reason": frame.message})
-
     def _look(self, now: float) -> None:
         """Take the next step towards an attached worker, if it can be taken."""
         if self._fence is not None:
@@ -291,8 +287,7 @@ class Host:
 
     def state(self) -> m.ModelState:
         kv = self.kv_state
-        free = kv.free + kv.cached if kv else 0
-        return self.engine.state(self.digest, self.problem, free, kv.page_bytes if kv else 0)
+        return self.engine.state(self.digest, self.problem, kv.free + kv.cached if kv else 0)
 
     def retire(self) -> None:
         """This version of the model goes: who should still wait is refused, the worker lets go of the arenas."""

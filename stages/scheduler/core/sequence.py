@@ -103,7 +103,6 @@ class Sequence:
         "row",
         "salt",
         "sampling",
-        "session",
         "speculate",
         "started",
         "state",
@@ -133,7 +132,6 @@ class Sequence:
         self.sampling: Sampling = frame.sampling
         self.choice: int = frame.choice
         self.stop_ids = frozenset(frame.stop_ids)
-        self.session: str = frame.session
         self.salt: str = frame.cache_salt
         self.priority: int = frame.priority
         self.deadline = now + frame.deadline_ms / 1000 if frame.deadline_ms > 0 else math.inf
