@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stages.worker.engine import Engine
 from tests.worker import reference
 from tests.worker.conftest import Ingested, TinyGguf
 from tools.reference.exact_forward import ExactModel, ExactSequence
+from tools.step_runner import StepRunner
 from tools.tiny_gguf import RECIPES
 
 pytestmark = pytest.mark.slow
@@ -31,12 +31,12 @@ def kernel_logits(
     """Of all positions: (len(tokens), vocab) f32."""
     n, found = len(tokens), []
     bounds = {"max_rows": 1, "max_tokens": n, "step_tokens": 64, "max_samples": 64}
-    with Engine(index_path, directory, ranks=ranks, kv_type=kv_type, **bounds) as engine:
+    with StepRunner(index_path, directory, ranks=ranks, kv_type=kv_type, **bounds) as runner:
         for start in range(0, n, chunk):
             count = min(chunk, n - start)
-            engine.write_row(0, tokens)  # anew: an entry with one sample writes it behind its position
-            engine.run([(0, start, count, count)])
-            found += [engine.logits(i) for i in range(count)]
+            runner.write_row(0, tokens)  # anew: an entry with one sample writes it behind its position
+            runner.run([(0, start, count, count)])
+            found += [runner.logits(i) for i in range(count)]
     return np.array(found)
 
 
@@ -109,9 +109,9 @@ def test_demo_model_follows_the_reference_greedily(demo_gguf: Path, ingested: In
 
 
 def _generate(index_path: Path, directory: Path, prompt: list[int], n: int) -> list[int]:
-    with Engine(index_path, directory, max_rows=1, max_tokens=256) as engine:
-        engine.write_row(0, prompt, temperature=0.0)
-        found = engine.run([(0, 0, len(prompt), 1)])
+    with StepRunner(index_path, directory, max_rows=1, max_tokens=256) as runner:
+        runner.write_row(0, prompt, temperature=0.0)
+        found = runner.run([(0, 0, len(prompt), 1)])
         while len(found) < n:
-            found += engine.run([(0, len(prompt) + len(found) - 1, 1, 1)])
+            found += runner.run([(0, len(prompt) + len(found) - 1, 1, 1)])
     return found

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from shm import step_ring as sh
-from stages.worker.engine import Engine
 from stages.worker.kernels.plan import BAD_ENTRY
 from tests.worker.conftest import Ingested, TinyGguf
+from tools.step_runner import StepRunner
 
 pytestmark = pytest.mark.slow
 
@@ -18,16 +18,16 @@ BIG = 2**31 - 1
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def runner(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StepRunner]:
     bounds = {"max_rows": 6, "max_tokens": 96, "step_tokens": 64, "max_samples": 8}
-    with Engine(ingested(tiny_gguf("small", "Q4_1")), tmp_path_factory.mktemp("plan"), **bounds) as made:
+    with StepRunner(ingested(tiny_gguf("small", "Q4_1")), tmp_path_factory.mktemp("plan"), **bounds) as made:
         yield made
 
 
-def fresh(engine: Engine) -> None:
+def fresh(runner: StepRunner) -> None:
     for row in range(6):
-        engine.write_row(row, np.arange(row, row + 40))
-    engine.steps.tables[:] = np.arange(engine.steps.tables.size).reshape(engine.steps.tables.shape)
+        runner.write_row(row, np.arange(row, row + 40))
+    runner.steps.tables[:] = np.arange(runner.steps.tables.size).reshape(runner.steps.tables.shape)
 
 
 @pytest.mark.parametrize(
@@ -50,69 +50,69 @@ def fresh(engine: Engine) -> None:
         (1, 0, 20, 9),
     ],
 )
-def test_an_entry_out_of_bounds_is_left_out(engine: Engine, bad: tuple[int, int, int, int]) -> None:
-    fresh(engine)
-    good = engine.run([(0, 0, 10, 1)])
-    logits = engine.logits(0)
-    fresh(engine)
-    engine.publish([(0, 0, 10, 1), bad, (2, 0, 3, 0)])
-    assert engine.compute() == 1
-    assert engine.outputs(1) == good
-    assert engine.logits(0).tobytes() == logits.tobytes()
+def test_an_entry_out_of_bounds_is_left_out(runner: StepRunner, bad: tuple[int, int, int, int]) -> None:
+    fresh(runner)
+    good = runner.run([(0, 0, 10, 1)])
+    logits = runner.logits(0)
+    fresh(runner)
+    runner.publish([(0, 0, 10, 1), bad, (2, 0, 3, 0)])
+    assert runner.compute() == 1
+    assert runner.tokens(1) == good
+    assert runner.logits(0).tobytes() == logits.tobytes()
     if bad[3] > 0:
-        assert engine.outputs(2)[1] == BAD_ENTRY
+        assert runner.tokens(2)[1] == BAD_ENTRY
 
 
 @pytest.mark.parametrize("base", [-1, 8, BIG, -BIG])
-def test_a_sample_without_a_place_is_left_out(engine: Engine, base: int) -> None:
-    fresh(engine)
-    engine.publish([(0, 0, 4, 1)])
-    engine.steps.entries[engine._slot, 0, sh.SAMPLE_BASE] = base
-    assert engine.compute() == 1
+def test_a_sample_without_a_place_is_left_out(runner: StepRunner, base: int) -> None:
+    fresh(runner)
+    runner.publish([(0, 0, 4, 1)])
+    runner.steps.entries[runner.slot, 0, sh.SAMPLE_BASE] = base
+    assert runner.compute() == 1
 
 
 @pytest.mark.parametrize("page", [-1, 10**6, BIG, -BIG])
-def test_a_page_that_is_not_there(engine: Engine, page: int) -> None:
-    fresh(engine)
-    engine.steps.tables[1, 1] = page
-    assert engine.run([(1, 0, 40, 1), (0, 0, 4, 1)])[0] == BAD_ENTRY
-    assert engine.run([(1, 0, 30, 1)])[0] >= 0  # does not reach the second page
+def test_a_page_that_is_not_there(runner: StepRunner, page: int) -> None:
+    fresh(runner)
+    runner.steps.tables[1, 1] = page
+    assert runner.run([(1, 0, 40, 1), (0, 0, 4, 1)])[0] == BAD_ENTRY
+    assert runner.run([(1, 0, 30, 1)])[0] >= 0  # does not reach the second page
 
 
 @pytest.mark.parametrize("token", [-1, -2, 300, BIG, -BIG])
-def test_a_token_of_no_vocabulary(engine: Engine, token: int) -> None:
-    fresh(engine)
-    engine.steps.tokens[1, 7] = token
-    assert engine.run([(1, 0, 8, 1)]) == [BAD_ENTRY]
-    assert engine.run([(1, 0, 7, 1)])[0] >= 0
+def test_a_token_of_no_vocabulary(runner: StepRunner, token: int) -> None:
+    fresh(runner)
+    runner.steps.tokens[1, 7] = token
+    assert runner.run([(1, 0, 8, 1)]) == [BAD_ENTRY]
+    assert runner.run([(1, 0, 7, 1)])[0] >= 0
 
 
-def test_more_tokens_than_a_step_holds(engine: Engine) -> None:
-    fresh(engine)
-    outputs = engine.run([(0, 0, 40, 1), (1, 0, 30, 1), (2, 0, 24, 1)])
+def test_more_tokens_than_a_step_holds(runner: StepRunner) -> None:
+    fresh(runner)
+    outputs = runner.run([(0, 0, 40, 1), (1, 0, 30, 1), (2, 0, 24, 1)])
     assert outputs[1] == BAD_ENTRY
     assert outputs[0] >= 0
     assert outputs[2] >= 0
 
 
 @pytest.mark.parametrize("entries", [-1, 7, 2**40])
-def test_a_count_of_entries_that_cannot_be(engine: Engine, entries: int) -> None:
-    fresh(engine)
-    engine.publish([(row, 0, 2, 1) for row in range(6)])
-    engine.steps.slot_head[engine._slot, sh.SLOT_ENTRIES] = entries
-    engine.compute()
-    engine.publish([(0, 0, 2, 1)])
-    engine.steps.slot_head[engine._slot, sh.SLOT_STEP] += 1  # a slot of another step
-    engine.steps.out_token[engine._slot, 0] = 77
-    engine.compute()
-    assert engine.outputs(1) == [77]
+def test_a_count_of_entries_that_cannot_be(runner: StepRunner, entries: int) -> None:
+    fresh(runner)
+    runner.publish([(row, 0, 2, 1) for row in range(6)])
+    runner.steps.slot_head[runner.slot, sh.SLOT_ENTRIES] = entries
+    runner.compute()
+    runner.publish([(0, 0, 2, 1)])
+    runner.steps.slot_head[runner.slot, sh.SLOT_STEP] += 1  # a slot of another step
+    runner.steps.out_token[runner.slot, 0] = 77
+    runner.compute()
+    assert runner.tokens(1) == [77]
 
 
-def test_history_and_parameters_out_of_range(engine: Engine) -> None:
+def test_history_and_parameters_out_of_range(runner: StepRunner) -> None:
     """Of a row that is otherwise sound: nothing is read or written outside of it."""
-    fresh(engine)
-    engine.write_row(0, np.arange(8), repetition=1.5, frequency=0.5, mask_ids=(1, 2), bias=((5, 1.0),))
-    ints = engine.steps.row_ints[0]
+    fresh(runner)
+    runner.write_row(0, np.arange(8), repetition=1.5, frequency=0.5, mask_ids=(1, 2), bias=((5, 1.0),))
+    ints = runner.steps.row_ints[0]
     for column, value in (
         (sh.OUTPUT_START, -(2**60)),
         (sh.OUTPUT_START, 2**60),
@@ -123,8 +123,8 @@ def test_history_and_parameters_out_of_range(engine: Engine) -> None:
         (sh.ORDER, -1),
     ):
         before, ints[column] = ints[column].copy(), value
-        assert 0 <= engine.run([(0, 0, 8, 1)])[0] < 300
+        assert 0 <= runner.run([(0, 0, 8, 1)])[0] < 300
         ints[column] = before
-    engine.steps.bias_ids[0, 0] = -BIG
-    engine.steps.mask_ids[0, 0] = BIG
-    assert 0 <= engine.run([(0, 0, 8, 1)])[0] < 300
+    runner.steps.bias_ids[0, 0] = -BIG
+    runner.steps.mask_ids[0, 0] = BIG
+    assert 0 <= runner.run([(0, 0, 8, 1)])[0] < 300

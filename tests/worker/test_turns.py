@@ -11,9 +11,9 @@ import pytest
 from shm import step_ring as sh
 from shm import words
 from stages.worker import activations_arena as act
-from stages.worker.engine import Engine
 from stages.worker.kernels import rank_loop
 from tests.worker.conftest import Ingested, TinyGguf
+from tools.step_runner import StepRunner
 
 pytestmark = pytest.mark.slow
 
@@ -21,17 +21,17 @@ pytestmark = pytest.mark.slow
 def test_a_rank_at_rest_sleeps_and_wakes_for_its_turn(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path) -> None:
     slice_s = rank_loop.SLICE_NS / 1e9
     assert 0.5 <= slice_s < 1.0  # more often costs an idle server; a futex takes less than a second
-    with Engine(ingested(tiny_gguf()), tmp_path, ranks=2, max_rows=1, max_tokens=64, step_tokens=8) as engine:
-        engine.write_row(0, [1, 2, 3, 4])
-        engine.prefill(0, 4, 4)
+    with StepRunner(ingested(tiny_gguf()), tmp_path, ranks=2, max_rows=1, max_tokens=64, step_tokens=8) as runner:
+        runner.write_row(0, [1, 2, 3, 4])
+        runner.prefill(0, 4, 4)
         sleeps = act.LINES + 8 + act.SLEEPS
-        control = engine._arenas[2].view(0, (act.CONTROL_WORDS,), "int64")
+        control = runner.activations.view(0, (act.CONTROL_WORDS,), "int64")
         worst = 0.0
         for i in range(20):
             while not words.load(control, sleeps):
                 pass
             begun = time.monotonic()
-            engine.run([(0, 4 + i, 1, 1)])
+            runner.run([(0, 4 + i, 1, 1)])
             worst = max(worst, time.monotonic() - begun)
         assert worst < slice_s / 2
 
@@ -40,21 +40,21 @@ def test_the_bell_is_rung_between_two_steps(tiny_gguf: TinyGguf, ingested: Inges
     """And the steps go on; whoever cannot be woken that way is left to the caller."""
     ear, clapper = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     ear.setblocking(False)
-    with Engine(ingested(tiny_gguf()), tmp_path, ranks=2, max_rows=1, max_tokens=64, step_tokens=8) as engine:
+    with StepRunner(ingested(tiny_gguf()), tmp_path, ranks=2, max_rows=1, max_tokens=64, step_tokens=8) as runner:
 
         def follow(start: int, bell: int) -> list[list[int]]:
-            words.store(engine.steps.control, sh.WAKE_AT, words.load(engine.steps.control, sh.DONE) + 2)
-            return engine.follow([[(0, start + i, 1, 1)] for i in range(3)], bell)
+            words.store(runner.steps.control, sh.WAKE_AT, words.load(runner.steps.control, sh.DONE) + 2)
+            return runner.run_all([[(0, start + i, 1, 1)] for i in range(3)], bell)
 
-        engine.write_row(0, [1, 2, 3, 4])
-        engine.prefill(0, 4, 4)
+        runner.write_row(0, [1, 2, 3, 4])
+        runner.prefill(0, 4, 4)
         assert len(follow(4, clapper.fileno())) == 3
         assert ear.recv(1) == b""
         with pytest.raises(BlockingIOError):
             ear.recv(1)  # of the last step the caller hears by itself
-        with pytest.raises(RuntimeError, match="could be woken"):
+        with pytest.raises(RuntimeError, match="stopped after step 6 of 7: 0 entries"):
             follow(7, -1)
         ear.close()
-        with pytest.raises(RuntimeError, match="could be woken"):
+        with pytest.raises(RuntimeError, match="stopped after step 8 of 10: 0 entries"):
             follow(7, clapper.fileno())
     clapper.close()

@@ -16,15 +16,15 @@ from typing import Any, Self
 import numpy as np
 
 from stages.scheduler.core.engine import follows
-from stages.worker.engine import Engine
 from stages.worker.kernels.features import isa
 from stages.worker.kernels.forward import PHASES
+from tools.step_runner import StepRunner
 
 STEP_TOKENS = 512
 
 
 class Ours:
-    """An engine for `rows` sequences of `tokens` positions. A context manager."""
+    """A step runner for `rows` sequences of `tokens` positions. A context manager."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Ours:
         before = set(threading.enumerate())
         self._affinity = os.sched_getaffinity(0)
         os.sched_setaffinity(0, set(cores))
-        self.engine = Engine(
+        self.runner = StepRunner(
             index_path,
             directory,
             ranks=len(cores),
@@ -58,18 +58,18 @@ class Ours:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.engine.close()
+        self.runner.close()
         os.sched_setaffinity(0, self._affinity)
 
     def _fill(self, rows: int, tokens: int) -> None:
-        vocab = self.engine.model.hyper.vocab_size
+        vocab = self.runner.model.hyper.vocab_size
         for row in range(rows):
-            self.engine.write_row(row, self._rng.integers(3, vocab, tokens), temperature=0.0)
+            self.runner.write_row(row, self._rng.integers(3, vocab, tokens), temperature=0.0)
 
     def _compute_prompt(self, row: int, tokens: int) -> None:
         for start in range(0, tokens, STEP_TOKENS):
             count = min(STEP_TOKENS, tokens - start)
-            self.engine.run([(row, start, count, int(start + count == tokens))])
+            self.runner.run([(row, start, count, int(start + count == tokens))])
 
     def prefill(self, tokens: int) -> float:
         """Tokens per second from a prompt to its first output token."""
@@ -88,40 +88,40 @@ class Ours:
             self._compute_prompt(row, cached)
         steps = [[(row, cached + i, 1, 1) for row in range(batch)] for i in range(n_tokens)]
         begun = time.perf_counter()
-        self.engine.run(steps[0])
+        self.runner.run(steps[0])
         each_s, at_once = time.perf_counter() - begun, 1
         while follows(at_once, at_once * each_s, batch):
             at_once += 1
         for i in range(1, n_tokens, at_once):
-            self.engine.follow(steps[i : i + at_once])
+            self.runner.run_all(steps[i : i + at_once])
         return batch * n_tokens / (time.perf_counter() - begun)
 
     def overhead_us(self, n_tokens: int = 200) -> float:
         """Median time of a step of one sequence that is not spent between its first and last kernel."""
         self._fill(1, 16)
         self._compute_prompt(0, 16)
-        engine, spans = self.engine, []
+        runner, spans = self.runner, []
         for i in range(n_tokens):
             begun = time.perf_counter_ns()
-            step = engine.publish([(0, 16 + i, 1, 1)])
-            engine.compute()
-            engine.outputs(1)
+            step = runner.publish([(0, 16 + i, 1, 1)])
+            runner.compute()
+            runner.tokens(1)
             wall = time.perf_counter_ns() - begun
-            _, first, last, _ = engine.steps.timing[step % len(engine.steps.timing)]
+            _, first, last, _ = runner.steps.timing[step % len(runner.steps.timing)]
             spans.append((wall - int(last - first)) / 1000)
         return statistics.median(spans)
 
     def phases(self, work: Any) -> dict[str, float]:
         """Share of rank 0's cycles in each phase of a step while `work()` runs; wants `profile`."""
-        counts = self.engine.tables[0].phases
+        counts = self.runner.group.tables[0].phases
         counts[:] = 0
         work()
         return {name: round(float(n / counts.sum()), 3) for name, n in zip(PHASES, counts, strict=True)}
 
     def step_bytes(self, batch: int, cached: int) -> int:
         """What a decode step reads: the weights once, and each sequence's K and V (f16)."""
-        h = self.engine.model.hyper
-        return self.engine.model.weight_bytes + batch * cached * 4 * h.n_layers * h.n_kv_heads * h.head_dim
+        h = self.runner.model.hyper
+        return self.runner.model.weight_bytes + batch * cached * 4 * h.n_layers * h.n_kv_heads * h.head_dim
 
 
 def load_ms(index_path: Path, directory: Path, cores: list[int], repeats: int = 5) -> float:

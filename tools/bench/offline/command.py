@@ -205,7 +205,7 @@ def main(
                 "name": model.name,
                 "sha256": source.digest,
                 "gguf_mb": round(source.nbytes / 1e6, 1),
-                "weights_mb": round(sides.ours[0].engine.model.weight_bytes / 1e6, 1),
+                "weights_mb": round(sides.ours[0].runner.model.weight_bytes / 1e6, 1),
             },
             [done.figure(sides, work, model.name == DEMO_MODEL) for work in planned],
             engine,

@@ -1,4 +1,4 @@
-"""Law 1: a request's bytes, logits included, depend on nothing but the request.
+"""The determinism guarantee: the bytes of a request, logits included, depend on the request alone.
 
 Alone, among 17, in chunks, on one rank or two, over pages of any size in any order, repeated, on the
 portable instruction path, with NumPy's own dispatch switched off: the same.
@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from shm.step_ring import DONE, SLOTS, WAKE_AT
-from stages.worker.engine import Engine
 from stages.worker.kernels import features
 from tests.worker.conftest import Ingested, TinyGguf
+from tools.step_runner import StepRunner
 from tools.tiny_gguf import SHAPES
 
 pytestmark = pytest.mark.slow
@@ -42,16 +42,16 @@ def prompt(seed: int, n: int = PROMPT) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB, n).astype(np.int32)
 
 
-def engine_for(index: Path, directory: Path, **options: object) -> Engine:
+def runner_for(index: Path, directory: Path, **options: object) -> StepRunner:
     bounds = {"max_rows": 20, "max_tokens": 320, "step_tokens": 512, "max_samples": 32}
-    return Engine(index, directory, **(bounds | options))  # type: ignore[arg-type]
+    return StepRunner(index, directory, **(bounds | options))  # type: ignore[arg-type]
 
 
-def fill(engine: Engine, row: int, chunk: int) -> list[np.ndarray]:
-    return engine.prefill(row, PROMPT, chunk)
+def fill(runner: StepRunner, row: int, chunk: int) -> list[np.ndarray]:
+    return runner.prefill(row, PROMPT, chunk)
 
 
-def answer(engine: Engine, row: int, first: list[np.ndarray], others: tuple[int, ...] = ()) -> str:
+def answer(runner: StepRunner, row: int, first: list[np.ndarray], others: tuple[int, ...] = ()) -> str:
     """Digest of the row's logits, tokens and logprobs; `others` decode in the same steps, from where they are."""
     h = hashlib.sha256()
     for logits in first:
@@ -59,19 +59,19 @@ def answer(engine: Engine, row: int, first: list[np.ndarray], others: tuple[int,
     for i in range(MORE):
         entries = [(r, PROMPT + i, 1, 1) for r in others]
         entries.insert(len(others) // 2, (row, PROMPT + i, 1, 1))
-        engine.run(entries)
+        runner.run(entries)
         place = len(others) // 2
-        s, slot = engine.steps, engine._slot
-        h.update(engine.logits(place).tobytes())
+        s, slot = runner.steps, runner.slot
+        h.update(runner.logits(place).tobytes())
         for out in (s.out_token, s.out_logprob, s.out_top_id, s.out_top_lp):
             h.update(out[slot, place].tobytes())
-    h.update(engine.steps.tokens[row, : PROMPT + MORE + 1].tobytes())
+    h.update(runner.steps.tokens[row, : PROMPT + MORE + 1].tobytes())
     return h.hexdigest()
 
 
-def alone(engine: Engine, chunk: int = 512) -> str:
-    engine.write_row(0, prompt(0), **SAMPLING)
-    return answer(engine, 0, fill(engine, 0, chunk))
+def alone(runner: StepRunner, chunk: int = 512) -> str:
+    runner.write_row(0, prompt(0), **SAMPLING)
+    return answer(runner, 0, fill(runner, 0, chunk))
 
 
 @pytest.fixture(scope="module")
@@ -81,30 +81,30 @@ def index(tiny_gguf: TinyGguf, ingested: Ingested) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(index: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    with engine_for(index, tmp_path_factory.mktemp("alone")) as engine:
-        return alone(engine)
+    with runner_for(index, tmp_path_factory.mktemp("alone")) as runner:
+        return alone(runner)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_chunks_and_ranks(index: Path, tmp_path: Path, expected: str, ranks: int) -> None:
-    with engine_for(index, tmp_path, ranks=ranks) as engine:
+    with runner_for(index, tmp_path, ranks=ranks) as runner:
         for chunk in (1, 7, 64, 512) if ranks < 3 else (64,):
-            assert alone(engine, chunk) == expected
+            assert alone(runner, chunk) == expected
 
 
 @pytest.mark.parametrize(("page_tokens", "table_seed"), [(16, 1), (64, 2), (128, 3), (256, 4)])
 def test_page_sizes_and_places(index: Path, tmp_path: Path, expected: str, page_tokens: int, table_seed: int) -> None:
-    with engine_for(index, tmp_path, page_tokens=page_tokens, table_seed=table_seed) as engine:
-        assert alone(engine, 100) == expected
+    with runner_for(index, tmp_path, page_tokens=page_tokens, table_seed=table_seed) as runner:
+        assert alone(runner, 100) == expected
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_among_seventeen(index: Path, tmp_path: Path, expected: str, ranks: int) -> None:
     others = tuple(range(1, 17))
-    with engine_for(index, tmp_path, ranks=ranks) as engine:
-        engine.write_row(0, prompt(0), **SAMPLING)
+    with runner_for(index, tmp_path, ranks=ranks) as runner:
+        runner.write_row(0, prompt(0), **SAMPLING)
         for row in others:
-            engine.write_row(row, prompt(row), seed=row, temperature=1.0)
+            runner.write_row(row, prompt(row), seed=row, temperature=1.0)
         # All prompts grow together, in chunks of different lengths, prompts and samples in one step.
         first: list[np.ndarray] = []
         at = [0] * 17
@@ -120,54 +120,54 @@ def test_among_seventeen(index: Path, tmp_path: Path, expected: str, ranks: int)
                     place = samples
                 samples += ends
                 entries.append((row, at[row] - count, count, int(ends)))
-            engine.run(entries[::-1] if place < 0 else entries)
+            runner.run(entries[::-1] if place < 0 else entries)
             if place >= 0:
-                first = [engine.logits(place)]
-        assert answer(engine, 0, first, others) == expected
+                first = [runner.logits(place)]
+        assert answer(runner, 0, first, others) == expected
 
 
 def test_a_repeated_step_writes_the_same(index: Path, tmp_path: Path) -> None:
-    with engine_for(index, tmp_path) as engine:
-        engine.write_row(0, prompt(0), **SAMPLING)
-        fill(engine, 0, 512)
+    with runner_for(index, tmp_path) as runner:
+        runner.write_row(0, prompt(0), **SAMPLING)
+        fill(runner, 0, 512)
         for i in range(4):
-            engine.run([(0, PROMPT + i, 1, 1)])
-            before = engine.logits(0).tobytes(), engine.outputs(1), engine.steps.tokens[0].tobytes()
-            engine.compute()
-            assert (engine.logits(0).tobytes(), engine.outputs(1), engine.steps.tokens[0].tobytes()) == before
+            runner.run([(0, PROMPT + i, 1, 1)])
+            before = runner.logits(0).tobytes(), runner.tokens(1), runner.steps.tokens[0].tobytes()
+            runner.compute()
+            assert (runner.logits(0).tobytes(), runner.tokens(1), runner.steps.tokens[0].tobytes()) == before
 
 
 def test_steps_that_follow_each_other_equal_single_ones(index: Path, tmp_path: Path) -> None:
-    with engine_for(index, tmp_path) as engine:
-        engine.write_row(0, prompt(0), **SAMPLING)
-        fill(engine, 0, 512)
+    with runner_for(index, tmp_path) as runner:
+        runner.write_row(0, prompt(0), **SAMPLING)
+        fill(runner, 0, 512)
         steps = [[(0, PROMPT + i, 1, 1)] for i in range(2 * SLOTS)]
-        singles = [engine.run(step) for step in steps]
-        tokens, logits = engine.steps.tokens[0].tobytes(), engine.logits(0).tobytes()
-        engine.steps.tokens[0, PROMPT + 1 :] = 0
+        singles = [runner.run(step) for step in steps]
+        tokens, logits = runner.steps.tokens[0].tobytes(), runner.logits(0).tobytes()
+        runner.steps.tokens[0, PROMPT + 1 :] = 0
         followed = []
         for begin, end in ((0, 1), (1, 8), (8, 8 + SLOTS - 1), (8 + SLOTS - 1, 2 * SLOTS)):
-            followed += engine.follow(steps[begin:end])
+            followed += runner.run_all(steps[begin:end])
         assert followed == singles
-        assert (engine.steps.tokens[0].tobytes(), engine.logits(0).tobytes()) == (tokens, logits)
+        assert (runner.steps.tokens[0].tobytes(), runner.logits(0).tobytes()) == (tokens, logits)
         # It stops where the scheduler wants to hear of it, and goes on from there.
-        done = int(engine.steps.control[DONE])
-        engine.steps.control[WAKE_AT] = done + 2
-        with pytest.raises(RuntimeError, match=f"step {done + 2}: 0 entries"):
-            engine.follow(steps[:4])
+        done = int(runner.steps.control[DONE])
+        runner.steps.control[WAKE_AT] = done + 2
+        with pytest.raises(RuntimeError, match=f"stopped after step {done + 2} of {done + 4}: 0 entries"):
+            runner.run_all(steps[:4])
 
 
 def test_verification_samples_equal_single_steps(index: Path, tmp_path: Path) -> None:
     """Several samples of one entry are those that steps of one token each give."""
-    with engine_for(index, tmp_path) as engine:
-        engine.write_row(0, prompt(0), **SAMPLING)
-        fill(engine, 0, 512)
+    with runner_for(index, tmp_path) as runner:
+        runner.write_row(0, prompt(0), **SAMPLING)
+        fill(runner, 0, 512)
         singles, logits = [], []
         for i in range(4):
-            singles += engine.run([(0, PROMPT + i, 1, 1)])
-            logits.append(engine.logits(0).tobytes())
-        assert engine.run([(0, PROMPT, 4, 4)]) == singles
-        assert [engine.logits(i).tobytes() for i in range(4)] == logits
+            singles += runner.run([(0, PROMPT + i, 1, 1)])
+            logits.append(runner.logits(0).tobytes())
+        assert runner.run([(0, PROMPT, 4, 4)]) == singles
+        assert [runner.logits(i).tobytes() for i in range(4)] == logits
 
 
 @pytest.mark.timeout(900)  # it may have to compile every kernel for another CPU
@@ -179,7 +179,7 @@ def test_instruction_sets(index: Path, tmp_path: Path, expected: str, isa: str, 
     environment = os.environ | {"STARLING_ISA": isa}
     if disabled:
         environment["NPY_DISABLE_CPU_FEATURES"] = disabled
-    command = [sys.executable, "-W", "ignore", "-m", "tests.worker.test_law_one", str(index), str(tmp_path)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.worker.test_determinism", str(index), str(tmp_path)]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -188,5 +188,5 @@ def test_instruction_sets(index: Path, tmp_path: Path, expected: str, isa: str, 
 
 
 if __name__ == "__main__":
-    with engine_for(Path(sys.argv[1]), Path(sys.argv[2]), ranks=2) as engine_:
-        print(features.isa(), alone(engine_, 64))
+    with runner_for(Path(sys.argv[1]), Path(sys.argv[2]), ranks=2) as runner:
+        print(features.isa(), alone(runner, 64))

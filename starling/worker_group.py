@@ -1,0 +1,110 @@
+"""A worker group inside one process: the ranks of one model as threads, over arenas that the caller made.
+
+    group = WorkerGroup(model, arenas)
+    group.compute(step)        # a step that has been published in the steps arena
+    group.close()
+
+The thread that calls `compute` is rank 0; every other rank is a thread of its own.  Compiled kernels release
+Python's interpreter lock, so ranks compute in parallel.  No sockets, no other processes, no scheduler.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Self
+
+from shm import barrier, words
+from shm import step_ring as sh
+from stages.worker import activations_arena as act
+from stages.worker.kernels import rank_loop
+from stages.worker.model import Arenas, Model, RankTable
+
+FOLLOW_NS = 60_000_000_000  # how long a rank stays in compiled code without a step before it returns to Python
+NO_LIMIT_NS = 3_600_000_000_000  # for `compute_ready`: effectively until the last published step
+
+
+class GroupLostError(RuntimeError):
+    """The ranks did not all reach a barrier: the group cannot compute any more."""
+
+
+class WorkerGroup:
+    """Computes the steps of one model. Not thread-safe: one thread calls it, always the same. A context manager.
+
+    `tables` holds each rank's parameter block, rank 0 first; with `profile` each counts the cycles that its rank
+    spends in the phases of a step (`RankTable.phases`).
+    """
+
+    def __init__(self, model: Model, arenas: Arenas, profile: bool = False) -> None:
+        """Compiled kernels must be in the cache. The number of ranks is `arenas.geometry.ranks`.
+
+        Raises `ValueError` when model and arenas do not belong together.
+        """
+        self.model, self.arenas = model, arenas
+        self.ranks = arenas.geometry.ranks
+        self.tables = [RankTable(model, arenas, rank, profile) for rank in range(self.ranks)]
+        self._control = arenas.activations.buffer.ctypes.data
+        barrier.reset(self._control + 8 * act.BARRIER, self._control + 8 * act.LINES, self.ranks)
+        self._number = 0  # of the last announcement: even for a step, odd for a return to Python
+        self._is_closing = False
+        self.threads = [
+            threading.Thread(target=self._follow, args=(table,), name=f"rank {table.rank}", daemon=True)
+            for table in self.tables[1:]
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def compute(self, step: int) -> int:
+        """Compute one published step (again, if it is computed already) and acknowledge it.
+
+        Returns how many of its entries were refused because a number in them was out of bounds.
+        Raises `GroupLostError`.
+        """
+        refused = self._lead(step, 0, 0, -1)
+        words.store(self.arenas.steps.control, sh.DONE, step)
+        return refused
+
+    def compute_ready(self, first: int, bell: int = -1) -> tuple[int, int]:
+        """Compute step `first` and the published steps after it without returning to Python between them.
+
+        `bell`: a connected datagram socket that is rung after the step that `WAKE_AT` names; without one (-1),
+        or when ringing fails, computing stops there.  Returns the last step computed and how many of its entries
+        were refused, which ends the run.  Raises `GroupLostError`.
+        """
+        control = self.arenas.steps.control
+        refused = self._lead(first, NO_LIMIT_NS, control.ctypes.data, bell)
+        done = words.load(control, sh.DONE)
+        self._number += 2 * (done - first)
+        return done, refused
+
+    def _lead(self, step: int, limit_ns: int, ring: int, bell: int) -> int:
+        self._number += 2
+        timing = self.arenas.steps.timing.ctypes.data
+        refused = rank_loop.take_turns(
+            self.tables[0].address, self._control, self._number, step, timing, limit_ns, ring, bell
+        )
+        if refused == rank_loop.LOST:
+            raise GroupLostError(f"the {self.ranks} ranks of {self.model.index.name} did not meet in step {step}")
+        return int(refused)
+
+    def _follow(self, table: RankTable) -> None:
+        """The thread of a rank other than 0."""
+        number = 0
+        while not self._is_closing:
+            number = rank_loop.take_turns(table.address, self._control, number, 0, 0, FOLLOW_NS, 0, -1)
+            if number == rank_loop.LOST or number & 1:
+                return
+
+    def close(self) -> None:
+        """End the threads. The arenas stay the caller's. Idempotent."""
+        self._is_closing = True
+        if self.threads:
+            rank_loop.announce(self._control, self._number + 1, self.ranks)
+        for thread in self.threads:
+            thread.join()
+        self.threads = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

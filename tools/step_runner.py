@@ -1,0 +1,202 @@
+"""Single steps of a model in this process, for tests and benchmarks of the kernels.
+
+    with StepRunner(index_path, directory, ranks=2) as runner:
+        runner.write_row(0, tokens, temperature=0.0)
+        runner.run([(0, 0, len(tokens), 1)])        # entries: (row, start, count, samples)
+        runner.tokens(1), runner.logits(0)
+
+Steps are computed by `starling.worker_group`, as in `starling.Embedded`; in place of the scheduler and the KV
+manager the caller composes each step, and every row owns a fixed set of pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from shm import step_ring as sh
+from shm import words
+from shm.pages import KvGeometry, create_kv
+from stages.worker import activations_arena as act
+from stages.worker.kernels import build
+from stages.worker.model import Arenas, Model
+from starling.worker_group import WorkerGroup
+
+Entry = tuple[int, int, int, int]  # row, first position, positions, samples
+_COLUMNS = {
+    "seed": sh.SEED,
+    "choice": sh.CHOICE,
+    "output_start": sh.OUTPUT_START,
+    "top_k": sh.TOP_K,
+    "logprobs": sh.LOGPROBS,
+    "min_tokens": sh.MIN_TOKENS,
+    "ignore_eos": sh.IGNORE_EOS,
+}
+_FLOAT_COLUMNS = {
+    "temperature": sh.TEMPERATURE,
+    "top_p": sh.TOP_P,
+    "repetition": sh.REPETITION,
+    "frequency": sh.FREQUENCY,
+    "presence": sh.PRESENCE,
+}
+
+
+class StepRunner:
+    """Arenas in `directory` and a worker group on them. A context manager.
+
+    `steps` are the views of the steps arena, `slot` is the slot of the step published last.
+    """
+
+    def __init__(
+        self,
+        index_path: Path,
+        directory: Path,
+        *,
+        ranks: int = 1,
+        kv_type: str = "f16",
+        page_tokens: int = 32,
+        max_rows: int = 32,
+        max_tokens: int = 0,
+        step_tokens: int = 512,
+        max_samples: int = 32,
+        profile: bool = False,
+        table_seed: int = 0,
+    ) -> None:
+        """`max_tokens`: positions of a row, 0 for the model's context; `table_seed` draws which pages a row owns.
+
+        Compiles kernels that are not in the cache.
+        """
+        build.build(kv_type)
+        self.model = Model(index_path)
+        h = self.model.hyper
+        max_tokens = max_tokens or h.context_length
+        row_pages = -(-max_tokens // page_tokens)
+        n_pages = max_rows * row_pages
+        steps_geometry = sh.StepsGeometry(max_rows, max_rows, max_samples, max_tokens, row_pages)
+        kv_geometry = KvGeometry(h.n_layers, h.n_kv_heads, h.head_dim, page_tokens, kv_type)
+        self.geometry = act.ActivationsGeometry(
+            step_tokens, max_samples, max_rows, row_pages, min(max_tokens, h.context_length), ranks
+        )
+        digest = self.model.digest
+        steps_arena, self.steps = sh.create_steps(directory / "runner.steps", steps_geometry, digest)
+        kv_arena, kv = create_kv(directory / "runner.kv", kv_geometry, n_pages, digest, 1)
+        activations = act.create_activations(directory / "runner.act", self.geometry, h, digest)
+        self.activations = activations
+        self._arenas = (steps_arena, kv_arena, activations)
+        arenas = Arenas(self.steps, steps_geometry, kv, kv_geometry, activations, self.geometry)
+        self.group = WorkerGroup(self.model, arenas, profile)
+        order = np.random.default_rng(table_seed).permutation(n_pages).astype(np.int32)
+        self.steps.tables[:] = order.reshape(max_rows, row_pages)
+        self.slot = 0
+        self._step = 0
+
+    # -------------------------------------------------------------- rows and steps
+
+    def write_row(self, row: int, tokens: Sequence[int] | np.ndarray, **parameters: Any) -> None:
+        """Write a row's tokens and sampling parameters.
+
+        Parameters are the columns of `row_ints` and `row_floats` in lower case, `order`, `mask_ids` and `bias`;
+        the default of each has no effect, that of `output_start` is the number of tokens.
+        Raises `TypeError` for an unknown name.
+        """
+        s = self.steps
+        s.tokens[row, : len(tokens)] = tokens
+        s.row_ints[row], s.row_floats[row] = 0, 0
+        given = {"output_start": len(tokens), "logprobs": -1, "top_p": 1.0, "repetition": 1.0} | parameters
+        for name, value in given.items():
+            if name in _COLUMNS:
+                s.row_ints[row, _COLUMNS[name]] = value
+            elif name in _FLOAT_COLUMNS:
+                s.row_floats[row, _FLOAT_COLUMNS[name]] = value
+            elif name == "mask_ids":
+                s.row_ints[row, sh.N_MASK] = len(value)
+                s.mask_ids[row, : len(value)] = value
+            elif name == "bias":
+                s.row_ints[row, sh.N_BIAS] = len(value)
+                for i, (token, bias) in enumerate(value):
+                    s.bias_ids[row, i], s.bias[row, i] = token, bias
+            elif name != "order":
+                raise TypeError(f"unknown parameter {name!r}")
+        s.row_ints[row, sh.ORDER] = sh.pack_order(given.get("order", ()))
+
+    def publish(self, entries: Sequence[Entry]) -> int:
+        """Write the next step's slot and publish it; returns its number."""
+        self._step += 1
+        self.slot = self._step % sh.SLOTS
+        base = 0
+        for i, (row, start, count, samples) in enumerate(entries):
+            self.steps.entries[self.slot, i, : sh.ENTRY_FLAGS + 1] = (row, start, count, samples, base, 0)
+            base += max(samples, 0)
+        self.steps.slot_head[self.slot, : sh.SLOT_SAMPLES + 1] = (self._step, 1, len(entries), base)
+        words.store(self.steps.control, sh.HEAD, self._step)
+        return self._step
+
+    def compute(self) -> int:
+        """Compute the step published last (again, if it is computed already); returns how many entries were refused."""
+        return self.group.compute(self._step)
+
+    def run(self, entries: Sequence[Entry]) -> list[int]:
+        """Publish and compute one step; returns the sampled tokens."""
+        self.publish(entries)
+        self.compute()
+        return self.tokens(sum(samples for *_, samples in entries))
+
+    def run_all(self, steps: Sequence[Sequence[Entry]], bell: int = -1) -> list[list[int]]:
+        """Publish several steps, fewer than the ring has slots, and compute them without Python in between.
+
+        Returns the sampled tokens of each step.  `bell` as in `WorkerGroup.compute_ready`.  Raises `RuntimeError`
+        when entries are refused or the last step was not reached.
+        """
+        first = self._step + 1
+        for entries in steps:
+            self.publish(entries)
+        done, refused = self.group.compute_ready(first, bell)
+        if refused or done != self._step:
+            raise RuntimeError(f"stopped after step {done} of {self._step}: {refused} entries were refused")
+        return [
+            [int(t) for t in self.steps.out_token[(first + i) % sh.SLOTS, : sum(samples for *_, samples in entries)]]
+            for i, entries in enumerate(steps)
+        ]
+
+    # -------------------------------------------------------------- results
+
+    def tokens(self, n: int) -> list[int]:
+        """The first `n` sampled tokens of the last step."""
+        return [int(t) for t in self.steps.out_token[self.slot, :n]]
+
+    def logits(self, sample: int) -> np.ndarray:
+        """A copy of one sample's logits (vocab,) f32; samples count in the order of the step's entries."""
+        h = self.model.hyper
+        stride = act.strides(h)[act.c.LOGITS_STRIDE] // 4
+        at = act.offsets(self.geometry, h)[0][act.c.LOGITS]
+        all_rows = self.activations.view(at, (self.geometry.step_samples, stride), np.float32)
+        return all_rows[sample, : h.vocab_size].copy()
+
+    def prefill(self, row: int, n: int, chunk: int, samples_each: bool = False) -> list[np.ndarray]:
+        """Compute positions 0 to n - 1 of a row, `chunk` at a time; returns the last position's logits.
+
+        With `samples_each`, returns the logits of every position.
+        """
+        found = []
+        for start in range(0, n, chunk):
+            count = min(chunk, n - start)
+            samples = count if samples_each else int(start + count == n)
+            self.run([(row, start, count, samples)])
+            found += [self.logits(i) for i in range(samples)]
+        return found
+
+    def close(self) -> None:
+        """End the threads, unmap and remove the arenas. Idempotent."""
+        self.group.close()
+        for arena in self._arenas:
+            arena.close()
+            arena.unlink()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
