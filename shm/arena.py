@@ -1,23 +1,23 @@
 """Mapped files that outlive processes: one checked header, then raw bytes.
 
-An arena is a plain file on tmpfs, reserved in full with `posix_fallocate` when it is created
-(an unreserved map ends in SIGBUS, which Python cannot catch) and placed by rename, so that nobody
-ever sees half a header.  The first 4096 bytes are the header; its one writer is the creator.
+An arena is a plain file on tmpfs.  `create` reserves all of it with `posix_fallocate` (an unreserved map ends in
+SIGBUS, which Python cannot catch) and places it by rename, so that no process sees half a header.  The first 4096
+bytes are the header; only the owner writes it.
 
     offset  size  field
     0       8     magic          b"STARLING"
     8       4     layout         version of the layout named by `kind`
     12      4     header_bytes   4096
     16      8     size           of the file, bytes
-    24      8     generation     grows when the owner starts the contents afresh
+    24      8     generation     differs between arenas of one path; constant for the life of the file
     32      8     owner_pid
-    40      8     owner_ticks    /proc/PID/stat field 22: with the pid, names the owner for ever
+    40      8     owner_ticks    /proc/PID/stat field 22: with the pid, identifies the owner uniquely
     48      16    kind           ASCII, zero padded: "steps", "kv", "activations", ...
     64      32    digest         of the model (raw SHA-256), zeros when there is none
     96      4     meta_bytes
-    100     ...   meta           msgpack: the geometry; what `attach` compares
+    100     ...   meta           msgpack: the geometry, which `attach` compares
 
-The owner of the bytes is said by the module that lays them out (`steps.py`, `pages.py`, ...).
+The module that lays out the rest of the bytes says who writes them (`step_ring.py`, `pages.py`, ...).
 """
 
 from __future__ import annotations
@@ -40,18 +40,20 @@ import numpy as np
 MAGIC = b"STARLING"
 HEADER_BYTES = 4096
 _FIXED = struct.Struct("<8sIIQQQQ16s32sI")
-_META_ROOM = HEADER_BYTES - _FIXED.size
-_GENERATION_OFFSET = 24
-
+assert _FIXED.size == 100
+_META_BYTES_MAX = HEADER_BYTES - _FIXED.size
+_OWNER = struct.Struct("<QQ")
+_OWNER_AT = 32
+assert struct.calcsize("<8sIIQQ") == _OWNER_AT
 
 _libc = ctypes.CDLL(None)
-_MADV_POPULATE_READ = 22  # Linux 5.14
-_SLICE_BYTES = 4 << 20
-_SLICE_PAUSE_S = 0.002
+_MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
+_POPULATE_SLICE_BYTES = 4 << 20  # mapped in one call, about 1 ms of one core
+_POPULATE_PAUSE_S = 0.002  # after each slice, so that the thread takes a third of a core at most
 
 
 class ArenaError(RuntimeError):
-    """An arena cannot be created or must not be used; the message says why and what to do."""
+    """An arena cannot be created or must not be used; the message gives the reason and the remedy."""
 
 
 def align(n: int, to: int = 64) -> int:
@@ -60,9 +62,10 @@ def align(n: int, to: int = 64) -> int:
 
 
 def process_ticks(pid: int) -> int:
-    """Start time of a process (clock ticks since boot); 0 when it is gone.
+    """Start time of a process (clock ticks since boot); 0 when it has ended.
 
-    Raises `OSError` when that cannot be told (no descriptor is left): on "gone" others take its pages over.
+    Raises `OSError` when /proc cannot be read (no descriptor is left): callers reuse the pages of an ended process,
+    so a failure must not count as one.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as f:
@@ -75,8 +78,7 @@ def process_ticks(pid: int) -> int:
 class Arena:
     """A mapped arena. `buffer` is everything after the header, as uint8.
 
-    Use `create` or `attach`; `close` unmaps (views handed out keep the map alive until they go),
-    `unlink` removes the file.
+    Use `create` or `attach`; `close` unmaps once no view is left, `unlink` removes the file.
     """
 
     def __init__(self, path: Path, fd: int, map_: mmap.mmap, fields: tuple[Any, ...]) -> None:
@@ -99,7 +101,7 @@ class Arena:
         self.meta: dict[str, Any] = msgspec.msgpack.decode(map_[_FIXED.size : _FIXED.size + meta_bytes])
         self.buffer: np.ndarray = np.frombuffer(map_, np.uint8, offset=HEADER_BYTES)
 
-    # -------------------------------------------------------------- making and finding
+    # -------------------------------------------------------------- create and attach
 
     @classmethod
     def create(
@@ -112,21 +114,21 @@ class Arena:
         digest: bytes = bytes(32),
         generation: int = 1,
     ) -> Arena:
-        """A fresh arena of `nbytes` zero bytes, owned (and flocked) by this process.
+        """Create an arena of `nbytes` zero bytes, owned (and locked with flock) by this process.
 
-        Replaces a file of that name; a process that still maps the old one keeps the old bytes.
-        Raises `ArenaError` when the file system cannot hold it, with the numbers.
+        Replaces a file of that name; a process that still maps the old file keeps the old bytes.
+        Raises `ArenaError`, with the numbers, when the file system is too small.
         """
         packed = msgspec.msgpack.encode(meta)
-        if len(packed) > _META_ROOM:
-            raise ArenaError(f"{path}: geometry of {len(packed)} bytes exceeds {_META_ROOM}")
+        if len(packed) > _META_BYTES_MAX:
+            raise ArenaError(f"{path}: geometry of {len(packed)} bytes exceeds {_META_BYTES_MAX}")
         size = HEADER_BYTES + align(nbytes, 4096)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            room = os.statvfs(path.parent)
-            free = room.f_bavail * room.f_frsize
+            file_system = os.statvfs(path.parent)
+            free = file_system.f_bavail * file_system.f_frsize
             try:
                 if free < size:
                     raise OSError(errno.ENOSPC, "")
@@ -172,9 +174,9 @@ class Arena:
     ) -> Arena:
         """Map an existing arena after checking every header field.
 
-        `meta` and `digest`, when given, must be equal.  `own` takes the writer's lock and writes
-        this process into the header (a successor, whose predecessor must be dead).
-        Raises `FileNotFoundError`, or `ArenaError` with the field, the value and what was expected.
+        `meta` and `digest`, when given, must be equal.  `own` takes the writer's lock and writes this process into
+        the header: for a successor, whose predecessor must have ended.
+        Raises `FileNotFoundError`, or `ArenaError` with the field, its value and the expected one.
         """
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -198,8 +200,8 @@ class Arena:
             ):
                 if value != expected:
                     raise ArenaError(f"{path}: {name} is {value!r}, expected {expected!r}")
-            if fields[9] > _META_ROOM:
-                raise ArenaError(f"{path}: meta_bytes is {fields[9]}, at most {_META_ROOM}")
+            if fields[9] > _META_BYTES_MAX:
+                raise ArenaError(f"{path}: meta_bytes is {fields[9]}, at most {_META_BYTES_MAX}")
             if digest is not None and fields[8] != digest:
                 raise ArenaError(f"{path}: belongs to model {fields[8].hex()[:16]}")
             map_ = mmap.mmap(fd, actual)
@@ -211,7 +213,7 @@ class Arena:
                     + ", ".join(f"{k} ({arena.meta.get(k)!r}, not {meta.get(k)!r})" for k in differing)
                 )
             if own:
-                struct.pack_into("<QQ", map_, 32, os.getpid(), process_ticks(os.getpid()))
+                _OWNER.pack_into(map_, _OWNER_AT, os.getpid(), process_ticks(os.getpid()))
             return arena
         except BaseException:
             os.close(fd)
@@ -220,7 +222,7 @@ class Arena:
     # -------------------------------------------------------------- use
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """An array over `buffer[offset:]`; bounds are checked here, once."""
+        """Return an array over `buffer[offset:]`. Raises `ArenaError` when it exceeds the arena."""
         dtype = np.dtype(dtype)
         count = int(np.prod(shape, dtype=np.int64))
         end = offset + count * dtype.itemsize
@@ -229,47 +231,42 @@ class Arena:
         return self.buffer[offset:end].view(dtype).reshape(shape)
 
     def populate(self) -> None:
-        """Map every page into this process soon, by a thread that takes only what the cores have to spare.
+        """Map all pages of memory into this process, in a background thread of the lowest priority.
 
-        A page is otherwise mapped when it is first touched: a step would pay for that, and the memory that
-        the process is seen to use would grow for as long as there are pages it has never had.
+        Otherwise the first access maps a page, which costs time within a step, and the resident memory of the process
+        keeps growing until every page has been accessed once.
         """
         threading.Thread(target=_populate, args=(self,), name="populate", daemon=True).start()
 
     @property
     def is_closed(self) -> bool:
+        """Whether `close` was called."""
         return self._fd < 0
 
-    def bump_generation(self) -> int:
-        """Owner only: the contents start afresh."""
-        self.generation += 1
-        struct.pack_into("<Q", self._map, _GENERATION_OFFSET, self.generation)
-        return self.generation
-
     def close(self) -> None:
-        """Let go of the lock and of this handle. Idempotent."""
+        """Release the lock and the map. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
             self.buffer = np.empty(0, np.uint8)
 
     def unlink(self) -> None:
-        """Remove the file; maps of it stay valid until they are closed."""
+        """Remove the file; existing maps stay valid until they are closed."""
         self.path.unlink(missing_ok=True)
 
 
 def _populate(arena: Arena) -> None:
-    """A thread's whole life. The buffer is held: the map stays for as long as a slice takes."""
-    buffer = arena.buffer
+    """Run by the thread of `Arena.populate`."""
+    buffer = arena.buffer  # keeps the map alive until the last slice
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # this thread's: ranks are pinned
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # of this thread; a rank's main thread is pinned
     start, size = buffer.ctypes.data & -4096, buffer.nbytes
-    for offset in range(0, size, _SLICE_BYTES):
-        length = min(_SLICE_BYTES, size - offset)
+    for offset in range(0, size, _POPULATE_SLICE_BYTES):
+        length = min(_POPULATE_SLICE_BYTES, size - offset)
         if arena.is_closed:
             return
         place = ctypes.c_void_p(start + offset), ctypes.c_size_t(length)
-        if _libc.madvise(*place, _MADV_POPULATE_READ):  # ctypes lets go of Python's lock meanwhile
+        if _libc.madvise(*place, _MADV_POPULATE_READ):  # ctypes releases the GIL during the call
             return
-        time.sleep(_SLICE_PAUSE_S)
+        time.sleep(_POPULATE_PAUSE_S)

@@ -1,14 +1,12 @@
-"""Atomic operations, waiting and clocks for jitted code, on words named by their address.
+"""Atomic operations, futexes and clocks for jitted code, on words given by their address.
 
-Numba intrinsics: call them inside `@njit` functions.  An address is an i64 (`array.ctypes.data` in Python,
-`address_of(array)` in jitted code), 8-byte aligned for the 64-bit operations.  Processes that
-share the words may map them at different addresses; futexes here are the shared kind.
-From plain Python use `shm/words.py`.
+Numba intrinsics: call them inside `@njit` functions.  An address is an i64 (`array.ctypes.data`), 8-byte aligned for
+the 64-bit operations.  Processes that share the words may map them at different addresses: futexes here are the
+shared kind.  Plain Python uses `shm/words.py`.
 """
 
 from __future__ import annotations
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -26,19 +24,8 @@ def _pointer(builder, address, to):
 
 
 @intrinsic
-def address_of(typingctx, array):
-    """Address of an array's first element, as i64."""
-
-    def codegen(context, builder, signature, args):
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        return builder.ptrtoint(data, _I64)
-
-    return types.int64(array), codegen
-
-
-@intrinsic
 def load_acquire(typingctx, address):
-    """The u64 at `address`, as i64; nothing after it moves before it."""
+    """Load the u64 at `address`, as i64; no later memory access moves before it."""
 
     def codegen(context, builder, signature, args):
         return builder.load_atomic(_pointer(builder, args[0], _I64), "acquire", 8)
@@ -48,7 +35,7 @@ def load_acquire(typingctx, address):
 
 @intrinsic
 def store_release(typingctx, address, value):
-    """Store an i64; nothing before it moves after it."""
+    """Store an i64; no earlier memory access moves after it."""
 
     def codegen(context, builder, signature, args):
         builder.store_atomic(args[1], _pointer(builder, args[0], _I64), "release", 8)
@@ -59,7 +46,7 @@ def store_release(typingctx, address, value):
 
 @intrinsic
 def atomic_add(typingctx, address, value):
-    """Add to the i64 at `address`; returns what stood there before. Sequentially consistent."""
+    """Add to the i64 at `address` and return the value before. Sequentially consistent."""
 
     def codegen(context, builder, signature, args):
         return builder.atomic_rmw("add", _pointer(builder, args[0], _I64), args[1], "seq_cst")
@@ -69,7 +56,7 @@ def atomic_add(typingctx, address, value):
 
 @intrinsic
 def exchange(typingctx, address, value):
-    """Store an i64 and return what stood there. A full fence."""
+    """Store an i64 and return the value before. A full fence."""
 
     def codegen(context, builder, signature, args):
         return builder.atomic_rmw("xchg", _pointer(builder, args[0], _I64), args[1], "seq_cst")
@@ -79,7 +66,7 @@ def exchange(typingctx, address, value):
 
 @intrinsic
 def prefetch_line(typingctx, address):
-    """Ask for the cache line at an address (int64); any address may be named."""
+    """Prefetch the cache line at an address (i64) into all levels; an invalid address is harmless."""
 
     def codegen(context, builder, signature, args):
         kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), *[ir.IntType(32)] * 3])
@@ -93,7 +80,7 @@ def prefetch_line(typingctx, address):
 
 @intrinsic
 def pause(typingctx):
-    """Tell the core that it spins."""
+    """Hint to the core that this is a spin loop (PAUSE)."""
 
     def codegen(context, builder, signature, args):
         function = cgutils.get_or_insert_function(
@@ -107,7 +94,7 @@ def pause(typingctx):
 
 @intrinsic
 def cycles(typingctx):
-    """The time stamp counter (constant rate, same on all cores), as i64."""
+    """Return the time stamp counter (constant rate, same on all cores), as i64."""
 
     def codegen(context, builder, signature, args):
         function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_I64, []), "llvm.readcyclecounter")
@@ -117,7 +104,7 @@ def cycles(typingctx):
 
 
 def _syscall(builder, *args):
-    """libc's `syscall`: an external symbol, so that code which calls it can be cached."""
+    """Call libc's `syscall`: an external symbol, so that Numba can cache the calling code."""
     function_type = ir.FunctionType(_I64, [_I64], var_arg=True)
     function = cgutils.get_or_insert_function(builder.module, function_type, "syscall")
     return builder.call(function, [a if isinstance(a, ir.Value) else _I64(a) for a in args])
@@ -125,7 +112,7 @@ def _syscall(builder, *args):
 
 @intrinsic
 def futex_wait(typingctx, address, expected, timeout_ns):
-    """Sleep while the u32 at `address` is `expected`, at most `timeout_ns` (below one second)."""
+    """Sleep while the u32 at `address` equals `expected`, at most `timeout_ns` (below one second)."""
 
     def codegen(context, builder, signature, args):
         timeout = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))
@@ -147,7 +134,7 @@ def futex_wait(typingctx, address, expected, timeout_ns):
 
 @intrinsic
 def futex_wake(typingctx, address):
-    """Wake all that sleep on the u32 at `address`; how many."""
+    """Wake all waiters of the u32 at `address`; returns their number."""
 
     def codegen(context, builder, signature, args):
         return _syscall(builder, _SYS_FUTEX, args[0], _FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
@@ -157,7 +144,7 @@ def futex_wake(typingctx, address):
 
 @intrinsic
 def send_nothing(typingctx, fd):
-    """An empty datagram over the connected socket `fd`, without waiting; negative when it cannot be sent now."""
+    """Send an empty datagram over the connected socket `fd` without blocking; negative when it cannot be sent now."""
 
     def codegen(context, builder, signature, args):
         return _syscall(builder, _SYS_SENDTO, args[0], 0, 0, _DONTWAIT_NOSIGNAL, 0, 0)
@@ -167,10 +154,10 @@ def send_nothing(typingctx, fd):
 
 @intrinsic
 def monotonic_ns(typingctx):
-    """CLOCK_MONOTONIC in ns: what `time.monotonic_ns()` gives."""
+    """Return CLOCK_MONOTONIC in ns, as `time.monotonic_ns()` does."""
 
     def codegen(context, builder, signature, args):
-        # The external `clock_gettime` is libc's, which reads the clock without entering the kernel.
+        # libc's `clock_gettime` reads the clock without entering the kernel.
         now = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))
         function_type = ir.FunctionType(_I32, [_I32, now.type])
         function = cgutils.get_or_insert_function(builder.module, function_type, "clock_gettime")
@@ -180,17 +167,3 @@ def monotonic_ns(typingctx):
         return builder.add(builder.mul(seconds, _I64(1_000_000_000)), nanoseconds)
 
     return types.int64(), codegen
-
-
-@numba.njit(nogil=True)
-def spin_until_at_least(address, value, limit_ns):
-    """Spin until the i64 at `address` is at least `value`, for `limit_ns` at most; whether it is."""
-    if load_acquire(address) >= value:
-        return True
-    begun = monotonic_ns()
-    while monotonic_ns() - begun < limit_ns:
-        for _ in range(32):
-            if load_acquire(address) >= value:
-                return True
-            pause()
-    return load_acquire(address) >= value

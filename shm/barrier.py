@@ -1,15 +1,17 @@
-"""A barrier between the ranks of a group, in shared words; no rank can be blocked for ever by a dead one.
+"""A barrier between the ranks of a group, in shared memory. A rank that has died blocks no other rank for ever.
 
-Each rank owns a line of words (`steps.RANK_LINES`) and writes only there:
+    word of the barrier   field   writer
+    0                     epoch   rank 0: n after all ranks have arrived n times
+    8                     abort   the leader: non-zero makes every `wait` return False
 
-    line + 0   arrivals   how many barriers this rank has reached, since the group came together
-    line + 1   sleeping   non-zero: it waits in a futex on `epoch` (rank 0's line)
+    word of a rank's line   field      writer: the rank that owns the line
+    0                       arrivals   barriers that this rank has reached since `reset`
+    1                       sleeping   non-zero: the rank sleeps in a futex (rank 0 on `arrivals`, others on `epoch`)
 
-Rank 0 collects: when all ranks have arrived n times, it stores `epoch = n` (a word of its own,
-`steps.BARRIER`), and the others leave.  One cache line goes each way per rank: 0.3 us on one socket.
-A rank that waits spins for `SPIN_NS`, then sleeps in slices of `SLICE_NS`, and looks at the
-`abort` word (BARRIER + 1): the leader stores there when a rank has died, and everybody leaves with False.
-`reset` is for the leader alone, before the other ranks exist.
+Words are 8 bytes, a line is 8 words (a cache line).  Rank 0 collects the arrivals and then stores `epoch`, which
+releases the others: one cache line in each direction per rank, 0.3 us on one socket.  A waiting rank spins for
+`SPIN_NS`, then sleeps in slices of `SLICE_NS`, and checks `abort` in between.  `stages/worker/activations_arena.py`
+says where the words are.
 """
 
 from __future__ import annotations
@@ -31,27 +33,30 @@ SPIN_NS = 50_000
 SLICE_NS = 20_000_000
 EPOCH = 0  # word offsets from the barrier's address
 ABORT = 8
+_ARRIVALS, _SLEEPING = 0, 8  # byte offsets in a rank's line
+_LINE_BYTES = 64
+_CALM_SPINS = 2000  # before the first look at the clock: most waits end here
 
 
 @numba.njit(nogil=True)
 def reset(barrier, lines, n_ranks):
-    """Nobody waits, nobody has arrived."""
+    """Zero all words. Only for the leader, before any other rank waits."""
     for rank in range(n_ranks):
-        store_release(lines + 64 * rank, 0)
-        store_release(lines + 64 * rank + 8, 0)
+        store_release(lines + _LINE_BYTES * rank + _ARRIVALS, 0)
+        store_release(lines + _LINE_BYTES * rank + _SLEEPING, 0)
     store_release(barrier + 8 * EPOCH, 0)
     store_release(barrier + 8 * ABORT, 0)
 
 
 @numba.njit(nogil=True)
-def _await_word(address, value, barrier, own_line, ask, ask_end):
-    """Until the i64 at `address` is at least `value`; False when the group is given up."""
-    for _ in range(2000):
+def _wait_until_at_least(address, value, barrier, own_line, prefetch, prefetch_end):
+    """Wait until the i64 at `address` is at least `value`; False when the barrier was aborted."""
+    for _ in range(_CALM_SPINS):
         if load_acquire(address) >= value:
             return True
-        if ask < ask_end:
-            prefetch_line(ask)
-            ask += 64
+        if prefetch < prefetch_end:
+            prefetch_line(prefetch)
+            prefetch += _LINE_BYTES
         else:
             pause()
     begun = monotonic_ns()
@@ -64,50 +69,51 @@ def _await_word(address, value, barrier, own_line, ask, ask_end):
             return False
         if monotonic_ns() - begun < SPIN_NS:
             continue
-        # A waker looks at `sleeping` after its store, we look at the word after ours: one sees the other.
-        exchange(own_line + 8, 1)
+        # The waker stores the word and then reads `sleeping`; this rank stores `sleeping` and then reads the word.
+        # Both are full fences, so at least one of them sees the other's store.
+        exchange(own_line + _SLEEPING, 1)
         seen = load_acquire(address)
         if seen < value:
             futex_wait(address, seen, SLICE_NS)
-        exchange(own_line + 8, 0)
+        exchange(own_line + _SLEEPING, 0)
 
 
 @numba.njit(nogil=True)
 def _store_and_wake(address, value, first_line, n_lines):
-    """Store, then wake those of the given lines' ranks that sleep."""
+    """Store `value`, then wake the ranks of the given lines that sleep."""
     exchange(address, value)
     for i in range(n_lines):
-        if load_acquire(first_line + 64 * i + 8) != 0:
+        if load_acquire(first_line + _LINE_BYTES * i + _SLEEPING) != 0:
             futex_wake(address)
             return
 
 
 @numba.njit(nogil=True)
-def meet(barrier, lines, rank, n_ranks, ask=0, ask_end=0):
-    """All ranks' stores before their `meet` are visible to all after it. False: the group is given up.
+def wait(barrier, lines, rank, n_ranks, prefetch=0, prefetch_end=0):
+    """Wait for all ranks: stores before a rank's `wait` are visible after every rank's. False: `abort` was called.
 
-    barrier  address of the epoch word, lines  address of rank 0's line; all ranks call it equally often.
-    Bytes ask .. ask_end-1 are what this rank reads next: it asks for their cache lines while it waits.
+    barrier: address of word 0; lines: address of rank 0's line.  All ranks call it equally often.
+    While it waits, the rank prefetches the bytes prefetch .. prefetch_end-1, which it reads next.
     """
     if n_ranks == 1:
         return True
-    own = lines + 64 * rank
+    own = lines + _LINE_BYTES * rank
     count = load_acquire(own) + 1
     if rank == 0:
         for other in range(1, n_ranks):
-            if not _await_word(lines + 64 * other, count, barrier, own, ask, ask_end):
+            if not _wait_until_at_least(lines + _LINE_BYTES * other, count, barrier, own, prefetch, prefetch_end):
                 return False
         store_release(own, count)
-        _store_and_wake(barrier + 8 * EPOCH, count, lines + 64, n_ranks - 1)
+        _store_and_wake(barrier + 8 * EPOCH, count, lines + _LINE_BYTES, n_ranks - 1)
         return True
     _store_and_wake(own, count, lines, 1)
-    return _await_word(barrier + 8 * EPOCH, count, barrier, own, ask, ask_end)
+    return _wait_until_at_least(barrier + 8 * EPOCH, count, barrier, own, prefetch, prefetch_end)
 
 
 @numba.njit(nogil=True)
-def give_up(barrier, lines, n_ranks):
-    """Everybody leaves the barrier with False, now and from now on. For the leader."""
+def abort(barrier, lines, n_ranks):
+    """Make every `wait`, present and future, return False. Only for the leader."""
     exchange(barrier + 8 * ABORT, 1)
     futex_wake(barrier + 8 * EPOCH)
     for rank in range(n_ranks):
-        futex_wake(lines + 64 * rank)
+        futex_wake(lines + _LINE_BYTES * rank)

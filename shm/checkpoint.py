@@ -1,12 +1,14 @@
-"""The pair `DIGEST.idx` and `DIGEST.bin` that a model is loaded from. Knows nothing of GGUF or kernels.
+"""The checkpoint pair `DIGEST.idx` and `DIGEST.bin` that a model is loaded from. Independent of GGUF and kernels.
 
-`.idx` is one msgpack document (`Index`), `.bin` the tensors in exactly the layout the kernels read,
-64-byte aligned, in the order of use.  Both are written once, by ingest, and placed by rename: `.bin`
-first, so whoever finds an `.idx` finds its `.bin`.  Mapped files are immutable and never truncated; all
-processes share their pages.
+    DIGEST.idx   one msgpack document (`Index`)
+    DIGEST.bin   the tensors in the layout that the kernels read, each 64-byte aligned, in the order of use;
+                 then at least 64 zero bytes, to the end of a 4096-byte page
+
+Ingest writes both once and places them by rename, `.bin` first: if an `.idx` exists, so does its `.bin`.  Mapped files
+are immutable and never truncated; all processes share their memory.
 
 `layout` of a tensor: "rows" is plain row-major f32; "groups" is interleaved by 16 rows as
-`stages/worker/checkpoint/layout.py` draws it.  A tensor named twice in a model (tied embeddings) is stored once.
+`stages/worker/checkpoint/layout.py` draws it.  Tied embeddings are stored once.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ import numpy as np
 
 from shm.arena import align
 
-VERSION = 1  # of both files: grows when a layout changes, and files of another version are made again
+VERSION = 1  # of both files; grows when a layout changes, and files of another version are ingested again
 ALIGNMENT = 64
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used; the message names the file, the field, the value and what to do."""
+    """A checkpoint cannot be used; the message names the file, the field, its value and the remedy."""
 
 
 class Tensor(msgspec.Struct, array_like=True, frozen=True):
-    """Where a tensor is and what its bytes mean."""
+    """Place and format of a tensor."""
 
     name: str  # as in the GGUF; "rope.*" for tables made at ingest
     rows: int
@@ -45,7 +47,7 @@ class Tensor(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hyper(msgspec.Struct, array_like=True, frozen=True):
-    """Hyper-parameters of the graph; counts, but for the floats."""
+    """Hyper-parameters of the graph; integers are counts."""
 
     n_layers: int
     width: int  # of the residual stream
@@ -56,7 +58,7 @@ class Hyper(msgspec.Struct, array_like=True, frozen=True):
     vocab_size: int
     context_length: int
     norm_eps: float  # f32 value
-    n_rot: int  # leading values of a head that RoPE turns
+    n_rot: int  # leading values of a head that RoPE rotates
     rope_pairing: str  # "neighbours" (2i, 2i+1) or "halves" (i, i + n_rot/2)
     activation: str  # "silu" or "gelu"
     rope_base: float = 10000.0
@@ -65,7 +67,7 @@ class Hyper(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TokenizerData(msgspec.Struct, array_like=True, frozen=True):
-    """The `tokenizer.*` keys of a GGUF; ids are -1 where there is none."""
+    """The `tokenizer.*` keys of a GGUF; a missing id is -1."""
 
     model: str
     pre: str
@@ -84,7 +86,7 @@ class TokenizerData(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Index(msgspec.Struct, array_like=True, frozen=True):
-    """All of a model but its weights."""
+    """Everything of a model except its weights."""
 
     version: int
     digest: str  # SHA-256 of the source, hex
@@ -94,12 +96,12 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
     source_bytes: int
     bin_bytes: int
     hyper: Hyper
-    tokenizer_raw: msgspec.Raw  # msgpack of `TokenizerData`, which ranks have no use for
+    tokenizer_raw: msgspec.Raw  # msgpack of `TokenizerData`, decoded only on demand: ranks do not need it
     tensors: list[Tensor]
 
     @property
     def tokenizer(self) -> TokenizerData:
-        """Decoded at every call. Raises `CheckpointError`."""
+        """Decode the tokenizer data, at every call. Raises `CheckpointError`."""
         try:
             return msgspec.msgpack.decode(self.tokenizer_raw, type=TokenizerData)
         except msgspec.MsgspecError as error:
@@ -107,12 +109,12 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def tokenizer_digest(self) -> str:
-        """SHA-256 (hex) of vocabulary, merges, special ids and template: equal ones mean the same by an id."""
+        """SHA-256 (hex) of vocabulary, merges, special ids and template: equal digests give ids the same meaning."""
         return hashlib.sha256(self.tokenizer_raw).hexdigest()
 
     @property
     def vocabulary_digest(self) -> str:
-        """SHA-256 (hex) of the pieces that the token ids stand for. Raises `CheckpointError`."""
+        """SHA-256 (hex) of the text pieces of the token ids. Raises `CheckpointError`."""
         try:
             pieces = msgspec.msgpack.decode(self.tokenizer_raw, type=_Pieces)
         except msgspec.MsgspecError as error:
@@ -120,23 +122,24 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
         return hashlib.sha256(msgspec.msgpack.encode([pieces.model, pieces.tokens])).hexdigest()
 
     def tensor(self, name: str) -> Tensor:
-        """Raises `KeyError` when the model has no such tensor."""
+        """Return a tensor's description. Raises `KeyError` when the model has no such tensor."""
         for t in self.tensors:
             if t.name == name:
                 return t
         raise KeyError(name)
 
     def has(self, name: str) -> bool:
+        """Whether the model has a tensor of this name."""
         return any(t.name == name for t in self.tensors)
 
     @property
     def head_name(self) -> str:
-        """The output head: its own tensor, or the embedding's when the two are tied."""
+        """Name of the output head: its own tensor, or the embedding when the two are tied."""
         return "output.weight" if self.has("output.weight") else "token_embd.weight"
 
 
 class _Pieces(msgspec.Struct, array_like=True):
-    """The beginning of `TokenizerData`; what follows is skipped."""
+    """The first fields of `TokenizerData`; the decoder skips the rest."""
 
     model: str
     pre: str
@@ -151,7 +154,7 @@ def load_index(path: Path) -> Index:
     """Read and check an `.idx`. Raises `FileNotFoundError`, `CheckpointError`."""
     raw = path.read_bytes()
     try:
-        # The version is looked at before the rest is believed to have today's shape.
+        # Check the version first: the rest of another version may have another shape.
         version = msgspec.msgpack.decode(raw, type=_Head).version
         if version != VERSION:
             raise CheckpointError(f"{path}: version is {version}, expected {VERSION}; remove it to ingest again")
@@ -168,6 +171,7 @@ def load_index(path: Path) -> Index:
 
 
 def bin_path(index_path: Path) -> Path:
+    """Path of the `.bin` that belongs to an `.idx`."""
     return index_path.with_suffix(".bin")
 
 
@@ -188,13 +192,13 @@ class Checkpoint:
         self.data: np.ndarray = np.frombuffer(self._map, np.uint8)
 
     def view(self, name: str) -> np.ndarray:
-        """The bytes of a tensor; f32 (rows, columns) for the "rows" layout."""
+        """Return a tensor: f32 (rows, columns) for the "rows" layout, else u8 (nbytes,)."""
         t = self.index.tensor(name)
         raw = self.data[t.offset : t.offset + t.nbytes]
         return raw.view(np.float32).reshape(t.rows, t.columns) if t.layout == "rows" else raw
 
     def verify(self) -> None:
-        """Hash every tensor. Raises `CheckpointError` naming the first that differs."""
+        """Hash every tensor. Raises `CheckpointError` naming the first one that differs."""
         for t in self.index.tensors:
             found = checksum(self.data[t.offset : t.offset + t.nbytes])
             if found != t.checksum:
@@ -204,13 +208,14 @@ class Checkpoint:
 
 
 def checksum(data: Any) -> str:
+    """BLAKE2b-128 of a buffer, hex."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 class CheckpointWriter:
     """Writes the pair: `add` tensors in the order of use, then `finish`. A context manager.
 
-    Leaving the block without `finish` removes what was written.
+    Leaving the block without `finish` removes the partial file.
     """
 
     def __init__(self, index_path: Path) -> None:
@@ -230,7 +235,7 @@ class CheckpointWriter:
             self._temporary.unlink(missing_ok=True)
 
     def add(self, name: str, shape: tuple[int, int], fmt: str, layout: str, pieces: Iterable[np.ndarray]) -> Tensor:
-        """Append a tensor whose bytes come in pieces, so that a large one is never held whole."""
+        """Append a tensor whose bytes come in pieces, so that a large one is never in memory as a whole."""
         assert self._file is not None
         offset = align(self._file.tell(), ALIGNMENT)
         self._file.write(bytes(offset - self._file.tell()))
@@ -255,9 +260,9 @@ class CheckpointWriter:
         hyper: Hyper,
         tokenizer: TokenizerData,
     ) -> Index:
-        """Place both files, `.bin` first."""
+        """Write the index and place both files, `.bin` first."""
         assert self._file is not None
-        # Kernels read whole vectors and prefetch ahead: the file ends on a page of its own.
+        # Kernels read whole vectors and prefetch ahead: padding keeps these reads inside the file.
         self._file.write(bytes(align(self._file.tell() + ALIGNMENT, 4096) - self._file.tell()))
         self._file.flush()
         os.fsync(self._file.fileno())

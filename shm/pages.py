@@ -1,41 +1,41 @@
-"""Geometry of KV pages: where the bytes of a position are. Knows nothing of who owns a page.
+"""Layout of the KV arena: page headers, and the bytes of each position within a page.
 
-A page holds `page_tokens` positions of all layers, contiguous, so that it is spilled, checked and
-moved as one run of bytes.  For each layer and kv head, in this order (kv_type f16 or f32):
+A page holds `page_tokens` positions of all layers, contiguous, so that it is spilled, checked and moved as one run of
+bytes.  For each layer and kv head, in this order (kv_type f16 or f32):
 
     K  [head_dim][page_tokens]   tokens innermost: a score needs no horizontal sum
-    V  [page_tokens][head_dim]   head_dim innermost: neither does the weighted sum
+    V  [page_tokens][head_dim]   head_dim innermost: the weighted sum needs none either
 
 and for int8:  K codes [head_dim][page_tokens], K scales f16 [head_dim/32][page_tokens],
 V codes [page_tokens][head_dim], V scales f16 [page_tokens][head_dim/32].  A scale covers 32 values
 of one position, so appending a position changes no other.
 
-The arena `kv`: [page headers: n_pages x PAGE_HEADER bytes] [pages, 4096-aligned].  Page contents are
-written by the worker, only while the page is leased to a sequence of a published step.  A header:
+The arena:  [page headers: n_pages x PAGE_HEADER bytes] [pages, 4096-aligned].  The worker writes the contents of a
+page, only while the page is leased to a sequence of a published step.  A header:
 
     offset  size  field       writer: the kv stage
-    0       16    root        seed of the token chain: model, geometry, kv type, salt (stages/kv/pool/prefix_hash.py)
-    16      16    parent      chain digest of the page before this one; `root` for the first
-    32      16    digest      chain digest of all tokens up to this page's end
+    0       16    root        root hash: model, geometry, kv type, salt (stages/kv/pool/prefix_hash.py)
+    16      16    parent      hash of the previous page; `root` for the first page of a prefix
+    32      16    hash        hash of all tokens up to the end of this page
     48      8     checksum    XXH3-64 of the page's bytes
-    56      4     ordinal     which page of its chain: the first position is ordinal * page_tokens
+    56      4     ordinal     index of the page in its prefix: its first position is ordinal * page_tokens
     60      4     tokens      filled positions: page_tokens
     64      8     check       XXH3-64 of bytes 0..64
-    72      4     state       0 free, 1 leased (contents are being written), 2 full (nobody writes)
-    76      4     refs        sequences that hold it; disbelieved after a restart of kv
+    72      4     state       0 free, 1 leased (the worker writes the contents), 2 full (contents are final)
+    76      4     refs        sequences that hold the page; a restarted kv stage does not trust it
     80      8     last_use    ns since 1970
-    88      8     born        ns since 1970: when the sequence that computed it was admitted
-    96      4     uses        sequences that have held it
+    88      8     born        ns since 1970: admission of the sequence that computed the page
+    96      4     uses        sequences that have held the page
     100     4     residency   copies elsewhere: 1 in the spill file, 2 in the state directory
-    104     8     serial      of the row whose sequence leases it (shm/step_ring.py); `root` and `serial`
-                              are what a restarted kv needs to go on with a lease; 0: found damaged
-                              while it was leased, nobody may go on with it
+    104     8     serial      of the row whose sequence leases the page (shm/step_ring.py): from `root` and `serial` a
+                              restarted kv stage recognises the lease; 0: damage was found while the page was
+                              leased, and no lease may continue with it
     112     16    zero
-    128     128   zero        writer: the worker (its own cache lines; it records nothing yet)
+    128     128   zero        reserved for the worker, in cache lines of its own
 
-Bytes 0..72 mean something only while `state` is 2, but for `root` and `serial`, which stand before
-`state` becomes 1.  The writer may die between any two stores, so `state` leaves 2 before they change and
-becomes 2 after they stand; a reader that finds 2 and a wrong `check` has a torn header.
+Bytes 0..72 are valid only while `state` is 2; `root` and `serial` also while it is 1.  The writer may die between any
+two stores, so it changes `state` from 2 before it changes these bytes, and to 2 after they are complete.  A reader that
+finds `state` 2 and a wrong `check` has found a torn header.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from shm.arena import Arena, ArenaError, align
 
 KIND = "kv"
 LAYOUT = 1
-NUMERICS = 1  # version of docs/numerics.md: by another one, the same tokens make other bytes
+NUMERICS = 1  # version of docs/numerics.md; another version computes other bytes from the same tokens
 PAGE_HEADER = 256
 KV_TYPES = {"f16": 2, "f32": 4, "int8": 1}
 PAGE_FREE, PAGE_LEASED, PAGE_FULL = range(3)
-PAGE_RECORD = 128  # bytes of a header that the kv stage writes; also the record of a page on disk
+PAGE_RECORD = 128  # bytes of a header that the kv stage writes, and of a page's record on disk
 SEGMENT = 256  # positions of an attention segment; page_tokens divides it
 
 # The fields of a header, as strided views over all headers: `headers.view(HEADER)[:, 0]["state"]`.
@@ -63,7 +63,7 @@ HEADER = np.dtype(
         "names": [
             "root",
             "parent",
-            "digest",
+            "hash",
             "checksum",
             "ordinal",
             "tokens",
@@ -96,12 +96,15 @@ HEADER = np.dtype(
         "itemsize": PAGE_HEADER,
     }
 )
-IDENTITY = struct.Struct("<16s16s16sQII")  # root, parent, digest, checksum, ordinal, tokens
+IDENTITY = struct.Struct("<16s16s16sQII")  # root, parent, hash, checksum, ordinal, tokens
+assert HEADER.itemsize == PAGE_HEADER == 256
 assert IDENTITY.size == HEADER.fields["check"][1] == 64  # type: ignore[index]
+assert HEADER.fields["state"][1] == 72  # type: ignore[index]
+assert HEADER.fields["serial"][1] + 8 <= PAGE_RECORD  # type: ignore[index]
 
 
 class KvGeometry(NamedTuple):
-    """What the kv stage and the ranks must agree on; stands in the arena's header."""
+    """The geometry that the kv stage and the ranks must agree on; stored in the arena's header."""
 
     n_layers: int
     n_kv_heads: int
@@ -110,6 +113,7 @@ class KvGeometry(NamedTuple):
     kv_type: str
 
     def check(self) -> None:
+        """Raises `ArenaError` naming the field that the kernels do not support."""
         if self.kv_type not in KV_TYPES:
             raise ArenaError(f"kv_type is {self.kv_type!r}, expected one of {sorted(KV_TYPES)}")
         if self.page_tokens not in (16, 32, 64, 128, 256):
@@ -128,6 +132,7 @@ class KvGeometry(NamedTuple):
 
     @property
     def page_bytes(self) -> int:
+        """Bytes of a page, a multiple of 4096."""
         return align(self.n_layers * self.n_kv_heads * self.head_bytes, 4096)
 
 
@@ -139,15 +144,17 @@ class KvArena(NamedTuple):
 
 
 def kv_arena_bytes(g: KvGeometry, n_pages: int) -> int:
+    """Size of the arena's contents: headers and pages."""
     return align(n_pages * PAGE_HEADER, 4096) + n_pages * g.page_bytes
 
 
 def pages_that_fit(g: KvGeometry, budget_bytes: int) -> int:
-    """How many pages an arena file of at most `budget_bytes` holds, headers included."""
+    """Number of pages in an arena file of at most `budget_bytes`, headers included."""
     return max(0, (budget_bytes - 8192) // (g.page_bytes + PAGE_HEADER))
 
 
 def kv_views(arena: Arena, g: KvGeometry, n_pages: int) -> KvArena:
+    """Views of the headers and pages of a mapped arena."""
     pages_at = align(n_pages * PAGE_HEADER, 4096)
     return KvArena(
         arena.view(0, (n_pages, PAGE_HEADER), np.uint8),
@@ -156,7 +163,7 @@ def kv_views(arena: Arena, g: KvGeometry, n_pages: int) -> KvArena:
 
 
 def create_kv(path: Path, g: KvGeometry, n_pages: int, digest: bytes, generation: int) -> tuple[Arena, KvArena]:
-    """The kv stage's call: all pages free. Raises `ArenaError` when it does not fit."""
+    """Create the arena with all pages free; for the kv stage. Raises `ArenaError` when it does not fit."""
     g.check()
     meta = {**g._asdict(), "pages": n_pages, "numerics": NUMERICS}
     arena = Arena.create(path, KIND, LAYOUT, kv_arena_bytes(g, n_pages), meta, digest, generation)
@@ -164,7 +171,7 @@ def create_kv(path: Path, g: KvGeometry, n_pages: int, digest: bytes, generation
 
 
 def attach_kv(path: Path, digest: bytes | None = None, own: bool = False) -> tuple[Arena, KvArena, KvGeometry]:
-    """Everybody else's call (and a restarted kv stage's, with `own`)."""
+    """Attach to the arena; for all other stages and, with `own`, a restarted kv stage. Raises as `Arena.attach`."""
     arena = Arena.attach(path, KIND, LAYOUT, digest=digest, own=own)
     try:
         g = KvGeometry(*(arena.meta[name] for name in KvGeometry._fields))

@@ -1,27 +1,32 @@
-"""The steps arena: the hot edge between the scheduler and the ranks of one worker group.
+"""The step arena: the ring of steps and the table of rows between the scheduler and the ranks of one worker group.
 
-A *row* is the state of one running sequence: its tokens, its page table, its parameters.  A *slot*
-is one step: which rows, which positions, where samples go.  Because tokens live in rows, a step
-needs no values of the step before it: the input at position p is `tokens[row, p]`, which the
-worker itself wrote when it sampled it.  So the scheduler may publish step n+1 before n is done.
+A *row* is the state of one running sequence: its tokens, its page table, its parameters.  A *slot* is one step of the
+ring: its rows, their positions, and the places of its samples.  Tokens live in rows, so a step needs no values of the
+previous step: the input at position p is `tokens[row, p]`, which the worker itself wrote when it sampled that token.
+The scheduler can therefore publish step n+1 before step n is done.
 
-Step numbers grow from 1 for the arena's lifetime; step s lives in slot `s % SLOTS`.  The scheduler
-publishes by storing `control[HEAD] = s` (release); rank 0 acknowledges with `control[DONE] = s`
-(release) once all ranks are through, and rings if `control[WAKE_AT]` is between 1 and s.  At most
-`SLOTS - 1` steps are unacknowledged.  A step that is
-repeated after a worker's death finds the same tokens and writes the same bytes.
+    slot        s % SLOTS          states of step s
+                                   unpublished  HEAD < s           only the scheduler reads or writes the slot
+                                   published    DONE < s <= HEAD   the ranks read it and write its outputs
+                                   done         s <= DONE          the outputs are final, until step s + SLOTS
+                                                                   is written
 
-Writers (law 3): the scheduler writes everything, but for
+Step numbers grow from 1 for the lifetime of the arena.  The scheduler publishes by storing `control[HEAD] = s`
+(release).  Rank 0 acknowledges by storing `control[DONE] = s` (release) after all ranks have finished, and sends a
+doorbell if `control[WAKE_AT]` is between 1 and s.  At most `SLOTS - 1` steps are unacknowledged.  A step that is
+repeated after a worker's death reads the same tokens and writes the same bytes.
+
+The scheduler writes everything except
     rank 0      control[DONE], [PROGRESS], [WORKER_SLEEPING], [WORKER_GENERATION]; `timing`
-    each rank   control[RANK_LINES + 8 * rank ...], its own cache line
-    one rank    the outputs (`out_*`) of a sample, and with them `tokens[row, start + count]` for
-                an entry with `samples == 1`, before DONE moves
-A row's parameters, table and known tokens stand before the first slot that names the row is
-published; the row is used again only when no unacknowledged slot names it.  Whoever takes a row for
-another sequence first stores a non-zero `row_ints[row, SERIAL]` that was never used before (it grows
-from the clock's ns at start) and then the tokens: a reader that copies tokens and then still finds
-the serial it knows has copied that sequence's (kv hashes pages late; with 0 it hashes none).  Table
-entries and tokens past those that published steps read may be appended at any time.
+    one rank    the outputs (`out_*`) of a sample, and with them `tokens[row, start + count]` for an entry with
+                `samples == 1`, before DONE moves
+
+The scheduler writes a row's parameters, page table and known tokens before it publishes the first slot that names the
+row, and reuses the row only when no unacknowledged slot names it.  To give a row to another sequence it first stores a
+non-zero `row_ints[row, SERIAL]` that was never used before (serials grow from the clock's ns at start), then the
+tokens.  A reader that copies tokens and afterwards still finds the expected serial has copied that sequence's tokens:
+`kv` hashes pages late in this way, and hashes none for serial 0.  The scheduler may append table entries and tokens
+beyond those that published steps read at any time.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from shm.arena import Arena, align
 
 KIND = "steps"
 LAYOUT = 2
-SLOTS = 16  # twice what may be unacknowledged: an observer finds the past steps, too
+SLOTS = 16  # twice the steps that may be unacknowledged, so that an observer still finds finished ones
 MAX_TOP = 20  # top logprobs of a sample
 MAX_BIAS = 300  # logit_bias entries of a sequence
 MAX_MASK = 32  # stop ids of a sequence
@@ -44,15 +49,13 @@ MAX_RANKS = 64
 # Indices into `control` (u64): one cache line (8 words) for each writer and purpose.
 HEAD = 0  # scheduler: last published step
 GENERATION = 8  # scheduler: the ring's generation
-STOP = 9  # scheduler: non-zero asks the ranks to leave after the steps they have
-WAKE_AT = 16  # scheduler: it sleeps, and wants a doorbell once this step is done; 0: it is awake
+WAKE_AT = 16  # scheduler: it sleeps until a doorbell after this step; 0: it is awake
 DONE = 24  # rank 0: last finished step
 PROGRESS = 32  # rank 0: grows with every layer of every step
-WORKER_GENERATION = 33  # rank 0: the generation it serves
-WORKER_SLEEPING = 40  # rank 0: it wants a StepBell doorbell
-BARRIER = 48  # rank 0: reserved for barriers, 16 words
-RANK_LINES = 64  # each rank: 8 words of its own
-CONTROL_WORDS = RANK_LINES + 8 * MAX_RANKS
+WORKER_GENERATION = 33  # rank 0: the generation that it serves
+WORKER_SLEEPING = 40  # rank 0: non-zero while it sleeps until a doorbell
+CONTROL_WORDS = 64 + 8 * MAX_RANKS  # the rest is unused: barriers are in the activations arena
+assert CONTROL_WORDS == 576
 
 # Columns of `entries` (i32)
 ROW, START, COUNT, SAMPLES, SAMPLE_BASE, ENTRY_FLAGS = range(6)
@@ -67,7 +70,7 @@ SLOT_WORDS = 8
 SERIAL = 10
 ROW_INTS = 16
 
-# Sampler steps by name (`Sampling.order`) and by the number that stands for them in ORDER
+# Sampler steps: their names in `Sampling.order`, their numbers in ORDER
 SAMPLER_STEPS = {"mask": 1, "repetition": 2, "temperature": 3, "top_k": 4, "top_p": 5, "penalties": 6}
 DEFAULT_ORDER = ("mask", "repetition", "temperature", "top_k", "top_p", "penalties")
 
@@ -77,36 +80,37 @@ ROW_FLOATS = 8
 
 
 class StepsGeometry(NamedTuple):
-    """What both sides must agree on; stands in the arena's header."""
+    """The geometry that both sides must agree on; stored in the arena's header."""
 
-    max_rows: int  # sequences that hold state at once (more than max_entries: run-ahead, preemption)
+    max_rows: int  # sequences with state (more than max_entries: run-ahead, preemption)
     max_entries: int  # sequences in one step
-    max_samples: int  # sampled positions in one step (speculation samples several of a sequence)
+    max_samples: int  # sampled positions in one step (speculative decoding samples several of a sequence)
     max_tokens: int  # tokens of a sequence (context length)
     max_pages: int  # page table entries of a sequence
 
     def as_meta(self) -> dict[str, int]:
+        """The fields that `attach` compares."""
         return {**self._asdict(), "slots": SLOTS, "max_top": MAX_TOP, "max_bias": MAX_BIAS}
 
 
 class Steps(NamedTuple):
-    """Views of the arena, in the order of the file. A plain tuple of arrays: jitted code takes it.
+    """Views of the arena, in the order of the file. A plain tuple of arrays, which jitted code accepts.
 
     control     (CONTROL_WORDS,) u64
     slot_head   (SLOTS, SLOT_WORDS) i64    step, generation, entries, samples
     entries     (SLOTS, max_entries, ENTRY_WORDS) i32
                 row; start: first position computed; count: positions computed; samples: how many
-                of the last of them are sampled (0: a chunk of the prompt; 1: the usual; more:
-                verification of draft tokens); sample_base: where their outputs go
+                of the last of them are sampled (0: a chunk of the prompt; 1: decoding; more:
+                verification of draft tokens); sample_base: index of their first output
     out_token   (SLOTS, max_samples) i32   -1 where the logits were not finite
     out_logprob (SLOTS, max_samples) f32
     out_top_id  (SLOTS, max_samples, MAX_TOP) i32
     out_top_lp  (SLOTS, max_samples, MAX_TOP) f32
     timing      (SLOTS, 4) i64             CLOCK_MONOTONIC ns: seen, begun, finished; spare
     row_ints    (max_rows, ROW_INTS) i64   ORDER: sampler steps, 4 bits each, lowest first, 0 ends;
-                SERIAL: names the row's sequence for ever (see above)
+                SERIAL: identifies the row's sequence uniquely (see above)
     row_floats  (max_rows, ROW_FLOATS) f32
-    mask_ids    (max_rows, MAX_MASK) i32   stop ids (masked while min_tokens or ignore_eos say so)
+    mask_ids    (max_rows, MAX_MASK) i32   stop ids (masked while min_tokens or ignore_eos applies)
     bias_ids    (max_rows, MAX_BIAS) i32
     bias        (max_rows, MAX_BIAS) f32
     tables      (max_rows, max_pages) i32  page numbers
@@ -151,7 +155,7 @@ def _fields(g: StepsGeometry) -> list[tuple[tuple[int, ...], type]]:
 
 
 def pack_order(names: tuple[str, ...]) -> int:
-    """Sampler steps as ORDER holds them; empty: the default order. `KeyError` names an unknown one."""
+    """Pack sampler steps for ORDER; empty: the default order. `KeyError` names an unknown step."""
     packed = 0
     for place, name in enumerate(names or DEFAULT_ORDER):
         packed |= SAMPLER_STEPS[name] << (4 * place)
@@ -173,12 +177,12 @@ def _views(arena: Arena, g: StepsGeometry) -> Steps:
 
 
 def blank_steps(g: StepsGeometry) -> Steps:
-    """The same arrays in private memory, zeroed: for simulations and tests of one process."""
+    """The same arrays in private memory, zeroed: for simulations and tests in one process."""
     return Steps(*(np.zeros(shape, dtype) for shape, dtype in _fields(g)))
 
 
 def create_steps(path: Path, g: StepsGeometry, digest: bytes, generation: int = 1) -> tuple[Arena, Steps]:
-    """The scheduler's call. Raises `ArenaError` when it does not fit."""
+    """Create the arena; for the scheduler. Raises `ArenaError` when it does not fit."""
     arena = Arena.create(path, KIND, LAYOUT, steps_bytes(g), g.as_meta(), digest, generation)
     steps = _views(arena, g)
     steps.control[GENERATION] = generation
@@ -186,7 +190,7 @@ def create_steps(path: Path, g: StepsGeometry, digest: bytes, generation: int = 
 
 
 def attach_steps(path: Path, digest: bytes | None = None, own: bool = False) -> tuple[Arena, Steps, StepsGeometry]:
-    """Everybody else's call (and a restarted scheduler's, with `own`)."""
+    """Attach to the arena; for ranks, observers and, with `own`, a restarted scheduler. Raises as `Arena.attach`."""
     arena = Arena.attach(path, KIND, LAYOUT, digest=digest, own=own)
     g = StepsGeometry(*(int(arena.meta[name]) for name in StepsGeometry._fields))
     return arena, _views(arena, g), g

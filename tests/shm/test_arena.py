@@ -1,4 +1,4 @@
-"""Maps that are made whole: in a process of its own, whose memory is counted."""
+"""`Arena.populate` maps the whole arena, measured by the resident memory of a separate process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ for thread in threading.enumerate():
         thread.join()
 print(resident() - before, arena.buffer.nbytes)
 arena.close()
-arena.populate()  # nothing is left to map, and nothing happens
+arena.populate()  # a closed arena: no effect
 """
 
 

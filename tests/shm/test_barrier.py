@@ -1,4 +1,4 @@
-"""Ranks meet in the order that stores promise, and a dead one keeps nobody."""
+"""The barrier orders stores between ranks, and `abort` releases ranks that wait for a dead one."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ BARRIER, LINES = 0, 16 * 8  # bytes
 
 @numba.njit(nogil=True)
 def walk(base: int, rank: int, ranks: int, rounds: int) -> int:
-    """Each round every rank stores its round, meets, and checks everybody's."""
+    """Each round, every rank stores the round's number, waits, and checks the numbers of all ranks."""
     values = base + 4096
     for i in range(1, rounds + 1):
         store_release(values + 64 * rank, i)
-        if not barrier.meet(base + BARRIER, base + LINES, rank, ranks):
+        if not barrier.wait(base + BARRIER, base + LINES, rank, ranks):
             return -i
         for other in range(ranks):
             if load_acquire(values + 64 * other) != i:
                 return i
-        if not barrier.meet(base + BARRIER, base + LINES, rank, ranks):
+        if not barrier.wait(base + BARRIER, base + LINES, rank, ranks):
             return -i
     return 0
 
@@ -43,12 +43,12 @@ def shared() -> np.ndarray:
 def prepare(shared: np.ndarray, ranks: int) -> int:
     base = shared.ctypes.data
     barrier.reset(base + BARRIER, base + LINES, ranks)
-    walk(base, 0, 1, 1)  # compiled before anybody forks
+    walk(base, 0, 1, 1)  # compiled before the fork
     return base
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_threads_see_each_other(shared: np.ndarray, ranks: int) -> None:
+def test_stores_before_the_barrier_are_visible_after_it(shared: np.ndarray, ranks: int) -> None:
     base, found = prepare(shared, ranks), [1] * ranks
 
     def run(rank: int) -> None:
@@ -62,7 +62,7 @@ def test_threads_see_each_other(shared: np.ndarray, ranks: int) -> None:
     assert found == [0] * ranks
 
 
-def test_a_dead_rank_keeps_nobody(shared: np.ndarray) -> None:
+def test_abort_releases_a_rank_that_waits_for_a_dead_one(shared: np.ndarray) -> None:
     base = prepare(shared, 2)
     pid = os.fork()
     if pid == 0:
@@ -71,11 +71,11 @@ def test_a_dead_rank_keeps_nobody(shared: np.ndarray) -> None:
     result = []
     leader = threading.Thread(target=lambda: result.append(walk(base, 0, 2, 10**9)))
     leader.start()
-    while words.load(shared, BARRIER // 8) < 100:  # they have met often
+    while words.load(shared, BARRIER // 8) < 100:  # both ranks have passed the barrier often
         pass
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    barrier.give_up(base + BARRIER, base + LINES, 2)
+    barrier.abort(base + BARRIER, base + LINES, 2)
     leader.join(timeout=10)
     assert not leader.is_alive()
     assert result[0] < 0
@@ -93,7 +93,7 @@ def test_atomics_by_address() -> None:
     assert values.tolist() == [-1, 7]
 
 
-def test_clocks_go_forward() -> None:
+def test_clocks_are_monotonic() -> None:
     @numba.njit
     def both() -> tuple[int, int, int, int]:
         return monotonic_ns(), cycles(), monotonic_ns(), cycles()

@@ -1,4 +1,4 @@
-"""The pair of files: placed whole or not at all, checked when opened."""
+"""The checkpoint pair: placed complete or not at all, checked when opened."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.bin", "m.idx"]
 
 
-def test_nothing_is_left_of_an_interrupted_write(tmp_path: Path) -> None:
+def test_an_interrupted_write_leaves_no_file(tmp_path: Path) -> None:
     def interrupted() -> Iterator[np.ndarray]:
         yield np.zeros(1, np.float32)
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Who is gone is told from who cannot be looked at: what a process had is passed on only when it is gone."""
+"""`process_ticks` distinguishes an ended process from one that it cannot read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from shm.arena import process_ticks
 
 
-def test_a_living_process_has_its_time_and_a_dead_one_none() -> None:
+def test_a_running_process_has_a_start_time_and_an_ended_one_has_none() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert process_ticks(process.pid) >= process_ticks(os.getpid()) > 0
@@ -22,10 +22,10 @@ def test_a_living_process_has_its_time_and_a_dead_one_none() -> None:
     assert process_ticks(process.pid) == 0
 
 
-def test_without_a_descriptor_left_nobody_is_taken_for_dead() -> None:
+def test_without_a_free_descriptor_no_process_counts_as_ended() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open("/dev/null", os.O_RDONLY)
-    os.close(free)  # the lowest one that is free: from it on there are none
+    os.close(free)  # the lowest free descriptor, which the limit below makes unusable
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
         with pytest.raises(OSError) as refused:

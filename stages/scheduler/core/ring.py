@@ -50,7 +50,6 @@ class Ring:
         self.generation = generation
         self.head = words.load(self._control, sh.DONE)
         words.store(self._control, sh.GENERATION, generation)
-        words.store(self._control, sh.STOP, 0)
         words.store(self._control, sh.HEAD, self.head)
         return self.head + 1
 

@@ -18,7 +18,7 @@ from numba import njit
 
 from shm import step_ring
 from shm.atomics import atomic_add, cycles, store_release
-from shm.barrier import meet
+from shm.barrier import wait
 from shm.pages import SEGMENT
 from stages.worker.kernels import attention
 from stages.worker.kernels import elementwise as ew
@@ -83,7 +83,7 @@ def _spent(ctx, phase, since):
 @njit(**INNER)
 def _meet(ctx):
     since = _begin(ctx)
-    together = meet(word(ctx, c.BARRIER), word(ctx, c.LINES), word(ctx, c.RANK), word(ctx, c.RANKS))
+    together = wait(word(ctx, c.BARRIER), word(ctx, c.LINES), word(ctx, c.RANK), word(ctx, c.RANKS))
     _spent(ctx, WAIT, since)
     return together
 
@@ -96,7 +96,7 @@ def _meet_before(ctx, kind, w, columns, share, skip):
     ask = w + share[0] * group + skip
     ask_end = min(ask + ASK_BYTES, w + share[1] * group)
     since = _begin(ctx)
-    together = meet(word(ctx, c.BARRIER), word(ctx, c.LINES), word(ctx, c.RANK), word(ctx, c.RANKS), ask, ask_end)
+    together = wait(word(ctx, c.BARRIER), word(ctx, c.LINES), word(ctx, c.RANK), word(ctx, c.RANKS), ask, ask_end)
     _spent(ctx, WAIT, since)
     return together
 
