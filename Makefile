@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow check map format bench chaos peers peers-native lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow check format bench chaos peers peers-native lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -33,15 +33,11 @@ test-slow: $(VENV)/.locked-dev ## the others; fetches the demo model
 	@$(BIN)/starling prepare
 	@$(BIN)/python -m pytest -q -m slow --durations=10 $(ARGS)
 
-check: $(VENV)/.locked-dev ## ruff, mypy, the import law, the file map
+check: $(VENV)/.locked-dev ## format, lint, types, layers, docs
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python tools/check_imports.py
-	@$(BIN)/python -m tools.file_map --check
-
-map: $(VENV)/.locked-dev ## write the file map of ARCHITECTURE.md anew
-	@$(BIN)/python -m tools.file_map
 
 format: $(VENV)/.locked-dev ## what ruff can mend by itself
 	@$(BIN)/ruff check --fix .
