@@ -14,9 +14,9 @@ import pytest
 
 from pipeline.config.schema import DEMO_MODEL
 from shm.pages import HEADER, PAGE_FULL, attach_kv
+from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server, wait_gone
-from tests.e2e.test_ops import starling
 
 pytestmark = pytest.mark.slow
 

@@ -21,9 +21,9 @@ from pipeline.faults import points
 from starling.chaos.scenario import actions, targets
 from starling.chaos.traffic import Ask, Client, Traffic
 from tests.e2e import small_disk
+from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import ROOT, Server
-from tests.e2e.test_ops import starling
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow

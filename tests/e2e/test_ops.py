@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import ROOT, Server, wait_gone
-from tests.e2e.test_up import Up
+from tests.e2e.traffic import REQUEST, Traffic, tokens_of
+from tests.e2e.up_server import Up
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
 
 STAGES = ["tokenizer", "scheduler", "kv", "gateway", "worker-tiny"]
-REQUEST: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 120, "ignore_eos": True, "temperature": 0.9}
 ENDLESS: dict[str, Any] = {**REQUEST, "max_tokens": 2000, "n": 8, "seed": 1}
 
 
@@ -42,62 +43,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         assert server.leftovers() == []
 
 
-def starling(server: Server, *args: str, code: int = 0) -> str:
-    """What the command prints; its exit code must be `code`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "starling", *args],
-        cwd=ROOT,
-        env=server.environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == code, (args, done.returncode, done.stdout, done.stderr)
-    return done.stdout
-
-
 def status(server: Server) -> dict[str, dict[str, Any]]:
     return {row["stage"]: row for row in json.loads(starling(server, "status", "--json"))}
-
-
-def tokens_of(events: list[dict[str, Any]]) -> list[int]:
-    assert not [event for event in events if "error" in event], events[-1]
-    return [token for event in events for token in event.get("tokens", ())]
-
-
-class Traffic:
-    """Streams without a pause in `n` threads, each compared with the undisturbed one."""
-
-    def __init__(self, server: Server, n: int = 3) -> None:
-        self.server = server
-        self.expected = {seed: tokens_of(list(self._stream(seed))) for seed in range(n)}
-        self.streams = 0
-        self.faults: list[str] = []
-        self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(seed,)) for seed in range(n)]
-
-    def _stream(self, seed: int) -> Iterator[dict[str, Any]]:
-        return self.server.stream("/v1/generate", **REQUEST, seed=seed)
-
-    def _run(self, seed: int) -> None:
-        while not self._over.is_set():
-            try:
-                if tokens_of(list(self._stream(seed))) != self.expected[seed]:
-                    self.faults.append(f"stream {seed} has other tokens")
-            except Exception as error:
-                self.faults.append(repr(error))
-                return
-            self.streams += 1
-
-    def __enter__(self) -> Traffic:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
 
 
 def test_status_shows_every_stage(server: Up) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import share_caches
+from tests.e2e.resumable import comparable, events
 from tests.e2e.server import Server, wait_gone
-from tests.e2e.test_gateway_death import comparable, events
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow

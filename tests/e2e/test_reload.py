@@ -16,10 +16,11 @@ import pytest
 from pipeline.errors import StarlingError
 from pipeline.observe.status import read_all
 from starling.cli.reload import change, gone
+from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
+from tests.e2e.resumable import events, wait_answering
 from tests.e2e.server import Server, wait_gone
-from tests.e2e.test_gateway_death import events, wait_answering
-from tests.e2e.test_ops import Traffic, starling, tokens_of
+from tests.e2e.traffic import Traffic, tokens_of
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow

@@ -7,38 +7,16 @@ import queue
 import re
 import signal
 import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import ROOT, Server, wait_gone
+from tests.e2e.server import wait_gone
+from tests.e2e.up_server import Up
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
-
-
-class Up(Server):
-    """The same server, by the command that newcomers use."""
-
-    def start(self) -> Up:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "starling", "up"],
-            cwd=ROOT,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        threading.Thread(target=self._read, args=(self.process, self._lines), daemon=True).start()
-        return self
-
-    def wait_ready(self) -> Up:
-        self.wait_for(rf"Starling is ready at http://127\.0\.0\.1:{self.port} ")
-        return self
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -274,3 +274,6 @@ class Stream:
     def close(self) -> None:
         self.response.close()
         self._connection.close()
+
+
+MakeServer = Callable[..., Server]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,47 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.protocol.messages import Sampling
-from stages.gateway.endpoints.generation_request import GenerationRequest
-from stages.gateway.requests.journal import FILE, FRESH, KEEP_S, MAGIC, Ended, Journal, Line, Opened, parse
-
-NOW = 1e9
-
-
-def opened(name: str, prompt: bytes = b"1234") -> Opened:
-    ask = GenerationRequest(endpoint="chat", model="m", stream=True, stop=("\n",), seed=2**64 - 1)
-    sampling = Sampling(seed=2**64 - 1, logit_bias=((3, -1.5),))
-    return Opened(
-        name,
-        "tenant",
-        "m",
-        "ab" * 32,
-        1,
-        ask,
-        2**64 - 1,
-        17,
-        "fp",
-        NOW + 60,
-        0,
-        name,
-        [prompt],
-        ["echo"],
-        [Line(0, 0, 0, 9, sampling, (1, 2)), Line(0, 0, 1, 9, sampling, (1, 2))],
-    )
-
-
-def journal(directory: Path, max_bytes: int = 1 << 20, wall: Callable[[], float] = lambda: NOW) -> Journal:
-    return Journal(directory, max_bytes, wall)
-
-
-def found(directory: Path, wall: Callable[[], float] = lambda: NOW) -> dict[str, Ended | None]:
-    reader = journal(directory, wall=wall)
-    reader.close()
-    entries = reader.take_entries()
-    for entry in entries:
-        assert entry.opened == opened(entry.opened.id, entry.opened.prompts[0])
-    return {entry.opened.id: entry.ended for entry in entries}
-
+from stages.gateway.requests.journal import FILE, FRESH, KEEP_S, MAGIC, Ended, Journal, Opened, parse
+from tests.gateway.journal_records import NOW, found, journal, opened
 
 Actions = st.lists(
     st.tuples(st.sampled_from(["open", "answered", "failed", "abandoned"]), st.integers(0, 7)), max_size=24

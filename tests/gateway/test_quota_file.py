@@ -11,8 +11,7 @@ from pipeline.errors import RateLimited
 from stages.gateway.admission import quota_file
 from stages.gateway.admission.limits import Quotas
 from stages.gateway.admission.quota_file import RECORD_BYTES, Level, QuotaFile, key_of
-from tests.gateway.server import Server
-from tests.gateway.test_stage import MakeServer
+from tests.gateway.server import MakeServer, Server
 
 
 class World:

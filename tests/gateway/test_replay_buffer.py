@@ -24,8 +24,8 @@ from stages.gateway.requests.recovery import Recovery
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.replay_buffer import ENTRY_BYTES, ReplayBuffer, to_record
 from stages.gateway.requests.state import Outcome, RequestState, SequencePhase, SequenceState
+from tests.gateway.journal_records import found, journal, opened
 from tests.gateway.peers import EOS, Generator, make_pieces
-from tests.gateway.test_journal import found, journal, opened
 
 BYTES = {token: bytes([token]) for token in range(256)}
 SHAPES: dict[str, Callable[[RequestState, Any], Any]] = {

@@ -16,9 +16,8 @@ import pytest
 from pipeline.protocol import messages as m
 from stages.gateway.stage import SPARE_CONNECTIONS
 from tests.gateway.peers import MODEL, output, text_of
-from tests.gateway.server import Server
+from tests.gateway.server import MakeServer, Server
 
-MakeServer = Callable[..., Server]
 LONG = {"prompt": "long", "max_tokens": 290, "seed": 7, "ignore_eos": True}
 
 

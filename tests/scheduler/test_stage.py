@@ -77,7 +77,7 @@ class Site:
         return process
 
     def start_scheduler(self) -> subprocess.Popen[bytes]:
-        self.scheduler = self._spawn("starling.cli", "stage", "scheduler")
+        self.scheduler = self._spawn("starling", "stage", "scheduler")
         return self.scheduler
 
     def start_worker(self) -> None:

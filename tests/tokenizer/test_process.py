@@ -21,7 +21,7 @@ from pipeline.protocol import messages as m
 from pipeline.protocol.topology import EDGES
 from shm import checkpoint
 from tests.kv.process import MODEL, ROOT, WAIT_S, configure, load_config
-from tests.tokenizer.test_vocabulary import small
+from tests.tokenizer.byte_vocabulary import byte_spec
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ def write_model(home: Path) -> None:
     model = load_config(home).model(MODEL)
     assert model is not None
     digest = store.fetch(model, home / "models").digest
-    spec = small(pre="llama3")
+    spec = byte_spec(pre="llama3")
     tokenizer = checkpoint.TokenizerData(
         spec.kind,
         spec.pre,

@@ -16,9 +16,9 @@ from stages.gateway.requests.token_bytes import TokenBytes
 from stages.tokenizer.service import TokenizerModel, TokenizerService
 from stages.tokenizer.template import ChatTemplate
 from stages.tokenizer.vocabulary import Vocabulary
-from tests.tokenizer.test_vocabulary import small
+from tests.tokenizer.byte_vocabulary import byte_spec
 
-VOCABULARY = Vocabulary(small())
+VOCABULARY = Vocabulary(byte_spec())
 TEMPLATE = ChatTemplate(
     "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no bad roles') }}{% endif %}"
     "<s>{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
@@ -144,7 +144,7 @@ def test_a_text_that_fails_in_the_library_fails_alone(caplog: pytest.LogCaptureF
             yield
 
     described = m.Described("", "m", "", 1, 1, (), True)
-    s = TokenizerService(lambda _: TokenizerModel(Broken(small()), TEMPLATE, described))
+    s = TokenizerService(lambda _: TokenizerModel(Broken(byte_spec()), TEMPLATE, described))
     for frame in (m.Encode("1", "m", "x"), m.Render("1", "m", [])):
         reply = s.answer(frame)
         assert isinstance(reply, m.TokenizerFailed)
@@ -173,7 +173,7 @@ def test_a_text_that_would_be_no_frame_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_run_that_the_library_gives_up_is_the_clients_to_break_up() -> None:
-    vocabulary = Vocabulary(small(pre="llama3"))
+    vocabulary = Vocabulary(byte_spec(pre="llama3"))
     described = m.Described("", "m", "", 1, 1, (), True)
     s = TokenizerService(lambda _: TokenizerModel(vocabulary, TEMPLATE, described))
     with pytest.MonkeyPatch.context() as patch:

@@ -15,7 +15,7 @@ from stages.tokenizer.chunked_encode import WINDOW, Names, RunTooLong, stretches
 from stages.tokenizer.pretokenizers import _GROUPS
 from stages.tokenizer.token_lower_bound import Fewest, at_least
 from stages.tokenizer.vocabulary import TooManyTokens, Vocabulary
-from tests.tokenizer.test_vocabulary import ALPHABET, small
+from tests.tokenizer.byte_vocabulary import ALPHABET, byte_spec
 
 PRES = [names[0] for names in _GROUPS.values()]
 # Of each class that a pattern tells apart, and what can be part of a contraction.
@@ -47,7 +47,7 @@ def merging(pre: str, **changes: object) -> Vocabulary:
     words = [pair.replace(" ", "") for pair in pairs]
     pairs += [f"{word} {word}" for word in words]
     words += [word * 2 for word in words]
-    spec = small(pre=pre, **changes)
+    spec = byte_spec(pre=pre, **changes)
     words = list(dict.fromkeys([*spec.tokens, *words]))
     return Vocabulary(spec._replace(tokens=words, types=[3, 3, 4, *[1] * (len(words) - 3)], merges=pairs))
 
@@ -79,7 +79,7 @@ def test_stretches_are_many_where_there_are_borders() -> None:
 
 @given(st.text("he日l ", max_size=200), st.sampled_from([None, 8]), st.booleans())
 def test_too_many_tokens_are_refused_exactly(text: str, window: int | None, add_bos: bool) -> None:
-    vocabulary = Vocabulary(small(add_bos=True))
+    vocabulary = Vocabulary(byte_spec(add_bos=True))
     n = len(vocabulary.encode(text, False, add_bos))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocabularies, "WINDOW", window or WINDOW)
@@ -125,7 +125,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_is_certainly_too_long_is_not_encoded(encoded: list[int]) -> None:
-    vocabulary = Vocabulary(small())
+    vocabulary = Vocabulary(byte_spec())
     for text in ("Hello, world. " * 300_000, "日" * 1_000_000, "\n" * 4_000_000):
         with pytest.raises(TooManyTokens) as refused:
             next(vocabulary.within(text, True, most=8192))
@@ -149,7 +149,7 @@ def test_what_is_encoded_grows_with_the_bound_and_not_with_the_text(encoded: lis
 
 
 def test_thousands_of_names_are_few_turns() -> None:
-    vocabulary = Vocabulary(small())
+    vocabulary = Vocabulary(byte_spec())
     steps = sum(1 for _ in vocabulary.within("<s>" * 100_000, True))
     assert steps <= 2 * 3 * 100_000 // WINDOW + 1
 
@@ -177,6 +177,6 @@ def test_names_that_each_begin_the_next() -> None:
 
 @pytest.mark.slow
 def test_a_run_that_the_library_gives_up_is_an_error_and_no_panic() -> None:
-    vocabulary = Vocabulary(small(pre="llama3"))
+    vocabulary = Vocabulary(byte_spec(pre="llama3"))
     with pytest.raises(RunTooLong, match="12000000 characters without a border"):
         cutting._encode(vocabulary._tokenizer, " " * 12_000_000)

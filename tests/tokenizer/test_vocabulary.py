@@ -8,18 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import ModelUnavailable
-from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary, byte_alphabet
+from stages.tokenizer.vocabulary import Vocabulary
+from tests.tokenizer.byte_vocabulary import ALPHABET, byte_spec
 
 CASES = json.loads((Path(__file__).parent.parent / "data" / "tokenize.json").read_text())
-ALPHABET = {byte: character for character, byte in byte_alphabet().items()}
-
-
-def small(**changes: object) -> TokenizerSpec:
-    """All 256 bytes, three merges, three special tokens."""
-    words = ["<s>", "</s>", "<tool>", *(ALPHABET[b] for b in range(256)), "he", "ll", "hell"]
-    types = [3, 3, 4] + [1] * 259
-    spec = TokenizerSpec("gpt2", "gpt-2", words, types, ["h e", "l l", "he ll"], bos=0, eos=1)
-    return spec._replace(**changes)
 
 
 @pytest.mark.slow
@@ -31,7 +23,7 @@ def test_demo_model_tokenizes_as_the_reference(case: dict, demo_vocabulary: Voca
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), st.booleans())
 def test_round_trip_and_offsets(text: str, parse: bool) -> None:
-    vocabulary = Vocabulary(small())
+    vocabulary = Vocabulary(byte_spec())
     tokens = vocabulary.encode(text, parse)
     assert vocabulary.decode(tokens) == text
     data, at = text.encode(), 0
@@ -42,7 +34,7 @@ def test_round_trip_and_offsets(text: str, parse: bool) -> None:
 
 
 def test_merges_follow_their_rank() -> None:
-    vocabulary = Vocabulary(small())
+    vocabulary = Vocabulary(byte_spec())
     assert [vocabulary.token_bytes(t) for t in vocabulary.encode("hello", False)] == [b"hell", b"o"]
 
 
@@ -57,7 +49,7 @@ def test_a_long_text_is_cut_as_short_ones_are(demo_vocabulary: Vocabulary, monke
 
 
 def test_special_names_are_text_unless_parsed_but_user_defined_tokens_always_count() -> None:
-    vocabulary = Vocabulary(small())
+    vocabulary = Vocabulary(byte_spec())
     assert vocabulary.encode("<s>", True) == [0]
     assert 0 not in vocabulary.encode("<s>", False)
     assert vocabulary.encode("a<tool>", False)[-1] == 2
@@ -65,15 +57,15 @@ def test_special_names_are_text_unless_parsed_but_user_defined_tokens_always_cou
 
 
 def test_start_token_is_added_once_and_has_an_empty_range() -> None:
-    vocabulary = Vocabulary(small(add_bos=True))
+    vocabulary = Vocabulary(byte_spec(add_bos=True))
     tokens = vocabulary.encode("he", False, add_bos=True)
     assert tokens[0] == 0 and vocabulary.offsets("he", tokens).tolist() == [[0, 0], [0, 2]]
     assert vocabulary.encode("<s>he", True, add_bos=True)[:2] != [0, 0]
 
 
 def test_offsets_step_over_bytes_without_a_token() -> None:
-    words = [w for w in small().tokens if w != ALPHABET[0x04]]
-    vocabulary = Vocabulary(small(tokens=words, types=[3, 3, 4] + [1] * 258))
+    words = [w for w in byte_spec().tokens if w != ALPHABET[0x04]]
+    vocabulary = Vocabulary(byte_spec(tokens=words, types=[3, 3, 4] + [1] * 258))
     tokens = vocabulary.encode("a\x04b", False)
     assert vocabulary.holes == {0x04}
     assert vocabulary.offsets("a\x04b", tokens).tolist() == [[0, 1], [2, 3]]
@@ -81,8 +73,8 @@ def test_offsets_step_over_bytes_without_a_token() -> None:
 
 def test_vocabularies_that_cannot_be_reproduced_are_refused_by_name() -> None:
     with pytest.raises(ModelUnavailable, match="tokenizer.ggml.model is 'llama'"):
-        Vocabulary(small(kind="llama"))
+        Vocabulary(byte_spec(kind="llama"))
     with pytest.raises(ModelUnavailable, match="tokenizer.ggml.pre is 'nobody'"):
-        Vocabulary(small(pre="nobody"))
+        Vocabulary(byte_spec(pre="nobody"))
     with pytest.raises(ModelUnavailable, match="token_type has 3 entries for 262"):
-        Vocabulary(small(types=[1, 1, 1]))
+        Vocabulary(byte_spec(types=[1, 1, 1]))

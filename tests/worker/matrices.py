@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
 import gguf
@@ -79,3 +80,46 @@ def multiply(matrix: Packed, x: np.ndarray, split: int = 0) -> np.ndarray:
             scratch.ctypes.data,
         )
     return out[:, : matrix.rows]
+
+
+def awkward(tokens: int, columns: int, rng: np.random.Generator) -> np.ndarray:
+    """Values over many magnitudes, with blocks of zeros, below the cut-off, and with ties in rounding."""
+    x = rng.standard_normal((tokens, columns)) * np.exp2(rng.integers(-12, 12, (tokens, columns)))
+    x = x.astype(np.float32)
+    x[rng.random((tokens, columns)) < 0.1] = 0
+    for t in range(tokens):
+        block = 32 * int(rng.integers(0, max(1, columns // 32)))
+        x[t, block : block + 32] = (0.0, 2.0**-110, 1.0)[t % 3]
+        if t % 3 == 2:
+            x[t, block + 1 : block + 32] = np.float32(0.5 / 127) * np.arange(1, x[t, block + 1 : block + 32].size + 1)
+    return x
+
+
+def fill_codes(m: Packed) -> None:
+    """Give every value the largest code there is: where 16-bit sums would saturate."""
+    units = m.stream.reshape(-1, m.fmt.unit_bytes)
+    if m.fmt.name == "Q6_K":
+        for b in range(8):
+            units[:, 32 + 416 * b : 416 * (b + 1)] = 255
+    else:
+        units[:, :-32] = 255
+
+
+def digest_of_products() -> str:
+    h = hashlib.sha256()
+    for name, fmt in FORMATS.items():
+        rng = np.random.default_rng(7)
+        m = random_matrix(name, 37, {1: 100, 32: 19, 256: 3}[fmt.unit], rng)
+        # One extreme byte everywhere: what a saturating product would get wrong.
+        x = np.full((5, m.columns), -1.0, np.float32)
+        x[1:] = awkward(4, m.columns, rng)
+        for tokens in (1, 2, 5):
+            h.update(multiply(m, x[:tokens]).tobytes())
+        more = awkward(50, m.columns, rng)
+        for tokens in (15, 16, 17, 31, 33, 50):
+            h.update(multiply(m, more[:tokens]).tobytes())
+        if name in ("Q4_0", "Q5_0", "Q8_0", "Q6_K"):
+            fill_codes(m)
+            h.update(multiply(m, x).tobytes())
+            h.update(multiply(m, np.repeat(x[:1], 16, axis=0)).tobytes())
+    return h.hexdigest()

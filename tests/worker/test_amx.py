@@ -15,7 +15,7 @@ import pytest
 from llvmlite import ir
 
 from stages.worker.kernels import amx
-from tests.worker.test_matmul import here
+from tests.worker.instruction_sets import available_isas
 
 
 def shapes() -> list[tuple[int, int]]:
@@ -56,7 +56,7 @@ def test_a_product_is_five_instructions(sums: int, a: int, b: int, vectors: int)
     assert operands[4].startswith(f"%tmm{sums},")
 
 
-@pytest.mark.parametrize("isa", [isa for isa in here() if isa in ("amx", "tiles")])
+@pytest.mark.parametrize("isa", [isa for isa in available_isas() if isa in ("amx", "tiles")])
 def test_the_probe_compares_bytes(isa: str) -> None:
     code = "from stages.worker.kernels.amx_probe import compare; print(compare(1)[0])"
     command = [sys.executable, "-W", "ignore", "-c", code]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
 import subprocess
 import sys
 
-import llvmlite.binding as llvm
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,39 +13,23 @@ from hypothesis import strategies as st
 
 from stages.worker.checkpoint.layout import FORMATS, groups_of
 from stages.worker.checkpoint.layout import unpack as layout_unpack
-from stages.worker.kernels import features
 from stages.worker.kernels.dots import STARTS_BIASED
 from stages.worker.kernels.quantize_activations import RECORD, SCALE, SSUM, row_bytes
-from tests.worker.matrices import Packed, activations, aligned, multiply, random_matrix
+from tests.worker.instruction_sets import available_isas
+from tests.worker.matrices import (
+    activations,
+    aligned,
+    awkward,
+    digest_of_products,
+    fill_codes,
+    multiply,
+    random_matrix,
+)
 from tools.reference.arithmetic import quantize
 from tools.reference.blocks import unpack
 from tools.reference.exact_forward import matmul as exact_matmul
 
-
-def here() -> list[str]:
-    """The instruction sets that this CPU can be restricted to."""
-    host, found = dict(llvm.get_host_cpu_features()), []
-    for isa in features.ISAS:
-        with contextlib.suppress(features.UnsupportedCpu):
-            features.choose_isa(host, isa)
-            found.append(isa)
-    return found
-
-
 SIZES = (1, 2, 3, 15, 16, 17, 31, 33, 63, 65)
-
-
-def awkward(tokens: int, columns: int, rng: np.random.Generator) -> np.ndarray:
-    """Values over many magnitudes, with blocks of zeros, below the cut-off, and with ties in rounding."""
-    x = rng.standard_normal((tokens, columns)) * np.exp2(rng.integers(-12, 12, (tokens, columns)))
-    x = x.astype(np.float32)
-    x[rng.random((tokens, columns)) < 0.1] = 0
-    for t in range(tokens):
-        block = 32 * int(rng.integers(0, max(1, columns // 32)))
-        x[t, block : block + 32] = (0.0, 2.0**-110, 1.0)[t % 3]
-        if t % 3 == 2:
-            x[t, block + 1 : block + 32] = np.float32(0.5 / 127) * np.arange(1, x[t, block + 1 : block + 32].size + 1)
-    return x
 
 
 def test_records_hold_the_twins_blocks() -> None:
@@ -146,36 +127,6 @@ def test_long_rows_and_many_tokens() -> None:
         assert multiply(m, x).tobytes() == exact_matmul(unpack(m.source, m.kind), x).tobytes()
 
 
-def digest_of_products() -> str:
-    h = hashlib.sha256()
-    for name, fmt in FORMATS.items():
-        rng = np.random.default_rng(7)
-        m = random_matrix(name, 37, {1: 100, 32: 19, 256: 3}[fmt.unit], rng)
-        # One extreme byte everywhere: what a saturating product would get wrong.
-        x = np.full((5, m.columns), -1.0, np.float32)
-        x[1:] = awkward(4, m.columns, rng)
-        for tokens in (1, 2, 5):
-            h.update(multiply(m, x[:tokens]).tobytes())
-        more = awkward(50, m.columns, rng)
-        for tokens in (15, 16, 17, 31, 33, 50):
-            h.update(multiply(m, more[:tokens]).tobytes())
-        if name in ("Q4_0", "Q5_0", "Q8_0", "Q6_K"):
-            fill_codes(m)
-            h.update(multiply(m, x).tobytes())
-            h.update(multiply(m, np.repeat(x[:1], 16, axis=0)).tobytes())
-    return h.hexdigest()
-
-
-def fill_codes(m: Packed) -> None:
-    """Give every value the largest code there is: where 16-bit sums would saturate."""
-    units = m.stream.reshape(-1, m.fmt.unit_bytes)
-    if m.fmt.name == "Q6_K":
-        for b in range(8):
-            units[:, 32 + 416 * b : 416 * (b + 1)] = 255
-    else:
-        units[:, :-32] = 255
-
-
 @pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q6_K"])
 def test_the_largest_sums(name: str) -> None:
     """Every code the largest, every activation -127: as f64 has it."""
@@ -190,11 +141,11 @@ def test_the_largest_sums(name: str) -> None:
 
 @pytest.mark.parametrize(
     "environment",
-    [*({"STARLING_ISA": isa} for isa in here()), {"NPY_DISABLE_CPU_FEATURES": "AVX512F AVX2 FMA3"}],
+    [*({"STARLING_ISA": isa} for isa in available_isas()), {"NPY_DISABLE_CPU_FEATURES": "AVX512F AVX2 FMA3"}],
     ids=lambda environment: ",".join(environment.values()),
 )
 def test_the_instruction_set_does_not_matter(environment: dict[str, str]) -> None:
-    code = "from tests.worker.test_matmul import digest_of_products as d; print(d())"
+    code = "from tests.worker.matrices import digest_of_products as d; print(d())"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         env={**os.environ, **environment},
