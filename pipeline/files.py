@@ -1,12 +1,39 @@
-"""Files that outlive their writer: all of the bytes or an error, and the disk asked for them when it suits."""
+"""Writing files: complete writes, atomic replacement, and files that are synchronized to the disk later."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
+
+
+def replace_file(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write `data` beside `path` and rename it over `path`: a reader sees the old contents or the new, never a part.
+
+    `durable` writes the bytes to the disk before the rename.  Raises `OSError`; the old file then stands and
+    the new one is removed.  One writer at a time: the temporary name is derived from `path`.
+    """
+    temporary = temporary_path(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def temporary_path(path: Path) -> Path:
+    """Where `replace_file` writes before it renames: `.NAME.new` beside `path`."""
+    return path.with_name(f".{path.name}.new")
 
 
 def write_all(fd: int, data: bytes | memoryview, at: int) -> None:
-    """`data` at offset `at`; the kernel may take less of it at a time. Raises `OSError`."""
+    """Write all of `data` at offset `at`; the kernel may accept less at a time. Raises `OSError`."""
     rest = memoryview(data)
     while rest:
         done = os.pwrite(fd, rest, at)
@@ -15,7 +42,7 @@ def write_all(fd: int, data: bytes | memoryview, at: int) -> None:
 
 
 def append_all(fd: int, data: bytes, size: int) -> None:
-    """`data` at the end of a file of `size` bytes. Raises `OSError`: then the file is as before."""
+    """Append `data` to a file of `size` bytes. Raises `OSError`; the file is then as before."""
     try:
         write_all(fd, data, size)
     except OSError:
@@ -24,15 +51,18 @@ def append_all(fd: int, data: bytes, size: int) -> None:
 
 
 class DurableFile:
-    """A file of one writer.  What is written is with the kernel and outlives any process; that it outlives the
-    machine's power is for somebody else to see to (`unsynced`), who has the time to wait for a disk."""
+    """A file with one writer.
+
+    Written bytes are in the kernel's page cache and survive the death of any process.  To survive a power
+    loss they must be synchronized, which may take long: `unsynced` gives another thread a descriptor to do it with.
+    """
 
     def __init__(self, fd: int = -1) -> None:
         self._fd = fd  # -1: closed
         self._is_dirty = False
 
     def unsynced(self) -> int | None:
-        """A descriptor of its own (to be closed) if the disk does not have everything yet; else None."""
+        """A duplicate descriptor (the caller closes it) if the disk lacks some of the bytes; else None."""
         if not self._is_dirty or self._fd < 0:
             return None
         self._is_dirty = False

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.errors import ConfigError
-from pipeline.faults.points import VARIABLE, Strike
+from pipeline.faults.points import VARIABLE, Trigger
 from pipeline.protocol.topology import EDGES
 from shm.arena import process_ticks
 
@@ -92,7 +92,7 @@ def hook(
     live: str = "",
     env: Mapping[str, str] = os.environ,
     sleep: Callable[[float], None] = time.sleep,
-) -> Strike | None:
+) -> Trigger | None:
     """What to call at each event of `place:...@point`; None when neither plan has anything for it."""
     restarted = env.get("STARLING_RESTARTS", "0") != "0"
     faults = [fault for fault in parse(planned) if not (restarted and fault.action in _FATAL)] + parse(live)
@@ -100,7 +100,7 @@ def hook(
     if not mine:
         return None
 
-    def strike(number: int) -> bool:
+    def trigger(number: int) -> bool:
         is_dropped = False
         for fault in mine:
             if fault.action == "slow":
@@ -109,7 +109,7 @@ def hook(
                 is_dropped |= _do(fault.action)
         return is_dropped
 
-    return strike
+    return trigger
 
 
 def _do(action: str) -> bool:

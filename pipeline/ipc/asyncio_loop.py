@@ -1,6 +1,6 @@
 """Edges in an asyncio loop (gateway): readers, and one ticking task.
 
-endpoints = Endpoints("gateway", config)
+endpoints = AsyncioLoop("gateway", config)
 link = endpoints.connect("gateway-scheduler", on_frame)
 link.on_up = ...
 endpoints.start()            # in the running loop
@@ -22,7 +22,7 @@ from pipeline.config.schema import Config
 from pipeline.ipc.endpoint import Hub, Link
 from pipeline.protocol.messages import Frame
 from pipeline.runtime import process
-from pipeline.runtime.stage_runtime import TICK_S, StageLife
+from pipeline.runtime.stage_runtime import TICK_S, StageRuntime
 
 log = logging.getLogger("starling.loop")
 
@@ -59,8 +59,8 @@ def attach(
     return detach
 
 
-class Endpoints(StageLife):
-    """A `StageLife` in an asyncio loop."""
+class AsyncioLoop(StageRuntime):
+    """A `StageRuntime` in an asyncio loop."""
 
     def __init__(
         self,
@@ -120,8 +120,8 @@ class Endpoints(StageLife):
         if self.drained:
             self._over.set()
 
-    def rouse(self) -> None:
-        super().rouse()
+    def mark_active(self) -> None:
+        super().mark_active()
         self._next_tick = min(self._next_tick, self.clock() + TICK_S)
         self._set_timer()
 

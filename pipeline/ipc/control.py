@@ -88,7 +88,7 @@ def is_ours(fd: int) -> bool:
 # ------------------------------------------------------------------ the server
 
 
-class Control:
+class ControlServer:
     """A stage's control socket in the running loop. `handler(request)` returns the answer's fields."""
 
     def __init__(self, run_dir: Path, stage: str, handler: Handler) -> None:

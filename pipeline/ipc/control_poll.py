@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.errors import InternalError, StarlingError
 from pipeline.ipc.control import IDLE_S, MAX_CLIENTS, MAX_LINE, failed, is_ours, parse, socket_path
-from pipeline.ipc.poll_loop import StageLoop
+from pipeline.ipc.poll_loop import PollLoop
 from pipeline.runtime import run_dir as rundir
 
 log = logging.getLogger("starling.control")
@@ -24,10 +24,10 @@ log = logging.getLogger("starling.control")
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-class PolledControl:
+class PollControlServer:
     """`handler(request)` returns the answer's fields or raises `StarlingError`; it is called in the loop."""
 
-    def __init__(self, run_dir: Path, loop: StageLoop, handler: Handler) -> None:
+    def __init__(self, run_dir: Path, loop: PollLoop, handler: Handler) -> None:
         """Bind. The stage holds its lock, so what stands at the path was left by a predecessor."""
         self.path = socket_path(run_dir, loop.stage)
         self._loop = loop

@@ -16,7 +16,7 @@ log = logging.getLogger("starling.scheduler")
 MAX_PATH_BYTES = 107
 
 
-class Bell:
+class Doorbell:
     """`path` goes to the worker, "" when there is no bell (it then sends frames); poll `fd`, then `hear`."""
 
     def __init__(self, path: Path) -> None:
@@ -32,7 +32,7 @@ class Bell:
         self.path = str(path)
         self.fd = self._socket.fileno()
 
-    def hear(self) -> None:
+    def drain(self) -> None:
         """Take all rings: whoever comes late finds one for each step since."""
         try:
             while True:

@@ -36,22 +36,21 @@ from typing import Any
 import msgspec
 import zmq
 
+from pipeline import procfs
 from pipeline.errors import ConfigError
 from pipeline.faults import points
 from pipeline.protocol.messages import PROTOCOL_VERSION, Frame, Heartbeat, Hello, encode
 from pipeline.protocol.topology import Edge
 from pipeline.runtime import run_dir, timer_coalescing
-from pipeline.supervise import procfs
 from shm.arena import process_ticks
 
 log = logging.getLogger("starling.wire")
 
 DEAD_AFTER_BEATS = 10  # heartbeat intervals without any frame
 STARVED = 8  # times as many for a peer that only waits for a core: giving it up would make more work
-# A server at rest should cost next to nothing.  Only the gateway tells who is ready, and it connects: all other
-# directions may be slower while nothing moves; a process's death is seen by its pidfd anyway.
+# Only the gateway reports readiness, and it connects: all other directions may be slower when idle.
 LISTENS = "gateway"
-QUIET_BEATS = 4  # intervals between two heartbeats of a quiet stage to who does not tell; at least rest.SELDOM_S
+QUIET_BEATS = 4  # heartbeat intervals between two heartbeats of an idle stage
 BATCH_FRAMES = 1024  # most frames of one `receive`, so that one edge cannot starve the others
 MAX_FRAME_BYTES = 64 << 20  # larger ones are not sent; a text of the largest body that is taken fits in
 RECONNECT_MS = 20  # a successor is up within tens of ms; a failed ipc connect costs microseconds
@@ -121,7 +120,7 @@ class _Endpoint(abc.ABC):
         self.epoch = epoch or process_epoch()
         self._ticks = process_ticks(os.getpid())
         self._interval = heartbeat_ms / 1000
-        self._quiet_s = max(timer_coalescing.SELDOM_S, QUIET_BEATS * self._interval)  # between two beats at rest
+        self._quiet_s = max(timer_coalescing.IDLE_HEARTBEAT_S, QUIET_BEATS * self._interval)
         self._clock = clock
         self._decoder = msgspec.msgpack.Decoder(receives)
         self._known: dict[bytes, _Peer] = {}
@@ -132,10 +131,10 @@ class _Endpoint(abc.ABC):
         self._last_tick = self._last_sent = float("-inf")
         self._said = Heartbeat("", 0, 0, False, False)  # the last beat that was offered
         self._is_local = address.startswith("ipc://")
-        self.wants_to_run: Callable[[int], bool] = procfs.wants_to_run  # of a pid
+        self.is_runnable: Callable[[int], bool] = procfs.is_runnable  # of a pid
         self._closed = False
         ends = (edge.connector, edge.binder) if kind == zmq.DEALER else (edge.binder, edge.connector)
-        self._fault = points.point("wire", ">".join(ends))
+        self._fault = points.fault_point("wire", ">".join(ends))
         self._frames_sent = 0
 
         socket = (context or zmq.Context.instance()).socket(kind)
@@ -204,7 +203,7 @@ class _Endpoint(abc.ABC):
     def _send_frame(self, key: bytes, frame: Frame) -> bool:
         """A stage's frame, which a fault plan may lose on its way."""
         self._frames_sent += 1
-        is_lost = self._fault.strike is not None and self._fault.strike(self._frames_sent)
+        is_lost = self._fault.trigger is not None and self._fault.trigger(self._frames_sent)
         if not is_lost and not self._send(key, frame):
             return False
         self._known[key].sent += 1
@@ -390,7 +389,7 @@ class _Endpoint(abc.ABC):
 
     def _tick(self, beat: Heartbeat) -> None:
         now = self._clock()
-        usual = max(self._interval, timer_coalescing.SELDOM_S) if self._said.quiet else self._interval
+        usual = max(self._interval, timer_coalescing.IDLE_HEARTBEAT_S) if self._said.idle else self._interval
         late = now - self._last_tick - usual
         self._last_tick = now
         for key, peer in list(self._known.items()):
@@ -408,18 +407,18 @@ class _Endpoint(abc.ABC):
 
     def _patience_s(self, peer: _Peer) -> float:
         """How long without a frame until it is given up."""
-        is_quiet = peer.last_beat is not None and peer.last_beat.quiet
-        return DEAD_AFTER_BEATS * self._interval + (1.25 * self._quiet_s if is_quiet else 0.0)
+        is_idle = peer.last_beat is not None and peer.last_beat.idle
+        return DEAD_AFTER_BEATS * self._interval + (1.25 * self._quiet_s if is_idle else 0.0)
 
     def _is_starved(self, peer: _Peer) -> bool:
-        return peer.pidfd >= 0 and peer.hello is not None and self.wants_to_run(peer.hello.pid)
+        return peer.pidfd >= 0 and peer.hello is not None and self.is_runnable(peer.hello.pid)
 
     def _is_due(self, beat: Heartbeat, now: float) -> bool:
         """A quiet stage says so less often, and at once when it is not any more."""
         said, self._said = self._said, beat
-        if not (beat.quiet and said.quiet) or self._is_waited_for() or beat.reason != said.reason:
+        if not (beat.idle and said.idle) or self._is_waited_for() or beat.reason != said.reason:
             return True
-        return timer_coalescing.has_turned(now, self._last_sent, self._quiet_s)
+        return timer_coalescing.has_period_elapsed(now, self._last_sent, self._quiet_s)
 
     @abc.abstractmethod
     def _is_waited_for(self) -> bool:
@@ -432,7 +431,7 @@ class _Endpoint(abc.ABC):
             else:
                 self._send(key, msgspec.structs.replace(beat, sent=peer.sent))
 
-    def breathe(self, beat: Heartbeat) -> None:
+    def send_heartbeat_if_due(self, beat: Heartbeat) -> None:
         """Between two ticks, in the middle of long work: a heartbeat when one is due, and nothing else."""
         if not self._closed and self._clock() - self._last_sent >= 0.9 * self._interval:
             self._last_sent = self._clock()

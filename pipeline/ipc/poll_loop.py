@@ -1,6 +1,6 @@
 """The loop of a stage that polls: frames, signals, ticks and work, one after the other.
 
-    loop = StageLoop("kv", config)
+    loop = PollLoop("kv", config)
     hub = loop.bind("scheduler-kv", on_frame)     # or loop.connect(...), or loop.add(endpoint, handler)
     loop.ready = True
     return loop.run(work)
@@ -24,17 +24,17 @@ from pipeline.config.schema import Config
 from pipeline.ipc.endpoint import Hub, Link
 from pipeline.protocol.messages import Frame
 from pipeline.runtime import process
-from pipeline.runtime.stage_runtime import STALL_MS, TICK_S, StageLife
+from pipeline.runtime.stage_runtime import STALL_MS, TICK_S, StageRuntime
 
-__all__ = ["MOST_S", "STALL_MS", "TICK_S", "StageLoop"]
+__all__ = ["MOST_S", "STALL_MS", "TICK_S", "PollLoop"]
 
 log = logging.getLogger("starling.loop")
 
 MOST_S = 60.0  # of waiting; ticks come sooner
 
 
-class StageLoop(StageLife):
-    """A `StageLife` around `select.poll`."""
+class PollLoop(StageRuntime):
+    """A `StageRuntime` around `select.poll`."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class StageLoop(StageLife):
                 self.poll(MOST_S if delay is None else delay)
                 is_told = self.stopping
                 delay = work()
-                if self.is_quiet and self.busy:
-                    self.rouse()
+                if self.is_idle and self.busy:
+                    self.mark_active()
         except Exception:
             log.exception("fatal error, the stage ends")
             self.exit_code = self.exit_code or process.EXIT_FATAL
@@ -143,8 +143,8 @@ class StageLoop(StageLife):
             if callback is not None:
                 callback()
 
-    def rouse(self) -> None:
-        super().rouse()
+    def mark_active(self) -> None:
+        super().mark_active()
         self._next_tick = min(self._next_tick, self.clock() + TICK_S)
 
     @property

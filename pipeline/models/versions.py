@@ -1,6 +1,6 @@
 """Which versions of which models there are: the record that the gateway writes and every stage follows.
 
-    RUN_DIR/lineup.json          the record, placed by rename; absent: the models as they are configured
+    RUN_DIR/versions.json          the record, placed by rename; absent: the models as they are configured
     RUN_DIR/worker-SLUG.failed   why an instance's worker group could not begin
 
 An *instance* is one loaded version of a model, with arenas, a worker group and a life of its own.  Its
@@ -30,16 +30,16 @@ from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import StarlingError
 from pipeline.models import store
 
-log = logging.getLogger("starling.lineup")
+log = logging.getLogger("starling.version_table")
 
-RECORD = "lineup.json"
+RECORD = "versions.json"
 MAX_OUTCOMES = 32  # of past changes
 
 State = Literal["loading", "serving", "retiring"]
 Op = Literal["load", "reload", "unload"]
 
 
-class Instance(msgspec.Struct, frozen=True, kw_only=True):
+class ModelVersion(msgspec.Struct, frozen=True, kw_only=True):
     """One loaded version of a model."""
 
     name: str
@@ -86,37 +86,37 @@ class Outcome(msgspec.Struct, frozen=True):
     param: str = ""
 
 
-class Lineup(msgspec.Struct, frozen=True):
+class VersionTable(msgspec.Struct, frozen=True):
     """The record. Of a name at most one instance is serving."""
 
     configured: str  # digest of the configured models
     serial: int  # the last one given
-    instances: tuple[Instance, ...]
+    versions: tuple[ModelVersion, ...]
     outcomes: tuple[Outcome, ...] = ()  # oldest first
 
-    def find(self, instance_id: str) -> Instance | None:
-        return next((one for one in self.instances if one.id == instance_id), None)
+    def find(self, instance_id: str) -> ModelVersion | None:
+        return next((one for one in self.versions if one.id == instance_id), None)
 
-    def serving(self, name: str) -> Instance | None:
-        return next((one for one in self.instances if one.name == name and one.state == "serving"), None)
+    def serving(self, name: str) -> ModelVersion | None:
+        return next((one for one in self.versions if one.name == name and one.state == "serving"), None)
 
     @property
     def names(self) -> list[str]:
         """What requests may ask for: names with an instance that serves or loads, in their order."""
-        return list(dict.fromkeys(one.name for one in self.instances if one.state != "retiring"))
+        return list(dict.fromkeys(one.name for one in self.versions if one.state != "retiring"))
 
 
-def initial(config: Config) -> Lineup:
+def initial(config: Config) -> VersionTable:
     """The models as they are configured."""
-    instances = tuple(Instance(name=model.name, serial=0, settings=model) for model in config.models)
-    return Lineup(_identity(config), 0, instances)
+    instances = tuple(ModelVersion(name=model.name, serial=0, settings=model) for model in config.models)
+    return VersionTable(_identity(config), 0, instances)
 
 
 def _identity(config: Config) -> str:
     return hashlib.sha256(msgspec.json.encode(config.models)).hexdigest()[:32]
 
 
-def read(config: Config) -> Lineup:
+def read(config: Config) -> VersionTable:
     """What there is now; as configured where nothing is recorded. Raises `OSError` when it cannot be read."""
     try:
         return _decode(config, record_path(config).read_bytes())
@@ -124,20 +124,20 @@ def read(config: Config) -> Lineup:
         return initial(config)
 
 
-def _decode(config: Config, raw: bytes) -> Lineup:
+def _decode(config: Config, raw: bytes) -> VersionTable:
     try:
-        lineup = msgspec.json.decode(raw, type=Lineup)
+        version_table = msgspec.json.decode(raw, type=VersionTable)
     except msgspec.DecodeError as error:  # of another version of this program: a rename leaves no half
         log.warning("the record of loaded models is not understood and not used", extra={"error": str(error)})
         return initial(config)
-    return lineup if lineup.configured == _identity(config) else initial(config)
+    return version_table if version_table.configured == _identity(config) else initial(config)
 
 
-def write(config: Config, lineup: Lineup) -> None:
+def write(config: Config, version_table: VersionTable) -> None:
     """Place the record. Only the gateway does. Raises `OSError`: then the old one stands."""
     path = record_path(config)
     new = path.with_name(f".{path.name}.new")
-    new.write_bytes(msgspec.json.encode(lineup))
+    new.write_bytes(msgspec.json.encode(version_table))
     os.replace(new, path)
 
 
@@ -145,7 +145,7 @@ def record_path(config: Config) -> Path:
     return paths.run_dir(config) / RECORD
 
 
-class Follower:
+class VersionFollower:
     """Reads the record again when it has been replaced; cheap enough for every tick."""
 
     def __init__(self, config: Config) -> None:
@@ -153,10 +153,10 @@ class Follower:
         self._path = record_path(config)
         self._seen = self._stamp()
         self._has_complained = False
-        self.lineup = read(config)
+        self.table = read(config)
 
-    def look(self) -> bool:
-        """True when `lineup` is another one than before."""
+    def poll(self) -> bool:
+        """True when `version_table` is another one than before."""
         stamp = self._stamp()
         if stamp == self._seen:
             return False
@@ -173,8 +173,8 @@ class Follower:
             return False
         self._has_complained = False
         self._seen = stamp
-        before, self.lineup = self.lineup, found
-        return before != self.lineup
+        before, self.table = self.table, found
+        return before != self.table
 
     def _stamp(self) -> tuple[int, int, int]:
         try:
@@ -187,7 +187,7 @@ class Follower:
 # ------------------------------------------------------------------ checkpoints
 
 
-def find_index(instance: Instance, models_dir: Path) -> Path | None:
+def find_index(instance: ModelVersion, models_dir: Path) -> Path | None:
     """Its `.idx`, if it has been made; by its digest when that is known, whatever its path holds by now."""
     if not instance.digest:
         return store.find_index(instance.model, models_dir)
@@ -207,7 +207,7 @@ class Failure(NamedTuple):
 
 
 def failure_path(run_dir: Path, stage: str) -> Path:
-    """`stage`: `Instance.stage`."""
+    """`stage`: `ModelVersion.stage`."""
     return run_dir / f"{stage}.failed"
 
 

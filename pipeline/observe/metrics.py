@@ -201,7 +201,7 @@ class Metrics:
         self.stage = stage
         self.path = directory / f"{stage}.metrics" if directory else None
         self._clock = clock
-        self.is_quiet = False  # nothing moves: there is hardly news
+        self.is_idle = False  # nothing moves: there is hardly news
         self._looked = self._placed = float("-inf")
         self._last = b""  # what has been placed
         self._ticks = process_ticks(os.getpid())
@@ -253,7 +253,7 @@ class Metrics:
     def is_due(self) -> bool:
         """Whether `write` would do anything."""
         return self.path is not None and self._clock() >= self._looked + (
-            QUIET_INTERVAL_S if self.is_quiet else INTERVAL_S
+            QUIET_INTERVAL_S if self.is_idle else INTERVAL_S
         )
 
     def write(self) -> None:
@@ -261,7 +261,7 @@ class Metrics:
         if self.path is None or not self.is_due:
             return
         now = self._looked = self._clock()
-        if self.is_quiet and now < self._placed + QUIET_MOST_S and self._encoded() == self._last:
+        if self.is_idle and now < self._placed + QUIET_MOST_S and self._encoded() == self._last:
             return
         self._placed = now
         self._measure_process()

@@ -15,6 +15,7 @@ from typing import Any, NewType
 import msgspec
 
 PROTOCOL_VERSION = 3
+MAX_SESSION_ID = 128  # characters of a session's id
 
 SequenceId = NewType("SequenceId", str)
 
@@ -46,7 +47,7 @@ class Heartbeat(Frame, tag="B"):
     busy: bool  # it has work
     ready: bool  # it can take work
     reason: str = ""  # why it is not ready
-    quiet: bool = False  # nothing moves: over a connection that it made it says so less often
+    idle: bool = False  # nothing moves: over a connection that it made it says so less often
     sent: int = -1  # frames sent to this peer since Hello, set by wire.py: one that is missing was lost; -1: untold
 
 
@@ -82,7 +83,7 @@ class Encode(Frame, tag="e"):
     parse_special: bool = False  # special tokens written in the text become their ids
     add_bos: bool = True  # if the model asks for one
     offsets: bool = False
-    most: int = 0  # tokens; of a text that has more only their number is answered. 0: any number
+    token_limit: int = 0  # of a text with more tokens only their number is answered; 0: no limit
 
 
 class Render(Frame, tag="r"):
@@ -94,7 +95,7 @@ class Render(Frame, tag="r"):
     add_generation_prompt: bool = True
     tools: list[dict[str, Any]] | None = None
     template_vars: dict[str, Any] = {}
-    most: int = 0  # as in Encode
+    token_limit: int = 0  # as in Encode
 
 
 class Detokenize(Frame, tag="d"):
@@ -118,7 +119,7 @@ class Encoded(Frame, tag="E"):
     id: str
     tokens: tuple[int, ...]
     offsets: bytes = b""  # u32 little-endian: begin and end of each token in the UTF-8 text
-    too_many: int = 0  # tokens, more than `most`: none of them are here
+    too_many: int = 0  # tokens, more than `token_limit`: none of them are here
     is_exact: bool = False  # else `too_many` is what they are at least: no more was counted than had to be
 
 
@@ -394,7 +395,7 @@ class SessionBegin(Frame, tag="b"):
     ttl_s: int = 0  # of a new one: closed when unused for so long; 0: never
     salt: str = ""  # of a new one: `Submit.cache_salt` of its turns
     resume: int = 0
-    instance: str = ""  # version of the model that computes the turn, see pipeline/models/versions.py; "": that serves
+    version: str = ""  # version of the model that computes the turn, see pipeline/models/versions.py; "": that serves
 
 
 class SessionCommit(Frame, tag="p"):
@@ -491,7 +492,7 @@ class Attach(Frame, tag="A"):
     steps_path: str
     kv_path: str
     next_step: int
-    bell: str = ""
+    doorbell: str = ""
 
 
 class Detach(Frame, tag="Z"):
@@ -500,7 +501,7 @@ class Detach(Frame, tag="Z"):
     generation: int
 
 
-class StepBell(Frame, tag="s"):
+class StepPublished(Frame, tag="s"):
     """Doorbell, rung only for a sleeping peer; the ring's counters are the truth."""
 
     generation: int
@@ -514,7 +515,7 @@ class StepDone(Frame, tag="o"):
     step: int
 
 
-SchedulerToWorker = Hello | Heartbeat | Attach | Detach | StepBell
+SchedulerToWorker = Hello | Heartbeat | Attach | Detach | StepPublished
 WorkerToScheduler = Hello | Heartbeat | WorkerReady | StepDone
 
 

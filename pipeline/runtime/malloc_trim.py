@@ -8,8 +8,9 @@ take hundreds of MB while it is tokenized.  `malloc_trim` gives back what is fre
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
+
+from pipeline.procfs import anonymous_bytes
 
 SLACK_BYTES = 32 << 20  # that may be kept
 LOOK_S = 10.0  # between two looks
@@ -23,17 +24,7 @@ def trim() -> None:
         function(0)
 
 
-def anonymous_bytes() -> int:
-    """Resident memory of this process that is no file's, as heaps are; 0 where it is not known."""
-    try:
-        with open("/proc/self/statm", "rb") as f:
-            _, resident, shared, *_ = f.read().split()
-    except (OSError, ValueError):
-        return 0
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
-
-
-class Heap:
+class MallocTrimmer:
     """One per process; `tick` often. `clock`: s, monotonic."""
 
     def __init__(

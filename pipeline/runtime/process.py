@@ -64,7 +64,7 @@ def watch_parent() -> int:
         return -1
 
 
-def run_briefly(slice_ns: int = SLICE_NS) -> bool:
+def use_short_time_slice(slice_ns: int = SLICE_NS) -> bool:
     """Ask for the processor often and for short: this thread, and those that it starts, are run soon after waking.
 
     Ranks spin on every core.  With the usual slice a woken stage may wait for milliseconds until one of them has
@@ -76,7 +76,7 @@ def run_briefly(slice_ns: int = SLICE_NS) -> bool:
     return int(_libc.syscall(_SYS_SCHED_SETATTR, 0, ctypes.create_string_buffer(fields, len(fields)), 0)) == 0
 
 
-def hear_of_children() -> int:
+def open_child_signal_fd() -> int:
     """A descriptor that is readable when a child stops, goes on or ends; read it before looking which one.
 
     SIGCHLD is blocked from now on in this thread, and in those that it starts.
@@ -87,7 +87,7 @@ def hear_of_children() -> int:
     return _descriptor(_libc.signalfd(-1, mask, os.O_NONBLOCK | os.O_CLOEXEC))
 
 
-def hear_of_renames(directory: Path) -> int:
+def open_rename_watch(directory: Path) -> int:
     """A descriptor that is readable when something has been moved into `directory`. Raises `OSError`."""
     fd = _descriptor(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
     try:

@@ -2,8 +2,8 @@
 
 Watches its parent (whatever started the stage has called `process.die_with_parent` before any import);
 holds the stage's lock; at every tick tells the supervisor that it lives, systemd that it is well, and
-`starling status` and `/metrics` what it is doing.  `StageLoop` (poll) and `Endpoints` (asyncio) are a
-`StageLife` with edges.
+`starling status` and `/metrics` what it is doing.  `PollLoop` (poll) and `Endpoints` (asyncio) are a
+`StageRuntime` with edges.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEAR_S = 0.5  # after SIGTERM: how long until the heartbeats of others say wheth
 STALL_MS = 10_000  # away from the loop for longer without `allow`: the supervisor kills the stage
 
 
-class StageLife:
+class StageRuntime:
     """One per process. `progress`, `busy`, `ready` and `reason` are the stage's to set.
 
     `stage` is the name that peers, locks and files know: a stage that runs several times gives
@@ -50,7 +50,7 @@ class StageLife:
     ) -> None:
         self.parent_fd = process.watch_parent()  # -1 when it cannot be watched
         if not stage.startswith("worker"):
-            process.run_briefly()  # before any thread, ZeroMQ's too
+            process.use_short_time_slice()  # before any thread, ZeroMQ's too
         self.stage = stage
         self.config = config
         self.progress = 0  # grows while the stage does work
@@ -61,7 +61,7 @@ class StageLife:
         self.on_tick: list[Callable[[], Any]] = []
         self.endpoints: list[Link | Hub] = []
         self.clock = clock
-        self.is_quiet = False  # ready and without work for a while: it ticks more seldom
+        self.is_idle = False  # ready and without work for a while: it ticks more seldom
         self._moved = (0, False, "")
         self._moved_at = clock()
         self._stopping_since = 0.0
@@ -79,7 +79,7 @@ class StageLife:
         self._status = StatusFile(run_dir, stage, clock)
         self.metrics = Metrics(stage, arena_dir if config.metrics.enabled else None, clock=clock)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._faults = points.Follower(run_dir)
+        self._faults = points.LivePlanFollower(run_dir)
         self._tell_supervisor()
 
     # -------------------------------------------------------------- edges
@@ -118,7 +118,7 @@ class StageLife:
         """What the peers are told now."""
         ready = self.ready and not self.stopping
         reason = "" if ready else "stopping" if self.stopping else self.reason
-        return Heartbeat(self.stage, process_epoch(), self.progress, self.busy, ready, reason, self.is_quiet)
+        return Heartbeat(self.stage, process_epoch(), self.progress, self.busy, ready, reason, self.is_idle)
 
     def tick(self) -> None:
         """Every 100 ms, more seldom while it is quiet; also by a stage that is about to stay away."""
@@ -131,7 +131,7 @@ class StageLife:
             process.sd_notify("READY=1")
         self._tell_supervisor()
         self._status.write(beat)
-        self.metrics.is_quiet = self.is_quiet
+        self.metrics.is_idle = self.is_idle
         if self.metrics.is_due:
             for endpoint in self.endpoints:
                 edge = endpoint.edge.name
@@ -142,11 +142,11 @@ class StageLife:
         if self._watchdog_s and now >= self._next_watchdog:
             self._next_watchdog = now + self._watchdog_s
             process.sd_notify("WATCHDOG=1")
-        self._faults.look()
+        self._faults.poll()
         for callback in self.on_tick:
             callback()
 
-    def breathe(self) -> None:
+    def report_progress(self) -> None:
         """In the middle of long work that does progress, as often as it likes: peers and supervisor hear of it.
 
         Nothing is received and no callback runs, so that the work's state may be half-way.
@@ -158,7 +158,7 @@ class StageLife:
         self.progress += 1
         beat = self.beat()
         for endpoint in self.endpoints:
-            endpoint.breathe(beat)
+            endpoint.send_heartbeat_if_due(beat)
         self._tell_supervisor()
 
     def _look_around(self) -> None:
@@ -167,29 +167,29 @@ class StageLife:
         state = (self.progress, self.ready, self.reason)
         if self.busy or self.stopping or state != self._moved:
             self._moved, self._moved_at = state, now
-        self.is_quiet = self.ready and now - self._moved_at >= QUIET_AFTER_S
+        self.is_idle = self.ready and now - self._moved_at >= QUIET_AFTER_S
 
-    def rouse(self) -> None:
+    def mark_active(self) -> None:
         """Something has come that ticks are wanted for: as often as ever from now on."""
         self._moved_at = self.clock()
-        self.is_quiet = False
+        self.is_idle = False
 
     @property
     def tick_s(self) -> float:
         """From now until the next tick."""
-        if not self.is_quiet:
+        if not self.is_idle:
             return TICK_S
         is_listened_to = any(endpoint.edge.connector == LISTENS for endpoint in self.endpoints)
-        wait_s = timer_coalescing.BEAT_S if is_listened_to or self._watchdog_s else timer_coalescing.SELDOM_S
-        return timer_coalescing.until_beat(self.clock(), wait_s)
+        wait_s = timer_coalescing.ALIGN_S if is_listened_to or self._watchdog_s else timer_coalescing.IDLE_HEARTBEAT_S
+        return timer_coalescing.until_aligned(self.clock(), wait_s)
 
     @property
     def slack_s(self) -> float:
         """How long a tick may wait for company."""
-        return 0.0 if self.is_quiet else SLACK_S
+        return 0.0 if self.is_idle else SLACK_S
 
     @contextmanager
-    def allow(self, seconds: float) -> Iterator[None]:
+    def allow_stall(self, seconds: float) -> Iterator[None]:
         """The stage may stay away from its loop this long (loading, compiling) without being killed."""
         before, self._allowance_ms = self._allowance_ms, int(seconds * 1000)
         self.tick()
@@ -215,13 +215,13 @@ class StageLife:
         return not self.busy or waited_ms >= self.config.server.drain_timeout_ms
 
     @property
-    def is_hearing(self) -> bool:
+    def is_awaiting_heartbeats(self) -> bool:
         """Told to stop so lately that others may not have said yet whether they stop, too."""
         return self.clock() - self._stopping_since < HEAR_S
 
-    def is_drained_through(self, hub: Hub) -> bool:
+    def serves_stopping_clients(self, hub: Hub) -> bool:
         """Told to stop: peers of `hub` that stop, too, end their work through us; others turn to a successor."""
-        if self.is_hearing:
+        if self.is_awaiting_heartbeats:
             return bool(hub.peers)
         beats = hub.last_beat
         return any(peer in beats and beats[peer].reason == "stopping" for peer in hub.peers)

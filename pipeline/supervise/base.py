@@ -18,24 +18,23 @@ from collections.abc import Callable
 from types import FrameType
 
 from pipeline.runtime import process
-from pipeline.supervise import procfs
 
 SAME_SIGNAL_S = 0.5  # honcho and a terminal may both send one: not a second wish
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
-class Keeper:
-    """In the main thread; every child of this process belongs to it. `guardians` are pidfds."""
+class SupervisorBase:
+    """In the main thread; every child of this process belongs to it. `watched_ancestors` are pidfds."""
 
-    def __init__(self, guardians: list[int], clock: Callable[[], float] = time.monotonic) -> None:
-        self.stop_wishes = 0
-        self.restart_wish = False
+    def __init__(self, watched_ancestors: list[int], clock: Callable[[], float] = time.monotonic) -> None:
+        self.stop_requests = 0
+        self.restart_requested = False
         self._clock = clock
         self._last_wish = float("-inf")
-        self._guardians = guardians
+        self._guardians = watched_ancestors
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
-        for fd in (self._wake, *guardians):
+        for fd in (self._wake, *watched_ancestors):
             self.register(fd)
 
     def register(self, fd: int) -> None:
@@ -57,30 +56,18 @@ class Keeper:
             os.eventfd_read(self._wake)
         for fd in ready.intersection(self._guardians):
             self.unregister(fd)
-            self.stop_wishes = max(self.stop_wishes, 1)
+            self.stop_requests = max(self.stop_requests, 1)
         return ready
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
         if number in (signal.SIGTERM, signal.SIGINT):
             now = self._clock()
-            if self.stop_wishes == 0 or now - self._last_wish >= SAME_SIGNAL_S:
-                self.stop_wishes += 1
+            if self.stop_requests == 0 or now - self._last_wish >= SAME_SIGNAL_S:
+                self.stop_requests += 1
                 self._last_wish = now
         elif number == signal.SIGHUP:
-            self.restart_wish = True
+            self.restart_requested = True
         os.eventfd_write(self._wake, 1)  # poll() is resumed after a handler (PEP 475): this ends it
-
-
-def open_guardians() -> list[int]:
-    """Pidfds of those whose death ends this process, see kinship.py."""
-    return [fd for fd in map(_pidfd, procfs.guardians(os.getpid())) if fd >= 0]
-
-
-def _pidfd(pid: int) -> int:
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return -1
 
 
 def fork(body: Callable[[], int]) -> int:

@@ -67,8 +67,9 @@ def _ours(run_dir: Path) -> Iterator[Path]:
             yield path
     yield from run_dir.glob("*.status")
     yield from run_dir.glob("*.failed")
-    yield from run_dir.glob("lineup.json")
-    yield from run_dir.glob(".lineup.json.new")
+    yield from run_dir.glob("versions.json")
+    yield from run_dir.glob("lineup.json")  # the name of that record before version 0.2
+    yield from run_dir.glob(".versions.json.new")
     yield from run_dir.glob(".*.status.new")
 
 

@@ -30,12 +30,13 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from pipeline import procfs
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ResourceError, StarlingError
 from pipeline.observe import logs
 from pipeline.runtime import process, timer_coalescing
-from pipeline.supervise import base, listen_fd, procfs
-from pipeline.supervise.base import Keeper
+from pipeline.supervise import ancestors, base, listen_fd
+from pipeline.supervise.base import SupervisorBase
 from pipeline.supervise.restart_policy import Limits, RestartPolicy
 
 log = logging.getLogger("starling.supervisor")
@@ -76,13 +77,13 @@ def supervise(
     # numpy's BLAS would start threads when it is imported, and a forked child would not have them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     logs.setup(f"{stage}-supervisor", config)
-    guardians = base.open_guardians()
+    watched_ancestors = ancestors.open_watched_ancestors()
     start = start_program(command)
     if run is not None and preloaded(preload):
         start = start_fork(run, stage, config)
     policy = RestartPolicy(random.SystemRandom().random, limits)
     drain_s = config.server.drain_timeout_ms / 1000 + GRACE_S
-    return Supervisor(stage, start, policy, guardians, drain_s).run()
+    return Supervisor(stage, start, policy, watched_ancestors, drain_s).run()
 
 
 def preloaded(preload: Callable[[], object] | None) -> bool:
@@ -94,7 +95,7 @@ def preloaded(preload: Callable[[], object] | None) -> bool:
         # Not ours to judge: the stage will say the same, and be restarted or given up.
         log.exception("cannot import the stage beforehand")
         return False
-    threads = len(os.listdir("/proc/self/task"))
+    threads = len(procfs.threads())
     if threads > 1:
         log.warning("its modules start threads: restarts pay for imports", extra={"threads": threads})
         return False
@@ -162,7 +163,7 @@ def guarded(run: Callable[[], int]) -> int:
 # ------------------------------------------------------------------ keeping it alive
 
 
-class Supervisor(Keeper):
+class Supervisor(SupervisorBase):
     """The loop of one stage's lives. In the main thread; every child of this process belongs to it."""
 
     def __init__(
@@ -170,11 +171,11 @@ class Supervisor(Keeper):
         stage: str,
         start: Start,
         policy: RestartPolicy,
-        guardians: list[int],
+        watched_ancestors: list[int],
         drain_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(guardians, clock)
+        super().__init__(watched_ancestors, clock)
         self.stage = stage
         self._start = start
         self._policy = policy
@@ -189,8 +190,8 @@ class Supervisor(Keeper):
             if self._is_told_to_stop():
                 return process.EXIT_OK if ended.code == 0 else process.EXIT_FATAL
             self._restarts += 1
-            if self.restart_wish:
-                self.restart_wish = False
+            if self.restart_requested:
+                self.restart_requested = False
                 log.info("%s restarts as asked", self.stage)
                 continue
             facts = {"code": ended.code, "ran_s": round(ended.ran_s, 3), "restarts": self._restarts}
@@ -211,7 +212,7 @@ class Supervisor(Keeper):
                     return process.EXIT_OK
 
     def _is_told_to_stop(self) -> bool:
-        return self.stop_wishes > 0
+        return self.stop_requests > 0
 
     def _live_once(self) -> Ended:
         """One life, from the start to the last descendant's end."""
@@ -245,14 +246,16 @@ class Supervisor(Keeper):
         kill_at = float("inf")
         reason = ""
         asked = was_ready = False
-        below = procfs.Below(are_any=True, stopped=0)
+        below = procfs.Descendants(exist=True, stopped=0)
         while True:
             tick_s = TICK_S
             if not (asked or reason):
-                rest_s = FAMILY_TICK_S if below.are_any else LONE_TICK_S
+                rest_s = FAMILY_TICK_S if below.exist else LONE_TICK_S
                 rest_s = min(rest_s, allowance_s / 4)
                 tick_s = (
-                    timer_coalescing.until_beat(self._clock(), rest_s) if rest_s >= timer_coalescing.BEAT_S else TICK_S
+                    timer_coalescing.until_aligned(self._clock(), rest_s)
+                    if rest_s >= timer_coalescing.ALIGN_S
+                    else TICK_S
                 )
             ready = self.look(tick_s)
             if pidfd in ready:
@@ -264,19 +267,19 @@ class Supervisor(Keeper):
             beat = process.read_beats(beats)
             if beat is not None:
                 heard, allowance_s, was_ready = now, beat.allowance_ms / 1000, beat.was_ready
-            if (self.stop_wishes or self.restart_wish) and not asked:
+            if (self.stop_requests or self.restart_requested) and not asked:
                 asked = True
                 kill_at = now + self._drain_s
                 signal.pidfd_send_signal(pidfd, signal.SIGTERM)
             if reason:
                 continue
-            if self.stop_wishes > 1:
+            if self.stop_requests > 1:
                 reason = "was killed as asked"
             elif now >= kill_at:
                 reason = "did not finish in time and was killed"
             elif _is_stopped(pidfd):
                 reason = "was stopped and has been killed"
-            elif (below := procfs.below(pid)).stopped:
+            elif (below := procfs.descendants(pid)).stopped:
                 reason = f"was killed, for its process {below.stopped} was stopped"
             elif now - heard > allowance_s:
                 reason = f"gave no sign for {now - heard:.1f} s and was killed"

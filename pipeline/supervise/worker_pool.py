@@ -1,6 +1,6 @@
 """Keeps a worker group for each instance of a model: `starling supervise worker`.
 
-    crew (this process, one thread; knows the record of loaded models, lineup.py)
+    crew (this process, one thread; knows the record of loaded models, version_table.py)
     └── supervisor of an instance (supervisor.py: restarts, fencing; SIGKILL at our death)
         └── rank 0 and its ranks
 
@@ -25,15 +25,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pipeline import procfs
 from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.errors import ModelUnavailable
 from pipeline.models import versions
-from pipeline.models.versions import Instance
+from pipeline.models.versions import ModelVersion
 from pipeline.observe import logs, status
 from pipeline.runtime import process, run_dir, timer_coalescing
-from pipeline.supervise import base, procfs
-from pipeline.supervise.base import Keeper
+from pipeline.supervise import ancestors, base
+from pipeline.supervise.base import SupervisorBase
 from pipeline.supervise.restart_policy import RestartPolicy
 from pipeline.supervise.supervisor import GRACE_S, preloaded, supervise
 
@@ -43,14 +44,14 @@ TICK_S = 0.1  # while somebody comes or goes
 REST_S = 5.0  # else: new records, signals and deaths wake us
 LAST_S = 1.0  # beyond a member's own time for its end
 
-Run = Callable[[Instance], Callable[[], int]]  # what the stage's process of an instance does
+Run = Callable[[ModelVersion], Callable[[], int]]  # what the stage's process of an instance does
 
 
 @dataclass
 class Member:
     """A supervisor of an instance's group."""
 
-    instance: Instance
+    instance: ModelVersion
     policy: RestartPolicy
     pid: int = 0  # 0: it does not run
     pidfd: int = -1
@@ -60,22 +61,22 @@ class Member:
     has_given_up: bool = False
 
 
-class Crew(Keeper):
+class WorkerPool(SupervisorBase):
     """`fork(instance)` starts a supervisor and returns its pid. `only`: of that model alone."""
 
     def __init__(
         self,
         config: Config,
-        fork: Callable[[Instance], int],
-        guardians: list[int],
+        fork: Callable[[ModelVersion], int],
+        watched_ancestors: list[int],
         only: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(guardians, clock)
+        super().__init__(watched_ancestors, clock)
         self._config = config
         self._fork = fork
         self._only = only
-        self._follower = versions.Follower(config)
+        self._follower = versions.VersionFollower(config)
         self._run_dir = paths.run_dir(config)
         self._arena_dir = paths.arena_dir(config)
         self._drain_s = config.server.drain_timeout_ms / 1000 + GRACE_S + LAST_S
@@ -87,7 +88,7 @@ class Crew(Keeper):
         self._next_watchdog = float("-inf")
         self._records = -1  # readable when a record has been placed in the run directory
         try:
-            self._records = process.hear_of_renames(self._run_dir)
+            self._records = process.open_rename_watch(self._run_dir)
             self.register(self._records)
         except OSError as error:  # of these a user may have only so many
             log.warning("new records are looked for, not heard of", extra={"error": str(error)})
@@ -97,9 +98,9 @@ class Crew(Keeper):
         self.take_signals()
         self._remove_strangers()
         while True:
-            self._follower.look()
+            self._follower.poll()
             self._reconcile()
-            if self.stop_wishes and not any(member.pid for member in self._members.values()):
+            if self.stop_requests and not any(member.pid for member in self._members.values()):
                 return self._code
             if self._records in self.look(self._patience_s()):
                 os.read(self._records, 65536)
@@ -110,22 +111,22 @@ class Crew(Keeper):
         """How long nothing has to be looked after, if nothing is heard."""
         members = self._members.values()
         is_settled = all(member.has_given_up or (member.pid and member.kill_at == float("inf")) for member in members)
-        if self._records < 0 or self.stop_wishes or not is_settled or not self._is_announced:
+        if self._records < 0 or self.stop_requests or not is_settled or not self._is_announced:
             return TICK_S
         return (
-            timer_coalescing.until_beat(self._clock(), REST_S)
+            timer_coalescing.until_aligned(self._clock(), REST_S)
             if not self._watchdog_s
             else min(REST_S, self._watchdog_s)
         )
 
     # -------------------------------------------------------------- what there should be
 
-    def _wanted(self) -> dict[str, Instance]:
-        return {one.id: one for one in self._follower.lineup.instances if not self._only or one.name == self._only}
+    def _wanted(self) -> dict[str, ModelVersion]:
+        return {one.id: one for one in self._follower.table.versions if not self._only or one.name == self._only}
 
     def _reconcile(self) -> None:
         now = self._clock()
-        wanted = {} if self.stop_wishes else self._wanted()
+        wanted = {} if self.stop_requests else self._wanted()
         for instance_id, member in list(self._members.items()):
             member.instance = wanted.get(instance_id, member.instance)
             if instance_id not in wanted and not member.pid:
@@ -135,18 +136,18 @@ class Crew(Keeper):
                 signal.pidfd_send_signal(member.pidfd, signal.SIGTERM)
             elif now >= member.kill_at and member.pid:
                 signal.pidfd_send_signal(member.pidfd, signal.SIGKILL)
-        if self.stop_wishes > max(1, self._told):
-            self._told = self.stop_wishes
+        if self.stop_requests > max(1, self._told):
+            self._told = self.stop_requests
             self._signal_all(signal.SIGTERM)  # a second one: each kills its group
-        if self.restart_wish:
-            self.restart_wish = False
+        if self.restart_requested:
+            self.restart_requested = False
             self._signal_all(signal.SIGHUP)
         for instance in wanted.values():
             member = self._members.get(instance.id) or self._join(instance)
             if not member.pid and not member.has_given_up and now >= member.not_before:
                 self._begin(member)
 
-    def _join(self, instance: Instance) -> Member:
+    def _join(self, instance: ModelVersion) -> Member:
         member = self._members[instance.id] = Member(instance, RestartPolicy(random.SystemRandom().random))
         return member
 
@@ -190,7 +191,7 @@ class Crew(Keeper):
 
     def _judge(self, member: Member, code: int) -> None:
         instance = member.instance
-        if self.stop_wishes:
+        if self.stop_requests:
             if code and member.kill_at == float("inf"):
                 self._code = self._code or process.EXIT_FATAL
             return
@@ -198,7 +199,7 @@ class Crew(Keeper):
             return
         facts = {"instance": instance.id, "code": code}
         if code == 0:  # somebody ended it by itself: `starling down` ends all supervisors
-            self.stop_wishes = 1
+            self.stop_requests = 1
         elif code < 0:
             wait_s = member.policy.after_death(self._clock() - member.begun)
             member.has_given_up = wait_s is None
@@ -211,7 +212,7 @@ class Crew(Keeper):
         if instance.state == "serving":
             log.error("a worker group has given up, and all ends with it", extra=facts)
             self._code = code if code > 0 else process.EXIT_FATAL
-            self.stop_wishes = max(1, self.stop_wishes)
+            self.stop_requests = max(1, self.stop_requests)
             return
         log.error("a worker group has given up", extra=facts)
         if versions.read_failure(self._run_dir, instance.stage) is None:
@@ -228,7 +229,7 @@ class Crew(Keeper):
         """Unless somebody is that stage: a crew that was started beside a running one has nothing of its own here."""
         # Who sweeps (leftovers.py) has the lock too, for a moment; the process named in it is gone then.
         holder = run_dir.lock_holder(self._run_dir, stage)
-        if holder and os.path.exists(f"/proc/{holder}"):
+        if holder and procfs.exists(holder):
             log.warning("%s runs here, and not as one of ours: its files stay", stage, extra={"holder": holder})
             return
         for path in (
@@ -258,7 +259,7 @@ class Crew(Keeper):
         if self._watchdog_s and now >= self._next_watchdog:
             self._next_watchdog = now + self._watchdog_s
             process.sd_notify("WATCHDOG=1")
-        if self.stop_wishes and self._told == 0:
+        if self.stop_requests and self._told == 0:
             self._told = 1
             process.sd_notify("STOPPING=1")
         if not self._is_announced:
@@ -277,19 +278,19 @@ def keep(config: Config, run: Run, preload: Callable[[], object], only: str = ""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in supervise: a fork would lose its threads
     logs.setup("worker-crew", config)
     run_dir.prepare(paths.run_dir(config))
-    guardians = base.open_guardians()
+    watched_ancestors = ancestors.open_watched_ancestors()
     can_fork = False
 
-    def fork(instance: Instance) -> int:
+    def fork(instance: ModelVersion) -> int:
         nonlocal can_fork
         # Again for each: what an earlier group has compiled is there for this one.
         can_fork = preloaded(preload)
         return _fork(config, instance, run(instance) if can_fork else None)
 
-    return Crew(config, fork, guardians, only).run()
+    return WorkerPool(config, fork, watched_ancestors, only).run()
 
 
-def _fork(config: Config, instance: Instance, run: Callable[[], int] | None) -> int:
+def _fork(config: Config, instance: ModelVersion, run: Callable[[], int] | None) -> int:
     """A supervisor of the instance, as a copy of this process."""
 
     def live() -> int:

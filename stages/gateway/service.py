@@ -31,7 +31,7 @@ from pipeline.errors import (
     Overloaded,
     StarlingError,
 )
-from pipeline.models.versions import Instance, initial
+from pipeline.models.versions import ModelVersion, initial
 from pipeline.observe.metrics import Metrics
 from pipeline.protocol import messages as m
 from stages.gateway.admission.drain import ALL, Drains, too_late
@@ -91,7 +91,7 @@ class Service:
         instances: Instances | None = None,
     ) -> None:
         self.config = config
-        self.instances = instances or Instances(config, initial(config), lambda lineup: None)
+        self.instances = instances or Instances(config, initial(config), lambda version_table: None)
         self.clock = clock
         self.relay = Relay(send_scheduler, clock, self._on_end, lambda request: self.sessions.finish(request))
         self.sessions = Sessions(self.relay, send_kv)
@@ -146,13 +146,13 @@ class Service:
             return f"model {model}: {model_report(state)['reason']}"
         return ""
 
-    def is_ready(self, instance: Instance) -> bool:
+    def is_ready(self, instance: ModelVersion) -> bool:
         """Could that version take requests?"""
         state = self.states.get(instance.id)
         return instance.id in self.described and state is not None and state.ready
 
     @contextmanager
-    def using(self, model: str) -> Iterator[Instance]:
+    def using(self, model: str) -> Iterator[ModelVersion]:
         """The version of it that serves now; it stays until this is over. Raises `ModelUnavailable`."""
         instance = self.instances.serving(model)
         if instance is None:
@@ -322,7 +322,7 @@ class Service:
         if self.responses.is_enabled:
             self.metrics.sample_responses(self.responses, [model.name for model in self.config.models])
 
-    def _on_described(self, instance: Instance, done: asyncio.Future[m.Described]) -> None:
+    def _on_described(self, instance: ModelVersion, done: asyncio.Future[m.Described]) -> None:
         if done.cancelled() or self.instances.get(instance.id) is None:
             return
         error = done.exception()
@@ -369,7 +369,7 @@ class Service:
 
     # ---------------------------------------------------------------- what the tokenizer knows
 
-    async def describe(self, instance: Instance) -> m.Described:
+    async def describe(self, instance: ModelVersion) -> m.Described:
         """Raises `ModelUnavailable` when the tokenizer does not come up in time."""
         known = self.described
         await self._wait(
@@ -536,7 +536,7 @@ class Service:
 
     async def _put_together(
         self,
-        instance: Instance,
+        instance: ModelVersion,
         ask: GenerationRequest,
         held: tuple[int, ...],
         caller: Caller,
@@ -586,7 +586,7 @@ class Service:
                 )
         return request
 
-    def bounds(self, instance: Instance) -> Bounds:
+    def bounds(self, instance: ModelVersion) -> Bounds:
         """Of a version that is described."""
         limit = instance.settings.max_sequence_length
         context = self.described[instance.id].context_length

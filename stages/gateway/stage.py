@@ -20,12 +20,12 @@ from aiohttp import web
 from pipeline.config import paths
 from pipeline.config.load import Config
 from pipeline.errors import ConfigError, Conflict, InvalidRequest, Overloaded, StarlingError
-from pipeline.ipc.asyncio_loop import Endpoints
-from pipeline.ipc.control import Control
+from pipeline.ipc.asyncio_loop import AsyncioLoop
+from pipeline.ipc.control import ControlServer
 from pipeline.ipc.endpoint import Link
 from pipeline.models import versions
 from pipeline.observe import logs
-from pipeline.runtime.malloc_trim import Heap
+from pipeline.runtime.malloc_trim import MallocTrimmer
 from pipeline.supervise import listen_fd as listening
 from stages.gateway.admin import MAX_TIMEOUT_S, Admin
 from stages.gateway.admission.quota_file import QuotaFile
@@ -70,7 +70,7 @@ class GatewayStage:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.endpoints = Endpoints("gateway", config)
+        self.endpoints = AsyncioLoop("gateway", config)
         self.tokenizer: Link = self.endpoints.connect(
             "gateway-tokenizer", lambda frame: self.service.on_tokenizer(frame)
         )
@@ -99,9 +99,9 @@ class GatewayStage:
         self.scheduler.on_down = self.service.on_scheduler_down
         self.kv.on_up = self.service.on_kv_up
         self.kv.on_down = self.service.on_kv_down
-        self.endpoints.on_tick += [self._tick, Heap(self.endpoints.clock).tick]
+        self.endpoints.on_tick += [self._tick, MallocTrimmer(self.endpoints.clock).tick]
         self.admin = Admin(self.service, paths.arena_dir(config) / "gateway.drains", self.loader)
-        self.control = Control(paths.run_dir(config), "gateway", self._operate)
+        self.control = ControlServer(paths.run_dir(config), "gateway", self._operate)
         self.port = 0  # that it listens on
         self._connections = Connections(self.service.clock)
         self._runner = web.AppRunner(
@@ -221,7 +221,7 @@ class GatewayStage:
             self._tick_handover()
         service, endpoints = self.service, self.endpoints
         if service.in_flight or self._leaving_until:
-            endpoints.rouse()
+            endpoints.mark_active()
         if endpoints.stopping and not service.is_draining:
             log.info("draining", extra={"in_flight": service.in_flight})
             service.drain()

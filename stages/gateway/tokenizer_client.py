@@ -111,7 +111,7 @@ class TokenizerClient:
 
     async def render(self, instance: str, messages: list[dict[str, Any]], most: int = 0) -> m.Encoded:
         """`most` as of `encode`."""
-        answer: m.Encoded = await self.ask(lambda key: m.Render(key, instance, messages, most=most))
+        answer: m.Encoded = await self.ask(lambda key: m.Render(key, instance, messages, token_limit=most))
         return answer
 
     async def decode(self, instance: str, tokens: tuple[int, ...], *, skip_special: bool = False) -> str:

@@ -113,7 +113,7 @@ class ModelPages:
             home.views,
             policy=config.cache.eviction_policy,
             ttl_ns=config.cache.ttl_s * 1_000_000_000,
-            fault=points.point("kv", "page"),
+            fault=points.fault_point("kv", "page"),
             on_moved=self._on_moved,
         )
         if home.found is not None:

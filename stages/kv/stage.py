@@ -20,14 +20,14 @@ import msgspec
 from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.errors import Conflict, InvalidRequest
-from pipeline.ipc.control_poll import PolledControl
+from pipeline.ipc.control_poll import PollControlServer
 from pipeline.ipc.endpoint import QUIET_BEATS
-from pipeline.ipc.poll_loop import StageLoop
-from pipeline.models import versions as lineup
-from pipeline.models.versions import Instance
+from pipeline.ipc.poll_loop import PollLoop
+from pipeline.models import versions
+from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from pipeline.runtime import timer_coalescing
-from pipeline.runtime.malloc_trim import Heap
+from pipeline.runtime.malloc_trim import MallocTrimmer
 from shm.arena import ArenaError
 from shm.checkpoint import CheckpointError
 from stages.kv.manager import DeclaredLease, Denial, Grant, Manager
@@ -48,7 +48,7 @@ ALLOW_S = 120.0  # reserving and scanning a large arena
 class Attached:
     """A version of a model, and the scheduler that uses it."""
 
-    def __init__(self, instance: Instance, pages: ModelPages) -> None:
+    def __init__(self, instance: ModelVersion, pages: ModelPages) -> None:
         self.instance = instance
         self.pages = pages
         self.reserving: Future[Reserved] | None = None  # its arena is being made, on the thread
@@ -71,21 +71,21 @@ class Attached:
 class KvStage:
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.loop = StageLoop("kv", config)
+        self.loop = PollLoop("kv", config)
         self.models: dict[str, Attached] = {}  # by instance
         self.books: dict[str, Book] = {}  # by model
         self._past = Past()
         # Reserving and freeing hundreds of MB takes as long as tens of steps: not in the loop, when others run.
         self._thread = ThreadPoolExecutor(1, "arenas")
-        self.follower = lineup.Follower(config)
+        self.follower = versions.VersionFollower(config)
         self._remove_strangers()
         self._follow()
         self.hub = self.loop.bind("scheduler-kv", self._on_frame)
         self.hub.on_down = self._on_down
         self.gateways = self.loop.bind("gateway-kv", self._on_gateway)
         self.gateways.on_down = self._gateway_down
-        self.control = PolledControl(paths.run_dir(config), self.loop, self._operate)
-        self.loop.on_tick += [self._tick, Heap(self.loop.clock).tick]
+        self.control = PollControlServer(paths.run_dir(config), self.loop, self._operate)
+        self.loop.on_tick += [self._tick, MallocTrimmer(self.loop.clock).tick]
         self._next_open = self._next_chores = self._next_prune = self._pushed = float("-inf")
 
     def run(self) -> int:
@@ -101,8 +101,8 @@ class KvStage:
 
     def _follow(self) -> None:
         """What the record names, and nothing else."""
-        self.loop.rouse()
-        wanted = {one.id: one for one in self.follower.lineup.instances}
+        self.loop.mark_active()
+        wanted = {one.id: one for one in self.follower.table.versions}
         for name in [name for name in self.models if name not in wanted]:
             self._remove(self.models.pop(name))
         for instance in wanted.values():
@@ -111,7 +111,7 @@ class KvStage:
             if known is None:
                 directory = paths.state_dir(self.config) / "sessions"
                 book = self.books.setdefault(name, Book(directory, name.replace("/", "--")))
-                pages = ModelPages(self.config, instance.model, self.loop.breathe, name, book)
+                pages = ModelPages(self.config, instance.model, self.loop.report_progress, name, book)
                 self.models[instance.id] = Attached(instance, pages)
                 self._next_open = float("-inf")
                 continue
@@ -148,7 +148,7 @@ class KvStage:
     def _remove_strangers(self) -> None:
         """What an earlier life has left of instances that are gone since."""
         arenas = paths.arena_dir(self.config)
-        wanted = {one.slug for one in self.follower.lineup.instances}
+        wanted = {one.slug for one in self.follower.table.versions}
         for path in arenas.glob("*.kv"):
             if path.stem not in wanted:
                 path.unlink(missing_ok=True)
@@ -161,7 +161,7 @@ class KvStage:
         now = time.monotonic()
         if self.loop.stopping:
             return self._wind_up()
-        if self.follower.look():
+        if self.follower.poll():
             self._follow()
         missing = self._open_missing(now)
         if not missing:
@@ -179,7 +179,7 @@ class KvStage:
                 book.expire()
                 self._free_sessions(name)
             self._next_chores = now + (CHORES_S / 10 if more else CHORES_S)
-        if self.loop.is_quiet and not missing and not more:
+        if self.loop.is_idle and not missing and not more:
             return None  # ticks are often enough
         return max(0.0, min(self._next_chores, self._next_open if missing else self._next_chores) - now)
 
@@ -200,7 +200,7 @@ class KvStage:
         beats = self.hub.last_beat
         peers = [peer for peer in self.hub.peers if peer in beats]
         if any(beats[peer].reason != "stopping" for peer in peers):
-            self.loop.busy = self.loop.is_hearing
+            self.loop.busy = self.loop.is_awaiting_heartbeats
             return WIND_UP_S
         is_saving = any(model.pages.save_recent() for model in self.models.values())
         self.loop.busy = bool(self.hub.peers) or is_saving
@@ -227,11 +227,11 @@ class KvStage:
         is_loading = model.instance.state == "loading"
         if is_loading and not model.instance.digest:
             return f"model {model.name!r} is being prepared"
-        index_path = lineup.find_index(model.instance, paths.models_dir())
+        index_path = versions.find_index(model.instance, paths.models_dir())
         if index_path is None:
             return f"model {model.name!r} is not prepared yet"
         if not is_loading:
-            with self.loop.allow(ALLOW_S):
+            with self.loop.allow_stall(ALLOW_S):
                 reserved = model.reserving.result() if model.reserving is not None else None
                 model.pages.open(index_path, reserved, is_alone=self._is_alone(model))
                 if model.instance.state == "serving":
@@ -270,7 +270,7 @@ class KvStage:
     def _on_frame(self, peer: bytes, frame: m.Frame) -> None:
         self.loop.progress += 1
         name = getattr(frame, "model", "")
-        if name not in self.models and self.follower.look():  # newer than our last look at the record
+        if name not in self.models and self.follower.poll():  # newer than our last look at the record
             self._follow()
         model = self.models.get(name)
         if isinstance(frame, m.KvAttach):
@@ -376,7 +376,7 @@ class KvStage:
 
     def _on_gateway(self, peer: bytes, frame: m.Frame) -> None:
         self.loop.progress += 1
-        if self.follower.look():  # it knows best who serves
+        if self.follower.poll():  # it knows best who serves
             self._follow()
         # After a start a gateway that has waited is heard before the first round.
         self._open_missing(time.monotonic())
@@ -419,7 +419,7 @@ class KvStage:
         """The control socket's handler: `{"op": "books"}`, for `starling kv check`."""
         if request != {"op": "books"}:
             raise InvalidRequest(f"{str(request)[:100]} is not known here; there is {{'op': 'books'}}", "op")
-        with self.loop.allow(ALLOW_S):
+        with self.loop.allow_stall(ALLOW_S):
             taken = [audit.take(model.pages) for model in self.models.values()]
         return {"models": [msgspec.to_builtins(one) for one in taken if one is not None]}
 
@@ -430,9 +430,9 @@ class KvStage:
         now = time.monotonic()
         heartbeat_s = self.config.server.heartbeat_ms / 1000
         is_due = now - self._pushed >= 0.9 * heartbeat_s
-        if self.loop.is_quiet:
-            is_due = timer_coalescing.has_turned(
-                now, self._pushed, max(timer_coalescing.SELDOM_S, QUIET_BEATS * heartbeat_s)
+        if self.loop.is_idle:
+            is_due = timer_coalescing.has_period_elapsed(
+                now, self._pushed, max(timer_coalescing.IDLE_HEARTBEAT_S, QUIET_BEATS * heartbeat_s)
             )
         if is_due:
             self._pushed = now

@@ -25,7 +25,7 @@ from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import StarlingError
 from pipeline.ipc import control
 from pipeline.models import versions
-from pipeline.models.versions import Instance
+from pipeline.models.versions import ModelVersion
 from pipeline.observe.metrics import Snapshot
 from pipeline.observe.status import read_all
 from shm.arena import ArenaError
@@ -111,7 +111,7 @@ class Report(msgspec.Struct):
 def inspect(config: Config, check: bool = False, now_ns: int | None = None) -> Report:
     """All models. With `check` every checksum is computed, in the arena and on disk, and a kv stage is asked."""
     now = time.time_ns() if now_ns is None else now_ns
-    report = Report(check, [_model(config, one, check, now) for one in versions.read(config).instances])
+    report = Report(check, [_model(config, one, check, now) for one in versions.read(config).versions])
     if check:
         try:
             _compare(report, _ask(config))
@@ -146,7 +146,7 @@ def _compare(report: Report, books: dict[str, Books]) -> None:
             )
 
 
-def _model(config: Config, instance: Instance, check: bool, now_ns: int) -> ModelReport:
+def _model(config: Config, instance: ModelVersion, check: bool, now_ns: int) -> ModelReport:
     model = instance.settings
     path = paths.arena_dir(config) / f"{instance.slug}.kv"
     report = ModelReport(instance.id, str(path), is_there=False)

@@ -14,11 +14,11 @@ from collections import Counter, deque
 
 from pipeline.config import paths
 from pipeline.config.load import Config
-from pipeline.ipc.doorbell import Bell
+from pipeline.ipc.doorbell import Doorbell
 from pipeline.ipc.endpoint import QUIET_BEATS
-from pipeline.ipc.poll_loop import StageLoop
+from pipeline.ipc.poll_loop import PollLoop
 from pipeline.models import versions
-from pipeline.models.versions import Instance
+from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from stages.scheduler.core.engine import Settings
 from stages.scheduler.core.model_version import Host
@@ -37,7 +37,7 @@ MAX_UNSENT = 65_536  # frames kept for a gateway that does not read; beyond, it 
 class SchedulerStage:
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.loop = StageLoop("scheduler", config)
+        self.loop = PollLoop("scheduler", config)
         self.gateways = self.loop.bind("gateway-scheduler", self._on_gateway)
         self.gateways.on_up = self._gateway_up
         self.gateways.on_down = self._gateway_down
@@ -53,13 +53,13 @@ class SchedulerStage:
         self.hosts: dict[str, Host] = {}  # by instance
         self._told: list[tuple[str, str, str]] = []  # of each host, what gateways know
         self._serving: set[str] = set()  # instances without which this stage is not ready
-        self._bells: dict[str, Bell] = {}
+        self._bells: dict[str, Doorbell] = {}
         self._turns = Turns()
         self._pairs = Pairs()
         self._gauges: dict[str, Gauge] = {}  # by model
         self._past_tenants: Counter[str] = Counter()  # tokens computed by hosts that are gone
         self._next_show = 0.0
-        self.follower = versions.Follower(config)
+        self.follower = versions.VersionFollower(config)
         self._remove_strangers()
         self._follow()
 
@@ -67,22 +67,22 @@ class SchedulerStage:
 
     def _follow(self) -> None:
         """Hosts for what the record names, and for nothing else."""
-        self.loop.rouse()
-        wanted = {one.id: one for one in self.follower.lineup.instances}
+        self.loop.mark_active()
+        wanted = {one.id: one for one in self.follower.table.versions}
         for name in [name for name in self.hosts if name not in wanted]:
             self._remove(name)
         for instance in wanted.values():
             if instance.id not in self.hosts:
                 self._add(instance)
         self._serving = {one.id for one in wanted.values() if one.state == "serving"}
-        self._pairs.look(self.follower.lineup, self.hosts)
+        self._pairs.look(self.follower.table, self.hosts)
 
-    def _add(self, instance: Instance) -> None:
+    def _add(self, instance: ModelVersion) -> None:
         host = self._host(instance, self._clock())
-        bell = Bell(paths.run_dir(self.config) / f"bell-{instance.slug}.sock")
+        bell = Doorbell(paths.run_dir(self.config) / f"bell-{instance.slug}.sock")
         host.bell = bell.path
         if bell.fd >= 0:
-            self.loop.add_fd(bell.fd, bell.hear)
+            self.loop.add_fd(bell.fd, bell.drain)
         self.hosts[instance.id] = host
         self._bells[instance.id] = bell
         gauge = self._gauges.setdefault(instance.name, Gauge(instance.name))
@@ -106,7 +106,7 @@ class SchedulerStage:
 
     def _remove_strangers(self) -> None:
         """What an earlier life has left of instances that are gone since."""
-        wanted = {one.slug for one in self.follower.lineup.instances}
+        wanted = {one.slug for one in self.follower.table.versions}
         for path in paths.arena_dir(self.config).glob("*.steps"):
             if path.stem not in wanted:
                 path.unlink(missing_ok=True)
@@ -116,7 +116,7 @@ class SchedulerStage:
         for path in paths.arena_dir(self.config).glob(".*.steps.*"):
             path.unlink(missing_ok=True)  # half made, by a predecessor: this stage's lock is ours
 
-    def _host(self, instance: Instance, now: float) -> Host:
+    def _host(self, instance: ModelVersion, now: float) -> Host:
         c, s = self.config, self.config.scheduler
         model = instance.model
         settings = Settings(
@@ -179,7 +179,7 @@ class SchedulerStage:
             host.engine.stats.steps + host.engine.stats.submitted + host.signs for host in hosts
         )
         is_busy = any(host.engine.is_busy for host in hosts)
-        self.loop.busy = self.loop.is_drained_through(self.gateways) if self.loop.stopping else is_busy
+        self.loop.busy = self.loop.serves_stopping_clients(self.gateways) if self.loop.stopping else is_busy
         delay = min((host.engine.delay(now) for host in hosts), default=math.inf)
         return None if delay == math.inf else delay
 
@@ -238,7 +238,7 @@ class SchedulerStage:
 
     def _tick(self) -> None:
         now = self._clock()
-        if self.follower.look():
+        if self.follower.poll():
             self._follow()
         for gateway, unsent in list(self._unsent.items()):
             while unsent and self.gateways.send(gateway, unsent[0]):
@@ -255,7 +255,7 @@ class SchedulerStage:
         self.loop.ready = len(waiting) < max(1, len(self._serving))
         self.loop.reason = "; ".join(waiting)
         if now >= self._next_push or is_news:
-            beats = QUIET_BEATS if self.loop.is_quiet else 1
+            beats = QUIET_BEATS if self.loop.is_idle else 1
             self._next_push = now + 0.9 * beats * self.config.server.heartbeat_ms / 1000
             self._push_state(list(self.gateways.peers))
         if now >= self._next_show:
@@ -270,7 +270,7 @@ class SchedulerStage:
     def _on_gateway(self, peer: bytes, frame: m.Frame) -> None:
         if isinstance(frame, m.Submit):
             host = self.hosts.get(frame.model)
-            if host is None and self.follower.look():  # newer than our last look at the record
+            if host is None and self.follower.poll():  # newer than our last look at the record
                 self._follow()
                 host = self.hosts.get(frame.model)
             if host is None:
@@ -308,14 +308,14 @@ class SchedulerStage:
             return  # a doorbell: the ring says what is done
         if isinstance(frame, m.WorkerReady):
             host = self.hosts.get(frame.model)
-            if host is None and self.follower.look():
+            if host is None and self.follower.poll():
                 self._follow()
                 host = self.hosts.get(frame.model)
             if host is None:
                 log.info("a worker serves a model that is not loaded (any more)", extra={"model": frame.model})
             else:
                 host.worker_ready(peer, self.workers.peers[peer], frame, self._clock())
-                self._pairs.look(self.follower.lineup, self.hosts)
+                self._pairs.look(self.follower.table, self.hosts)
 
     def _worker_down(self, peer: bytes, hello: m.Hello) -> None:
         for host in self.hosts.values():

@@ -105,7 +105,7 @@ class TokenizerService:
     def _encode(self, frame: m.Encode) -> Generator[None, None, m.Encoded]:
         vocabulary = self.model(frame.model).vocabulary
         text = _utf8(frame.text, "prompt")
-        tokens = yield from vocabulary.within(text, frame.parse_special, frame.add_bos, frame.most)
+        tokens = yield from vocabulary.within(text, frame.parse_special, frame.add_bos, frame.token_limit)
         self.tokens_encoded += len(tokens)
         offsets = vocabulary.offsets(text, tokens).astype("<u4").tobytes() if frame.offsets else b""
         return m.Encoded(frame.id, tuple(tokens), offsets)
@@ -116,7 +116,7 @@ class TokenizerService:
             raise InvalidRequest(f"model {frame.model!r} has no chat template; use /v1/completions", param="model")
         text = model.template.render(frame.messages, frame.add_generation_prompt, frame.tools, frame.template_vars)
         tokens = yield from model.vocabulary.within(
-            _utf8(text, "messages"), parse_special=True, add_bos=True, most=frame.most
+            _utf8(text, "messages"), parse_special=True, add_bos=True, most=frame.token_limit
         )
         self.tokens_encoded += len(tokens)
         return m.Encoded(frame.id, tuple(tokens))

@@ -17,10 +17,10 @@ import msgspec
 from pipeline.config import paths
 from pipeline.config.load import Config
 from pipeline.errors import InternalError, ModelNotFound, ModelUnavailable, StarlingError
-from pipeline.ipc.poll_loop import StageLoop
+from pipeline.ipc.poll_loop import PollLoop
 from pipeline.models import versions
 from pipeline.protocol import messages as m
-from pipeline.runtime.malloc_trim import Heap
+from pipeline.runtime.malloc_trim import MallocTrimmer
 from shm.checkpoint import CheckpointError, load_index
 from stages.tokenizer.encode_queue import Turns
 from stages.tokenizer.service import TokenizerModel, TokenizerService, Work
@@ -74,7 +74,7 @@ def open_model(index_path: Path) -> TokenizerModel:
 
 class TokenizerStage:
     def __init__(self, config: Config) -> None:
-        self.loop = StageLoop("tokenizer", config)
+        self.loop = PollLoop("tokenizer", config)
         self.config = config
         self.service = TokenizerService(self._open)
         self.hub = self.loop.bind("gateway-tokenizer", self._on_frame)
@@ -85,8 +85,8 @@ class TokenizerStage:
         self.loop.add_fd(self._wake, self._on_done)
         self._thread = threading.Thread(target=self._encode_long, name="encode", daemon=True)
         self._spent = 0.0  # CPU time of the thread, s
-        self.loop.on_tick += [self._notice_work, Heap(self.loop.clock).tick]
-        self.follower = versions.Follower(config)
+        self.loop.on_tick += [self._notice_work, MallocTrimmer(self.loop.clock).tick]
+        self.follower = versions.VersionFollower(config)
         self._opening: dict[Path, threading.Thread] = {}  # checkpoints of versions that are being loaded
         self._refused: dict[Path, StarlingError] = {}
 
@@ -103,12 +103,12 @@ class TokenizerStage:
 
     def _open(self, name: str) -> TokenizerModel:
         """A version of a model, by its own name."""
-        instance = self.follower.lineup.find(name)
-        if instance is None and self.follower.look():  # newer than our last look at the record
+        instance = self.follower.table.find(name)
+        if instance is None and self.follower.poll():  # newer than our last look at the record
             self._follow()
-            instance = self.follower.lineup.find(name)
+            instance = self.follower.table.find(name)
         if instance is None:
-            known = ", ".join(repr(other.id) for other in self.follower.lineup.instances)
+            known = ", ".join(repr(other.id) for other in self.follower.table.versions)
             raise ModelNotFound(f"model {name!r} is not served here; served: {known}", param="model")
         index_path = versions.find_index(instance, paths.models_dir())
         is_loading = instance.state == "loading"
@@ -141,8 +141,8 @@ class TokenizerStage:
 
     def _follow(self) -> None:
         """Forget the versions that the record does not name any more."""
-        self.loop.rouse()
-        instances = self.follower.lineup.instances
+        self.loop.mark_active()
+        instances = self.follower.table.versions
         self.service.keep_models({one.id for one in instances})
         digests = {one.digest for one in instances}
         if "" not in digests:
@@ -153,13 +153,13 @@ class TokenizerStage:
         """Open what has become ready; until everything that serves is, say what is missing."""
         self._left = AT_ONCE
         if self.loop.stopping:
-            self.loop.busy = self.turns.is_busy or self.loop.is_drained_through(self.hub)
-        if self.follower.look():
+            self.loop.busy = self.turns.is_busy or self.loop.serves_stopping_clients(self.hub)
+        if self.follower.poll():
             self._follow()
             self.loop.ready = False
         if self.loop.ready:
             return None
-        for instance in self.follower.lineup.instances:
+        for instance in self.follower.table.versions:
             if instance.state != "serving":
                 continue
             try:
@@ -238,7 +238,7 @@ class TokenizerStage:
 
 def preload(config: Config) -> None:
     """Build vocabularies before the stage is forked: its restarts then cost no time."""
-    for instance in versions.read(config).instances:
+    for instance in versions.read(config).versions:
         index_path = versions.find_index(instance, paths.models_dir())
         if index_path is not None:
             open_model(index_path)

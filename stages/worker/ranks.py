@@ -181,7 +181,7 @@ def watch(ranks: list[Rank]) -> None:
     Of one that is stopped its supervisor hears, by a SIGCHLD: it need not look for such often.  To be called in
     the main thread, with no other ones than ZeroMQ's.
     """
-    children = process.hear_of_children()
+    children = process.open_child_signal_fd()
 
     def wait() -> None:
         poll = select.poll()

@@ -19,9 +19,9 @@ from pipeline.config import paths
 from pipeline.config.load import Config
 from pipeline.errors import ConfigError, InternalError, ModelUnavailable, ResourceError, StarlingError
 from pipeline.faults import points
-from pipeline.ipc.poll_loop import MOST_S, StageLoop
+from pipeline.ipc.poll_loop import MOST_S, PollLoop
 from pipeline.models import versions
-from pipeline.models.versions import Instance
+from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from pipeline.runtime.process import EXIT_FATAL
 from shm import barrier, words
@@ -45,16 +45,16 @@ POLL_EVERY_NS = 50_000_000  # control frames under load; between them no word of
 
 
 class WorkerStage:
-    def __init__(self, config: Config, instance: Instance) -> None:
+    def __init__(self, config: Config, instance: ModelVersion) -> None:
         self.config, self.instance = config, instance
         self.model_config = model_config = instance.model
         self.name = instance.id
-        self.loop = StageLoop(instance.stage, config)
+        self.loop = PollLoop(instance.stage, config)
         self._attachment: Attachment | None = None
         self._activations: Arena | None = None
         self._generation = 0
         self._turn = 0
-        self._fault = points.point("worker", "step")
+        self._fault = points.fault_point("worker", "step")
         self._steps = 0  # counted for the fault plan
         self._next_poll = 0
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -90,7 +90,7 @@ class WorkerStage:
                 self.loop.reason = f"preparing {self.name}: {phase}"
                 log.info("preparing", extra={"model": self.name, "phase": phase})
 
-        with self.loop.allow(PREPARE_S):
+        with self.loop.allow_stall(PREPARE_S):
             return prepare(self.model_config, paths.models_dir(), progress, self.instance.digest)
 
     # -------------------------------------------------------------- the scheduler's word
@@ -155,7 +155,7 @@ class WorkerStage:
         self._attachment = Attachment(self.model, arena_paths, 0)
         tell(self.ranks, arena_paths)
         self._generation = frame.generation
-        self._connect_bell(frame.bell)
+        self._connect_bell(frame.doorbell)
         words.store(self._attachment.steps.control, sh.WORKER_GENERATION, frame.generation)
         log.info("attached", extra={"model": self.name, "generation": frame.generation})
 
@@ -222,16 +222,16 @@ class WorkerStage:
         control = attachment.steps.control
         step = int(control[sh.DONE]) + 1
         base = attachment.ring
-        if not await_head(base, step, 0 if self.loop.is_quiet else SPIN_NS):
+        if not await_head(base, step, 0 if self.loop.is_idle else SPIN_NS):
             return False
         self.loop.busy = True
-        if self.loop.is_quiet:
-            self.loop.rouse()
+        if self.loop.is_idle:
+            self.loop.mark_active()
         limit_ns = max(0, self._next_poll - time.monotonic_ns())
-        if self._fault.strike is not None:
+        if self._fault.trigger is not None:
             limit_ns = 0  # each step comes by here
             self._steps += 1
-            self._fault.strike(self._steps)
+            self._fault.trigger(self._steps)
         self._turn += 2
         refused = rank_loop.take_turns(
             attachment.table.address,
@@ -299,7 +299,7 @@ def preload(config: Config) -> None:
 
 def main(config: Config, instance_id: str = "") -> int:
     """Run until told to stop; returns the exit code. `instance_id`: default the first that there is."""
-    instances = versions.read(config).instances
+    instances = versions.read(config).versions
     chosen = next((one for one in instances if not instance_id or one.id == instance_id), None)
     if chosen is None:
         raise ConfigError(f"no model {instance_id!r} is configured")

@@ -13,7 +13,7 @@ import resource
 import sys
 from collections.abc import Iterable
 
-from pipeline.observe import process_usage
+from pipeline import procfs
 from shm.arena import process_ticks
 
 Limits = dict[tuple[int, int], tuple[int, int]]  # (pid, ticks): limits before
@@ -37,7 +37,7 @@ def take(processes: Iterable[tuple[int, int]]) -> Limits:
 def give_back(limited: Limits) -> None:
     """Whoever has been started meanwhile has inherited the limit from its supervisor."""
     limits = {pid: limit for (pid, ticks), limit in limited.items() if process_ticks(pid) == ticks}
-    heirs = {child: limit for pid, limit in limits.items() for child in process_usage.family(pid)}
+    heirs = {child: limit for pid, limit in limits.items() for child in procfs.process_tree(pid)}
     for pid, limit in {**heirs, **limits}.items():
         try:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)

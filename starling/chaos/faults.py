@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline import procfs
 from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.faults import points
 from pipeline.faults.plan import give
-from pipeline.observe import process_usage
 from pipeline.observe.status import read_all
 from shm.arena import ArenaError, process_ticks
 from shm.pages import HEADER, PAGE_FULL, attach_kv
@@ -118,7 +118,7 @@ class FullDisk:
     def begin(self) -> str:
         # The supervisors, too: what starts meanwhile has no disk either.
         records = [record for record in read_all(paths.run_dir(self._config)) if record.alive]
-        pids = {pid for record in records for pid in (*process_usage.family(record.pid), record.parent) if pid > 1}
+        pids = {pid for record in records for pid in (*procfs.process_tree(record.pid), record.parent) if pid > 1}
         self._keeper = subprocess.Popen(
             [sys.executable, "-m", "starling.chaos.disk_blocker"],
             stdin=subprocess.PIPE,

@@ -10,9 +10,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline import procfs
 from pipeline.config import paths
 from pipeline.config.schema import Config
-from pipeline.observe import process_usage
 from pipeline.observe.status import read_all
 
 MIB = 1 << 20
@@ -40,7 +40,7 @@ def of_process(pid: int) -> Use:
         descriptors = len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return Use()
-    return Use(process_usage.resident_bytes(pid), process_usage.memory_bytes(pid), descriptors, 1)
+    return Use(procfs.resident_bytes(pid), procfs.memory_bytes(pid), descriptors, 1)
 
 
 def of_directory(directory: Path) -> Use:
@@ -63,7 +63,7 @@ def look(config: Config) -> dict[str, Use]:
             continue
         # A worker's name changes with the version of its model: all of them are one line.
         name = "workers" if record.stage.startswith("worker") else record.stage
-        use = sum((of_process(pid) for pid in process_usage.family(record.pid)), Use())
+        use = sum((of_process(pid) for pid in procfs.process_tree(record.pid)), Use())
         found[name] = found.get(name, Use()) + use
         if record.parent > 1:
             found[f"{name}, parent"] = found.get(f"{name}, parent", Use()) + of_process(record.parent)

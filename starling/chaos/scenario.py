@@ -90,14 +90,14 @@ def targets(config: Config) -> list[str]:
 
     The workers of a model that has just been unloaded may still be about; they have nothing to lose.
     """
-    serving = {one.stage for one in versions.read(config).instances if one.state == "serving"}
+    serving = {one.stage for one in versions.read(config).versions if one.state == "serving"}
     stages = {name: name.partition("/")[0] for name in faults.processes(config) if name != "gateway"}
     return sorted(name for name, stage in stages.items() if not stage.startswith("worker") or stage in serving)
 
 
 def actions(scenario: str, config: Config, traffic: Traffic, chance: random.Random) -> list[Action]:
     """One round of the scenario, in order."""
-    instances = versions.read(config).instances
+    instances = versions.read(config).versions
     models = {one.stage: one.name for one in instances}
 
     def kill(name: str, number: signal.Signals) -> Action:
@@ -109,7 +109,7 @@ def actions(scenario: str, config: Config, traffic: Traffic, chance: random.Rand
     def heir(name: str) -> str:
         """The process that has this one's work now: a reload gives a model's worker another name."""
         stage, _, rank = name.partition("/")
-        serving = [one for one in versions.read(config).instances if one.state == "serving"]
+        serving = [one for one in versions.read(config).versions if one.state == "serving"]
         heirs = [one.stage for one in serving if one.name == models.get(stage)]
         return "/".join(filter(None, (heirs[0], rank))) if heirs else name
 

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import click
 
+from pipeline import procfs
 from pipeline.config import paths
 from pipeline.config.load import load
 from pipeline.observe import status
 from pipeline.runtime import run_dir as rundir
 from pipeline.runtime.process import EXIT_FATAL
-from pipeline.supervise import cleanup, procfs
+from pipeline.supervise import ancestors, cleanup
 from starling.cli.durations import Seconds
 
 TIMEOUT_S = 20.0
@@ -74,7 +75,7 @@ def running(run_dir: Path) -> list[tuple[str, int]]:
         if supervisor and supervisor in [pid for _, pid in found]:
             continue  # a crew has several
         if supervisor:
-            honcho = procfs.honcho_of(supervisor)
+            honcho = ancestors.honcho_above(supervisor)
             if honcho and (HONCHO, honcho) not in found:
                 found.append((HONCHO, honcho))
             found.append((record.stage, supervisor))
@@ -94,7 +95,7 @@ def supervisor_of(record: status.StageStatus) -> int:
 
 def top_of(supervisor: int) -> int:
     """Of a supervisor of workers: the crew that it belongs to. 0 stays 0."""
-    above = procfs.look(supervisor)
+    above = procfs.read_stat(supervisor)
     if above is None or "supervise" not in procfs.command(above.parent)[1:5]:
         return supervisor
     return above.parent

@@ -82,7 +82,7 @@ def _tell(state: dict[str, Any], as_json: bool, words: str, is_done: bool) -> in
 
 def admission(config: Config, target: str) -> str:
     """What the gateway must refuse for it: `ALL` or a model. Raises `ModelNotFound`."""
-    instances = versions.read(config).instances
+    instances = versions.read(config).versions
     names = list(dict.fromkeys(one.name for one in instances))
     if target in names:
         return target

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 
 from pipeline.runtime.process import EXIT_FATAL, die_with_parent
-from pipeline.supervise import procfs
 
 LOOK_S = 0.1
 # honcho fails at a signal that comes before it has noted the start of every process.
@@ -40,7 +39,7 @@ class Foreman:
             die_with_parent(me)
 
         self._honcho = subprocess.Popen(
-            [sys.executable, "-m", procfs.HONCHO[1], "start", "-f", str(procfile)],
+            [sys.executable, "-m", "starling.cli.honcho_patch", "start", "-f", str(procfile)],
             env={**env, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"},
             process_group=0,
             preexec_fn=follow,

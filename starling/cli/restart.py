@@ -104,7 +104,7 @@ def handed_over(run_dir: Path, timeout_s: float) -> int:
 
 def chosen(config: Config, run_dir: Path, target: str, with_gateway: bool) -> list[status.StageStatus]:
     """Records of the stages to restart, in order. Raises `StarlingError` when one cannot be restarted."""
-    there = [one for one in versions.read(config).instances if one.state != "loading"]
+    there = [one for one in versions.read(config).versions if one.state != "loading"]
     workers = [one.stage for one in there]
     of_model = [one.stage for one in there if target == f"worker-{one.settings.slug}"]  # whatever versions it has now
     names = {ALL: ["tokenizer", "scheduler", "kv", *workers], "worker": workers}.get(target, of_model or [target])
@@ -159,7 +159,7 @@ def restarted(config: Config, run_dir: Path, old: status.StageStatus, deadline: 
 
 def is_unloaded(config: Config, old: status.StageStatus) -> bool:
     """Of a worker: its version of the model went meanwhile, as one does that a reload has replaced."""
-    return old.stage.startswith("worker") and old.stage not in [one.stage for one in versions.read(config).instances]
+    return old.stage.startswith("worker") and old.stage not in [one.stage for one in versions.read(config).versions]
 
 
 def missing(run_dir: Path, old: status.StageStatus) -> str:

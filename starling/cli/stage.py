@@ -78,7 +78,7 @@ def _program(name: str, model: str, config: Config) -> Callable[[], int]:
     """What the stage's process does; its modules are imported when it is called."""
     arguments: tuple[str, ...] = ()
     if name == "worker":
-        instances = versions.read(config).instances
+        instances = versions.read(config).versions
         known = [instance.id for instance in instances]
         if not known or (model and model not in known):
             raise _unknown(model, known)

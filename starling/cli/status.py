@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
+from pipeline import procfs
 from pipeline.config import paths
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.ipc import control
 from pipeline.models import versions
-from pipeline.observe import exposition, process_usage
+from pipeline.observe import exposition
 from pipeline.observe import status as records
 from pipeline.observe.status import StageStatus
 from pipeline.runtime.process import EXIT_FATAL
@@ -77,16 +78,16 @@ def look(config: Config, sleep: Callable[[float], None] = time.sleep) -> list[Ro
     run_dir = paths.run_dir(config)
     found = {record.stage: record for record in records.read_all(run_dir)}
     names = [name for name in STAGES if name != "worker"]
-    names += [one.stage for one in versions.read(config).instances]
+    names += [one.stage for one in versions.read(config).versions]
     names += sorted(set(found).difference(names))
     if not any(record.alive for record in found.values()):
         return [Row(name, "not running") for name in names]
-    families = {r.stage: process_usage.family(r.pid) for r in found.values() if r.alive}
-    before = {pid: process_usage.cpu_s(pid) for family in families.values() for pid in family}
+    families = {r.stage: procfs.process_tree(r.pid) for r in found.values() if r.alive}
+    before = {pid: procfs.cpu_s(pid) for family in families.values() for pid in family}
     begun = time.monotonic()
     sleep(SAMPLE_S)
     took = time.monotonic() - begun
-    used = {pid: max(0.0, process_usage.cpu_s(pid) - cpu) / took for pid, cpu in before.items()}
+    used = {pid: max(0.0, procfs.cpu_s(pid) - cpu) / took for pid, cpu in before.items()}
     now = time.time()
     rows = []
     for name in names:
@@ -111,7 +112,7 @@ def _row(record: StageStatus, now: float, cpu: float, family: list[int]) -> Row:
         round(max(0.0, now - record.epoch / 1e9), 1),
         record.restarts,
         round(cpu * 100, 1),
-        sum(map(process_usage.memory_bytes, family)),
+        sum(map(procfs.memory_bytes, family)),
         len(family),
         busy=record.busy,
         progress=record.progress,

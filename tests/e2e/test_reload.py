@@ -63,7 +63,7 @@ def server(tmp_path: Path, files: Files) -> Iterator[Server]:
         assert server.pids() == {}
         # No lock, record or failure of any version is left; locks of the five stages stay.
         run = tmp_path / "run"
-        assert [path.name for path in run.iterdir() if "@" in path.name or path.name.startswith("lineup")] == []
+        assert [path.name for path in run.iterdir() if "@" in path.name or path.name.startswith("versions")] == []
 
 
 class Keyed(Server):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from pipeline.observe import process_usage
+from pipeline import procfs
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 
@@ -47,7 +47,7 @@ def test_memory_is_flat(make_server: Callable[..., Server]) -> None:
     server.wait_ready()
     with ThreadPoolExecutor(4) as clients:
         list(clients.map(lambda number: ask(server, number), range(SETTLED)))
-        before = process_usage.memory_bytes(server.process.pid)
+        before = procfs.memory_bytes(server.process.pid)
         list(clients.map(lambda number: ask(server, number), range(MORE)))
-    after = process_usage.memory_bytes(server.process.pid)
+    after = procfs.memory_bytes(server.process.pid)
     assert after - before < MOST_KB << 10

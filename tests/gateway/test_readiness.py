@@ -111,14 +111,14 @@ def test_one_that_rests_beats_seldom_and_its_silence_is_known_within_a_second_to
     health = StageHealth("kv", clock, 0.25)
     health.up()
     for _ in range(20):
-        health.beat(msgspec.structs.replace(beat(1, busy=False), quiet=True))
-        clock.now += 1.5 * timer_coalescing.BEAT_S  # late by half a beat
+        health.beat(msgspec.structs.replace(beat(1, busy=False), idle=True))
+        clock.now += 1.5 * timer_coalescing.ALIGN_S  # late by half a beat
         assert health.problem == ""
-    silent = msgspec.structs.replace(beat(1, busy=False), quiet=True)
+    silent = msgspec.structs.replace(beat(1, busy=False), idle=True)
     health.beat(silent)
     heard = clock.now
     while not health.problem:
-        clock.now += timer_coalescing.BEAT_S  # so seldom the gateway looks, too
+        clock.now += timer_coalescing.ALIGN_S  # so seldom the gateway looks, too
         assert clock.now - heard <= 1.0 + 1e-9
         health.beat(silent)
 

@@ -23,7 +23,7 @@ DIGEST = "ab" * 32
 DESCRIBED = {MODEL: m.Described("", MODEL, DIGEST, 258, 4096, (256,), True)}
 
 _CONFIG = resolve({"models": [{"name": MODEL, "path": "model.gguf"}]}, {})
-INSTANCES = Instances(_CONFIG, initial(_CONFIG), lambda lineup: None)
+INSTANCES = Instances(_CONFIG, initial(_CONFIG), lambda version_table: None)
 
 
 class World:

@@ -22,7 +22,7 @@ from pipeline.config.load import resolve
 from pipeline.config.schema import Config
 from pipeline.errors import StarlingError
 from pipeline.models import versions
-from pipeline.models.versions import Instance, Outcome
+from pipeline.models.versions import ModelVersion, Outcome
 from pipeline.protocol import messages as m
 from stages.gateway.admission.limits import Caller
 from stages.gateway.endpoints import generate
@@ -261,7 +261,7 @@ class Versions(RuleBasedStateMachine):
         if hasattr(self, "instances"):
             states = [one.state for one in self.instances.all if one.name == NAME]
             assert states.count("serving") <= 1
-            assert versions.read(self.config) == self.instances.lineup
+            assert versions.read(self.config) == self.instances.version_table
 
     @invariant()
     def who_is_in_use_is_there(self) -> None:
@@ -279,21 +279,21 @@ TestVersions = Versions.TestCase
 def test_the_record_outlives_whoever_wrote_it(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     instances = Instances(config, versions.read(config), lambda fresh: versions.write(config, fresh))
-    follower = versions.Follower(config)
-    assert follower.lineup == versions.initial(config)
-    assert [one.id for one in follower.lineup.instances] == [NAME]
+    follower = versions.VersionFollower(config)
+    assert follower.table == versions.initial(config)
+    assert [one.id for one in follower.table.versions] == [NAME]
     new = instances.begin(config.models[0], "c", "reload", 5.0)
-    assert follower.look()
-    assert not follower.look()
-    assert follower.lineup.find(new.id) == new
+    assert follower.poll()
+    assert not follower.poll()
+    assert follower.table.find(new.id) == new
     assert (new.id, new.model.name, new.stage) == ("model@1", "model@1", "worker-model@1")
     instances.switch(new.id)
     assert versions.read(config).names == [NAME]
     # Other models are configured: what was loaded before counts for nothing.
     other = resolve({**_plain(config), "models": [{"name": "x", "path": "/x"}]}, {})
-    assert [one.id for one in versions.read(other).instances] == ["x"]
+    assert [one.id for one in versions.read(other).versions] == ["x"]
     # Nor does a record that is not understood.
-    versions.record_path(config).write_bytes(b'{"instances": 1}')
+    versions.record_path(config).write_bytes(b'{"versions": 1}')
     assert versions.read(config) == versions.initial(config)
 
 
@@ -304,14 +304,14 @@ def _plain(config: Config) -> dict[str, Any]:
 def test_a_record_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
     config = make_config(tmp_path)
 
-    def full(fresh: versions.Lineup) -> None:
+    def full(fresh: versions.VersionTable) -> None:
         raise OSError(28, "No space left on device")
 
     instances = Instances(config, versions.initial(config), full)
     with pytest.raises(StarlingError, match="No space left on device") as raised:
         instances.begin(config.models[0], "c", "reload", 5.0)
     assert raised.value.code == "INSUFFICIENT_RESOURCES"
-    assert instances.lineup == versions.initial(config)
+    assert instances.version_table == versions.initial(config)
 
 
 def test_a_new_version_takes_the_place_of_the_old_one_in_the_order(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_a_new_version_takes_the_place_of_the_old_one_in_the_order(tmp_path: Pat
     instances = Instances(config, versions.initial(config), lambda fresh: None)
     new = instances.begin(config.models[0], "c", "reload", 5.0)
     assert instances.names == ["a", "b"]
-    assert instances.switch(new.id) == Instance(name="a", serial=0, settings=config.models[0])
+    assert instances.switch(new.id) == ModelVersion(name="a", serial=0, settings=config.models[0])
     assert instances.names == ["a", "b"]
     assert [one.id for one in instances.versions("a")] == ["a@1", "a"]
     instances.drop("a")

@@ -409,18 +409,18 @@ def test_a_disk_that_reads_slower_than_computing_is_left_alone_for_a_while(path:
     store = open_store(path, clock=clock, name="slow_test")
     for i in range(3):
         assert store.put(*page(i))
-    fault = points.point("disk", "slow_test_read")
+    fault = points.fault_point("disk", "slow_test_read")
 
     def strike(number: int) -> bool:
         clock.now += 0.4
         return False
 
-    fault.strike = strike
+    fault.trigger = strike
     assert fetch(store, 0)
     # Nothing is lost or counted as damaged: it is not asked for.
     assert not fetch(store, 1)
     assert store.counters.damaged == 0
-    fault.strike = None
+    fault.trigger = None
     clock.now += 0.4 * SLOW_FACTOR
     assert all(fetch(store, i) for i in range(3))
     store.close()

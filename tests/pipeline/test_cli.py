@@ -315,7 +315,7 @@ def test_what_a_crash_left_in_the_run_directory_is_no_server(home: Path) -> None
     run.mkdir(parents=True, mode=0o700)
     (run / "kv.status").write_text("{}")
     (run / "gateway.status").write_bytes(b"\xff")
-    (run / "lineup.json").write_text("[")
+    (run / "versions.json").write_text("[")
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(run / "gateway.control.sock"))
     for command, code in (("status", 1), ("drain", 1), ("kv check", 0), ("down", 0), ("restart all", 1)):

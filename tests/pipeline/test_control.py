@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from pipeline.errors import Conflict, StarlingError
 from pipeline.ipc import control
-from pipeline.ipc.control import Control, Unreachable
+from pipeline.ipc.control import ControlServer, Unreachable
 
 
 async def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -28,7 +28,7 @@ async def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 @pytest_asyncio.fixture
 async def run_dir(tmp_path: Path) -> AsyncIterator[Path]:
-    server = Control(tmp_path, "kv", answer)
+    server = ControlServer(tmp_path, "kv", answer)
     await server.start()
     yield tmp_path
     await server.close()
@@ -73,7 +73,7 @@ async def test_a_successor_takes_the_place_of_a_dead_one(tmp_path: Path) -> None
     path = control.socket_path(tmp_path, "kv")
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
-    server = Control(tmp_path, "kv", answer)
+    server = ControlServer(tmp_path, "kv", answer)
     await server.start()
     assert await call(tmp_path, op="echo", value=2) == {"value": 2}
     await server.close()

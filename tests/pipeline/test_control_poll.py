@@ -14,8 +14,8 @@ import pytest
 from pipeline.config.schema import Config, ModelConfig, ServerConfig
 from pipeline.errors import Conflict, StarlingError
 from pipeline.ipc import control, control_poll
-from pipeline.ipc.control_poll import PolledControl
-from pipeline.ipc.poll_loop import StageLoop
+from pipeline.ipc.control_poll import PollControlServer
+from pipeline.ipc.poll_loop import PollLoop
 
 WAIT_S = 10.0
 
@@ -34,8 +34,8 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
     """Of a loop that runs on a thread with such a socket."""
     directories = {"run_dir": str(tmp_path / "run"), "arena_dir": str(tmp_path / "shm")}
     config = Config(models=(ModelConfig(name="m"),), server=ServerConfig(**directories))  # type: ignore[arg-type]
-    loop = StageLoop("kv", config)
-    served = PolledControl(tmp_path / "run", loop, answer)
+    loop = PollLoop("kv", config)
+    served = PollControlServer(tmp_path / "run", loop, answer)
     done = threading.Event()
 
     def serve() -> None:

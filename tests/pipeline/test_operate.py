@@ -13,14 +13,14 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from pipeline import procfs
 from pipeline.config.load import resolve
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ModelNotFound, StarlingError
 from pipeline.models import versions
-from pipeline.observe import process_usage
 from pipeline.observe.status import StageStatus
 from pipeline.runtime import run_dir as rundir
-from pipeline.supervise import procfs
+from pipeline.supervise import ancestors
 from starling.cli.down import running, supervisor_of
 from starling.cli.drain import ALL, admission, in_flight
 from starling.cli.logs import Tail, logs
@@ -85,11 +85,11 @@ def test_cpu_and_memory_of_a_process_and_what_is_below_it() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
-        assert len(process_usage.family(process.pid)) == 2
-        assert process_usage.cpu_s(process.pid) >= 0.15
-        assert process_usage.memory_bytes(process.pid) > 32 << 20
+        assert len(procfs.process_tree(process.pid)) == 2
+        assert procfs.cpu_s(process.pid) >= 0.15
+        assert procfs.memory_bytes(process.pid) > 32 << 20
         process.communicate()
-    assert (process_usage.cpu_s(process.pid), process_usage.memory_bytes(process.pid)) == (0.0, 0)
+    assert (procfs.cpu_s(process.pid), procfs.memory_bytes(process.pid)) == (0.0, 0)
 
 
 # ------------------------------------------------------------------ logs
@@ -178,9 +178,9 @@ def test_only_what_is_supervised_is_restarted(tmp_path: Path) -> None:
 
 def test_a_worker_is_named_by_its_model_whatever_version_it_is(tmp_path: Path) -> None:
     config = resolve({"models": [{"name": "a/b", "path": "m.gguf"}], "server": {"run_dir": str(tmp_path)}}, {})
-    (old,) = versions.read(config).instances
+    (old,) = versions.read(config).versions
     new = msgspec.structs.replace(old, serial=3)
-    versions.write(config, msgspec.structs.replace(versions.initial(config), instances=(new,), serial=3))
+    versions.write(config, msgspec.structs.replace(versions.initial(config), versions=(new,), serial=3))
     assert admission(config, "worker-a--b") == "a/b"
     with pytest.raises(StarlingError, match="worker-a--b@3 is not running"):
         chosen(config, tmp_path, "worker-a--b", False)
@@ -213,4 +213,4 @@ def test_who_keeps_a_server_alive(tmp_path: Path) -> None:
 
 def test_no_honcho_above_a_plain_process() -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        assert procfs.honcho_of(process.pid) == 0
+        assert ancestors.honcho_above(process.pid) == 0

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import procfs
 from pipeline.runtime import process
-from pipeline.supervise import procfs
+from pipeline.supervise import ancestors
 
 LONG_S = 20.0
 
@@ -127,33 +128,33 @@ def test_a_stopped_grandchild_is_found() -> None:
         grandchild = int(child.stdout.readline())
         assert child.pid in procfs.children(os.getpid())
         assert procfs.children(child.pid) == [grandchild]
-        assert procfs.below(child.pid) == (True, 0)
-        assert procfs.below(grandchild) == (False, 0)
+        assert procfs.descendants(child.pid) == (True, 0)
+        assert procfs.descendants(grandchild) == (False, 0)
         os.kill(grandchild, signal.SIGSTOP)
         # A signal is taken at the next return to user space: ask until the state says so.
-        while (seen := procfs.look(grandchild)) is not None and seen.state != "T":
+        while (seen := procfs.read_stat(grandchild)) is not None and seen.state != "T":
             pass
-        assert procfs.below(child.pid).stopped == grandchild
-        assert procfs.below(os.getpid()).stopped == grandchild
+        assert procfs.descendants(child.pid).stopped == grandchild
+        assert procfs.descendants(os.getpid()).stopped == grandchild
         child.stdin.close()
-    assert procfs.look(grandchild) is None
+    assert procfs.read_stat(grandchild) is None
     assert procfs.children(child.pid) == []
 
 
 def test_the_guardian_of_a_child_is_its_parent() -> None:
-    code = "from pipeline.supervise import procfs; import os; print(*procfs.guardians(os.getpid()))"
+    code = "from pipeline.supervise import ancestors; import os; print(*ancestors.watched_ancestors(os.getpid()))"
     mine = [sys.executable, "-c", code]
     plain = subprocess.run(mine, stdout=subprocess.PIPE, check=True)
     assert plain.stdout.split() == [str(os.getpid()).encode()]
 
 
 def test_a_shell_that_only_runs_us_is_looked_through() -> None:
-    code = "from pipeline.supervise import procfs; import os; print(*procfs.guardians(os.getpid()))"
+    code = "from pipeline.supervise import ancestors; import os; print(*ancestors.watched_ancestors(os.getpid()))"
     found = subprocess.run(
         ["/bin/sh", "-c", f"{sys.executable} -c '{code}'; echo $$"], stdout=subprocess.PIPE, check=True
     )
-    guardians, shell = found.stdout.splitlines()
-    assert guardians.split() == [shell, str(os.getpid()).encode()]
+    watched_ancestors, shell = found.stdout.splitlines()
+    assert watched_ancestors.split() == [shell, str(os.getpid()).encode()]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_a_shell_that_only_runs_us_is_looked_through() -> None:
     ],
 )
 def test_what_honcho_looks_like(command: list[str], expected: bool) -> None:
-    assert procfs._is_honcho(command) == expected
+    assert ancestors._is_honcho(command) == expected
 
 
 def test_a_thread_that_runs_briefly_keeps_its_policy_and_priority() -> None:
@@ -180,7 +181,7 @@ def test_a_thread_that_runs_briefly_keeps_its_policy_and_priority() -> None:
     found: list[tuple[bool, bytes]] = []
 
     def look() -> None:
-        done = process.run_briefly(200_000)
+        done = process.use_short_time_slice(200_000)
         attributes = ctypes.create_string_buffer(56)
         assert ctypes.CDLL(None).syscall(315, 0, attributes, 56, 0) == 0  # sched_getattr
         found.append((done, attributes.raw))
@@ -196,7 +197,7 @@ def test_a_thread_that_runs_briefly_keeps_its_policy_and_priority() -> None:
 
 
 def test_moves_into_a_directory_are_heard_of(tmp_path: Path) -> None:
-    fd = process.hear_of_renames(tmp_path)
+    fd = process.open_rename_watch(tmp_path)
     (tmp_path / "new").write_text("written, not moved")
     assert not select.select([fd], [], [], 0)[0]
     (tmp_path / "new").rename(tmp_path / "record")
@@ -205,13 +206,13 @@ def test_moves_into_a_directory_are_heard_of(tmp_path: Path) -> None:
     assert not select.select([fd], [], [], 0)[0]
     os.close(fd)
     with pytest.raises(FileNotFoundError):
-        process.hear_of_renames(tmp_path / "nowhere")
+        process.open_rename_watch(tmp_path / "nowhere")
 
 
 CHILDREN = """
 import os, select, signal, subprocess, sys
 from pipeline.runtime import process
-fd = process.hear_of_children()
+fd = process.open_child_signal_fd()
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 for number, flag in ((signal.SIGSTOP, os.WSTOPPED), (signal.SIGCONT, os.WCONTINUED), (signal.SIGKILL, os.WEXITED)):
     assert not select.select([fd], [], [], 0)[0]

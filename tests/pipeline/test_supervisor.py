@@ -1,4 +1,4 @@
-"""Supervision with real processes and real signals (the stage: supervised.py).
+"""Supervision with real processes and real signals (the stage: supervised_stage.py).
 
 Every wait is for a report on a pipe or for a pidfd, with a bound that only a failure reaches.
 """
@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
+from pipeline import procfs
 from pipeline.runtime.process import EXIT_CONFIG, EXIT_FATAL
-from pipeline.supervise import procfs
 from pipeline.supervise.base import SAME_SIGNAL_S
 from pipeline.supervise.restart_policy import RestartPolicy
 from pipeline.supervise.supervisor import Supervisor, start_program
 
 LONG_S = 30.0
-LIVES = 4  # of a stage that never becomes ready, by the limits of supervised.py
+LIVES = 4  # of a stage that never becomes ready, by the limits of supervised_stage.py
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ class Theatre:
         return [
             sys.executable,
             "-m",
-            "tests.pipeline.supervised",
+            "tests.pipeline.supervised_stage",
             str(self.fifo),
             behaviour,
             how,
@@ -169,7 +169,7 @@ def test_a_stage_that_gives_no_sign_is_replaced(theatre: Theatre) -> None:
 def test_sigterm_lets_the_stage_end_in_order(theatre: Theatre) -> None:
     supervisor = theatre.supervise("wait")
     life = theatre.next_life()
-    assert procfs.look(life.pid) is not None
+    assert procfs.read_stat(life.pid) is not None
     assert os.getpgid(life.pid) == life.pid
     supervisor.send_signal(signal.SIGTERM)
     assert supervisor.wait(LONG_S) == 0
@@ -215,7 +215,7 @@ def test_giving_up(theatre: Theatre, behaviour: str, code: int, lives: int) -> N
     assert theatre.count_lives() == lives
     for _ in range(lives):
         line, _, theatre._lines = theatre._lines.partition(b"\n")
-        assert procfs.look(json.loads(line)["helper"]) is None
+        assert procfs.read_stat(json.loads(line)["helper"]) is None
     assert "giving up" in theatre.log()
 
 
@@ -251,4 +251,4 @@ def test_a_repeated_signal_is_a_second_wish_only_after_a_while() -> None:
     for at, wishes in ((0.0, 1), (SAME_SIGNAL_S / 2, 1), (SAME_SIGNAL_S, 2)):
         now[0] = 100.0 + at
         supervisor.on_signal(signal.SIGTERM, None)
-        assert supervisor.stop_wishes == wishes
+        assert supervisor.stop_requests == wishes

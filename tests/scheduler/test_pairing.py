@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pipeline.config.schema import ModelConfig
-from pipeline.models.versions import Instance, Lineup, State
+from pipeline.models.versions import ModelVersion, State, VersionTable
 from stages.scheduler.core.engine import Settings
 from stages.scheduler.core.model_version import Host
 from stages.scheduler.draft.pairing import Pairs
@@ -19,12 +19,12 @@ LARGE = ModelConfig(name="large", path="l", draft_model="small")
 SMALL = ModelConfig(name="small", path="s")
 
 
-def instance(settings: ModelConfig, serial: int = 0, state: State = "serving") -> Instance:
-    return Instance(name=settings.name, serial=serial, settings=settings, state=state)
+def instance(settings: ModelConfig, serial: int = 0, state: State = "serving") -> ModelVersion:
+    return ModelVersion(name=settings.name, serial=serial, settings=settings, state=state)
 
 
-def lineup(*instances: Instance) -> Lineup:
-    return Lineup("", 9, instances)
+def version_table(*instances: ModelVersion) -> VersionTable:
+    return VersionTable("", 9, instances)
 
 
 def host(name: str, vocabulary: str = "v", cores: frozenset[int] = frozenset()) -> Host:
@@ -42,20 +42,20 @@ def test_the_version_that_serves_drafts() -> None:
     pairs = Pairs()
     hosts = {name: host(name) for name in ("large", "small", "small@1")}
     old, new = instance(SMALL), instance(SMALL, 1, "loading")
-    pairs.look(lineup(instance(LARGE), old, new), hosts)
+    pairs.look(version_table(instance(LARGE), old, new), hosts)
     assert draft_of(hosts["large"]) is hosts["small"].engine.companions
     assert draft_of(hosts["small"]) is draft_of(hosts["small@1"]) is None
     old, new = (msgspec.structs.replace(one, state=state) for one, state in ((old, "retiring"), (new, "serving")))
-    pairs.look(lineup(instance(LARGE), old, new), hosts)
+    pairs.look(version_table(instance(LARGE), old, new), hosts)
     assert draft_of(hosts["large"]) is hosts["small@1"].engine.companions
-    pairs.look(lineup(instance(LARGE), instance(SMALL, 1, "retiring")), hosts)
+    pairs.look(version_table(instance(LARGE), instance(SMALL, 1, "retiring")), hosts)
     assert draft_of(hosts["large"]) is None
 
 
 def test_another_vocabulary_is_said_once_and_an_unknown_one_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     pairs = Pairs()
     hosts = {"large": host("large"), "small": host("small", "other")}
-    there = lineup(instance(LARGE), instance(SMALL))
+    there = version_table(instance(LARGE), instance(SMALL))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             pairs.look(there, hosts)
@@ -75,7 +75,7 @@ def test_nobody_drafts_on_cores_that_a_third_model_wants(cores: frozenset[int], 
     for one in pair.values():
         one.reason, one.engine.is_attached, one.engine.leases.is_up = "", True, True
     hosts = {**pair, "third": host("third", cores=cores)}
-    pairs.look(lineup(instance(LARGE), instance(SMALL)), hosts)
+    pairs.look(version_table(instance(LARGE), instance(SMALL)), hosts)
     own = [Claim(name, one.cores, 0.0, True) for name, one in pair.items()]
     pairs.mind(own, hosts)
     assert hosts["large"].engine.drafts.is_allowed

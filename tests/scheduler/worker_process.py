@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from pipeline.ipc.endpoint import Link
-from pipeline.protocol.messages import Attach, Detach, Heartbeat, Hello, StepBell, StepDone, WorkerReady
+from pipeline.protocol.messages import Attach, Detach, Heartbeat, Hello, StepDone, StepPublished, WorkerReady
 from pipeline.protocol.topology import EDGES
 from shm import step_ring as sh
 from shm import words
@@ -54,7 +54,7 @@ def main(run_dir: str, model: str, digest: str, poison: int, stall: int) -> None
                 worker.attach(frame.generation)
                 words.store(worker.s.control, sh.WORKER_GENERATION, frame.generation)
                 generation = frame.generation
-                bell.connect(frame.bell)
+                bell.connect(frame.doorbell)
                 if poison >= 0:
                     worker.poison = {poison}
                 if stall >= 0 and not stalled.exists():
@@ -63,7 +63,7 @@ def main(run_dir: str, model: str, digest: str, poison: int, stall: int) -> None
                 worker = None
                 link.send(ready)
             else:
-                assert isinstance(frame, StepBell)
+                assert isinstance(frame, StepPublished)
         link.tick(Heartbeat("worker", link.epoch, progress, False, True))
         if worker is not None and worker.waiting:
             number = int(words.load(worker.s.control, sh.DONE)) + 1

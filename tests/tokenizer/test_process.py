@@ -125,9 +125,9 @@ def asker(tmp_path: Path) -> Iterator[Asker]:
 @pytest.mark.parametrize("text", ["Hello, world. ", "a", "日本語", "\n", "👨\u200d👩\u200d👧 "])
 def test_a_text_with_too_many_tokens_costs_no_memory(asker: Asker, text: str) -> None:
     text = (text * (4 << 20))[: (4 << 20) // len(text[:1].encode())]
-    asker.ask(m.Encode("small", MODEL, text[:20_000], most=8191))
+    asker.ask(m.Encode("small", MODEL, text[:20_000], token_limit=8191))
     before = asker.peak_mb()
-    reply = asker.ask(m.Encode("1", MODEL, text, most=8191))
+    reply = asker.ask(m.Encode("1", MODEL, text, token_limit=8191))
     assert isinstance(reply, m.Encoded)
     assert (reply.tokens, reply.is_exact) == ((), False)
     assert 8191 < reply.too_many <= len(text.encode())

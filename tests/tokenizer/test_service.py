@@ -106,16 +106,16 @@ def test_a_template_cannot_leave_its_sandbox() -> None:
 
 def test_of_a_text_with_too_many_tokens_only_their_number_is_answered() -> None:
     s = service()
-    assert s.answer(m.Encode("1", "m", "ab", most=2)) == m.Encoded("1", tuple(VOCABULARY.encode("ab", False)))
-    assert s.answer(m.Encode("1", "m", "abc", most=2, offsets=True)) == m.Encoded("1", (), b"", 3, True)
-    long = s.answer(m.Encode("1", "m", "日" * 40_000, most=2))
+    assert s.answer(m.Encode("1", "m", "ab", token_limit=2)) == m.Encoded("1", tuple(VOCABULARY.encode("ab", False)))
+    assert s.answer(m.Encode("1", "m", "abc", token_limit=2, offsets=True)) == m.Encoded("1", (), b"", 3, True)
+    long = s.answer(m.Encode("1", "m", "日" * 40_000, token_limit=2))
     assert isinstance(long, m.Encoded) and long == m.Encoded("1", (), b"", 120_000, False)
     chat = m.Render("1", "m", [{"role": "user", "content": "ab"}])
     whole = s.answer(chat)
     assert isinstance(whole, m.Encoded)
     n = len(whole.tokens)
-    assert s.answer(msgspec.structs.replace(chat, most=n)) == whole
-    assert s.answer(msgspec.structs.replace(chat, most=n - 1)) == m.Encoded("1", (), b"", n, True)
+    assert s.answer(msgspec.structs.replace(chat, token_limit=n)) == whole
+    assert s.answer(msgspec.structs.replace(chat, token_limit=n - 1)) == m.Encoded("1", (), b"", n, True)
 
 
 @pytest.mark.parametrize(

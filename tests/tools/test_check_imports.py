@@ -38,7 +38,7 @@ def test_this_project_keeps_the_law() -> None:
         ("shm/a.py", "import numpy, shm.arena", ""),
         ("pipeline/a.py", "from shm.arena import Arena\nimport zmq", ""),
         ("stages/kv/a.py", "from stages.kv.b import c\nfrom . import b\nfrom pipeline.errors import X", ""),
-        ("stages/kv/stage.py", "import zmq\nfrom pipeline.ipc.poll_loop import StageLoop", ""),
+        ("stages/kv/stage.py", "import zmq\nfrom pipeline.ipc.poll_loop import PollLoop", ""),
     ],
 )
 def test_rules(tmp_path: Path, file: str, source: str, reason: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.supervise import procfs
+from pipeline import procfs
 
 pytestmark = pytest.mark.slow
 

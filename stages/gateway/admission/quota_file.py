@@ -53,7 +53,7 @@ class QuotaFile(DurableFile):
         self._slots: dict[bytes, int] = {}
         self._free: list[int] = []
         self._has_complained = False
-        self._fault = points.point("disk", "quotas")
+        self._fault = points.fault_point("disk", "quotas")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         super().__init__(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         try:
@@ -94,8 +94,8 @@ class QuotaFile(DurableFile):
         self.levels.move_to_end(key)
         record = _RECORD.pack(key, *level)
         try:
-            if self._fault.strike is not None:
-                self._fault.strike(0)
+            if self._fault.trigger is not None:
+                self._fault.trigger(0)
             checked = record + _CHECK.pack(xxhash.xxh3_64_intdigest(record))
             write_all(self._fd, checked, (slot + 1) * RECORD_BYTES)
         except OSError as error:

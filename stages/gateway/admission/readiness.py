@@ -17,7 +17,7 @@ from pipeline.runtime import timer_coalescing
 STUCK_S = 0.6  # busy with the same progress for longer: not ready
 SILENT_S = 0.7  # no heartbeat for longer: not ready. The connection is given up later: that costs work
 QUIET_S = 0.2  # more, of a stage that has said that it rests: its ticks are rarer, and so are ours
-LOOK_S = timer_coalescing.BEAT_S + 0.1  # between two looks at most, or we were away ourselves
+LOOK_S = timer_coalescing.ALIGN_S + 0.1  # between two looks at most, or we were away ourselves
 SILENT_BEATS = 3  # heartbeats that may fail to come, where they are rare
 
 
@@ -75,7 +75,7 @@ class StageHealth:
         if not beat.ready:
             return beat.reason or "not ready"
         now = self._clock()
-        if now - self._heard_at > self._silent_s + (QUIET_S if beat.quiet else 0.0):
+        if now - self._heard_at > self._silent_s + (QUIET_S if beat.idle else 0.0):
             return f"silent for {now - self._heard_at:.1f} s"
         standing = now - self._progressed_at
         if beat.busy and standing > self._stuck_s:

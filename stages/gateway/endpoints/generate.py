@@ -33,11 +33,11 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.errors import InvalidRequest
+from pipeline.protocol.messages import MAX_SESSION_ID
 from stages.gateway.endpoints.chat import with_logprobs
 from stages.gateway.endpoints.formatter import finite, to_json, token_text, usage
 from stages.gateway.endpoints.generation_request import (
     COMMON_FIELDS,
-    MAX_ID,
     MAX_OUTPUT_TOKENS,
     MAX_PROMPT_IDS,
     MAX_TOP_LOGPROBS,
@@ -83,7 +83,7 @@ FIELDS: dict[str, Reader] = {
     "prompt": read_prompt,
     "max_tokens": integer(1, MAX_OUTPUT_TOKENS),
     "logprobs": integer(0, MAX_TOP_LOGPROBS),
-    "session_id": text(MAX_ID),
+    "session_id": text(MAX_SESSION_ID),
     "create_session": flag,
     "session_ttl_s": integer(0, MAX_TTL_S, hint="0 is never"),
 }

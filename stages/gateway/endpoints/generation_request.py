@@ -25,7 +25,6 @@ MAX_BIASES = 300  # as in Sampling.logit_bias
 MAX_TOP_LOGPROBS = 20
 MAX_SPECULATE = 16  # draft tokens in a step, as in models.*.speculate
 MAX_PROMPT_IDS = 1_000_000  # of the field; the model's context is the real bound
-MAX_ID = 128  # characters of a session's
 MAX_TTL_S = 30 * 86_400
 U64 = 1 << 64
 

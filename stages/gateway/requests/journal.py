@@ -118,7 +118,7 @@ class Journal(DurableFile):
         self.left_out = 0  # requests that are not in it, or whose end is not
         self._entries: list[Entry] = []  # found at the start, in their order
         self._wall = wall
-        self._fault = points.point("disk", "journal")
+        self._fault = points.fault_point("disk", "journal")
         self._places: dict[str, _Place] = {}
         self._ended: dict[str, None] = {}  # those of them that have ended, in that order
         self._size = 0
@@ -189,8 +189,8 @@ class Journal(DurableFile):
                 self._rewrite()
             if self._fd < 0:
                 return self._leave_out("it is closed")
-            if self._fault.strike is not None:
-                self._fault.strike(0)
+            if self._fault.trigger is not None:
+                self._fault.trigger(0)
             append_all(self._fd, record, self._size)
         except OSError as error:
             return self._leave_out(error.strerror or str(error))

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 
 from pipeline.errors import InvalidRequest
-from pipeline.models.versions import Instance
+from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from stages.gateway.admission.lengths import Bounds, longest_prompt, too_long
 from stages.gateway.endpoints.generation_request import GenerationRequest
@@ -15,7 +15,7 @@ from stages.gateway.tokenizer_client import TokenizerClient
 
 async def tokens_of(
     ask: GenerationRequest,
-    instance: Instance,
+    instance: ModelVersion,
     described: m.Described,
     questions: TokenizerClient,
     bounds: Bounds,

@@ -330,10 +330,10 @@ class CatchUpWaiter:
 
 def sync_and_close(fd: int) -> None:
     """On a thread: the disk has everything when this returns, or the log says so."""
-    fault = points.point("disk", "journal_sync")
+    fault = points.fault_point("disk", "journal_sync")
     try:
-        if fault.strike is not None:
-            fault.strike(0)
+        if fault.trigger is not None:
+            fault.trigger(0)
         os.fdatasync(fd)
     except OSError as error:
         log.error("journal or quotas could not be synced: %s", error.strerror)

@@ -24,7 +24,8 @@ import msgspec
 
 from pipeline.errors import Conflict, InvalidRequest, ModelUnavailable, NotFound, Overloaded, StarlingError
 from pipeline.protocol import messages as m
-from stages.gateway.endpoints.generation_request import MAX_ID, GenerationRequest, Turn
+from pipeline.protocol.messages import MAX_SESSION_ID
+from stages.gateway.endpoints.generation_request import GenerationRequest, Turn
 from stages.gateway.http.fields import Reader, read_fields, text
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.state import Outcome, RequestState
@@ -271,7 +272,7 @@ def _key(request: RequestState, turn: Turn) -> Key:
 # ------------------------------------------------------------------ POST /v1/session/close
 
 
-_CLOSE: dict[str, Reader] = {"model": text(256, empty=False), "session_id": text(MAX_ID, empty=False)}
+_CLOSE: dict[str, Reader] = {"model": text(256, empty=False), "session_id": text(MAX_SESSION_ID, empty=False)}
 
 
 def read_close(body: dict[str, Any]) -> tuple[str, str]:

@@ -18,44 +18,44 @@ import msgspec
 
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ModelNotFound, ResourceError
-from pipeline.models.versions import MAX_OUTCOMES, Instance, Lineup, Op, Outcome
+from pipeline.models.versions import MAX_OUTCOMES, ModelVersion, Op, Outcome, VersionTable
 from pipeline.protocol.messages import Described
 
 
 class Instances:
-    """`place(lineup)` writes the record and may raise `OSError`: then nothing has changed."""
+    """`place(version_table)` writes the record and may raise `OSError`: then nothing has changed."""
 
-    def __init__(self, config: Config, lineup: Lineup, place: Callable[[Lineup], None]) -> None:
+    def __init__(self, config: Config, version_table: VersionTable, place: Callable[[VersionTable], None]) -> None:
         self.config = config
-        self.lineup = lineup
+        self.version_table = version_table
         self._place = place
 
     # ---------------------------------------------------------------- who is there
 
     @property
-    def all(self) -> tuple[Instance, ...]:
-        return self.lineup.instances
+    def all(self) -> tuple[ModelVersion, ...]:
+        return self.version_table.versions
 
     @property
     def names(self) -> list[str]:
         """Models that are served or being loaded."""
-        return self.lineup.names
+        return self.version_table.names
 
-    def get(self, instance_id: str) -> Instance | None:
-        return self.lineup.find(instance_id)
+    def get(self, instance_id: str) -> ModelVersion | None:
+        return self.version_table.find(instance_id)
 
-    def serving(self, name: str) -> Instance | None:
-        return self.lineup.serving(name)
+    def serving(self, name: str) -> ModelVersion | None:
+        return self.version_table.serving(name)
 
-    def versions(self, name: str) -> list[Instance]:
+    def versions(self, name: str) -> list[ModelVersion]:
         """All of a model: the one that serves first."""
         mine = [one for one in self.all if one.name == name]
         return sorted(mine, key=lambda one: one.state != "serving")
 
-    def loading(self, name: str = "") -> list[Instance]:
+    def loading(self, name: str = "") -> list[ModelVersion]:
         return [one for one in self.all if one.state == "loading" and name in ("", one.name)]
 
-    def retiring(self, name: str = "") -> list[Instance]:
+    def retiring(self, name: str = "") -> list[ModelVersion]:
         return [one for one in self.all if one.state == "retiring" and name in ("", one.name)]
 
     def is_leaving(self, name: str) -> bool:
@@ -71,7 +71,9 @@ class Instances:
             raise ModelNotFound(f"there is no model {name!r} in the configuration: give its file too", "target")
         return settings
 
-    def home_of(self, name: str, instance_id: str, digest: str, described: Mapping[str, Described]) -> Instance | None:
+    def home_of(
+        self, name: str, instance_id: str, digest: str, described: Mapping[str, Described]
+    ) -> ModelVersion | None:
         """The version on which an answer that was begun on `instance_id` comes out the same.
 
         Its own one, or another of the same file.  None: there is none, or it is not known yet.
@@ -89,9 +91,9 @@ class Instances:
 
     # ---------------------------------------------------------------- how they come and go
 
-    def begin(self, settings: ModelConfig, change: str, op: Op, until: float) -> Instance:
-        serial = self.lineup.serial + 1
-        new = Instance(
+    def begin(self, settings: ModelConfig, change: str, op: Op, until: float) -> ModelVersion:
+        serial = self.version_table.serial + 1
+        new = ModelVersion(
             name=settings.name,
             serial=serial,
             settings=settings,
@@ -107,7 +109,7 @@ class Instances:
         """From now on it is that file, whatever its path holds."""
         self._edit(instance_id, digest=digest)
 
-    def switch(self, instance_id: str) -> Instance | None:
+    def switch(self, instance_id: str) -> ModelVersion | None:
         """It serves from now on; returns the one that did until now."""
         new = self._known(instance_id)
         old = self.serving(new.name)
@@ -129,11 +131,11 @@ class Instances:
         self._put(tuple(one for one in self.all if one.id != instance_id), outcome)
 
     def outcome(self, change: str) -> Outcome | None:
-        return next((one for one in self.lineup.outcomes if one.change == change), None)
+        return next((one for one in self.version_table.outcomes if one.change == change), None)
 
     # ---------------------------------------------------------------- pieces
 
-    def _known(self, instance_id: str) -> Instance:
+    def _known(self, instance_id: str) -> ModelVersion:
         found = self.get(instance_id)
         if found is None:
             raise KeyError(instance_id)
@@ -143,13 +145,13 @@ class Instances:
         new = msgspec.structs.replace(self._known(instance_id), **fields)
         self._put(tuple(new if one.id == instance_id else one for one in self.all))
 
-    def _put(self, instances: tuple[Instance, ...], outcome: Outcome | None = None, serial: int = 0) -> None:
-        outcomes = self.lineup.outcomes + ((outcome,) if outcome is not None else ())
+    def _put(self, instances: tuple[ModelVersion, ...], outcome: Outcome | None = None, serial: int = 0) -> None:
+        outcomes = self.version_table.outcomes + ((outcome,) if outcome is not None else ())
         fresh = msgspec.structs.replace(
-            self.lineup,
-            instances=instances,
+            self.version_table,
+            versions=instances,
             outcomes=outcomes[-MAX_OUTCOMES:],
-            serial=serial or self.lineup.serial,
+            serial=serial or self.version_table.serial,
         )
         try:
             self._place(fresh)
@@ -158,4 +160,4 @@ class Instances:
                 f"the record of loaded models cannot be written: {error.strerror}; free space in server.run_dir",
                 param="server.run_dir",
             ) from None
-        self.lineup = fresh
+        self.version_table = fresh

@@ -36,7 +36,7 @@ from pipeline.errors import (
     StarlingError,
 )
 from pipeline.models import capacity, store, versions
-from pipeline.models.versions import Instance, Op, Outcome
+from pipeline.models.versions import ModelVersion, Op, Outcome
 from stages.gateway.service import Service
 from stages.gateway.versions import self_test
 
@@ -48,7 +48,7 @@ SELF_TEST_S = 60.0  # for its repetitions
 PASSING = ("MODEL_UNAVAILABLE", "OVERLOADED")  # errors of a self-test that may be over in a moment
 LOOK_AGAIN_S = 0.2  # for memory that a version gives back when it goes
 
-Look = Callable[[Config], capacity.Room]
+Look = Callable[[Config], capacity.FreeMemory]
 
 
 class Change:
@@ -63,7 +63,7 @@ class Change:
 class Loader:
     """One per gateway, beside its service. `wall` is s since 1970."""
 
-    def __init__(self, service: Service, look: Look = capacity.look, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, service: Service, look: Look = capacity.measure, wall: Callable[[], float] = time.time) -> None:
         self._service = service
         self._instances = service.instances
         self._config = service.config
@@ -240,7 +240,7 @@ class Loader:
             self._say(change, "waiting for memory that an older version gives back")
             await asyncio.sleep(LOOK_AGAIN_S)
 
-    async def _finish(self, new: Instance) -> None:
+    async def _finish(self, new: ModelVersion) -> None:
         """Of a version that has begun."""
         try:
             await self._wait_ready(new)
@@ -270,7 +270,7 @@ class Loader:
             extra={"model": new.name, "instance": new.id, "previous": old.id if old is not None else None},
         )
 
-    async def _test(self, new: Instance) -> None:
+    async def _test(self, new: ModelVersion) -> None:
         """The self-test; again when a stage that took part in it was started anew meanwhile."""
         patience = min(new.until, self._wall() + SELF_TEST_S)
         while True:
@@ -283,7 +283,7 @@ class Loader:
                 log.info("self-test again", extra={"instance": new.id, "reason": error.message})
             await asyncio.sleep(LOOK_AGAIN_S)
 
-    async def _wait_ready(self, new: Instance) -> None:
+    async def _wait_ready(self, new: ModelVersion) -> None:
         """Until its worker, its pages and its vocabulary are there. Raises why they will not be."""
         service, run_dir = self._service, paths.run_dir(self._config)
         while not service.is_ready(new):
@@ -304,7 +304,7 @@ class Loader:
                 raise _too_late(new, reason)
             await asyncio.sleep(POLL_S)
 
-    def _digest_of(self, instance: Instance) -> str:
+    def _digest_of(self, instance: ModelVersion) -> str:
         known = self._instances.get(instance.id)
         return known.digest if known is not None else ""
 
@@ -329,7 +329,7 @@ class Loader:
         for one in self._instances.retiring():
             self._retire(one)
 
-    async def _go_on(self, new: Instance) -> None:
+    async def _go_on(self, new: ModelVersion) -> None:
         async with self._turn:
             await self._finish(new)
 
@@ -346,7 +346,7 @@ class Loader:
                 except ResourceError as error:
                     log.debug("%s", error.message)  # again at the next tick
 
-    def _retire(self, one: Instance) -> None:
+    def _retire(self, one: ModelVersion) -> None:
         service = self._service
         ended = 0
         if one.until and self._wall() >= one.until:
@@ -424,6 +424,6 @@ def _not_loaded(name: str, names: list[str]) -> ModelNotFound:
     return ModelNotFound(f"model {name!r} is not loaded; loaded: {', '.join(names) or 'none'}", "target")
 
 
-def _too_late(new: Instance, reason: str = "") -> StarlingError:
+def _too_late(new: ModelVersion, reason: str = "") -> StarlingError:
     why = f" ({reason})" if reason else ""
     return ModelUnavailable(f"{new.id} was not ready in time{why}; give it more with --timeout")

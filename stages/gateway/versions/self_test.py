@@ -13,7 +13,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from pipeline.errors import InferenceError
-from pipeline.models.versions import Instance
+from pipeline.models.versions import ModelVersion
 from pipeline.protocol.messages import Sampling
 from stages.gateway.endpoints.generation_request import GenerationRequest
 from stages.gateway.http.sse import WholeAnswer
@@ -28,7 +28,7 @@ TIMEOUT_S = 60.0
 PRIORITY = 1_000  # more than a key can have
 
 
-async def check(service: Service, instance: Instance, reference: Instance | None = None) -> None:
+async def check(service: Service, instance: ModelVersion, reference: ModelVersion | None = None) -> None:
     """Raises `StarlingError` when the version cannot answer, or differently from `reference`.
 
     `reference`: another version that serves; compared with when it is of the same file and KV type.
@@ -47,7 +47,7 @@ async def check(service: Service, instance: Instance, reference: Instance | None
         )
 
 
-async def _answer(service: Service, instance: Instance) -> tuple[int, ...]:
+async def _answer(service: Service, instance: ModelVersion) -> tuple[int, ...]:
     described, bounds = service.described[instance.id], service.bounds(instance)
     prompt = (await service.questions.encode(instance.id, TEXT)).tokens or (0,)
     n = max(1, min(TOKENS, bounds.max_output_tokens or TOKENS, bounds.context // 2))

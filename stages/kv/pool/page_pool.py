@@ -19,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeline.faults.points import Point
+from pipeline.faults.points import FaultPoint
 from shm.pages import PAGE_FREE, KvArena
 from stages.kv.pool.allocator import CACHED, FREE, LEASED, LIMBO, Allocator
 from stages.kv.pool.eviction import Evictor
@@ -72,7 +72,7 @@ class Pool:
     spill: Tier | None = None  # where evicted pages go
     tiers: Sequence[Tier] = ()  # where missing pages are looked for, `spill` included
     clock_ns: Callable[[], int] = time.time_ns
-    fault: Point | None = None  # struck with the count of pages named
+    fault: FaultPoint | None = None  # struck with the count of pages named
     on_moved: Callable[[], object] = lambda: None  # after each page to or from a disk: it may have taken long
 
     def __post_init__(self) -> None:
@@ -193,8 +193,8 @@ class Pool:
     def publish(self, page: int, name: PageName) -> None:
         """A leased page is full, final, and the only one of its name."""
         self._published += 1
-        if self.fault is not None and self.fault.strike is not None:
-            self.fault.strike(self._published)
+        if self.fault is not None and self.fault.trigger is not None:
+            self.fault.trigger(self._published)
         self.headers.publish(page, name)
         self.index[name.digest] = page
         self._name_of[page] = name.digest

@@ -50,7 +50,7 @@ class SessionFiles:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._fault = points.point("disk", "sessions")
+        self._fault = points.fault_point("disk", "sessions")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, tenant: str, session_id: str) -> Path:
@@ -84,8 +84,8 @@ class SessionFiles:
             os.close(fd)
 
     def _strike(self) -> None:
-        if self._fault.strike is not None:
-            self._fault.strike(0)
+        if self._fault.trigger is not None:
+            self._fault.trigger(0)
 
     def remove(self, session: Session) -> None:
         self.path(session.tenant, session.id).unlink(missing_ok=True)

@@ -22,12 +22,12 @@ from collections.abc import Callable
 import numpy as np
 
 from pipeline.errors import Conflict, InvalidRequest, NotFound, Overloaded, ResourceError
+from pipeline.protocol.messages import MAX_SESSION_ID
 from stages.kv.pool import prefix_hash
 from stages.kv.pool.prefix_hash import PageDigest, RootOf
 from stages.kv.sessions.session import Session
 from stages.kv.sessions.session_files import SessionFiles
 
-MAX_ID = 128  # characters
 EMPTY_S = 600  # a session without any turn is kept so long
 
 
@@ -199,9 +199,9 @@ class Sessions:
                 f"{self.max_sessions} sessions are held (max_sessions); close one or try again later",
                 param="session_id",
             )
-        if len(session_id) > MAX_ID:
+        if len(session_id) > MAX_SESSION_ID:
             raise InvalidRequest(
-                f"session_id has {len(session_id)} characters, at most {MAX_ID} are allowed",
+                f"session_id has {len(session_id)} characters, at most {MAX_SESSION_ID} are allowed",
                 param="session_id",
             )
         now = self._clock()

@@ -102,8 +102,8 @@ class PageStore:
         self.counters = StoreCounters()
         self._clock = clock
         self._wall_ns = wall_ns
-        self._fault = points.point("disk", name)
-        self._read_fault = points.point("disk", name + "_read")
+        self._fault = points.fault_point("disk", name)
+        self._read_fault = points.fault_point("disk", name + "_read")
         self._paused_until = self._full_until = self._unread_until = float("-inf")
         self._slots_each = max(0, min(SLOTS, (max_bytes - 2 * BLOCK) // page_bytes))
         self._extent_bytes = BLOCK + self._slots_each * page_bytes
@@ -177,8 +177,8 @@ class PageStore:
             slot = self._take_slot()
             if slot < 0:
                 return False
-            if self._fault.strike is not None:
-                self._fault.strike(self.counters.stored + 1)
+            if self._fault.trigger is not None:
+                self._fault.trigger(self.counters.stored + 1)
             self._write(self._record_at(slot), bytes(PAGE_RECORD))
             self._write(self._page_at(slot), content.data)
             self._write(self._record_at(slot), record)
@@ -359,8 +359,8 @@ class PageStore:
         write_all(self._fd, data, offset)
 
     def _read(self, slot: int, digest: PageDigest, out: np.ndarray) -> PageName | None:
-        if self._read_fault.strike is not None:
-            self._read_fault.strike(self.counters.fetched + 1)
+        if self._read_fault.trigger is not None:
+            self._read_fault.trigger(self.counters.fetched + 1)
         record = os.pread(self._fd, PAGE_RECORD, self._record_at(slot))
         name = unpack_name(record) if len(record) == PAGE_RECORD else None
         if name is None or name.digest != digest:

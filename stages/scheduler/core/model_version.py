@@ -4,7 +4,7 @@ Attaching a worker needs, in this order: a group that says `WorkerReady` (it is 
 predecessors dead, the step arena, and kv's word that the KV arena stands.  Each event looks how far things
 are and takes the next step.
 
-    WorkerReady --> step arena --> KvAttach --> KvReady (Declare if asked) --> Attach
+    WorkerReady --> step arena --> KvAttach --> KvReady (Reconcile if asked) --> Attach
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.procfs import is_stopped
 from pipeline.protocol import messages as m
-from pipeline.supervise.procfs import is_stopped
 from shm.arena import Arena, ArenaError, process_ticks
 from shm.step_ring import StepsGeometry, create_steps
 from stages.scheduler.core.engine import Engine, Settings
@@ -221,7 +221,7 @@ class Host:
         """Complete and publish; ring if the worker sleeps."""
         engine = self.engine
         if engine.turn(now) and engine.ring is not None and engine.ring.worker_sleeps:
-            self._to_worker(self.peer, m.StepBell(self._generation, engine.ring.head))
+            self._to_worker(self.peer, m.StepPublished(self._generation, engine.ring.head))
 
     def claims(self, now: float) -> bool:
         """It has something to compute, and a worker that does."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
-from pipeline.models.versions import Lineup
+from pipeline.models.versions import VersionTable
 from stages.scheduler.core.model_version import Host
 from stages.scheduler.draft.proposer import Link
 from stages.scheduler.policy.core_sharing import Claim, overlap
@@ -24,15 +24,15 @@ class Pairs:
         self._draft_of: dict[str, str] = {}  # instances
         self._unlike: set[tuple[str, str]] = set()  # pairs of which it has been said that they do not fit
 
-    def look(self, lineup: Lineup, hosts: Mapping[str, Host]) -> None:
+    def look(self, version_table: VersionTable, hosts: Mapping[str, Host]) -> None:
         """Call when an instance or a worker has come or gone."""
         self._draft_of.clear()
         self._unlike = {pair for pair in self._unlike if hosts.keys() >= set(pair)}
-        for one in lineup.instances:
+        for one in version_table.versions:
             host, name = hosts.get(one.id), one.settings.draft_model
             if host is None:
                 continue
-            serving = lineup.serving(name) if name else None
+            serving = version_table.serving(name) if name else None
             draft = hosts.get(serving.id) if serving is not None else None
             if draft is None or not self._fit(host, draft):
                 host.engine.drafts.link_to(None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from pipeline.observe.process_usage import cpu_s
+from pipeline.procfs import cpu_s
 
 LOOK_AFTER_S = 0.2  # the counter stands so long: ask the kernel
 

@@ -21,11 +21,10 @@ from typing import Any, Self
 
 import yaml
 
+from pipeline import procfs
 from pipeline.config import paths
-from pipeline.observe import process_usage
 from pipeline.observe.status import read_all
 from pipeline.runtime.process import die_with_parent
-from pipeline.supervise import procfs
 from tools.bench.http.client import Ask
 
 ROOT = Path(__file__).parents[3]
@@ -129,7 +128,7 @@ class Starling:
     def cpu_s(self) -> dict[str, float]:
         """CPU time of each stage so far; `supervisors` is everything else that the server consists of."""
         used = {stage: sum(map(exact_cpu_s, pids)) for stage, pids in self.stages().items()}
-        everything = sum(map(exact_cpu_s, process_usage.family(self._process.pid)))
+        everything = sum(map(exact_cpu_s, procfs.process_tree(self._process.pid)))
         used["supervisors"] = everything - sum(used.values())
         return used
 
@@ -143,7 +142,7 @@ class Starling:
 
     @property
     def pids(self) -> list[int]:
-        return process_usage.family(self._process.pid)
+        return procfs.process_tree(self._process.pid)
 
     def kill_and_start(self) -> float:
         """SIGKILL to every process at once, none of which sees another one die; seconds until it is ready again."""

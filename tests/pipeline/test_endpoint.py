@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError
 from pipeline.ipc.endpoint import BATCH_FRAMES, DEAD_AFTER_BEATS, MAX_FRAME_BYTES, STARVED, Hub, Link
 from pipeline.protocol import messages as m
 from pipeline.protocol.topology import EDGES
-from pipeline.runtime.timer_coalescing import SELDOM_S
+from pipeline.runtime.timer_coalescing import IDLE_HEARTBEAT_S
 from shm.arena import process_ticks
 
 EDGE = EDGES["scheduler-kv"]
@@ -61,7 +61,7 @@ class Pair:
         )
         hub.on_up = lambda peer, hello: self.events.append(("hub up", hello.epoch))
         hub.on_down = lambda peer, hello: self.events.append(("hub down", hello.epoch))
-        hub.wants_to_run = lambda pid: self.is_starved
+        hub.is_runnable = lambda pid: self.is_starved
         self.opened.append(hub)
         return hub
 
@@ -77,7 +77,7 @@ class Pair:
         )
         link.on_up = lambda hello: self.events.append(("link up", hello.epoch))
         link.on_down = lambda hello: self.events.append(("link down", hello.epoch))
-        link.wants_to_run = lambda pid: self.is_starved
+        link.is_runnable = lambda pid: self.is_starved
         self.opened.append(link)
         return link
 
@@ -526,13 +526,13 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
 
 
 INTERVAL_S = HEARTBEAT_MS / 1000
-PERIOD = round(SELDOM_S / INTERVAL_S)  # ticks
+PERIOD = round(IDLE_HEARTBEAT_S / INTERVAL_S)  # ticks
 
 
 def beats_of_a_quiet_hub(pair: Pair, edge: str) -> int:
     """In a period, once it is quiet."""
     pair.meet()
-    quiet = m.Heartbeat("kv", 1, 7, False, True, quiet=True)
+    quiet = m.Heartbeat("kv", 1, 7, False, True, idle=True)
     sent: list[float] = []
     pair.hub._beat = lambda beat: sent.append(pair.clock.now)  # type: ignore[method-assign]
     pair.hub.edge = EDGES[edge]
@@ -552,7 +552,7 @@ def test_of_a_quiet_stage_the_gateway_hears_every_beat_and_others_few(pair: Pair
 
 def test_the_connecting_side_of_a_quiet_stage_beats_seldom_and_is_not_given_up(pair: Pair) -> None:
     peer = pair.meet()
-    quiet = m.Heartbeat("scheduler", 1, 7, False, True, quiet=True)
+    quiet = m.Heartbeat("scheduler", 1, 7, False, True, idle=True)
     sent: list[float] = []
     pair.link._beat = lambda beat: sent.append(pair.clock.now)  # type: ignore[method-assign]
     pair.clock.now += INTERVAL_S
@@ -563,7 +563,7 @@ def test_the_connecting_side_of_a_quiet_stage_beats_seldom_and_is_not_given_up(p
         pair.link._known[b""].last_seen = pair.clock.now  # the hub is heard meanwhile
         pair.link.tick(quiet)
     assert len(sent) == 3
-    assert sent[2] - sent[1] == pytest.approx(SELDOM_S)
+    assert sent[2] - sent[1] == pytest.approx(IDLE_HEARTBEAT_S)
     pair.clock.now += INTERVAL_S
     pair.link.tick(m.Heartbeat("scheduler", 1, 8, True, True))
     assert len(sent) == 4, "at once when there is work"
@@ -572,7 +572,7 @@ def test_the_connecting_side_of_a_quiet_stage_beats_seldom_and_is_not_given_up(p
     pair.clock.now += INTERVAL_S
     pair.hub.tick(quiet)  # else it would think that it had not run meanwhile
     pair.link.tick(quiet)
-    while not (peer in pair.hub.last_beat and pair.hub.last_beat[peer].quiet):
+    while not (peer in pair.hub.last_beat and pair.hub.last_beat[peer].idle):
         wait_readable(pair.hub)
         pair.read(pair.hub)
     for _ in range(DEAD_AFTER_BEATS + PERIOD):  # it says that it will be silent for longer: it is taken at its word
@@ -588,16 +588,16 @@ def test_the_connecting_side_of_a_quiet_stage_beats_seldom_and_is_not_given_up(p
 def test_two_at_rest_do_not_take_the_time_between_their_ticks_for_silence(pair: Pair) -> None:
     """However short the interval of heartbeats is; and none of it is taken for time in which we did not run."""
     peer = pair.meet()
-    quiet = m.Heartbeat("scheduler", 1, 7, False, True, quiet=True)
+    quiet = m.Heartbeat("scheduler", 1, 7, False, True, idle=True)
     pair.clock.now += INTERVAL_S
     pair.link.tick(quiet)  # once: what is said and not read later on is no silence
-    while not (peer in pair.hub.last_beat and pair.hub.last_beat[peer].quiet):
+    while not (peer in pair.hub.last_beat and pair.hub.last_beat[peer].idle):
         wait_readable(pair.hub)
         pair.read(pair.hub)
     pair.hub._interval = INTERVAL_S / 10
     pair.hub.tick(quiet)
     begun = pair.clock.now
     while peer in pair.hub.peers:
-        pair.clock.now += SELDOM_S
+        pair.clock.now += IDLE_HEARTBEAT_S
         pair.hub.tick(quiet)
-    assert pair.clock.now - begun == pytest.approx(2 * SELDOM_S)
+    assert pair.clock.now - begun == pytest.approx(2 * IDLE_HEARTBEAT_S)

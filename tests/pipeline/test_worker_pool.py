@@ -21,7 +21,7 @@ from pipeline.config import paths
 from pipeline.config.load import load
 from pipeline.config.schema import ModelConfig
 from pipeline.models import versions
-from pipeline.models.versions import Instance, Lineup
+from pipeline.models.versions import ModelVersion, VersionTable
 from pipeline.runtime.run_dir import StageLock, prepare
 from tests.e2e.server import wait_gone
 
@@ -50,15 +50,15 @@ class World:
 
     def start(self, **environment: str) -> subprocess.Popen[bytes]:
         self.crew = subprocess.Popen(
-            [sys.executable, "-m", "tests.pipeline.crewed", str(self.file)],
+            [sys.executable, "-m", "tests.pipeline.pool_process", str(self.file)],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         )
         return self.crew
 
-    def write(self, *instances: Instance) -> None:
+    def write(self, *instances: ModelVersion) -> None:
         known = versions.initial(self.config)
-        versions.write(self.config, Lineup(known.configured, 9, instances))
+        versions.write(self.config, VersionTable(known.configured, 9, instances))
 
     def lives(self, name: str) -> list[tuple[int, int]]:
         """(pid, pid below it) of each life of an instance."""
@@ -86,8 +86,8 @@ class World:
         return self.lives(name)[lives - 1]
 
 
-def make(behaviour: str, serial: int, state: Any = "serving") -> Instance:
-    return Instance(name="m", serial=serial, settings=ModelConfig(name="m", path=f"/{behaviour}"), state=state)
+def make(behaviour: str, serial: int, state: Any = "serving") -> ModelVersion:
+    return ModelVersion(name="m", serial=serial, settings=ModelConfig(name="m", path=f"/{behaviour}"), state=state)
 
 
 @pytest.fixture

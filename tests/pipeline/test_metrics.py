@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.config import paths
 from pipeline.config.schema import Config, ServerConfig
-from pipeline.ipc.poll_loop import StageLoop
+from pipeline.ipc.poll_loop import PollLoop
 from pipeline.observe import exposition
 from pipeline.observe.metrics import (
     FAMILIES,
@@ -173,7 +173,7 @@ def test_a_histogram_kept_elsewhere_is_poured_in(values: list[float]) -> None:
 
 
 def test_stages_show_up_with_what_they_use(config: Config) -> None:
-    loop = StageLoop("kv", config)
+    loop = PollLoop("kv", config)
     loop.ready = True
     loop.bind("scheduler-kv", lambda peer, frame: None)
     loop.tick()
@@ -218,11 +218,11 @@ def test_a_stage_at_rest_places_its_numbers_when_one_has_changed(tmp_path: Path)
 
     metrics.write()
     assert live(3.5) == pytest.approx([INTERVAL_S * i for i in range(1, 4)], abs=0.35)
-    metrics.is_quiet = True
+    metrics.is_idle = True
     assert len(live(2.2 * QUIET_MOST_S)) == 2, "what the process uses"
     metrics.add("starling_kv_cache_evictions_total")
     assert live(QUIET_MOST_S / 2)[0] <= QUIET_INTERVAL_S + 0.1
-    metrics.is_quiet = False
+    metrics.is_idle = False
     assert len(live(5.0)) in (4, 5)
 
 

@@ -1,9 +1,9 @@
-"""A supervisor and a stage to torment (a program: `python -m tests.pipeline.supervised ...`).
+"""A supervisor and a stage to torment (a program: `python -m tests.pipeline.supervised_stage ...`).
 
 Each life of the stage writes one JSON line to the FIFO REPORT: pid, its helper's pid (a process of its
 own, in a session of its own), restarts, pid of the supervisor.  What then happens is said by BEHAVIOUR:
 
-    wait      a `StageLoop`, until told to stop
+    wait      a `PollLoop`, until told to stop
     stubborn  ignores SIGTERM
     silent    beats once, then does nothing for ever
     crash     exits with code 3 at once
@@ -29,11 +29,11 @@ HELPER = "import signal, sys; print(flush=True); signal.pause()"
 
 
 def stage(report: str, behaviour: str, config: Config) -> int:
-    from pipeline.ipc.poll_loop import StageLoop
+    from pipeline.ipc.poll_loop import PollLoop
 
     loop = None
     if behaviour == "wait":
-        loop = StageLoop("kv", config)
+        loop = PollLoop("kv", config)
         loop.ready = True
         loop.tick()  # the supervisor knows before the report
     if behaviour == "stubborn":
@@ -86,7 +86,7 @@ def main(report: str, behaviour: str, how: str, run_dir: str) -> int:
         def preload() -> None:
             raise ImportError("not here")
 
-    command = [sys.executable, "-m", "tests.pipeline.supervised", report, behaviour, "stage", run_dir]
+    command = [sys.executable, "-m", "tests.pipeline.supervised_stage", report, behaviour, "stage", run_dir]
     limits = Limits(immediate=2, most=4, base_s=0.001, longest_s=0.01)
     return supervise("kv", command, config, lambda: stage(report, behaviour, config), preload, limits)
 

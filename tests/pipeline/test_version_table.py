@@ -19,33 +19,33 @@ def config(tmp_path: Path) -> Config:
     return config
 
 
-def second(config: Config) -> versions.Lineup:
+def second(config: Config) -> versions.VersionTable:
     """Another version of the model serves."""
     known = versions.initial(config)
-    return msgspec.structs.replace(known, instances=(msgspec.structs.replace(known.instances[0], serial=1),))
+    return msgspec.structs.replace(known, versions=(msgspec.structs.replace(known.versions[0], serial=1),))
 
 
 def test_without_a_record_there_is_what_is_configured(config: Config) -> None:
     assert versions.read(config) == versions.initial(config)
-    follower = versions.Follower(config)
+    follower = versions.VersionFollower(config)
     versions.write(config, second(config))
-    assert follower.look() and follower.lineup == second(config)
+    assert follower.poll() and follower.table == second(config)
     versions.record_path(config).unlink()
-    assert follower.look() and follower.lineup == versions.initial(config)
+    assert follower.poll() and follower.table == versions.initial(config)
 
 
 def test_a_record_that_cannot_be_read_changes_nothing(config: Config, caplog: pytest.LogCaptureFixture) -> None:
     versions.write(config, second(config))
-    follower = versions.Follower(config)
+    follower = versions.VersionFollower(config)
     path = versions.record_path(config)
     path.unlink()
     path.mkdir()  # of whatever user: it cannot be read
-    assert [follower.look() for _ in range(3)] == [False] * 3
-    assert follower.lineup == second(config)
+    assert [follower.poll() for _ in range(3)] == [False] * 3
+    assert follower.table == second(config)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     with pytest.raises(OSError, match=path.name):
         versions.read(config)
     path.rmdir()
-    third = msgspec.structs.replace(second(config), instances=())
+    third = msgspec.structs.replace(second(config), versions=())
     versions.write(config, third)
-    assert follower.look() and follower.lineup == third
+    assert follower.poll() and follower.table == third

@@ -57,7 +57,7 @@ def test_a_fault_that_could_never_happen_is_refused(text: str, reason: str) -> N
 def test_the_points_of_plans_are_those_of_the_program() -> None:
     root = Path(points.__file__).parents[2]
     source = "".join(path.read_text() for part in ("pipeline", "stages") for path in (root / part).rglob("*.py"))
-    named = set(re.findall(r'= points\.point\("(\w+)", "(\w+)"\)|fault=points\.point', source)) - {("", "")}
+    named = set(re.findall(r'= points\.fault_point\("(\w+)", "(\w+)"\)|fault=points\.fault_point', source)) - {("", "")}
     stores = {
         ("disk", name + end) for name in ("spill", "saved") for end in ("", "_read")
     }  # stages/kv/storage/spill.py
@@ -86,9 +86,9 @@ def test_drops_strike_once_and_disks_always() -> None:
 @pytest.mark.parametrize(("action", "code"), [("exit", 1), ("kill", -signal.SIGKILL), ("segv", -signal.SIGSEGV)])
 def test_fatal_faults_end_the_process_at_their_event(action: str, code: int) -> None:
     script = (
-        "from pipeline.faults.points import point\n"
-        "fault = point('worker', 'step')\n"
-        "for n in range(1, 4): print(n, flush=True); fault.strike(n)\n"
+        "from pipeline.faults.points import fault_point\n"
+        "fault = fault_point('worker', 'step')\n"
+        "for n in range(1, 4): print(n, flush=True); fault.trigger(n)\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", script],
@@ -111,31 +111,31 @@ def test_a_slow_disk_takes_its_time_and_works() -> None:
 
 def test_a_live_server_follows_the_plan_while_its_author_lives(tmp_path: Path) -> None:
     path = tmp_path / points.FILE
-    follower = points.Follower(tmp_path)
-    point = points.point("disk", "quotas")
+    follower = points.LivePlanFollower(tmp_path)
+    point = points.fault_point("disk", "quotas")
     try:
-        follower.look()
-        assert point.strike is None
+        follower.poll()
+        assert point.trigger is None
         give(path, "disk:enospc@quotas")
-        follower.look()
-        assert point.strike is not None
+        follower.poll()
+        assert point.trigger is not None
         with pytest.raises(OSError, match="No space left"):
-            point.strike(1)
+            point.trigger(1)
         # One that is made meanwhile has it, too.
-        assert points.point("disk", "other").strike is None
+        assert points.fault_point("disk", "other").trigger is None
         path.unlink()
-        follower.look()
-        assert point.strike is None
+        follower.poll()
+        assert point.trigger is None
         # Of an author who is gone nothing is left, neither a fault nor the file.
         author = "from pathlib import Path; from pipeline.faults.plan import give; give(Path({!r}), 'disk:eio@spill')"
         subprocess.run([sys.executable, "-c", author.format(str(path))], check=True)
         assert path.exists()
-        follower.look()
-        assert point.strike is None
+        follower.poll()
+        assert point.trigger is None
         assert not path.exists()
     finally:
         path.unlink(missing_ok=True)
-        follower.look()
+        follower.poll()
 
 
 def test_what_is_no_plan_is_none(tmp_path: Path) -> None:
@@ -154,8 +154,8 @@ def test_without_a_plan_the_module_is_not_there() -> None:
         "import stages.kv.stage, stages.gateway.stage, stages.worker.stage\n"
         "from pathlib import Path\n"
         "from pipeline.faults import points\n"
-        "assert points.point('disk', 'spill').strike is None\n"
-        "points.Follower(Path('/nonexistent')).look()\n"
+        "assert points.fault_point('disk', 'spill').trigger is None\n"
+        "points.LivePlanFollower(Path('/nonexistent')).poll()\n"
         "sys.exit('pipeline.faults.plan' in sys.modules)\n"
     )
     env = {name: value for name, value in os.environ.items() if name != "STARLING_FAULTS"}

@@ -7,7 +7,8 @@ import ctypes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.runtime.malloc_trim import AGAIN_S, LOOK_S, SLACK_BYTES, Heap, anonymous_bytes, trim
+from pipeline.procfs import anonymous_bytes
+from pipeline.runtime.malloc_trim import AGAIN_S, LOOK_S, SLACK_BYTES, MallocTrimmer, trim
 
 MB = 1 << 20
 
@@ -24,7 +25,7 @@ def test_free_memory_in_the_middle_of_the_heap_goes_back() -> None:
     for block in blocks[:-1]:  # the last one holds the end of the heap
         libc.free(block)
     now = [0.0]
-    heap = Heap(lambda: now[0], used=iter([0, full, 0]).__next__, trim=trim)
+    heap = MallocTrimmer(lambda: now[0], used=iter([0, full, 0]).__next__, trim=trim)
     now[0] = LOOK_S
     heap.tick()
     assert anonymous_bytes() < full - 80 * MB
@@ -40,7 +41,7 @@ def test_what_is_free_never_stays(bursts: list[tuple[int, int]]) -> None:
         nonlocal free
         free = 0
 
-    heap = Heap(lambda: now, lambda: needed + free, give_back)
+    heap = MallocTrimmer(lambda: now, lambda: needed + free, give_back)
     base = needed
     for more, looks in bursts:
         free += max(0, needed - base)  # the burst before is over
@@ -61,7 +62,7 @@ def test_at_rest_it_trims_seldom() -> None:
         trims += 1
 
     used = [50 * MB]
-    heap = Heap(lambda: now, lambda: used[0], count)
+    heap = MallocTrimmer(lambda: now, lambda: used[0], count)
     used[0] = 200 * MB
     for _ in range(60):
         now += LOOK_S

@@ -14,18 +14,20 @@ def beats(wait_s: float, early_s: float) -> list[float]:
     """When one wakes that is always woken `early_s` before its time, or after it."""
     now, times = 1234.321, []
     for _ in range(50):
-        now += timer_coalescing.until_beat(now, wait_s) - early_s
+        now += timer_coalescing.until_aligned(now, wait_s) - early_s
         times.append(now)
     return times
 
 
-@pytest.mark.parametrize("wait_s", [timer_coalescing.BEAT_S, timer_coalescing.SELDOM_S, 10 * timer_coalescing.BEAT_S])
+@pytest.mark.parametrize(
+    "wait_s", [timer_coalescing.ALIGN_S, timer_coalescing.IDLE_HEARTBEAT_S, 10 * timer_coalescing.ALIGN_S]
+)
 @pytest.mark.parametrize("early_s", [0.0, 0.001, 0.04, -0.001, -0.04])
 def test_all_wake_together_and_once(wait_s: float, early_s: float) -> None:
     times = beats(wait_s, early_s)
     assert [b - a for a, b in pairwise(times)] == pytest.approx([wait_s] * 49)
     assert all(
-        abs((time + early_s) / timer_coalescing.BEAT_S - round((time + early_s) / timer_coalescing.BEAT_S)) < 1e-6
+        abs((time + early_s) / timer_coalescing.ALIGN_S - round((time + early_s) / timer_coalescing.ALIGN_S)) < 1e-6
         for time in times
     )
 
@@ -33,18 +35,18 @@ def test_all_wake_together_and_once(wait_s: float, early_s: float) -> None:
 def test_a_wait_is_no_longer_than_it_may_be() -> None:
     chance = random.Random(5)
     for _ in range(1000):
-        now, wait_s = chance.uniform(0, 1e6), chance.uniform(timer_coalescing.BEAT_S, 10)
-        assert 0 < timer_coalescing.until_beat(now, wait_s) <= wait_s + timer_coalescing.BEAT_S / 8 + 1e-6
+        now, wait_s = chance.uniform(0, 1e6), chance.uniform(timer_coalescing.ALIGN_S, 10)
+        assert 0 < timer_coalescing.until_aligned(now, wait_s) <= wait_s + timer_coalescing.ALIGN_S / 8 + 1e-6
 
 
 def test_a_period_turns_once_for_whoever_looks_on_the_beat() -> None:
     for early_s in (0.0, 0.001, 0.04, -0.04):
         before, turned = float("-inf"), []
-        for time in beats(timer_coalescing.BEAT_S, early_s):
-            if timer_coalescing.has_turned(time, before, timer_coalescing.SELDOM_S):
-                turned.append(round((time + early_s) / timer_coalescing.BEAT_S))
+        for time in beats(timer_coalescing.ALIGN_S, early_s):
+            if timer_coalescing.has_period_elapsed(time, before, timer_coalescing.IDLE_HEARTBEAT_S):
+                turned.append(round((time + early_s) / timer_coalescing.ALIGN_S))
                 before = time
-        each = round(timer_coalescing.SELDOM_S / timer_coalescing.BEAT_S)
+        each = round(timer_coalescing.IDLE_HEARTBEAT_S / timer_coalescing.ALIGN_S)
         assert len(turned) > 10
         assert all(beat % each == 0 for beat in turned[1:]), "the same moments for all"
         assert {b - a for a, b in pairwise(turned[1:])} == {each}

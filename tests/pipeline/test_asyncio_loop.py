@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.schema import Config, ModelConfig, ServerConfig
-from pipeline.ipc.asyncio_loop import Endpoints
+from pipeline.ipc.asyncio_loop import AsyncioLoop
 from pipeline.protocol import messages as m
 
 
@@ -29,7 +29,7 @@ def config(tmp_path: Path) -> Config:
 
 
 async def test_frames_and_failing_handlers(config: Config) -> None:
-    gateway, scheduler = Endpoints("gateway", config), Endpoints("scheduler", config)
+    gateway, scheduler = AsyncioLoop("gateway", config), AsyncioLoop("scheduler", config)
     got: asyncio.Queue[m.Frame] = asyncio.Queue()
     failures: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
@@ -59,7 +59,7 @@ async def test_frames_and_failing_handlers(config: Config) -> None:
 
 @pytest.mark.parametrize("busy", [False, True])
 async def test_a_signal_stops_it(config: Config, busy: bool) -> None:
-    gateway = Endpoints("gateway", config)
+    gateway = AsyncioLoop("gateway", config)
     gateway.start()
     gateway.busy = busy
     os.kill(os.getpid(), signal.SIGTERM)
@@ -70,7 +70,7 @@ async def test_a_signal_stops_it(config: Config, busy: bool) -> None:
 
 
 async def test_quit_carries_the_code(config: Config) -> None:
-    gateway = Endpoints("gateway", config)
+    gateway = AsyncioLoop("gateway", config)
     gateway.start()
     gateway.quit(3)
     assert await gateway.stopped() == 3
@@ -78,7 +78,7 @@ async def test_quit_carries_the_code(config: Config) -> None:
 
 
 async def test_there_is_one_timer_however_often_frames_bring_a_tick_about(config: Config) -> None:
-    gateway = Endpoints("gateway", config)
+    gateway = AsyncioLoop("gateway", config)
 
     def timers() -> int:
         scheduled: list[asyncio.TimerHandle] = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
@@ -99,7 +99,7 @@ async def test_there_is_one_timer_however_often_frames_bring_a_tick_about(config
         gateway._next_tick = gateway.clock() + 1000
         gateway._set_timer()
         ticked.clear()
-        gateway.rouse()
+        gateway.mark_active()
         assert timers() == 1
         await ticked.wait()
     gateway.close()

@@ -13,7 +13,7 @@ import pytest
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig, ServerConfig
 from pipeline.errors import ConfigError
-from pipeline.ipc.poll_loop import StageLoop
+from pipeline.ipc.poll_loop import PollLoop
 from pipeline.observe import status
 from pipeline.observe.status import StageStatus
 from pipeline.protocol import messages as m
@@ -35,8 +35,8 @@ def config(tmp_path: Path) -> Config:
 
 
 @pytest.fixture
-def loops(config: Config) -> Iterator[dict[str, StageLoop]]:
-    made = {name: StageLoop(name, config) for name in ("kv", "scheduler")}
+def loops(config: Config) -> Iterator[dict[str, PollLoop]]:
+    made = {name: PollLoop(name, config) for name in ("kv", "scheduler")}
     yield made
     for loop in reversed(made.values()):
         loop.close()
@@ -46,7 +46,7 @@ def record(config: Config, stage: str) -> StageStatus:
     return {found.stage: found for found in status.read_all(paths.run_dir(config))}[stage]
 
 
-def test_frames_reach_their_handlers_and_beats_their_peers(loops: dict[str, StageLoop]) -> None:
+def test_frames_reach_their_handlers_and_beats_their_peers(loops: dict[str, PollLoop]) -> None:
     kv, scheduler = loops["kv"], loops["scheduler"]
     got: list[m.Frame] = []
 
@@ -73,7 +73,7 @@ def test_frames_reach_their_handlers_and_beats_their_peers(loops: dict[str, Stag
     assert link.last_beat is None  # closed, and with it what it knew
 
 
-def test_what_is_said_depends_on_ready_and_stopping(loops: dict[str, StageLoop]) -> None:
+def test_what_is_said_depends_on_ready_and_stopping(loops: dict[str, PollLoop]) -> None:
     loop = loops["kv"]
     assert (loop.beat().ready, loop.beat().reason) == (False, "starting")
     loop.ready = True
@@ -84,7 +84,7 @@ def test_what_is_said_depends_on_ready_and_stopping(loops: dict[str, StageLoop])
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_wait_and_the_loop(config: Config, number: signal.Signals) -> None:
-    loop = StageLoop("kv", config)
+    loop = PollLoop("kv", config)
     calls = 0
 
     def work() -> float | None:
@@ -102,7 +102,7 @@ def test_a_signal_ends_the_wait_and_the_loop(config: Config, number: signal.Sign
 
 def test_it_drains_while_busy_but_not_for_ever(config: Config) -> None:
     now = [0.0]
-    loop = StageLoop("kv", config, clock=lambda: now[0])
+    loop = PollLoop("kv", config, clock=lambda: now[0])
     loop.busy = True
     loop.stop()
     seen = []
@@ -117,7 +117,7 @@ def test_it_drains_while_busy_but_not_for_ever(config: Config) -> None:
 
 
 def test_a_signal_after_the_work_is_thought_about_before_it_ends(config: Config) -> None:
-    loop = StageLoop("kv", config)
+    loop = PollLoop("kv", config)
     told: list[bool] = []
 
     def work() -> float | None:
@@ -132,7 +132,7 @@ def test_a_signal_after_the_work_is_thought_about_before_it_ends(config: Config)
 
 
 def test_a_second_signal_does_not_wait(config: Config) -> None:
-    loop = StageLoop("kv", config)
+    loop = PollLoop("kv", config)
     loop.busy = True
 
     def work() -> float | None:
@@ -146,14 +146,14 @@ def test_a_fatal_error_is_not_exit_code_0(config: Config, caplog: pytest.LogCapt
     def work() -> float | None:
         raise RuntimeError("broken")
 
-    assert StageLoop("kv", config).run(work) == process.EXIT_FATAL
+    assert PollLoop("kv", config).run(work) == process.EXIT_FATAL
     assert "fatal error" in caplog.text
-    loop = StageLoop("kv", config)
+    loop = PollLoop("kv", config)
     assert loop.run(lambda: loop.quit(7)) == 7
 
 
 def test_status_is_there_while_it_lives_and_gone_after(config: Config) -> None:
-    loop = StageLoop("kv", config)
+    loop = PollLoop("kv", config)
     loop.progress = 5
     loop.poll(0)
     found = record(config, "kv")
@@ -168,7 +168,7 @@ def test_status_is_there_while_it_lives_and_gone_after(config: Config) -> None:
 
 
 def test_a_status_of_the_dead_is_told_from_one_of_the_living(config: Config) -> None:
-    loop = StageLoop("kv", config)
+    loop = PollLoop("kv", config)
     loop.poll(0)
     path = paths.run_dir(config) / "kv.status"
     path.write_bytes(path.read_bytes().replace(b'"ticks":', b'"ticks":1'))
@@ -179,19 +179,19 @@ def test_a_status_of_the_dead_is_told_from_one_of_the_living(config: Config) -> 
 
 
 def test_a_second_one_of_the_same_stage_is_refused(config: Config) -> None:
-    loop = StageLoop("kv", config)
+    loop = PollLoop("kv", config)
     with pytest.raises(ConfigError, match="already runs"):
-        StageLoop("kv", config)
+        PollLoop("kv", config)
     loop.close()
 
 
 def test_the_supervisor_hears_beats_and_allowances(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe2(os.O_NONBLOCK)
     monkeypatch.setenv(process.BEAT_FD_VARIABLE, str(write_end))
-    loop = StageLoop("kv", config)
+    loop = PollLoop("kv", config)
     assert process.BEAT_FD_VARIABLE not in os.environ
     assert process.read_beats(read_end) == (STALL_MS, False)
-    with loop.allow(90):
+    with loop.allow_stall(90):
         assert process.read_beats(read_end) == (90_000, False)
     assert process.read_beats(read_end) == (STALL_MS, False)
     assert process.read_beats(read_end) is None
@@ -212,7 +212,7 @@ def test_systemd_hears_when_it_is_ready_and_that_it_lives(
         monkeypatch.setenv("NOTIFY_SOCKET", address)
         monkeypatch.setenv("WATCHDOG_USEC", "2000000")
         now = [0.0]
-        loop = StageLoop("kv", config, clock=lambda: now[0])
+        loop = PollLoop("kv", config, clock=lambda: now[0])
 
         def heard() -> list[bytes]:
             found = []
@@ -237,7 +237,7 @@ def test_systemd_hears_when_it_is_ready_and_that_it_lives(
 
 
 def test_descriptors_of_the_stages_own(config: Config) -> None:
-    loop = StageLoop("kv", config)
+    loop = PollLoop("kv", config)
     read_end, write_end = os.pipe()
     got: list[bytes] = []
 
@@ -256,10 +256,10 @@ def test_descriptors_of_the_stages_own(config: Config) -> None:
 
 
 def test_nothing_is_left_open(config: Config) -> None:
-    StageLoop("kv", config).close()
+    PollLoop("kv", config).close()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        loop = StageLoop("kv", config)
+        loop = PollLoop("kv", config)
         loop.bind("scheduler-kv", lambda peer, frame: None)
         loop.poll(0)
         loop.close()
@@ -268,31 +268,31 @@ def test_nothing_is_left_open(config: Config) -> None:
 
 def test_a_stage_without_work_is_quiet_until_something_moves(config: Config) -> None:
     now = 100.0
-    loop = StageLoop("kv", config, clock=lambda: now)
+    loop = PollLoop("kv", config, clock=lambda: now)
     try:
         loop.ready, loop.reason = True, ""
         loop.tick()
-        assert (loop.is_quiet, loop.tick_s) == (False, TICK_S)
+        assert (loop.is_idle, loop.tick_s) == (False, TICK_S)
         now += QUIET_AFTER_S + 0.1
         loop.tick()
-        assert loop.is_quiet and loop.beat().quiet
-        assert loop.tick_s == timer_coalescing.until_beat(now, timer_coalescing.SELDOM_S)
+        assert loop.is_idle and loop.beat().idle
+        assert loop.tick_s == timer_coalescing.until_aligned(now, timer_coalescing.IDLE_HEARTBEAT_S)
         loop.bind("gateway-kv", lambda peer, frame: None)
-        assert loop.tick_s == timer_coalescing.until_beat(now, timer_coalescing.BEAT_S), (
+        assert loop.tick_s == timer_coalescing.until_aligned(now, timer_coalescing.ALIGN_S), (
             "the gateway, who tells, hears of it in time"
         )
-        loop.rouse()
-        assert not loop.is_quiet
+        loop.mark_active()
+        assert not loop.is_idle
         now += QUIET_AFTER_S + 0.1
         loop.tick()
-        assert loop.is_quiet
+        assert loop.is_idle
         for change in ("progress", "busy", "reason"):
             setattr(loop, change, {"progress": 5, "busy": True, "reason": "x"}[change])
             loop.tick()
-            assert not loop.is_quiet, change
+            assert not loop.is_idle, change
             loop.busy = False
             now += QUIET_AFTER_S + 0.1
             loop.tick()
-            assert loop.is_quiet
+            assert loop.is_idle
     finally:
         loop.close()

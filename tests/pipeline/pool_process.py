@@ -1,6 +1,6 @@
-"""A crew whose members do as they are told by their model's path; for test_crew.py.
+"""A crew whose members do as they are told by their model's path; for test_worker_pool.py.
 
-python -m tests.pipeline.crewed CONFIG_FILE
+python -m tests.pipeline.pool_process CONFIG_FILE
     stay     until SIGTERM
     exit:N   end with that code
     parent   start a process of its own in a group of its own, then stay
@@ -15,10 +15,10 @@ from pathlib import Path
 
 from pipeline.config import paths
 from pipeline.config.load import load
-from pipeline.models.versions import Instance
+from pipeline.models.versions import ModelVersion
 from pipeline.runtime import process
 from pipeline.supervise.base import SIGNALS
-from pipeline.supervise.worker_pool import Crew
+from pipeline.supervise.worker_pool import WorkerPool
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
     process.become_subreaper()
     told = paths.run_dir(config) / "told"
 
-    def fork(instance: Instance) -> int:
+    def fork(instance: ModelVersion) -> int:
         parent = os.getpid()
         pid = os.fork()
         if pid:
@@ -48,7 +48,7 @@ def main() -> int:
         while True:
             signal.pause()
 
-    return Crew(config, fork, []).run()
+    return WorkerPool(config, fork, []).run()
 
 
 if __name__ == "__main__":
