@@ -94,14 +94,14 @@ def test_diagrams_parse(tmp_path: Path, source: str, is_right: bool) -> None:
 
 
 def test_spelling_and_style_are_checked(tmp_path: Path) -> None:
-    write(tmp_path, "good.md", "# Title\n\nThe gateway sends the frame.\n\n```sh run\necho teh\n```\n")
+    write(tmp_path, "good.md", "# Title\n\nThe gateway sends the frame.\n\n```sh run\necho recieve\n```\n")
     write(tmp_path, "stages/a.py", "# The worker writes the page.\nx = 'sent'\n")
     found = [line for line in prose.problems(tmp_path) if "good.md:6" not in line]  # codespell reads blocks as well
     assert found == []
-    write(tmp_path, "bad.md", "This is teh word.\n\nA very unique page.\n\nNobody is told.\n")
+    write(tmp_path, "bad.md", "This is recieve word.\n\nA very unique page.\n\nNobody is told.\n")
     write(tmp_path, "stages/b.py", '"""Tells\nwhoever asks."""\nnobody = 1\n')
     found = list(prose.problems(tmp_path))
-    for expected in ("bad.md:1: teh", "bad.md:3", "bad.md:5: `Nobody`", "stages/b.py:2: `whoever`"):
+    for expected in ("bad.md:1: recieve", "bad.md:3", "bad.md:5: `Nobody`", "stages/b.py:2: `whoever`"):
         assert any(line.startswith(expected) for line in found), (expected, found)
     assert not any(line.startswith("stages/b.py:3") for line in found)
 
