@@ -1,16 +1,14 @@
-"""The command `starling`: what people and the Procfile start.
+"""The command `starling`, which operators and the Procfile call.
 
-Each command is a module of this package, imported when it is called, so that a stage's start pays for
-nothing but itself.  Stages are found by their dotted name at run time (`stages.NAME.stage`): the
-package `pipeline` does not import them.
+Each command is a module of this package. It is imported only when it is called, so that a stage starts without
+the imports of other commands.
 
-Exit codes: 0 done; 1 failed, trying again may help; 2 wrong usage; 78 the configuration or the
-machine must be changed first; 130 interrupted.
+Exit codes: 0 success; 1 failure that a retry may cure; 2 wrong usage; 78 the configuration or the machine must
+be changed first; 130 interrupted.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from pathlib import Path
@@ -21,46 +19,123 @@ from pipeline.config import paths
 from pipeline.errors import ConfigError, ModelNotFound, ResourceError, StarlingError
 from pipeline.runtime.process import EXIT_CONFIG, EXIT_FATAL, EXIT_USAGE
 
-# Before any import of numpy, wherever it is: its BLAS would start threads, which no process needs, and a
-# supervisor that has threads cannot fork its stage.
+# Set before the first import of numpy: its BLAS would start threads, which no process needs, and a supervisor with
+# threads cannot fork its stage.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 EXIT_INTERRUPTED = 130
 
-COMMANDS = {
-    "chaos": "starling.cli.chaos:chaos",
-    "config": "starling.cli.show:config",
-    "down": "starling.cli.down:down",
-    "drain": "starling.cli.drain:drain",
-    "fetch": "starling.cli.prepare:fetch",
-    "kv": "starling.cli.kv:kv",
-    "load": "starling.cli.reload:load",
-    "logs": "starling.cli.logs:logs",
-    "models": "starling.cli.show:models",
-    "prepare": "starling.cli.prepare:prepare",
-    "reload": "starling.cli.reload:reload",
-    "restart": "starling.cli.restart:restart",
-    "resume": "starling.cli.drain:resume",
-    "stage": "starling.cli.stage:stage",
-    "status": "starling.cli.status:status",
-    "supervise": "starling.cli.stage:supervise",
-    "unload": "starling.cli.reload:unload",
-    "up": "starling.cli.up:up",
-}
+COMMANDS = (
+    "chaos",
+    "config",
+    "down",
+    "drain",
+    "fetch",
+    "kv",
+    "load",
+    "logs",
+    "models",
+    "prepare",
+    "reload",
+    "restart",
+    "resume",
+    "stage",
+    "status",
+    "supervise",
+    "unload",
+    "up",
+)
+
+
+def load_command(name: str) -> click.Command | None:
+    """Import the module of the command `name` and return the command; None if there is no such command.
+
+    The imports stand here, one per command, so that `starling stage` imports no module of another command.
+    """
+    match name:
+        case "chaos":
+            from starling.cli.chaos import chaos
+
+            return chaos
+        case "config":
+            from starling.cli.show import config
+
+            return config
+        case "down":
+            from starling.cli.down import down
+
+            return down
+        case "drain":
+            from starling.cli.drain import drain
+
+            return drain
+        case "fetch":
+            from starling.cli.prepare import fetch
+
+            return fetch
+        case "kv":
+            from starling.cli.kv import kv
+
+            return kv
+        case "load":
+            from starling.cli.reload import load
+
+            return load
+        case "logs":
+            from starling.cli.logs import logs
+
+            return logs
+        case "models":
+            from starling.cli.show import models
+
+            return models
+        case "prepare":
+            from starling.cli.prepare import prepare
+
+            return prepare
+        case "reload":
+            from starling.cli.reload import reload
+
+            return reload
+        case "restart":
+            from starling.cli.restart import restart
+
+            return restart
+        case "resume":
+            from starling.cli.drain import resume
+
+            return resume
+        case "stage":
+            from starling.cli.stage import stage
+
+            return stage
+        case "status":
+            from starling.cli.status import status
+
+            return status
+        case "supervise":
+            from starling.cli.stage import supervise
+
+            return supervise
+        case "unload":
+            from starling.cli.reload import unload
+
+            return unload
+        case "up":
+            from starling.cli.up import up
+
+            return up
+    return None
 
 
 class _Commands(click.Group):
-    """Imports a command's module when it is needed."""
+    """A group whose commands are imported when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(COMMANDS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, name = COMMANDS[cmd_name].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), name)
-        return command
+        return load_command(cmd_name)
 
 
 @click.command(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import click
 import msgspec
 from rich.console import Console
@@ -43,8 +41,8 @@ kv.add_command(warm)
 
 
 def _report(as_json: bool, check: bool) -> int:
-    # By name at run time, as stages are: this package does not import them.
-    view = importlib.import_module("stages.kv.view")
+    from stages.kv import view
+
     report = view.inspect(load(), check)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(report)).decode())

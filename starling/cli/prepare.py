@@ -6,7 +6,6 @@ over in silence, so a second start costs nothing.
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +20,6 @@ from pipeline.errors import ConfigError, ModelNotFound
 from pipeline.models import store
 from shm.checkpoint import load_index
 
-# prepare(model, models_dir, progress): fetch, ingest, compile; idempotent and flocked, for the
-# worker does the same when it starts and finds something missing.
-WORKER_PREPARE = "stages.worker.checkpoint.prepare"
 SPEAK_S = 5.0
 BYTES = 1_000_000  # totals above this are bytes, below it counts
 
@@ -54,7 +50,8 @@ def prepare(name: str | None) -> None:
 
 def prepare_all(config: Config, name: str | None = None) -> None:
     """Make every model (or the one of that name) ready to be served."""
-    worker = importlib.import_module(WORKER_PREPARE)
+    from stages.worker.checkpoint import prepare as worker
+
     for model in _chosen(config, name):
         with shown(model.name) as progress:
             worker.prepare(model, paths.models_dir(), progress)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Callable
+from types import ModuleType
 
 import click
 
@@ -85,7 +85,33 @@ def _program(name: str, model: str, config: Config) -> Callable[[], int]:
         arguments = (model or known[0],)
     elif model:
         raise click.UsageError(f"--model is the worker's; the stage {name} serves every model")
-    return lambda: int(importlib.import_module(f"stages.{name}.stage").main(config, *arguments) or 0)
+    return lambda: int(_import_stage(name).main(config, *arguments) or 0)
+
+
+def _import_stage(name: str) -> ModuleType:
+    """Import the module `stages.NAME.stage` and no other stage."""
+    match name:
+        case "tokenizer":
+            from stages.tokenizer import stage as tokenizer
+
+            return tokenizer
+        case "scheduler":
+            from stages.scheduler import stage as scheduler
+
+            return scheduler
+        case "kv":
+            from stages.kv import stage as kv
+
+            return kv
+        case "worker":
+            from stages.worker import stage as worker
+
+            return worker
+        case "gateway":
+            from stages.gateway import stage as gateway
+
+            return gateway
+    raise ValueError(f"no stage {name!r}")
 
 
 def _unknown(model: str, known: list[str]) -> ConfigError:
@@ -94,6 +120,6 @@ def _unknown(model: str, known: list[str]) -> ConfigError:
 
 def _preload(name: str, config: Config) -> None:
     """Import what the stage needs; its `preload(config)`, if it has one, loads compiled kernels."""
-    module = importlib.import_module(f"stages.{name}.stage")
+    module = _import_stage(name)
     if hasattr(module, "preload"):
         module.preload(config)
