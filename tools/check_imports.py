@@ -1,10 +1,14 @@
-"""Import layers: starling -> stages -> pipeline -> shm, stages never each other, sockets only in stage.py.
-
-aiohttp may be imported for its requests and responses; what listens or connects may not be named.
+"""Check the import rules.
 
     python tools/check_imports.py [ROOT]
 
-Reads the source only.  Prints one line for each broken rule and exits 1 when there is one.
+- Layers: starling -> stages -> pipeline -> shm. A stage imports no other stage.
+- Within a stage only stage.py uses sockets. aiohttp may be imported for its requests and responses; its listeners and
+  clients may not be named.
+- No `importlib.import_module` and no `__import__`: they would hide an import from the first rule. A lazy import is an
+  import statement inside a function.
+
+Reads the source only. Prints one line for each violation and exits with 1 if there is one.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ SOCKET_MODULES = {"zmq", "socket", "socketserver", "http", "urllib"}
 SOCKET_NAMES = {"AppRunner", "TCPSite", "UnixSite", "SockSite", "run_app", "ClientSession"}  # of aiohttp
 # Project modules that hold sockets: what uses them does a stage's input and output.
 SOCKET_HOLDERS = {"pipeline.ipc.endpoint", "pipeline.ipc.poll_loop", "pipeline.ipc.asyncio_loop"}
+# Calls that import a module by a computed name, which this check cannot see.
+IMPORT_FUNCTIONS = {"import_module", "__import__"}
 
 
 def imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
@@ -62,6 +68,10 @@ def violations(path: Path, root: Path) -> Iterator[str]:
         for line, name in names_used(tree):
             if name in SOCKET_NAMES:
                 yield f"{where}:{line}: only stage.py touches sockets, and this is {name}"
+    for line, name in (*names_used(tree), *imports(tree, ())):
+        function = name.rpartition(".")[2]
+        if function in IMPORT_FUNCTIONS:
+            yield f"{where}:{line}: write an import statement, inside a function if it must be lazy, not {function}"
     for line, name in imports(tree, parts[:-1]):
         top, _, rest = name.partition(".")
         rule = ""

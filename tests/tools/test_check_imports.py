@@ -1,4 +1,4 @@
-"""The import law is found broken where it is broken, and nowhere else."""
+"""tools/check_imports.py reports each broken import rule and accepts what the rules allow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tools.check_imports import main, violations
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_this_project_keeps_the_law() -> None:
+def test_this_repository_passes() -> None:
     assert main(ROOT) == 0
 
 
@@ -39,6 +39,10 @@ def test_this_project_keeps_the_law() -> None:
         ("pipeline/a.py", "from shm.arena import Arena\nimport zmq", ""),
         ("stages/kv/a.py", "from stages.kv.b import c\nfrom . import b\nfrom pipeline.errors import X", ""),
         ("stages/kv/stage.py", "import zmq\nfrom pipeline.ipc.poll_loop import PollLoop", ""),
+        ("starling/a.py", "import importlib\nimportlib.import_module('stages.kv')", "write an import statement"),
+        ("stages/kv/a.py", "from importlib import import_module as load", "write an import statement"),
+        ("pipeline/a.py", "__import__('stages.kv')", "write an import statement"),
+        ("stages/kv/a.py", "import importlib.metadata", ""),
     ],
 )
 def test_rules(tmp_path: Path, file: str, source: str, reason: str) -> None:
@@ -46,4 +50,4 @@ def test_rules(tmp_path: Path, file: str, source: str, reason: str) -> None:
     path.parent.mkdir(parents=True)
     path.write_text(source)
     found = list(violations(path, tmp_path))
-    assert [line.split(": ", 1)[1].split(", and this")[0] for line in found] == ([reason] if reason else [])
+    assert [line.split(": ", 1)[1].split(", ")[0] for line in found] == ([reason] if reason else [])
