@@ -20,6 +20,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from pipeline.api.keys import Caller
+from pipeline.api.quota_file import QuotaFile
+from pipeline.api.quotas import Quotas
 from pipeline.config.schema import Config
 from pipeline.errors import (
     Conflict,
@@ -36,8 +39,6 @@ from pipeline.observe.metrics import Metrics
 from pipeline.protocol import messages as m
 from stages.gateway.admission.drain import ALL, Drains, too_late
 from stages.gateway.admission.lengths import Bounds, check_number, output_budget
-from stages.gateway.admission.limits import Caller, Quotas
-from stages.gateway.admission.quota_file import QuotaFile
 from stages.gateway.admission.readiness import StageHealth, model_report
 from stages.gateway.endpoints.generation_request import GenerationRequest
 from stages.gateway.metrics import GatewayMetrics

@@ -17,6 +17,8 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
+from pipeline.api.error_response import error_response
+from pipeline.api.quota_file import QuotaFile
 from pipeline.config import paths
 from pipeline.config.load import Config
 from pipeline.errors import ConfigError, Conflict, InvalidRequest, Overloaded, StarlingError
@@ -28,8 +30,6 @@ from pipeline.observe import logs
 from pipeline.runtime.malloc_trim import MallocTrimmer
 from pipeline.supervise import listen_fd as listening
 from stages.gateway.admin import MAX_TIMEOUT_S, Admin
-from stages.gateway.admission.quota_file import QuotaFile
-from stages.gateway.endpoints.formatter import to_json
 from stages.gateway.http.app import make_app
 from stages.gateway.http.idle_connections import Connections
 from stages.gateway.requests.journal import Journal
@@ -46,7 +46,7 @@ SPARE_CONNECTIONS = 256  # idle ones, health checks and those to be refused, bes
 REFUSAL_S = 1.0  # for a refused connection to read why
 LAST_WORDS_S = 1.0  # for the handlers to send the end of what has been ended
 
-_FULL_BODY = to_json(Overloaded("the server has as many connections as it takes; try again").body())
+_FULL_BODY = error_response(Overloaded("the server has reached its connection limit; try again")).body
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
     b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)

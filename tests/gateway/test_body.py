@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.api.fields import integer, number, read_fields
+from pipeline.api.json_body import parse_object
 from pipeline.errors import InvalidRequest
 from stages.gateway.endpoints import chat, completions, generate
-from stages.gateway.http.body import parse_object
-from stages.gateway.http.fields import integer, number, read_fields
 
 JSON = st.recursive(
     st.none()

@@ -518,7 +518,7 @@ def test_many_tokens_are_told_in_full_and_too_many_are_refused(server: Server) -
     assert server.post("/v1/tokenize", {"text": ""}).json == {"model": MODEL, "tokens": [], "offsets": [], "count": 0}
     refused = server.post("/v1/tokenize", {"text": "x" * 1_000_001})
     assert (refused.status, refused.error["param"]) == (400, "text")
-    assert "text has at least 1000001 tokens; at most 1000000 are taken at once" in refused.error["message"]
+    assert "text has at least 1000001 tokens; at most 1000000 are allowed per request" in refused.error["message"]
 
 
 def test_a_body_of_ten_megabytes(server: Server) -> None:

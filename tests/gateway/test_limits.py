@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.api.keys import Keys
+from pipeline.api.quotas import Bucket, Quotas
 from pipeline.config.schema import ApiKey, AuthConfig, RateLimitsConfig
 from pipeline.errors import RateLimited, Unauthenticated
-from stages.gateway.admission.limits import Bucket, Keys, Quotas
 
 
 class Clock:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.api import quota_file
+from pipeline.api.quota_file import RECORD_BYTES, Level, QuotaFile, bucket_key
+from pipeline.api.quotas import Quotas
 from pipeline.config.schema import RateLimitsConfig
 from pipeline.errors import RateLimited
-from stages.gateway.admission import quota_file
-from stages.gateway.admission.limits import Quotas
-from stages.gateway.admission.quota_file import RECORD_BYTES, Level, QuotaFile, key_of
-from tests.gateway.server import MakeServer, Server
+from tests.gateway.server import Server
+from tests.gateway.test_stage import MakeServer
 
 
 class World:
@@ -99,9 +100,9 @@ def test_whatever_is_there_it_begins(tmp_path: Path, raw: bytes) -> None:
 
 
 def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quota_file, "SLOTS", 4)
+    monkeypatch.setattr(quota_file, "MAX_RECORDS", 4)
     file = QuotaFile(tmp_path / "q")
-    keys = [key_of("tokens", f"tenant-{n}") for n in range(10)]
+    keys = [bucket_key("tokens", f"tenant-{n}") for n in range(10)]
     for n, key in enumerate(keys):
         file.put(key, Level(600, 0.0, float(n)))
         file.put(keys[0], Level(600, 1.0, float(n)))  # in use all the while

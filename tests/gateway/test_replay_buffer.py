@@ -17,7 +17,7 @@ from pipeline.errors import StarlingError
 from pipeline.protocol.messages import Logprob, Sampling
 from stages.gateway.endpoints import chat, completions, generate
 from stages.gateway.endpoints.generation_request import GenerationRequest
-from stages.gateway.http.sse import EventStream
+from stages.gateway.http.sinks import EventStream
 from stages.gateway.requests.event_cursor import ChoiceCursor, EventCursor, FanOutSink
 from stages.gateway.requests.journal import KEEP_S, MAX_KEPT, Ended, Journal, Opened, parse
 from stages.gateway.requests.recovery import Recovery
@@ -28,7 +28,7 @@ from tests.gateway.journal_records import found, journal, opened
 from tests.gateway.peers import EOS, Generator, make_pieces
 
 BYTES = {token: bytes([token]) for token in range(256)}
-SHAPES: dict[str, Callable[[RequestState, Any], Any]] = {
+FORMATTERS: dict[str, Callable[[RequestState, Any], Any]] = {
     "generate": generate.GenerateFormatter,
     "chat": chat.ChatFormatter,
     "completions": completions.CompletionFormatter,
@@ -49,7 +49,7 @@ def ask_of(endpoint: str, n: int, logprobs: int) -> GenerationRequest:
 @st.composite
 def requests(draw: st.DrawFn) -> RequestState:
     """One that has ended, with tokens past its text, or in the middle of it by an error."""
-    endpoint = draw(st.sampled_from(sorted(SHAPES)))
+    endpoint = draw(st.sampled_from(sorted(FORMATTERS)))
     n, top = draw(st.integers(1, 3)), draw(st.integers(0, 3))
     request = RequestState(
         f"req-{draw(st.integers(0, 40)):x}",
@@ -106,10 +106,10 @@ class Wire:
 
 def told(request: RequestState, mark: EventCursor | None) -> bytes:
     """What a reader gets that takes it up at `mark`."""
-    stream = EventStream(request, SHAPES[request.ask.endpoint](request, BYTES), lambda reason: None)
+    stream = EventStream(request, FORMATTERS[request.ask.endpoint](request, BYTES), lambda reason: None)
     received = [place.tokens for place in mark.places] if mark is not None else []
     wire = Wire()
-    stream.take_up(request, mark.places if mark is not None else (), received)
+    stream.resume(request, mark.places if mark is not None else (), received)
     stream.attach(wire, is_chunked=False)  # type: ignore[arg-type]
     if stream.begun.done() and stream.begun.exception() is not None:
         return repr(stream.begun.exception()).encode()
@@ -135,8 +135,8 @@ async def test_the_answer_is_the_same() -> None:
         marks.append(EventCursor(request.id, places))
         for mark in marks:
             assert told(found, mark) == told(request, mark)
-        shape = SHAPES[request.ask.endpoint]
-        assert shape(found, BYTES).whole() == shape(request, BYTES).whole()
+        formatter = FORMATTERS[request.ask.endpoint]
+        assert formatter(found, BYTES).whole_response() == formatter(request, BYTES).whole_response()
         for name in (
             "id",
             "tenant",

@@ -9,7 +9,7 @@ import pytest
 from pipeline.errors import StarlingError
 from pipeline.protocol.messages import Sampling
 from stages.gateway.endpoints import chat
-from stages.gateway.http.sse import MAX_BACKLOG_BYTES, EventStream
+from stages.gateway.http.sinks import MAX_BACKLOG_BYTES, EventStream
 from stages.gateway.requests.state import RequestState, SequenceState
 
 

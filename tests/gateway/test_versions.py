@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import shm.pages
+from pipeline.api.keys import Caller
 from pipeline.config.load import resolve
 from pipeline.config.schema import Config
 from pipeline.errors import StarlingError
 from pipeline.models import versions
 from pipeline.models.versions import ModelVersion, Outcome
 from pipeline.protocol import messages as m
-from stages.gateway.admission.limits import Caller
 from stages.gateway.endpoints import generate
 from stages.gateway.requests import recovery
 from stages.gateway.requests.event_cursor import FanOutSink

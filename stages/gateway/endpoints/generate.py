@@ -1,73 +1,78 @@
-"""POST /v1/generate: the server's own endpoint. One prompt, everything the server can do with it.
+"""POST /v1/generate: the server's own endpoint. One prompt, with every feature of the server.
 
 Request:
-    {"model": "...",                     optional: the first model
-     "prompt": "text" | [ids],           required; a text gets the model's BOS token, ids do not
-     "max_tokens": 100,                  default: what the context leaves
+    {"model": "...",                     default: the first model
+     "prompt": "text" | [ids],           required; the model's BOS token is added to a text, not to ids
+     "max_tokens": 100,                  default: as many as the context leaves
      "temperature": 1, "top_k": 0, "top_p": 1, "repetition_penalty": 1, "frequency_penalty": 0,
      "presence_penalty": 0, "logit_bias": {"id": bias}, "order": ["mask", ...], "seed": 7,
      "min_tokens": 0, "ignore_eos": false, "stop": "text" | [texts], "stop_token_ids": [ids],
-     "cache_salt": "...",                cached prompts are shared only under the same salt
-     "speculate": 4,                     most draft tokens in a step, 0: none; never changes the text
-     "n": 1, "logprobs": 5,              the sampled token's and the 5 highest
+     "cache_salt": "...",                cached prompts are shared only with the same salt
+     "speculate": 4,                     the most draft tokens in a step, 0: none; does not change the text
+     "n": 1, "logprobs": 5,              of the sampled token and of the 5 most likely
      "skip_special_tokens": true, "stream": false,
-     "session_id": "...",                a turn of that session: the prompt goes after what it holds; "": a new one
-     "create_session": false,            a session of that id may be new
-     "session_ttl_s": 3600}              of a new one: closed when unused for so long; 0: never; default: as configured
+     "session_id": "...",                the prompt continues this session; "": a new session
+     "create_session": false,            creates the session if it does not exist
+     "session_ttl_s": 3600}              of a new session, since its last use; 0: no limit; default: as configured
 
-Answer:
+Response:
     {"id": "req-...", "object": "generation", "created": 1, "model": "...", "seed": 7,
      "choices": [{"index": 0, "text": "...", "tokens": [ids], "finish_reason": "stop" | "length",
                   "stop_string": "..." | null, "logprobs": [...] | null}],
-     "session_id": "...",                in turns of sessions
+     "session_id": "...",                if the request has a session
      "usage": {...}}
 
-Stream: an event for each piece of text, `{"index", "text", "tokens", "start", "logprobs"?}` with the
-output index of its first token; for each choice `{"index", "finish_reason", "stop_string"}`; then
-`{"id", "object", "created", "model", "seed", "session_id"?, "usage"}` and
-`[DONE]`.
+Stream:
+    {"index", "text", "tokens", "start", "logprobs"?}    for each piece of text; start: output index of its first token
+    {"index", "finish_reason", "stop_string"}            for each choice
+    {"id", "object", "created", "model", "seed", "session_id"?, "usage"}
+    [DONE]
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from pipeline.errors import InvalidRequest
-from pipeline.protocol.messages import MAX_SESSION_ID
-from stages.gateway.endpoints.chat import with_logprobs
-from stages.gateway.endpoints.formatter import finite, to_json, token_text, usage
-from stages.gateway.endpoints.generation_request import (
+from pipeline.api.fields import (
+    Reader,
+    Unsupported,
+    flag,
+    integer,
+    invalid_value,
+    read_fields,
+    text,
+    token_ids,
+)
+from pipeline.api.generation_fields import (
     COMMON_FIELDS,
     MAX_OUTPUT_TOKENS,
     MAX_PROMPT_IDS,
     MAX_TOP_LOGPROBS,
     MAX_TTL_S,
+)
+from pipeline.api.json_body import to_json
+from pipeline.errors import InvalidRequest
+from pipeline.protocol.messages import MAX_SESSION_ID
+from stages.gateway.endpoints.generation_request import (
     GenerationRequest,
     TextOrIds,
-    check_together,
-    common,
+    check_combination,
+    common_arguments,
+    with_logprobs,
 )
-from stages.gateway.http.fields import (
-    Reader,
-    Unsupported,
-    flag,
-    integer,
-    read_fields,
-    refuse,
-    text,
-    token_ids,
-)
+from stages.gateway.endpoints.response_formatter import finite_logprob, token_text, usage
 from stages.gateway.requests.state import RequestState, SequenceState
 from stages.gateway.requests.token_bytes import TokenBytes
 
-# ------------------------------------------------------------------ in
+# ------------------------------------------------------------------ request
 
 
 def read_prompt(value: Any, name: str) -> TextOrIds:
+    """Read a text or token ids."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise refuse(name, value, "a string or an array of token ids")
+        raise invalid_value(name, value, "a string or an array of token ids")
     if not value:
         raise InvalidRequest(f"{name} is empty; send at least one token", name)
     ids: TextOrIds = token_ids(MAX_PROMPT_IDS)(value, name)
@@ -85,33 +90,33 @@ FIELDS: dict[str, Reader] = {
     "logprobs": integer(0, MAX_TOP_LOGPROBS),
     "session_id": text(MAX_SESSION_ID),
     "create_session": flag,
-    "session_ttl_s": integer(0, MAX_TTL_S, hint="0 is never"),
+    "session_ttl_s": integer(0, MAX_TTL_S, hint="0: no limit"),
 }
 
 
 def read(body: dict[str, Any]) -> GenerationRequest:
-    """Raises `InvalidRequest`."""
+    """Read the body of a generate request. Raises `InvalidRequest`."""
     values = read_fields(body, FIELDS, required=("prompt",), unsupported=UNSUPPORTED)
-    arguments = common(values)
+    arguments = common_arguments(values)
     has_logprobs = "logprobs" in values
     if has_logprobs:
         arguments["sampling"] = with_logprobs(arguments["sampling"], values["logprobs"])
-    ask = GenerationRequest(
+    request = GenerationRequest(
         endpoint="generate",
         prompts=[values["prompt"]],
         max_tokens=values.get("max_tokens"),
         logprobs=has_logprobs,
         top_logprobs=values.get("logprobs", 0),
-        **_session(values),
+        **_session_arguments(values),
         **arguments,
     )
-    if ask.session_id is not None and ask.n > 1:
-        raise InvalidRequest(f"n is {ask.n}; a session goes on with one answer: leave n out", "n")
-    return check_together(ask)
+    if request.session_id is not None and request.n > 1:
+        raise InvalidRequest(f"n is {request.n}; a session continues with one choice: leave n out", "n")
+    return check_combination(request)
 
 
-def _session(values: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `GenerationRequest`."""
+def _session_arguments(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the session's arguments of `GenerationRequest`."""
     creates = values.get("create_session", False)
     name = values.get("session_id", "" if creates else None)
     if "session_ttl_s" in values and not creates and name != "":
@@ -126,16 +131,16 @@ def _session(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------ out
+# ------------------------------------------------------------------ response
 
 
 class GenerateFormatter:
-    """As drawn at the top of this file."""
+    """Writes the response that the module's docstring describes."""
 
     def __init__(self, request: RequestState, vocabulary: TokenBytes) -> None:
         self._request = request
         self._vocabulary = vocabulary
-        self._base = {
+        self._header = {
             "id": request.id,
             "object": "generation",
             "created": request.created,
@@ -143,12 +148,14 @@ class GenerateFormatter:
             "seed": request.seed,
         }
         if request.ask.turn is not None:
-            self._base["session_id"] = request.ask.turn.session
+            self._header["session_id"] = request.ask.turn.session
 
-    def opening(self) -> list[bytes]:
+    def opening_events(self) -> list[bytes]:
+        """See `ResponseFormatter`."""
         return []
 
-    def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> bytes | None:
+    def text_event(self, sequence: SequenceState, new: str, begin: int, end: int) -> bytes | None:
+        """See `ResponseFormatter`."""
         if not new and begin == end:
             return None
         event: dict[str, Any] = {
@@ -161,7 +168,8 @@ class GenerateFormatter:
             event["logprobs"] = self._logprobs(sequence, begin, end)
         return to_json(event)
 
-    def ended(self, sequence: SequenceState) -> bytes:
+    def finish_event(self, sequence: SequenceState) -> bytes:
+        """See `ResponseFormatter`."""
         return to_json(
             {
                 "index": sequence.index,
@@ -170,10 +178,12 @@ class GenerateFormatter:
             }
         )
 
-    def closing(self) -> list[bytes]:
-        return [to_json({**self._base, "usage": usage(self._request)})]
+    def closing_events(self) -> list[bytes]:
+        """See `ResponseFormatter`."""
+        return [to_json({**self._header, "usage": usage(self._request)})]
 
-    def whole(self) -> bytes:
+    def whole_response(self) -> bytes:
+        """See `ResponseFormatter`."""
         request = self._request
         choices = [
             {
@@ -186,16 +196,16 @@ class GenerateFormatter:
             }
             for s in request.sequences
         ]
-        return to_json({**self._base, "choices": choices, "usage": usage(request)})
+        return to_json({**self._header, "choices": choices, "usage": usage(request)})
 
     def _logprobs(self, sequence: SequenceState, begin: int, end: int) -> list[dict[str, Any]]:
         entries = []
         for token, logprob in zip(sequence.tokens[begin:end], sequence.logprobs[begin:end]):
-            entry = self._entry(token, logprob.logprob)
-            entry["top"] = [self._entry(t, p) for t, p in logprob.top]
+            entry = self._token_logprob(token, logprob.logprob)
+            entry["top"] = [self._token_logprob(t, p) for t, p in logprob.top]
             entries.append(entry)
         return entries
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token_logprob(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self._vocabulary.get(token)
-        return {"id": token, "token": token_text(piece), "bytes": list(piece), "logprob": finite(logprob)}
+        return {"id": token, "token": token_text(piece), "bytes": list(piece), "logprob": finite_logprob(logprob)}

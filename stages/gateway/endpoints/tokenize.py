@@ -4,8 +4,8 @@
         -> {"model", "tokens": [ids], "offsets": [[begin, end], ...], "count"}
     {"model"?, "tokens": [ids], "skip_special_tokens": false} -> {"model", "text"}
 
-Offsets are bytes of the text in UTF-8, `[begin, end)`; a token that was added is `[0, 0)`.
-With the defaults, detokenize gives back exactly what tokenize was given.
+Offsets are byte ranges `[begin, end)` of the text in UTF-8; a token that was added has `[0, 0)`.  With the defaults
+detokenize is the inverse of tokenize.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from typing import Any
 
 import msgspec
 
+from pipeline.api.fields import Reader, flag, read_fields, text, token_ids
+from pipeline.api.generation_fields import MAX_PROMPT_IDS
+from pipeline.api.json_body import to_json
 from pipeline.errors import InvalidRequest
 from pipeline.protocol import messages as m
-from stages.gateway.endpoints.formatter import to_json
-from stages.gateway.endpoints.generation_request import MAX_PROMPT_IDS
-from stages.gateway.http.fields import Reader, flag, read_fields, text, token_ids
 
-_SLICE = 16_384  # tokens at once
+SLICE_TOKENS = 16_384  # encoded at once: a few ms
 
 
 class TokenizeRequest(msgspec.Struct):
+    """A valid body of /v1/tokenize."""
+
     model: str
     text: str
     add_bos: bool
@@ -32,6 +34,8 @@ class TokenizeRequest(msgspec.Struct):
 
 
 class DetokenizeRequest(msgspec.Struct):
+    """A valid body of /v1/detokenize."""
+
     model: str
     tokens: tuple[int, ...]
     skip_special: bool
@@ -51,6 +55,7 @@ _DETOKENIZE: dict[str, Reader] = {
 
 
 def read_tokenize(body: dict[str, Any]) -> TokenizeRequest:
+    """Read the body of /v1/tokenize. Raises `InvalidRequest`."""
     values = read_fields(body, _TOKENIZE, required=("text",))
     return TokenizeRequest(
         values.get("model", ""),
@@ -60,24 +65,28 @@ def read_tokenize(body: dict[str, Any]) -> TokenizeRequest:
     )
 
 
-def tokenized(model: str, encoded: m.Encoded) -> Iterator[bytes]:
-    """The answer as JSON, in pieces of some ms: a million ranges are no million objects. Raises `InvalidRequest`."""
+def tokenize_response(model: str, encoded: m.Encoded) -> Iterator[bytes]:
+    """Yield the response in slices that take a few ms each, so that a million ranges do not block the event loop.
+
+    Raises `InvalidRequest` for a text with too many tokens.
+    """
     if encoded.too_many:
         count = encoded.too_many if encoded.is_exact else f"at least {encoded.too_many}"
         raise InvalidRequest(
-            f"text has {count} tokens; at most {MAX_PROMPT_IDS} are taken at once: send it in parts", "text"
+            f"text has {count} tokens; at most {MAX_PROMPT_IDS} are allowed per request: send it in parts", "text"
         )
     tokens, ends = encoded.tokens, memoryview(encoded.offsets).cast("I")
     yield b'{"model":%b,"tokens":[' % to_json(model)
-    for at in range(0, len(tokens), _SLICE):
-        yield (b"," if at else b"") + to_json(tokens[at : at + _SLICE])[1:-1]
+    for at in range(0, len(tokens), SLICE_TOKENS):
+        yield (b"," if at else b"") + to_json(tokens[at : at + SLICE_TOKENS])[1:-1]
     yield b'],"offsets":['
-    for at in range(0, len(ends), 2 * _SLICE):
-        pairs = iter(ends[at : at + 2 * _SLICE].tolist())
+    for at in range(0, len(ends), 2 * SLICE_TOKENS):
+        pairs = iter(ends[at : at + 2 * SLICE_TOKENS].tolist())
         yield (b"," if at else b"") + to_json(list(zip(pairs, pairs)))[1:-1]
     yield b'],"count":%d}' % len(tokens)
 
 
 def read_detokenize(body: dict[str, Any]) -> DetokenizeRequest:
+    """Read the body of /v1/detokenize. Raises `InvalidRequest`."""
     values = read_fields(body, _DETOKENIZE, required=("tokens",))
     return DetokenizeRequest(values.get("model", ""), values["tokens"], values.get("skip_special_tokens", False))

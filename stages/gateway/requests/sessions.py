@@ -22,11 +22,11 @@ from typing import Any
 
 import msgspec
 
+from pipeline.api.fields import Reader, read_fields, text
 from pipeline.errors import Conflict, InvalidRequest, ModelUnavailable, NotFound, Overloaded, StarlingError
 from pipeline.protocol import messages as m
 from pipeline.protocol.messages import MAX_SESSION_ID
 from stages.gateway.endpoints.generation_request import GenerationRequest, Turn
-from stages.gateway.http.fields import Reader, read_fields, text
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.state import Outcome, RequestState
 

@@ -16,7 +16,7 @@ from pipeline.errors import InferenceError
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol.messages import Sampling
 from stages.gateway.endpoints.generation_request import GenerationRequest
-from stages.gateway.http.sse import WholeAnswer
+from stages.gateway.http.sinks import WholeResponse
 from stages.gateway.requests.state import RequestState, SequenceState
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ async def _answer(service: Service, instance: ModelVersion) -> tuple[int, ...]:
     data = array("i", prompt[: max(1, room)]).tobytes()
     sequence = SequenceState(request, 0, 0, 0, data, n, sampling, ())
     request.sequences.append(sequence)
-    request.sink = sink = WholeAnswer()
+    request.sink = sink = WholeResponse()
     service.relay.open(request)
     try:
         await sink.over  # an error of the request is raised here

@@ -1,95 +1,105 @@
-"""Sinks: a stream of server-sent events on a connection, and a body that waits for its end.
+"""Sinks of HTTP responses: a stream of server-sent events, and a body that is sent when the request has ended.
 
-Events are built as bytes and written to the transport at once, one chunk for all that a step brought;
-there is no task and no timer for a token.  A reader that is slower than the model is kept up to
-`MAX_BACKLOG_BYTES`, then its connection is dropped: memory is bounded, nobody else waits.
+An event stream writes to the transport directly, one write for everything that a step produced; it has no task or timer
+per token.  Up to `MAX_BACKLOG_BYTES` wait for a client that reads more slowly than the model generates.  At more than
+that its connection is dropped, so that memory is bounded and other clients are not affected.
 
-Each event has an `id:`: the request's id and, after a colon, the output index reached, joined by dots
-for several choices (`req-5f..:17.9`); `event_cursor.py` has the whole of it.  It says from where the stream is
-taken up again.  Of events before the first text only the last one has it: who has seen it has seen all.
+Each event has an `id:`: the request's id, a colon, and for each choice the output index reached, joined by dots
+(`req-5f..:17.9`); `event_cursor.py` defines it.  A client sends it as `Last-Event-ID` to continue a stream.  Of the
+events before the first text only the last one has an id: a client that received it received them all.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence as SequenceABC
 
+from pipeline.api import sse
+from pipeline.api.error_response import error_event
 from pipeline.errors import StarlingError
-from stages.gateway.endpoints.formatter import ResponseFormatter, error_json
+from stages.gateway.endpoints.response_formatter import ResponseFormatter
 from stages.gateway.requests.event_cursor import DONE as CLOSED
 from stages.gateway.requests.event_cursor import ENDED, FLUSHED, LEVELS, TOKENS, ChoiceCursor
 from stages.gateway.requests.state import Outcome, RequestState, SequencePhase, SequenceState
 
-MAX_BACKLOG_BYTES = 1 << 20  # written and not yet taken by the kernel, for one connection
-RETRY_MS = 1000  # what a reconnecting reader should wait
-DONE = b"data: [DONE]\n\n"
+MAX_BACKLOG_BYTES = 1 << 20  # written and not yet accepted by the kernel, for one connection
 
 
-class WholeAnswer:
-    """For requests that are not streamed: the record keeps the text, `over` tells the end."""
+class WholeResponse:
+    """The sink of a request that is not streamed. The text stays in the request; `over` is set at its end."""
 
     def __init__(self) -> None:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None: ...
+    def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None:
+        """Ignored: the request has the text."""
 
-    def ended(self, sequence: SequenceState) -> None: ...
+    def ended(self, sequence: SequenceState) -> None:
+        """Ignored: the sequence has its finish reason."""
 
     def finished(self) -> None:
+        """Set `over`."""
         if not self.over.done():
             self.over.set_result(None)
 
     def failed(self, error: StarlingError) -> None:
+        """Set `over` to the error."""
         if not self.over.done():
             self.over.set_exception(error)
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Nothing to write."""
 
 
 class EventStream:
-    """`begun` is set with the first event, so that an error before it still has a status of its own.
+    """The sink of a streamed request. Collects events until `attach` provides the transport.
 
-    `attach` gives it the transport once the headers are out.
+    `begun` is set with the first event: an error before it is reported with its own HTTP status.  `over` is set at the
+    end of the stream.
     """
 
-    def __init__(self, request: RequestState, shape: ResponseFormatter, drop: Callable[[str], None]) -> None:
+    def __init__(self, request: RequestState, formatter: ResponseFormatter, drop: Callable[[str], None]) -> None:
         loop = asyncio.get_running_loop()
         self.begun: asyncio.Future[None] = loop.create_future()
         self.over: asyncio.Future[None] = loop.create_future()
         self.bytes_sent = 0
-        self._shape = shape
-        self._drop = drop  # called once, with the reason, when the reader is too slow
+        self._formatter = formatter
+        self._drop = drop  # called once, with the reason, if the client reads too slowly
         self._is_dropped = False
         self._max_backlog = MAX_BACKLOG_BYTES
         self._transport: asyncio.WriteTransport | None = None
         self._is_chunked = True
         self._pending: list[bytes] = []
         self._is_open = False
-        self._id = f"id: {request.id}:".encode()
+        self._id = f"{request.id}:".encode()
         self._places = ["0"] * len(request.sequences)
 
     # ---------------------------------------------------------------- from the relay
 
     def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None:
+        """Add an event of new text."""
         self._open()
         self._reach(sequence, end, FLUSHED if sequence.is_flushed else TOKENS)
-        event = self._shape.text(sequence, new, begin, end)
+        event = self._formatter.text_event(sequence, new, begin, end)
         if event is not None:
             self._event(event)
 
     def ended(self, sequence: SequenceState) -> None:
+        """Add the event with the finish reason."""
         self._open()
         self._reach(sequence, sequence.end, ENDED)
-        self._event(self._shape.ended(sequence))
+        self._event(self._formatter.finish_event(sequence))
 
     def finished(self) -> None:
+        """Add the closing events and end the stream."""
         self._places = [place.rstrip("fed") + LEVELS[CLOSED] for place in self._places]
-        for event in self._shape.closing():
+        for event in self._formatter.closing_events():
             self._event(event)
-        self._close(DONE)
+        self._close(sse.DONE)
 
     def failed(self, error: StarlingError) -> None:
+        """End the stream with an error event; without an event so far, `begun` raises the error instead."""
         if not self._is_open:
             self._is_open = True
             if not self.begun.done():
@@ -97,11 +107,12 @@ class EventStream:
             self.over.set_result(None)
             return
         over = (LEVELS[ENDED], LEVELS[CLOSED])
-        cut = [index for index, place in enumerate(self._places) if not place.endswith(over)]
-        self._event(error_json(error, cut))
-        self._close(DONE)
+        open_choices = [index for index, place in enumerate(self._places) if not place.endswith(over)]
+        self._event(error_event(error, open_choices))
+        self._close(sse.DONE)
 
     def flush(self) -> None:
+        """Write the pending events in one piece. Drops the connection if the client reads too slowly."""
         if self._transport is None or not self._pending or self._is_dropped:
             return
         data = b"".join(self._pending)
@@ -110,54 +121,56 @@ class EventStream:
         transport = self._transport
         if transport.is_closing():
             return
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+        transport.write(sse.http_chunk(data) if self._is_chunked else data)
         backlog = transport.get_write_buffer_size()
         if backlog > self._max_backlog:
             self._is_dropped = True
-            self._drop(f"the client reads too slowly: {backlog} bytes wait for it, at most {self._max_backlog} may")
+            self._drop(f"the client reads too slowly: {backlog} bytes wait for it, the limit is {self._max_backlog}")
 
     # ---------------------------------------------------------------- from the handler
 
-    def take_up(self, request: RequestState, places: Sequence_[ChoiceCursor], received: Sequence_[int]) -> None:
-        """Say what the record has beyond `places`, of whose tokens the reader has `received` characters.
+    def resume(self, request: RequestState, places: SequenceABC[ChoiceCursor], received: SequenceABC[int]) -> None:
+        """Add the events after `places`, where the client has `received` characters of each choice.
 
-        Without places all of it. Then the stream is as if it had been here from the beginning.
+        Without places, all events.  Afterwards the sink is in the same state as one that was there from the start.
         """
         if places:
             self._is_open = True
-            self._pending.append(b"retry: %d\n\n" % RETRY_MS)
+            self._pending.append(sse.retry_field() + b"\n")
             self.begun.set_result(None)
         for sequence in request.sequences:
             if not places:
                 if sequence.end or sequence.text_length or sequence.is_flushed:
-                    self._go_on(sequence, ChoiceCursor(0), 0)
+                    self._resume_sequence(sequence, ChoiceCursor(0), 0)
             else:
-                self._go_on(sequence, places[sequence.index], received[sequence.index])
+                self._resume_sequence(sequence, places[sequence.index], received[sequence.index])
         if request.outcome is Outcome.FINISHED:
             if places and all(place.level == CLOSED for place in places):
-                self._close(DONE)
+                self._close(sse.DONE)
             else:
                 self.finished()
         elif request.error is not None:
             self.failed(request.error)
 
-    def _go_on(self, sequence: SequenceState, place: ChoiceCursor, received: int) -> None:
+    def _resume_sequence(self, sequence: SequenceState, place: ChoiceCursor, received: int) -> None:
         text = "".join(sequence.text)
         begin = min(place.tokens, sequence.end) if place.level == TOKENS else sequence.end
         received = received if place.level == TOKENS else len(text)
         self._reach(sequence, begin, place.level)
         if begin or received:
-            self._shape.text(sequence, text[:received], 0, begin)  # for what it counts; it is not sent
+            self._formatter.text_event(
+                sequence, text[:received], 0, begin
+            )  # not sent: updates the formatter's counters
         if sequence.end > begin or len(text) > received:
             self.text(sequence, text[received:], begin, sequence.end)
         if sequence.state is SequencePhase.FINISHED and place.level < ENDED:
             self.ended(sequence)
 
     def attach(self, transport: asyncio.WriteTransport, is_chunked: bool) -> None:
-        """The headers are out: write what has come meanwhile, and from now on at once."""
+        """Write the events collected so far to `transport`, and later ones at each `flush`. The headers are sent."""
         self._transport = transport
         self._is_chunked = is_chunked
-        # What came before the reader could take anything is not held against it.
+        # Events from before the connection could accept any do not count as backlog.
         self._max_backlog += sum(map(len, self._pending))
         self.flush()
 
@@ -167,9 +180,9 @@ class EventStream:
         if self._is_open:
             return
         self._is_open = True
-        self._pending.append(b"retry: %d\n" % RETRY_MS)
-        *before, last = self._shape.opening() or (b"",)
-        self._pending.extend(b"data: %b\n\n" % event for event in before)
+        self._pending.append(sse.retry_field())
+        *before, last = self._formatter.opening_events() or (b"",)
+        self._pending.extend(sse.event(event) for event in before)
         if last:
             self._event(last)
         if not self.begun.done():
@@ -178,10 +191,10 @@ class EventStream:
     def _reach(self, sequence: SequenceState, tokens: int, level: int) -> None:
         self._places[sequence.index] = f"{tokens}{LEVELS[level]}"
 
-    def _event(self, event: bytes) -> None:
+    def _event(self, data: bytes) -> None:
         places = self._places
-        where = places[0] if len(places) == 1 else ".".join(places)
-        self._pending.append(b"%b%b\ndata: %b\n\n" % (self._id, where.encode(), event))
+        position = places[0] if len(places) == 1 else ".".join(places)
+        self._pending.append(sse.event(data, self._id + position.encode()))
 
     def _close(self, last: bytes) -> None:
         self._pending.append(last)

@@ -1,7 +1,7 @@
-"""A request's body as JSON, strictly: one object, in UTF-8, with nothing that would be read two ways.
+"""JSON bodies: a strict parser for requests and the encoder for responses.
 
-RFC 8259 leaves duplicate names, NaN and lone surrogates to the reader; here each is refused, with the
-place.  Knows nothing of any endpoint.
+A request body is one object in UTF-8.  RFC 8259 leaves duplicate names, NaN and lone surrogates to the parser;
+`parse_object` rejects each of them and names its position.  Independent of any endpoint.
 """
 
 from __future__ import annotations
@@ -9,35 +9,39 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any, NoReturn
+
+import msgspec
 
 from pipeline.errors import InvalidRequest
 
-MAX_DIGITS = 64  # of one number: more than any bound needs, and far below what is slow to parse
+to_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode
+CONTENT_TYPE = "application/json"
 
-# An escape that could stand for half of a pair: only then is the text searched for lone ones.
+MAX_DIGITS = 64  # in one number: more than any bound needs, and few enough to parse quickly
+
+# An escape that may be half of a surrogate pair: only a body that has one is searched for lone surrogates.
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-class _RefusedError(ValueError):
-    """Raised in the decoder's hooks: `ValueError`s of the json module are about syntax."""
+class _RejectedError(ValueError):
+    """Raised in the decoder's hooks, to tell their errors from the json module's syntax errors."""
 
 
-def parse_object(body: bytes, content_type: str = "application/json") -> dict[str, Any]:
-    """The object in `body`. Raises `InvalidRequest` that says what is wrong and where."""
+def parse_object(body: bytes, content_type: str = CONTENT_TYPE) -> dict[str, Any]:
+    """Return the object in `body`. Raises `InvalidRequest` with the fault and its position."""
     kind = content_type.partition(";")[0].strip().lower()
-    if kind != "application/json":
+    if kind != CONTENT_TYPE:
         raise InvalidRequest(
             f"Content-Type is {kind or 'missing'}; send the body as JSON with Content-Type: application/json"
         )
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidRequest(
-            f"the body is not valid UTF-8: {error.reason} at byte {error.start}; JSON is sent in UTF-8"
-        ) from None
+        raise InvalidRequest(f"the body is not valid UTF-8: {error.reason} at byte {error.start}; send UTF-8") from None
     if text.startswith("\ufeff"):
-        raise InvalidRequest("the body begins with a byte order mark; JSON is sent without one")
+        raise InvalidRequest("the body begins with a byte order mark; send JSON without one")
     if not text.strip(" \t\r\n"):
         raise InvalidRequest("the body is empty; send a JSON object")
     try:
@@ -47,19 +51,19 @@ def parse_object(body: bytes, content_type: str = "application/json") -> dict[st
             f"the body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno} "
             f"(character {error.pos})"
         ) from None
-    except _RefusedError as error:
+    except _RejectedError as error:
         raise InvalidRequest(str(error)) from None
     except RecursionError:
         raise InvalidRequest("the body is not acceptable JSON: it is nested too deeply") from None
     if not isinstance(value, dict):
         raise InvalidRequest(f"the body is {kind_of(value)}; send a JSON object")
     if _SURROGATE_ESCAPE.search(body):
-        _refuse_lone_surrogates(value, "")
+        _reject_lone_surrogates(value, "")
     return value
 
 
 def kind_of(value: Any) -> str:
-    """The JSON name of a value's type, with an article."""
+    """Return the JSON name of the value's type, with an article."""
     match value:
         case None:
             return "null"
@@ -80,25 +84,25 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise _RefusedError(f"the body gives {name[:64]!r} twice in one object; give it once")
+                raise _RejectedError(f"the body gives {name[:64]!r} twice in one object; give it once")
             seen.add(name)
     return result
 
 
 def _constant(name: str) -> NoReturn:
-    raise _RefusedError(f"the body contains {name}, which is not a number in JSON; send a finite number")
+    raise _RejectedError(f"the body contains {name}, which is not a number in JSON; send a finite number")
 
 
 def _int(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise _RefusedError(f"the body contains a number of {len(digits)} digits, more than {MAX_DIGITS}")
+        raise _RejectedError(f"the body contains a number of {len(digits)} digits, more than {MAX_DIGITS}")
     return int(digits)
 
 
 def _float(digits: str) -> float:
     value = float(digits) if len(digits) <= 4 * MAX_DIGITS else math.inf
     if not math.isfinite(value):
-        raise _RefusedError(f"the body contains the number {digits[:32]}, which is too large")
+        raise _RejectedError(f"the body contains the number {digits[:32]}, which is too large")
     return value
 
 
@@ -107,20 +111,20 @@ _decoder = json.JSONDecoder(
 )
 
 
-def _refuse_lone_surrogates(value: Any, path: str) -> None:
+def _reject_lone_surrogates(value: Any, path: str) -> None:
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(
                 f"{path or 'a name'} contains a lone surrogate (\\u{ord(value[error.start]):04x}) at "
-                f"character {error.start}, which is no character; send whole code points",
+                f"character {error.start}, which is not a character; send whole code points",
                 path,
             ) from None
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            _refuse_lone_surrogates(item, f"{path}[{index}]")
+            _reject_lone_surrogates(item, f"{path}[{index}]")
     elif isinstance(value, dict):
         for name, item in value.items():
-            _refuse_lone_surrogates(name, "")
-            _refuse_lone_surrogates(item, f"{path}.{name}" if path else name)
+            _reject_lone_surrogates(name, "")
+            _reject_lone_surrogates(item, f"{path}.{name}" if path else name)

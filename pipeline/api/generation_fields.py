@@ -1,0 +1,113 @@
+"""The fields that all endpoints for text generation share, with their bounds.
+
+The bounds hold for every model.  A model's own bounds (context, vocabulary) are checked at admission.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.api.fields import Reader, flag, integer, invalid_value, number, read_fields, strings, text, token_ids
+from pipeline.errors import InvalidRequest
+from pipeline.protocol.messages import Sampling
+from shm.step_ring import DEFAULT_ORDER
+
+MAX_CHOICES = 16  # n
+MAX_PROMPTS = 64  # in one request
+MAX_SEQUENCES = 128  # prompts x n
+MAX_OUTPUT_TOKENS = 1_048_576  # in the field; the model's context is the actual bound
+MAX_STOP_STRINGS = 4  # OpenAI's bound
+MAX_STOP_CHARACTERS = 256
+MAX_BIASES = 300  # as in Sampling.logit_bias
+MAX_TOP_LOGPROBS = 20
+MAX_SPECULATE = 16  # draft tokens in a step, as in models.*.speculate
+MAX_PROMPT_IDS = 1_000_000  # in the field; the model's context is the actual bound
+MAX_SALT_CHARACTERS = 128
+MAX_MODEL_CHARACTERS = 256  # of a model's name
+MAX_TTL_S = 30 * 86_400
+U64 = 1 << 64
+
+
+def read_seed(value: Any, name: str) -> int:
+    """Read a 64-bit number, signed or unsigned, modulo 2**64."""
+    return int(integer(-(1 << 63), U64 - 1)(value, name)) % U64
+
+
+def read_salt(value: Any, name: str) -> str:
+    """Read a cache salt. It has no NUL: that separates it from the tenant's salt."""
+    salt: str = text(MAX_SALT_CHARACTERS, empty=False)(value, name)
+    if "\0" in salt:
+        raise InvalidRequest(f"{name} has a NUL character; leave it out", name)
+    return salt
+
+
+def read_order(value: Any, name: str) -> tuple[str, ...]:
+    """Read sampler steps in the order in which to apply them; a missing step is not applied."""
+    steps = ", ".join(DEFAULT_ORDER)
+    if not isinstance(value, list) or not value:
+        raise invalid_value(name, value, f"an array of sampler steps ({steps})")
+    for index, step in enumerate(value):
+        if not isinstance(step, str) or step not in DEFAULT_ORDER:
+            raise invalid_value(f"{name}[{index}]", step, f"one of {steps}")
+        if step in value[:index]:
+            raise InvalidRequest(f"{name} has {step!r} twice; a step is applied once", name)
+    if "mask" not in value:
+        raise InvalidRequest(f'{name} leaves out "mask", which is always applied; add it', name)
+    return tuple(value)
+
+
+def read_logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:
+    """Read `{"token id": bias}`, as in OpenAI's API, into pairs sorted by token id."""
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, "an object from token ids to numbers from -100 to 100")
+    if len(value) > MAX_BIASES:
+        raise InvalidRequest(f"{name} has {len(value)} entries; at most {MAX_BIASES} are allowed", name)
+    bias = number(-100, 100)
+    pairs: dict[int, float] = {}
+    for key, item in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < 2**31):
+            raise InvalidRequest(f"{name} has the key {key[:32]!r}; keys must be token ids", name)
+        if int(key) in pairs:
+            raise InvalidRequest(f"{name} gives token {int(key)} twice; give it once", name)
+        pairs[int(key)] = bias(item, f"{name}.{key}")
+    return tuple(sorted(pairs.items()))
+
+
+def read_stream_options(value: Any, name: str) -> dict[str, Any]:
+    """Read OpenAI's `stream_options`."""
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, "an object")
+    return read_fields(value, {"include_usage": flag}, within=name)
+
+
+# The fields of `Sampling` that every endpoint accepts; those of OpenAI's API have its bounds.
+_SAMPLER_FIELDS: dict[str, Reader] = {
+    "temperature": number(0, 2, hint="0 is greedy"),
+    "top_p": number(0, 1, above=True, hint="1 switches it off"),
+    "top_k": integer(0, 1_000_000, hint="0 switches it off"),
+    "repetition_penalty": number(0, 10, above=True, hint="1 switches it off"),
+    "frequency_penalty": number(-2, 2),
+    "presence_penalty": number(-2, 2),
+    "min_tokens": integer(0, MAX_OUTPUT_TOKENS),
+    "ignore_eos": flag,
+    "logit_bias": read_logit_bias,
+    "order": read_order,
+}
+
+COMMON_FIELDS: dict[str, Reader] = {
+    **_SAMPLER_FIELDS,
+    "seed": read_seed,
+    "model": text(MAX_MODEL_CHARACTERS, empty=False),
+    "n": integer(1, MAX_CHOICES),
+    "stop": strings(MAX_STOP_STRINGS, MAX_STOP_CHARACTERS),
+    "stop_token_ids": token_ids(16),
+    "stream": flag,
+    "skip_special_tokens": flag,
+    "cache_salt": read_salt,
+    "speculate": integer(0, MAX_SPECULATE, hint="0 switches it off"),
+}
+
+
+def sampling_of(values: dict[str, Any]) -> Sampling:
+    """Return the sampling parameters among the values that were read with `COMMON_FIELDS`."""
+    return Sampling(**{name: values[name] for name in _SAMPLER_FIELDS if name in values})

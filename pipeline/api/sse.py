@@ -1,0 +1,31 @@
+"""Encoding of server-sent events (the "Server-sent events" section of the HTML standard).
+
+Data is one line: JSON without a newline.
+"""
+
+from __future__ import annotations
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would hold events back
+}
+RETRY_MS = 1000  # the reconnection delay that a stream announces
+DONE = b"data: [DONE]\n\n"  # the last event of a stream, as in OpenAI's API
+
+
+def event(data: bytes, event_id: bytes = b"") -> bytes:
+    """Return one event; without an id the client keeps the id of the event before."""
+    if event_id:
+        return b"id: %b\ndata: %b\n\n" % (event_id, data)
+    return b"data: %b\n\n" % data
+
+
+def retry_field(delay_ms: int = RETRY_MS) -> bytes:
+    """Return the `retry` field; it belongs to the event that follows, or to none after one more newline."""
+    return b"retry: %d\n" % delay_ms
+
+
+def http_chunk(data: bytes) -> bytes:
+    """Return `data` as one chunk of a chunked HTTP/1.1 body (RFC 9112, section 7.1)."""
+    return b"%x\r\n%b\r\n" % (len(data), data)

@@ -1,0 +1,120 @@
+"""The response formatter of OpenAI's two text endpoints: everything but the form of a choice.
+
+Most of an event is the same for all tokens of a sequence.  It is encoded once; each token adds only its text and
+logprobs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from pipeline.api.json_body import to_json
+from stages.gateway.endpoints.response_formatter import usage
+from stages.gateway.requests.state import RequestState, SequenceState
+from stages.gateway.requests.token_bytes import TokenBytes
+
+_TEXT, _LOGPROBS = "\0text", "\0logprobs"  # placeholders in an encoded event; a NUL cannot stand in a field's name
+
+
+class OpenAIFormatter(ABC):
+    """A `ResponseFormatter`; a subclass writes the part of a choice that has the text.
+
+    Each `..._part` is the beginning of a choice object, before `logprobs` and `finish_reason`.
+    """
+
+    ID_PREFIX: str
+    WHOLE_OBJECT: str  # `object` of a whole response
+    EVENT_OBJECT: str  # and of an event
+
+    def __init__(self, request: RequestState, vocabulary: TokenBytes) -> None:
+        self._request = request
+        self._vocabulary = vocabulary
+        self._header = {
+            "id": f"{self.ID_PREFIX}{request.hex}",
+            "object": self.EVENT_OBJECT,
+            "created": request.created,
+            "model": request.model,
+            "system_fingerprint": request.fingerprint,
+        }
+        # With include_usage every event but the last has a usage of null.
+        self._trailer = {"usage": None} if request.ask.include_usage else {}
+        self._text_events = [
+            _split(self._event(self._text_part(s, _TEXT), _LOGPROBS), _TEXT, _LOGPROBS) for s in request.sequences
+        ]
+
+    @abstractmethod
+    def _opening_part(self, sequence: SequenceState) -> dict[str, Any] | None:
+        """Return the choice before the first text; None: there is no such event."""
+
+    @abstractmethod
+    def _text_part(self, sequence: SequenceState, text: str) -> dict[str, Any]:
+        """Return the choice with new text."""
+
+    @abstractmethod
+    def _finish_part(self, sequence: SequenceState) -> dict[str, Any]:
+        """Return the choice that comes with the finish reason."""
+
+    @abstractmethod
+    def _whole_part(self, sequence: SequenceState) -> dict[str, Any]:
+        """Return the choice of a whole response."""
+
+    @abstractmethod
+    def _logprobs(self, sequence: SequenceState, begin: int, end: int) -> Any:
+        """Return the `logprobs` of the output tokens [begin, end)."""
+
+    def opening_events(self) -> list[bytes]:
+        """See `ResponseFormatter`."""
+        parts = (self._opening_part(sequence) for sequence in self._request.sequences)
+        return [to_json(self._event(part)) for part in parts if part is not None]
+
+    def text_event(self, sequence: SequenceState, new: str, begin: int, end: int) -> bytes | None:
+        """See `ResponseFormatter`. Without logprobs an event needs text; with them, text or a token."""
+        if sequence.logprobs:
+            if not new and begin == end:
+                return None
+            logprobs = to_json(self._logprobs(sequence, begin, end))
+        else:
+            if not new:
+                return None
+            logprobs = b"null"
+        before, between, after = self._text_events[sequence.index]
+        return b"%b%b%b%b%b" % (before, to_json(new), between, logprobs, after)
+
+    def finish_event(self, sequence: SequenceState) -> bytes:
+        """See `ResponseFormatter`."""
+        return to_json(self._event(self._finish_part(sequence), finish=sequence.finish))
+
+    def closing_events(self) -> list[bytes]:
+        """See `ResponseFormatter`. With include_usage one event has the usage and no choices."""
+        if not self._request.ask.include_usage:
+            return []
+        return [to_json({**self._header, "choices": [], "usage": usage(self._request)})]
+
+    def whole_response(self) -> bytes:
+        """See `ResponseFormatter`."""
+        request = self._request
+        choices = [
+            {
+                **self._whole_part(s),
+                "logprobs": self._logprobs(s, 0, s.end) if request.ask.logprobs else None,
+                "finish_reason": s.finish,
+            }
+            for s in request.sequences
+        ]
+        return to_json({**self._header, "object": self.WHOLE_OBJECT, "choices": choices, "usage": usage(request)})
+
+    def _event(self, part: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
+        choice = {**part, "logprobs": logprobs, "finish_reason": finish}
+        return {**self._header, "choices": [choice], **self._trailer}
+
+
+def _split(template: Any, *placeholders: str) -> list[bytes]:
+    """Return `template` as JSON, cut at each placeholder string, in their order."""
+    rest, parts = to_json(template), []
+    for placeholder in placeholders:
+        before, found, rest = rest.partition(to_json(placeholder))
+        if not found:
+            raise ValueError(f"{placeholder!r} is not in the template")
+        parts.append(before)
+    return [*parts, rest]

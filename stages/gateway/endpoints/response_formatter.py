@@ -1,0 +1,64 @@
+"""Response formatters: from the state of a request to JSON, as the events of a stream or as one whole body.
+
+One formatter serves one request.  This module has the interface and what all formatters share; `openai_formatter.py`
+has what the two endpoints of OpenAI's API share.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from stages.gateway.requests.state import RequestState, SequenceState
+
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have; as in OpenAI's API
+
+
+class ResponseFormatter(Protocol):
+    """JSON of one request, each result without a newline.
+
+    Events come in the order of the methods; those of several sequences may alternate.
+    """
+
+    def opening_events(self) -> list[bytes]:
+        """Return the events before the first text."""
+
+    def text_event(self, sequence: SequenceState, new: str, begin: int, end: int) -> bytes | None:
+        """Return the event of `new` text and the output tokens [begin, end); None if it would be empty."""
+
+    def finish_event(self, sequence: SequenceState) -> bytes:
+        """Return the event with the finish reason of a sequence."""
+
+    def closing_events(self) -> list[bytes]:
+        """Return the events after the last finish reason."""
+
+    def whole_response(self) -> bytes:
+        """Return the body of a response that is not streamed."""
+
+
+def usage(request: RequestState) -> dict[str, Any]:
+    """Return OpenAI's `usage`. A prompt counts once, for any number of choices."""
+    prompt, completion = request.prompt_tokens, request.completion_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": request.cached_tokens},
+    }
+
+
+def finite_logprob(logprob: float) -> float:
+    """Return `logprob`, or `MIN_LOGPROB` if it is lower."""
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
+
+
+def token_text(piece: bytes) -> str:
+    """Return a token's bytes as text, with U+FFFD for incomplete characters."""
+    return piece.decode("utf-8", "replace")
+
+
+def token_key(piece: bytes) -> str:
+    """Return a token's bytes as a name unique in the vocabulary: `bytes:\\xe2\\x80` for bytes that are not UTF-8."""
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)

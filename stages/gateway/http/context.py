@@ -1,0 +1,35 @@
+"""What handlers and middleware share: the keys of an HTTP request's attributes, its id, and JSON responses."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from pipeline.api.json_body import CONTENT_TYPE, to_json
+from pipeline.api.keys import Caller
+from stages.gateway.requests.state import RequestState
+from stages.gateway.service import Service
+
+SERVICE = web.AppKey("service", Service)
+
+# Set by the middleware before a handler runs.
+CALLER = web.RequestKey("caller", Caller)
+CLIENT_ID = web.RequestKey("client_id", str)  # a valid X-Request-Id, or ""
+STARTED_AT = web.RequestKey("started_at", float)  # of the service's clock
+# Set by a handler of text.
+STATE = web.RequestKey("state", RequestState)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def request_id(request: web.Request) -> str:
+    """Return the client's `X-Request-Id`, or the id of the request for text, or ""."""
+    state = request.get(STATE)
+    return request.get(CLIENT_ID, "") or (state.id if state is not None else "")
+
+
+def json_response(body: Any, status: int = 200) -> web.Response:
+    """Return a response with `body` as JSON."""
+    return web.Response(body=to_json(body), status=status, content_type=CONTENT_TYPE)

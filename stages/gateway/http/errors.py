@@ -1,0 +1,32 @@
+"""Errors as aiohttp responses, and aiohttp's own errors as `StarlingError`s."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from pipeline.api.error_response import error_response
+from pipeline.api.json_body import CONTENT_TYPE
+from pipeline.config.schema import Config
+from pipeline.errors import NotFound, StarlingError
+from stages.gateway.http.request_body import body_too_large
+from stages.gateway.http.text_endpoints import TEXT_ENDPOINTS
+
+
+def to_response(error: StarlingError) -> web.Response:
+    """Return the HTTP response that reports `error`."""
+    response = error_response(error)
+    return web.Response(body=response.body, status=response.status, headers=response.headers, content_type=CONTENT_TYPE)
+
+
+def error_of(request: web.Request, rejected: web.HTTPException, config: Config) -> StarlingError:
+    """Return the error for a request that aiohttp has rejected."""
+    match rejected:
+        case web.HTTPRequestEntityTooLarge():
+            return body_too_large(config)
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(rejected.allowed_methods))
+            return StarlingError("METHOD_NOT_ALLOWED", f"{request.path} does not allow {request.method}; use {allowed}")
+        case web.HTTPNotFound():
+            paths = ", ".join(endpoint.path for endpoint in TEXT_ENDPOINTS)
+            return NotFound(f"unknown path {request.path[:200]}; the paths for text are {paths}")
+    return StarlingError("INVALID_REQUEST", rejected.reason, status=rejected.status)

@@ -1,0 +1,142 @@
+"""What happens to every HTTP request before and after its handler.
+
+Before: the start time, the request id and the API key.  After: errors become JSON bodies, headers are added, and the
+request is counted and logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from pipeline.api.keys import Keys
+from pipeline.config.schema import Config
+from pipeline.errors import StarlingError
+from stages.gateway.http.context import CALLER, CLIENT_ID, SERVICE, STARTED_AT, STATE, Handler, request_id
+from stages.gateway.http.errors import error_of, to_response
+from stages.gateway.service import Service
+
+log = logging.getLogger("starling.gateway.http")
+
+CLIENT_CLOSED = 499  # in logs and metrics: the client closed the connection before a response
+_CLIENT_ID = re.compile(r"[!-~]{1,128}")  # a valid X-Request-Id
+
+
+def make_middleware(config: Config, service: Service) -> Middleware:
+    """Return the one middleware of the application."""
+    keys = Keys(config.auth)
+    has_cors = config.server.enable_cors
+    logs_requests = config.logging.log_requests
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        started = request[STARTED_AT] = service.clock()
+        given = request.headers.get("X-Request-Id", "")
+        request[CLIENT_ID] = given if _CLIENT_ID.fullmatch(given) else ""
+        status = CLIENT_CLOSED
+        error: StarlingError | None = None
+        try:
+            if has_cors and request.method == "OPTIONS":
+                response: web.StreamResponse = web.Response(status=204)
+            else:
+                if request.path.startswith("/v1/"):
+                    request[CALLER] = keys.caller(request.headers.get("Authorization"))
+                response = await handler(request)
+            status = response.status
+            state = request.get(STATE)
+            error = state.error if state is not None else None
+            return response
+        except web.HTTPException as rejected:
+            error = error_of(request, rejected, config)
+            status = error.status
+            return to_response(error)
+        except StarlingError as raised:
+            # The traceback refers to this frame and the frame to the error: the cycle would stay until a collection.
+            error = raised.with_traceback(None)
+            status = error.status
+            return to_response(error)
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception:
+            log.exception("internal error", extra={"path": request.path, "request_id": request_id(request)})
+            error = StarlingError("INTERNAL", "internal error of the server; the server's log has the details")
+            status = error.status
+            return to_response(error)
+        finally:
+            took = service.clock() - started
+            endpoint = _endpoint(request)
+            service.metrics.answered(endpoint, status, took, error.code if error else "")
+            if logs_requests:
+                _log_request(request, endpoint, status, took, error)
+
+    return middleware
+
+
+def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """Return the handler of `on_response_prepare`, which adds the headers that every response has."""
+    has_cors = config.server.enable_cors
+
+    async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Server"] = "starling"
+        if request.app[SERVICE].is_leaving:
+            response.force_close()
+            response.headers["Connection"] = "close"
+        if name := request_id(request):
+            response.headers["X-Request-Id"] = name
+        state = request.get(STATE)
+        if state is not None and state.response_cache:
+            response.headers["X-Starling-Cache"] = state.response_cache
+        if has_cors:
+            response.headers["Access-Control-Allow-Origin"] = "*"
+            response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, X-Starling-Cache, Retry-After"
+            if request.method == "OPTIONS":
+                response.headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"
+                response.headers["Access-Control-Allow-Headers"] = (
+                    "Authorization, Content-Type, X-Request-Id, Last-Event-ID"
+                )
+                response.headers["Access-Control-Max-Age"] = "86400"
+
+    return set_headers
+
+
+def _endpoint(request: web.Request) -> str:
+    """The route's pattern, not the path: clients must not be able to create metric labels."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else "other"
+
+
+def _log_request(request: web.Request, endpoint: str, status: int, took: float, error: StarlingError | None) -> None:
+    caller = request.get(CALLER)
+    fields: dict[str, Any] = {
+        "request_id": request_id(request) or None,
+        "method": request.method,
+        "endpoint": endpoint,
+        "status": status,
+        "duration_ms": round(took * 1000, 1),
+        "tenant": caller.tenant if caller else None,
+    }
+    state = request.get(STATE)
+    if state is not None:
+        begun = state.first_token_at
+        fields |= {
+            "id": state.id,
+            "model": state.model,
+            "prompt_tokens": state.prompt_tokens,
+            "cached_tokens": state.cached_tokens,
+            "completion_tokens": state.completion_tokens,
+            "first_token_ms": round((begun - state.started_at) * 1000, 1) if begun else None,
+            "finish": state.outcome.value,
+            "session_id": state.ask.turn.session if state.ask.turn else None,
+        }
+    if error is not None:
+        fields |= {"error": error.code, "reason": error.message}
+    # /ready is polled: stage.py logs the change of readiness, not each response.
+    is_routine = (status < 400 and state is None) or endpoint == "/ready"
+    level = logging.DEBUG if is_routine else logging.WARNING if status >= 500 else logging.INFO
+    log.log(level, "request", extra=fields)

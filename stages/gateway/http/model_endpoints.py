@@ -1,0 +1,55 @@
+"""Handlers of /v1/models, and of /v1/engines, OpenAI's older name for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from pipeline.errors import ModelNotFound
+from stages.gateway.http.context import SERVICE, json_response
+from stages.gateway.service import Service
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """GET /v1/models."""
+    service = request.app[SERVICE]
+    return json_response({"object": "list", "data": [_model_object(service, name) for name in service.instances.names]})
+
+
+async def get_model(request: web.Request) -> web.Response:
+    """GET /v1/models/ID."""
+    service = request.app[SERVICE]
+    name = request.match_info["id"]
+    if name not in service.instances.names:
+        raise ModelNotFound(f"there is no model {name[:200]!r}; GET /v1/models lists them", "model")
+    return json_response(_model_object(service, name))
+
+
+async def redirect_engines(request: web.Request) -> web.Response:
+    """GET /v1/engines and /v1/engines/ID: redirect to /v1/models."""
+    name = request.match_info.get("id", "")
+    location = request.rel_url.with_path(f"/v1/models/{name}" if name else "/v1/models")
+    return web.Response(status=308, headers={"Location": str(location), "Deprecation": "true"})
+
+
+def _model_object(service: Service, name: str) -> dict[str, Any]:
+    instance = service.instances.serving(name)
+    described = service.described.get(instance.id) if instance is not None else None
+    body: dict[str, Any] = {
+        "id": name,
+        "object": "model",
+        "created": described.created if described else 0,
+        "owned_by": "starling",
+        "ready": not service.problem(name),
+    }
+    if described is not None and instance is not None:
+        body |= {
+            "context_length": service.bounds(instance).context,
+            "vocab_size": described.vocab_size,
+            "architecture": described.architecture,
+            "parameters": described.parameters,
+            "digest": described.digest,
+            "chat": described.chat,
+        }
+    return body

@@ -1,0 +1,168 @@
+"""Handlers of the endpoints that generate text, and of `GET /v1/requests/ID`.
+
+A handler reads the body, admits the request and then waits once, for the end of its sink: the relay writes to the
+connection directly.  When a client disconnects, aiohttp cancels the handler, and the handler removes its sink.  The
+request ends with its last sink unless it can be resumed (`recovery.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from aiohttp import HttpVersion11, web
+
+from pipeline.api import sse
+from pipeline.api.json_body import CONTENT_TYPE
+from pipeline.config.schema import Config
+from pipeline.errors import Conflict, InvalidRequest
+from stages.gateway.endpoints import chat, completions, generate
+from stages.gateway.endpoints.generation_request import GenerationRequest
+from stages.gateway.endpoints.response_formatter import ResponseFormatter
+from stages.gateway.http.context import CALLER, CLIENT_ID, SERVICE, STARTED_AT, STATE, Handler
+from stages.gateway.http.request_body import read_body
+from stages.gateway.http.sinks import EventStream, WholeResponse
+from stages.gateway.requests.event_cursor import EventCursor, parse_event_cursor
+from stages.gateway.requests.state import Outcome, RequestState
+from stages.gateway.requests.token_bytes import TokenBytes
+from stages.gateway.service import Service
+
+log = logging.getLogger("starling.gateway.http")
+
+LAST_BYTES_TIMEOUT_S = 30.0  # for a client to accept the end of its stream
+
+
+class TextEndpoint(NamedTuple):
+    """An endpoint that generates text: how to read its body and how to format its response."""
+
+    name: str  # GenerationRequest.endpoint
+    path: str
+    read: Callable[[dict[str, Any]], GenerationRequest]
+    formatter: Callable[[RequestState, TokenBytes], ResponseFormatter]
+
+
+TEXT_ENDPOINTS = (
+    TextEndpoint("generate", "/v1/generate", generate.read, generate.GenerateFormatter),
+    TextEndpoint("chat", "/v1/chat/completions", chat.read, chat.ChatFormatter),
+    TextEndpoint("completions", "/v1/completions", completions.read, completions.CompletionFormatter),
+)
+
+
+def text_handler(endpoint: TextEndpoint, config: Config, service: Service) -> Handler:
+    """Return the handler of `endpoint`; with a `Last-Event-ID` it resumes a request instead of starting one."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if mark := _last_event_id(request):
+            state = service.find(mark.request, request[CALLER].tenant, mark)
+            if state.ask.endpoint != endpoint.name:
+                raise InvalidRequest(
+                    f"Last-Event-ID names a request of another endpoint; use GET /v1/requests/{state.id}",
+                    "Last-Event-ID",
+                )
+            return await _resume(request, service, state, mark)
+        service.refuse_new()
+        service.in_flight += 1
+        try:
+            generation = endpoint.read(await read_body(request, config))
+            state = await service.admit(generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID])
+            request[STATE] = state
+            formatter = _formatter(service, state)
+            sink = _event_stream(request, state, formatter) if generation.stream else WholeResponse()
+            state.sink = sink
+            service.open(state)
+            try:
+                return await _respond(request, sink, formatter)
+            finally:
+                service.recovery.leave(state, sink)  # no effect unless the client has disconnected
+        finally:
+            service.in_flight -= 1
+
+    return handle
+
+
+async def get_request(request: web.Request) -> web.StreamResponse:
+    """GET /v1/requests/ID: the response of an earlier request, a stream from `Last-Event-ID` on."""
+    service = request.app[SERVICE]
+    mark = _last_event_id(request)
+    name = request.match_info["id"]
+    if mark is not None and mark.request != name:
+        raise InvalidRequest(f"Last-Event-ID is of request {mark.request}, not of this one", "Last-Event-ID")
+    state = service.find(name, request[CALLER].tenant, mark)
+    return await _resume(request, service, state, mark)
+
+
+def _last_event_id(request: web.Request) -> EventCursor | None:
+    given = request.headers.get("Last-Event-ID", "")
+    return parse_event_cursor(given) if given else None
+
+
+async def _resume(
+    request: web.Request, service: Service, state: RequestState, mark: EventCursor | None
+) -> web.StreamResponse:
+    """Add a sink to a request, from `mark` on. A request that was not streamed has one whole response."""
+    request[STATE] = state
+    formatter = _formatter(service, state)
+
+    def make_sink(received: list[int]) -> EventStream | WholeResponse:
+        if state.ask.stream:
+            stream = _event_stream(request, state, formatter)
+            stream.resume(state, mark.places if mark is not None else (), received)
+            return stream
+        whole = WholeResponse()
+        if state.outcome is Outcome.FINISHED:
+            whole.finished()
+        elif state.error is not None:
+            whole.failed(state.error)
+        return whole
+
+    service.in_flight += 1
+    try:
+        sink = await service.take_up(state, mark, make_sink)
+        try:
+            return await _respond(request, sink, formatter)
+        finally:
+            service.recovery.leave(state, sink)
+    finally:
+        service.in_flight -= 1
+
+
+def _formatter(service: Service, state: RequestState) -> ResponseFormatter:
+    """Return the formatter of a request. Raises `Conflict` if the vocabulary that its logprobs need is gone."""
+    endpoint = next(e for e in TEXT_ENDPOINTS if e.name == state.ask.endpoint)
+    pieces = service.relay.pieces.setdefault(state.vocabulary, TokenBytes())
+    if not pieces and state.outcome is Outcome.FINISHED and any(s.logprobs for s in state.sequences):
+        raise Conflict(f"the logprobs of {state.id} cannot be formatted: its vocabulary is no longer loaded")
+    return endpoint.formatter(state, pieces)
+
+
+def _event_stream(request: web.Request, state: RequestState, formatter: ResponseFormatter) -> EventStream:
+    def drop(reason: str) -> None:
+        log.warning("dropping a connection: %s", reason, extra={"request_id": state.id})
+        if request.transport is not None:
+            request.transport.abort()
+
+    return EventStream(state, formatter, drop)
+
+
+async def _respond(
+    request: web.Request, sink: EventStream | WholeResponse, formatter: ResponseFormatter
+) -> web.StreamResponse:
+    """Send what the sink collects, until its end."""
+    if isinstance(sink, WholeResponse):
+        await sink.over
+        return web.Response(body=formatter.whole_response(), content_type=CONTENT_TYPE)
+    await sink.begun  # raises an error that precedes the first event, for a response with its status
+    response = web.StreamResponse(headers=sse.HEADERS)
+    await response.prepare(request)
+    if request.transport is None:
+        raise ConnectionResetError("the client has disconnected")
+    sink.attach(request.transport, request.version >= HttpVersion11)
+    await sink.over
+    sink.flush()
+    with suppress(ConnectionResetError):  # the client has disconnected: it needs no end of the stream
+        async with asyncio.timeout(LAST_BYTES_TIMEOUT_S):
+            await response.write_eof()
+    return response

@@ -1,0 +1,57 @@
+"""Handlers of /v1/tokenize and /v1/detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from pipeline.api.generation_fields import MAX_PROMPT_IDS
+from pipeline.api.json_body import CONTENT_TYPE
+from stages.gateway.endpoints.tokenize import read_detokenize, read_tokenize, tokenize_response
+from stages.gateway.http.context import SERVICE, json_response
+from stages.gateway.http.request_body import read_body
+from stages.gateway.requests.prompts import check_range
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """POST /v1/tokenize: the token ids of a text."""
+    service = request.app[SERVICE]
+    service.refuse_new()
+    service.in_flight += 1
+    try:
+        body = read_tokenize(await read_body(request, service.config))
+        model = service.model_name(body.model)
+        with service.using(model) as instance:
+            encoded = await service.questions.encode(
+                instance.id,
+                body.text,
+                add_bos=body.add_bos,
+                parse_special=body.parse_special,
+                offsets=True,
+                most=MAX_PROMPT_IDS,
+            )
+        slices = []
+        for part in tokenize_response(model, encoded):
+            slices.append(part)
+            await asyncio.sleep(0)  # let other requests run
+    finally:
+        service.in_flight -= 1
+    return web.Response(body=b"".join(slices), content_type=CONTENT_TYPE)
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """POST /v1/detokenize: the text of token ids."""
+    service = request.app[SERVICE]
+    service.refuse_new()
+    service.in_flight += 1
+    try:
+        body = read_detokenize(await read_body(request, service.config))
+        model = service.model_name(body.model)
+        with service.using(model) as instance:
+            described = await service.describe(instance)
+            check_range(body.tokens, "tokens[{}]", "tokens", described.vocab_size)
+            text = await service.questions.decode(instance.id, body.tokens, skip_special=body.skip_special)
+    finally:
+        service.in_flight -= 1
+    return json_response({"model": model, "text": text})
