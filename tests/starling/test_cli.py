@@ -8,31 +8,16 @@ import os
 import socket
 import subprocess
 import sys
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
 import yaml
 from click.testing import CliRunner
 
-from pipeline.config.load import resolve
-from pipeline.errors import ConfigError, ResourceError
 from starling.cli import COMMANDS, cli
-from starling.cli import up as up_module
 from starling.cli.prepare import _Lines, shown
 
 ROOT = Path(__file__).resolve().parents[2]
-Usage = namedtuple("Usage", "total used free")
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty STARLING_HOME and no other setting."""
-    for name in [name for name in os.environ if name.startswith(("STARLING_", "LLM_ENGINE_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("STARLING_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "home"
 
 
 def starling(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -140,84 +125,6 @@ def test_a_reader_that_goes_away_is_no_error(home: Path) -> None:
     with os.fdopen(write, "wb") as out:
         result = subprocess.run(command, env=env, stdout=out, stderr=subprocess.PIPE, timeout=60)
     assert result.stderr == b""
-
-
-# ------------------------------------------------------------------ before a start
-
-
-def test_a_port_in_use_is_refused_with_the_way_out() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: Address already in use; end what uses it"):
-            up_module.check_port(resolve({"server": {"port": port}}, {}))
-    up_module.check_port(resolve({"server": {"port": port}}, {}))
-
-
-def test_a_host_that_is_not_ours_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot listen on 192.0.2.1:0"):
-        up_module.check_port(resolve({"server": {"host": "192.0.2.1", "port": 0}}, {}))
-
-
-def room(monkeypatch: pytest.MonkeyPatch, **free_mb: int) -> None:
-    def usage(path: Path) -> Usage:
-        kind = "shm" if "shm" in str(path) else "disk"
-        return Usage(0, 0, free_mb[kind] << 20)
-
-    monkeypatch.setattr("shutil.disk_usage", usage)
-
-
-def test_arenas_stay_in_shared_memory_when_they_fit(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    room(monkeypatch, shm=600, disk=0)
-    assert up_module.choose_arena_dir(resolve({}, {})) == {}
-
-
-def test_arenas_move_out_of_a_small_shared_memory(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    room(monkeypatch, shm=64, disk=5000)
-    moved = up_module.choose_arena_dir(resolve({}, {}))
-    assert moved == {"STARLING_SERVER__ARENA_DIR": str(home / "arenas")}
-    assert "/dev/shm has 64 MB free and the arenas need 576 MB" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("configured", ["", "/dev/shm"])
-def test_arenas_that_fit_nowhere_are_refused_with_numbers(
-    home: Path, monkeypatch: pytest.MonkeyPatch, configured: str
-) -> None:
-    room(monkeypatch, shm=64, disk=5000 if configured else 100)
-    with pytest.raises(ResourceError, match="the arenas need 576 MB, and /dev/shm has 64 MB free; make them"):
-        up_module.choose_arena_dir(resolve({"server": {"arena_dir": configured}}, {}))
-
-
-def test_the_procfile_has_a_line_for_each_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert up_module.write_procfile(tmp_path) == ROOT / "Procfile"
-    lines = (ROOT / "Procfile").read_text().splitlines()
-    assert sorted(line.split(":")[0] for line in lines) == sorted(up_module.STAGES)
-    for line in lines:
-        assert line.endswith(f"exec starling supervise {line.split(':')[0]}")
-
-    monkeypatch.setattr(up_module, "PROCFILE", tmp_path / "none")
-    written = up_module.write_procfile(tmp_path).read_text().splitlines()
-    assert sorted(line.split(":")[0] for line in written) == sorted(up_module.STAGES)
-
-
-def test_the_banner_is_a_line_to_paste() -> None:
-    config = resolve({"server": {"host": "0.0.0.0"}, "auth": {"api_keys": ["k"]}}, {})
-    text = up_module.banner(config, 1.23)
-    assert "ready at http://127.0.0.1:8080 (1.2 s)" in text
-    command = text[text.index("curl") : text.index("Ctrl-C")]
-    words = subprocess.run(
-        ["bash", "-c", f"curl() {{ printf '%s\\0' \"$@\"; }}\n{command}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split("\0")[:-1]
-    assert max(map(len, text.splitlines())) <= 80
-    assert words[:2] == ["-N", "http://127.0.0.1:8080/v1/chat/completions"]
-    assert "Authorization: Bearer YOUR-API-KEY" in words
-    assert json.loads(words[-1])["model"] == "smollm2-135m-instruct"
 
 
 # ------------------------------------------------------------------ hostile users
