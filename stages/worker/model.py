@@ -17,9 +17,9 @@ from shm.checkpoint import Checkpoint, Hyper
 from shm.pages import KV_TYPES, KvArena, KvGeometry
 from shm.step_ring import PROGRESS, Steps, StepsGeometry
 from stages.worker import activations_arena as act
-from stages.worker.checkpoint.layout import FORMATS
 from stages.worker.kernels import attention, build, forward, matmul, sampler
 from stages.worker.kernels import parameter_block as c
+from stages.worker.kernels.formats import FORMATS
 
 _MATRICES = (
     ("attn_q", c.Q, c.Q_FORMAT),

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import gguf
 import numpy as np
 
-from stages.worker.checkpoint.layout import FORMATS, GROUP, Format, groups_of, pack
+from stages.worker.checkpoint.layout import groups_of, pack
+from stages.worker.kernels.formats import FORMATS, GROUP, Format
 from stages.worker.kernels.matmul import SCRATCH_BYTES, matmul
 from stages.worker.kernels.quantize_activations import quantize_rows, row_bytes
 from tools.tiny_gguf import random_tensor

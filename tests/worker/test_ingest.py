@@ -15,7 +15,8 @@ from pipeline.errors import ConfigError, ResourceError
 from shm.checkpoint import Checkpoint, bin_path
 from stages.worker.checkpoint.gguf import GgufFile
 from stages.worker.checkpoint.ingest import ingest
-from stages.worker.checkpoint.layout import FORMATS, unpack
+from stages.worker.checkpoint.layout import unpack
+from stages.worker.kernels.formats import FORMATS
 from stages.worker.rope import rope_tables
 
 DIGEST = "ab" * 32

@@ -6,8 +6,9 @@ import gguf
 import numpy as np
 import pytest
 
-from stages.worker.checkpoint.layout import FORMATS, matrix_bytes, unpack
-from stages.worker.kernels.matmul import embed_row
+from stages.worker.checkpoint.layout import matrix_bytes, pack, unpack
+from stages.worker.kernels.dequantize_row import dequantize_row
+from stages.worker.kernels.formats import FORMATS
 from tests.worker.matrices import random_matrix
 
 ROWS = (1, 2, 15, 16, 17, 33)
@@ -31,7 +32,7 @@ def test_a_row_is_found_again(name: str) -> None:
     expected = gguf.dequantize(m.source, m.kind).astype(np.float32).reshape(35, -1)
     row = np.empty(m.columns, np.float32)
     for r in range(35):
-        embed_row(m.fmt.id, m.stream.ctypes.data, m.columns, r, row.ctypes.data)
+        dequantize_row(m.fmt.id, m.stream.ctypes.data, m.columns, r, row.ctypes.data)
         assert row.tobytes() == expected[r].tobytes(), r
 
 
@@ -44,8 +45,6 @@ def test_streams_hardly_grow(fmt) -> None:  # type: ignore[no-untyped-def]
 
 def test_one_block_by_hand() -> None:
     """Q4_1: code k of every row is k % 16, so byte b of run j holds 8j + b low and 8j + 4 + b high."""
-    from stages.worker.checkpoint.layout import pack
-
     block = np.zeros(20, np.uint8)
     block[0:2] = np.frombuffer(np.float16(0.5).tobytes(), np.uint8)
     block[2:4] = np.frombuffer(np.float16(-1.0).tobytes(), np.uint8)

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.worker.checkpoint.layout import FORMATS, groups_of
+from stages.worker.checkpoint.layout import groups_of
 from stages.worker.checkpoint.layout import unpack as layout_unpack
 from stages.worker.kernels.dots import STARTS_BIASED
+from stages.worker.kernels.formats import FORMATS
 from stages.worker.kernels.quantize_activations import RECORD, SCALE, SSUM, row_bytes
 from tests.worker.instruction_sets import available_isas
 from tests.worker.matrices import (

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stages.worker.checkpoint.layout import BY_ID, Format
+from stages.worker.kernels.formats import BY_ID, Format
 
 MAGIC = b"GGUF"
 _SCALARS = {

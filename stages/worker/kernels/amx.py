@@ -15,23 +15,36 @@ from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-from stages.worker.kernels import simd
+from stages.worker.kernels.block_codegen import CODE_BYTES, UNPACKED_BYTES, emit_half_sum
 from stages.worker.kernels.dots import emit_dot4_u8
 from stages.worker.kernels.entries import INNER
-from stages.worker.kernels.quantize_activations import RECORD, SCALE, SSUM, START6
-from stages.worker.kernels.simd import Builder, Tile, f32_tile, f32x16, i32x16, load_f32, prefetch, put_i32
-from stages.worker.kernels.tiles import _at, _operation, _spread
+from stages.worker.kernels.format_traits import HAS_HALVES, HAS_MINIMUMS, START, UNPACKED, trait
+from stages.worker.kernels.quantize_activations import RECORD, SCALE, SSUM, ZERO
+from stages.worker.kernels.simd import (
+    ISA,
+    Builder,
+    f32_tile,
+    f32x16,
+    i32x16,
+    load_f32,
+    prefetch,
+    put_i32,
+    tile_load,
+    tile_store,
+)
+from stages.worker.kernels.simd.arithmetic import math
+from stages.worker.kernels.simd.register_tiles import strided, tile_operation
+from stages.worker.kernels.simd.vectors import ADDRESS, FLOAT, I8, I32, I64, load, splat, store
+from stages.worker.kernels.tiles import spread
 
 TOKENS = 16  # of a tile, and rows
-UNPACKED = 640  # bytes of an unpacked block, as in matmul.py
 PRODUCT = 1024  # bytes of stored sums
 SPILL_BYTES = 4 * PRODUCT + 64  # four products on their way, and the tile configuration
-EMULATED = simd.ISA == "tiles"
+EMULATED = ISA == "tiles"
 
-_I64, _I32, _I8, _FLOAT = ir.IntType(64), ir.IntType(32), ir.IntType(8), ir.FloatType()
-_ADDRESS = types.int64
 
 # Tile numbers: each kind of tile twice, so that one product can begin before the last one has been stored.
 _SUMS, _WHOLE_A, _WHOLE_B, _HALF_A, _HALF_B = (0, 1), (2, 3), (4, 5), 6, 7
@@ -54,20 +67,20 @@ _CONFIGURATION = configuration()
 
 def _tile_call(builder: Builder, name: str, *arguments: Any) -> None:
     function_type = ir.FunctionType(ir.VoidType(), [a.type for a in arguments])
-    builder.call(simd.cgutils.get_or_insert_function(builder.module, function_type, f"llvm.x86.{name}"), arguments)
+    builder.call(cgutils.get_or_insert_function(builder.module, function_type, f"llvm.x86.{name}"), arguments)
 
 
 def _number(tile: int) -> Any:
-    return ir.Constant(_I8, tile)
+    return ir.Constant(I8, tile)
 
 
 def _pointer(builder: Builder, addr: Any) -> Any:
-    return builder.inttoptr(addr, _I8.as_pointer())
+    return builder.inttoptr(addr, I8.as_pointer())
 
 
 def _emit_tiles(sums: int, a: int, b: int, vectors: int) -> Callable[..., None]:
     def emit(builder: Builder, x: Any, stride: Any, u: Any, to: Any) -> None:
-        line = ir.Constant(_I64, 64)
+        line = ir.Constant(I64, 64)
         _tile_call(builder, "tilezero", _number(sums))
         _tile_call(builder, "tileloadd64", _number(a), _pointer(builder, x), stride)
         _tile_call(builder, "tileloadd64", _number(b), _pointer(builder, u), line)
@@ -79,13 +92,13 @@ def _emit_tiles(sums: int, a: int, b: int, vectors: int) -> Callable[..., None]:
 
 def _emit_vnni(sums: int, a: int, b: int, vectors: int) -> Callable[..., None]:
     def emit(builder: Builder, x: Any, stride: Any, u: Any, to: Any) -> None:
-        line = ir.Constant(_I64, 64)
-        codes = [simd._load(builder, _at(builder, u, line, j), i32x16.ir) for j in range(vectors)]
+        line = ir.Constant(I64, 64)
+        codes = [load(builder, strided(builder, u, line, j), i32x16.ir) for j in range(vectors)]
         for t in range(TOKENS):
             total = ir.Constant(i32x16.ir, None)
             for j, code in enumerate(codes):
-                total = emit_dot4_u8(builder, total, code, _spread(builder, _at(builder, x, stride, t, 4 * j), _I32))
-            simd._store(builder, total, _at(builder, to, line, t))
+                total = emit_dot4_u8(builder, total, code, spread(builder, strided(builder, x, stride, t, 4 * j), I32))
+            store(builder, total, strided(builder, to, line, t))
 
     return emit
 
@@ -99,7 +112,7 @@ def _product(sums: int, a: int, b: int, vectors: int) -> Any:
             emit(builder, *values)
             return context.get_dummy_value()
 
-        return types.void(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS), codegen
+        return types.void(ADDRESS, ADDRESS, ADDRESS, ADDRESS), codegen
 
     return intrinsic(product)
 
@@ -117,7 +130,7 @@ def _load_configuration(typingctx: Any, at: Any) -> Any:
             _tile_call(builder, "ldtilecfg", _pointer(builder, values[0]))
         return context.get_dummy_value()
 
-    return types.void(_ADDRESS), codegen
+    return types.void(ADDRESS), codegen
 
 
 @intrinsic
@@ -144,135 +157,141 @@ def configure(spill):
 # ------------------------------------------------------------------ what is done with the sums
 
 
-def _emit_load(builder: Builder, vectors: list[Any], out: Any, stride: Any) -> None:
-    for t in range(len(vectors)):
-        vectors[t] = simd._load(builder, _at(builder, out, stride, t), f32x16.ir)
-
-
 def _emit_scaled(builder: Builder, vectors: list[Any], sums: Any, d: Any, x: Any, stride: Any, at: Any = None) -> None:
-    line = ir.Constant(_I64, 64)
+    line = ir.Constant(I64, 64)
     for t in range(len(vectors)):
-        dots = simd._load(builder, _at(builder, sums, line, t), i32x16.ir)
-        record = _at(builder, x, stride, t)
+        dots = load(builder, strided(builder, sums, line, t), i32x16.ir)
+        record = strided(builder, x, stride, t)
         if at is not None:
-            dots = builder.add(dots, _spread(builder, builder.add(record, at), _I32))
+            dots = builder.add(dots, spread(builder, builder.add(record, at), I32))
         product = builder.fmul(builder.sitofp(dots, f32x16.ir), d)
-        scale = _spread(builder, builder.add(record, ir.Constant(_I64, SCALE)), _FLOAT)
-        vectors[t] = simd._math("fma")(builder, product, scale, vectors[t])
+        scale = spread(builder, builder.add(record, ir.Constant(I64, SCALE)), FLOAT)
+        vectors[t] = math("fma")(builder, product, scale, vectors[t])
 
 
 def _emit_fma(builder: Builder, vectors: list[Any], v: Any, x: Any, stride: Any) -> None:
     for t in range(len(vectors)):
-        value = _spread(builder, _at(builder, x, stride, t), _FLOAT)
-        vectors[t] = simd._math("fma")(builder, v, value, vectors[t])
+        value = spread(builder, strided(builder, x, stride, t), FLOAT)
+        vectors[t] = math("fma")(builder, v, value, vectors[t])
 
 
-_SCALED = (_ADDRESS, f32x16, _ADDRESS, _ADDRESS)
-_load = _operation("load16", (_ADDRESS, _ADDRESS), _emit_load, "f32 at out + t * stride.")
-_started = _operation(
-    "started16", (*_SCALED, _ADDRESS), _emit_scaled, "fma(f32(sums at + token's i32 at) * d, token's scale, tile)."
+def _half_sum(half: int) -> Any:
+    def emit(builder: Builder, vectors: list[Any], m: Any, x: Any, stride: Any) -> None:
+        for t in range(len(vectors)):
+            total = splat(builder, emit_half_sum(builder, strided(builder, x, stride, t), half))
+            vectors[t] = math("fma")(builder, m, total, vectors[t])
+
+    doc = "fma(vector, scaled sum of a half of the token's record, tile)."
+    return tile_operation(f"half_sum16_{half}", (f32x16, ADDRESS, ADDRESS), emit, doc)
+
+
+_SCALED = (ADDRESS, f32x16, ADDRESS, ADDRESS)
+_started = tile_operation(
+    "started16", (*_SCALED, ADDRESS), _emit_scaled, "fma(f32(sums at + token's i32 at) * d, token's scale, tile)."
 )
-_scaled = _operation("scaled16", _SCALED, _emit_scaled, "As `started16` for sums that start at 0.")
-_fma = _operation("fma16", (f32x16, _ADDRESS, _ADDRESS), _emit_fma, "fma(vector, token's f32, tile).")
-
-
-@intrinsic
-def _store(typingctx: Any, tile: Any, out: Any, stride: Any) -> Any:
-    if not isinstance(tile, Tile):
-        return None
-
-    def codegen(context: Any, builder: Builder, sig: Any, values: Any) -> Any:
-        for t in range(tile.n):
-            simd._store(builder, builder.extract_value(values[0], t), _at(builder, values[1], values[2], t))
-        return context.get_dummy_value()
-
-    return types.void(tile, _ADDRESS, _ADDRESS), codegen
+_scaled = tile_operation("scaled16", _SCALED, _emit_scaled, "As `started16` for sums that start at 0.")
+_fma = tile_operation("fma16", (f32x16, ADDRESS, ADDRESS), _emit_fma, "fma(vector, token's f32, tile).")
 
 
 # ------------------------------------------------------------------ 16 tokens x one row group
 
 
-def _group(with_minimum: bool) -> Any:
-    """A kernel for formats of whole blocks; integer sums start at `start` of a record, or at 0 with minimums."""
+def _whole_blocks(with_minimum: bool) -> Any:
+    """A kernel for formats of one scale a block; sums start at `start` of a record, or at 0 with minimums."""
 
     @njit(**{**INNER, "forceinline": True})
     def scale(acc, sums, u, x, stride, start):
         if with_minimum:
-            acc = _scaled(acc, sums, load_f32(u + 512), x, stride)
-            return _fma(acc, load_f32(u + 576), x + SSUM, stride)
-        return _started(acc, sums, load_f32(u + 512), x, stride, start)
+            acc = _scaled(acc, sums, load_f32(u + CODE_BYTES), x, stride)
+            return _fma(acc, load_f32(u + CODE_BYTES + 64), x + SSUM, stride)
+        return _started(acc, sums, load_f32(u + CODE_BYTES), x, stride, start)
 
     @njit(**INNER)
-    def group(u, blocks, x, stride, start, out, out_stride, begin, spill, ask, lines):
+    def group(u, blocks, x, stride, start, out, out_stride, begin, spill, following, lines):
         acc = f32_tile(TOKENS)
         if not begin:
-            acc = _load(acc, out, out_stride)
+            acc = tile_load(acc, out, out_stride, 0, 1)
         whole_even(x, stride, u, spill)
         if blocks > 1:
-            whole_odd(x + RECORD, stride, u + UNPACKED, spill + PRODUCT)
+            whole_odd(x + RECORD, stride, u + UNPACKED_BYTES, spill + PRODUCT)
         here, ahead = spill, spill + 2 * PRODUCT
         b = 0
         while b + 1 < blocks:
             for _ in range(2 * lines):
-                prefetch(ask)
-                ask += 64
+                prefetch(following)
+                following += 64
             if b + 2 < blocks:
-                whole_even(x + 2 * RECORD, stride, u + 2 * UNPACKED, ahead)
+                whole_even(x + 2 * RECORD, stride, u + 2 * UNPACKED_BYTES, ahead)
             acc = scale(acc, here, u, x, stride, start)
             if b + 3 < blocks:
-                whole_odd(x + 3 * RECORD, stride, u + 3 * UNPACKED, ahead + PRODUCT)
-            acc = scale(acc, here + PRODUCT, u + UNPACKED, x + RECORD, stride, start)
+                whole_odd(x + 3 * RECORD, stride, u + 3 * UNPACKED_BYTES, ahead + PRODUCT)
+            acc = scale(acc, here + PRODUCT, u + UNPACKED_BYTES, x + RECORD, stride, start)
             here, ahead = ahead, here
-            b, u, x = b + 2, u + 2 * UNPACKED, x + 2 * RECORD
+            b, u, x = b + 2, u + 2 * UNPACKED_BYTES, x + 2 * RECORD
         if b < blocks:
             for _ in range(lines):
-                prefetch(ask)
-                ask += 64
+                prefetch(following)
+                following += 64
             acc = scale(acc, here, u, x, stride, start)
-        _store(acc, out, out_stride)
+        tile_store(acc, out, out_stride, 0, 1)
 
     return group
 
 
+def _half_blocks(with_minimum: bool) -> Any:
+    """A kernel for formats of two scales a block, each with the sums of 16 values; `size` bytes an unpacked block."""
+    first_sum, second_sum = (_half_sum(half) for half in (0, 1))
+
+    @njit(**INNER)
+    def group(u, blocks, x, stride, start, out, out_stride, begin, spill, following, lines, size):
+        second = start + 4 if start != ZERO else start
+        acc = f32_tile(TOKENS)
+        if not begin:
+            acc = tile_load(acc, out, out_stride, 0, 1)
+        half_first(x, stride, u, spill)
+        half_second(x + 16, stride, u + CODE_BYTES // 2, spill + PRODUCT)
+        here, ahead = spill, spill + 2 * PRODUCT
+        for b in range(blocks):
+            for _ in range(lines):
+                prefetch(following)
+                following += 64
+            more = b + 1 < blocks
+            if more:
+                half_first(x + RECORD, stride, u + size, ahead)
+            acc = _started(acc, here, load_f32(u + CODE_BYTES), x, stride, start)
+            if with_minimum:
+                acc = first_sum(acc, load_f32(u + CODE_BYTES + 128), x, stride)
+            if more:
+                half_second(x + RECORD + 16, stride, u + size + CODE_BYTES // 2, ahead + PRODUCT)
+            acc = _started(acc, here + PRODUCT, load_f32(u + CODE_BYTES + 64), x, stride, second)
+            if with_minimum:
+                acc = second_sum(acc, load_f32(u + CODE_BYTES + 192), x, stride)
+            here, ahead = ahead, here
+            u, x = u + size, x + RECORD
+        tile_store(acc, out, out_stride, 0, 1)
+
+    return group
+
+
+_whole_of_starts = _whole_blocks(False)
+_whole_of_minimums = _whole_blocks(True)
+_half_of_starts = _half_blocks(False)
+_half_of_minimums = _half_blocks(True)
+
+
 @njit(**INNER)
-def _group_of_halves(u, blocks, x, stride, out, out_stride, begin, spill, ask, lines):
-    """Q6_K: two scales to a block, each with the sums of 16 values."""
-    acc = f32_tile(TOKENS)
-    if not begin:
-        acc = _load(acc, out, out_stride)
-    half_first(x, stride, u, spill)
-    half_second(x + 16, stride, u + 256, spill + PRODUCT)
-    here, ahead = spill, spill + 2 * PRODUCT
-    for b in range(blocks):
-        for _ in range(lines):
-            prefetch(ask)
-            ask += 64
-        more = b + 1 < blocks
-        if more:
-            half_first(x + RECORD, stride, u + UNPACKED, ahead)
-        acc = _started(acc, here, load_f32(u + 512), x, stride, START6)
-        if more:
-            half_second(x + RECORD + 16, stride, u + UNPACKED + 256, ahead + PRODUCT)
-        acc = _started(acc, here + PRODUCT, load_f32(u + 576), x, stride, START6 + 4)
-        here, ahead = ahead, here
-        u, x = u + UNPACKED, x + RECORD
-    _store(acc, out, out_stride)
+def quantized_16(kind, u, blocks, x, stride, out, out_stride, begin, spill, following, lines):
+    """16 tokens at x times the unpacked chunk at u, to 16 f32 at out + token * out_stride; arguments as in gemm.py.
 
-
-_group_of_starts = _group(False)
-_group_of_minimums = _group(True)
-
-
-@njit(**INNER)
-def quantized_16(start, halves, least, u, blocks, x, stride, out, out_stride, begin, spill, ask, lines):
-    """16 tokens at x times the unpacked chunk at u, to 16 f32 at out + token * out_stride; arguments as in matmul.py.
-
-    `start` is where a record holds what integer sums start at; `halves` and `least` say whether a block has two
-    scales, or minimums. With each block, `lines` lines at `ask` are asked for. `configure(spill)` comes before.
+    With each block, `lines` cache lines at `following` are prefetched.  `configure(spill)` comes before.
     """
-    if halves:
-        _group_of_halves(u, blocks, x, stride, out, out_stride, begin, spill, ask, lines)
-    elif least:
-        _group_of_minimums(u, blocks, x, stride, start, out, out_stride, begin, spill, ask, lines)
+    start, size = trait(kind, START), trait(kind, UNPACKED)
+    if trait(kind, HAS_HALVES):
+        if trait(kind, HAS_MINIMUMS):
+            _half_of_minimums(u, blocks, x, stride, start, out, out_stride, begin, spill, following, lines, size)
+        else:
+            _half_of_starts(u, blocks, x, stride, start, out, out_stride, begin, spill, following, lines, size)
+    elif trait(kind, HAS_MINIMUMS):
+        _whole_of_minimums(u, blocks, x, stride, start, out, out_stride, begin, spill, following, lines)
     else:
-        _group_of_starts(u, blocks, x, stride, start, out, out_stride, begin, spill, ask, lines)
+        _whole_of_starts(u, blocks, x, stride, start, out, out_stride, begin, spill, following, lines)

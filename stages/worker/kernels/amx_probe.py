@@ -1,10 +1,10 @@
-"""Does AMX work on this machine, and does it pay? Run as a process of its own: 0 says both.
+"""Whether AMX works on this machine and is faster: a process of its own, whose exit code is 0 if both hold.
 
     STARLING_ISA=amx python -m stages.worker.kernels.amx_probe
 
-Multiplies unpacked chunks of random codes by 16 tokens at a time with AMX tiles and with VNNI, for every kind of
-block: bytes must be equal and AMX faster. A system may offer the tiles and still not run them (a hypervisor, an
-emulator), or run them slowly; this is found out once, before any kernel relies on them.
+Multiplies unpacked chunks of random codes by 16 tokens at a time with AMX tiles and with VNNI, for every format:
+bytes must be equal and AMX faster. A system may offer the tiles and not run them (a hypervisor, an emulator), or run
+them slowly; the result is stored once (features.py), before any kernel relies on them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import time
 import numpy as np
 from numba import njit
 
-from stages.worker.kernels import amx, matmul
+from stages.worker.kernels import amx, gemm
+from stages.worker.kernels.block_codegen import CODE_BYTES, unpacked_bytes
+from stages.worker.kernels.formats import QUANTIZED
 from stages.worker.kernels.quantize_activations import RECORD, quantize_rows
 from stages.worker.kernels.simd import JIT, address
 
 TOKENS, BLOCKS, ROUNDS = 240, 16, 40
-KINDS = (matmul.Q4_0, matmul.Q4_1, matmul.Q8_0, matmul.Q6_K)
+DECIDING = ("Q4_0", "Q4_1", "Q8_0", "Q6_K")  # formats whose speed decides; all kinds of blocks must give equal bytes
 
 
 @njit(**JIT)
@@ -28,9 +30,7 @@ def _by_tiles(kind, u, x, out, spill):
     amx.configure(spill)
     for t in range(0, TOKENS, amx.TOKENS):
         amx.quantized_16(
-            matmul._start_of(kind),
-            kind == matmul.Q6_K,
-            matmul._has_minimums(kind),
+            kind,
             u,
             BLOCKS,
             x + t * BLOCKS * RECORD,
@@ -49,7 +49,7 @@ def _by_tiles(kind, u, x, out, spill):
 def _by_dots(kind, u, x, out, spill):
     for t in range(0, TOKENS, 6):
         at = x + t * BLOCKS * RECORD
-        matmul._quantized_6(kind, u, u, BLOCKS, at, BLOCKS * RECORD, out + t * 64, 64, 0, True, u, u, 0)
+        gemm._quantized_6(kind, u, u, BLOCKS, at, BLOCKS * RECORD, out + t * 64, 64, 0, True, u, u, 0)
 
 
 @njit(**JIT)
@@ -79,27 +79,30 @@ def compare(rounds: int = ROUNDS) -> tuple[bool, float]:
     """
     rng = np.random.default_rng(1)
     n = BLOCKS * 32
-    codes, u = _aligned(BLOCKS * amx.UNPACKED)
     records, x = _aligned(TOKENS * BLOCKS * RECORD)
     scratch, spill = _aligned(amx.SPILL_BYTES)
     values = rng.normal(size=(TOKENS, n)).astype(np.float32)
     values[1], values[2, :32] = 0, np.inf
     _records(values, n, x)
     same, ratios = True, []
-    for kind in KINDS:
-        blocks = codes.reshape(BLOCKS, amx.UNPACKED)
-        top = 256 if kind == matmul.Q8_0 else 64 if kind == matmul.Q6_K else 16
-        blocks[:, :512] = rng.integers(0, top, (BLOCKS, 512), dtype=np.uint8)
-        blocks[:, 512:] = rng.normal(size=(BLOCKS, 32)).astype(np.float32).view(np.uint8)
+    for fmt in QUANTIZED:
+        size = unpacked_bytes(fmt)
+        codes, u = _aligned(BLOCKS * size)
+        blocks = codes.reshape(BLOCKS, size)
+        blocks[:, :CODE_BYTES] = rng.integers(0, fmt.codes.largest + 1, (BLOCKS, CODE_BYTES), dtype=np.uint8)
+        factors = rng.normal(size=(BLOCKS, (size - CODE_BYTES) // 4)).astype(np.float32)
+        blocks[:, CODE_BYTES:] = factors.view(np.uint8)
         outs = [_aligned(TOKENS * 64) for _ in range(2)]
         times: list[list[float]] = [[], []]
-        for _ in range(rounds):
+        decides = fmt.name in DECIDING
+        for _ in range(rounds if decides else 1):
             for i, (_, out) in enumerate(outs):
                 begun = time.perf_counter()
-                _many_times(i == 0, kind, u, x, out, spill, 20)
+                _many_times(i == 0, fmt.id, u, x, out, spill, 20)
                 times[i].append(time.perf_counter() - begun)
         same = same and outs[0][0].tobytes() == outs[1][0].tobytes()
-        ratios.append(float(np.median(times[1])) / 2 / float(np.median(times[0])))
+        if decides:
+            ratios.append(float(np.median(times[1])) / 2 / float(np.median(times[0])))
     del records, scratch
     return same, min(ratios)
 

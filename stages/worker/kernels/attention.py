@@ -37,9 +37,6 @@ from stages.worker.kernels.simd import (
     JIT,
     LANES,
     Tile,
-    _call,
-    _load,
-    _splat,
     exp,
     f16x16,
     f32_tile,
@@ -60,15 +57,18 @@ from stages.worker.kernels.simd import (
     splat_f32,
     store_f32,
     store_f32_part,
+    tile_load,
     tile_put,
+    tile_store,
 )
+from stages.worker.kernels.simd.register_tiles import tile_operation
+from stages.worker.kernels.simd.vectors import FLOAT, call, load, splat
 
 SEGMENT = 256
 ROWS = 24  # most rows of a block
 VECTORS = 4  # of 16 positions (scores) or 16 dims (values) that a register tile spans
 NEXT, AFTER = 512, 544  # bytes from TABLE
 ALONE = 4  # rows up to which a tile is a single query's, and reads K and V from far away
-_FLOAT = ir.FloatType()
 
 
 @intrinsic(prefer_literal=True)
@@ -81,65 +81,23 @@ def outer_fma(typingctx: Any, acc: Any, rows: Any, stride: Any, columns: Any) ->
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         result, address, step, vectors = args
         for m in range(acc.n // n_columns):
-            scalar = builder.load(builder.inttoptr(address, _FLOAT.as_pointer()), align=4)
-            row = _splat(builder, scalar)
+            scalar = builder.load(builder.inttoptr(address, FLOAT.as_pointer()), align=4)
+            row = splat(builder, scalar)
             for n in range(n_columns):
                 i = m * n_columns + n
                 arguments = [row, builder.extract_value(vectors, n), builder.extract_value(result, i)]
-                result = builder.insert_value(result, _call(builder, "llvm.fma.v16f32", f32x16.ir, arguments), i)
+                result = builder.insert_value(result, call(builder, "llvm.fma.v16f32", f32x16.ir, arguments), i)
             address = builder.add(address, step)
         return result
 
     return acc(acc, numba.types.int64, numba.types.int64, columns), codegen
 
 
-@intrinsic(prefer_literal=True)
-def tile_load(typingctx: Any, tile: Any, address: Any, stride: Any, columns: Any) -> Any:
-    """A tile of rows of `columns` (a literal) vectors of f32; rows are `stride` bytes apart."""
-    n_columns = columns.literal_value
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        result, at = args[0], args[1]
-        for m in range(tile.n // n_columns):
-            for n in range(n_columns):
-                place = builder.add(at, ir.Constant(at.type, 64 * n))
-                value = builder.load(builder.inttoptr(place, f32x16.ir.as_pointer()), align=4)
-                result = builder.insert_value(result, value, m * n_columns + n)
-            at = builder.add(at, args[2])
-        return result
-
-    return tile(tile, numba.types.int64, numba.types.int64, columns), codegen
+def _emit_scale(builder: Any, vectors: list[Any], factor: Any) -> None:
+    vectors[:] = [builder.fmul(vector, factor) for vector in vectors]
 
 
-@intrinsic(prefer_literal=True)
-def tile_store(typingctx: Any, tile: Any, address: Any, stride: Any, columns: Any) -> Any:
-    """The reverse of `tile_load`."""
-    n_columns = columns.literal_value
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        at = args[1]
-        for m in range(tile.n // n_columns):
-            for n in range(n_columns):
-                place = builder.add(at, ir.Constant(at.type, 64 * n))
-                value = builder.extract_value(args[0], m * n_columns + n)
-                builder.store(value, builder.inttoptr(place, f32x16.ir.as_pointer()), align=4)
-            at = builder.add(at, args[2])
-        return context.get_dummy_value()
-
-    return numba.types.void(tile, numba.types.int64, numba.types.int64, columns), codegen
-
-
-@intrinsic(prefer_literal=True)
-def tile_scale(typingctx: Any, tile: Any, factor: Any) -> Any:
-    """Every vector of a tile times one vector."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        result = args[0]
-        for i in range(tile.n):
-            result = builder.insert_value(result, builder.fmul(builder.extract_value(args[0], i), args[1]), i)
-        return result
-
-    return tile(tile, factor), codegen
+tile_scale = tile_operation("tile_scale", (f32x16,), _emit_scale, "Every vector of a tile times one vector.")
 
 
 # ------------------------------------------------------------------ loading K and V as f32
@@ -168,14 +126,14 @@ def _reader(over_keys: bool) -> Any:
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             _, place, factors = args
             if kv == types.float32:
-                return _load(builder, place, f32x16.ir)
+                return load(builder, place, f32x16.ir)
             if kv == types.uint16:
-                return builder.fpext(_load(builder, place, f16x16.ir), f32x16.ir)
-            codes = builder.sext(_load(builder, place, ir.VectorType(ir.IntType(8), LANES)), i32x16.ir)
+                return builder.fpext(load(builder, place, f16x16.ir), f32x16.ir)
+            codes = builder.sext(load(builder, place, ir.VectorType(ir.IntType(8), LANES)), i32x16.ir)
             if over_keys:
-                factor = builder.fpext(_load(builder, factors, f16x16.ir), f32x16.ir)
+                factor = builder.fpext(load(builder, factors, f16x16.ir), f32x16.ir)
             else:
-                factor = _splat(builder, builder.fpext(_load(builder, factors, ir.HalfType()), _FLOAT))
+                factor = splat(builder, builder.fpext(load(builder, factors, ir.HalfType()), FLOAT))
             return builder.fmul(factor, builder.sitofp(codes, f32x16.ir))
 
         return f32x16(kv, types.int64, types.int64), codegen
@@ -235,7 +193,7 @@ def _make_scores(rows: int) -> Any:
                 b = tile_put(b, 2, read_key(kv, k2 + d * step, 0))
                 b = tile_put(b, 3, read_key(kv, k3 + d * step, 0))
                 acc = outer_fma(acc, q + 4 * d, 4 * head_dim, b)
-        tile_store(tile_scale(acc, splat_f32(scale)), s + 64 * group, 4 * SEGMENT, columns)
+        tile_store(tile_scale(acc, splat_f32(scale)), s + 64 * group, 4 * SEGMENT, 64, columns)
 
     return scores
 
@@ -261,7 +219,7 @@ def _make_values(rows: int, columns: int) -> Any:
         """o: rows of head_dim f32; adds positions begin .. end-1 of the segment to dims from `dim` on."""
         width, scaled = code_bytes(kv), scale_bytes(kv) > 0
         b = f32_tile(columns)
-        acc = tile_load(f32_tile(n_tile), o + 4 * dim, 4 * head_dim, columns)
+        acc = tile_load(f32_tile(n_tile), o + 4 * dim, 4 * head_dim, 64, columns)
         j = begin
         while j < end:
             group = j // LANES
@@ -296,7 +254,7 @@ def _make_values(rows: int, columns: int) -> Any:
                 if scaled:
                     e += 2 * (head_dim // 32)
             j = stop
-        tile_store(acc, o + 4 * dim, 4 * head_dim, columns)
+        tile_store(acc, o + 4 * dim, 4 * head_dim, 64, columns)
 
     return values
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pipeline.runtime import process
-from stages.worker.kernels import attention, features, forward, matmul, rank_loop, sampler
+from stages.worker.kernels import attention, dequantize_row, features, forward, matmul, rank_loop, sampler
 from stages.worker.kernels import parameter_block as c
 from stages.worker.kernels.entries import entry_address
 
@@ -34,11 +34,11 @@ class Entry(NamedTuple):
 
 # The longest to compile first.
 ENTRIES = (
-    Entry("matmul", c.MATMUL, 11, lambda kv_type: matmul.matmul),
+    Entry("matmul", c.MATMUL, matmul.ENTRY_ARGUMENTS, lambda kv_type: matmul.matmul),
     Entry("attend", c.ATTEND, attention.ENTRY_ARGUMENTS, lambda kv_type: attention.ENTRIES[kv_type]),
     Entry("turns", -1, rank_loop.ENTRY_ARGUMENTS, lambda kv_type: rank_loop.take_turns),
     Entry("draw", c.DRAW, sampler.ENTRY_ARGUMENTS, lambda kv_type: sampler.draw),
-    Entry("embed", c.EMBED_ROW, 5, lambda kv_type: matmul.embed_row),
+    Entry("embed", c.EMBED_ROW, dequantize_row.ENTRY_ARGUMENTS, lambda kv_type: dequantize_row.dequantize_row),
 )
 PHASES = forward.PHASES
 # Kernels spell out their vectors and unrolled loops: what LLVM does beyond this takes a tenth of the time for nothing.

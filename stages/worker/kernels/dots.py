@@ -11,28 +11,29 @@ from typing import Any
 
 from llvmlite import ir
 
-from stages.worker.kernels.simd import VNNI, Builder, _call, _operation, _pick, i32x16
+from stages.worker.kernels.simd import VNNI, Builder, i32x16
+from stages.worker.kernels.simd.vectors import call, operation, pick
 
 _BYTES, _WORDS, _LONGS = (ir.VectorType(ir.IntType(bits), n) for bits, n in ((8, 32), (16, 16), (32, 8)))
 
 
 def _vnni(builder: Builder, acc: Any, codes: Any, values: Any) -> Any:
-    return _call(builder, "llvm.x86.avx512.vpdpbusd.512", i32x16.ir, [acc, codes, values])
+    return call(builder, "llvm.x86.avx512.vpdpbusd.512", i32x16.ir, [acc, codes, values])
 
 
 def _halves(builder: Builder, value: Any) -> list[Any]:
     """The 32 low and the 32 high bytes."""
-    return [builder.bitcast(_pick(builder, value, list(range(n, n + 8))), _BYTES) for n in (0, 8)]
+    return [builder.bitcast(pick(builder, value, list(range(n, n + 8))), _BYTES) for n in (0, 8)]
 
 
 def _sum_of_pairs(builder: Builder, codes: Any, values: Any) -> Any:
     """Eight sums of four products u8 x s8, where no two products exceed 16 bits."""
-    pairs = _call(builder, "llvm.x86.avx2.pmadd.ub.sw", _WORDS, [codes, values])
-    return _call(builder, "llvm.x86.avx2.pmadd.wd", _LONGS, [pairs, ir.Constant(_WORDS, [1] * 16)])
+    pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", _WORDS, [codes, values])
+    return call(builder, "llvm.x86.avx2.pmadd.wd", _LONGS, [pairs, ir.Constant(_WORDS, [1] * 16)])
 
 
 def _joined(builder: Builder, acc: Any, sums: list[Any]) -> Any:
-    return builder.add(acc, _pick(builder, sums[0], list(range(16)), sums[1]))
+    return builder.add(acc, pick(builder, sums[0], list(range(16)), sums[1]))
 
 
 def begin_pairs() -> list[Any]:
@@ -46,13 +47,13 @@ def add_pairs(builder: Builder, sums: list[Any], codes: Any, values: Any) -> lis
     8 * 2 * 15 * 127 = 30480, 4 * 2 * 31 * 127 = 31496 and 2 * 2 * 63 * 127 = 32004 fit.
     """
     halves = zip(sums, _halves(builder, codes), _halves(builder, values), strict=True)
-    return [builder.add(total, _call(builder, "llvm.x86.avx2.pmadd.ub.sw", _WORDS, [c, v])) for total, c, v in halves]
+    return [builder.add(total, call(builder, "llvm.x86.avx2.pmadd.ub.sw", _WORDS, [c, v])) for total, c, v in halves]
 
 
 def end_pairs(builder: Builder, acc: Any, sums: list[Any]) -> Any:
     """The i32 sums of 16-bit pairs, added to `acc`."""
     ones = ir.Constant(_WORDS, [1] * 16)
-    return _joined(builder, acc, [_call(builder, "llvm.x86.avx2.pmadd.wd", _LONGS, [s, ones]) for s in sums])
+    return _joined(builder, acc, [call(builder, "llvm.x86.avx2.pmadd.wd", _LONGS, [s, ones]) for s in sums])
 
 
 def _narrow(builder: Builder, acc: Any, codes: Any, values: Any) -> Any:
@@ -67,8 +68,8 @@ def _signed(builder: Builder, acc: Any, codes: Any, values: Any) -> Any:
     for code, value in zip(_halves(builder, codes), _halves(builder, values), strict=True):
         w = builder.xor(code, ir.Constant(_BYTES, [-128] * 32))
         no_poison = ir.Constant(ir.IntType(1), 0)
-        size = _call(builder, "llvm.abs.v32i8", _BYTES, [w, no_poison])
-        sums.append(_sum_of_pairs(builder, size, _call(builder, "llvm.x86.avx2.psign.b", _BYTES, [value, w])))
+        size = call(builder, "llvm.abs.v32i8", _BYTES, [w, no_poison])
+        sums.append(_sum_of_pairs(builder, size, call(builder, "llvm.x86.avx2.psign.b", _BYTES, [value, w])))
     return _joined(builder, acc, sums)
 
 
@@ -79,7 +80,7 @@ emit_dot4 = _vnni if VNNI else _narrow
 emit_dot4_u8 = _vnni if VNNI else _signed
 
 _TYPES = (i32x16, i32x16, i32x16)
-dot4 = _operation("dot4", i32x16, _TYPES, emit_dot4, "acc + 4 products of codes (second, up to 127) and values.")
-dot4_u8 = _operation(
+dot4 = operation("dot4", i32x16, _TYPES, emit_dot4, "acc + 4 products of codes (second, up to 127) and values.")
+dot4_u8 = operation(
     "dot4_u8", i32x16, _TYPES, emit_dot4_u8, "As `dot4` for 8-bit codes, with the bias as `STARTS_BIASED` says."
 )

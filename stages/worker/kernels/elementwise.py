@@ -11,8 +11,6 @@ import numpy as np
 
 from stages.worker.kernels.simd import (
     JIT,
-    _operation,
-    _pick,
     absolute,
     exp,
     f32_to_half,
@@ -37,6 +35,7 @@ from stages.worker.kernels.simd import (
     store_low8,
     to_i32,
 )
+from stages.worker.kernels.simd.vectors import operation, pick
 
 LANES = 16
 F16_MAX = 65504.0
@@ -44,24 +43,24 @@ _TINY = float(2.0**-100)
 _BY_127 = float(np.float32(1.0 / 127.0))
 
 # 32 values as 16 pairs: the first of each, the second of each, and back.
-evens = _operation(
-    "evens", f32x16, (f32x16, f32x16), lambda b, x, y: _pick(b, x, list(range(0, 32, 2)), y), "Lanes 0, 2, ..."
+evens = operation(
+    "evens", f32x16, (f32x16, f32x16), lambda b, x, y: pick(b, x, list(range(0, 32, 2)), y), "Lanes 0, 2, ..."
 )
-odds = _operation(
-    "odds", f32x16, (f32x16, f32x16), lambda b, x, y: _pick(b, x, list(range(1, 32, 2)), y), "Lanes 1, 3, ..."
+odds = operation(
+    "odds", f32x16, (f32x16, f32x16), lambda b, x, y: pick(b, x, list(range(1, 32, 2)), y), "Lanes 1, 3, ..."
 )
-zip_low = _operation(
+zip_low = operation(
     "zip_low",
     f32x16,
     (f32x16, f32x16),
-    lambda b, x, y: _pick(b, x, [i // 2 + 16 * (i % 2) for i in range(16)], y),
+    lambda b, x, y: pick(b, x, [i // 2 + 16 * (i % 2) for i in range(16)], y),
     "x0, y0, x1, ... y7.",
 )
-zip_high = _operation(
+zip_high = operation(
     "zip_high",
     f32x16,
     (f32x16, f32x16),
-    lambda b, x, y: _pick(b, x, [8 + i // 2 + 16 * (i % 2) for i in range(16)], y),
+    lambda b, x, y: pick(b, x, [8 + i // 2 + 16 * (i % 2) for i in range(16)], y),
     "x8, y8, x9, ... y15.",
 )
 

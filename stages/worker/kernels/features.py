@@ -150,7 +150,6 @@ def cache_key(name: str) -> str:
     for path in [
         *sorted(here.rglob("*.py")),
         here.parent / "activations_arena.py",
-        here.parent / "checkpoint" / "layout.py",
         *outside,
     ]:
         h.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")

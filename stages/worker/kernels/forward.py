@@ -25,7 +25,7 @@ from stages.worker.kernels import elementwise as ew
 from stages.worker.kernels import parameter_block as c
 from stages.worker.kernels import plan as p
 from stages.worker.kernels.entries import INNER, MERGED, call_entry, run_entry
-from stages.worker.kernels.matmul import BF16, F16, F32, group_unit, group_unit_bytes
+from stages.worker.kernels.format_traits import IS_DENSE, group_bytes, trait
 from stages.worker.kernels.parameter_block import word
 from stages.worker.kernels.quantize_activations import RECORD, quantize_row
 from stages.worker.kernels.simd import get_f32, get_i32, get_i64, prefetch, put_f32, put_i32, put_i64
@@ -92,7 +92,7 @@ def _meet(ctx):
 def _meet_before(ctx, kind, w, columns, share, skip):
     """As `_meet`, asking meanwhile for the weights that come next: of the matrix at `w`, this rank's `share` of
     groups of rows from byte `skip` of it on.  Without it memory rests at every barrier."""
-    group = columns * group_unit_bytes(kind) // group_unit(kind)
+    group = group_bytes(kind, columns)
     ask = w + share[0] * group + skip
     ask_end = min(ask + ASK_BYTES, w + share[1] * group)
     since = _begin(ctx)
@@ -107,11 +107,6 @@ def _meet_before_output(ctx, layer, skip):
     return _meet_before(
         ctx, word(layer, c.O_FORMAT), word(layer, c.O), columns, _share(ctx, word(ctx, c.WIDTH) // GROUP), skip
     )
-
-
-@njit(**INNER)
-def _is_dense(kind):
-    return kind == F32 or kind == F16 or kind == BF16
 
 
 # ------------------------------------------------------------------ embedding and norms
@@ -173,7 +168,7 @@ def _normed_q(ctx, rows):
 def _project(ctx, kind, w, columns, rows, floats, records, records_stride, tokens, out, out_stride, first, end):
     """Groups first .. end-1 of a matrix times what its format wants: f32 rows or records."""
     x, stride = records, records_stride
-    if _is_dense(kind):
+    if trait(kind, IS_DENSE):
         x, stride = floats, 4 * columns
     scratch = word(ctx, c.MULTIPLY)
     run_entry(word(ctx, c.MATMUL), (kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch))
@@ -297,7 +292,7 @@ def _gate_up(ctx, layer, tokens):
     first, end = _hidden_share(ctx)
     at_once = max(MIN_CHUNK, GATED_BYTES // (64 * tokens) // MIN_CHUNK * MIN_CHUNK)
     gate = word(ctx, c.GATED)
-    keep = _is_dense(word(layer, c.DOWN_FORMAT))
+    keep = trait(word(layer, c.DOWN_FORMAT), IS_DENSE) != 0
     while first < end:
         n = min(at_once, end - first)
         up = gate + 64 * tokens * n

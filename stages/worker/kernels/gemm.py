@@ -1,0 +1,272 @@
+"""Several tokens times a matrix: chunks of two row groups are unpacked, then multiplied with all tokens.
+
+A chunk is unpacked once into scratch (in L1), then multiplied with tiles of tokens whose accumulators stay in registers
+(tiles.py; amx.py for 16 tokens at a time where the CPU has such tiles).  While a chunk is multiplied, the packed bytes
+of the next one are prefetched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+
+from stages.worker.kernels import amx, tiles
+from stages.worker.kernels.block_codegen import CODE_BYTES, UNPACKED_BYTES
+from stages.worker.kernels.entries import INNER, MERGED
+from stages.worker.kernels.format_traits import (
+    HAS_HALVES,
+    HAS_MINIMUMS,
+    IS_DENSE,
+    LARGEST,
+    START,
+    UNIT_BYTES,
+    UNPACKED,
+    group_bytes,
+    trait,
+    unit_blocks,
+)
+from stages.worker.kernels.formats import BLOCK, QUANTIZED
+from stages.worker.kernels.quantize_activations import RECORD, SCALE, SSUM, ZERO
+from stages.worker.kernels.simd import (
+    AMX,
+    VNNI,
+    f32_tile,
+    i32_tile,
+    load_f32,
+    prefetch,
+    tile_load,
+    tile_store,
+)
+from stages.worker.kernels.unpack import unpack
+
+CHUNK = 18  # most blocks of a row group unpacked at a time: 11 KB of scratch
+DENSE_CHUNK = 160  # K values of a dense row group unpacked at a time
+TOKENS_BYTES = 640 << 10  # activations that a pass over the weights keeps in the second-level cache
+
+
+def _chunk_bytes() -> int:
+    """Scratch of one row group's chunk in any format."""
+    quantized = max(CHUNK // f.blocks * f.blocks * int(trait.py_func(f.id, UNPACKED)) for f in QUANTIZED)
+    return max(CHUNK * UNPACKED_BYTES, quantized, 64 * DENSE_CHUNK)
+
+
+CHUNK_BYTES = _chunk_bytes()
+CHUNKS_BYTES = 2 * CHUNK_BYTES
+SCRATCH_BYTES = CHUNKS_BYTES + amx.SPILL_BYTES
+
+
+# ------------------------------------------------------------------ tiles of tokens
+
+
+def _token_tiles(n: int) -> tuple[Any, Any]:
+    """Kernels of n tokens x 2 row groups over an unpacked chunk: (`quantized`, `dense`).
+
+    `u` and `v` are the groups' chunks; their outputs are `gap` bytes apart, 0 when both are one group, which is then
+    computed twice and stored twice, the same.  Accumulators start at zero when `begin` is set, else at what the last
+    chunk left in `out`.  With each block, `lines` cache lines at `next_u` and at `next_v` are prefetched: parts of the
+    packed chunks that come next, so that fetching and computing overlap.
+    """
+    vectors = 2 * n
+
+    @njit(**INNER)
+    def quantized(kind, u, v, blocks, x, stride, out, out_stride, gap, begin, next_u, next_v, lines):
+        start, size = trait(kind, START), trait(kind, UNPACKED)
+        halves, minimums, largest = trait(kind, HAS_HALVES), trait(kind, HAS_MINIMUMS), trait(kind, LARGEST)
+        second = start + 4 if start != ZERO else start
+        acc = f32_tile(vectors)
+        if not begin:
+            acc = tile_load(acc, out, out_stride, gap, 2)
+        for _ in range(blocks):
+            for _ in range(lines):
+                prefetch(next_u)
+                prefetch(next_v)
+                next_u, next_v = next_u + 64, next_v + 64
+            dots = tiles.start(i32_tile(vectors), x + start, stride)
+            d_u, d_v = load_f32(u + CODE_BYTES), load_f32(v + CODE_BYTES)
+            if halves:
+                second_u, second_v = load_f32(u + CODE_BYTES + 64), load_f32(v + CODE_BYTES + 64)
+                dots = tiles.dots_first(dots, u, v, x, stride)
+                acc = tiles.scaled(acc, dots, d_u, d_v, x + SCALE, stride)
+                if minimums:
+                    m_u, m_v = load_f32(u + CODE_BYTES + 128), load_f32(v + CODE_BYTES + 128)
+                    acc = tiles.fma_first_sum(acc, m_u, m_v, x, stride)
+                dots = tiles.start(i32_tile(vectors), x + second, stride)
+                dots = tiles.dots_second(dots, u, v, x, stride)
+                acc = tiles.scaled(acc, dots, second_u, second_v, x + SCALE, stride)
+                if minimums:
+                    m_u, m_v = load_f32(u + CODE_BYTES + 192), load_f32(v + CODE_BYTES + 192)
+                    acc = tiles.fma_second_sum(acc, m_u, m_v, x, stride)
+            else:
+                if VNNI:
+                    dots = tiles.dots(dots, u, v, x, stride)
+                elif largest > 127:
+                    dots = tiles.dots_u8(dots, u, v, x, stride)
+                elif largest <= 15:
+                    dots = tiles.dots_u4(dots, u, v, x, stride)
+                else:
+                    dots = tiles.dots(dots, u, v, x, stride)
+                acc = tiles.scaled(acc, dots, d_u, d_v, x + SCALE, stride)
+                if minimums:
+                    m_u, m_v = load_f32(u + CODE_BYTES + 64), load_f32(v + CODE_BYTES + 64)
+                    acc = tiles.fma(acc, m_u, m_v, x + SSUM, stride)
+            u, v, x = u + size, v + size, x + RECORD
+        tile_store(acc, out, out_stride, gap, 2)
+
+    @njit(**INNER)
+    def dense(u, v, values, x, stride, out, out_stride, gap, begin):
+        acc = f32_tile(vectors)
+        if not begin:
+            acc = tile_load(acc, out, out_stride, gap, 2)
+        for k in range(values):
+            acc = tiles.fma(acc, load_f32(u + 64 * k), load_f32(v + 64 * k), x + 4 * k, stride)
+        tile_store(acc, out, out_stride, gap, 2)
+
+    return quantized, dense
+
+
+_quantized_6, _dense_6 = _token_tiles(6)
+_quantized_4, _dense_4 = _token_tiles(4)
+_quantized_3, _dense_3 = _token_tiles(3)
+_quantized_2, _dense_2 = _token_tiles(2)
+
+
+@njit(**MERGED)
+def _tile_of(tokens):
+    """Tokens of the next tile, so that every count from 2 up is a sum of 6, 4, 3 and 2."""
+    if not VNNI:
+        return 3 if tokens == 3 else 2  # 16 registers of 256 bits hold no more
+    if tokens == 7 or tokens == 8 or tokens == 4:
+        return 4
+    if tokens == 5 or tokens == 3:
+        return 3
+    return 6 if tokens >= 6 else 2
+
+
+@njit(**MERGED)
+def _all_tokens(kind, u, v, n, x, stride, tokens, out, out_stride, gap, begin, spill, next_u, next_v, next_bytes):
+    """Every token with one unpacked chunk of n blocks; prefetches `next_bytes` at next_u and at next_v meanwhile."""
+    passes = (tokens + 15) // 16 if AMX else (tokens + 5) // 6
+    lines = (next_bytes + 64 * n * passes - 1) // (64 * n * passes)
+    if AMX:
+        while tokens >= amx.TOKENS and tokens != amx.TOKENS + 1:  # the other tiles take no single token
+            amx.quantized_16(kind, u, n, x, stride, out, out_stride, begin, spill, next_u, lines)
+            if gap != 0:
+                amx.quantized_16(kind, v, n, x, stride, out + gap, out_stride, begin, spill, next_v, lines)
+            next_u, next_v, next_bytes = next_u + 64 * n * lines, next_v + 64 * n * lines, next_bytes - 64 * n * lines
+            if next_bytes <= 0:
+                lines = 0
+            tokens, x, out = tokens - amx.TOKENS, x + amx.TOKENS * stride, out + amx.TOKENS * out_stride
+    while tokens > 0:
+        size = _tile_of(tokens)
+        if size == 6:
+            _quantized_6(kind, u, v, n, x, stride, out, out_stride, gap, begin, next_u, next_v, lines)
+        elif size == 4:
+            _quantized_4(kind, u, v, n, x, stride, out, out_stride, gap, begin, next_u, next_v, lines)
+        elif size == 3:
+            _quantized_3(kind, u, v, n, x, stride, out, out_stride, gap, begin, next_u, next_v, lines)
+        else:
+            _quantized_2(kind, u, v, n, x, stride, out, out_stride, gap, begin, next_u, next_v, lines)
+        tokens, x, out = tokens - size, x + size * stride, out + size * out_stride
+        next_u, next_v, next_bytes = next_u + 64 * n * lines, next_v + 64 * n * lines, next_bytes - 64 * n * lines
+        if next_bytes <= 0:
+            lines = 0
+
+
+@njit(**MERGED)
+def _all_tokens_dense(u, v, n, x, stride, tokens, out, out_stride, gap, begin):
+    """As `_all_tokens`, for n K values as unpacked floats."""
+    while tokens > 0:
+        size = _tile_of(tokens)
+        if size == 6:
+            _dense_6(u, v, n, x, stride, out, out_stride, gap, begin)
+        elif size == 4:
+            _dense_4(u, v, n, x, stride, out, out_stride, gap, begin)
+        elif size == 3:
+            _dense_3(u, v, n, x, stride, out, out_stride, gap, begin)
+        else:
+            _dense_2(u, v, n, x, stride, out, out_stride, gap, begin)
+        tokens, x, out = tokens - size, x + size * stride, out + size * out_stride
+
+
+# ------------------------------------------------------------------ chunks and passes
+
+
+@njit(**MERGED)
+def _chunk(n, unit):
+    """Blocks to unpack at a time of n: as even parts as whole units of blocks allow."""
+    parts = (n + CHUNK - 1) // CHUNK
+    return min(CHUNK // unit * unit, ((n + parts - 1) // parts + unit - 1) // unit * unit)
+
+
+@njit(**INNER)
+def _next_chunk(kind, u, v, size, block, n, group, end):
+    """Bytes of each packed chunk that comes next and their two addresses.
+
+    They begin at `block` of the row groups at u and v, or are the first chunks of row group `group` when the row
+    groups' n blocks are done; 0 bytes when that was the last.
+    """
+    if block >= n:
+        if group >= end:
+            return 0, u, v
+        block, u = 0, u + 2 * size
+        v = u + size if group + 1 < end else u
+    unit = unit_blocks(kind)
+    at = block // unit * trait(kind, UNIT_BYTES)
+    return min(_chunk(n, unit), n - block) // unit * trait(kind, UNIT_BYTES), u + at, v + at
+
+
+@njit(**INNER)
+def gemm(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch):
+    """Two tokens and more; arguments as in matmul.py."""
+    dense = trait(kind, IS_DENSE) != 0
+    size = group_bytes(kind, columns)
+    n = columns if dense else columns // BLOCK
+    step = DENSE_CHUNK if dense else _chunk(n, unit_blocks(kind))
+    # Tokens go in passes over the weights, as many at a time as the second-level cache holds.
+    at_once = max(48, TOKENS_BYTES // stride // 48 * 48) if AMX else max(24, TOKENS_BYTES // stride // 6 * 6)
+    spill = scratch + CHUNKS_BYTES
+    by_tiles = AMX and not dense and tokens >= amx.TOKENS
+    if by_tiles:
+        amx.configure(spill)
+    t = 0
+    while t < tokens:
+        some = tokens - t
+        if some > at_once:
+            some = at_once if some > at_once + 1 else at_once - 6  # a last one is never alone
+        for g in range(first, end, 2):
+            pair = g + 1 < end
+            u = w + g * size
+            v, gap, to = (u + size, 64, scratch + CHUNK_BYTES) if pair else (u, 0, scratch)
+            target = out + t * out_stride + 64 * g
+            for at in range(0, n, step):
+                part = min(step, n - at)
+                unpack(kind, u, at, part, scratch)
+                if pair:
+                    unpack(kind, v, at, part, to)
+                if dense:
+                    here = x + t * stride + at * 4
+                    _all_tokens_dense(scratch, to, part, here, stride, some, target, out_stride, gap, at == 0)
+                else:
+                    here = x + t * stride + at * RECORD
+                    following, next_u, next_v = _next_chunk(kind, u, v, size, at + part, n, g + 2, end)
+                    _all_tokens(
+                        kind,
+                        scratch,
+                        to,
+                        part,
+                        here,
+                        stride,
+                        some,
+                        target,
+                        out_stride,
+                        gap,
+                        at == 0,
+                        spill,
+                        next_u,
+                        next_v,
+                        following,
+                    )
+        t += some
+    if by_tiles:
+        amx.release()

@@ -1,0 +1,52 @@
+"""A chunk of a row group unpacked into scratch, so that many tokens can be multiplied with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+
+from stages.worker.kernels.block_codegen import AHEAD, block_operations, unpacked_bytes
+from stages.worker.kernels.entries import INNER
+from stages.worker.kernels.format_traits import by_format
+from stages.worker.kernels.formats import DENSE, QUANTIZED, DenseFormat, QuantizedFormat
+from stages.worker.kernels.gemv import LOAD_ELEMENT
+from stages.worker.kernels.simd import prefetch, store_f32
+
+
+def _quantized(fmt: QuantizedFormat) -> Any:
+    load_head, _, unpack_block, _, prefetch_block = block_operations(fmt)
+    unit_bytes, unit_blocks, unpacked = fmt.unit_bytes, fmt.blocks, unpacked_bytes(fmt)
+    head_bytes, block_bytes = fmt.scales.head_bytes, fmt.block_bytes
+
+    @njit(**INNER)
+    def unpack(group, block, blocks, to):
+        at = group + block // unit_blocks * unit_bytes
+        for _ in range(blocks // unit_blocks):
+            head = load_head(at)
+            at += head_bytes
+            for _ in range(unit_blocks):
+                prefetch_block(at)
+                unpack_block(at, head, to)
+                at, to = at + block_bytes, to + unpacked
+
+    return unpack
+
+
+def _dense(fmt: DenseFormat) -> Any:
+    load, size = LOAD_ELEMENT[fmt.element], fmt.unit_bytes
+
+    @njit(**INNER)
+    def unpack(group, k, n, to):
+        at = group + k * size
+        for _ in range(n):
+            prefetch(at + AHEAD)
+            store_f32(to, load(at))
+            at, to = at + size, to + 64
+
+    return unpack
+
+
+# (kind, group, block, blocks, to): blocks block .. block + blocks - 1 of the row group at `group` (of formats of
+# super-blocks whole units; of dense formats K values) to the unpacked blocks of block_codegen.py (16 f32 a K value)
+unpack = by_format({fmt.id: _quantized(fmt) for fmt in QUANTIZED} | {fmt.id: _dense(fmt) for fmt in DENSE}, 4)
