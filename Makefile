@@ -57,8 +57,8 @@ peers-native: $(VENV)/.locked-dev $(BIN)/llama-server ## llama.cpp compiled for 
 	@CMAKE_ARGS="-DGGML_NATIVE=ON $(CMAKE_ARGS)" $(BIN)/python -m pip install --require-hashes \
 	  --no-binary llama-cpp-python -r locks/requirements-peers-native.lock
 
-lock: $(VENV)/.locked-dev ## resolve dependencies anew into the lock files
-	@tools/lock.sh $(BIN)/python
+lock: $(VENV)/.locked-dev ## resolve pyproject.toml into the lock files; ARGS=--upgrade takes newer versions
+	@tools/lock.sh $(BIN)/python $(ARGS)
 
 setup-dev: $(VENV)/.locked-dev ## the virtual environment with the tools that tests need
 

@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
-# Resolve pyproject.toml into the lock files: pinned, hashed, without index addresses, one resolution
-# for every supported Python. `make lock` runs this when dependencies change.
+# Resolve pyproject.toml into the lock files: pinned, hashed, without index addresses, one resolution for every
+# supported Python.  Usage: lock.sh [PYTHON] [--upgrade].  Versions that are pinned already stay unless pyproject.toml
+# rules them out; --upgrade takes the newest of all.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-.venv/bin/python}
+upgrade=${2:-}
 "$python" -m uv --version >/dev/null 2>&1 || "$python" -m pip install --quiet uv
 header="# Written by tools/lock.sh (make lock) from pyproject.toml."
 everywhere="implementation_name == 'cpython' and sys_platform == 'linux'"
 lock() {
     local out=$1
     shift
-    "$python" -m uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes \
+    "$python" -m uv pip compile --quiet $upgrade --universal --python-version 3.11 --generate-hashes \
         --no-emit-index-url --no-annotate --no-header --output-file "$out" "$@" pyproject.toml
-    # The one marker that all share says nothing here: the project runs nowhere else.
+    # Every line has the marker of the only supported platform: leave it out.
     { echo "$header" && sed "s/ ; $everywhere / /" "$out"; } >"$out.new"
     mv "$out.new" "$out"
 }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -108,3 +111,20 @@ def test_packages_that_do_not_come(tmp_path: Path, log: str, message: str) -> No
     assert result.returncode != 0
     assert log in result.stderr
     assert message in result.stderr
+
+
+def test_the_product_needs_its_dependencies_and_no_development_tool() -> None:
+    """Every package that a module of the product imports is a dependency in pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    allowed = {re.split(r"[<>=\[]", requirement)[0].lower() for requirement in project["dependencies"]}
+    allowed |= {"llvmlite"}  # numba's compiler, of the version that numba asks for
+    own = {"shm", "pipeline", "stages", "starling"}
+    distributions = importlib.metadata.packages_distributions()
+    for path in (path for package in own for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            for top in {name.partition(".")[0] for name in names} - own - sys.stdlib_module_names:
+                found = {name.lower().replace("_", "-") for name in distributions[top]}
+                assert found & allowed, f"{path.relative_to(ROOT)} imports {top}"
