@@ -18,10 +18,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeline.errors import ResourceError
 from shm.arena import Arena, align
 from shm.checkpoint import Hyper
 from shm.pages import SEGMENT
-from shm.step_ring import MAX_RANKS
+from shm.step_ring import MAX_RANKS, StepsGeometry
 from stages.worker.kernels import parameter_block as c
 from stages.worker.kernels.plan import SPLIT_UNITS, plan_words
 from stages.worker.kernels.quantize_activations import row_bytes
@@ -51,6 +52,29 @@ class ActivationsGeometry(NamedTuple):
                 raise ValueError(f"{name} is {value}, expected 1 or more")
         if self.ranks > MAX_RANKS:
             raise ValueError(f"ranks is {self.ranks}, at most {MAX_RANKS}")
+
+
+def geometry_for(steps: StepsGeometry, h: Hyper, max_step_tokens: int, ranks: int) -> ActivationsGeometry:
+    """The bounds that the scheduler's steps arena and `scheduler.max_step_tokens` give a group of `ranks`."""
+    return ActivationsGeometry(
+        step_tokens=max(max_step_tokens, steps.max_entries, steps.max_samples),
+        step_samples=steps.max_samples,
+        max_entries=steps.max_entries,
+        max_pages=steps.max_pages,
+        max_positions=min(steps.max_tokens, h.context_length),
+        ranks=ranks,
+    )
+
+
+def check_size(g: ActivationsGeometry, h: Hyper, bound_mb: int, model: str) -> None:
+    """Raises `ResourceError` when the arena would exceed `performance.memory_pool_size_mb` (0: no bound)."""
+    needed, bound = activations_bytes(g, h), bound_mb << 20
+    if bound and needed > bound:
+        raise ResourceError(
+            f"performance.memory_pool_size_mb allows {bound:,} bytes, and the activations of {model!r} need "
+            f"{needed:,}; raise it, or lower scheduler.max_step_tokens or max_batch_size",
+            param="performance.memory_pool_size_mb",
+        )
 
 
 def n_partials(g: ActivationsGeometry, h: Hyper) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipeline.config import paths
 from pipeline.config.load import Config
-from pipeline.errors import ConfigError, InternalError, ModelUnavailable, ResourceError, StarlingError
+from pipeline.errors import ConfigError, InternalError, ModelUnavailable, StarlingError
 from pipeline.faults import points
 from pipeline.ipc.poll_loop import MOST_S, PollLoop
 from pipeline.models import versions
@@ -138,15 +138,8 @@ class WorkerStage:
         steps_arena.close()
         kv_arena, _, _ = attach_kv(Path(frame.kv_path), self.model.digest)
         kv_arena.close()
-        geometry = act.ActivationsGeometry(
-            max(self.config.scheduler.max_step_tokens, s.max_entries, s.max_samples),
-            s.max_samples,
-            s.max_entries,
-            s.max_pages,
-            min(s.max_tokens, self.model.hyper.context_length),
-            self.n_ranks,
-        )
-        self._check_pool(act.activations_bytes(geometry, self.model.hyper))
+        geometry = act.geometry_for(s, self.model.hyper, self.config.scheduler.max_step_tokens, self.n_ranks)
+        act.check_size(geometry, self.model.hyper, self.config.performance.memory_pool_size_mb, self.name)
         self._activations = act.create_activations(where, geometry, self.model.hyper, self.model.digest)
         control = self._activations.buffer.ctypes.data
         barrier.reset(control + 8 * act.BARRIER, control + 8 * act.LINES, self.n_ranks)
@@ -168,15 +161,6 @@ class WorkerStage:
             self._is_bell_connected = bool(path)
         except OSError:
             self._is_bell_connected = False
-
-    def _check_pool(self, needed: int) -> None:
-        bound = self.config.performance.memory_pool_size_mb << 20
-        if bound and needed > bound:
-            raise ResourceError(
-                f"performance.memory_pool_size_mb allows {bound:,} bytes, and the activations of {self.name!r} "
-                f"take {needed:,}; raise it, or lower scheduler.max_step_tokens or max_batch_size",
-                param="performance.memory_pool_size_mb",
-            )
 
     def _detach(self) -> None:
         """Let go of the arenas, in all ranks. Idempotent."""

@@ -1,0 +1,527 @@
+"""The engine inside one Python process: no sockets, no other processes, no HTTP.
+
+    from starling import Embedded
+
+    with Embedded.load("model.gguf", kv_cache_mb=256) as engine:
+        first = engine.submit("Once upon a time", max_tokens=64, temperature=0.8, seed=7)
+        second = engine.submit([1, 2, 3], max_tokens=16)
+        while engine.step():                  # or engine.run()
+            print(engine.poll(first).text)
+        print(engine.poll(second).tokens, engine.stats().tokens_generated)
+
+`step` is the server's step, in one thread: the scheduler (`stages.scheduler`) composes it, the KV manager
+(`stages.kv`) grants its pages, the ranks of a worker group (`stages.worker`) compute it, the gateway's decoder turns
+tokens into text.  A request therefore gets the bytes that `POST /v1/generate` gives to the same fields.
+
+One thread at a time may use an engine.  A request's result is kept until `release`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import msgspec
+
+from pipeline.config import paths
+from pipeline.config.load import load as load_config
+from pipeline.config.load import resolve
+from pipeline.config.schema import Config, ModelConfig
+from pipeline.errors import ConfigError, InternalError, InvalidRequest, ModelNotFound, NotFound, StarlingError
+from pipeline.models.store import Progress, no_progress
+from pipeline.protocol.messages import Cancel, Denied, Granted, Logprob, Sampling, SequenceTokens, Submit
+from shm.arena import Arena
+from shm.pages import KvGeometry
+from shm.step_ring import StepsGeometry, create_steps
+from stages.gateway.admission.lengths import Bounds, output_budget
+from stages.gateway.endpoints import generate
+from stages.gateway.endpoints.generation_request import GenerationRequest
+from stages.gateway.requests.prompts import check_ids
+from stages.gateway.requests.text_decoder import StreamDecoder
+from stages.scheduler.core.engine import Engine, Settings
+from stages.scheduler.core.ring import Ring
+from stages.tokenizer.service import TokenizerModel
+from stages.tokenizer.stage import open_model
+from stages.worker import activations_arena as act
+from stages.worker.checkpoint.prepare import prepare
+from stages.worker.model import Arenas, Model
+from starling.local_kv import LocalKv
+from starling.worker_group import WorkerGroup
+
+OWNER = b"embedded"  # in place of the gateway's address
+MAX_REQUESTS = 100_000  # running and finished ones that have not been released
+MAX_IDLE_STEPS = 100  # calls of `step` in a row that change nothing, before it is an error
+# Settings of a model that mean nothing without the server's other parts.
+SERVER_SETTINGS = ("spill_path", "spill_mb", "max_sessions", "draft_model", "cpus", "weight", "device")
+SERVER_FIELDS = ("model", "stream", "session_id", "create_session", "session_ttl_s")
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request has produced so far.
+
+    `text` only grows: characters that a later token could still change are left out until it is known.
+    """
+
+    id: str
+    text: str
+    tokens: tuple[int, ...]  # a stop token that ended the request is left out
+    logprobs: tuple[Logprob, ...]  # one for each token, when `logprobs` was given
+    finish_reason: str  # "" while it runs; "stop", "length", "cancelled", "error"
+    stop_string: str  # the one that ended it, or ""
+    seed: int
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt: computed for an earlier request
+    error: StarlingError | None  # with finish_reason "error"
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.finish_reason)
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the engine was loaded, and how many requests and KV pages are in each state."""
+
+    steps: int
+    step_seconds: float  # time that the ranks spent in steps
+    tokens_generated: int
+    prompt_tokens_cached: int
+    preemptions: int  # sequences that gave their pages back and were computed again
+    requests_waiting: int
+    requests_running: int
+    requests_kept: int  # running and finished ones that have not been released
+    kv_pages: int
+    kv_pages_free: int
+    kv_pages_cached: int
+    kv_pages_leased: int
+
+
+class _Request:
+    """A submitted request and the text made of its tokens."""
+
+    def __init__(self, frame: Submit, ask: GenerationRequest, model: TokenizerModel) -> None:
+        self.id = frame.request
+        self.sequence = frame.sequence
+        self.seed = frame.sampling.seed
+        self.prompt_tokens = len(frame.prompt) // 4
+        self.cached_tokens = 0
+        self.finish_reason = ""
+        self.error: StarlingError | None = None
+        self._tokens: list[int] = []
+        self._logprobs: list[Logprob] = []
+        self._text: list[str] = []
+        self._end = 0  # tokens whose text is in `_text`
+        self._stop_ids = frozenset(frame.stop_ids)
+        self._decoder = StreamDecoder(ask.stop)
+        self._vocabulary = model.vocabulary
+        self._hidden = model.vocabulary.control if ask.skip_special else frozenset()
+
+    def take(self, new: SequenceTokens) -> bool:
+        """Add tokens from the scheduler. Returns True when a stop string has ended the request before its sequence."""
+        if self.finish_reason:
+            return False
+        self._tokens.extend(new.tokens)
+        self._logprobs.extend(new.logprobs)
+        self.cached_tokens = new.cached_tokens or self.cached_tokens
+        if new.error:
+            self.fail(StarlingError(new.error, new.message))
+            return False
+        is_stop_token = new.finish == "stop" and bool(self._tokens) and self._tokens[-1] in self._stop_ids
+        visible = len(self._tokens) - is_stop_token
+        decoder = self._decoder
+        while self._end < visible and not decoder.stop_string:
+            token = self._tokens[self._end]
+            self._text.append(decoder.push(b"" if token in self._hidden else self._vocabulary.token_bytes(token)))
+            self._end += 1
+        if new.finish and not decoder.stop_string:
+            self._text.append(decoder.finish())
+        self.finish_reason = "stop" if decoder.stop_string else new.finish
+        return bool(decoder.stop_string) and not new.finish
+
+    def fail(self, error: StarlingError) -> None:
+        """End the request with an error."""
+        self.error, self.finish_reason = error, "error"
+
+    @property
+    def used(self) -> int:
+        """Output tokens up to the end of the text."""
+        return self._end
+
+    def snapshot(self) -> Generation:
+        """The request as `Embedded.poll` shows it."""
+        self._text = ["".join(self._text)]
+        return Generation(
+            id=self.id,
+            text=self._text[0],
+            tokens=tuple(self._tokens[: self._end]),
+            logprobs=tuple(self._logprobs[: self._end]),
+            finish_reason=self.finish_reason,
+            stop_string=self._decoder.stop_string,
+            seed=self.seed,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            error=self.error,
+        )
+
+
+class _Parts(NamedTuple):
+    """What an engine is made of; closed in reverse order by `stack`."""
+
+    stack: ExitStack
+    scheduler: Engine
+    ring: Ring
+    kv: LocalKv
+    group: WorkerGroup
+    bounds: Bounds
+
+
+class Embedded:
+    """An engine for one model in this process. Use `load` to make one; a context manager."""
+
+    def __init__(self, config: Config, model: ModelConfig, index_path: Path) -> None:
+        """`index_path`: the model's prepared checkpoint; its kernels must be compiled."""
+        self.config, self.model = config, model
+        self._tokenizer = open_model(index_path)
+        self._requests: dict[str, _Request] = {}  # by request id
+        self._parts: _Parts | None = _assemble(config, model, Model(index_path))
+        self._idle_steps = 0
+        self._clock = time.monotonic
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path = "",
+        *,
+        config: Config | str | Path | None = None,
+        progress: Progress = no_progress,
+        **settings: Any,
+    ) -> Self:
+        """Load a model, and fetch, convert and compile first whatever is missing.
+
+        model: path of a GGUF file (a `Path`, or a string that ends in ".gguf" or is a URL), or the name of a model
+            of the configuration; "" is its first one, which without a configuration file is the demo model.
+        config: a configuration, or the path of its file; default: the one that the server would use.
+        progress: called with (phase, done, total) while the model is prepared.
+        settings: keys of `models` that replace the configuration's: `kv_cache_mb`, `max_batch_size`, `ranks`,
+            `kv_type`, `page_tokens`, `max_sequence_length`, `speculate`, `sha256`, `name`.
+
+        Raises `ModelNotFound`, `ConfigError` (a setting or the file is wrong) or `ResourceError` (it does not fit).
+        """
+        resolved, chosen = _resolve(model, config, settings)
+        index_path = prepare(chosen, paths.models_dir(), progress)
+        return cls(resolved, chosen, index_path)
+
+    # -------------------------------------------------------------- requests
+
+    def submit(self, prompt: str | Sequence[int], **fields: Any) -> str:
+        """Queue a request and return its id. Nothing is computed before `step` or `run`.
+
+        prompt: a text, which gets the model's BOS token if it asks for one, or token ids, which are taken as they are.
+        fields: those of `POST /v1/generate` with the same defaults: `max_tokens`, `temperature`, `top_k`, `top_p`,
+            `repetition_penalty`, `frequency_penalty`, `presence_penalty`, `logit_bias`, `order`, `seed`, `min_tokens`,
+            `ignore_eos`, `stop`, `stop_token_ids`, `logprobs`, `skip_special_tokens`, `cache_salt`, `speculate`.
+
+        Raises `InvalidRequest` for a field that is wrong, and `StarlingError` with the code OVERLOADED when
+        `scheduler.max_queue_depth` requests wait already.
+        """
+        parts = self._open_parts()
+        if len(self._requests) >= MAX_REQUESTS:
+            raise StarlingError(
+                "OVERLOADED", f"{MAX_REQUESTS} requests are kept, the most there may be; release finished ones"
+            )
+        for name in SERVER_FIELDS:
+            if name in fields:
+                raise InvalidRequest(f"{name} is a field of the HTTP server; leave it out of submit", name)
+        given = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
+        ask = generate.read({"prompt": given, **fields})
+        if ask.n != 1:
+            raise InvalidRequest(f"n is {ask.n}; one submit makes one text: submit {ask.n} times", "n")
+        request, frame = self._new_request(ask, parts.bounds)
+        parts.scheduler.door.submit(OWNER, frame, self._clock())
+        self._requests[request.id] = request
+        self._deliver(parts)
+        if request.error is not None:
+            del self._requests[request.id]
+            raise request.error
+        return request.id
+
+    def _new_request(self, ask: GenerationRequest, bounds: Bounds) -> tuple[_Request, Submit]:
+        """As the gateway admits one."""
+        vocabulary = self._tokenizer.vocabulary
+        [given] = ask.prompts
+        tokens = vocabulary.encode(given, parse_special=False, add_bos=True) if isinstance(given, str) else given
+        check_ids(ask, [tuple(tokens)], vocabulary.size)
+        budget = output_budget(len(tokens), ask.max_tokens, bounds, "prompt", "max_tokens")
+        seed = secrets.randbits(53) if ask.seed is None else ask.seed
+        sampling: Sampling = msgspec.structs.replace(ask.sampling, seed=seed)
+        eos_ids = () if sampling.ignore_eos else vocabulary.eos_ids
+        request_id = f"req-{secrets.token_hex(12)}"
+        frame = Submit(
+            sequence=f"{request_id}/0",
+            request=request_id,
+            model=self.model.name,
+            tenant="",
+            prompt=array("i", tokens).tobytes(),
+            max_tokens=budget,
+            sampling=sampling,
+            stop_ids=tuple(dict.fromkeys((*eos_ids, *ask.stop_token_ids))),
+            cache_salt=ask.cache_salt,
+            speculate=ask.speculate,
+        )
+        return _Request(frame, ask, self._tokenizer), frame
+
+    def poll(self, request_id: str) -> Generation:
+        """What the request has produced so far. Raises `NotFound` for an unknown or released id."""
+        return self._request(request_id).snapshot()
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; its result so far stays. No effect on a finished one. Raises `NotFound`."""
+        parts, request = self._open_parts(), self._request(request_id)
+        if not request.finish_reason:
+            parts.scheduler.door.cancel(Cancel(request.sequence))
+            self._deliver(parts)
+
+    def release(self, request_id: str) -> Generation:
+        """Forget a request, which is cancelled if it still runs; returns its result. Raises `NotFound`."""
+        self.cancel(request_id)
+        return self._requests.pop(request_id).snapshot()
+
+    def generate(self, prompt: str | Sequence[int], **fields: Any) -> Generation:
+        """Submit a request, compute until it has ended, and release it. Other requests advance with it.
+
+        Raises as `submit` does, and the request's error if it ends with one.
+        """
+        request_id = self.submit(prompt, **fields)
+        while not self._requests[request_id].finish_reason:
+            self.step()
+        result = self.release(request_id)
+        if result.error is not None:
+            raise result.error
+        return result
+
+    def _request(self, request_id: str) -> _Request:
+        request = self._requests.get(request_id)
+        if request is None:
+            raise NotFound(f"no request {request_id!r} is kept here; it was never submitted or has been released")
+        return request
+
+    # -------------------------------------------------------------- computing
+
+    def step(self) -> bool:
+        """Compute one step of the model: prompts and next tokens of the requests that fit into a batch.
+
+        Returns whether requests are left to compute.
+        """
+        parts = self._open_parts()
+        scheduler, now = parts.scheduler, self._clock()
+        scheduler.tick(now)
+        scheduler.kv_state(parts.kv.state(self.model.name))  # pages may have become free: ask again for denied ones
+        scheduler.turn(now)
+        self._exchange_pages(parts)
+        if not scheduler.unacknowledged:  # a sequence that has just been granted its first pages can begin now
+            scheduler.turn(now)
+            self._exchange_pages(parts)
+        has_computed = bool(scheduler.unacknowledged)
+        for step in range(parts.ring.done + 1, parts.ring.head + 1):
+            parts.group.compute(step)
+        scheduler.complete(self._clock())
+        has_ended = self._deliver(parts)
+        self._exchange_pages(parts)
+        self._idle_steps = 0 if has_computed or has_ended or not scheduler.is_busy else self._idle_steps + 1
+        if self._idle_steps > MAX_IDLE_STEPS:
+            raise InternalError(f"{MAX_IDLE_STEPS} steps in a row computed nothing although requests are left")
+        return scheduler.is_busy
+
+    def run(self) -> None:
+        """Compute until every request has ended."""
+        while self.step():
+            pass
+
+    @staticmethod
+    def _exchange_pages(parts: _Parts) -> None:
+        """Let the KV manager answer what the scheduler has asked for."""
+        scheduler = parts.scheduler
+        while scheduler.leases.frames:
+            frames, scheduler.leases.frames = scheduler.leases.frames, []
+            for frame in frames:
+                answer = parts.kv.answer(frame)
+                if isinstance(answer, Granted):
+                    scheduler.granted(answer)
+                elif isinstance(answer, Denied):
+                    scheduler.denied(answer)
+
+    def _deliver(self, parts: _Parts) -> bool:
+        """Pass what the scheduler has produced to the requests. Returns whether one has ended."""
+        roster = parts.scheduler.roster
+        has_ended = False
+        while roster.moved or roster.rejected:
+            moved = [new for sequences in roster.moved.values() for new in sequences]
+            rejected = [frame for _, frame in roster.rejected]
+            roster.moved.clear()
+            roster.rejected.clear()
+            for new in moved:
+                request = self._requests.get(new.sequence.rpartition("/")[0])
+                if request is not None and request.take(new):
+                    parts.scheduler.door.cancel(Cancel(new.sequence, at=request.used))
+                has_ended = has_ended or bool(new.finish)
+            for frame in rejected:
+                request = self._requests.get(frame.sequence.rpartition("/")[0])
+                if request is not None:
+                    request.fail(
+                        StarlingError(frame.code, frame.message, frame.param, retry_after_s=frame.retry_after_s)
+                    )
+                has_ended = True
+        return has_ended
+
+    # -------------------------------------------------------------- text, figures, end
+
+    def encode(self, text: str, *, parse_special: bool = False, add_bos: bool = True) -> list[int]:
+        """Token ids of a text. `parse_special`: names of special tokens in the text become their ids."""
+        return self._tokenizer.vocabulary.encode(text, parse_special, add_bos)
+
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
+        return self._tokenizer.vocabulary.decode(tokens, skip_special)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The prompt for chat messages, `{"role": ..., "content": ...}` each, by the model's chat template.
+
+        Raises `InvalidRequest` when the model has no template or the template refuses the messages.
+        """
+        if self._tokenizer.template is None:
+            raise InvalidRequest(f"model {self.model.name!r} has no chat template; submit a text", "messages")
+        return self.encode(self._tokenizer.template.render(messages), parse_special=True)
+
+    def stats(self) -> EngineStats:
+        """Counters and sizes as they are now."""
+        parts = self._open_parts()
+        stats, pool = parts.scheduler.stats, parts.kv.pool
+        return EngineStats(
+            steps=stats.steps,
+            step_seconds=stats.step_s.total,
+            tokens_generated=stats.generated,
+            prompt_tokens_cached=stats.prompt_cached,
+            preemptions=stats.preemptions,
+            requests_waiting=parts.scheduler.queues.depth,
+            requests_running=len(parts.scheduler.roster.held),
+            requests_kept=len(self._requests),
+            kv_pages=pool.total,
+            kv_pages_free=pool.free,
+            kv_pages_cached=pool.cached,
+            kv_pages_leased=pool.leased,
+        )
+
+    def _open_parts(self) -> _Parts:
+        if self._parts is None:
+            raise RuntimeError("the engine is closed")
+        return self._parts
+
+    def close(self) -> None:
+        """End the worker's threads and unmap everything. Results stay readable with `poll`. Idempotent."""
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.scheduler.ring = None  # its views keep the arena mapped
+            parts.stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+# ------------------------------------------------------------------ loading
+
+
+def _resolve(
+    model: str | Path, config: Config | str | Path | None, settings: dict[str, Any]
+) -> tuple[Config, ModelConfig]:
+    """The configuration with `settings` applied to the chosen model, and that model."""
+    for key in SERVER_SETTINGS:
+        if key in settings:
+            raise ConfigError(f"{key} has no effect inside one process; leave it out", param=key)
+    name = str(model)
+    is_file = isinstance(model, Path) or name.endswith(".gguf") or "://" in name
+    if is_file and not isinstance(model, Path) and "://" in name:
+        path = name
+    else:
+        path = str(Path(name).expanduser().absolute())
+    if isinstance(config, Config):
+        given = config
+    else:
+        given = resolve({}, {}) if is_file and config is None else load_config(config)
+    raw: dict[str, Any] = msgspec.to_builtins(given)
+    if is_file:
+        entry: dict[str, Any] = {"path": path, **settings}
+    else:
+        found = given.model(name)
+        if found is None:
+            known = ", ".join(one.name for one in given.models)
+            raise ModelNotFound(f"no model {name!r} is configured; configured: {known}", param="model")
+        entry = {**msgspec.to_builtins(found), "draft_model": "", **settings}
+    raw["models"] = [entry]
+    resolved = resolve(raw, {})
+    return resolved, resolved.models[0]
+
+
+def _assemble(config: Config, model: ModelConfig, weights: Model) -> _Parts:
+    """Arenas, scheduler, KV manager and worker group for mapped weights, joined to each other."""
+    hyper, digest = weights.hyper, weights.digest
+    context = min(hyper.context_length, model.max_sequence_length or hyper.context_length)
+    scheduling = config.scheduler
+    settings = Settings(
+        model=model.name,
+        max_batch_size=config.max_batch_size(model),
+        max_queue_depth=scheduling.max_queue_depth,
+        max_step_tokens=scheduling.max_step_tokens,
+        max_prompt_tokens=scheduling.max_prompt_tokens,
+        max_output_tokens=scheduling.max_output_tokens,
+        speculate=model.speculate,
+        run_ahead=False,  # nothing computes while the next step is composed
+        prefix_cache=config.cache.enabled,
+    )
+    steps_geometry = StepsGeometry(
+        settings.n_rows, settings.max_batch_size, settings.max_samples, context, -(-context // model.page_tokens) + 1
+    )
+    kv_geometry = KvGeometry(hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, model.page_tokens, model.kv_type)
+    ranks = model.ranks or len(os.sched_getaffinity(0))
+    geometry = act.geometry_for(steps_geometry, hyper, scheduling.max_step_tokens, ranks)
+    act.check_size(geometry, hyper, config.performance.memory_pool_size_mb, model.name)
+    with ExitStack() as stack:
+        # Everything is mapped once and the files are removed at once: a killed process leaves nothing behind.
+        directory = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="starling-", dir=config.server.arena_dir or "/dev/shm")
+            )
+        )
+        keep = ExitStack()
+        stack.push(keep.__exit__)
+        steps_arena, steps = create_steps(directory / "steps", steps_geometry, digest)
+        keep.callback(steps_arena.close)
+        kv = LocalKv(
+            directory / "kv",
+            kv_geometry,
+            digest,
+            config.kv_cache_bytes(model),
+            policy=config.cache.eviction_policy,
+            caching=config.cache.enabled,
+        )
+        keep.callback(kv.close)
+        kv.attach_rows(directory / "steps", digest)
+        activations: Arena = act.create_activations(directory / "activations", geometry, hyper, digest)
+        keep.callback(activations.close)
+        group = WorkerGroup(weights, Arenas(steps, steps_geometry, kv.views, kv_geometry, activations, geometry))
+        keep.callback(group.close)
+        scheduler = Engine(settings, time.monotonic())
+        ring = scheduler.ring = Ring(steps, steps_geometry, time.time_ns())
+        ring.start(1)
+        scheduler.kv_ready(kv.ready(model.name, weights.index.digest))
+        scheduler.attach(context, hyper.vocab_size)
+        bounds = Bounds(context, scheduling.max_prompt_tokens, scheduling.max_output_tokens)
+        return _Parts(keep.pop_all(), scheduler, ring, kv, group, bounds)

@@ -1,0 +1,322 @@
+"""`starling.Embedded`: the results of the reference implementation, whatever else the engine computes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import starling
+from pipeline.config.load import resolve
+from pipeline.errors import ConfigError, InvalidRequest, ModelNotFound, NotFound, StarlingError
+from starling.embedded import Embedded, Generation
+from tools.reference.exact_forward import ExactModel, ExactSequence
+from tools.reference.sampling import Parameters, logprobs, sample
+from tools.tiny_gguf import SHAPES, write_model
+
+ROOT = Path(__file__).parents[2]
+SHAPE = "odd"
+VOCAB = SHAPES[SHAPE].vocab_size
+
+
+def prompt(seed: int, n: int = 40) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(3, VOCAB, n)]
+
+
+# One request of each kind: greedy, sampled, penalised, biased, with another order of sampler steps.
+REQUESTS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"seed": 7},
+    {"seed": 2**64 - 1, "temperature": 0.7, "top_k": 20, "logprobs": 3},
+    {"seed": 3, "top_p": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+    {"seed": 4, "logit_bias": {"5": 3.0, "9": -100.0}, "min_tokens": 4, "stop_token_ids": [11, 12]},
+    {"seed": 5, "order": ["mask", "temperature", "top_k"], "top_k": 5, "ignore_eos": True},
+]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("embedded") / "tiny.gguf", SHAPES[SHAPE], "Q4_0")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Checkpoints of these tests do not go into the developer's model directory."""
+    directory = tmp_path_factory.mktemp("models")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.config.paths.models_dir", lambda: directory)
+        yield directory
+
+
+@pytest.fixture
+def engine(model_path: Path) -> Iterator[Embedded]:
+    with Embedded.load(model_path, kv_cache_mb=4, ranks=2, page_tokens=16) as loaded:
+        yield loaded
+        if loaded._parts is not None:
+            loaded._parts.kv.check()
+            assert loaded.stats().kv_pages_leased == loaded.stats().requests_running == 0
+
+
+def expected(path: Path, tokens: list[int], fields: dict[str, Any], n: int, eos: tuple[int, ...]) -> Generation:
+    """What the reference implementation generates, with as many of the fields of a result as it defines."""
+    stop_ids = tuple(sorted({*(() if fields.get("ignore_eos") else eos), *fields.get("stop_token_ids", ())}))
+    p = Parameters(
+        seed=fields.get("seed", 0),
+        temperature=fields.get("temperature", 1.0),
+        top_k=fields.get("top_k", 0),
+        top_p=fields.get("top_p", 1.0),
+        repetition=fields.get("repetition_penalty", 1.0),
+        frequency=fields.get("frequency_penalty", 0.0),
+        presence=fields.get("presence_penalty", 0.0),
+        min_tokens=fields.get("min_tokens", 0),
+        ignore_eos=fields.get("ignore_eos", False),
+        mask_ids=stop_ids,
+        bias=tuple((int(token), bias) for token, bias in fields.get("logit_bias", {}).items()),
+        order=tuple(fields.get("order", Parameters.order)),
+    )
+    sequence = ExactSequence(ExactModel(path))
+    history, new, finish = list(tokens), list(tokens), ""
+    output: list[int] = []
+    chosen: list[float] = []
+    while not finish:
+        logits = sequence.extend(new)[-1]
+        token = sample(logits, np.array(history, np.int32), len(tokens), p)
+        chosen.append(float(logprobs(logits, 1)[0][token]))
+        history.append(token)
+        output.append(token)
+        new = [token]
+        finish = "stop" if token in stop_ids else "length" if len(output) == n else ""
+    if finish == "stop":
+        output.pop()
+    return Generation(
+        id="",
+        text="",
+        tokens=tuple(output),
+        logprobs=tuple(chosen[: len(output)]),  # type: ignore[arg-type]
+        finish_reason=finish,
+        stop_string="",
+        seed=p.seed,
+        prompt_tokens=len(tokens),
+        cached_tokens=0,
+        error=None,
+    )
+
+
+# ------------------------------------------------------------------ the package
+
+
+def test_importing_the_package_is_light() -> None:
+    """No NumPy, no compiler and no sockets before `Embedded` is used; the version is the project's."""
+    heavy = "[name for name in ('numpy', 'numba', 'zmq', 'aiohttp', 'stages', 'pipeline') if name in sys.modules]"
+    code = f"import sys, starling; print(starling.__version__, {heavy}, 'Embedded' in dir(starling))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert done.stdout.split(maxsplit=1) == [version, "[] True\n"]
+
+
+def test_the_package_has_no_other_public_names() -> None:
+    assert starling.Embedded is Embedded
+    with pytest.raises(AttributeError, match="has no attribute 'Engine'"):
+        _ = starling.Engine
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "error", "message"),
+    [
+        ("other", {}, ModelNotFound, "no model 'other' is configured; configured: m"),
+        ("m", {"spill_path": "/tmp"}, ConfigError, "spill_path has no effect inside one process"),
+        ("m", {"draft_model": "m"}, ConfigError, "draft_model has no effect inside one process"),
+        ("m", {"kv_type": "f8"}, ConfigError, "kv_type"),
+        ("m", {"kv_cache": 3}, ConfigError, "kv_cache"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(
+    model: str, settings: dict[str, Any], error: type[StarlingError], message: str
+) -> None:
+    config = resolve({"models": [{"name": "m", "path": "/none/m.gguf"}]}, {})
+    with pytest.raises(error, match=message):
+        Embedded.load(model, config=config, **settings)
+
+
+# ------------------------------------------------------------------ results
+
+
+@pytest.mark.slow
+def test_results_equal_the_reference_implementation(engine: Embedded, model_path: Path) -> None:
+    eos = engine._tokenizer.vocabulary.eos_ids
+    ids = [engine.submit(prompt(i), max_tokens=12, **fields) for i, fields in enumerate(REQUESTS)]
+    engine.run()
+    for i, (request_id, fields) in enumerate(zip(ids, REQUESTS, strict=True)):
+        found, wanted = engine.release(request_id), expected(model_path, prompt(i), fields, 12, eos)
+        assert (found.tokens, found.finish_reason) == (wanted.tokens, wanted.finish_reason), fields
+        if "logprobs" in fields:
+            assert tuple(one.logprob for one in found.logprobs) == wanted.logprobs
+            assert all(len(one.top) == 3 for one in found.logprobs)
+        else:
+            assert found.logprobs == ()
+        assert found.text == engine.decode(found.tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"ranks": 1}, {"ranks": 3, "page_tokens": 64}, {"max_batch_size": 2}])
+def test_results_do_not_depend_on_the_batch_or_the_machine(model_path: Path, settings: dict[str, Any]) -> None:
+    """Alone and together, on any number of ranks, with prompts that share pages, some of them from the cache."""
+    shared = prompt(0, 70)
+    prompts = [shared + prompt(i, 5 + i) for i in range(1, 9)]
+    with Embedded.load(model_path, kv_cache_mb=4, ranks=1) as one:
+        alone = [one.generate(tokens, max_tokens=9, seed=i).tokens for i, tokens in enumerate(prompts)]
+    with Embedded.load(model_path, **{"kv_cache_mb": 4, **settings}) as many:
+        for _ in range(2):
+            ids = [many.submit(tokens, max_tokens=9, seed=i) for i, tokens in enumerate(prompts)]
+            many.run()
+            assert [many.release(one_id).tokens for one_id in ids] == alone
+        assert many.stats().prompt_tokens_cached > 0
+
+
+@pytest.mark.slow
+def test_preempted_requests_finish_with_the_same_tokens(model_path: Path) -> None:
+    """An arena that holds two of six sequences at their full length."""
+    fields = {"max_tokens": 150, "ignore_eos": True, "temperature": 0}
+    with Embedded.load(model_path, kv_cache_mb=4, page_tokens=16) as roomy:
+        alone = [roomy.generate(prompt(i), **fields).tokens for i in range(6)]
+    with Embedded.load(model_path, kv_cache_mb=1, page_tokens=16) as tight:
+        assert tight.stats().kv_pages < 6 * 190 // 16
+        ids = [tight.submit(prompt(i), **fields) for i in range(6)]
+        tight.run()
+        assert [tight.release(one_id).tokens for one_id in ids] == alone
+        assert tight.stats().preemptions > 0
+
+
+@pytest.mark.slow
+def test_text_grows_step_by_step_and_ends_before_a_stop_string(engine: Embedded) -> None:
+    whole = engine.generate(prompt(1), max_tokens=60, temperature=0, ignore_eos=True)
+    stop = whole.text[20:23]
+    request_id = engine.submit(prompt(1), max_tokens=60, temperature=0, ignore_eos=True, stop=["never", stop])
+    seen = [""]
+    while engine.step():
+        seen.append(engine.poll(request_id).text)
+        assert seen[-1].startswith(seen[-2])
+    found = engine.release(request_id)
+    assert (found.finish_reason, found.stop_string) == ("stop", stop)
+    assert found.text == whole.text[: whole.text.index(stop)]
+    assert found.tokens == whole.tokens[: len(found.tokens)]
+    assert len(found.tokens) < len(whole.tokens)
+
+
+# ------------------------------------------------------------------ requests
+
+
+@pytest.mark.slow
+def test_requests_join_leave_and_are_forgotten(engine: Embedded) -> None:
+    first = engine.submit(prompt(1), max_tokens=50, ignore_eos=True)
+    for _ in range(5):
+        assert engine.step()
+    second = engine.submit(prompt(2), max_tokens=5, ignore_eos=True)
+    while not engine.poll(second).is_finished:
+        engine.step()
+    assert engine.stats().requests_running == 1
+    engine.cancel(first)
+    cancelled = engine.poll(first)
+    assert cancelled.finish_reason == "cancelled"
+    assert 5 <= len(cancelled.tokens) < 50
+    engine.cancel(first)  # ended already
+    assert not engine.step()
+    assert engine.release(first) == cancelled
+    assert len(engine.release(second).tokens) == 5
+    for forget in (engine.poll, engine.cancel, engine.release):
+        with pytest.raises(NotFound, match=f"no request '{first}' is kept here"):
+            forget(first)
+    assert engine.stats().requests_kept == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": 3}, "temperature is 3"),
+        ({"max_token": 3}, "max_token"),
+        ({"n": 2}, "submit 2 times"),
+        ({"stream": True}, "stream is a field of the HTTP server"),
+        ({"session_id": ""}, "session_id is a field of the HTTP server"),
+        ({"stop_token_ids": [VOCAB]}, f"stop_token_ids is {VOCAB}"),
+        ({"max_tokens": 10**6}, "the model's context holds"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(engine: Embedded, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        engine.submit([1, 2, 3], **fields)
+    assert engine.stats().requests_kept == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [[], [VOCAB], [-1], ""])
+def test_a_prompt_that_cannot_be_computed_is_refused(engine: Embedded, given: list[int] | str) -> None:
+    with pytest.raises(InvalidRequest, match="prompt"):
+        engine.submit(given, max_tokens=1)
+
+
+@pytest.mark.slow
+def test_a_full_queue_refuses_and_recovers(model_path: Path) -> None:
+    config = resolve({"scheduler": {"max_queue_depth": 3}}, {})
+    with Embedded.load(model_path, config=config, kv_cache_mb=4, max_batch_size=1) as engine:
+        ids = []
+        with pytest.raises(StarlingError, match="queue of tiny is full") as caught:  # noqa: PT012
+            for i in range(20):
+                ids.append(engine.submit(prompt(i), max_tokens=3, ignore_eos=True))
+        assert caught.value.code == "OVERLOADED"
+        assert len(ids) >= 3
+        engine.run()
+        assert all(len(engine.release(one_id).tokens) == 3 for one_id in ids)
+        engine.submit(prompt(0), max_tokens=3)
+
+
+@pytest.mark.slow
+def test_chat_messages_become_a_prompt_by_the_template(engine: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    assert "hello" in engine.decode(engine.render_chat(messages), skip_special=False)
+    monkeypatch.setattr(engine, "_tokenizer", engine._tokenizer._replace(template=None))
+    with pytest.raises(InvalidRequest, match="model 'tiny' has no chat template"):
+        engine.render_chat(messages)
+
+
+@pytest.mark.slow
+def test_text_and_token_ids_of_a_prompt_are_the_same_request(engine: Embedded) -> None:
+    text = "the lighthouse"
+    by_text = engine.generate(text, max_tokens=6, seed=1)
+    by_ids = engine.generate(engine.encode(text), max_tokens=6, seed=1)
+    assert (by_text.tokens, by_text.text) == (by_ids.tokens, by_ids.text)
+
+
+def maps() -> list[str]:
+    """Arenas that this process has mapped."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/starling-" in line]
+
+
+@pytest.mark.slow
+def test_closing_leaves_nothing_behind(model_path: Path) -> None:
+    gc.collect()  # errors that other tests caught hold frames of their engines
+    assert not maps()
+    before_files, before_threads = set(os.listdir("/dev/shm")), threading.active_count()
+    engine = Embedded.load(model_path, kv_cache_mb=4, ranks=3)
+    assert maps()
+    assert set(os.listdir("/dev/shm")) <= before_files  # mapped, and already without a name
+    assert threading.active_count() == before_threads + 2
+    request_id = engine.submit([1, 2, 3], max_tokens=50, ignore_eos=True)
+    engine.step()
+    engine.close()
+    engine.close()
+    assert threading.active_count() == before_threads
+    assert not maps()
+    assert not engine.poll(request_id).is_finished
+    for call in (engine.step, engine.stats, lambda: engine.submit([1]), lambda: engine.cancel(request_id)):
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            call()
