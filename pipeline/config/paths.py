@@ -18,9 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError
-
-SOCKET_PATH_MAX = 106  # bytes; sun_path holds 108 with its final zero, and ZeroMQ takes one more
 
 Env = Mapping[str, str]
 
@@ -57,22 +54,6 @@ def arena_dir(config: Config, env: Env = os.environ, shm: Path = Path("/dev/shm"
     run = os.path.realpath(run_dir(config, env))
     name = f"starling-{os.getuid()}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:12]}"
     return (_configured(config.server.arena_dir) or shm) / name
-
-
-def edge_address(config: Config, edge: str, env: Env = os.environ) -> str:
-    """The ZeroMQ address of an edge. Raises `ConfigError` when a socket's path would be too long."""
-    given = config.edges.get(edge)
-    address = given or f"ipc://{run_dir(config, env) / edge}.sock"
-    if address.startswith("ipc://"):
-        length = len(os.fsencode(address.removeprefix("ipc://")))
-        if length > SOCKET_PATH_MAX:
-            key = f"edges.{edge}" if given else "server.run_dir"
-            raise ConfigError(
-                f"{key}: the socket path {address.removeprefix('ipc://')!r} has {length} bytes, and the "
-                f"system allows {SOCKET_PATH_MAX}; choose a shorter directory",
-                param=key,
-            )
-    return address
 
 
 def _configured(path: str) -> Path | None:

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from pipeline.config.addresses import check_address
 from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.protocol.topology import EDGES
-from pipeline.runtime.run_dir import check_address
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.ipc.endpoint import process_epoch
 from pipeline.protocol.messages import Heartbeat
+from pipeline.runtime.process import process_epoch
 from shm.arena import process_ticks
 
 INTERVAL_S = 0.5

@@ -1,23 +1,24 @@
-"""Every frame that crosses processes, typed, tagged and positional.
+"""Every message between processes: typed, tagged, positional structs ("frames"), encoded as msgpack.
 
-One union for each edge and direction (`edges.py` says who binds and what happens when it is
-full).  Structs are `array_like`: fields are appended with a default, never reordered or removed.
-Frames carry descriptors; bytes stay in arenas.  Knows nothing of sockets.
+There is one union of frames per edge and direction, and `FRAMES` maps an edge's name to its two unions;
+`topology.py` says which stage binds the edge and what happens when its queue is full.  Structs are
+`array_like`: fields are appended with a default, never reordered or removed.  Frames carry descriptors; tokens'
+logits, weights and KV pages stay in arenas.  This module does not use sockets.
 
-Ids: a *request* id is the public one (`req-...`, unique everywhere).  A *sequence* id is
-`request/choice`: one line of tokens, and the unit of scheduling and leasing.
+Ids: a *request* id is the public one (`req-...`, unique everywhere).  A *sequence* id is `request/choice`;
+a sequence is the unit of scheduling and leasing.
+
+Length: the whole protocol in one file, so that tags and field orders can be compared at a glance.
 """
 
 from __future__ import annotations
 
-from typing import Any, NewType
+from typing import Any, NamedTuple
 
 import msgspec
 
 PROTOCOL_VERSION = 3
 MAX_SESSION_ID = 128  # characters of a session's id
-
-SequenceId = NewType("SequenceId", str)
 
 
 class Frame(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
@@ -28,27 +29,27 @@ class Frame(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, froze
 
 
 class Hello(Frame, tag="H"):
-    """First frame from a peer, and again whenever it has lost its state (a restart)."""
+    """First frame of a process to a peer, sent again when it has discarded its state about that peer."""
 
     stage: str
-    epoch: int  # start of this process, ns since 1970: a larger one replaces a smaller one
+    epoch: int  # start of this process, ns since 1970; a larger epoch replaces a smaller one
     pid: int
-    start_ticks: int  # /proc/PID/stat field 22: with pid, names the process for ever
+    start_ticks: int  # /proc/PID/stat field 22; (pid, start_ticks) identifies the process uniquely
     protocol: int = PROTOCOL_VERSION
-    contact: int = 0  # changes when the sender had given the receiver up, see wire.py
+    contact: int = 0  # grows each time the sender has discarded the receiver, see pipeline/ipc/liveness.py
 
 
 class Heartbeat(Frame, tag="B"):
-    """Sent every `heartbeat_ms` on every edge; by the connecting side of a quiet stage, see `ipc.endpoint`."""
+    """Sent every `heartbeat_ms` on every edge; less often by an idle stage, see pipeline/ipc/liveness.py."""
 
     stage: str
     epoch: int
-    progress: int  # grows while the stage does work; a busy stage whose value stands is stuck
+    progress: int  # grows while the stage works; a busy stage whose value does not change is stuck
     busy: bool  # it has work
     ready: bool  # it can take work
     reason: str = ""  # why it is not ready
-    idle: bool = False  # nothing moves: over a connection that it made it says so less often
-    sent: int = -1  # frames sent to this peer since Hello, set by wire.py: one that is missing was lost; -1: untold
+    idle: bool = False  # no work for a while: the next heartbeats may come less often
+    sent: int = -1  # frames sent to this peer since `Hello`, set by the endpoint; detects lost frames. -1: not set
 
 
 # ------------------------------------------------------------------ sampling
@@ -67,7 +68,7 @@ class Sampling(Frame):
     logprobs: int = -1  # -1: none; n: the sampled token's and the n highest (n <= 20)
     min_tokens: int = 0  # stop tokens are masked while fewer tokens have been sampled
     ignore_eos: bool = False
-    order: tuple[str, ...] = ()  # empty: the default order, see stages/worker/sampling.py
+    order: tuple[str, ...] = ()  # empty: the default order, see stages/worker/kernels/sampler.py
     logit_bias: tuple[tuple[int, float], ...] = ()  # at most 300
 
 
@@ -80,10 +81,10 @@ class Encode(Frame, tag="e"):
     id: str
     model: str
     text: str
-    parse_special: bool = False  # special tokens written in the text become their ids
+    parse_special: bool = False  # encode special tokens that are written out in the text
     add_bos: bool = True  # if the model asks for one
     offsets: bool = False
-    token_limit: int = 0  # of a text with more tokens only their number is answered; 0: no limit
+    token_limit: int = 0  # above it the answer has only the token count; 0: no limit
 
 
 class Render(Frame, tag="r"):
@@ -99,7 +100,7 @@ class Render(Frame, tag="r"):
 
 
 class Detokenize(Frame, tag="d"):
-    """What do these tokens read like, all of them?"""
+    """Token ids to text."""
 
     id: str
     model: str
@@ -108,45 +109,51 @@ class Detokenize(Frame, tag="d"):
 
 
 class Describe(Frame, tag="m"):
-    """What does the gateway need to know about a model?"""
+    """Ask for a model's properties and its vocabulary. Answered by `Described`."""
 
     id: str
     model: str
-    known: tuple[str, ...] = ()  # digests of tokenizers whose pieces it has: they are not sent again
+    known: tuple[str, ...] = ()  # digests of tokenizers that the gateway has cached: their pieces are not sent again
 
 
 class Encoded(Frame, tag="E"):
+    """Answer to `Encode` and `Render`."""
+
     id: str
     tokens: tuple[int, ...]
     offsets: bytes = b""  # u32 little-endian: begin and end of each token in the UTF-8 text
-    too_many: int = 0  # tokens, more than `token_limit`: none of them are here
-    is_exact: bool = False  # else `too_many` is what they are at least: no more was counted than had to be
+    too_many: int = 0  # number of tokens, when above `token_limit`; `tokens` is then empty
+    is_exact: bool = False  # False: `too_many` is only a lower bound, because encoding stopped early
 
 
 class Detokenized(Frame, tag="D"):
+    """Answer to `Detokenize`."""
+
     id: str
     text: str
 
 
 class Described(Frame, tag="M"):
+    """Answer to `Describe`."""
+
     id: str
     model: str
     digest: str
     vocab_size: int
     context_length: int
     eos_ids: tuple[int, ...]
-    chat: bool  # it has a chat template
+    chat: bool  # the model has a chat template
     architecture: str = ""
     parameters: int = 0
     created: int = 0
     tokenizer: str = ""  # digest of vocabulary, merges, special ids and template
-    pieces: bytes = b""  # what each token reads like, one after the other
-    piece_ends: bytes = b""  # u32 little-endian, for each token: where its piece ends
-    control: bytes = b""  # i32 little-endian: ids that are no text
+    pieces: bytes = b""  # the bytes of every token, concatenated
+    piece_ends: bytes = b""  # u32 little-endian: end of each token's bytes in `pieces`
+    control: bytes = b""  # i32 little-endian: ids of control tokens, which have no text
 
 
 class TokenizerFailed(Frame, tag="X"):
-    """`code` and `param` as in pipeline/errors.py."""
+    """Error answer. `code` and `param` as in pipeline/errors.py."""
 
     id: str
     code: str
@@ -164,8 +171,8 @@ TokenizerToGateway = Hello | Heartbeat | Encoded | Detokenized | Described | Tok
 class Submit(Frame, tag="S"):
     """One sequence to be generated.
 
-    `forced` are output tokens that were delivered before a recovery: they are computed as part
-    of the prompt but count as output (sampling positions, penalties, limits).
+    `forced` are output tokens that were delivered before a recovery: they are computed like prompt
+    tokens and count as output (sampling positions, penalties, limits).
     """
 
     sequence: str
@@ -178,14 +185,17 @@ class Submit(Frame, tag="S"):
     choice: int = 0
     forced: bytes = b""  # int32 little-endian
     stop_ids: tuple[int, ...] = ()
-    deadline_ms: int = 0  # left of the request's time when sent; 0: none
+    deadline_ms: int = 0  # remaining time of the request when sent; 0: no deadline
     priority: int = 0
     cache_salt: str = ""
-    speculate: int = 0  # most draft tokens in a step; 0: as configured, -1: none
+    speculate: int = 0  # maximum draft tokens in a step; 0: as configured, -1: none
 
 
 class Cancel(Frame, tag="C"):
-    """Late or unknown ids are normal and ignored. `at` truncates: tokens past it were not used."""
+    """End a sequence. Unknown ids are normal (the sequence has just ended) and ignored.
+
+    `at`: number of output tokens that the gateway used, -1 for all; the rest do not count.
+    """
 
     sequence: str
     at: int = -1
@@ -213,7 +223,7 @@ class SequenceTokens(Frame):
 
 
 class Tokens(Frame, tag="T"):
-    """All sequences that moved in a step: one frame."""
+    """New tokens of all sequences of one step."""
 
     model: str
     step: int
@@ -221,7 +231,7 @@ class Tokens(Frame, tag="T"):
 
 
 class Rejected(Frame, tag="R"):
-    """Not admitted. This is the sequence's terminal event."""
+    """The sequence was not admitted. This is its terminal event."""
 
     sequence: str
     code: str
@@ -231,6 +241,8 @@ class Rejected(Frame, tag="R"):
 
 
 class ModelState(Frame):
+    """State of one loaded model version."""
+
     model: str
     digest: str
     ready: bool
@@ -256,13 +268,13 @@ SchedulerToGateway = Hello | Heartbeat | Tokens | Rejected | SchedulerState
 
 
 class Acquire(Frame, tag="a"):
-    """Pages for a new sequence whose tokens stand in row `row` of the model's step arena.
+    """Pages for a new sequence whose tokens are in row `row` of the model's step arena.
 
-    The answer shares as many full cached pages as match (never the page of the last token: its
-    logits are needed) and leases fresh ones up to `want_tokens` positions.
+    `kv` shares as many full cached pages as match (never the page of the last token, whose logits
+    are needed) and leases free pages up to `want_tokens` positions.
     """
 
-    id: int  # correlation; grows
+    id: int  # correlates the answer; grows
     model: str
     sequence: str
     row: int
@@ -289,9 +301,9 @@ class Commit(Frame, tag="c"):
 
 
 class Release(Frame, tag="l"):
-    """The sequence is over (or set aside); `n_tokens` positions of it hold good.
+    """The sequence has ended or was preempted; its first `n_tokens` positions are valid.
 
-    Sent once no unacknowledged step names the sequence: its pages go to others at once.
+    Sent when no unacknowledged step contains the sequence: its pages can be leased again at once.
     """
 
     model: str
@@ -337,7 +349,7 @@ class Denied(Frame, tag="N"):
 
 
 class KvState(Frame, tag="K"):
-    """Pushed with every heartbeat."""
+    """Page counts of a model. Sent with every heartbeat."""
 
     model: str
     total: int
@@ -348,7 +360,7 @@ class KvState(Frame, tag="K"):
 
 
 class KvAttach(Frame, tag="t"):
-    """Which model's steps arena to read tokens from, and which generation of it."""
+    """The step arena from which `kv` reads a model's tokens."""
 
     model: str
     digest: str
@@ -370,7 +382,7 @@ class KvReady(Frame, tag="k"):
     page_bytes: int
     reconciled: bool = True
     error: str = ""
-    generation: int = 0  # of the arena's contents: another one than known means all leases are gone
+    generation: int = 0  # of the arena's contents; when it changes, all leases are lost
 
 
 SchedulerToKv = Hello | Heartbeat | KvAttach | Acquire | Extend | Commit | Release | Reconcile
@@ -381,27 +393,27 @@ KvToScheduler = Hello | Heartbeat | KvReady | Granted | Denied | KvState
 
 
 class SessionBegin(Frame, tag="b"):
-    """A turn of a session begins; one at a time. Answers `SessionHeld` or `SessionRefused`.
+    """Begin a turn of a session; a session has one turn at a time. Answered by `SessionHeld` or `SessionRefused`.
 
-    Asked again for a turn that is under way (an answer was lost, kv has restarted): `resume` is its
-    number, and the answer is the same.  -1: whichever the sender may have begun before.
+    Sent again for a turn that has begun (the answer was lost, or `kv` has restarted), with `resume` the turn's
+    number: the answer is the same.  `resume` -1: any turn that this sender may have begun before.
     """
 
-    id: int  # correlation; grows
+    id: int  # correlates the answer; grows
     model: str
     tenant: str
-    session: str = ""  # "": kv makes one up, with `create`
-    create: bool = False  # it may be new; otherwise one that is not there is NOT_FOUND
-    ttl_s: int = 0  # of a new one: closed when unused for so long; 0: never
-    salt: str = ""  # of a new one: `Submit.cache_salt` of its turns
+    session: str = ""  # "" with `create`: `kv` generates the id
+    create: bool = False  # create the session if it does not exist; otherwise NOT_FOUND
+    ttl_s: int = 0  # of a new session: closed after this time without use; 0: never
+    salt: str = ""  # of a new session: `Submit.cache_salt` of its turns
     resume: int = 0
-    version: str = ""  # version of the model that computes the turn, see pipeline/models/versions.py; "": that serves
+    version: str = ""  # id of the model version that computes the turn; "": the serving one
 
 
 class SessionCommit(Frame, tag="p"):
-    """The turn is over: the session holds its first `base` tokens and then `tokens`.
+    """The turn has ended: the session now consists of its first `base` tokens followed by `tokens`.
 
-    Sent again with the same contents it is answered the same. Durable when answered.
+    Idempotent.  The session is on the disk when the answer is sent.
     """
 
     id: int
@@ -414,7 +426,7 @@ class SessionCommit(Frame, tag="p"):
 
 
 class SessionAbort(Frame, tag="v"):
-    """The turn was cancelled or failed: the session is what it was before, if it was. No answer."""
+    """The turn was cancelled or failed: the session is as before, and removed if the turn created it. No answer."""
 
     model: str
     tenant: str
@@ -423,7 +435,7 @@ class SessionAbort(Frame, tag="v"):
 
 
 class SessionClose(Frame, tag="z"):
-    """Tokens and pages go at once. Answers `SessionDone`, or `SessionRefused` with NOT_FOUND."""
+    """Remove the session, its tokens and its pages. Answered by `SessionDone`, or `SessionRefused` with NOT_FOUND."""
 
     id: int
     model: str
@@ -432,7 +444,7 @@ class SessionClose(Frame, tag="z"):
 
 
 class SessionHeld(Frame, tag="h"):
-    """The turn may begin. The session holds `tokens`."""
+    """The turn may begin. `tokens` are the session's tokens so far."""
 
     id: int
     session: str
@@ -442,7 +454,7 @@ class SessionHeld(Frame, tag="h"):
 
 
 class SessionDone(Frame, tag="g"):
-    """Committed or closed. `n_tokens` are held now."""
+    """Committed or closed. `n_tokens` is the session's length now."""
 
     id: int
     session: str
@@ -450,7 +462,7 @@ class SessionDone(Frame, tag="g"):
 
 
 class SessionRefused(Frame, tag="u"):
-    """`code` and `param` as in pipeline/errors.py."""
+    """Error answer. `code` and `param` as in pipeline/errors.py."""
 
     id: int
     code: str
@@ -466,7 +478,7 @@ KvToGateway = Hello | Heartbeat | SessionHeld | SessionDone | SessionRefused
 
 
 class WorkerReady(Frame, tag="w"):
-    """The group has mapped the weights, compiled its kernels and is in no step."""
+    """The worker group has mapped the weights, loaded its kernels and computes no step."""
 
     model: str
     digest: str
@@ -476,15 +488,15 @@ class WorkerReady(Frame, tag="w"):
     vocab_size: int
     context_length: int
     isa: str = ""
-    vocabulary: str = ""  # digest of what its token ids mean, where drafts depend on it
+    vocabulary: str = ""  # digest of the vocabulary, set where draft models must match it
 
 
 class Attach(Frame, tag="A"):
-    """Use these arenas from step `next_step` on; answers `WorkerReady`.
+    """Use these arenas from step `next_step` on. Answered by `WorkerReady`.
 
-    `generation` is the ring's: slots and doorbells of another one are ignored.  `bell` is the path of a
-    Unix datagram socket: any datagram there wakes a sleeping scheduler as `StepDone` does, at a tenth
-    of the price to both ("": there is none; one that refuses or is full has been rung).
+    `generation` is the ring's: slots and doorbells of other generations are ignored.  `doorbell` is the path of
+    a Unix datagram socket: any datagram there wakes a sleeping scheduler as `StepDone` does, at a tenth of the
+    cost to both ("": none exists).  A datagram that is refused because the socket is full counts as delivered.
     """
 
     model: str
@@ -496,20 +508,20 @@ class Attach(Frame, tag="A"):
 
 
 class Detach(Frame, tag="Z"):
-    """Finish the step under way, let go of the arenas and say `WorkerReady` again."""
+    """Finish the current step, detach from the arenas and send `WorkerReady` again."""
 
     generation: int
 
 
 class StepPublished(Frame, tag="s"):
-    """Doorbell, rung only for a sleeping peer; the ring's counters are the truth."""
+    """Doorbell to a sleeping worker; the ring's counters are authoritative."""
 
     generation: int
     step: int
 
 
 class StepDone(Frame, tag="o"):
-    """Doorbell from rank 0 to a sleeping scheduler."""
+    """Doorbell from rank 0 to a sleeping scheduler; the ring's counters are authoritative."""
 
     generation: int
     step: int
@@ -517,6 +529,25 @@ class StepDone(Frame, tag="o"):
 
 SchedulerToWorker = Hello | Heartbeat | Attach | Detach | StepPublished
 WorkerToScheduler = Hello | Heartbeat | WorkerReady | StepDone
+
+
+# ------------------------------------------------------------------ by edge
+
+
+class EdgeFrames(NamedTuple):
+    """The unions of frames of one edge, by receiver."""
+
+    to_binder: Any
+    to_connector: Any
+
+
+FRAMES: dict[str, EdgeFrames] = {
+    "gateway-tokenizer": EdgeFrames(GatewayToTokenizer, TokenizerToGateway),
+    "gateway-scheduler": EdgeFrames(GatewayToScheduler, SchedulerToGateway),
+    "gateway-kv": EdgeFrames(GatewayToKv, KvToGateway),
+    "scheduler-kv": EdgeFrames(SchedulerToKv, KvToScheduler),
+    "scheduler-worker": EdgeFrames(WorkerToScheduler, SchedulerToWorker),
+}
 
 
 def encode(frame: Frame, _encoder: msgspec.msgpack.Encoder = msgspec.msgpack.Encoder()) -> bytes:

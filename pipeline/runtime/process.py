@@ -11,6 +11,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,25 @@ _SCHED_ATTR_BYTES = 56
 SLICE_NS = 100_000  # the least that the kernel takes
 _SIGSET_BYTES = 128
 _IN_MOVED_TO = 0x80
+
+
+_epoch_ns = 0
+
+
+def process_epoch() -> int:
+    """Start of this process as its peers see it: ns since 1970, fixed at the first call, new after a fork."""
+    global _epoch_ns
+    if not _epoch_ns:
+        _epoch_ns = time.time_ns()
+    return _epoch_ns
+
+
+def _reset_epoch() -> None:
+    global _epoch_ns
+    _epoch_ns = 0
+
+
+os.register_at_fork(after_in_child=_reset_epoch)
 
 
 def _prctl(option: int, value: int) -> None:

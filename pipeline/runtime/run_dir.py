@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import ipaddress
 import os
 import socket
 import stat
 from pathlib import Path
 
-from pipeline.config.paths import SOCKET_PATH_MAX
 from pipeline.errors import ConfigError, ResourceError
 
 
@@ -41,36 +39,6 @@ def prepare(path: Path, what: str = "run directory", key: str = "server.run_dir"
             key,
         )
     return path
-
-
-def check_address(address: str, allow_remote: bool = False) -> None:
-    """Refuse what is neither a socket path that fits nor `tcp://HOST:PORT` on a loopback host.
-
-    `allow_remote` admits other hosts: frames are neither encrypted nor authenticated.
-    """
-    scheme, _, rest = address.partition("://")
-    if scheme == "ipc":
-        if not rest.startswith("/"):
-            raise ConfigError(f"address {address!r}: the path must be absolute")
-        if len(os.fsencode(rest)) > SOCKET_PATH_MAX:
-            raise ConfigError(
-                f"address {address!r}: path of {len(os.fsencode(rest))} bytes, a socket's may have {SOCKET_PATH_MAX}"
-            )
-        return
-    host, colon, port = rest.rpartition(":")
-    if scheme != "tcp" or not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"address {address!r}: expected ipc:///PATH or tcp://HOST:PORT")
-    if allow_remote or host == "localhost":
-        return
-    try:
-        is_loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback:
-        raise ConfigError(
-            f"address {address!r}: {host} is not a loopback address, and frames are neither encrypted "
-            f"nor authenticated; on a network you trust, set server.remote_edges"
-        )
 
 
 def clear_socket(address: str) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 
 import zmq
 
-from pipeline.config import paths
+from pipeline.config import addresses, paths
 from pipeline.config.schema import Config
 from pipeline.faults import points
-from pipeline.ipc.endpoint import LISTENS, Hub, Link, process_epoch
+from pipeline.ipc.endpoint import Hub, Link
 from pipeline.observe.metrics import Metrics
 from pipeline.observe.status import StatusFile
 from pipeline.protocol.messages import Heartbeat
@@ -88,7 +88,7 @@ class StageRuntime:
         """Connect the named edge at its configured address; it is ticked and closed with the stage."""
         link = Link(
             EDGES[edge],
-            paths.edge_address(self.config, edge),
+            addresses.edge_address(self.config, edge),
             self.stage,
             heartbeat_ms=self.config.server.heartbeat_ms,
             clock=self.clock,
@@ -102,7 +102,7 @@ class StageRuntime:
         """Bind the named edge at its configured address; it is ticked and closed with the stage."""
         hub = Hub(
             EDGES[edge],
-            paths.edge_address(self.config, edge),
+            addresses.edge_address(self.config, edge),
             self.stage,
             heartbeat_ms=self.config.server.heartbeat_ms,
             clock=self.clock,
@@ -118,7 +118,7 @@ class StageRuntime:
         """What the peers are told now."""
         ready = self.ready and not self.stopping
         reason = "" if ready else "stopping" if self.stopping else self.reason
-        return Heartbeat(self.stage, process_epoch(), self.progress, self.busy, ready, reason, self.is_idle)
+        return Heartbeat(self.stage, process.process_epoch(), self.progress, self.busy, ready, reason, self.is_idle)
 
     def tick(self) -> None:
         """Every 100 ms, more seldom while it is quiet; also by a stage that is about to stay away."""
@@ -179,7 +179,7 @@ class StageRuntime:
         """From now until the next tick."""
         if not self.is_idle:
             return TICK_S
-        is_listened_to = any(endpoint.edge.connector == LISTENS for endpoint in self.endpoints)
+        is_listened_to = any(endpoint.edge.is_readiness_source for endpoint in self.endpoints)
         wait_s = timer_coalescing.ALIGN_S if is_listened_to or self._watchdog_s else timer_coalescing.IDLE_HEARTBEAT_S
         return timer_coalescing.until_aligned(self.clock(), wait_s)
 
@@ -223,7 +223,7 @@ class StageRuntime:
         """Told to stop: peers of `hub` that stop, too, end their work through us; others turn to a successor."""
         if self.is_awaiting_heartbeats:
             return bool(hub.peers)
-        beats = hub.last_beat
+        beats = hub.last_heartbeat
         return any(peer in beats and beats[peer].reason == "stopping" for peer in hub.peers)
 
     def close(self) -> None:

@@ -225,7 +225,7 @@ class GatewayStage:
         if endpoints.stopping and not service.is_draining:
             log.info("draining", extra={"in_flight": service.in_flight})
             service.drain()
-        service.tick(self.tokenizer.last_beat, self.scheduler.last_beat, self.kv.last_beat)
+        service.tick(self.tokenizer.last_heartbeat, self.scheduler.last_heartbeat, self.kv.last_heartbeat)
         if self.quota_file is not None and (self._quota_sync is None or self._quota_sync.done()):
             fd = self.quota_file.unsynced()
             if fd is not None:

@@ -21,7 +21,7 @@ from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.errors import Conflict, InvalidRequest
 from pipeline.ipc.control_poll import PollControlServer
-from pipeline.ipc.endpoint import QUIET_BEATS
+from pipeline.ipc.liveness import IDLE_INTERVALS
 from pipeline.ipc.poll_loop import PollLoop
 from pipeline.models import versions
 from pipeline.models.versions import ModelVersion
@@ -197,7 +197,7 @@ class KvStage:
 
         If it stops too, the arena will be removed: serve it while it drains, and save pages meanwhile.
         """
-        beats = self.hub.last_beat
+        beats = self.hub.last_heartbeat
         peers = [peer for peer in self.hub.peers if peer in beats]
         if any(beats[peer].reason != "stopping" for peer in peers):
             self.loop.busy = self.loop.is_awaiting_heartbeats
@@ -432,7 +432,7 @@ class KvStage:
         is_due = now - self._pushed >= 0.9 * heartbeat_s
         if self.loop.is_idle:
             is_due = timer_coalescing.has_period_elapsed(
-                now, self._pushed, max(timer_coalescing.IDLE_HEARTBEAT_S, QUIET_BEATS * heartbeat_s)
+                now, self._pushed, max(timer_coalescing.IDLE_HEARTBEAT_S, IDLE_INTERVALS * heartbeat_s)
             )
         if is_due:
             self._pushed = now

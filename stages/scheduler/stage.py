@@ -15,7 +15,7 @@ from collections import Counter, deque
 from pipeline.config import paths
 from pipeline.config.load import Config
 from pipeline.ipc.doorbell import Doorbell
-from pipeline.ipc.endpoint import QUIET_BEATS
+from pipeline.ipc.liveness import IDLE_INTERVALS
 from pipeline.ipc.poll_loop import PollLoop
 from pipeline.models import versions
 from pipeline.models.versions import ModelVersion
@@ -174,7 +174,7 @@ class SchedulerStage:
             if all(asleep):
                 break
         # A worker in a long step and a kv that moves pages for it are this stage's progress, too.
-        kv = self.kv.last_beat
+        kv = self.kv.last_heartbeat
         self.loop.progress = (kv.progress if kv is not None else 0) + sum(
             host.engine.stats.steps + host.engine.stats.submitted + host.signs for host in hosts
         )
@@ -255,7 +255,7 @@ class SchedulerStage:
         self.loop.ready = len(waiting) < max(1, len(self._serving))
         self.loop.reason = "; ".join(waiting)
         if now >= self._next_push or is_news:
-            beats = QUIET_BEATS if self.loop.is_idle else 1
+            beats = IDLE_INTERVALS if self.loop.is_idle else 1
             self._next_push = now + 0.9 * beats * self.config.server.heartbeat_ms / 1000
             self._push_state(list(self.gateways.peers))
         if now >= self._next_show:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.config import paths
+from pipeline.config import addresses
 from pipeline.config.schema import Config
 from pipeline.ipc.endpoint import Hub
 from pipeline.protocol.topology import EDGES
@@ -58,7 +58,7 @@ class Threaded(threading.Thread, abc.ABC):
         self._epoch += 1
         return Hub(
             EDGES[edge],
-            paths.edge_address(self.config, edge),
+            addresses.edge_address(self.config, edge),
             stage,
             heartbeat_ms=self.config.server.heartbeat_ms,
             epoch=self._epoch,

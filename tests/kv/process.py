@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import yaml
 
-from pipeline.config import paths
+from pipeline.config import addresses, paths
 from pipeline.config.load import load
 from pipeline.ipc.endpoint import Link
 from pipeline.models import store
@@ -143,7 +143,7 @@ class Scheduler:
         env = {"STARLING_HOME": str(home)}
         self.link = Link(
             EDGES["scheduler-kv"],
-            paths.edge_address(config, "scheduler-kv", env),
+            addresses.edge_address(config, "scheduler-kv", env),
             "scheduler",
             heartbeat_ms=50,
         )
@@ -318,7 +318,7 @@ class Gateway:
 
     def __init__(self, home: Path) -> None:
         config = load_config(home)
-        address = paths.edge_address(config, "gateway-kv", {"STARLING_HOME": str(home)})
+        address = addresses.edge_address(config, "gateway-kv", {"STARLING_HOME": str(home)})
         self.link = Link(EDGES["gateway-kv"], address, "gateway", heartbeat_ms=50)
 
     def turn(self) -> list[m.Frame]:

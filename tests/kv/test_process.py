@@ -161,7 +161,7 @@ def test_a_clean_stop_saves_what_the_next_start_finds(home: Path) -> None:
         s.turn()
         assert kv.process is not None
         kv.process.send_signal(signal.SIGTERM)
-        s.wait(lambda: "stopping" in (s.link.last_beat.reason if s.link.last_beat else ""))
+        s.wait(lambda: "stopping" in (s.link.last_heartbeat.reason if s.link.last_heartbeat else ""))
         s.close()
         assert kv.process.wait(10) == 0
     shutil.rmtree(home / "shm")  # a reboot, or the end of the last stage
@@ -272,9 +272,9 @@ def test_says_what_does_not_fit(home: Path) -> None:
     with KvProcess(home) as kv, Scheduler(home, digest) as s:
         reason = "free; make the arena smaller (kv_cache_mb"
         s.wait(lambda: any(isinstance(f, m.KvReady) and reason in f.error for f in s.frames))
-        s.wait(lambda: s.link.last_beat)
-        assert not s.link.last_beat.ready  # type: ignore[union-attr]
-        assert "kv_cache_mb" in s.link.last_beat.reason  # type: ignore[union-attr]
+        s.wait(lambda: s.link.last_heartbeat)
+        assert not s.link.last_heartbeat.ready  # type: ignore[union-attr]
+        assert "kv_cache_mb" in s.link.last_heartbeat.reason  # type: ignore[union-attr]
         assert kv.process is not None
         assert kv.process.poll() is None  # and goes on
 

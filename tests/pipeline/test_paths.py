@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import paths
+from pipeline.config import addresses, paths
 from pipeline.config.load import resolve
 from pipeline.errors import ConfigError
 
@@ -53,15 +53,15 @@ def test_arenas_follow_the_real_run_directory(tmp_path: Path) -> None:
 
 
 def test_edge_addresses() -> None:
-    assert paths.edge_address(DEFAULT, "scheduler-kv", ENV) == "ipc:///data/starling/run/scheduler-kv.sock"
+    assert addresses.edge_address(DEFAULT, "scheduler-kv", ENV) == "ipc:///data/starling/run/scheduler-kv.sock"
     config = resolve({"edges": {"scheduler-kv": "tcp://127.0.0.1:7001"}}, {})
-    assert paths.edge_address(config, "scheduler-kv", ENV) == "tcp://127.0.0.1:7001"
+    assert addresses.edge_address(config, "scheduler-kv", ENV) == "tcp://127.0.0.1:7001"
 
 
 def test_a_socket_path_that_is_too_long_is_refused_with_its_length() -> None:
-    longest = "/" + "x" * (paths.SOCKET_PATH_MAX - len("//run/scheduler-kv.sock"))
-    address = paths.edge_address(DEFAULT, "scheduler-kv", {"STARLING_HOME": longest})
-    assert len(address.removeprefix("ipc://")) == paths.SOCKET_PATH_MAX
+    longest = "/" + "x" * (addresses.SOCKET_PATH_MAX - len("//run/scheduler-kv.sock"))
+    address = addresses.edge_address(DEFAULT, "scheduler-kv", {"STARLING_HOME": longest})
+    assert len(address.removeprefix("ipc://")) == addresses.SOCKET_PATH_MAX
     with pytest.raises(ConfigError, match="has 107 bytes, and the system allows 106") as caught:
-        paths.edge_address(DEFAULT, "scheduler-kv", {"STARLING_HOME": longest + "x"})
+        addresses.edge_address(DEFAULT, "scheduler-kv", {"STARLING_HOME": longest + "x"})
     assert caught.value.param == "server.run_dir"

@@ -65,12 +65,12 @@ def test_frames_reach_their_handlers_and_beats_their_peers(loops: dict[str, Poll
             return 0.005
         if not got:
             link.send(m.Extend(7, "m", "s", 3))
-        scheduler.busy = not got or link.last_beat is None or link.last_beat.progress != 41
+        scheduler.busy = not got or link.last_heartbeat is None or link.last_heartbeat.progress != 41
         return 0.005
 
     assert scheduler.run(work) == 0
     assert got[0] == m.Granted(7, "s", (1, 2))
-    assert link.last_beat is None  # closed, and with it what it knew
+    assert link.last_heartbeat is None  # closed, and with it what it knew
 
 
 def test_what_is_said_depends_on_ready_and_stopping(loops: dict[str, PollLoop]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config import addresses
 from pipeline.errors import ConfigError, ResourceError
 from pipeline.runtime import run_dir
 
@@ -44,7 +45,7 @@ def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
     "address", ["ipc:///run/user/1/x.sock", "tcp://127.0.0.1:5555", "tcp://localhost:1", "tcp://[::1]:65535"]
 )
 def test_addresses_that_are_taken(address: str) -> None:
-    run_dir.check_address(address)
+    addresses.check_address(address)
 
 
 @pytest.mark.parametrize(
@@ -64,11 +65,11 @@ def test_addresses_that_are_taken(address: str) -> None:
 )
 def test_addresses_that_are_refused(address: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        run_dir.check_address(address)
+        addresses.check_address(address)
 
 
 def test_other_hosts_only_when_allowed() -> None:
-    run_dir.check_address("tcp://192.0.2.1:5555", allow_remote=True)
+    addresses.check_address("tcp://192.0.2.1:5555", allow_remote=True)
 
 
 def test_a_dead_socket_is_removed_and_a_living_one_is_not(tmp_path: Path) -> None:

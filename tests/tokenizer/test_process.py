@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.config import paths
+from pipeline.config import addresses
 from pipeline.ipc.endpoint import Link
 from pipeline.models import store
 from pipeline.protocol import messages as m
@@ -77,7 +77,7 @@ class Asker:
                 stdout=log,
                 stderr=log,
             )
-        address = paths.edge_address(load_config(home), "gateway-tokenizer", {"STARLING_HOME": str(home)})
+        address = addresses.edge_address(load_config(home), "gateway-tokenizer", {"STARLING_HOME": str(home)})
         self.link = Link(EDGES["gateway-tokenizer"], address, "gateway", heartbeat_ms=50)
         self.replies: list[m.Frame] = []
 

@@ -1,0 +1,23 @@
+"""Fixtures of the tests of edges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.endpoint_pair import Pair
+
+
+@pytest.fixture
+def plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault plan that a test is given by `indirect`."""
+    monkeypatch.setenv("STARLING_FAULTS", request.param)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path)
+    yield pair
+    pair.close()
