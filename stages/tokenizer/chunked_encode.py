@@ -1,18 +1,19 @@
-"""A text's tokens stretch by stretch, the same as of the whole: a call into the library takes time and memory in
-proportion to a stretch, and between two of them others have their turn.
+"""Chunked encoding: the tokens of a long text chunk by chunk, equal to those of the whole text.
 
-Names of special tokens are borders: what is between them is encoded for itself anyway.  Elsewhere a window of the
-text is encoded, and of its pieces (the matches of the pre-tokenizer's patterns, between which nothing merges) all
-but the last `MARGIN` count; the next window begins where they end.  That is exact because
+A call into the library then takes time and memory in proportion to a chunk, and other requests run between two calls.
 
-    a match depends on what is right of its beginning only: no pattern looks back, and none has anchors, so the
-        pieces from a border on are the same whether the text before it is there or not;
-    a match that does not end with the window looks no further than into the third piece after it: an alternative
-        is at most one character, runs of one class of characters, and one character looked ahead.  A run that it
-        looks through and does not take (white space before a line's end, capitals that no small letter follows,
-        a contraction that is none) is cut into at most three pieces.
+Names of special tokens are chunk borders: the text between them is encoded separately in any case.  Elsewhere a
+window of the text is encoded.  All but the last `MARGIN` of its pieces are used, and the next window starts where they
+end.  A piece is a match of the pre-tokenizer's patterns; merges never cross pieces.  The result is exact because
 
-A window without enough pieces (a run of one class of characters can be as long as the text) is doubled.
+    a match depends only on the text after its start: no pattern looks back or has anchors, so the pieces after a
+        border are the same with or without the text before it;
+    a match that ends before the window's end depends on at most three more pieces: an alternative consists of at most
+        one character, runs of one character class, and one character of lookahead.  A run that a pattern inspects and
+        does not consume (white space before a line's end, capitals without a following lower-case letter, an
+        incomplete contraction) is at most three pieces.
+
+If a window has too few pieces (a run of one character class can be as long as the text), its size is doubled.
 """
 
 from __future__ import annotations
@@ -23,27 +24,26 @@ from collections.abc import Callable, Iterator, Mapping
 from tokenizers import Encoding, Tokenizer
 
 WINDOW = 32_768  # characters: about 30 ms, and 6 MB
-MARGIN = 8  # pieces at a window's end that may be others when the text goes on
-SHORT = 4096  # characters: about 4 ms
-_DEEP = 40  # of groups in a pattern: `re` is recursive
+MARGIN = 8  # pieces at a window's end that may change with the text after it
+SHORT = 4096  # characters: about 4 ms, short enough to hold the interpreter lock
+_MAX_DEPTH = 40  # of nested groups in a pattern: `re` is recursive
 
 
 class RunTooLong(Exception):
-    """Of ten millions and more: the library's patterns go back a bounded number of steps."""
+    """A run of ten million characters or more without a border: the library's regular expressions give up."""
 
 
-class Names:
-    """Finds names of special tokens, the longest where several begin."""
+class SpecialTokenFinder:
+    """Finds names of special tokens in a text; of several at the same position, the longest."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = dict(ids)
         self._longest = max(map(len, ids), default=0)
-        # By common beginnings: with one alternative for each name a text of "<" would be compared with all of them
-        # at each character.
+        # A trie, because alternatives for whole names would compare each "<" in the text with all names.
         self._pattern = re.compile(_alternatives(sorted(ids))) if ids else None
 
-    def next(self, text: str, begin: int, end: int) -> tuple[int, int, int] | None:
-        """(begin, end, token id) of the first name that begins in `text[begin:end]`; it may end after that."""
+    def find(self, text: str, begin: int, end: int) -> tuple[int, int, int] | None:
+        """Return (begin, end, token id) of the first name that starts in `text[begin:end]`; it may end after `end`."""
         if self._pattern is None:
             return None
         found = self._pattern.search(text, begin, end + self._longest - 1)
@@ -53,44 +53,46 @@ class Names:
 
 
 def _alternatives(names: list[str], depth: int = 0) -> str:
-    """A pattern of the names (sorted, different), in which the longest that matches is taken."""
-    if depth > _DEEP:
+    """Return a pattern that matches the longest of the names, which are sorted and unique."""
+    if depth > _MAX_DEPTH:
         return "(?:" + "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) + ")"
     by_first: dict[str, list[str]] = {}
     for name in filter(None, names):
         by_first.setdefault(name[0], []).append(name)
     branches = []
     for group in by_first.values():
-        n = _common(group[0], group[-1])  # sorted: what these have in common, all have
+        n = _common_prefix(group[0], group[-1])  # of all: the group is sorted
         rest = [name[n:] for name in group]
         branches.append(re.escape(group[0][:n]) + (_alternatives(rest, depth + 1) if rest != [""] else ""))
     return "(?:" + "|".join(branches) + ")" + ("?" if "" in names else "")
 
 
-def _common(one: str, other: str) -> int:
-    """Characters that both begin with."""
+def _common_prefix(one: str, other: str) -> int:
+    """Return the number of characters that both start with."""
     return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
-def stretches(tokenizer: Tokenizer, names: Names, text: str, window: int = WINDOW) -> Iterator[tuple[int, list[int]]]:
-    """(where a stretch ends, its token ids) from the text's beginning to its end.
+def encode_chunks(
+    tokenizer: Tokenizer, names: SpecialTokenFinder, text: str, window: int = WINDOW
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield (end of a chunk in the text, its token ids) from the text's start to its end.
 
-    A stretch may be empty: more of the text was needed at once, and the next call takes more time.
+    A chunk may be empty: the window had no usable border, and the next one is twice as large.
     """
     at, size = 0, window
     while at < len(text):
         end = min(at + size, len(text))
-        name = names.next(text, at, end)
+        name = names.find(text, at, end)
         if name is None and end < len(text):
-            ids, taken = _beginning(tokenizer, text[at:end])
-            # With less than half of it taken, much would be encoded again and again.
+            ids, taken = _encode_window(tokenizer, text[at:end])
+            # A window of which little was used stays large: otherwise the rest would be encoded several times.
             size = max(window, size // 2) if 4 * taken >= 3 * size else size if taken else 2 * size
             at += taken
             yield at, ids
             continue
         if name is not None:
             end = name[0]
-        ids = _encode(tokenizer, text[at:end]) if end > at else []
+        ids = _encode_all(tokenizer, text[at:end]) if end > at else []
         at, size = end, window
         if name is not None:
             at = name[1]
@@ -98,36 +100,36 @@ def stretches(tokenizer: Tokenizer, names: Names, text: str, window: int = WINDO
         yield at, ids
 
 
-def _encode(tokenizer: Tokenizer, piece: str) -> list[int]:
-    if len(piece) < SHORT:
-        ids: list[int] = tokenizer.encode(piece, add_special_tokens=False).ids
+def _encode_all(tokenizer: Tokenizer, text: str) -> list[int]:
+    if len(text) < SHORT:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         return ids
-    return list(_call(tokenizer.encode_batch_fast, piece).ids)
+    return list(_call(tokenizer.encode_batch_fast, text).ids)
 
 
 def _call(encode: Callable[..., list[Encoding]], text: str) -> Encoding:
-    """Only a batch is encoded without the interpreter's lock, which others want meanwhile."""
+    """Encode as a batch of one: only for batches does the library release the interpreter lock."""
     try:
         (encoded,) = encode([text], add_special_tokens=False)
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # the library's, which cannot be imported
+        if type(error).__name__ != "PanicException":  # the library's exception, which cannot be imported
             raise
         raise RunTooLong(
-            f"{len(text)} characters without a border between words, more than the tokenizer takes ({error})"
+            f"{len(text)} characters without a border between words, more than the tokenizer can process ({error})"
         ) from None
     return encoded
 
 
-def _beginning(tokenizer: Tokenizer, window: str) -> tuple[list[int], int]:
-    """Token ids that the window's first characters have whatever comes after it, and how many these are.
+def _encode_window(tokenizer: Tokenizer, window: str) -> tuple[list[int], int]:
+    """Return the token ids that do not depend on the text after the window, and how many characters they cover.
 
-    At least half of the window, or nothing.
+    They cover at least half of the window, or nothing.
     """
     encoding = _call(tokenizer.encode_batch, window)
     last = encoding.token_to_word(len(encoding) - 1) if len(encoding) else None
     for word in range((last or 0) - MARGIN + 1, 0, -1):
         before, after = encoding.word_to_chars(word - 1), encoding.word_to_chars(word)
-        # Between pieces that do not touch, characters without a token were lost: whose they were is not known.
+        # A gap between pieces means dropped characters (without a token), and they could belong to either piece.
         if before is None or after is None or before[1] != after[0]:
             continue
         taken, tokens = after[0], encoding.word_to_tokens(word)

@@ -1,7 +1,7 @@
-"""Long texts take turns on one background thread, a stretch each: a short one waits for no long one's end.
+"""The queue of long texts: one background thread runs a step of each in turn, so that none waits for another.
 
-Owns the queue and the thread's loop; knows neither frames nor sockets.  `put`, `drop` and `take` are the stage's
-thread's; the work itself runs on the other one only.
+Owns the queue and the thread's loop; independent of frames and sockets.  The stage's thread calls `submit`,
+`drop_client` and `take_results`; only the background thread runs the jobs.
 """
 
 from __future__ import annotations
@@ -11,101 +11,102 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Generic, TypeVar
 
-MAX_TEXTS = 2048  # waiting or under way; a gateway asks no more at once
-MAX_CHARACTERS = 256 << 20  # of all of them; one text is always taken
+MAX_JOBS = 2048  # queued or running; a gateway sends no more requests at once
+MAX_CHARACTERS = 256 << 20  # of all jobs together; one job of any size is always accepted
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
-class _Text(Generic[Answer]):
-    __slots__ = ("asker", "characters", "is_dropped", "work")
+class _Job(Generic[Result]):
+    __slots__ = ("characters", "client", "is_dropped", "steps")
 
-    def __init__(self, asker: bytes, characters: int, work: Generator[None, None, Answer]) -> None:
-        self.asker = asker
+    def __init__(self, client: bytes, characters: int, steps: Generator[None, None, Result]) -> None:
+        self.client = client
         self.characters = characters
-        self.work = work
+        self.steps = steps
         self.is_dropped = False
 
 
-class Turns(Generic[Answer]):
-    """`on_done()` is called by the thread that calls `run`, when it is through with a text, wanted or not."""
+class EncodeQueue(Generic[Result]):
+    """A bounded round-robin queue of generators. The thread that calls `run` calls `on_done()` after each job."""
 
     def __init__(
-        self, on_done: Callable[[], None], max_texts: int = MAX_TEXTS, max_characters: int = MAX_CHARACTERS
+        self, on_done: Callable[[], None], max_jobs: int = MAX_JOBS, max_characters: int = MAX_CHARACTERS
     ) -> None:
         self._on_done = on_done
-        self._max_texts, self._max_characters = max_texts, max_characters
+        self._max_jobs, self._max_characters = max_jobs, max_characters
         self._changed = threading.Condition()
-        self._waiting: deque[_Text[Answer]] = deque()
-        self._open: set[_Text[Answer]] = set()  # waiting, or having its turn
-        self._done: deque[tuple[bytes, Answer]] = deque()
-        self._characters = 0  # of the open ones
+        self._waiting: deque[_Job[Result]] = deque()
+        self._unfinished: set[_Job[Result]] = set()  # waiting, or running a step
+        self._results: deque[tuple[bytes, Result]] = deque()
+        self._characters = 0  # of the unfinished jobs
         self._is_stopped = False
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._open or self._done)
+        """True while a job is unfinished or a result has not been taken."""
+        return bool(self._unfinished or self._results)
 
-    def put(self, asker: bytes, characters: int, work: Generator[None, None, Answer]) -> bool:
-        """`work` returns the answer and must not raise. False: there are too many already."""
+    def submit(self, client: bytes, characters: int, steps: Generator[None, None, Result]) -> bool:
+        """Add a job; False if the queue is full. `steps` returns the result and must not raise."""
         with self._changed:
-            is_full = len(self._open) >= self._max_texts or self._characters + characters > self._max_characters
-            if is_full and self._open:
+            is_full = len(self._unfinished) >= self._max_jobs or self._characters + characters > self._max_characters
+            if is_full and self._unfinished:
                 return False
-            text = _Text(asker, characters, work)
-            self._open.add(text)
-            self._waiting.append(text)
+            job = _Job(client, characters, steps)
+            self._unfinished.add(job)
+            self._waiting.append(job)
             self._characters += characters
             self._changed.notify()
         return True
 
-    def drop(self, asker: bytes) -> None:
-        """It is gone: nobody wants its answers any more."""
+    def drop_client(self, client: bytes) -> None:
+        """Drop the client's jobs: it has disconnected, and their results are not needed."""
         with self._changed:
-            for text in [text for text in self._open if text.asker == asker]:
-                text.is_dropped = True
-                if text in self._waiting:
-                    self._waiting.remove(text)
-                    self._close(text)
+            for job in [job for job in self._unfinished if job.client == client]:
+                job.is_dropped = True
+                if job in self._waiting:
+                    self._waiting.remove(job)
+                    self._remove(job)
 
-    def take(self) -> list[tuple[bytes, Answer]]:
-        """(asker, answer) of what has come to its end."""
+    def take_results(self) -> list[tuple[bytes, Result]]:
+        """Return (client, result) of the jobs that have finished since the last call."""
         with self._changed:
-            done = list(self._done)
-            self._done.clear()
-        return done
+            results = list(self._results)
+            self._results.clear()
+        return results
 
     def stop(self) -> None:
-        """End `run` after the turn that is under way; what is open is given up."""
+        """End `run` after the step in progress and drop all unfinished jobs."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify()
 
     def run(self) -> None:
-        """Until `stop`. What `work` raises ends it."""
-        while (text := self._next()) is not None:
+        """Run jobs until `stop`. An exception of a job ends the loop."""
+        while (job := self._next()) is not None:
             try:
-                next(text.work)
-                self._after(text)
+                next(job.steps)
+                self._after_step(job)
             except StopIteration as end:
-                self._after(text, end)
-            del text  # until the next one comes, perhaps in hours, it would stay
+                self._after_step(job, end)
+            del job  # otherwise its text would stay in memory until the next job
 
-    def _next(self) -> _Text[Answer] | None:
+    def _next(self) -> _Job[Result] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_stopped)
             return None if self._is_stopped else self._waiting.popleft()
 
-    def _after(self, text: _Text[Answer], end: StopIteration | None = None) -> None:
+    def _after_step(self, job: _Job[Result], end: StopIteration | None = None) -> None:
         with self._changed:
-            if end is None and not text.is_dropped:
-                self._waiting.append(text)
+            if end is None and not job.is_dropped:
+                self._waiting.append(job)
                 return
-            self._close(text)
-            if end is not None and not text.is_dropped:
-                self._done.append((text.asker, end.value))
+            self._remove(job)
+            if end is not None and not job.is_dropped:
+                self._results.append((job.client, end.value))
         self._on_done()
 
-    def _close(self, text: _Text[Answer]) -> None:
-        self._open.discard(text)
-        self._characters -= text.characters
+    def _remove(self, job: _Job[Result]) -> None:
+        self._unfinished.discard(job)
+        self._characters -= job.characters

@@ -1,8 +1,8 @@
-"""How text is cut before byte-pair merges, for each value of `tokenizer.ggml.pre`.
+"""Pre-tokenizers: how text is split before byte-pair merges, for each value of `tokenizer.ggml.pre`.
 
-A GGUF file names its pre-tokenizer; the patterns are part of what each model family was trained
-with (GPT-2: Radford et al. 2019; Llama 3 and Qwen2: their published `tokenizer.json`).  Patterns of
-an entry are applied one after the other; text between matches stays as pieces of its own.
+A GGUF file names its pre-tokenizer.  The patterns are those that each model family was trained with (GPT-2: Radford
+et al. 2019; Llama 3 and Qwen2: their published `tokenizer.json`).  The patterns of a pre-tokenizer are applied in
+order; text between matches is a piece of its own.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ _GPT4O = (
 
 
 class PreTokenizer(NamedTuple):
+    """Patterns in the order in which they split a text."""
+
     patterns: tuple[str, ...]
-    # A piece that is itself a token is taken whole, before any merge (Llama 3).
+    # A piece that is itself a token is not merged from smaller ones (Llama 3).
     whole_pieces: bool = False
 
 

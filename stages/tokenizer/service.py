@@ -1,6 +1,6 @@
-"""Frames in, frames out: what the tokenizer stage answers. No sockets, no threads, no clock, no state.
+"""The tokenizer's replies: a frame in, a frame out. Without sockets, threads or a clock.
 
-Streams are turned into text by the gateway, of the pieces that a model's description has.
+The gateway itself turns streamed tokens into text, with the token bytes in a model's description.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from stages.tokenizer.vocabulary import TooManyTokens, Vocabulary
 
 log = logging.getLogger("starling.tokenizer")
 
-DECODED_AT_ONCE = 16384  # tokens: about 15 ms
-MAX_TEXT_BYTES = 32 << 20  # of decoded tokens, of a vocabulary: an answer is one frame
+TOKENS_PER_STEP = 16384  # decoded in a step: about 15 ms
+MAX_TEXT_BYTES = 32 << 20  # of decoded tokens, or of a vocabulary: a reply is one frame
 
 _decoder = codecs.getincrementaldecoder("utf-8")
 
-Work = m.Encode | m.Render | m.Detokenize
+TextRequest = m.Encode | m.Render | m.Detokenize  # may take long
 
 
 class TokenizerModel(NamedTuple):
-    """What the stage holds of a model. `described` has an empty id."""
+    """A loaded model. `described` is the reply to `Describe`, with an empty id."""
 
     vocabulary: Vocabulary
     template: ChatTemplate | None
@@ -38,7 +38,7 @@ class TokenizerModel(NamedTuple):
 
 
 class TokenizerService:
-    """`load(name)` opens a model or raises `StarlingError`; called once for each name that works."""
+    """Replies to frames. `load(name)` opens a model or raises `StarlingError`; a loaded model is kept."""
 
     def __init__(self, load: Callable[[str], TokenizerModel]) -> None:
         self._load = load
@@ -47,20 +47,21 @@ class TokenizerService:
         self.tokens_decoded = 0
 
     def model(self, name: str) -> TokenizerModel:
+        """Return the model, loading it if necessary. Raises `StarlingError`."""
         model = self._models.get(name)
         if model is None:
             model = self._models[name] = self._load(name)
         return model
 
     def keep_models(self, names: Collection[str]) -> None:
-        """Let go of all others."""
+        """Unload all other models."""
         for name in [name for name in self._models if name not in names]:
             self._models.pop(name, None)
 
-    def answer(self, frame: Any) -> m.Frame | None:
-        """The reply to one frame, None where there is none. Never raises for what a client sent."""
-        if self.can_wait(frame):
-            steps = self.work(frame)
+    def reply(self, frame: Any) -> m.Frame | None:
+        """Return the reply to a frame, None if it needs none. Does not raise for any content of a frame."""
+        if self.is_text_request(frame):
+            steps = self.reply_steps(frame)
             while True:
                 try:
                     next(steps)
@@ -74,12 +75,12 @@ class TokenizerService:
         return None
 
     @staticmethod
-    def can_wait(frame: Any) -> TypeGuard[Work]:
-        """May it take long?"""
-        return isinstance(frame, Work)
+    def is_text_request(frame: Any) -> TypeGuard[TextRequest]:
+        """True for a request whose reply may take long; `reply_steps` makes it in steps."""
+        return isinstance(frame, TextRequest)
 
-    def work(self, frame: Work) -> Generator[None, None, m.Frame]:
-        """Returns the reply; yields every some tens of ms until it has it. Never raises for what a client sent."""
+    def reply_steps(self, frame: TextRequest) -> Generator[None, None, m.Frame]:
+        """Make the reply in steps of some tens of ms: a generator that returns it. Does not raise, like `reply`."""
         try:
             try:
                 match frame:
@@ -91,21 +92,23 @@ class TokenizerService:
                         return (yield from self._decode(frame))
             except RunTooLong as error:
                 param = "prompt" if isinstance(frame, m.Encode) else "messages"
-                raise InvalidRequest(f"{param} has {error}: break them up", param=param) from None
+                raise InvalidRequest(
+                    f"{param} has {error}: split them with spaces or line breaks", param=param
+                ) from None
             except TooManyTokens as many:
                 return m.Encoded(frame.id, (), b"", many.count, many.is_exact)
         except StarlingError as error:
             return m.TokenizerFailed(frame.id, error.code, error.message, error.param)
         except Exception as error:
-            # Not fatal: the gateway would ask the next process the same, and the next.
-            log.exception("a text cannot be tokenized", extra={"model": frame.model})
-            failed = InternalError(f"the text cannot be tokenized: {type(error).__name__}: {error}")
+            # Not fatal for the stage: the gateway would send the same request to each successor.
+            log.exception("cannot tokenize a text", extra={"model": frame.model})
+            failed = InternalError(f"cannot tokenize the text: {type(error).__name__}: {error}")
             return m.TokenizerFailed(frame.id, failed.code, failed.message)
 
     def _encode(self, frame: m.Encode) -> Generator[None, None, m.Encoded]:
         vocabulary = self.model(frame.model).vocabulary
         text = _utf8(frame.text, "prompt")
-        tokens = yield from vocabulary.within(text, frame.parse_special, frame.add_bos, frame.token_limit)
+        tokens = yield from vocabulary.encode_steps(text, frame.parse_special, frame.add_bos, frame.token_limit)
         self.tokens_encoded += len(tokens)
         offsets = vocabulary.offsets(text, tokens).astype("<u4").tobytes() if frame.offsets else b""
         return m.Encoded(frame.id, tuple(tokens), offsets)
@@ -115,8 +118,8 @@ class TokenizerService:
         if model.template is None:
             raise InvalidRequest(f"model {frame.model!r} has no chat template; use /v1/completions", param="model")
         text = model.template.render(frame.messages, frame.add_generation_prompt, frame.tools, frame.template_vars)
-        tokens = yield from model.vocabulary.within(
-            _utf8(text, "messages"), parse_special=True, add_bos=True, most=frame.token_limit
+        tokens = yield from model.vocabulary.encode_steps(
+            _utf8(text, "messages"), parse_special=True, add_bos=True, token_limit=frame.token_limit
         )
         self.tokens_encoded += len(tokens)
         return m.Encoded(frame.id, tuple(tokens))
@@ -126,14 +129,14 @@ class TokenizerService:
         hidden = vocabulary.control if frame.skip_special else frozenset()
         texts: list[str] = []
         size = 0  # bytes
-        for at in range(0, len(frame.tokens), DECODED_AT_ONCE):
-            tokens = frame.tokens[at : at + DECODED_AT_ONCE]
+        for at in range(0, len(frame.tokens), TOKENS_PER_STEP):
+            tokens = frame.tokens[at : at + TOKENS_PER_STEP]
             texts.append(decoder.decode(b"".join(vocabulary.token_bytes(t) for t in tokens if t not in hidden)))
             size += len(texts[-1].encode())
             if size > MAX_TEXT_BYTES:
                 raise InvalidRequest(
-                    f"tokens has {len(frame.tokens)} ids that read as more than {MAX_TEXT_BYTES} bytes of text, "
-                    f"the most that is decoded at once: send them in parts",
+                    f"tokens has {len(frame.tokens)} ids that decode to more than {MAX_TEXT_BYTES} bytes of text, "
+                    f"the limit for one request: send them in parts",
                     param="tokens",
                 )
             yield
@@ -149,8 +152,8 @@ class TokenizerService:
         pieces, ends = vocabulary.pieces
         if len(pieces) > MAX_TEXT_BYTES:
             raise ModelUnavailable(
-                f"the tokens of model {frame.model!r} read as {len(pieces)} bytes, more than the {MAX_TEXT_BYTES} "
-                f"that a vocabulary may have",
+                f"the tokens of model {frame.model!r} have {len(pieces)} bytes; a vocabulary may have at most "
+                f"{MAX_TEXT_BYTES}",
                 param="model",
             )
         control = array("i", sorted(vocabulary.control)).tobytes()
@@ -158,7 +161,7 @@ class TokenizerService:
 
 
 def _utf8(text: str, param: str) -> str:
-    """Refuse lone surrogates: JSON can carry them, UTF-8 cannot."""
+    """Return `text`. Raises `InvalidRequest` for lone surrogates, which JSON can encode and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,7 +1,7 @@
-"""The tokenizer process: the I/O around `service.py`.
+"""The tokenizer process: sockets, threads and models around `service.py`.
 
-Long texts are encoded on one background thread, where they take turns (the library lets go of the interpreter
-lock), so that short questions are answered meanwhile; everything else is answered at once.
+One background thread encodes long texts (`encode_queue.py`); the library releases the interpreter lock meanwhile.  The
+main thread replies to everything else at once.
 """
 
 from __future__ import annotations
@@ -22,26 +22,25 @@ from pipeline.models import versions
 from pipeline.protocol import messages as m
 from pipeline.runtime.malloc_trim import MallocTrimmer
 from shm.checkpoint import CheckpointError, load_index
-from stages.tokenizer.encode_queue import Turns
-from stages.tokenizer.service import TokenizerModel, TokenizerService, Work
+from stages.tokenizer.encode_queue import EncodeQueue
+from stages.tokenizer.service import TextRequest, TokenizerModel, TokenizerService
 from stages.tokenizer.template import ChatTemplate
 from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary
 
 log = logging.getLogger("starling.tokenizer")
 
-# Characters that are encoded, or tokens decoded, between two looks at the clock, about 15 ms' worth; what is more is
-# for the thread.
-AT_ONCE = 16_384
-MESSAGE = 64  # characters that a chat's message counts beside its content, for the template's work
+# Characters encoded or tokens decoded by the main thread in one iteration of its loop: about 15 ms.  Requests beyond
+# that go to the background thread.
+MAX_LENGTH_PER_ITERATION = 16_384
+MESSAGE_LENGTH = 64  # added per chat message, for the template's work
 
-
-_opened: dict[Path, TokenizerModel] = {}  # a checkpoint is immutable: its digest is its name
+_opened: dict[Path, TokenizerModel] = {}  # by index file: a checkpoint is immutable
 
 
 def open_model(index_path: Path) -> TokenizerModel:
     """Build vocabulary and template from a checkpoint's index. Raises `StarlingError`.
 
-    Kept: versions of a model that have one checkpoint share them, and `preload` leaves them to the stage.
+    The result is cached: versions of a model with the same checkpoint share it, and so do `preload` and the stage.
     """
     if index_path in _opened:
         return _opened[index_path]
@@ -73,97 +72,100 @@ def open_model(index_path: Path) -> TokenizerModel:
 
 
 class TokenizerStage:
+    """The main loop of the tokenizer process."""
+
     def __init__(self, config: Config) -> None:
         self.loop = PollLoop("tokenizer", config)
         self.config = config
         self.service = TokenizerService(self._open)
         self.hub = self.loop.bind("gateway-tokenizer", self._on_frame)
-        self.turns: Turns[m.Frame] = Turns(lambda: os.eventfd_write(self._wake, 1))
-        self.hub.on_down = lambda peer, hello: self._drop(peer)
-        self._left = AT_ONCE
+        self.encode_queue: EncodeQueue[m.Frame] = EncodeQueue(lambda: os.eventfd_write(self._wake, 1))
+        self.hub.on_down = lambda peer, hello: self._drop_client(peer)
+        self._length_left = MAX_LENGTH_PER_ITERATION
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.loop.add_fd(self._wake, self._on_done)
-        self._thread = threading.Thread(target=self._encode_long, name="encode", daemon=True)
-        self._spent = 0.0  # CPU time of the thread, s
-        self.loop.on_tick += [self._notice_work, MallocTrimmer(self.loop.clock).tick]
+        self._thread = threading.Thread(target=self._run_queue, name="encode", daemon=True)
+        self._spent = 0.0  # CPU time of the background thread, s
+        self.loop.on_tick += [self._count_progress, MallocTrimmer(self.loop.clock).tick]
         self.follower = versions.VersionFollower(config)
         self._opening: dict[Path, threading.Thread] = {}  # checkpoints of versions that are being loaded
-        self._refused: dict[Path, StarlingError] = {}
+        self._failed: dict[Path, StarlingError] = {}
 
     def run(self) -> int:
+        """Serve until told to stop; return the exit code."""
         self._thread.start()
         try:
             return self.loop.run(self._work)
         finally:
-            self.turns.stop()
+            self.encode_queue.stop()
             self._thread.join()
             os.close(self._wake)
 
     # -------------------------------------------------------------- models
 
     def _open(self, name: str) -> TokenizerModel:
-        """A version of a model, by its own name."""
-        instance = self.follower.table.find(name)
-        if instance is None and self.follower.poll():  # newer than our last look at the record
-            self._follow()
-            instance = self.follower.table.find(name)
-        if instance is None:
+        """Open a version of a model by its id. Raises `StarlingError`."""
+        version = self.follower.table.find(name)
+        if version is None and self.follower.poll():  # the version may be newer than the table read last
+            self._unload_removed()
+            version = self.follower.table.find(name)
+        if version is None:
             known = ", ".join(repr(other.id) for other in self.follower.table.versions)
             raise ModelNotFound(f"model {name!r} is not served here; served: {known}", param="model")
-        index_path = versions.find_index(instance, paths.models_dir())
-        is_loading = instance.state == "loading"
-        if index_path is None or (is_loading and not instance.digest):
+        index_path = versions.find_index(version, paths.models_dir())
+        is_loading = version.state == "loading"
+        if index_path is None or (is_loading and not version.digest):
             raise ModelUnavailable(f"model {name!r} is not prepared yet", param="model", retry_after_s=5)
         if is_loading and index_path not in _opened:
-            self._open_aside(index_path, name)
+            self._open_in_background(index_path, name)
         opened = open_model(index_path)
         return opened._replace(described=msgspec.structs.replace(opened.described, model=name))
 
-    def _open_aside(self, index_path: Path, name: str) -> None:
-        """On a thread of its own, so that the questions of others are answered. Raises until it is there."""
-        if index_path in self._refused:
-            raise self._refused.pop(index_path)
+    def _open_in_background(self, index_path: Path, name: str) -> None:
+        """Build a vocabulary on a separate thread while the stage serves. Raises until it is built."""
+        if index_path in self._failed:
+            raise self._failed.pop(index_path)
         if index_path not in self._opening:
             thread = threading.Thread(target=self._build, args=(index_path,), name="open", daemon=True)
             self._opening[index_path] = thread
             thread.start()
-        raise ModelUnavailable(f"the vocabulary of model {name!r} is being read", param="model", retry_after_s=1)
+        raise ModelUnavailable(f"the vocabulary of model {name!r} is being loaded", param="model", retry_after_s=1)
 
     def _build(self, index_path: Path) -> None:
         try:
             open_model(index_path)
         except StarlingError as error:
-            self._refused[index_path] = error
-        except Exception as error:  # whatever a vocabulary can hold that nobody has foreseen
-            self._refused[index_path] = InternalError(f"its vocabulary cannot be used: {error}")
+            self._failed[index_path] = error
+        except Exception as error:  # an unforeseen content of the file must not end the stage
+            self._failed[index_path] = InternalError(f"invalid vocabulary: {error}")
         finally:
             self._opening.pop(index_path, None)
 
-    def _follow(self) -> None:
-        """Forget the versions that the record does not name any more."""
+    def _unload_removed(self) -> None:
+        """Unload the versions that are no longer in the version table."""
         self.loop.mark_active()
-        instances = self.follower.table.versions
-        self.service.keep_models({one.id for one in instances})
-        digests = {one.digest for one in instances}
+        loaded = self.follower.table.versions
+        self.service.keep_models({one.id for one in loaded})
+        digests = {one.digest for one in loaded}
         if "" not in digests:
             for path in [path for path in _opened if path.stem not in digests]:
                 _opened.pop(path, None)
 
     def _work(self) -> float | None:
-        """Open what has become ready; until everything that serves is, say what is missing."""
-        self._left = AT_ONCE
+        """Open all serving versions; until that is done, report the reason for not being ready."""
+        self._length_left = MAX_LENGTH_PER_ITERATION
         if self.loop.stopping:
-            self.loop.busy = self.turns.is_busy or self.loop.serves_stopping_clients(self.hub)
+            self.loop.busy = self.encode_queue.is_busy or self.loop.serves_stopping_clients(self.hub)
         if self.follower.poll():
-            self._follow()
+            self._unload_removed()
             self.loop.ready = False
         if self.loop.ready:
             return None
-        for instance in self.follower.table.versions:
-            if instance.state != "serving":
+        for version in self.follower.table.versions:
+            if version.state != "serving":
                 continue
             try:
-                self.service.model(instance.id)
+                self.service.model(version.id)
             except ModelUnavailable as error:
                 self.loop.reason = error.message
                 return 0.2
@@ -174,52 +176,53 @@ class TokenizerStage:
 
     def _on_frame(self, peer: bytes, frame: m.Frame) -> None:
         self.loop.progress += 1
-        if self.service.can_wait(frame):
+        if self.service.is_text_request(frame):
             length = self._length(frame)
-            if length > self._left:
-                self._put_off(peer, frame, length)
+            if length > self._length_left:
+                self._enqueue(peer, frame, length)
                 return
-            self._left -= length
-        self._send(peer, self.service.answer(frame))
+            self._length_left -= length
+        self._send(peer, self.service.reply(frame))
 
-    def _drop(self, peer: bytes) -> None:
-        self.turns.drop(peer)
-        self.loop.busy = self.turns.is_busy
+    def _drop_client(self, peer: bytes) -> None:
+        self.encode_queue.drop_client(peer)
+        self.loop.busy = self.encode_queue.is_busy
 
-    def _put_off(self, peer: bytes, frame: Work, length: int) -> None:
-        if self.turns.put(peer, length, self.service.work(frame)):
+    def _enqueue(self, peer: bytes, frame: TextRequest, length: int) -> None:
+        if self.encode_queue.submit(peer, length, self.service.reply_steps(frame)):
             self.loop.busy = True
         else:
-            message = "too many long texts are waiting for the tokenizer; try again later"
+            message = "the tokenizer's queue of long texts is full; try again later"
             self._send(peer, m.TokenizerFailed(frame.id, "OVERLOADED", message))
 
     @staticmethod
-    def _length(frame: Work) -> int:
+    def _length(frame: TextRequest) -> int:
         if isinstance(frame, m.Encode):
             return len(frame.text)
         if isinstance(frame, m.Detokenize):
             return len(frame.tokens)
         return sum(
-            MESSAGE + sum(len(text) for text in message.values() if isinstance(text, str)) for message in frame.messages
+            MESSAGE_LENGTH + sum(len(text) for text in message.values() if isinstance(text, str))
+            for message in frame.messages
         )
 
     def _send(self, peer: bytes, reply: m.Frame | None) -> None:
-        # A gateway that is gone or full asks again: its record has everything.
+        # A send may fail: a gateway that reconnects sends its open requests again.
         if reply is not None:
             self.hub.send(peer, reply)
 
     # -------------------------------------------------------------- the thread
 
-    def _encode_long(self) -> None:
+    def _run_queue(self) -> None:
         try:
-            self.turns.run()
+            self.encode_queue.run()
         except BaseException:
-            log.exception("the thread that tokenizes long texts has failed, the stage ends")
+            log.exception("the encoding thread failed; the stage exits")
             self.loop.quit()
             self.loop.wake()
 
-    def _notice_work(self) -> None:
-        """A run of one class of characters is one call into the library: its CPU time is what shows progress."""
+    def _count_progress(self) -> None:
+        """Update metrics and progress. One library call may take long, so the thread's CPU time counts as progress."""
         for direction, tokens in (("encoded", self.service.tokens_encoded), ("decoded", self.service.tokens_decoded)):
             self.loop.metrics.set("starling_tokenizer_tokens_total", tokens, direction)
         if self.loop.busy and self._thread.ident is not None and self._thread.is_alive():
@@ -230,16 +233,16 @@ class TokenizerStage:
 
     def _on_done(self) -> None:
         os.eventfd_read(self._wake)
-        for peer, reply in self.turns.take():
+        for peer, reply in self.encode_queue.take_results():
             self._send(peer, reply)
             self.loop.progress += 1
-        self.loop.busy = self.turns.is_busy
+        self.loop.busy = self.encode_queue.is_busy
 
 
 def preload(config: Config) -> None:
-    """Build vocabularies before the stage is forked: its restarts then cost no time."""
-    for instance in versions.read(config).versions:
-        index_path = versions.find_index(instance, paths.models_dir())
+    """Build vocabularies before the stage is forked, so that its restarts need no time for them."""
+    for version in versions.read(config).versions:
+        index_path = versions.find_index(version, paths.models_dir())
         if index_path is not None:
             open_model(index_path)
 

@@ -1,6 +1,6 @@
-"""Chat messages to a prompt, by the Jinja template that the model carries.
+"""Chat templates: from messages to a prompt, with the Jinja template of the model file.
 
-Templates come with model files: they run in Jinja's immutable sandbox, with the globals that published
+A model file is not trusted, so its template runs in Jinja's immutable sandbox, with the globals that published
 templates expect (`raise_exception`, `strftime_now`, `bos_token`, `eos_token`, `tools`).
 """
 
@@ -17,12 +17,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pipeline.errors import InvalidRequest, ModelUnavailable
 
 
-class _Refused(Exception):
+class _Rejected(Exception):
     """The template itself called `raise_exception`."""
 
 
 def _raise(message: str) -> NoReturn:
-    raise _Refused(message)
+    raise _Rejected(message)
 
 
 def _tojson(value: Any, indent: int | None = None) -> str:
@@ -30,7 +30,7 @@ def _tojson(value: Any, indent: int | None = None) -> str:
 
 
 class ChatTemplate:
-    """Raises `ModelUnavailable` for a template that is not Jinja, `InvalidRequest` for messages it refuses."""
+    """A compiled template. The constructor raises `ModelUnavailable` for a template that is not valid Jinja."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise ModelUnavailable(f"tokenizer.chat_template is not a usable template: {error}") from None
+            raise ModelUnavailable(f"tokenizer.chat_template is not a valid Jinja template: {error}") from None
         self._always = {"bos_token": bos_token, "eos_token": eos_token}
 
     def render(
@@ -58,6 +58,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
+        """Return the prompt. Raises `InvalidRequest` if the template fails or rejects the messages."""
         try:
             return self._template.render(
                 **{
@@ -68,11 +69,13 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except _Refused as refusal:
-            raise InvalidRequest(f"the model's chat template refuses: {refusal}", param="messages") from None
+        except _Rejected as rejection:
+            raise InvalidRequest(
+                f"the model's chat template rejects the messages: {rejection}", param="messages"
+            ) from None
         except MemoryError:
             raise
-        except Exception as error:  # a template is a program: what it does with messages can fail in any way
+        except Exception as error:  # a template is a program and can fail in any way
             raise InvalidRequest(
                 f"the model's chat template cannot render these messages: {type(error).__name__}: {error}",
                 param="messages",

@@ -1,8 +1,8 @@
-"""A GGUF `gpt2` vocabulary: text to token ids and ids to bytes.
+"""A GGUF `gpt2` vocabulary: from text to token ids, and from ids to bytes.
 
 Byte-level BPE (Sennrich et al. 2016; the byte alphabet of GPT-2): every byte has a printable stand-in
-character, tokens are strings of stand-ins, merges are ranked pairs.  The merging itself is done by the
-`tokenizers` library, stretch by stretch (`stretches.py`).  Knows nothing of requests, streams or templates.
+character, tokens are strings of stand-ins, merges are ranked pairs.  The `tokenizers` library merges, chunk by
+chunk (`chunked_encode.py`).  Independent of requests, streams and templates.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as Chain
 
 from pipeline.errors import ModelUnavailable
-from stages.tokenizer.chunked_encode import WINDOW, Names, stretches
+from stages.tokenizer.chunked_encode import WINDOW, SpecialTokenFinder, encode_chunks
 from stages.tokenizer.pretokenizers import PRETOKENIZERS
-from stages.tokenizer.token_lower_bound import Fewest, at_least
+from stages.tokenizer.token_lower_bound import TokenLowerBound, min_tokens
 
 # tokenizer.ggml.token_type (GGUF specification)
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's stand-in characters: printable Latin-1 for themselves, the others from U+0100 up."""
+    """Return GPT-2's stand-in characters: printable Latin-1 for themselves, the others from U+0100 up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
 class TooManyTokens(Exception):
-    """`count`: how many they are; without `is_exact` there are at least so many, which was enough to know."""
+    """The text has more tokens than the limit: `count` of them, or at least `count` unless `is_exact`."""
 
     def __init__(self, count: int, is_exact: bool) -> None:
         super().__init__(count, is_exact)
@@ -58,7 +58,7 @@ class TokenizerSpec(NamedTuple):
 
 
 class Vocabulary:
-    """Immutable once built. Raises `ModelUnavailable` for a vocabulary it cannot reproduce exactly."""
+    """Immutable. The constructor raises `ModelUnavailable` for a vocabulary that it cannot reproduce exactly."""
 
     def __init__(self, spec: TokenizerSpec) -> None:
         if spec.kind != "gpt2":
@@ -87,12 +87,12 @@ class Vocabulary:
             elif kind == USER_DEFINED and text:
                 always.setdefault(text, i)
         self._lengths = np.array([len(data) for data in self._bytes], np.int64)
-        self._always = Names(always)
-        self._specials = Names(always | specials)
+        self._always = SpecialTokenFinder(always)
+        self._specials = SpecialTokenFinder(always | specials)
         ids = {text: i for i, text in reversed(list(enumerate(spec.tokens)))}
-        # Bytes without a token: text that holds them loses them (no published tokenizer keeps them).
+        # Bytes without a token: encoding drops them, as every published tokenizer does.
         self.holes = frozenset(byte for character, byte in alphabet.items() if character not in ids)
-        self._fewest = Fewest(self._bytes, self.holes)
+        self._lower_bound = TokenLowerBound(self._bytes, self.holes)
         merges = []
         for line in spec.merges:
             # The separator is the first space after at least one character: stand-ins are never spaces.
@@ -105,62 +105,61 @@ class Vocabulary:
         )
 
     def token_bytes(self, token: int) -> bytes:
-        """The token's bytes; a special token's are its name. Ids outside the vocabulary have none."""
+        """Return the token's bytes: its name for a special token, none for an id outside the vocabulary."""
         return self._bytes[token] if 0 <= token < self.size else b""
 
     @property
     def pieces(self) -> tuple[bytes, bytes]:
-        """All tokens' bytes one after the other, and where each of them ends (u32 little-endian)."""
+        """The bytes of all tokens concatenated, and the end of each (u32 little-endian)."""
         return b"".join(self._bytes), np.cumsum(self._lengths).astype("<u4").tobytes()
 
     def encode(self, text: str, parse_special: bool, add_bos: bool = False) -> list[int]:
-        """Token ids of `text`, in one go; the arguments as of `within`."""
-        steps = self.within(text, parse_special, add_bos)
+        """Return the token ids of `text`, with the arguments of `encode_steps`."""
+        steps = self.encode_steps(text, parse_special, add_bos)
         while True:
             try:
                 next(steps)
             except StopIteration as end:
                 return list(end.value)
 
-    def within(
-        self, text: str, parse_special: bool, add_bos: bool = False, most: int = 0
+    def encode_steps(
+        self, text: str, parse_special: bool, add_bos: bool = False, token_limit: int = 0
     ) -> Generator[None, None, array[int]]:
-        """Returns the token ids (i32) of `text`, and yields every some tens of ms until it has them.
+        """Encode in steps of some tens of ms: a generator that returns the token ids (i32) of `text`.
 
-        parse_special: names of control tokens in the text become their ids (user-defined tokens
-        always do).  add_bos: begin with the start token, if the model asks for one and the text
-        does not begin with it already.
+        parse_special: names of control tokens in the text become their ids; user-defined tokens always do.
+        add_bos: start with the BOS token, if the model asks for one and the text does not start with it.
 
-        Raises `TooManyTokens` exactly if they are more than `most` (0: any number is taken), as soon as that is
-        certain: of a text of more than `WINDOW` characters no more is encoded than leaves it in doubt.
+        Raises `TooManyTokens` if and only if there are more than `token_limit` tokens (0: no limit).  A text of more
+        than `WINDOW` characters is encoded only until that is certain.
         """
-        is_bounded = most > 0 and len(text) > WINDOW
-        rest = self._fewest.weigh(text) if is_bounded else 0  # of what has no tokens yet
-        if is_bounded and at_least(rest) > most:
-            raise TooManyTokens(at_least(rest), False)
+        is_bounded = token_limit > 0 and len(text) > WINDOW
+        rest = self._lower_bound.weight(text) if is_bounded else 0  # of the text not yet encoded
+        if is_bounded and min_tokens(rest) > token_limit:
+            raise TooManyTokens(min_tokens(rest), False)
         names = self._specials if parse_special else self._always
         ids, seen = array("i"), 0
-        for end, new in stretches(self._tokenizer, names, text, WINDOW):
+        for end, new in encode_chunks(self._tokenizer, names, text, WINDOW):
             ids.fromlist(new)
             if new and end - seen < WINDOW // 2 and end < len(text):
-                continue  # thousands of names of special tokens can follow each other
+                continue  # many short chunks, between names of special tokens, are one step
             if is_bounded and end < len(text):
-                rest -= self._fewest.weigh(text[seen:end])
-                if len(ids) + at_least(rest) > most:
-                    raise TooManyTokens(len(ids) + at_least(rest), False)
+                rest -= self._lower_bound.weight(text[seen:end])
+                if len(ids) + min_tokens(rest) > token_limit:
+                    raise TooManyTokens(len(ids) + min_tokens(rest), False)
             seen = end
             yield
         if add_bos and self.add_bos and (not ids or ids[0] != self.bos):
             ids.insert(0, self.bos)
-        if 0 < most < len(ids):
+        if 0 < token_limit < len(ids):
             raise TooManyTokens(len(ids), True)
         return ids
 
     def offsets(self, text: str, tokens: Sequence[int]) -> NDArray[np.int64]:
-        """Byte range [begin, end) of each token in the UTF-8 of the text that it was encoded from; (tokens, 2).
+        """Return the byte range [begin, end) of each token in the UTF-8 of its text; shape (tokens, 2).
 
-        A start token that was added has an empty range.  Bytes that the vocabulary has no token for
-        (some have holes) were dropped by `encode`; no range begins with one.
+        A BOS token that was added has an empty range.  No range starts with a byte that encoding dropped because the
+        vocabulary has no token for it.
         """
         data = text.encode()
         lengths = self._lengths[np.asarray(tokens, np.int64)]
@@ -169,14 +168,14 @@ class Vocabulary:
         ends = np.cumsum(lengths)
         ranges = np.stack([ends - lengths, ends], axis=1)
         if not self.holes.isdisjoint(data):
-            # Counted without the dropped bytes; `kept` is where the others stand.
+            # The ranges ignore the dropped bytes; `kept` has the positions of the others.
             kept = np.flatnonzero(~np.isin(np.frombuffer(data, np.uint8), list(self.holes)))
             some = lengths > 0
             ranges[some] = np.stack([kept[ranges[some, 0]], kept[ranges[some, 1] - 1] + 1], axis=1)
         return ranges
 
     def decode(self, tokens: Sequence[int], skip_special: bool = False) -> str:
-        """The canonical text: bytes joined, what is not UTF-8 replaced by U+FFFD."""
+        """Return the tokens' bytes as text, with U+FFFD for bytes that are not UTF-8."""
         return b"".join(self.token_bytes(t) for t in tokens if not (skip_special and t in self.control)).decode(
             "utf-8", "replace"
         )

@@ -1,4 +1,4 @@
-"""Scripted peers for the gateway's tests: a vocabulary of bytes, a scheduler that follows law 1.
+"""Scripted peers for the gateway's tests: a vocabulary of bytes, a scheduler with deterministic output.
 
 `Tokenizer` is the real service of the tokenizer stage over a vocabulary in which every byte is a token.
 `Generator` answers submissions as the scheduler does; what it generates depends on prompt, seed,
@@ -41,10 +41,10 @@ class ByteVocabulary:
         pieces = [self.token_bytes(token) for token in range(VOCAB_SIZE)]
         return b"".join(pieces), array("I", accumulate(map(len, pieces))).tobytes()
 
-    def within(self, text: str, parse_special: bool, add_bos: bool, most: int = 0) -> Iterator[None]:
+    def encode_steps(self, text: str, parse_special: bool, add_bos: bool, token_limit: int = 0) -> Iterator[None]:
         yield
         n = len(text.encode())
-        if 0 < most < n:
+        if 0 < token_limit < n:
             raise TooManyTokens(n, is_exact=n <= LONG)
         return list(text.encode())
 
@@ -81,7 +81,7 @@ def make_tokenizer() -> TokenizerService:
 
 
 def make_pieces() -> TokenBytes:
-    described = make_tokenizer().answer(m.Describe("", MODEL))
+    described = make_tokenizer().reply(m.Describe("", MODEL))
     assert isinstance(described, m.Described)
     pieces = TokenBytes()
     pieces.fill(described)

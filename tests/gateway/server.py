@@ -78,7 +78,7 @@ class Peers(Threaded):
             self._next_tick = now + 0.05
         if self.tokenizer_hub is not None:
             for peer, frame in self.tokenizer_hub.receive():
-                answer = self.tokenizer.answer(frame)
+                answer = self.tokenizer.reply(frame)
                 if answer is not None:
                     self.tokenizer_hub.send(peer, answer)
             if is_due:

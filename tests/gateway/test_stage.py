@@ -265,7 +265,7 @@ def test_a_tokenizer_that_does_not_answer_is_waited_for_no_longer_than_a_request
 ) -> None:
     server = make_server(server={"request_timeout_ms": 600})
     server.wait_ready()
-    server.peers.do(lambda: setattr(server.peers.tokenizer, "answer", lambda frame: None))
+    server.peers.do(lambda: setattr(server.peers.tokenizer, "reply", lambda frame: None))
     begun = time.monotonic()
     late = server.post("/v1/generate", {"prompt": "x"})
     assert time.monotonic() - begun < 5.0

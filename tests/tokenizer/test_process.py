@@ -1,4 +1,4 @@
-"""The tokenizer's process: what long texts take of its memory, of others' time, and that each is answered."""
+"""The tokenizer process: its memory for long texts, its latency for short requests, and a reply for each request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 def write_model(home: Path) -> None:
-    """An index with a vocabulary of bytes: the tokenizer needs no weights."""
+    """Write an index with a vocabulary of bytes; the tokenizer needs no weights."""
     gguf = home / f"{MODEL}.gguf"
     gguf.write_bytes(b"GGUF" + bytes(64))
     model = load_config(home).model(MODEL)
@@ -57,8 +57,8 @@ def write_model(home: Path) -> None:
     (home / "models" / f"{digest}.idx").write_bytes(msgspec.msgpack.encode(index))
 
 
-class Asker:
-    """A tokenizer process, and as much of a gateway as asks it."""
+class TokenizerProcess:
+    """A tokenizer process and a minimal gateway that sends it requests."""
 
     def __init__(self, home: Path) -> None:
         configure(home)
@@ -94,8 +94,8 @@ class Asker:
             select.select([self.link.fd], [], [], 0.02)
             self.replies += self.link.receive()
 
-    def ask(self, frame: m.Frame) -> m.Frame:
-        """Its reply, in the order of arrival after all that came before."""
+    def request(self, frame: m.Frame) -> m.Frame:
+        """Send `frame` and return its reply."""
         assert self.link.send(frame)
         self.until(lambda: bool(self.of(frame.id)))  # type: ignore[attr-defined]
         return self.of(frame.id)[0]  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ class Asker:
         return [frame for frame in self.replies if getattr(frame, "id", "") == key]
 
     def peak_mb(self) -> float:
-        """Resident memory at its highest since the last look."""
+        """Return the peak of the resident memory since the last call, in MB."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         (kb,) = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")]
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
@@ -112,50 +112,50 @@ class Asker:
 
 
 @pytest.fixture
-def asker(tmp_path: Path) -> Iterator[Asker]:
-    asker = Asker(tmp_path)
+def tokenizer(tmp_path: Path) -> Iterator[TokenizerProcess]:
+    tokenizer = TokenizerProcess(tmp_path)
     try:
-        asker.until(lambda: asker.link.peer is not None)
-        asker.until(lambda: isinstance(asker.ask(m.Describe("d", MODEL)), m.Described))
-        yield asker
+        tokenizer.until(lambda: tokenizer.link.peer is not None)
+        tokenizer.until(lambda: isinstance(tokenizer.request(m.Describe("d", MODEL)), m.Described))
+        yield tokenizer
     finally:
-        asker.close()
+        tokenizer.close()
 
 
 @pytest.mark.parametrize("text", ["Hello, world. ", "a", "日本語", "\n", "👨\u200d👩\u200d👧 "])
-def test_a_text_with_too_many_tokens_costs_no_memory(asker: Asker, text: str) -> None:
+def test_a_text_over_the_token_limit_needs_no_memory(tokenizer: TokenizerProcess, text: str) -> None:
     text = (text * (4 << 20))[: (4 << 20) // len(text[:1].encode())]
-    asker.ask(m.Encode("small", MODEL, text[:20_000], token_limit=8191))
-    before = asker.peak_mb()
-    reply = asker.ask(m.Encode("1", MODEL, text, token_limit=8191))
+    tokenizer.request(m.Encode("small", MODEL, text[:20_000], token_limit=8191))
+    before = tokenizer.peak_mb()
+    reply = tokenizer.request(m.Encode("1", MODEL, text, token_limit=8191))
     assert isinstance(reply, m.Encoded)
     assert (reply.tokens, reply.is_exact) == ((), False)
     assert 8191 < reply.too_many <= len(text.encode())
-    # The frame as it comes, as bytes and as text, whose characters can take four bytes each.
-    assert asker.peak_mb() - before < 48
+    # The frame as bytes, and as text of up to four bytes per character.
+    assert tokenizer.peak_mb() - before < 48
 
 
-def test_short_questions_are_answered_while_many_texts_are_tokenized(asker: Asker) -> None:
+def test_short_requests_are_answered_while_many_texts_are_encoded(tokenizer: TokenizerProcess) -> None:
     texts = [m.Encode(f"t{i}", MODEL, "12 a" * 4000) for i in range(300)]
     for frame in texts:
-        assert asker.link.send(frame)
-    asker.ask(m.Detokenize("short", MODEL, (70, 71)))
-    done = sum(isinstance(frame, m.Encoded) for frame in asker.replies)
+        assert tokenizer.link.send(frame)
+    tokenizer.request(m.Detokenize("short", MODEL, (70, 71)))
+    done = sum(isinstance(frame, m.Encoded) for frame in tokenizer.replies)
     assert done < len(texts) / 2
-    asker.until(lambda: all(asker.of(frame.id) for frame in texts))
-    assert all(isinstance(frame, m.Encoded) for text in texts for frame in asker.of(text.id))
+    tokenizer.until(lambda: all(tokenizer.of(frame.id) for frame in texts))
+    assert all(isinstance(frame, m.Encoded) for text in texts for frame in tokenizer.of(text.id))
 
 
-def test_a_gateway_that_is_met_again_gets_its_long_texts_answered(asker: Asker) -> None:
-    """Over the same connection, after one of the two had been stopped for a while."""
+def test_a_gateway_that_reconnects_gets_replies_to_its_long_texts(tokenizer: TokenizerProcess) -> None:
+    """The connection is the same; the tokenizer was stopped for a while."""
     ups: list[m.Hello] = []
-    asker.link.on_up = ups.append
-    asker.process.send_signal(signal.SIGSTOP)
+    tokenizer.link.on_up = ups.append
+    tokenizer.process.send_signal(signal.SIGSTOP)
     try:
-        asker.until(lambda: asker.link.peer is None)
+        tokenizer.until(lambda: tokenizer.link.peer is None)
     finally:
-        asker.process.send_signal(signal.SIGCONT)
-    asker.until(lambda: bool(ups))
-    reply = asker.ask(m.Encode("1", MODEL, "ab" * 20_000))
+        tokenizer.process.send_signal(signal.SIGCONT)
+    tokenizer.until(lambda: bool(ups))
+    reply = tokenizer.request(m.Encode("1", MODEL, "ab" * 20_000))
     assert isinstance(reply, m.Encoded)
     assert len(reply.tokens) == 40_000

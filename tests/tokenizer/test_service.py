@@ -1,4 +1,4 @@
-"""What the tokenizer answers, frame by frame."""
+"""The tokenizer's replies, frame by frame."""
 
 from array import array
 from collections.abc import Generator
@@ -36,12 +36,12 @@ def service(vocabulary: Vocabulary = VOCABULARY) -> TokenizerService:
 
 
 def described(*known: str) -> m.Described:
-    answer = service().answer(m.Describe("1", "m", known))
-    assert isinstance(answer, m.Described)
-    return answer
+    reply = service().reply(m.Describe("1", "m", known))
+    assert isinstance(reply, m.Described)
+    return reply
 
 
-def test_a_description_has_the_pieces_of_all_tokens() -> None:
+def test_a_description_has_the_bytes_of_all_tokens() -> None:
     pieces = TokenBytes()
     assert not pieces
     pieces.fill(described("another"))
@@ -55,32 +55,32 @@ def test_a_description_has_the_pieces_of_all_tokens() -> None:
 
 
 @pytest.mark.parametrize("change", [{"vocab_size": 7}, {"pieces": b"short"}, {"piece_ends": b"\0\0\0"}])
-def test_what_is_no_table_of_pieces_is_not_taken(change: dict[str, Any]) -> None:
+def test_an_inconsistent_table_of_token_bytes_is_rejected(change: dict[str, Any]) -> None:
     pieces = TokenBytes()
     with pytest.raises(ValueError):
         pieces.fill(msgspec.structs.replace(described(), **change))
     assert not pieces
 
 
-def test_a_vocabulary_too_large_for_a_frame_is_refused() -> None:
+def test_a_vocabulary_too_large_for_a_frame_is_rejected() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stages.tokenizer.service.MAX_TEXT_BYTES", len(described().pieces) - 1)
-        reply = service().answer(m.Describe("1", "m"))
+        reply = service().reply(m.Describe("1", "m"))
     assert isinstance(reply, m.TokenizerFailed)
     assert (reply.code, reply.param) == ("MODEL_UNAVAILABLE", "model")
-    assert f"read as {len(described().pieces)} bytes" in reply.message
+    assert f"have {len(described().pieces)} bytes" in reply.message
 
 
 @given(st.lists(st.integers(-1, VOCABULARY.size + 1), max_size=200), st.booleans())
-def test_tokens_in_parts_read_as_they_do_at_once(tokens: list[int], skip: bool) -> None:
+def test_decoding_in_steps_equals_decoding_at_once(tokens: list[int], skip: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stages.tokenizer.service.DECODED_AT_ONCE", 7)
-        reply = service().answer(m.Detokenize("1", "m", tuple(tokens), skip))
+        patch.setattr("stages.tokenizer.service.TOKENS_PER_STEP", 7)
+        reply = service().reply(m.Detokenize("1", "m", tuple(tokens), skip))
     assert reply == m.Detokenized("1", VOCABULARY.decode(tokens, skip))
 
 
 def test_chat_is_rendered_and_its_markers_are_tokens() -> None:
-    reply = service().answer(m.Render("7", "m", [{"role": "user", "content": "he"}]))
+    reply = service().reply(m.Render("7", "m", [{"role": "user", "content": "he"}]))
     assert isinstance(reply, m.Encoded) and reply.tokens[0] == 0 and reply.tokens[-1] == 0
     assert VOCABULARY.decode(reply.tokens) == "<s>user:he<s>"
 
@@ -92,7 +92,7 @@ def test_failures_name_the_field() -> None:
         (m.Render("1", "m", [{"role": "bad", "content": ""}]), "INVALID_REQUEST", "messages"),
         (m.Encode("1", "m", "a\ud800"), "INVALID_REQUEST", "prompt"),
     ):
-        reply = s.answer(frame)
+        reply = s.reply(frame)
         assert isinstance(reply, m.TokenizerFailed), frame
         assert (reply.id, reply.code, reply.param) == ("1", code, param)
 
@@ -100,22 +100,22 @@ def test_failures_name_the_field() -> None:
 def test_a_template_cannot_leave_its_sandbox() -> None:
     hostile = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}")
     s = TokenizerService(lambda _: TokenizerModel(VOCABULARY, hostile, m.Described("", "m", "", 1, 1, (), True)))
-    reply = s.answer(m.Render("1", "m", []))
+    reply = s.reply(m.Render("1", "m", []))
     assert isinstance(reply, m.TokenizerFailed) and reply.code == "INVALID_REQUEST"
 
 
-def test_of_a_text_with_too_many_tokens_only_their_number_is_answered() -> None:
+def test_the_reply_to_a_text_over_the_token_limit_has_only_the_count() -> None:
     s = service()
-    assert s.answer(m.Encode("1", "m", "ab", token_limit=2)) == m.Encoded("1", tuple(VOCABULARY.encode("ab", False)))
-    assert s.answer(m.Encode("1", "m", "abc", token_limit=2, offsets=True)) == m.Encoded("1", (), b"", 3, True)
-    long = s.answer(m.Encode("1", "m", "日" * 40_000, token_limit=2))
+    assert s.reply(m.Encode("1", "m", "ab", token_limit=2)) == m.Encoded("1", tuple(VOCABULARY.encode("ab", False)))
+    assert s.reply(m.Encode("1", "m", "abc", token_limit=2, offsets=True)) == m.Encoded("1", (), b"", 3, True)
+    long = s.reply(m.Encode("1", "m", "日" * 40_000, token_limit=2))
     assert isinstance(long, m.Encoded) and long == m.Encoded("1", (), b"", 120_000, False)
     chat = m.Render("1", "m", [{"role": "user", "content": "ab"}])
-    whole = s.answer(chat)
+    whole = s.reply(chat)
     assert isinstance(whole, m.Encoded)
     n = len(whole.tokens)
-    assert s.answer(msgspec.structs.replace(chat, token_limit=n)) == whole
-    assert s.answer(msgspec.structs.replace(chat, token_limit=n - 1)) == m.Encoded("1", (), b"", n, True)
+    assert s.reply(msgspec.structs.replace(chat, token_limit=n)) == whole
+    assert s.reply(msgspec.structs.replace(chat, token_limit=n - 1)) == m.Encoded("1", (), b"", n, True)
 
 
 @pytest.mark.parametrize(
@@ -128,25 +128,25 @@ def test_of_a_text_with_too_many_tokens_only_their_number_is_answered() -> None:
         ("{{ messages[0].content.encode('ascii') }}", "UnicodeEncodeError"),
     ],
 )
-def test_whatever_a_template_does_is_a_refusal_of_the_messages(source: str, says: str) -> None:
+def test_any_failure_of_a_template_rejects_the_messages(source: str, says: str) -> None:
     described = m.Described("", "m", "", 1, 1, (), True)
     s = TokenizerService(lambda _: TokenizerModel(VOCABULARY, ChatTemplate(source), described))
-    reply = s.answer(m.Render("1", "m", [{"role": "user", "content": "é"}]))
+    reply = s.reply(m.Render("1", "m", [{"role": "user", "content": "é"}]))
     assert isinstance(reply, m.TokenizerFailed)
     assert (reply.code, reply.param) == ("INVALID_REQUEST", "messages")
     assert says in reply.message
 
 
-def test_a_text_that_fails_in_the_library_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_of_the_library_fails_one_request(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Vocabulary):
-        def within(self, *arguments: object, **more: object) -> Generator[None, None, array]:  # type: ignore[override]
+        def encode_steps(self, *arguments: object, **more: object) -> Generator[None, None, array]:  # type: ignore[override]
             raise RuntimeError("it gives up")
             yield
 
     described = m.Described("", "m", "", 1, 1, (), True)
     s = TokenizerService(lambda _: TokenizerModel(Broken(byte_spec()), TEMPLATE, described))
     for frame in (m.Encode("1", "m", "x"), m.Render("1", "m", [])):
-        reply = s.answer(frame)
+        reply = s.reply(frame)
         assert isinstance(reply, m.TokenizerFailed)
         assert (reply.code, reply.param) == ("INTERNAL", "")
         assert "RuntimeError: it gives up" in reply.message
@@ -154,31 +154,31 @@ def test_a_text_that_fails_in_the_library_fails_alone(caplog: pytest.LogCaptureF
 
 
 def test_offsets_are_pairs_of_u32() -> None:
-    reply = service().answer(m.Encode("1", "m", "a日", offsets=True))
+    reply = service().reply(m.Encode("1", "m", "a日", offsets=True))
     assert isinstance(reply, m.Encoded)
     assert np.frombuffer(reply.offsets, "<u4").reshape(-1, 2).tolist() == [[0, 1], [1, 2], [2, 3], [3, 4]]
 
 
-def test_a_text_that_would_be_no_frame_is_refused() -> None:
+def test_a_text_too_large_for_a_frame_is_rejected() -> None:
     frame = m.Detokenize("q", "m", (261,) * 100)  # of four bytes each
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stages.tokenizer.service.MAX_TEXT_BYTES", 399)
-        reply = service().answer(frame)
+        reply = service().reply(frame)
         assert isinstance(reply, m.TokenizerFailed)
         assert (reply.code, reply.param) == ("INVALID_REQUEST", "tokens")
-        assert "100 ids that read as more than 399 bytes" in reply.message
+        assert "100 ids that decode to more than 399 bytes" in reply.message
         patch.setattr("stages.tokenizer.service.MAX_TEXT_BYTES", 400)
-        assert isinstance(service().answer(frame), m.Detokenized)
+        assert isinstance(service().reply(frame), m.Detokenized)
 
 
 @pytest.mark.slow
-def test_a_run_that_the_library_gives_up_is_the_clients_to_break_up() -> None:
+def test_a_run_that_the_library_cannot_process_is_an_invalid_request() -> None:
     vocabulary = Vocabulary(byte_spec(pre="llama3"))
     described = m.Described("", "m", "", 1, 1, (), True)
     s = TokenizerService(lambda _: TokenizerModel(vocabulary, TEMPLATE, described))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stages.tokenizer.vocabulary.WINDOW", 12_000_000)
-        reply = s.answer(m.Encode("1", "m", " " * 12_000_000))
+        reply = s.reply(m.Encode("1", "m", " " * 12_000_000))
     assert isinstance(reply, m.TokenizerFailed)
     assert (reply.code, reply.param) == ("INVALID_REQUEST", "prompt")
     assert "prompt has 12000000 characters without a border" in reply.message

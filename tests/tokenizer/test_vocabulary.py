@@ -1,4 +1,4 @@
-"""The demo model's vocabulary against an independent engine, and the laws of encoding."""
+"""The demo model's vocabulary against an independent engine, and properties of encoding."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,9 @@ def test_merges_follow_their_rank() -> None:
 
 
 @pytest.mark.slow
-def test_a_long_text_is_cut_as_short_ones_are(demo_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_window_size_does_not_change_the_tokens(
+    demo_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = "".join(case["text"] for case in CASES) * 20
     for parse in (False, True):
         whole = demo_vocabulary.encode(text, parse)
@@ -63,7 +65,7 @@ def test_start_token_is_added_once_and_has_an_empty_range() -> None:
     assert vocabulary.encode("<s>he", True, add_bos=True)[:2] != [0, 0]
 
 
-def test_offsets_step_over_bytes_without_a_token() -> None:
+def test_offsets_skip_bytes_without_a_token() -> None:
     words = [w for w in byte_spec().tokens if w != ALPHABET[0x04]]
     vocabulary = Vocabulary(byte_spec(tokens=words, types=[3, 3, 4] + [1] * 258))
     tokens = vocabulary.encode("a\x04b", False)
@@ -71,7 +73,7 @@ def test_offsets_step_over_bytes_without_a_token() -> None:
     assert vocabulary.offsets("a\x04b", tokens).tolist() == [[0, 1], [2, 3]]
 
 
-def test_vocabularies_that_cannot_be_reproduced_are_refused_by_name() -> None:
+def test_unsupported_vocabularies_are_rejected_by_name() -> None:
     with pytest.raises(ModelUnavailable, match="tokenizer.ggml.model is 'llama'"):
         Vocabulary(byte_spec(kind="llama"))
     with pytest.raises(ModelUnavailable, match="tokenizer.ggml.pre is 'nobody'"):

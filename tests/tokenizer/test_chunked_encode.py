@@ -1,4 +1,4 @@
-"""A text's tokens in stretches are those of the whole, for each pre-tokenizer; too many are refused early, exactly."""
+"""Chunked encoding equals encoding the whole text, for each pre-tokenizer; the token limit is exact."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.tokenizer import chunked_encode as cutting
-from stages.tokenizer import vocabulary as vocabularies
-from stages.tokenizer.chunked_encode import WINDOW, Names, RunTooLong, stretches
+from stages.tokenizer import chunked_encode
+from stages.tokenizer import vocabulary as vocabulary_module
+from stages.tokenizer.chunked_encode import WINDOW, RunTooLong, SpecialTokenFinder, encode_chunks
 from stages.tokenizer.pretokenizers import _GROUPS
-from stages.tokenizer.token_lower_bound import Fewest, at_least
+from stages.tokenizer.token_lower_bound import TokenLowerBound, min_tokens
 from stages.tokenizer.vocabulary import TooManyTokens, Vocabulary
 from tests.tokenizer.byte_vocabulary import ALPHABET, byte_spec
 
 PRES = [names[0] for names in _GROUPS.values()]
-# Of each class that a pattern tells apart, and what can be part of a contraction.
+# Characters of each class that a pattern distinguishes, and parts of contractions.
 HOSTILE = [
     *"aBsréǅʰ日12²_/!?'",
     " ",
@@ -42,7 +42,7 @@ HOSTILE = [
 
 
 def merging(pre: str, **changes: object) -> Vocabulary:
-    """Any two of these characters merge, and what has merged merges again: a border in the wrong place shows."""
+    """Any two of some characters merge, and the results merge again, so that a wrong border changes the tokens."""
     pairs = [ALPHABET[a] + " " + ALPHABET[b] for a, b in product(b"aBsr12!' \n", repeat=2)]
     words = [pair.replace(" ", "") for pair in pairs]
     pairs += [f"{word} {word}" for word in words]
@@ -60,97 +60,97 @@ texts = st.lists(st.sampled_from(HOSTILE), min_size=1, max_size=6).flatmap(
 
 @pytest.mark.parametrize("pre", PRES)
 @given(text=texts, window=st.sampled_from([1, 9, 16, 24, 40]))
-def test_stretches_are_the_whole(pre: str, text: str, window: int) -> None:
+def test_chunks_equal_the_whole(pre: str, text: str, window: int) -> None:
     vocabulary = VOCABULARIES[pre]
-    whole = vocabulary.encode(text, True)  # of one window
+    whole = vocabulary.encode(text, True)  # in one window
     parts, end = [], 0
-    for now, ids in stretches(vocabulary._tokenizer, vocabulary._specials, text, window):
+    for now, ids in encode_chunks(vocabulary._tokenizer, vocabulary._specials, text, window):
         assert now >= end
         parts, end = parts + ids, now
     assert parts == whole
     assert end == len(text)
 
 
-def test_stretches_are_many_where_there_are_borders() -> None:
+def test_a_text_with_borders_has_many_chunks() -> None:
     vocabulary = VOCABULARIES["llama3"]
-    ends = [end for end, _ in stretches(vocabulary._tokenizer, vocabulary._always, "ab 12! " * 100, 64)]
+    ends = [end for end, _ in encode_chunks(vocabulary._tokenizer, vocabulary._always, "ab 12! " * 100, 64)]
     assert len(ends) > 10
 
 
 @given(st.text("he日l ", max_size=200), st.sampled_from([None, 8]), st.booleans())
-def test_too_many_tokens_are_refused_exactly(text: str, window: int | None, add_bos: bool) -> None:
+def test_the_token_limit_is_exact(text: str, window: int | None, add_bos: bool) -> None:
     vocabulary = Vocabulary(byte_spec(add_bos=True))
     n = len(vocabulary.encode(text, False, add_bos))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vocabularies, "WINDOW", window or WINDOW)
-        for most in {1, n - 1, n, n + 1} - {0, -1}:
-            steps = vocabulary.within(text, False, add_bos, most)
-            if n <= most:
+        patch.setattr(vocabulary_module, "WINDOW", window or WINDOW)
+        for limit in {1, n - 1, n, n + 1} - {0, -1}:
+            steps = vocabulary.encode_steps(text, False, add_bos, limit)
+            if n <= limit:
                 assert sum(1 for _ in steps) >= (len(text) > 0)
                 continue
             with pytest.raises(TooManyTokens) as refused:
                 list(steps)
             many = refused.value
-            assert most < many.count <= n
+            assert limit < many.count <= n
             assert many.count == n or not many.is_exact
             assert many.is_exact or window is not None
 
 
 @given(texts)
-def test_a_text_weighs_no_more_than_its_tokens(text: str) -> None:
+def test_the_lower_bound_is_not_above_the_token_count(text: str) -> None:
     for vocabulary in VOCABULARIES.values():
         for parse in (False, True):
-            assert at_least(vocabulary._fewest.weigh(text)) <= len(vocabulary.encode(text, parse))
+            assert min_tokens(vocabulary._lower_bound.weight(text)) <= len(vocabulary.encode(text, parse))
 
 
-def test_weights_add_up_and_lost_bytes_weigh_nothing() -> None:
-    fewest = Fewest([b"a", b"b", b"abab", b"c" * 3], holes=[ord("c")])
-    assert at_least(fewest.weigh("ab" * 6)) == 3
-    assert at_least(fewest.weigh("c" * 99)) == 0
-    assert fewest.weigh("ab" * 70_000) == 2 * fewest.weigh("ab" * 35_000)
+def test_weights_add_up_and_dropped_bytes_weigh_nothing() -> None:
+    bound = TokenLowerBound([b"a", b"b", b"abab", b"c" * 3], holes=[ord("c")])
+    assert min_tokens(bound.weight("ab" * 6)) == 3
+    assert min_tokens(bound.weight("c" * 99)) == 0
+    assert bound.weight("ab" * 70_000) == 2 * bound.weight("ab" * 35_000)
 
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Characters of each call into the library, which does the work as ever."""
+    """The number of characters of each call into the library."""
     lengths: list[int] = []
-    call = cutting._call
+    call = chunked_encode._call
 
     def counting(encode: object, text: str) -> object:
         lengths.append(len(text))
         return call(encode, text)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cutting, "_call", counting)
+    monkeypatch.setattr(chunked_encode, "_call", counting)
     return lengths
 
 
-def test_what_is_certainly_too_long_is_not_encoded(encoded: list[int]) -> None:
+def test_a_text_that_is_certainly_too_long_is_not_encoded(encoded: list[int]) -> None:
     vocabulary = Vocabulary(byte_spec())
     for text in ("Hello, world. " * 300_000, "日" * 1_000_000, "\n" * 4_000_000):
         with pytest.raises(TooManyTokens) as refused:
-            next(vocabulary.within(text, True, most=8192))
+            next(vocabulary.encode_steps(text, True, token_limit=8192))
         assert not refused.value.is_exact
         assert refused.value.count > 8192
     assert encoded == []
 
 
-def test_what_is_encoded_grows_with_the_bound_and_not_with_the_text(encoded: list[int]) -> None:
+def test_encoding_stops_in_proportion_to_the_limit_and_not_to_the_text(encoded: list[int]) -> None:
     vocabulary = VOCABULARIES["llama3"]
-    text = "1! " * 400_000  # of whose tokens a quarter is certain without a look
-    for most in (320_000, 500_000):
+    text = "1! " * 400_000  # the lower bound is a quarter of its tokens
+    for limit in (320_000, 500_000):
         with pytest.raises(TooManyTokens):
-            for _ in vocabulary.within(text, False, most=most):
+            for _ in vocabulary.encode_steps(text, False, token_limit=limit):
                 pass
         assert max(encoded) <= 2 * WINDOW
-        assert sum(encoded) <= 3 * most + 2 * WINDOW
+        assert sum(encoded) <= 3 * limit + 2 * WINDOW
         encoded.clear()
     assert len(vocabulary.encode(text, False)) > 500_000
     assert max(encoded) <= 2 * WINDOW
 
 
-def test_thousands_of_names_are_few_turns() -> None:
+def test_thousands_of_special_tokens_are_few_steps() -> None:
     vocabulary = Vocabulary(byte_spec())
-    steps = sum(1 for _ in vocabulary.within("<s>" * 100_000, True))
+    steps = sum(1 for _ in vocabulary.encode_steps("<s>" * 100_000, True))
     assert steps <= 2 * 3 * 100_000 // WINDOW + 1
 
 
@@ -162,21 +162,21 @@ def test_the_longest_name_is_found(names: list[str], text: str) -> None:
     ids = {name: i for i, name in enumerate(names)}
     flat = re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)))
     expected = [(one.start(), one.end(), ids[one.group()]) for one in flat.finditer(text)]
-    found, at, made = [], 0, Names(ids)
+    found, at, made = [], 0, SpecialTokenFinder(ids)
     while at < len(text):
-        one = made.next(text, at, min(at + 7, len(text)))
+        one = made.find(text, at, min(at + 7, len(text)))
         found += [one] if one else []
         at = one[1] if one else at + 7
     assert found == expected
 
 
-def test_names_that_each_begin_the_next() -> None:
-    names = Names({"<" * n: n for n in range(1, 300)})
-    assert names.next("a" + "<" * 299 + "b", 0, 301) == (1, 300, 299)
+def test_names_that_are_prefixes_of_each_other() -> None:
+    names = SpecialTokenFinder({"<" * n: n for n in range(1, 300)})
+    assert names.find("a" + "<" * 299 + "b", 0, 301) == (1, 300, 299)
 
 
 @pytest.mark.slow
-def test_a_run_that_the_library_gives_up_is_an_error_and_no_panic() -> None:
+def test_a_run_that_the_library_cannot_process_is_an_error_and_not_a_panic() -> None:
     vocabulary = Vocabulary(byte_spec(pre="llama3"))
     with pytest.raises(RunTooLong, match="12000000 characters without a border"):
-        cutting._encode(vocabulary._tokenizer, " " * 12_000_000)
+        chunked_encode._encode_all(vocabulary._tokenizer, " " * 12_000_000)

@@ -1,0 +1,113 @@
+"""The encode queue: round-robin, bounded, and without results for clients that have disconnected."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+
+import pytest
+
+from stages.tokenizer.encode_queue import EncodeQueue
+
+
+class Worker:
+    """A queue and its thread. `finished` is released after each job."""
+
+    def __init__(self, **bounds: int) -> None:
+        self.finished = threading.Semaphore(0)
+        self.queue: EncodeQueue[str] = EncodeQueue(self.finished.release, **bounds)
+        self.thread = threading.Thread(target=self.queue.run)
+        self.order: list[str] = []
+
+    def job(self, name: str, steps: int) -> Generator[None, None, str]:
+        for _ in range(steps):
+            self.order.append(name)
+            yield
+        return name
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.queue.stop()
+        if self.thread.ident is not None:
+            self.thread.join(10)
+            assert not self.thread.is_alive()
+
+    def wait(self, jobs: int) -> list[tuple[bytes, str]]:
+        for _ in range(jobs):
+            assert self.finished.acquire(timeout=10)
+        return self.queue.take_results()
+
+
+def test_a_short_job_does_not_wait_for_long_ones() -> None:
+    with Worker() as worker:
+        for name, steps in (("long", 50), ("longer", 90), ("short", 2)):
+            assert worker.queue.submit(b"a", 1, worker.job(name, steps))
+        worker.thread.start()
+        assert [answer for _, answer in worker.wait(3)] == ["short", "long", "longer"]
+        assert worker.order[:6] == ["long", "longer", "short"] * 2
+        assert not worker.queue.is_busy
+
+
+def test_the_queue_is_bounded_in_jobs_and_characters_and_accepts_one_of_any_size() -> None:
+    with Worker(max_jobs=3, max_characters=10) as worker:
+        queue = worker.queue
+        assert queue.submit(b"a", 1000, worker.job("huge", 1))
+        assert not queue.submit(b"a", 1, worker.job("small", 1))
+        queue.drop_client(b"a")
+        assert [queue.submit(b"a", n, worker.job("x", 1)) for n in (4, 4, 4, 2, 0)] == [True, True, False, True, False]
+        worker.thread.start()
+        worker.wait(3)
+        assert queue.submit(b"a", 9, worker.job("y", 1))
+
+
+def test_a_disconnected_client_gets_no_results_until_it_submits_again() -> None:
+    with Worker() as worker:
+        inside, go_on = threading.Event(), threading.Event()
+
+        def held() -> Generator[None, None, str]:
+            inside.set()
+            assert go_on.wait(10)
+            return "held"
+            yield
+
+        worker.queue.submit(b"a", 1, held())
+        worker.queue.submit(b"a", 1, worker.job("waiting", 1))
+        worker.queue.submit(b"b", 1, worker.job("other", 1))
+        worker.thread.start()
+        assert inside.wait(10)
+        worker.queue.drop_client(b"a")
+        worker.queue.submit(b"a", 1, worker.job("again", 1))
+        go_on.set()
+        assert worker.wait(3) == [(b"b", "other"), (b"a", "again")]
+        assert not worker.queue.is_busy
+
+
+def test_stop_ends_after_the_step_in_progress() -> None:
+    with Worker() as worker:
+        begun = threading.Event()
+
+        def endless() -> Generator[None, None, str]:
+            while True:
+                begun.set()
+                yield
+
+        worker.queue.submit(b"a", 1, endless())
+        worker.thread.start()
+        assert begun.wait(10)
+        worker.queue.stop()
+        worker.thread.join(10)
+        assert not worker.thread.is_alive()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_exception_of_a_job_ends_the_thread_and_is_raised() -> None:
+    def broken() -> Generator[None, None, str]:
+        raise MemoryError
+        yield
+
+    with Worker() as worker:
+        worker.queue.submit(b"a", 1, broken())
+        with pytest.raises(MemoryError):
+            worker.queue.run()
