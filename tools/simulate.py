@@ -1,13 +1,13 @@
-"""Discrete-event simulation of one model: the scheduler's own code under traffic, on a machine of numbers.
+"""Discrete-event simulation of one model: the scheduler's own code under traffic, with computed step times.
 
     python -m tools.simulate --clients 16 --prompt 100 --output 64
     python -m tools.simulate --rate 20 --seconds 60 --token-us 120 --pages 2000
 
 `python -m tools.bench.simulated` runs the same traffic on a real server and compares.
 
-The engine, its policy and its ring are the real ones; the worker is a formula (cost.py's: what a step
-takes), kv a counter of pages, time a number.  It answers what throughput and what waiting the policy
-would give to traffic or hardware that is not at hand.  The last line is one JSON object.
+The engine, its policies and its ring are the product's; the worker is the formula of policy/cost.py, kv a counter of
+pages, and the clock a variable.  It predicts throughput and latency for traffic or hardware that is not available.
+The last line of the output is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,47 +24,50 @@ from dataclasses import dataclass, field
 from pipeline.protocol.messages import Acquire, Denied, Extend, Granted, KvReady, Release, Sampling, Submit
 from shm import step_ring as sh
 from shm.step_ring import StepsGeometry, blank_steps
-from stages.scheduler.core.engine import Engine, Settings
+from stages.scheduler.core.engine import Engine
 from stages.scheduler.core.ring import Ring
+from stages.scheduler.core.settings import Settings
 from stages.scheduler.policy.cost import CostModel
 
-OWNER = b"simulation"
+GATEWAY = b"simulation"
 TOKEN = 1
 
 
 @dataclass
 class Machine:
-    """What computing costs. Microseconds."""
+    """Times of the simulated machine, in microseconds."""
 
     fixed_us: float = 3000.0
     token_us: float = 250.0
     position_us: float = 0.15
     scheduler_us: float = 150.0  # from a step's end to the publication of a step that needs its result
-    kv_us: float = 100.0  # from an ask to its answer
+    kv_us: float = 100.0  # from a request to its answer
     jitter: float = 0.0  # relative standard deviation of a step's time
 
 
 @dataclass
 class Record:
-    """One sequence's life, seconds."""
+    """Times of one sequence, in seconds."""
 
     tenant: str
     submitted: float
-    tokens: list[float] = field(default_factory=list)  # when each came
+    tokens: list[float] = field(default_factory=list)  # arrival time of each
     finish: str = ""
     retry_after_s: float = 0.0
 
     @property
     def first_s(self) -> float:
+        """Time to the first token."""
         return self.tokens[0] - self.submitted
 
     @property
     def gaps_s(self) -> list[float]:
+        """Times between tokens."""
         return [b - a for a, b in zip(self.tokens, self.tokens[1:], strict=False)]
 
 
 class Simulation:
-    """`submit` and `at` put things into the future; `run` lets it happen."""
+    """`submit` and `at` schedule events; `run` processes them in order of time."""
 
     def __init__(
         self,
@@ -87,7 +90,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._n = self._prompts = 0
         self._busy = False
-        self._alarm = float("inf")  # when the engine wants to be woken
+        self._alarm = float("inf")  # time of the next scheduled wake-up
         self._page_tokens, self._free_pages, self._total = page_tokens, pages, pages
         self._leased: dict[str, int] = {}
         self.engine = Engine(settings, 0.0, lambda name: (weights or {}).get(name, 1.0))
@@ -99,8 +102,8 @@ class Simulation:
             -(-context // page_tokens) + 1,
         )
         self._steps = blank_steps(geometry)
-        self.engine.ring = Ring(self._steps, geometry, 1)
-        self.engine.ring.start(1)
+        ring = self.engine.worker.ring = Ring(self._steps, geometry, 1)
+        ring.start(1)
         self.engine.attach(context, 1 << 30)
         self.engine.kv_ready(KvReady("m", "", "", pages, page_tokens, 1))
         self.at(0.1, self._tick)
@@ -108,61 +111,62 @@ class Simulation:
     # -------------------------------------------------------------- events
 
     def at(self, when: float, what: Callable[[], None]) -> None:
+        """Call `what` at simulated time `when`."""
         self._n += 1
         heapq.heappush(self._events, (when, self._n, what))
 
     def submit(self, when: float, name: str, prompt: int, output: int, tenant: str = "t", priority: int = 0) -> None:
-        """A sequence of `prompt` tokens, unlike any other's, that generates `output`."""
+        """A sequence that generates `output` tokens from a prompt of `prompt` tokens that no other sequence shares."""
         self._prompts += 1
         tokens = array("i", [self._prompts] + [TOKEN] * (prompt - 1))
         frame = Submit(name, name, "m", tenant, tokens.tobytes(), output, Sampling(), priority=priority)
 
         def arrive() -> None:
             self.records[name] = Record(tenant, self.now)
-            self.engine.door.submit(OWNER, frame, self.now)
-            self._turn()
+            self.engine.submissions.submit(GATEWAY, frame, self.now)
+            self._run_round()
 
         self.at(when, arrive)
 
     def run(self, until: float = float("inf")) -> None:
-        """Until nothing is left to happen, or the time has come."""
+        """Process events until none is left, or until simulated time `until`."""
         while self._events and self._events[0][0] <= until:
             self.now, _, what = heapq.heappop(self._events)
             what()
 
     def _tick(self) -> None:
         self.engine.tick(self.now)
-        self.engine.pages_may_be_free()
-        self._turn()
+        self.engine.pages.retry()
+        self._run_round()
         if self._events or self.engine.is_busy:
             self.at(self.now + 0.1, self._tick)
 
     # -------------------------------------------------------------- scheduler, kv, worker
 
-    def _turn(self) -> None:
-        self.engine.turn(self.now)
-        self._talk_to_kv()
+    def _run_round(self) -> None:
+        self.engine.steps.run_round(self.now)
+        self._handle_kv_frames()
         self._collect()
         if not self._busy:
             self._begin()
-        delay = self.engine.delay(self.now)
+        delay = self.engine.steps.delay_s(self.now)
         if self.now + delay < self._alarm:
             self._alarm = self.now + delay
             self.at(self._alarm, self._wake)
 
     def _wake(self) -> None:
         self._alarm = float("inf")
-        self._turn()
+        self._run_round()
 
     def _begin(self) -> None:
-        """The worker takes the next step if there is one."""
+        """The worker begins the next step if there is one."""
         control = self._steps.control
         number = int(control[sh.DONE]) + 1
         if number > int(control[sh.HEAD]):
             self._busy = False
             return
         self._busy = True
-        step = next(s for s in self.engine.unacknowledged if s.number == number)
+        step = next(s for s in self.engine.steps.unacknowledged if s.number == number)
         took = self._truth.predict(step.tokens, step.positions) * 1e-6
         took *= max(0.5, self._rng.gauss(1.0, self.machine.jitter)) if self.machine.jitter else 1.0
         slot = number % sh.SLOTS
@@ -176,39 +180,39 @@ class Simulation:
 
     def _end(self, number: int) -> None:
         self._steps.control[sh.DONE] = number
-        self._begin()  # what was published ahead starts at once; the scheduler hears of it later
-        self.at(self.now + self.machine.scheduler_us * 1e-6, self._turn)
+        self._begin()  # a step that was published ahead begins at once; the scheduler is woken later
+        self.at(self.now + self.machine.scheduler_us * 1e-6, self._run_round)
 
-    def _talk_to_kv(self) -> None:
+    def _handle_kv_frames(self) -> None:
         frames, self.engine.leases.frames = self.engine.leases.frames, []
         for frame in frames:
             if isinstance(frame, Release):
                 self._free_pages += self._leased.pop(frame.sequence, 0)
             elif isinstance(frame, Acquire | Extend):
-                self.at(self.now + self.machine.kv_us * 1e-6, lambda ask=frame: self._answer(ask))  # type: ignore[misc]
+                self.at(self.now + self.machine.kv_us * 1e-6, lambda request=frame: self._answer(request))  # type: ignore[misc]
 
-    def _answer(self, ask: Acquire | Extend) -> None:
-        want = -(-ask.want_tokens // self._page_tokens)
-        more = want - self._leased.get(ask.sequence, 0)
+    def _answer(self, request: Acquire | Extend) -> None:
+        want = -(-request.want_tokens // self._page_tokens)
+        more = want - self._leased.get(request.sequence, 0)
         if more > self._free_pages:
-            self.engine.denied(Denied(ask.id, ask.sequence, True, more, self._free_pages, self._total))
+            self.engine.pages.denied(Denied(request.id, request.sequence, True, more, self._free_pages, self._total))
         else:
             self._free_pages -= more
-            self._leased[ask.sequence] = want
-            # Which pages does not matter here, only that a table of its own looks whole.
-            self.engine.granted(Granted(ask.id, ask.sequence, tuple(range(want))))
-        self._turn()
+            self._leased[request.sequence] = want
+            # Page numbers do not matter here; the table only has to pass the checks.
+            self.engine.pages.granted(Granted(request.id, request.sequence, tuple(range(want))))
+        self._run_round()
 
     def _collect(self) -> None:
-        roster = self.engine.roster
-        for sequences in roster.moved.values():
+        outbox = self.engine.outbox
+        for sequences in outbox.tokens.values():
             for part in sequences:
                 record = self.records[part.sequence]
                 record.tokens.extend([self.now] * len(part.tokens))
                 if part.finish:
                     self._finish(part.sequence, part.finish)
-        roster.moved.clear()
-        rejected, roster.rejected = roster.rejected, []
+        outbox.tokens.clear()
+        rejected, outbox.rejected = outbox.rejected, []
         for _, frame in rejected:
             self.records[frame.sequence].retry_after_s = frame.retry_after_s
             self._finish(frame.sequence, "rejected")
@@ -220,7 +224,7 @@ class Simulation:
 
 
 def closed_loop(sim: Simulation, clients: int, requests: int, prompt: int, output: int) -> None:
-    """`clients` that each submit again as soon as they are answered; `requests` in all."""
+    """`clients` clients that each submit again as soon as they are answered; `requests` requests in all."""
     sent = clients
 
     def again(name: str, record: Record) -> None:
@@ -235,13 +239,13 @@ def closed_loop(sim: Simulation, clients: int, requests: int, prompt: int, outpu
 
 
 def poisson(sim: Simulation, rate: float, seconds: float, prompt: int, output: int, seed: int) -> None:
-    """Submit `arrivals`."""
+    """Submit requests as given by `arrivals`."""
     for i, (when, n_in, n_out) in enumerate(arrivals(rate, seconds, prompt, output, seed)):
         sim.submit(when, f"r{i + 1}", n_in, n_out)
 
 
 def arrivals(rate: float, seconds: float, prompt: int, output: int, seed: int) -> Iterator[tuple[float, int, int]]:
-    """When and how long: Poisson at `rate` a second; lengths exponential around `prompt` and `output`."""
+    """(time in s, prompt length, output length): Poisson arrivals, `rate` a second, exponential lengths."""
     rng = random.Random(seed)
     now = 0.0
     while (now := now + rng.expovariate(rate)) < seconds:
@@ -250,7 +254,7 @@ def arrivals(rate: float, seconds: float, prompt: int, output: int, seed: int) -
 
 
 def percentile(values: list[float], part: float) -> float:
-    """The nearest-rank percentile; 0.0 of nothing."""
+    """The nearest-rank percentile; 0.0 for no values."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -258,7 +262,7 @@ def percentile(values: list[float], part: float) -> float:
 
 
 def report(sim: Simulation) -> dict[str, float]:
-    """The figures of a run. Times in milliseconds, tokens of output for each second of the run."""
+    """The figures of a run: times in milliseconds, throughput in output tokens a second."""
     done = [r for r in sim.records.values() if r.finish in ("stop", "length")]
     firsts = [1e3 * r.first_s for r in done if r.tokens]
     gaps = [1e3 * g for r in done for g in r.gaps_s]
@@ -283,18 +287,19 @@ def report(sim: Simulation) -> dict[str, float]:
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     traffic = parser.add_mutually_exclusive_group()
-    traffic.add_argument("--clients", type=int, default=16, help="closed loop: each waits for its answer")
+    traffic.add_argument("--clients", type=int, default=16, help="closed loop: each client waits for its answer")
     traffic.add_argument("--rate", type=float, default=0.0, help="open loop: Poisson arrivals a second")
-    parser.add_argument("--requests", type=int, default=0, help="of a closed loop; default: 8 a client")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of an open loop")
+    parser.add_argument("--requests", type=int, default=0, help="requests of a closed loop; default: 8 for each client")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of an open loop")
     parser.add_argument("--prompt", type=int, default=100, help="tokens")
     parser.add_argument("--output", type=int, default=64, help="tokens")
     parser.add_argument("--batch", type=int, default=32, help="max_batch_size")
     parser.add_argument("--step-tokens", type=int, default=512, help="max_step_tokens")
     parser.add_argument("--queue", type=int, default=1000, help="max_queue_depth")
-    parser.add_argument("--pages", type=int, default=4096, help="of 32 tokens, in the KV arena")
+    parser.add_argument("--pages", type=int, default=4096, help="pages of 32 tokens in the KV arena")
     parser.add_argument("--seed", type=int, default=0)
     for name, default in vars(Machine()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=default)

@@ -1,4 +1,4 @@
-"""What the stage shows of its models: the names of pipeline/observe/metrics.py, from `Stats` and the engines."""
+"""Metrics of the stage: values for the names in pipeline/observe/metrics.py, from `Stats` and the engines."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from pipeline.observe.metrics import Metrics, Rate
 from stages.scheduler.core.engine import Engine
 from stages.scheduler.stats import Stats
 
-INTERVAL_S = 0.5  # snapshots are placed once a second
+INTERVAL_S = 0.5  # snapshots are written once a second
 
 
-class Gauge:
-    """Of one model: puts the numbers of its instances together, those that are gone included."""
+class ModelMetrics:
+    """Metrics of one model: the sums over its versions, unloaded ones included."""
 
     def __init__(self, name: str) -> None:
-        self.engines: dict[str, Engine] = {}  # by instance
+        self.engines: dict[str, Engine] = {}  # by version
         self._name = name
         self._past = Stats()
         self._rate = Rate()
         self._generated = 0
 
-    def remove(self, instance: str) -> None:
-        """What it has counted stays counted. Unknown ones are ignored."""
-        engine = self.engines.pop(instance, None)
+    def remove(self, version: str) -> None:
+        """A version was unloaded; its counters are kept. Unknown versions are ignored."""
+        engine = self.engines.pop(version, None)
         if engine is not None:
             self._past.merge(engine.stats)
 
-    def show(self, metrics: Metrics) -> None:
+    def export(self, metrics: Metrics) -> None:
+        """Write all values."""
         name, engines, stats = self._name, self.engines.values(), Stats()
         for counted in (self._past, *(engine.stats for engine in engines)):
             stats.merge(counted)
@@ -37,7 +38,7 @@ class Gauge:
             ("starling_tokens_generated_total", stats.generated),
             ("starling_tokens_per_second", self._rate.value()),
             ("starling_queue_depth", sum(engine.queues.depth for engine in engines)),
-            ("starling_running_sequences", sum(1 for engine in engines for s in engine.roster.held if s.pages)),
+            ("starling_running_sequences", sum(1 for engine in engines for s in engine.table.scheduled if s.run.pages)),
             ("starling_steps_total", stats.steps),
             ("starling_steps_repeated_total", stats.repeated),
             ("starling_preemptions_total", stats.preemptions),
@@ -61,8 +62,8 @@ class Gauge:
             metrics.put(family, histogram.bounds, histogram.counts, histogram.total, name)
 
 
-def show_tenants(metrics: Metrics, engines: Iterable[Engine], past: Mapping[str, int]) -> None:
-    """Tokens computed for each tenant, over all models; `past`: by engines that are gone."""
+def export_tenants(metrics: Metrics, engines: Iterable[Engine], past: Mapping[str, int]) -> None:
+    """Tokens computed for each tenant, over all models; `past`: by engines of unloaded versions."""
     totals = dict(past)
     for engine in engines:
         for tenant in engine.queues.tenants.values():

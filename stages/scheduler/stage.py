@@ -1,8 +1,8 @@
-"""The scheduler process: its sockets, and the loop that moves every model's engine.
+"""The scheduler process: its sockets, and the loop over the engines of all model versions.
 
-One round: take in what the peers have sent, then for each model complete and publish (the worker waits
-for nothing else), then tell kv and the gateways.  Before it blocks it asks every busy worker for a
-doorbell and looks once more at what has been acknowledged, so that no wake-up is lost.
+One round: process the frames that peers have sent, complete and publish steps of every version (its worker waits for
+nothing else), then send the frames for kv and the gateways.  Before the loop blocks it requests a doorbell from every
+busy worker and checks once more for acknowledged steps, so that no wake-up is lost.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from pipeline.ipc.poll_loop import PollLoop
 from pipeline.models import versions
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
-from stages.scheduler.core.engine import Settings
-from stages.scheduler.core.model_version import Host
-from stages.scheduler.core.sequence_table import rejection
-from stages.scheduler.draft.pairing import Pairs
-from stages.scheduler.draft.proposer import FEW
-from stages.scheduler.metrics import INTERVAL_S, Gauge, show_tenants
+from stages.scheduler.core.outbox import rejected_frame
+from stages.scheduler.core.settings import Settings
+from stages.scheduler.core.version_runner import VersionRunner
+from stages.scheduler.draft.pairing import DraftPairs
+from stages.scheduler.draft.proposer import MAX_SEQUENCES
+from stages.scheduler.metrics import INTERVAL_S, ModelMetrics, export_tenants
 from stages.scheduler.policy.admission import Refusal
-from stages.scheduler.policy.core_sharing import Turns, steps_ahead
+from stages.scheduler.policy.core_sharing import CoreShares, allowed_depth
 
 log = logging.getLogger("starling.scheduler")
 
-MAX_UNSENT = 65_536  # frames kept for a gateway that does not read; beyond, it is given up
+MAX_UNSENT = 65_536  # frames kept for a gateway that does not read; with more its sequences are detached
 
 
 class SchedulerStage:
+    """The stage. One `VersionRunner` for each loaded version."""
+
     def __init__(self, config: Config) -> None:
         self.config = config
         self.loop = PollLoop("scheduler", config)
@@ -48,65 +50,73 @@ class SchedulerStage:
         self.kv.on_down = lambda hello: self._kv_down()
         self.loop.on_tick.append(self._tick)
         self._clock = time.monotonic
-        self._unsent: dict[bytes, deque[m.Frame]] = {}
+        self._unsent: dict[bytes, deque[m.Frame]] = {}  # by gateway
         self._next_push = 0.0
-        self.hosts: dict[str, Host] = {}  # by instance
-        self._told: list[tuple[str, str, str]] = []  # of each host, what gateways know
-        self._serving: set[str] = set()  # instances without which this stage is not ready
-        self._bells: dict[str, Doorbell] = {}
-        self._turns = Turns()
-        self._pairs = Pairs()
-        self._gauges: dict[str, Gauge] = {}  # by model
-        self._past_tenants: Counter[str] = Counter()  # tokens computed by hosts that are gone
-        self._next_show = 0.0
+        self.runners: dict[str, VersionRunner] = {}  # by version
+        self._pushed: list[tuple[str, str, str]] = []  # (version, digest, problem) as gateways have them
+        self._serving: set[str] = set()  # versions that must be ready for this stage to be ready
+        self._doorbells: dict[str, Doorbell] = {}  # by version
+        self._core_shares = CoreShares()
+        self._pairs = DraftPairs()
+        self._metrics: dict[str, ModelMetrics] = {}  # by model
+        self._past_tenants: Counter[str] = Counter()  # tokens computed by unloaded versions
+        self._next_export = 0.0
         self.follower = versions.VersionFollower(config)
-        self._remove_strangers()
+        self._remove_stale_files()
         self._follow()
 
-    # -------------------------------------------------------------- which models there are
+    # -------------------------------------------------------------- loaded versions
 
     def _follow(self) -> None:
-        """Hosts for what the record names, and for nothing else."""
+        """Add and remove runners so that they match the record of model versions."""
         self.loop.mark_active()
-        wanted = {one.id: one for one in self.follower.table.versions}
-        for name in [name for name in self.hosts if name not in wanted]:
+        wanted = {version.id: version for version in self.follower.table.versions}
+        for name in [name for name in self.runners if name not in wanted]:
             self._remove(name)
-        for instance in wanted.values():
-            if instance.id not in self.hosts:
-                self._add(instance)
-        self._serving = {one.id for one in wanted.values() if one.state == "serving"}
-        self._pairs.look(self.follower.table, self.hosts)
+        for version in wanted.values():
+            if version.id not in self.runners:
+                self._add(version)
+        self._serving = {version.id for version in wanted.values() if version.state == "serving"}
+        self._pairs.update(self.follower.table, self.runners)
 
-    def _add(self, instance: ModelVersion) -> None:
-        host = self._host(instance, self._clock())
-        bell = Doorbell(paths.run_dir(self.config) / f"bell-{instance.slug}.sock")
-        host.bell = bell.path
+    def _find(self, name: str) -> VersionRunner | None:
+        """The runner of a version. The record of versions is read again if the name is unknown."""
+        runner = self.runners.get(name)
+        if runner is None and self.follower.poll():
+            self._follow()
+            runner = self.runners.get(name)
+        return runner
+
+    def _add(self, version: ModelVersion) -> None:
+        runner = self._make_runner(version, self._clock())
+        bell = Doorbell(paths.run_dir(self.config) / f"bell-{version.slug}.sock")
+        runner.doorbell = bell.path
         if bell.fd >= 0:
             self.loop.add_fd(bell.fd, bell.drain)
-        self.hosts[instance.id] = host
-        self._bells[instance.id] = bell
-        gauge = self._gauges.setdefault(instance.name, Gauge(instance.name))
-        gauge.engines[instance.id] = host.engine
+        self.runners[version.id] = runner
+        self._doorbells[version.id] = bell
+        metrics = self._metrics.setdefault(version.name, ModelMetrics(version.name))
+        metrics.engines[version.id] = runner.engine
 
     def _remove(self, name: str) -> None:
-        """The gateway is through with it; its worker group is ended by whoever started it."""
-        host = self.hosts.pop(name)
-        host.retire()
-        self._speak(host)
-        for gauge in self._gauges.values():
-            gauge.remove(name)
-        for tenant in host.engine.queues.tenants.values():
+        """The gateway has unloaded the version. Its supervisor ends the worker group."""
+        runner = self.runners.pop(name)
+        runner.retire()
+        self._send_output(runner)
+        for metrics in self._metrics.values():
+            metrics.remove(name)
+        for tenant in runner.engine.queues.tenants.values():
             self._past_tenants[tenant.name] += tenant.computed
-        bell = self._bells.pop(name)
+        bell = self._doorbells.pop(name)
         if bell.fd >= 0:
             self.loop.remove_fd(bell.fd)
         bell.close()
-        host.close()
-        log.info("model is gone", extra={"instance": name})
+        runner.close()
+        log.info("model version unloaded", extra={"version": name})
 
-    def _remove_strangers(self) -> None:
-        """What an earlier life has left of instances that are gone since."""
-        wanted = {one.slug for one in self.follower.table.versions}
+    def _remove_stale_files(self) -> None:
+        """Files of earlier processes of this stage, for versions that have been unloaded since."""
+        wanted = {version.slug for version in self.follower.table.versions}
         for path in paths.arena_dir(self.config).glob("*.steps"):
             if path.stem not in wanted:
                 path.unlink(missing_ok=True)
@@ -114,11 +124,11 @@ class SchedulerStage:
             if path.stem.removeprefix("bell-") not in wanted:
                 path.unlink(missing_ok=True)
         for path in paths.arena_dir(self.config).glob(".*.steps.*"):
-            path.unlink(missing_ok=True)  # half made, by a predecessor: this stage's lock is ours
+            path.unlink(missing_ok=True)  # incomplete; no other process makes one while this stage holds its lock
 
-    def _host(self, instance: ModelVersion, now: float) -> Host:
+    def _make_runner(self, version: ModelVersion, now: float) -> VersionRunner:
         c, s = self.config, self.config.scheduler
-        model = instance.model
+        model = version.model
         settings = Settings(
             model=model.name,
             max_batch_size=c.max_batch_size(model),
@@ -129,10 +139,10 @@ class SchedulerStage:
             max_output_tokens=s.max_output_tokens,
             batch_timeout_s=s.batch_timeout_ms / 1000,
             speculate=model.speculate,
-            companions=FEW if any(one.draft_model == instance.name for one in c.models) else 0,
+            max_draft_sequences=MAX_SEQUENCES if any(one.draft_model == version.name for one in c.models) else 0,
             prefix_cache=c.cache.enabled,
         )
-        host = Host(
+        runner = VersionRunner(
             settings,
             paths.arena_dir(c) / f"{model.slug}.steps",
             model.page_tokens,
@@ -143,87 +153,90 @@ class SchedulerStage:
             self.workers.send,
             self.kv.send,
         )
-        host.cores = frozenset(model.cpus)
-        return host
+        runner.cores = frozenset(model.cpus)
+        return runner
 
     def run(self) -> int:
+        """Run until told to stop; returns the exit code."""
         try:
             return self.loop.run(self.work)
         finally:
-            for host in self.hosts.values():
-                host.close()
-            for bell in self._bells.values():
+            for runner in self.runners.values():
+                runner.close()
+            for bell in self._doorbells.values():
                 bell.close()
 
     # -------------------------------------------------------------- the round
 
     def work(self) -> float | None:
-        """Move every model on; returns how long nothing has to be done (None: until a frame)."""
-        hosts = self.hosts.values()
-        for host in hosts:
-            host.wake()
+        """One round; returns the seconds until the next one is due without an event (None: never)."""
+        runners = self.runners.values()
+        for runner in runners:
+            runner.cancel_sleep()
         while True:
             now = self._clock()
-            self._take_turns(now)
-            asked = [host for host in hosts if host.engine.companions.take_asked()]
-            if asked:  # whoever asked may have had its turn after the one it asked
-                self._take_turns(now)
-            for host in hosts:
-                self._speak(host)
-            asleep = [host.sleep() for host in hosts]
+            self._run_round(now)
+            has_new_work = [runner for runner in runners if runner.engine.drafts.take_new_work()]
+            if has_new_work:  # a draft model may have had its round before its target asked it
+                self._run_round(now)
+            for runner in runners:
+                self._send_output(runner)
+            asleep = [runner.prepare_sleep() for runner in runners]
             if all(asleep):
                 break
         # A worker in a long step and a kv that moves pages for it are this stage's progress, too.
         kv = self.kv.last_heartbeat
         self.loop.progress = (kv.progress if kv is not None else 0) + sum(
-            host.engine.stats.steps + host.engine.stats.submitted + host.signs for host in hosts
+            runner.engine.stats.steps + runner.engine.stats.submitted + runner.progress for runner in runners
         )
-        is_busy = any(host.engine.is_busy for host in hosts)
+        is_busy = any(runner.engine.is_busy for runner in runners)
         self.loop.busy = self.loop.serves_stopping_clients(self.gateways) if self.loop.stopping else is_busy
-        delay = min((host.engine.delay(now) for host in hosts), default=math.inf)
-        return None if delay == math.inf else delay
+        delay_s = min((runner.engine.steps.delay_s(now) for runner in runners), default=math.inf)
+        return None if delay_s == math.inf else delay_s
 
-    def _take_turns(self, now: float) -> None:
-        """Every model completes; one publishes after the other, as far as they leave each other the cores."""
+    def _run_round(self, now: float) -> None:
+        """Every version completes its steps, then publishes as far as others leave it the cores."""
         claims = {}
-        if len(self.hosts) > 1:
-            for name, host in self.hosts.items():
-                host.engine.complete(now)
-                if host.claims(now):
-                    claims[name] = host.claim()
-            self._pairs.mind(claims.values(), self.hosts)
+        if len(self.runners) > 1:
+            for name, runner in self.runners.items():
+                runner.engine.steps.complete(now)
+                if runner.wants_cores(now):
+                    claims[name] = runner.claim()
+            self._pairs.update_allowed(claims.values(), self.runners)
         if len(claims) < 2:
-            for host in self.hosts.values():
-                host.engine.allowed = host.engine.depth
-                host.turn(now)
+            for runner in self.runners.values():
+                runner.engine.steps.allowed_depth = runner.engine.steps.pacing.depth
+                runner.run_round(now)
             return
-        for name in [*self._turns.order(list(claims.values())), *(n for n in self.hosts if n not in claims)]:
-            host = self.hosts[name]
+        others = [name for name in self.runners if name not in claims]
+        for name in [*self._core_shares.order(list(claims.values())), *others]:
+            runner = self.runners[name]
+            steps = runner.engine.steps
             if name in claims:
-                host.engine.allowed = steps_ahead(claims[name], list(claims.values()), host.engine.depth)
-            host.turn(now)
+                steps.allowed_depth = allowed_depth(claims[name], list(claims.values()), steps.pacing.depth)
+            runner.run_round(now)
             if name in claims:
-                claims[name] = host.claim()
+                claims[name] = runner.claim()
 
-    def _speak(self, host: Host) -> None:
-        """What the engine has to say to kv and the gateways."""
-        engine = host.engine
+    def _send_output(self, runner: VersionRunner) -> None:
+        """Send the engine's frames to kv and the gateways."""
+        engine = runner.engine
         if engine.leases.frames:
             for frame in engine.leases.frames:
                 self.kv.send(frame)
             engine.leases.frames.clear()
-        roster = engine.roster
-        if roster.moved:
-            for owner, sequences in roster.moved.items():
-                self._tell(owner, m.Tokens(host.name, engine.stats.steps, sequences))
-            roster.moved.clear()
-        if roster.rejected:
-            for owner, rejected in roster.rejected:
-                self._tell(owner, rejected)
-            roster.rejected.clear()
+        outbox = engine.outbox
+        if outbox.tokens:
+            for gateway, sequences in outbox.tokens.items():
+                self._send_gateway(gateway, m.Tokens(runner.name, engine.stats.steps, sequences))
+            outbox.tokens.clear()
+        if outbox.rejected:
+            for gateway, rejected in outbox.rejected:
+                self._send_gateway(gateway, rejected)
+            outbox.rejected.clear()
 
-    def _tell(self, gateway: bytes, frame: m.Frame) -> None:
-        """Frames to a gateway keep their order; one that does not read has them kept, up to a bound."""
+    def _send_gateway(self, gateway: bytes, frame: m.Frame) -> None:
+        """Frames to a gateway keep their order. Those that it does not read are kept, up to a bound."""
         unsent = self._unsent.get(gateway)
         if not unsent and self.gateways.send(gateway, frame):
             return
@@ -233,7 +246,7 @@ class SchedulerStage:
             unsent = self._unsent[gateway] = deque()
         unsent.append(frame)
         if len(unsent) > MAX_UNSENT:
-            log.error("a gateway does not read what it asked for; its sequences are given up")
+            log.error("a gateway does not read its frames; its sequences are detached", extra={"unsent": len(unsent)})
             self._gateway_lost(gateway)
 
     def _tick(self) -> None:
@@ -245,50 +258,50 @@ class SchedulerStage:
                 unsent.popleft()
             if not unsent:
                 del self._unsent[gateway]
-        for host in self.hosts.values():
-            host.tick(now)
-        problems = {name: host.problem for name, host in self.hosts.items()}
+        for runner in self.runners.values():
+            runner.tick(now)
+        self._update_readiness(now)
+        if now >= self._next_export:
+            self._next_export = now + INTERVAL_S
+            for metrics in self._metrics.values():
+                metrics.export(self.loop.metrics)
+            engines = [runner.engine for runner in self.runners.values()]
+            export_tenants(self.loop.metrics, engines, self._past_tenants)
+
+    def _update_readiness(self, now: float) -> None:
+        problems = {name: runner.problem for name, runner in self.runners.items()}
         waiting = [f"{name}: {problem}" for name, problem in problems.items() if problem and name in self._serving]
-        known = [(name, host.digest, problems[name]) for name, host in self.hosts.items()]
-        is_news, self._told = known != self._told, known
-        # Requests for the others are taken: whoever asks for one that is not ready hears it from its state.
+        # The stage is ready if any serving version is: the state of each version says which ones are not.
         self.loop.ready = len(waiting) < max(1, len(self._serving))
         self.loop.reason = "; ".join(waiting)
-        if now >= self._next_push or is_news:
-            beats = IDLE_INTERVALS if self.loop.is_idle else 1
-            self._next_push = now + 0.9 * beats * self.config.server.heartbeat_ms / 1000
+        current = [(name, runner.digest, problems[name]) for name, runner in self.runners.items()]
+        if now >= self._next_push or current != self._pushed:
+            intervals = IDLE_INTERVALS if self.loop.is_idle else 1
+            self._next_push = now + 0.9 * intervals * self.config.server.heartbeat_ms / 1000
+            self._pushed = current
             self._push_state(list(self.gateways.peers))
-        if now >= self._next_show:
-            self._next_show = now + INTERVAL_S
-            for gauge in self._gauges.values():
-                gauge.show(self.loop.metrics)
-            engines = [host.engine for host in self.hosts.values()]
-            show_tenants(self.loop.metrics, engines, self._past_tenants)
 
     # -------------------------------------------------------------- gateways
 
     def _on_gateway(self, peer: bytes, frame: m.Frame) -> None:
         if isinstance(frame, m.Submit):
-            host = self.hosts.get(frame.model)
-            if host is None and self.follower.poll():  # newer than our last look at the record
-                self._follow()
-                host = self.hosts.get(frame.model)
-            if host is None:
-                known = ", ".join(self.hosts)
-                refusal = Refusal("MODEL_NOT_FOUND", f"no model {frame.model!r}; there is {known}", "model")
-                self._tell(peer, rejection(frame.sequence, refusal))
+            runner = self._find(frame.model)
+            if runner is None:
+                known = ", ".join(self.runners)
+                refusal = Refusal("MODEL_NOT_FOUND", f"no model {frame.model!r}; loaded: {known}", "model")
+                self._send_gateway(peer, rejected_frame(frame.sequence, refusal))
             else:
-                host.engine.door.submit(peer, frame, self._clock())
+                runner.engine.submissions.submit(peer, frame, self._clock())
         elif isinstance(frame, m.Cancel):
-            for host in self.hosts.values():
-                if frame.sequence in host.engine.roster.live:
-                    host.engine.door.cancel(frame)
+            for runner in self.runners.values():
+                if frame.sequence in runner.engine.table.live:
+                    runner.engine.submissions.cancel(frame)
 
     def _push_state(self, peers: list[bytes]) -> None:
         if peers:
-            state = m.SchedulerState([host.state() for host in self.hosts.values()])
+            state = m.SchedulerState([runner.state() for runner in self.runners.values()])
             for peer in peers:
-                self._tell(peer, state)
+                self._send_gateway(peer, state)
 
     def _gateway_up(self, peer: bytes, hello: m.Hello) -> None:
         self._push_state([peer])
@@ -298,53 +311,49 @@ class SchedulerStage:
 
     def _gateway_lost(self, peer: bytes) -> None:
         self._unsent.pop(peer, None)
-        for host in self.hosts.values():
-            host.engine.roster.orphan(peer, self._clock())
+        for runner in self.runners.values():
+            runner.engine.table.detach_gateway(peer, self._clock())
 
     # -------------------------------------------------------------- workers
 
     def _on_worker(self, peer: bytes, frame: m.Frame) -> None:
-        if isinstance(frame, m.StepDone):
-            return  # a doorbell: the ring says what is done
+        # `StepDone` needs no handling: it wakes the loop, and the ring contains what is done.
         if isinstance(frame, m.WorkerReady):
-            host = self.hosts.get(frame.model)
-            if host is None and self.follower.poll():
-                self._follow()
-                host = self.hosts.get(frame.model)
-            if host is None:
-                log.info("a worker serves a model that is not loaded (any more)", extra={"model": frame.model})
+            runner = self._find(frame.model)
+            if runner is None:
+                log.info("worker of a model version that is not loaded", extra={"model": frame.model})
             else:
-                host.worker_ready(peer, self.workers.peers[peer], frame, self._clock())
-                self._pairs.look(self.follower.table, self.hosts)
+                runner.worker_ready(peer, self.workers.peers[peer], frame, self._clock())
+                self._pairs.update(self.follower.table, self.runners)
 
     def _worker_down(self, peer: bytes, hello: m.Hello) -> None:
-        for host in self.hosts.values():
-            if host.peer == peer:
-                host.worker_down(self._clock())
+        for runner in self.runners.values():
+            if runner.peer == peer:
+                runner.worker_down(self._clock())
 
     # -------------------------------------------------------------- kv
 
     def _kv_up(self) -> None:
-        for host in self.hosts.values():
-            host.attach_kv()
+        for runner in self.runners.values():
+            runner.attach_kv()
 
     def _kv_down(self) -> None:
-        for host in self.hosts.values():
-            host.kv_down()
+        for runner in self.runners.values():
+            runner.kv_down()
 
     def _on_kv(self, frame: m.Frame) -> None:
+        runner = self.runners.get(getattr(frame, "model", ""))
+        if runner is None:
+            return  # a late answer for an unloaded version
         if isinstance(frame, m.Granted):
-            if frame.model in self.hosts:
-                self.hosts[frame.model].engine.granted(frame)
+            runner.engine.pages.granted(frame)
         elif isinstance(frame, m.Denied):
-            if frame.model in self.hosts:
-                self.hosts[frame.model].engine.denied(frame)
-        elif isinstance(frame, m.KvReady) and frame.model in self.hosts:
-            self.hosts[frame.model].kv_ready(frame, self._clock())
-        elif isinstance(frame, m.KvState) and frame.model in self.hosts:
-            host = self.hosts[frame.model]
-            host.kv_state = frame
-            host.engine.kv_state(frame)
+            runner.engine.pages.denied(frame)
+        elif isinstance(frame, m.KvReady):
+            runner.kv_ready(frame, self._clock())
+        elif isinstance(frame, m.KvState):
+            runner.kv_state = frame
+            runner.engine.pages.kv_state(frame)
 
 
 def main(config: Config) -> int:

@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms of one model's scheduling; knows nothing of how they are shown."""
+"""Counters, averages and histograms of one model's scheduling. How they are exported is in metrics.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipeline.observe.metrics import BATCH, SECONDS
 
 
 class Histogram:
-    """Counts by upper bound (the last place: beyond all), their sum and number."""
+    """Counts by upper bound (the last count: above all bounds), the sum and the number of values."""
 
     __slots__ = ("bounds", "counts", "number", "total")
 
@@ -19,27 +19,29 @@ class Histogram:
         self.number = 0
 
     def add(self, value: float) -> None:
+        """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
         self.number += 1
 
     def merge(self, other: Histogram) -> None:
-        """Of the same bounds."""
+        """Add the values of another histogram with the same bounds."""
         self.counts = [mine + its for mine, its in zip(self.counts, other.counts, strict=True)]
         self.total += other.total
         self.number += other.number
 
     @property
     def mean(self) -> float:
+        """Mean of all values, 0.0 without any."""
         return self.total / self.number if self.number else 0.0
 
 
 class Stats:
-    """Of one model, since the start of this process."""
+    """Figures of one model since the start of this process."""
 
     def __init__(self) -> None:
         self.submitted = 0
-        self.refused = 0  # at the door, or put out of the queue
+        self.refused = 0  # refused, or removed from the queue
         self.finished: dict[str, int] = {}  # by finish reason
         self.steps = 0
         self.generated = 0  # output tokens
@@ -48,31 +50,32 @@ class Stats:
         self.discarded = 0  # samples computed past a stop or a cancel
         self.preemptions = 0
         self.repeated = 0  # steps computed again after the worker's death
-        self.convicted = 0  # sequences that killed the worker
-        self.drafted = 0  # tokens, of both sources
+        self.culprits = 0  # sequences that ended because they killed the worker
+        self.drafted = 0  # draft tokens, of both sources
         self.accepted = 0
-        self.model_drafted = 0  # by the draft model
+        self.model_drafted = 0  # of the draft model only
         self.model_accepted = 0
-        self.late = 0  # cancels and answers for sequences that are not there any more
+        self.late = 0  # cancels and answers of kv for sequences that have ended
         self.batch = Histogram(BATCH)
         self.waited_s = Histogram(SECONDS)  # from arrival to the first step
         self.step_s = Histogram(SECONDS)  # the worker's time
         self.mean_output = 64.0  # output tokens of a sequence, exponential average
         self.mean_fresh = 1.0  # share of a prompt that the cache does not have, exponential average
 
-    def granted(self, prompt: int, cached: int) -> None:
-        """A prompt of so many tokens got its pages, `cached` of them computed before."""
+    def record_cached(self, prompt: int, cached: int) -> None:
+        """`cached` of `prompt` prompt tokens came from the prefix cache."""
         self.prompt_cached += cached
         self.mean_fresh += 0.05 * (1.0 - cached / prompt - self.mean_fresh)
 
-    def ended(self, finish: str, outputs: int) -> None:
+    def record_finish(self, finish: str, outputs: int) -> None:
+        """A sequence ended with finish reason `finish` after `outputs` tokens."""
         self.finished[finish] = self.finished.get(finish, 0) + 1
-        # Of an answer that was cut off it is known that it would have been longer.
+        # An output that was cut off would have been longer: it counts only if it raises the mean.
         if finish in ("stop", "length") or outputs > self.mean_output:
             self.mean_output += 0.05 * (outputs - self.mean_output)
 
     def merge(self, other: Stats) -> None:
-        """Add what another one has counted."""
+        """Add the counters and histograms of `other`."""
         for name, value in vars(other).items():
             if isinstance(value, Histogram):
                 getattr(self, name).merge(value)

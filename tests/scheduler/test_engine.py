@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.protocol.messages import Cancel, Commit, Denied, Extend
-from stages.scheduler.core.engine import COMMIT_LATE, FAR, LEAD_S, PREFETCH
-from stages.scheduler.core.leases import AHEAD
-from stages.scheduler.core.sequence import State
-from stages.scheduler.policy.cost import CostModel
+from stages.scheduler.core.leases import EXTEND_AHEAD
+from stages.scheduler.core.row_scheduler import PREFETCH
+from stages.scheduler.core.sequence import Phase
+from stages.scheduler.policy.pacing import PacingPolicy
 
 from .peers import reference, submission
 from .world import GATEWAY, World
+
+PACING = PacingPolicy()
 
 
 def prompt(rng: random.Random, most: int = 120) -> list[int]:
@@ -47,36 +49,34 @@ def test_run_ahead_changes_no_token(run_ahead):
 
 def test_next_step_is_published_before_the_last_one_is_done():
     world = World()
-    world.engine.cost = CostModel(4_000.0, 1.0, 0.001)
+    world.set_cost(4_000.0, 1.0, 0.001)
     world.submit(submission("a", [1, 2, 3], 20))
-    world.turn()
+    world.run_round()
     world.talk_to_kv()
-    assert world.turn() == 2
+    assert world.run_round() == 2
     assert world.worker.waiting == 2
-
-
-class SteadyCost(CostModel):
-    def learn(self, tokens: int, positions: int, took_us: float) -> None: ...
 
 
 def test_short_steps_run_ahead_for_a_few_milliseconds_and_are_heard_of_together():
     world = World()
     engine = world.engine
-    engine.cost = SteadyCost(4_000.0, 1.0, 0.001)
+    world.set_cost(4_000.0, 1.0, 0.001, is_fixed=True)
     world.submit(submission("a", [1, 2, 3], 40))
-    world.turn()
+    world.run_round()
     world.talk_to_kv()
-    assert world.turn() == 2, "a first token is waited for"
-    assert engine.wake_at == engine.unacknowledged[0].number
+    assert world.run_round() == 2, "a first token is waited for"
+    assert engine.steps.wake_step == engine.steps.unacknowledged[0].number
     world.work()
-    assert world.turn() == 3
-    assert len(engine.unacknowledged) == 4, "while less than AHEAD_S is under way"
+    assert world.run_round() == 3
+    assert len(engine.steps.unacknowledged) == 4, "while less than `wake_s` is under way"
     for _ in range(20):
-        assert engine.wake_at == engine.unacknowledged[-2].number
+        assert engine.steps.wake_step == engine.steps.unacknowledged[-2].number
         world.work()
-        world.turn()
+        world.run_round()
     world.submit(submission("b", [4, 5], 20))
-    assert engine.wake_at == engine.unacknowledged[0].number, "who waits in a queue is looked after at each end"
+    assert engine.steps.wake_step == engine.steps.unacknowledged[0].number, (
+        "who waits in a queue is looked after at each end"
+    )
     world.settle()
     world.check_all()
 
@@ -85,23 +85,23 @@ def test_kv_is_told_of_all_streams_at_once() -> None:
     """Whatever the lengths of their prompts: it is woken once in some tens of steps, not for each stream."""
     world = World(batch=8, pages=256)
     engine = world.engine
-    engine.cost = SteadyCost(12_000.0, 1.0, 0.001)
+    world.set_cost(12_000.0, 1.0, 0.001, is_fixed=True)
     for i in range(8):
         world.submit(submission(f"s{i}", list(range(3 + 5 * i)), 150))
-    engine.leases.room(256, 8)
+    engine.leases.set_free_pages(256, 8)
     rounds = told = asked = 0
     while engine.is_busy:
-        world.turn()
-        is_steady = len(engine.roster.held) == 8 and all(s.state is State.DECODING for s in engine.roster.held)
+        world.run_round()
+        is_steady = len(engine.table.scheduled) == 8 and all(s.phase is Phase.DECODING for s in engine.table.scheduled)
         rounds += is_steady
         told += is_steady and any(isinstance(frame, Commit) for frame in engine.leases.frames)
         asked += is_steady and any(isinstance(frame, Extend) for frame in engine.leases.frames)
-        for s in engine.roster.held:
-            assert s.computed - (s.committed // 16 + 1) * 16 < COMMIT_LATE
+        for s in engine.table.scheduled:
+            assert s.run.computed - (s.run.committed // 16 + 1) * 16 < PACING.commit_delay_tokens
         world.talk_to_kv()
         world.work()
     assert rounds > 100
-    assert 3 <= told <= 2 + rounds / COMMIT_LATE
+    assert 3 <= told <= 2 + rounds / PACING.commit_delay_tokens
     assert 2 <= asked <= 2 + rounds / (engine.leases.stride * engine.leases.page_tokens // 2)
     world.settle()
     world.check_all()
@@ -110,7 +110,7 @@ def test_kv_is_told_of_all_streams_at_once() -> None:
 @pytest.mark.parametrize(
     ("streams", "step_us", "at_most"),
     [
-        (1, 900.0, FAR),
+        (1, 900.0, PACING.max_depth),
         (1, 4_000.0, 4),
         (8, 4_000.0, 4),
         (1, 9_000.0, 2),
@@ -128,17 +128,17 @@ def test_how_many_steps_are_under_way_at_once(streams: int, step_us: float, at_m
     """The more streams there are to be told, the fewer words."""
     world = World(batch=24, pages=256)
     engine = world.engine
-    engine.cost = SteadyCost(step_us, 1.0, 0.001)
+    world.set_cost(step_us, 1.0, 0.001, is_fixed=True)
     for i in range(streams):
         world.submit(submission(f"s{i}", [1, 2, 3 + i], 60))
     for _ in range(3 + streams):
-        world.turn()
+        world.run_round()
         world.talk_to_kv()
         world.work()
     most = 0
     for _ in range(20):
-        world.turn()
-        most = max(most, len(engine.unacknowledged))
+        world.run_round()
+        most = max(most, len(engine.steps.unacknowledged))
         world.work()
     assert most == at_most
     world.settle()
@@ -151,15 +151,15 @@ def test_the_last_token_that_a_stream_may_have_is_heard_of():
     world.submit(submission("b", [4, 5], 60))
     last = 0
     while "a" not in world.ends:
-        world.turn()
+        world.run_round()
         world.talk_to_kv()
-        for step in world.engine.unacknowledged:
+        for step in world.engine.steps.unacknowledged:
             if any(e.sequence.id == "a" and e.start == 3 + 6 - 2 for e in step.entries):
                 last = step.number
         if last:
-            assert world.engine.wake_at <= last
+            assert world.engine.steps.wake_step <= last
         world.work()
-        world.turn()
+        world.run_round()
         world.collect()
     assert last
     world.settle()
@@ -172,13 +172,13 @@ def test_a_stream_that_drafts_is_not_run_ahead_of_and_one_without_success_is():
     engine = world.engine
     ahead = []
     while "a" not in world.ends:
-        world.turn()
+        world.run_round()
         world.talk_to_kv()
-        ahead.append((bool(engine.stats.drafted), len(engine.unacknowledged)))
+        ahead.append((bool(engine.stats.drafted), len(engine.steps.unacknowledged)))
         world.work()
-        world.turn()
+        world.run_round()
         world.collect()
-    assert max(n for is_drafting, n in ahead if not is_drafting) == FAR
+    assert max(n for is_drafting, n in ahead if not is_drafting) == PACING.max_depth
     assert engine.stats.accepted > 100
     assert all(n <= 2 for is_drafting, n in ahead[-20:])
     world.settle()
@@ -193,17 +193,17 @@ def test_tokens_past_a_stop_are_discarded_and_pages_wait_for_them():
     )
     world = World()
     world.submit(frame)
-    world.turn()
+    world.run_round()
     world.talk_to_kv()
     while "a" not in world.ends:
         world.work()
-        world.turn()
+        world.run_round()
         world.collect()
-    assert world.engine.unacknowledged, "a step ran ahead of the stop"
+    assert world.engine.steps.unacknowledged, "a step ran ahead of the stop"
     assert world.kv.leases == {"a": world.kv.leases["a"]}, "its pages are still written to"
     world.settle()
     world.check_all()
-    assert world.engine.stats.discarded == FAR - 1
+    assert world.engine.stats.discarded == PACING.max_depth - 1
 
 
 @settings(max_examples=300, deadline=None)
@@ -263,7 +263,7 @@ def test_random_arrivals_end_once_with_their_tokens(
         elif action < 0.3 and world.submitted:
             world.cancel(rng.choice(list(world.submitted)))
         elif action < 0.55:
-            world.turn()
+            world.run_round()
         elif action < 0.75:
             world.work()
         elif action < 0.9:
@@ -271,7 +271,7 @@ def test_random_arrivals_end_once_with_their_tokens(
         elif action < 0.94:
             world.advance(rng.choice([0.01, 1.0, 15.0]))
         elif disturb and action < 0.97:
-            world.turn()
+            world.run_round()
             world.kill_worker(half_way=rng.random() < 0.5)
         elif disturb:
             world.restart_kv()
@@ -301,7 +301,7 @@ def test_a_poisoned_sequence_ends_with_an_error_and_the_others_with_their_tokens
     assert set(world.ends.values()) == {"length"}
     for name in world.ends:
         assert world.tokens[name] == reference(world.submitted[name])[0]
-    assert world.engine.stats.convicted == 1
+    assert world.engine.stats.culprits == 1
 
 
 def test_a_worker_killed_again_and_again_convicts_nobody_who_moves_on():
@@ -309,11 +309,11 @@ def test_a_worker_killed_again_and_again_convicts_nobody_who_moves_on():
     for i in range(4):
         world.submit(submission(f"s{i}", [i + 1] * 30, 40, seed=i))
     for _ in range(30):
-        world.turn()
+        world.run_round()
         world.talk_to_kv()
-        world.turn()
+        world.run_round()
         world.work()
-        world.turn()
+        world.run_round()
         world.kill_worker()
     world.settle()
     world.check_all()
@@ -325,27 +325,29 @@ def test_the_next_step_is_published_earlier_where_steps_end_before_it_is():
     world.submit(submission("a", [1, 2, 3], 300))
     engine = world.engine
     for _ in range(4):
-        world.turn()
+        world.run_round()
         world.talk_to_kv()
     leads = []
     for _ in range(8):
-        engine.cost = CostModel(40_000.0, 1.0, 0.001)  # whatever it learns, it expects 40 ms
-        while len(engine.unacknowledged) > 1:
+        world.set_cost(40_000.0, 1.0, 0.001)  # each round it expects 40 ms again
+        while len(engine.steps.unacknowledged) > 1:
             world.work()
-            world.turn()
-        assert len(engine.unacknowledged) == 1, "the next one waits for the end of this one"
-        engine.unacknowledged[0].expected_s = 0.04
-        world.turn()
-        leads.append(engine.lead_s)
+            world.run_round()
+        assert len(engine.steps.unacknowledged) == 1, "the next one waits for the end of this one"
+        engine.steps.unacknowledged[0].expected_s = 0.04
+        world.run_round()
+        leads.append(engine.steps.lead.seconds)
         world.now += 0.02  # it ends half way, and nobody was told
-        if engine.waits_for_end(world.now) > 0:
+        if engine.steps.publish_wait_s(world.now) > 0:
             world.work()
-        world.turn()
-    assert leads[:4] == pytest.approx([LEAD_S, 2 * LEAD_S, 4 * LEAD_S, 8 * LEAD_S], rel=0.05)
-    assert max(leads) < 8.1 * LEAD_S, "24 ms before the end is early enough"
+        world.run_round()
+    assert leads[:4] == pytest.approx(
+        [PACING.min_lead_s, 2 * PACING.min_lead_s, 4 * PACING.min_lead_s, 8 * PACING.min_lead_s], rel=0.05
+    )
+    assert max(leads) < 8.1 * PACING.min_lead_s, "24 ms before the end is early enough"
     world.settle()
     assert world.tokens["a"] == reference(submission("a", [1, 2, 3], 300))[0]
-    assert engine.lead_s == pytest.approx(LEAD_S, rel=1.0), "and no earlier than need be"
+    assert engine.steps.lead.seconds == pytest.approx(PACING.min_lead_s, rel=1.0), "and no earlier than need be"
 
 
 def test_limits_are_refused_with_code_and_field():
@@ -380,25 +382,25 @@ def test_a_full_queue_answers_with_the_time_to_wait():
     world = World(max_queue_depth=3, batch=1)
     for i in range(7):  # one computes, two stand by, three wait
         world.submit(submission(f"s{i}", [1, 2], 100))
-    rejected = world.engine.roster.rejected[-1][1]
+    rejected = world.engine.outbox.rejected[-1][1]
     assert rejected.code == "OVERLOADED"
     assert rejected.retry_after_s >= 1
     for name in ("one", "another"):  # which is taken up at once
         world.submit(submission(name, [1], 5, tenant="quiet"))
-    assert [frame.sequence for _, frame in world.engine.roster.rejected] == ["s6", "s5"], "the newest makes room"
+    assert [frame.sequence for _, frame in world.engine.outbox.rejected] == ["s6", "s5"], "the newest makes room"
 
 
 def test_a_tenant_that_fills_its_own_queue_takes_no_place_of_others():
     world = World(max_queue_depth=100, max_tenant_depth=3, batch=1)
     for i in range(8):  # one computes, two stand by, three wait
         world.submit(submission(f"s{i}", [1, 2], 100))
-    rejected = [frame for _, frame in world.engine.roster.rejected]
+    rejected = [frame for _, frame in world.engine.outbox.rejected]
     assert [frame.sequence for frame in rejected] == ["s6", "s7"]
     assert rejected[0].code == "OVERLOADED" and "at most 3" in rejected[0].message
     assert rejected[0].retry_after_s >= 1
     for i in range(3):
         world.submit(submission(f"q{i}", [1], 5, tenant="quiet"))
-    assert len(world.engine.roster.rejected) == 2
+    assert len(world.engine.outbox.rejected) == 2
     world.settle()
     assert sorted(world.ends.values()) == ["length"] * 9 + ["rejected"] * 2
     world.submit(submission("later", [1], 5))
@@ -410,10 +412,10 @@ def test_the_time_to_wait_follows_the_backlog():
     waits = []
     for depth in (10, 100, 1000):
         world = World(max_queue_depth=5000, max_tenant_depth=depth, batch=4, context=400)
-        world.engine.cost = CostModel(20_000.0, 100.0, 0.001)
+        world.set_cost(20_000.0, 100.0, 0.001)
         for i in range(world.settings.max_batch_size + PREFETCH + depth + 1):
             world.submit(submission(f"s{i}", [1, 2] * 20, 100))
-        waits.append(world.engine.roster.rejected[0][1].retry_after_s)
+        waits.append(world.engine.outbox.rejected[0][1].retry_after_s)
     assert waits[0] < waits[1] < waits[2]
     assert 5 < waits[2] / waits[1] < 15
 
@@ -422,7 +424,7 @@ def test_time_over_ends_with_an_error_and_frees_the_pages():
     world = World()
     world.submit(submission("a", [1, 2, 3], 300, deadline_ms=1000))
     for _ in range(10):
-        world.turn()
+        world.run_round()
         world.talk_to_kv()
         world.work()
     world.advance(1.5)
@@ -433,7 +435,7 @@ def test_time_over_ends_with_an_error_and_frees_the_pages():
 
 def test_a_cancel_for_an_unknown_sequence_is_counted_and_ignored():
     world = World()
-    world.engine.door.cancel(Cancel("nobody"))
+    world.engine.submissions.cancel(Cancel("nobody"))
     assert world.engine.stats.late == 1
 
 
@@ -442,18 +444,18 @@ def test_a_sequence_submitted_anew_goes_on_from_what_was_computed():
     frame = submission("a", [1, 2, 3], 60)
     world.submit(frame)
     for _ in range(30):
-        world.turn()
+        world.run_round()
         world.talk_to_kv()
         world.work()
     world.collect()
     got = list(world.tokens["a"])
-    world.engine.roster.orphan(GATEWAY, world.now)
+    world.engine.table.detach_gateway(GATEWAY, world.now)
     for _ in range(10):
-        world.turn()
+        world.run_round()
         world.work()
-    assert not world.engine.roster.moved
+    assert not world.engine.outbox.tokens
     computed = world.engine.stats.prompt_computed
-    world.engine.door.submit(GATEWAY, submission("a", [1, 2, 3], 60, forced=got), world.now)
+    world.engine.submissions.submit(GATEWAY, submission("a", [1, 2, 3], 60, forced=got), world.now)
     world.settle()
     assert world.tokens["a"] == reference(frame)[0]
     assert world.engine.stats.prompt_computed == computed, "nothing was computed again"
@@ -462,13 +464,13 @@ def test_a_sequence_submitted_anew_goes_on_from_what_was_computed():
 def test_an_orphan_is_given_up_in_the_end():
     world = World()
     world.submit(submission("a", [1, 2, 3], 300))
-    world.turn()
+    world.run_round()
     world.talk_to_kv()
-    world.engine.roster.orphan(GATEWAY, world.now)
+    world.engine.table.detach_gateway(GATEWAY, world.now)
     world.advance(11.0)
     world.settle()
     assert world.ends == {}
-    assert not world.engine.roster.live
+    assert not world.engine.table.live
 
 
 def test_speculation_changes_no_token_and_saves_steps():
@@ -519,9 +521,9 @@ def test_who_waits_for_a_neighbour_that_goes_away_computes_itself():
     shared = [50 + i % 30 for i in range(160)]
     for i in range(3):
         world.submit(submission(f"s{i}", [*shared, i], 10, seed=i))
-    world.turn()
+    world.run_round()
     world.talk_to_kv()
-    world.turn()
+    world.run_round()
     world.work()
     world.cancel("s0")
     world.settle()
@@ -534,7 +536,7 @@ def test_other_contents_of_the_kv_arena_begin_everything_anew():
     for i in range(6):
         world.submit(submission(f"s{i}", [i + 1] * 30, 40, seed=i))
     for _ in range(20):
-        world.turn()
+        world.run_round()
         world.talk_to_kv()
         world.work()
     world.collect()
@@ -559,16 +561,17 @@ def test_who_asked_early_and_got_nothing_does_not_stand_still() -> None:
     world = World(batch=2)
     engine = world.engine
     world.submit(submission("s", [1] * 30, 60))
-    world.turn()
+    world.run_round()
     world.talk_to_kv()
-    world.turn()
-    (sequence,) = engine.roster.held
-    assert sequence.planned <= sequence.leased - AHEAD
-    at = sequence.extend_at
-    engine.leases.extend(sequence)
+    world.run_round()
+    (sequence,) = engine.table.scheduled
+    run = sequence.run
+    assert run.planned <= run.leased - EXTEND_AHEAD
+    at = run.extend_at
+    engine.leases.extend(run)
     engine.leases.frames.clear()
-    engine.denied(Denied(sequence.ask, "s", True, 4, 0, 64))
-    assert (sequence.is_starved, sequence.ask, sequence.extend_at) == (False, 0, at)
+    engine.pages.denied(Denied(run.pending_id, "s", True, 4, 0, 64))
+    assert (run.is_starved, run.pending_id, run.extend_at) == (False, 0, at)
     world.settle()
     world.check_all()
 
@@ -578,10 +581,10 @@ def test_a_lease_that_kv_does_not_recognise_is_acquired_anew():
     for i in range(3):
         world.submit(submission(f"s{i}", [i + 1] * 30, 40, seed=i))
     for _ in range(10):
-        world.turn()
+        world.run_round()
         world.talk_to_kv()
         world.work()
-    world.engine.denied(Denied(0, "s1", True, 0, 0, 0))
+    world.engine.pages.denied(Denied(0, "s1", True, 0, 0, 0))
     world.settle()
     world.check_all()
     assert set(world.ends.values()) == {"length"}
@@ -594,14 +597,14 @@ def test_a_verification_that_dies_with_its_worker_is_repeated(half_way):
         world.submit(submission(f"s{i}", [20 * i + k for k in range(1, 11)], 150, seed=i))
     deaths = 0
     for _ in range(2000):
-        world.turn()
+        world.run_round()
         world.talk_to_kv()
-        if any(step.is_verifying for step in world.engine.unacknowledged) and deaths < 40:
+        if any(step.is_verifying for step in world.engine.steps.unacknowledged) and deaths < 40:
             deaths += 1
             world.kill_worker(half_way)
-            world.turn()
+            world.run_round()
         world.work()
-        world.turn()
+        world.run_round()
         world.collect()
         if not world.engine.is_busy:
             break
@@ -615,17 +618,17 @@ def test_whoever_is_set_aside_computes_no_further():
     for i in range(2):
         world.submit(submission(f"s{i}", [i + 1] * 40, 80, seed=i))
     for _ in range(500):
-        world.turn()
+        world.run_round()
         world.talk_to_kv()
         world.work()
         if world.engine.stats.preemptions:
             break
-    young = world.engine.roster.held[-1]
-    if young.is_leaving:
+    young = world.engine.table.scheduled[-1]
+    if young.is_preempting:
         for _ in range(2):
             world.work()
-            world.turn()
-    assert young.state is State.PENDING
+            world.run_round()
+    assert young.phase is Phase.PENDING
     world.settle()
     world.check_all()
 
@@ -635,7 +638,7 @@ def test_what_has_ended_is_forgotten_before_its_deadline():
     ended = []
     for i in range(300):
         world.submit(submission(f"s{i}", [i % 90, 2], 3, deadline_ms=300_000))
-        ended.append(weakref.ref(world.engine.roster.live[f"s{i}"]))
+        ended.append(weakref.ref(world.engine.table.live[f"s{i}"]))
         if i % 3 == 0:
             world.cancel(f"s{i}")
     world.settle()
@@ -643,4 +646,4 @@ def test_what_has_ended_is_forgotten_before_its_deadline():
     world.engine.tick(world.now)
     gc.collect()
     assert sum(ref() is not None for ref in ended) < 100
-    assert all(not tenant.heap for tenant in world.engine.queues.tenants.values())
+    assert world.engine.queues.heap_size == 0

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.scheduler.core.engine import Settings
-from stages.scheduler.core.sequence import MOST_S, PRIORITY_S, Sequence, head_start_s
-from stages.scheduler.policy.queues import QUANTUM, QueueFullError, Queues
+from stages.scheduler.core.sequence import SequenceState
+from stages.scheduler.core.settings import Settings
+from stages.scheduler.policy.priority import HEAD_START_S, MAX_HEAD_START_S, head_start_s
+from stages.scheduler.policy.queues import QUANTUM, QueueFullError, TenantQueues
 from tools.simulate import Machine, Simulation, closed_loop, main, percentile, poisson, report
 
 from .peers import submission
@@ -25,9 +26,9 @@ from .peers import submission
 FAST = Machine(fixed_us=3000, token_us=150, position_us=0.1)
 
 
-def sequence(queues: Queues, name: str, tenant: str, now: float = 0.0, order: int = 0, priority: int = 0):
+def sequence(queues: TenantQueues, name: str, tenant: str, now: float = 0.0, order: int = 0, priority: int = 0):
     frame = submission(name, [1, 2], 5, tenant=tenant, priority=priority)
-    return Sequence(frame, b"g", queues.tenant(tenant), now, order)
+    return SequenceState(frame, b"g", queues.tenant(tenant), now, order)
 
 
 # ------------------------------------------------------------------ shares
@@ -61,7 +62,7 @@ def test_backlogged_tenants_stay_within_a_quantum_of_their_shares(seed, weights,
     sim.at(0.02, look)
     sim.run()
     assert apart
-    assert max(apart) <= QUANTUM + max(150 / w for w in weights) + sim.engine.budget.max_tokens
+    assert max(apart) <= QUANTUM + max(150 / w for w in weights) + sim.engine.steps.budget.max_tokens
     assert all(r.finish == "length" for r in sim.records.values())
 
 
@@ -119,14 +120,14 @@ def test_long_prompts_do_not_starve_behind_short_ones():
 
 
 def test_priority_is_a_head_start_and_not_a_right():
-    queues = Queues(1000, 0, lambda name: 1.0)
+    queues = TenantQueues(1000, 0, lambda name: 1.0)
     low = sequence(queues, "low", "t", 0.0, 0)
     queues.push(low)
     for i in range(1, 100):
         queues.push(sequence(queues, f"high{i}", "t", float(i), i, priority=2))
-    order = [queues.take(low.tenant).id for _ in range(100)]
+    order = [queues.pop(low.tenant).id for _ in range(100)]
     # Overtaken by what came less than its head start after it; then it is the older one.
-    assert order.index("low") == math.floor(head_start_s(2)) > PRIORITY_S
+    assert order.index("low") == math.floor(head_start_s(2)) > HEAD_START_S
 
 
 @pytest.mark.parametrize("time_s", [math.inf, 300.0, 30.0, 0.5])
@@ -135,52 +136,52 @@ def test_no_priority_is_worth_more_than_a_request_can_wait(time_s: float) -> Non
     heads = [head_start_s(priority, time_s) for priority in range(-1000, 1001)]
     assert all(one < other for one, other in pairwise(heads))
     assert heads[1000] == 0.0
-    assert heads[-1] - heads[0] <= min(2 * MOST_S, time_s / 3)
+    assert heads[-1] - heads[0] <= min(2 * MAX_HEAD_START_S, time_s / 3)
     if time_s >= 300:
-        assert heads[1001] == -heads[999] == PRIORITY_S
+        assert heads[1001] == -heads[999] == HEAD_START_S
 
 
 def test_a_flood_of_the_highest_priority_overtakes_the_lowest_for_a_part_of_its_time() -> None:
-    queues = Queues(1000, 0, lambda name: 1.0)
+    queues = TenantQueues(1000, 0, lambda name: 1.0)
 
-    def push(name: str, now: float, priority: int) -> Sequence:
+    def push(name: str, now: float, priority: int) -> SequenceState:
         frame = submission(name, [1, 2], 5, priority=priority, deadline_ms=30_000)
-        made = Sequence(frame, b"g", queues.tenant("t"), now, len(queues.tenant("t").heap))
+        made = SequenceState(frame, b"g", queues.tenant("t"), now, queues.depth)
         queues.push(made)
         return made
 
     low = push("low", 0.0, -100)
     for i in range(100):
         push(f"high{i}", float(i), 100)
-    assert [queues.take(low.tenant).id for _ in range(100)].index("low") <= 10
+    assert [queues.pop(low.tenant).id for _ in range(100)].index("low") <= 10
 
 
 def test_idle_time_earns_one_quantum_and_no_more():
-    queues = Queues(1000, 0, lambda name: 1.0)
+    queues = TenantQueues(1000, 0, lambda name: 1.0)
     busy = queues.tenant("busy")
     queues.push(sequence(queues, "a", "busy"))
     busy.served = 1e6
     assert queues.tenant("new").served == 1e6 - QUANTUM
     # Whoever runs beside it without anything waiting does not save up either.
     beside = queues.tenant("beside")
-    beside.held, beside.served = 1, 0.0
+    beside.scheduled, beside.served = 1, 0.0
     queues.settle([])
     assert beside.served == 1e6 - QUANTUM
     assert busy.served == 1e6
 
 
 def test_bounds_of_the_queue_and_of_a_tenant():
-    queues = Queues(4, 3, lambda name: 1.0)
+    queues = TenantQueues(4, 3, lambda name: 1.0)
     a, b = queues.tenant("a"), queues.tenant("b")
     for i in range(3):
-        assert queues.room(a) is None
+        assert queues.make_room(a) is None
         queues.push(sequence(queues, f"a{i}", "a", order=i))
     with pytest.raises(QueueFullError, match="at most 3"):
-        queues.room(a)
+        queues.make_room(a)
     queues.push(sequence(queues, "b0", "b", order=9))
     with pytest.raises(QueueFullError, match="4 sequences wait, at most 4"):
-        queues.room(b)
-    out = queues.room(queues.tenant("c"))
+        queues.make_room(b)
+    out = queues.make_room(queues.tenant("c"))
     assert out is not None
     assert out.id == "a2", "the newest of the longest queue makes room for a tenant with none"
 

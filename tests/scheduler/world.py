@@ -11,11 +11,10 @@ from collections import deque
 
 from pipeline.protocol.messages import Cancel, Denied, Frame, Granted, KvReady, Submit
 from shm.step_ring import StepsGeometry, blank_steps
-from stages.scheduler.core.engine import FAR, Engine, Settings, follows
+from stages.scheduler.core.engine import Engine
 from stages.scheduler.core.ring import Ring
-from stages.scheduler.core.sequence import State
-from stages.scheduler.draft.draft_sequence import Companion
-from stages.scheduler.policy.cost import CostModel
+from stages.scheduler.core.sequence import Phase
+from stages.scheduler.core.settings import Settings
 from stages.scheduler.recovery.quarantine import DEATH
 
 from .peers import VOCAB, Kv, Pages, Poisoned, Worker, reference
@@ -40,12 +39,12 @@ class World:
         self.settings = Settings("m", batch, **settings)
         self.engine = Engine(self.settings, self.now, lambda name: (weights or {}).get(name, 1.0))
         # Steps that seem short are followed up at once: time stands still here most of the time.
-        self.engine.cost = CostModel(100.0, 1.0, 0.001)
+        self.set_cost(100.0, 1.0, 0.001)
         self.geometry = StepsGeometry(
             self.settings.n_rows, batch, self.settings.max_samples, context, -(-context // 16) + 1
         )
         self.steps = blank_steps(self.geometry)
-        self.ring = self.engine.ring = Ring(self.steps, self.geometry, serial=1)
+        self.ring = self.engine.worker.ring = Ring(self.steps, self.geometry, serial=1)
         self.pages = Pages(pages, page_tokens)
         self.kv = Kv(self.steps, self.pages, cache=cache)
         self.worker = Worker(self.steps, self.geometry, self.pages)
@@ -63,7 +62,15 @@ class World:
         self.attach()
         self.kv_up()
 
-    # -------------------------------------------------------------- what may happen
+    def set_cost(self, fixed_us: float, token_us: float, position_us: float, *, is_fixed: bool = False) -> None:
+        """Reset the cost model to these coefficients; `is_fixed`: it does not learn from steps."""
+        cost = self.engine.cost
+        vars(cost).clear()
+        cost.__init__(fixed_us, token_us, position_us)  # type: ignore[misc]
+        if is_fixed:
+            cost.learn = lambda *_: None  # type: ignore[method-assign]
+
+    # -------------------------------------------------------------- events
 
     def attach(self) -> None:
         self.generation += 1
@@ -78,14 +85,15 @@ class World:
         if frame.sequence not in self.submitted:
             self.submitted[frame.sequence] = frame
             self.tokens[frame.sequence] = []
-        self.engine.door.submit(GATEWAY, frame, self.now)
+        self.engine.submissions.submit(GATEWAY, frame, self.now)
 
     def cancel(self, name: str) -> None:
         self.cancelled.add(name)
-        self.engine.door.cancel(Cancel(name))
+        self.engine.submissions.cancel(Cancel(name))
 
-    def turn(self) -> int:
-        published = self.engine.turn(self.now)
+    def run_round(self) -> int:
+        """One round of the step loop; returns the number of steps published."""
+        published = self.engine.steps.run_round(self.now)
         self.check_bounds()
         return published
 
@@ -128,22 +136,22 @@ class World:
         while self.to_engine:
             frame = self.to_engine.popleft()
             if isinstance(frame, Granted):
-                self.engine.granted(frame)
+                self.engine.pages.granted(frame)
             elif isinstance(frame, Denied):
-                self.engine.denied(frame)
+                self.engine.pages.denied(frame)
             elif isinstance(frame, KvReady):
                 self.engine.kv_ready(frame)
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
         self.engine.tick(self.now)
-        self.engine.pages_may_be_free()
+        self.engine.pages.retry()
 
     # -------------------------------------------------------------- the books
 
     def collect(self) -> None:
         """Take what the gateways would be told, and check it."""
-        for owner, moved in self.engine.roster.moved.items():
+        for owner, moved in self.engine.outbox.tokens.items():
             assert owner == GATEWAY
             for part in moved:
                 name = part.sequence
@@ -156,65 +164,67 @@ class World:
                 if part.finish:
                     self.ends[name] = part.finish
                     self.errors[name] = part.error
-        self.engine.roster.moved.clear()
-        for _, rejected in self.engine.roster.rejected:
+        self.engine.outbox.tokens.clear()
+        for _, rejected in self.engine.outbox.rejected:
             assert rejected.sequence not in self.ends
             self.ends[rejected.sequence] = "rejected"
             self.errors[rejected.sequence] = rejected.code
-        self.engine.roster.rejected.clear()
+        self.engine.outbox.rejected.clear()
 
     def check_bounds(self) -> None:
-        engine = self.engine
-        roster = engine.roster
-        mine = [step for step in engine.unacknowledged if not isinstance(step.entries[0].sequence, Companion)]
-        expected_s = [step.expected_s for step in mine[:-1]]
-        assert len(mine) <= engine.depth or follows(len(expected_s), sum(expected_s), len(mine[-1].entries))
-        assert len(engine.unacknowledged) <= FAR
-        for step in engine.unacknowledged:
-            assert len({isinstance(entry.sequence, Companion) for entry in step.entries}) == 1, "each by themselves"
-        companions = engine.companions.held
-        rows = [s.row for s in [*roster.held, *companions]]
-        assert len(companions) <= self.settings.companions
-        assert sorted(rows + list(roster.free_rows)) == list(range(self.settings.n_rows))
+        engine, table = self.engine, self.engine.table
+        pacing, unacknowledged = engine.steps.pacing, engine.steps.unacknowledged
+        steps = [step for step in unacknowledged if step.entries]
+        expected_s = [step.expected_s for step in steps[:-1]]
+        assert len(steps) <= pacing.depth or pacing.may_follow(len(expected_s), sum(expected_s), len(steps[-1].entries))
+        assert len(unacknowledged) <= pacing.max_depth
+        for step in unacknowledged:
+            assert bool(step.entries) != bool(step.draft_entries), "a step has requests or draft sequences, never both"
+        drafts = engine.drafts.sequences
+        rows = [s.run.row for s in [*table.scheduled, *drafts]]
+        assert len(drafts) <= self.settings.max_draft_sequences
+        assert sorted(rows + list(table.free_rows)) == list(range(self.settings.n_rows))
+        assert {id(s) for s in table.by_lease.values()} == {id(s) for s in table.scheduled}
         waiting = [t.waiting for t in engine.queues.tenants.values()]
         assert engine.queues.depth == len(list(engine.queues)) == sum(waiting)
-        for step in engine.unacknowledged:
-            assert len(step.entries) <= self.settings.max_batch_size
-            assert step.tokens == sum(e.count for e in step.entries) <= engine.budget.max_tokens
+        for step in unacknowledged:
+            entries = [*step.entries, *step.draft_entries]
+            assert len(entries) <= self.settings.max_batch_size
+            assert step.tokens == sum(e.count for e in entries) <= engine.steps.budget.max_tokens
             assert step.samples <= self.settings.max_samples
-        for s in roster.held:
-            assert s.computed <= s.planned <= min(s.leased, s.end - 1) or not s.pages
-            assert s.inflight == sum(e.sequence is s for step in engine.unacknowledged for e in step.entries)
-            assert s.length == len(s.tokens) <= s.end
-            assert s.is_over == (s.id not in roster.live or roster.live[s.id] is not s)
-        for s in companions:
-            assert s not in roster.live.values()
-            assert s not in roster.held
-            assert s.is_over or s.committed <= s.base <= s.length == len(s.tokens) <= s.end
-            assert not s.is_over or s.computed <= s.base, "kv is told of proposals"
-            assert s.computed <= s.planned <= s.leased or not s.pages
-            assert s.inflight == sum(e.sequence is s for step in engine.unacknowledged for e in step.entries)
-        for s in roster.live.values():
-            assert (s in engine.queues) != (s.row >= 0)
+        for s in table.scheduled:
+            run = s.run
+            assert run.computed <= run.planned <= min(run.leased, run.end - 1) or not run.pages
+            assert run.inflight == sum(e.sequence is s for step in unacknowledged for e in step.entries)
+            assert run.length == len(run.tokens) <= run.end
+            assert s.is_done == (s.id not in table.live or table.live[s.id] is not s)
+        for draft in drafts:
+            run = draft.run
+            assert draft.is_done or run.committed <= draft.base <= run.length == len(run.tokens) <= run.end
+            assert not draft.is_done or run.computed <= draft.base, "draft tokens are committed to kv"
+            assert run.computed <= run.planned <= run.leased or not run.pages
+            assert run.inflight == sum(e.sequence is draft for step in unacknowledged for e in step.draft_entries)
+        for s in table.live.values():
+            assert (s in engine.queues) != (s.run.row >= 0)
             if s in engine.queues:
-                assert s.state is State.PENDING
+                assert s.phase is Phase.PENDING
 
     def settle(self, rounds: int = 20_000) -> None:
         """Let everything run until nothing is left to do."""
         for _ in range(rounds):
-            self.turn()
+            self.run_round()
             self.talk_to_kv()
             self.work()
-            self.turn()
+            self.run_round()
             self.collect()
             if not self.engine.is_busy:
                 break
-            if not self.engine.unacknowledged:
+            if not self.engine.steps.unacknowledged:
                 self.advance(0.1)
         else:
-            raise AssertionError(f"never done: {self.engine.roster.held} {self.engine.queues.depth}")
+            raise AssertionError(f"never done: {self.engine.table.scheduled} {self.engine.queues.depth}")
         self.talk_to_kv()
-        assert not self.engine.roster.held
+        assert not self.engine.table.scheduled
         assert not self.kv.leases, "pages leaked"
 
     def check_all(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.config.schema import DEMO_MODEL, ModelConfig
-from stages.scheduler.core.engine import Settings
+from stages.scheduler.core.settings import Settings
 from stages.worker.checkpoint.prepare import prepare_checkpoint
 from tools.bench.http import baseline
 from tools.bench.http.client import Answer, Ask, Run, drive

@@ -20,7 +20,7 @@ import numpy as np
 
 from pipeline.config import paths
 from pipeline.config.schema import DEMO_MODEL, ModelConfig
-from stages.scheduler.core.engine import Settings
+from stages.scheduler.core.settings import Settings
 from stages.worker.checkpoint.prepare import prepare
 from tools.bench.http.client import Ask, Run, drive
 from tools.bench.http.command import describe

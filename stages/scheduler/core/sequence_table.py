@@ -1,11 +1,10 @@
-"""Who is here: every sequence of a model from its submission to the return of its row and pages.
+"""The sequences of one model, from submission until their row and pages are returned.
 
-    live    by id: output is still wanted
-    queues  live, without a row
-    held    with a row, oldest first: taken up, computing, or over and still named by a step
+    live       by id: output is still wanted
+    waiting    live, without a row (`TenantQueues`)
+    scheduled  with a row, oldest first: waiting for pages, computing, or done and still computed by a published step
 
-The outbox gathers what the gateways are to be told.  A sequence's terminal event is written here and
-nowhere else, when it leaves `live`, which it does once.
+A sequence's terminal event is sent when it leaves `live`, which happens exactly once.
 """
 
 from __future__ import annotations
@@ -17,83 +16,61 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable
 
-from pipeline.protocol.messages import Logprob, Rejected, SequenceTokens, Submit
+from pipeline.protocol.messages import Logprob, Submit
 from stages.scheduler.core.leases import Leases
-from stages.scheduler.core.sequence import Sequence, State
+from stages.scheduler.core.outbox import Outbox
+from stages.scheduler.core.sequence import Phase, SequenceState
 from stages.scheduler.policy.admission import Refusal
-from stages.scheduler.policy.queues import Queues
+from stages.scheduler.policy.queues import TenantQueues
 from stages.scheduler.stats import Stats
 
-ORPHAN_S = 10.0  # how long a sequence computes on for a gateway that is gone and may come back
+REATTACH_S = 10.0  # a sequence of a disconnected gateway computes on for so long
 
 
-class Roster:
-    """The sequences of one model, their rows, and the outbox."""
+class SequenceTable:
+    """Sequences, rows and deadlines of one model."""
 
-    def __init__(self, queues: Queues, leases: Leases, stats: Stats, n_rows: int) -> None:
-        self.queues = queues
-        self.leases = leases
-        self.stats = stats
-        self.live: dict[str, Sequence] = {}
-        self.held: list[Sequence] = []
-        self.moved: dict[bytes, list[SequenceTokens]] = {}  # by gateway
-        self.rejected: list[tuple[bytes, Rejected]] = []
-        # First in, first out: whoever still looks at an old row has the longest time to notice.
+    def __init__(self, queues: TenantQueues, leases: Leases, outbox: Outbox, stats: Stats, n_rows: int) -> None:
+        self.live: dict[str, SequenceState] = {}
+        self.scheduled: list[SequenceState] = []
+        self.by_lease: dict[str, SequenceState] = {}  # the scheduled ones
+        # First in, first out: a row that was just released is reused last, so late readers of it do least harm.
         self.free_rows: deque[int] = deque(range(n_rows))
-        self.on_freed: Callable[[], None] = lambda: None  # pages have gone back
-        self._order = 0
-        self._ticket = 0
-        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self.on_pages_released: Callable[[], None] = lambda: None
+        self._queues = queues
+        self._leases = leases
+        self._outbox = outbox
+        self._stats = stats
+        self._submissions = 0
+        self._timers = 0
+        self._deadlines: list[tuple[float, int, SequenceState]] = []  # heap
 
-    # -------------------------------------------------------------- coming
+    # -------------------------------------------------------------- beginning
 
-    def enter(self, owner: bytes, frame: Submit, now: float) -> Sequence:
-        """A new sequence, live, neither waiting nor held yet. Its id is not live."""
-        self._order += 1
-        sequence = Sequence(frame, owner, self.queues.tenant(frame.tenant), now, self._order)
-        if any(s.lease == sequence.lease for s in self.held):
-            sequence.lease = f"{sequence.id}~{self._order}"
+    def add(self, gateway: bytes, frame: Submit, now: float) -> SequenceState:
+        """A new live sequence, neither waiting nor scheduled yet. Its id must not be live."""
+        self._submissions += 1
+        sequence = SequenceState(frame, gateway, self._queues.tenant(frame.tenant), now, self._submissions)
+        if sequence.id in self.by_lease:  # a done sequence of the same id still has its lease
+            sequence.run.lease_id = f"{sequence.id}~{self._submissions}"
         self.live[sequence.id] = sequence
-        self.stats.submitted += 1
+        self._stats.submitted += 1
         if sequence.deadline < math.inf:
-            self._remind(sequence.deadline, sequence)
+            self._set_timer(sequence.deadline, sequence)
         return sequence
 
-    def hold(self, sequence: Sequence) -> None:
-        """Give a row to a sequence that was taken out of its queue."""
-        sequence.row = self.free_rows.popleft()
-        sequence.tenant.held += 1
-        insort(self.held, sequence, key=_age)
-
-    # -------------------------------------------------------------- telling
-
-    def emit(
-        self,
-        sequence: Sequence,
-        start: int,
-        tokens: tuple[int, ...],
-        logprobs: tuple[Logprob, ...] = (),
-        finish: str = "",
-        error: str = "",
-        message: str = "",
-    ) -> None:
-        """To its gateway: output tokens from output index `start`, and how it ends if it does."""
-        if not sequence.owner:
-            return
-        cached = 0 if sequence.is_announced else sequence.cached_tokens
-        sequence.is_announced = True
-        moved = SequenceTokens(sequence.id, start, tokens, logprobs, finish, error, message, cached, sequence.accepted)
-        gathered = self.moved.get(sequence.owner)
-        if gathered is None:
-            self.moved[sequence.owner] = [moved]
-        else:
-            gathered.append(moved)
+    def allocate_row(self, sequence: SequenceState) -> None:
+        """Schedule a sequence that was taken out of its queue. A row must be free."""
+        sequence.run.row = self.free_rows.popleft()
+        sequence.tenant.scheduled += 1
+        self.by_lease[sequence.run.lease_id] = sequence
+        insort(self.scheduled, sequence, key=_age)
 
     # -------------------------------------------------------------- ending
 
     def finish(
         self,
-        sequence: Sequence,
+        sequence: SequenceState,
         reason: str,
         *,
         error: str = "",
@@ -102,111 +79,122 @@ class Roster:
         tokens: tuple[int, ...] = (),
         logprobs: tuple[Logprob, ...] = (),
     ) -> None:
-        """The terminal event of a live sequence, with its last tokens. Row and pages go when they can."""
-        self.emit(sequence, sequence.outputs if start < 0 else start, tokens, logprobs, reason, error, message)
-        self.stats.ended(reason, sequence.outputs)
-        self._end(sequence, State.FAILED if error else State.FINISHED)
+        """Send the terminal event of a live sequence, with its last tokens from output index `start`.
 
-    def reject(self, sequence: Sequence, refusal: Refusal) -> None:
-        """The terminal event of a live sequence that is not computed (any further) here and now."""
-        if sequence.owner:
-            self.rejected.append((sequence.owner, rejection(sequence.id, refusal)))
-        self.stats.refused += 1
-        self._end(sequence, State.FAILED)
+        Row and pages are returned as soon as no step computes the sequence.
+        """
+        self._outbox.add_tokens(
+            sequence, sequence.outputs if start < 0 else start, tokens, logprobs, reason, error, message
+        )
+        self._stats.record_finish(reason, sequence.outputs)
+        self._remove(sequence, Phase.FAILED if error else Phase.FINISHED)
 
-    def fail(self, sequence: Sequence, code: str, message: str) -> None:
-        """The terminal event of a live sequence that cannot go on."""
+    def fail(self, sequence: SequenceState, code: str, message: str) -> None:
+        """End a live sequence with an error."""
         self.finish(sequence, "error", error=code, message=message)
 
-    def abandon(self, sequence: Sequence) -> None:
-        """End a live sequence without a word: nobody listens, or it has been submitted anew."""
-        sequence.owner = b""
+    def reject(self, sequence: SequenceState, refusal: Refusal) -> None:
+        """End a live sequence that is not computed here and now."""
+        self._outbox.add_rejected(sequence.gateway, sequence.id, refusal)
+        self._stats.refused += 1
+        self._remove(sequence, Phase.FAILED)
+
+    def cancel_silently(self, sequence: SequenceState) -> None:
+        """End a live sequence without an event: no gateway receives it, or its id has been submitted again."""
+        sequence.gateway = b""
         self.finish(sequence, "cancelled")
 
-    def _end(self, sequence: Sequence, state: State) -> None:
-        sequence.move(state)
-        sequence.is_over = True
+    def _remove(self, sequence: SequenceState, phase: Phase) -> None:
+        sequence.enter_phase(phase)
+        sequence.is_done = True
         del self.live[sequence.id]
-        if sequence in self.queues:
-            self.queues.remove(sequence)
-        elif sequence.row >= 0 and sequence.inflight == 0:
-            self.let_go(sequence)
+        if sequence in self._queues:
+            self._queues.remove(sequence)
+        elif sequence.run.row >= 0 and sequence.run.inflight == 0:
+            self.release(sequence)
 
-    def let_go(self, sequence: Sequence) -> None:
-        """Return row and pages of a held sequence that no step names."""
-        is_freeing = self.leases.release(sequence)
-        self.held.remove(sequence)
-        self.free_rows.append(sequence.row)
-        sequence.row = -1
-        sequence.tenant.held -= 1
-        if is_freeing:
-            self.on_freed()
+    def release(self, sequence: SequenceState) -> None:
+        """Return row and pages of a scheduled sequence that no step computes."""
+        run = sequence.run
+        has_released = self._leases.release(run)
+        self.scheduled.remove(sequence)
+        del self.by_lease[run.lease_id]
+        self.free_rows.append(run.row)
+        run.row = -1
+        sequence.tenant.scheduled -= 1
+        if has_released:
+            self.on_pages_released()
 
-    def set_aside(self, sequence: Sequence) -> None:
-        """Back to the queue: a live, held sequence that no step names gives up row and pages.
+    # -------------------------------------------------------------- preemption
 
-        It will be computed again from its tokens, which makes the same ones follow.
+    def preempt(self, sequence: SequenceState) -> None:
+        """Back to the queue, without row and pages, as soon as no step computes the scheduled, live sequence.
+
+        It is computed again from its tokens, which produces the same tokens after them.
         """
-        sequence.is_leaving = False
-        self.let_go(sequence)
+        sequence.is_preempting = True
+        if sequence.run.inflight:
+            return
+        self.release(sequence)
         sequence.reset()
-        if sequence.state is not State.PENDING:
-            sequence.move(State.PENDING)
-        self.queues.push(sequence)
+        if sequence.phase is not Phase.PENDING:
+            sequence.enter_phase(Phase.PENDING)
+        self._queues.push(sequence)
 
-    # -------------------------------------------------------------- owners and time
+    # -------------------------------------------------------------- gateways
 
-    def adopt(self, owner: bytes, frame: Submit) -> bool:
-        """A submission of a live id: True if what is under way serves it, from there on to `owner`.
+    def reattach(self, gateway: bytes, frame: Submit) -> bool:
+        """A live id is submitted again: True if the running sequence serves the submission, from now on to `gateway`.
 
-        So a gateway that restarts loses nothing that was computed meanwhile.  It must be the same
-        request, have got no further than the known output, and want no logprobs (they are not kept).
+        A gateway that restarts thus loses nothing that was computed meanwhile.  It must be the same request, its
+        forced tokens must agree with the known output, and it must not want logprobs (they are not kept).
         """
         sequence = self.live[frame.sequence]
+        tokens, split = sequence.run.tokens, sequence.prompt_len
         forced = array("i")
         forced.frombytes(frame.forced)
-        prompt = sequence.tokens[: sequence.prompt_len]
-        got = len(forced)
+        received = len(forced)
         if (
             frame.sampling.logprobs >= 0
-            or prompt.tobytes() != frame.prompt
+            or tokens[:split].tobytes() != frame.prompt
             or sequence.sampling != frame.sampling
             or sequence.max_tokens != frame.max_tokens
             or sequence.stop_ids != frozenset(frame.stop_ids)
-            or sequence.tokens[sequence.prompt_len : sequence.prompt_len + got] != forced
-            or got > sequence.outputs
+            or tokens[split : split + received] != forced
+            or received > sequence.outputs
         ):
             return False
-        sequence.owner = owner
-        sequence.is_announced = False
-        if got < sequence.outputs:
-            self.emit(sequence, got, tuple(sequence.tokens[sequence.prompt_len + got :]))
+        sequence.gateway = gateway
+        sequence.has_emitted = False
+        if received < sequence.outputs:
+            self._outbox.add_tokens(sequence, received, tuple(tokens[split + received :]))
         return True
 
-    def orphan(self, owner: bytes, now: float) -> None:
-        """The gateway `owner` is gone: its sequences have `ORPHAN_S` to be asked for again."""
+    def detach_gateway(self, gateway: bytes, now: float) -> None:
+        """The gateway is disconnected: its sequences end in `REATTACH_S` unless they are submitted again."""
         for sequence in self.live.values():
-            if sequence.owner == owner:
-                sequence.owner = b""
-                self._remind(now + ORPHAN_S, sequence)
-        self.moved.pop(owner, None)
-        self.rejected = [(to, frame) for to, frame in self.rejected if to != owner]
+            if sequence.gateway == gateway:
+                sequence.gateway = b""
+                self._set_timer(now + REATTACH_S, sequence)
+        self._outbox.drop_gateway(gateway)
 
-    def _remind(self, when: float, sequence: Sequence) -> None:
-        self._ticket += 1
-        heapq.heappush(self._deadlines, (when, self._ticket, sequence))
+    # -------------------------------------------------------------- deadlines
+
+    def _set_timer(self, when: float, sequence: SequenceState) -> None:
+        self._timers += 1
+        heapq.heappush(self._deadlines, (when, self._timers, sequence))
 
     def expire(self, now: float) -> None:
-        """End those whose time is over, and orphans nobody has asked for."""
+        """End the sequences whose time is over, and those that no gateway has submitted again."""
         if len(self._deadlines) > 64 + 4 * len(self.live):
-            self._deadlines = [entry for entry in self._deadlines if not entry[2].is_over]
+            self._deadlines = [timer for timer in self._deadlines if not timer[2].is_done]
             heapq.heapify(self._deadlines)
         while self._deadlines and self._deadlines[0][0] <= now:
             sequence = heapq.heappop(self._deadlines)[2]
-            if sequence.is_over:
+            if sequence.is_done:
                 continue
             if now >= sequence.deadline:
-                where = "waiting" if sequence.state is State.PENDING else "computing"
+                where = "waiting" if sequence.phase is Phase.PENDING else "computing"
                 self.finish(
                     sequence,
                     "timeout",
@@ -214,13 +202,9 @@ class Roster:
                     message=f"the request's time was over after {now - sequence.arrived:.1f} s ({where}, "
                     f"{sequence.outputs} tokens of output)",
                 )
-            elif not sequence.owner:
-                self.abandon(sequence)
+            elif not sequence.gateway:
+                self.cancel_silently(sequence)
 
 
-def rejection(sequence_id: str, refusal: Refusal) -> Rejected:
-    return Rejected(sequence_id, refusal.code, refusal.message, refusal.param, refusal.retry_after_s)
-
-
-def _age(sequence: Sequence) -> tuple[float, int]:
+def _age(sequence: SequenceState) -> tuple[float, int]:
     return sequence.key

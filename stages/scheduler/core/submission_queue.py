@@ -1,126 +1,110 @@
-"""The gateways' side of a model: what they submit and cancel, and what is refused because too much waits."""
+"""The submission queue: admits the gateways' submissions to the tenants' queues, or refuses them; cancels."""
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
-
 from pipeline.protocol.messages import Cancel, Submit
-from stages.scheduler.core.sequence_table import rejection
-from stages.scheduler.policy.admission import Refusal, malformed, misfit
-from stages.scheduler.policy.queues import QueueFullError, Tenant
+from stages.scheduler.core.outbox import Outbox
+from stages.scheduler.core.row_scheduler import RowScheduler
+from stages.scheduler.core.sequence_table import SequenceTable
+from stages.scheduler.core.settings import Settings
+from stages.scheduler.core.worker_link import WorkerLink
+from stages.scheduler.policy.admission import Limits, Refusal, check_frame, check_limits
+from stages.scheduler.policy.queues import QueueFullError, TenantQueues
+from stages.scheduler.policy.wait_estimate import WaitEstimate
+from stages.scheduler.stats import Stats
 
-if TYPE_CHECKING:
-    from stages.scheduler.core.engine import Engine
-
-MAX_DRAFT = 16  # draft tokens of a sequence in a step
-UNAVAILABLE_S = 60.0  # without a worker for so long, what waits is refused
+MAX_DRAFT_TOKENS = 16  # of a sequence in one step
+UNAVAILABLE_S = 60.0  # sequences are refused when no worker has been attached for so long
+MIN_STEPS = 32  # steps after which costs are known well enough to refuse for a deadline
 
 
-class Door:
-    """Of one engine. Answers gather in its roster."""
+class SubmissionQueue:
+    """The submission queue of one model. Answers go to the outbox."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        settings: Settings,
+        limits: Limits,
+        worker: WorkerLink,
+        queues: TenantQueues,
+        table: SequenceTable,
+        rows: RowScheduler,
+        outbox: Outbox,
+        waits: WaitEstimate,
+        stats: Stats,
+    ) -> None:
+        self._settings = settings
+        self._limits = limits
+        self._worker = worker
+        self._queues = queues
+        self._table = table
+        self._rows = rows
+        self._outbox = outbox
+        self._waits = waits
+        self._stats = stats
 
-    def submit(self, owner: bytes, frame: Submit, now: float) -> None:
-        """A sequence for the queue, or its `Rejected`."""
-        roster = self._engine.roster
-        refusal = malformed(frame)
-        if refusal is None and frame.sequence in roster.live:
-            if roster.adopt(owner, frame):
+    def submit(self, gateway: bytes, frame: Submit, now: float) -> None:
+        """Queue a sequence, or answer with `Rejected`."""
+        table = self._table
+        refusal = check_frame(frame)
+        if refusal is None and frame.sequence in table.live:
+            if table.reattach(gateway, frame):
                 return
-            roster.abandon(roster.live[frame.sequence])
-        if refusal is None and not frame.forced:
-            refusal = self._crowded(frame, now)
+            table.cancel_silently(table.live[frame.sequence])
+        if refusal is None and not frame.forced:  # with forced tokens it was admitted before
+            refusal = self._check_load(frame, now)
         if refusal is not None:
-            self._engine.stats.refused += 1
-            roster.rejected.append((owner, rejection(frame.sequence, refusal)))
+            self._stats.refused += 1
+            self._outbox.add_rejected(gateway, frame.sequence, refusal)
             return
-        sequence = roster.enter(owner, frame, now)
-        sequence.speculate = max(0, min(frame.speculate or self._engine.settings.speculate, MAX_DRAFT))
-        refusal = misfit(sequence, self._engine.limits)
+        sequence = table.add(gateway, frame, now)
+        sequence.max_draft_tokens = max(0, min(frame.speculate or self._settings.speculate, MAX_DRAFT_TOKENS))
+        refusal = check_limits(sequence, self._limits)
         if refusal is not None:
             if frame.forced:
-                roster.fail(sequence, refusal.code, refusal.message)
+                table.fail(sequence, refusal.code, refusal.message)
             else:
-                roster.reject(sequence, refusal)
-        elif sequence.outputs and sequence.tokens[-1] in sequence.stop_ids:
-            roster.finish(sequence, "stop")
-        elif sequence.length >= sequence.end:
-            roster.finish(sequence, "length")
+                table.reject(sequence, refusal)
+        elif sequence.outputs and sequence.run.tokens[-1] in sequence.stop_ids:
+            table.finish(sequence, "stop")
+        elif sequence.run.length >= sequence.run.end:
+            table.finish(sequence, "length")
         else:
-            self._engine.queues.push(sequence)
+            self._queues.push(sequence)
 
-    def _crowded(self, frame: Submit, now: float) -> Refusal | None:
-        """Why a new sequence cannot wait here now. One with forced tokens was accepted before."""
-        if not self._engine.is_attached and now - self._engine.detached_since > UNAVAILABLE_S:
-            message = f"model {frame.model} has no worker that is ready"
-            return Refusal("MODEL_UNAVAILABLE", message, "model", 5.0)
-        tenant = self._engine.queues.tenant(frame.tenant)
+    def _check_load(self, frame: Submit, now: float) -> Refusal | None:
+        """Why a new sequence cannot wait now; may remove another tenant's sequence from the queue for it."""
+        if not self._worker.is_attached and now - self._worker.detached_since > UNAVAILABLE_S:
+            return Refusal("MODEL_UNAVAILABLE", f"model {frame.model} has no ready worker", "model", 5.0)
+        tenant = self._queues.tenant(frame.tenant)
         begun: frozenset[str] = frozenset()
-        if self._engine.queues.is_full(tenant):
-            self._engine.take_up(now)  # who has come since the last turn waits for nothing if there are places
-            begun = frozenset(sequence.request for sequence in self._engine.roster.held)
+        if self._queues.is_full(tenant):
+            self._rows.schedule(now)  # sequences that arrived since the last round leave the queue if rows are free
+            begun = frozenset(sequence.request for sequence in self._table.scheduled)
         try:
-            out = self._engine.queues.room(tenant, begun)
+            removed = self._queues.make_room(tenant, begun)
         except QueueFullError as error:
-            wait = self.wait_s(tenant)
-            return Refusal("OVERLOADED", f"queue of {frame.model} is full: {error}", "", wait)
-        if out is not None:
-            wait = self.wait_s(out.tenant)
+            wait_s = self._waits.retry_after_s(tenant)
+            return Refusal("OVERLOADED", f"queue of {frame.model} is full: {error}", "", wait_s)
+        if removed is not None:
+            wait_s = self._waits.retry_after_s(removed.tenant)
             message = f"queue of {frame.model} is full and most of it is yours"
-            self._engine.roster.reject(out, Refusal("OVERLOADED", message, "", wait))
-        if frame.deadline_ms > 0 and self._engine.stats.steps > 32:
-            through_s = self.backlog_s(tenant)
-            if self._engine.queues.depth:  # one that can begin at once is given the chance to stop early
-                through_s += self._run_s(frame)
-            if through_s * 1000 > frame.deadline_ms:
-                message = f"it would be through in {through_s:.1f} s, the request's time is {frame.deadline_ms} ms"
-                return Refusal("OVERLOADED", message, "", self.wait_s(tenant))
+            self._table.reject(removed, Refusal("OVERLOADED", message, "", wait_s))
+        if frame.deadline_ms > 0 and self._stats.steps > MIN_STEPS:
+            done_s = self._waits.backlog_s(tenant)
+            if self._queues.depth:  # a sequence that can start at once may still stop early enough
+                done_s += self._waits.run_s(frame)
+            if done_s * 1000 > frame.deadline_ms:
+                message = f"it would take {done_s:.1f} s, the request's time is {frame.deadline_ms} ms"
+                return Refusal("OVERLOADED", message, "", self._waits.retry_after_s(tenant))
         return None
 
     def cancel(self, frame: Cancel) -> None:
-        """Nobody wants more of it. Unknown ids are late and normal."""
-        sequence = self._engine.roster.live.get(frame.sequence)
+        """End a sequence whose output is not wanted any more. Unknown ids are late, which is normal."""
+        sequence = self._table.live.get(frame.sequence)
         if sequence is None:
-            self._engine.stats.late += 1
+            self._stats.late += 1
             return
         if frame.at >= 0:
-            sequence.valid_end = sequence.prompt_len + frame.at
-        self._engine.roster.finish(sequence, "stop" if frame.at >= 0 else "cancelled")
-
-    def wait_s(self, tenant: Tenant) -> float:
-        """When to come again: what `tenant` has waiting now is through then. Whole seconds, at least 1."""
-        return max(1.0, math.ceil(self.backlog_s(tenant)))
-
-    def backlog_s(self, tenant: Tenant) -> float:
-        """How long until what `tenant` has waiting now is through, by measured cost and pace and by its share."""
-        n, held = self._engine.settings.max_batch_size, self._engine.roster.held
-        step_us, prompt_us = self._costs()
-        output_us = step_us / n * self._engine.stats.mean_output
-
-        def work_us(t: Tenant) -> float:
-            return t.waiting * output_us + t.prompt_backlog * prompt_us
-
-        active = [t for t in self._engine.queues.tenants.values() if t.is_active]
-        everything = sum(work_us(t) for t in active)
-        everything += sum(max(0, s.length - s.planned) * prompt_us + output_us / 2 for s in held)
-        share = tenant.weight / (sum(t.weight for t in active if t is not tenant) + tenant.weight)
-        own = work_us(tenant) / share + output_us * n / 2
-        return min(everything, own) * 1e-6
-
-    def _run_s(self, frame: Submit) -> float:
-        """How long it will compute in a full batch, as far as that can be told."""
-        step_us, prompt_us = self._costs()
-        outputs = min(frame.max_tokens, self._engine.stats.mean_output)
-        return (outputs * step_us + len(frame.prompt) // 4 * prompt_us) * 1e-6
-
-    def _costs(self) -> tuple[float, float]:
-        """A step of a full batch, and a token of a prompt (of which some are cached), us."""
-        n, cost, held = self._engine.settings.max_batch_size, self._engine.cost, self._engine.roster.held
-        # What attention looks at: sequences as long as those that compute now.
-        length = sum(s.length for s in held) / len(held) if held else self._engine.stats.mean_output / 2
-        step_us = cost.predict(n, round(n * length))
-        prompt_us = (cost.token_us + cost.position_us * length / 2) * self._engine.stats.mean_fresh
-        return step_us * cost.pace, prompt_us * cost.pace
+            sequence.run.valid_end = sequence.prompt_len + frame.at
+        self._table.finish(sequence, "stop" if frame.at >= 0 else "cancelled")

@@ -1,7 +1,7 @@
-"""Which model drafts for which: `models[].draft_model`, as instances and workers come and go. Pure.
+"""Pairing: which version drafts for which (`models[].draft_model`), updated as versions and workers change. Pure.
 
-A version of a model gets its drafts from the version of its draft model that serves.  Both workers say by a digest
-what their token ids mean; where that differs, or is not known yet, there is no pair, and the model goes on without.
+A model version gets its draft tokens from the serving version of its draft model.  Both workers report a digest of
+what their token ids mean.  While the digests differ, or one is not known yet, the version runs without a draft model.
 """
 
 from __future__ import annotations
@@ -10,52 +10,55 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from pipeline.models.versions import VersionTable
-from stages.scheduler.core.model_version import Host
-from stages.scheduler.draft.proposer import Link
+from stages.scheduler.core.version_runner import VersionRunner
+from stages.scheduler.draft.proposer import DraftLink
 from stages.scheduler.policy.core_sharing import Claim, overlap
 
 log = logging.getLogger("starling.scheduler")
 
 
-class Pairs:
-    """Of all hosts."""
+class DraftPairs:
+    """The pairs of all loaded versions. Runners are given by version id."""
 
     def __init__(self) -> None:
-        self._draft_of: dict[str, str] = {}  # instances
-        self._unlike: set[tuple[str, str]] = set()  # pairs of which it has been said that they do not fit
+        self._draft_of: dict[str, str] = {}  # version: version of its draft model
+        self._reported: set[tuple[str, str]] = set()  # pairs whose different vocabularies are logged already
 
-    def look(self, version_table: VersionTable, hosts: Mapping[str, Host]) -> None:
-        """Call when an instance or a worker has come or gone."""
+    def update(self, versions: VersionTable, runners: Mapping[str, VersionRunner]) -> None:
+        """Call after a version or a worker has come or gone."""
         self._draft_of.clear()
-        self._unlike = {pair for pair in self._unlike if hosts.keys() >= set(pair)}
-        for one in version_table.versions:
-            host, name = hosts.get(one.id), one.settings.draft_model
-            if host is None:
+        self._reported = {pair for pair in self._reported if runners.keys() >= set(pair)}
+        for version in versions.versions:
+            runner, name = runners.get(version.id), version.settings.draft_model
+            if runner is None:
                 continue
-            serving = version_table.serving(name) if name else None
-            draft = hosts.get(serving.id) if serving is not None else None
-            if draft is None or not self._fit(host, draft):
-                host.engine.drafts.link_to(None)
+            serving = versions.serving(name) if name else None
+            draft = runners.get(serving.id) if serving is not None else None
+            if draft is None or not self._have_same_vocabulary(runner, draft):
+                runner.engine.proposer.set_link(None)
                 continue
-            self._draft_of[host.name] = draft.name
-            host.engine.drafts.link_to(Link(draft.engine.companions, overlap(host.cores, draft.cores)))
+            self._draft_of[runner.name] = draft.name
+            runner.engine.proposer.set_link(DraftLink(draft.engine.drafts, overlap(runner.cores, draft.cores)))
 
-    def _fit(self, host: Host, draft: Host) -> bool:
-        if host.vocabulary and draft.vocabulary and host.vocabulary != draft.vocabulary:
-            if (host.name, draft.name) not in self._unlike:
-                self._unlike.add((host.name, draft.name))
-                log.warning(
-                    "models[].draft_model has another vocabulary: it drafts nothing",
-                    extra={"model": host.name, "draft_model": draft.name},
-                )
+    def _have_same_vocabulary(self, runner: VersionRunner, draft: VersionRunner) -> bool:
+        if not runner.vocabulary or not draft.vocabulary:
             return False
-        return bool(host.vocabulary and draft.vocabulary)
+        if runner.vocabulary == draft.vocabulary:
+            return True
+        pair = runner.name, draft.name
+        if pair not in self._reported:
+            self._reported.add(pair)
+            log.warning(
+                "models[].draft_model has a different vocabulary and is not used",
+                extra={"model": runner.name, "draft_model": draft.name},
+            )
+        return False
 
-    def mind(self, claims: Iterable[Claim], hosts: Mapping[str, Host]) -> None:
-        """Each round: nobody drafts on cores that others want, or with a worker that stands."""
+    def update_allowed(self, claims: Iterable[Claim], runners: Mapping[str, VersionRunner]) -> None:
+        """Call in each round: no version drafts on cores that other models want, or with a stalled worker."""
         claims = list(claims)
         for name, draft in self._draft_of.items():
-            cores = hosts[draft].cores
+            cores = runners[draft].cores
             others = (claim for claim in claims if claim.name not in (name, draft))
             is_wanted = any(overlap(claim.cores, cores) for claim in others)
-            hosts[name].engine.drafts.is_allowed = not is_wanted and not hosts[draft].problem
+            runners[name].engine.proposer.is_allowed = not is_wanted and not runners[draft].problem

@@ -1,13 +1,13 @@
-"""Draft tokens by prompt lookup: text that repeats itself is guessed from what stands before.
+"""Prompt lookup: draft tokens from earlier occurrences of the last tokens, for text that repeats itself.
 
-The last tokens of the sequence are looked up among all earlier ones; what followed then is the draft.
-The worker computes the draft's positions in one step and samples each with the token's own
-random number; a draft token is accepted exactly if it equals the sample before it.  So output bytes
-are those without speculation, and the sample behind the last accepted draft comes for free.
+The last tokens of the sequence are searched among all earlier ones; the tokens that followed there are proposed.
+The worker computes the positions of the draft tokens in one step and samples each with that position's own random
+number; a draft token is accepted exactly if it equals the sample before it.  So the output bytes are those without
+speculation, and the sample after the last accepted draft token costs nothing extra.
 
-How much is drafted follows success (`Pace`, of each source of drafts one): it doubles when a whole draft is
-accepted and halves when less than half is.  Drafts that fail one after the other buy silence for 2, 4, ...
-256 tokens, so that free text pays next to nothing.
+The number of draft tokens follows their success (`DraftLength`, one for each source): it doubles when all are
+accepted and halves when fewer than half are.  Failures in a row pause the source for 2, 4, ... 256 tokens, so that
+text without repetitions loses next to nothing.
 """
 
 from __future__ import annotations
@@ -15,78 +15,78 @@ from __future__ import annotations
 from array import array
 
 NGRAM = 3  # tokens that must have occurred before
-FIRST = 4  # draft length to start with
-SILENCE = 2  # tokens without drafting after a failure; doubles with each in a row
-LONGEST_SILENCE = 256
-RECENT = 16  # tokens after a draft in which another is likely
+FIRST_LENGTH = 4  # draft tokens of the first proposal
+FIRST_PAUSE = 2  # tokens without proposals after a failure; doubles with each further failure
+MAX_PAUSE = 256
+RECENT = 16  # tokens after a proposal within which another one is likely
 
 
-class Pace:
-    """How much a source drafts for one sequence, and whether at all."""
+class DraftLength:
+    """How many tokens a source proposes for one sequence, and whether it is paused."""
 
-    __slots__ = ("_silence", "length", "most", "tried", "until")
+    __slots__ = ("_pause", "length", "most", "resume_at", "tried_at")
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.length = min(FIRST, most)
-        self.until = 0  # no drafts while fewer tokens are known
-        self.tried = -RECENT  # tokens that were known at the last result
-        self._silence = SILENCE
+        self.length = min(FIRST_LENGTH, most)
+        self.resume_at = 0  # paused while fewer tokens are known
+        self.tried_at = -RECENT  # known tokens at the last result
+        self._pause = FIRST_PAUSE
 
-    def result(self, n_tokens: int, drafted: int, accepted: int) -> None:
-        """`accepted` of `drafted` were right; `n_tokens` are known now."""
-        self.tried = n_tokens
+    def record(self, n_tokens: int, drafted: int, accepted: int) -> None:
+        """`accepted` of `drafted` tokens were accepted; `n_tokens` are known now."""
+        self.tried_at = n_tokens
         if accepted == drafted:
             self.length = min(self.most, 2 * max(1, self.length))
-            self._silence = SILENCE
+            self._pause = FIRST_PAUSE
         elif 2 * accepted < drafted:
             self.length = max(1, self.length // 2)
         if accepted == 0:
-            self.until = n_tokens + self._silence
-            self._silence = min(LONGEST_SILENCE, 2 * self._silence)
-            self.length = min(FIRST, self.most)
+            self.resume_at = n_tokens + self._pause
+            self._pause = min(MAX_PAUSE, 2 * self._pause)
+            self.length = min(FIRST_LENGTH, self.most)
 
     def is_idle(self, n_tokens: int) -> bool:
-        """Nothing has been drafted for a while, or will be for one."""
-        return n_tokens + RECENT <= self.until or n_tokens >= self.tried + RECENT
+        """The source has proposed nothing for a while, or is paused for a while."""
+        return n_tokens + RECENT <= self.resume_at or n_tokens >= self.tried_at + RECENT
 
 
-class Drafter(Pace):
-    """Prompt lookup of one sequence. O(1) for each token that has become known since the last call."""
+class PromptLookup(DraftLength):
+    """The source for one sequence. O(1) for each token that has become known since the last call."""
 
-    __slots__ = ("_expected", "_index", "seen")
+    __slots__ = ("_expected", "_index", "_indexed")
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
-        self.seen = 0  # tokens indexed
-        self._index: dict[tuple[int, ...], int] = {}  # n-gram -> position behind its last occurrence
-        self._expected = (-1, 0)  # where which token was expected when a step was held back for it
+        self._indexed = 0  # tokens
+        self._index: dict[tuple[int, ...], int] = {}  # n-gram -> position after its last occurrence
+        self._expected = (-1, 0)  # (position, token) for which a step was delayed
 
-    def awaits(self, tokens: array[int]) -> bool:
-        """Is it worth holding the next step back until the token after `tokens` is known?"""
-        at = self._look_up(tokens)
+    def expects_match(self, tokens: array[int]) -> bool:
+        """Whether delaying the next step pays until the token after `tokens` is known."""
+        at = self._find(tokens)
         if not at:
             return False
         self._expected = (len(tokens), tokens[at])
         return True
 
-    def draft(self, tokens: array[int], room: int) -> tuple[int, ...]:
-        """What may follow `tokens`: at most `room` of them, () when there is no idea."""
-        place, token = self._expected
+    def propose(self, tokens: array[int], room: int) -> tuple[int, ...]:
+        """At most `room` tokens that may follow `tokens`; () without an earlier occurrence."""
+        position, token = self._expected
         self._expected = (-1, 0)
-        if 0 <= place < len(tokens) and tokens[place] != token:
-            self.result(len(tokens), 1, 0)
-        at = self._look_up(tokens)
+        if 0 <= position < len(tokens) and tokens[position] != token:
+            self.record(len(tokens), 1, 0)
+        at = self._find(tokens)
         return tuple(tokens[at : at + min(room, self.length)]) if at else ()
 
-    def _look_up(self, tokens: array[int]) -> int:
-        """The position behind an earlier occurrence of the last tokens, 0: none, or in silence."""
+    def _find(self, tokens: array[int]) -> int:
+        """The position after an earlier occurrence of the last tokens; 0: none, or paused."""
         n = len(tokens)
         index = self._index
-        # The n-gram that ends at the last token is looked up, not entered: it would find itself.
-        for end in range(max(NGRAM, self.seen), n):
+        # The n-gram that ends at the last token is searched and not entered: it would find itself.
+        for end in range(max(NGRAM, self._indexed), n):
             index[tuple(tokens[end - NGRAM : end])] = end
-        self.seen = max(self.seen, n)
-        if n < self.until or n < NGRAM:
+        self._indexed = max(self._indexed, n)
+        if n < self.resume_at or n < NGRAM:
             return 0
         return index.get(tuple(tokens[n - NGRAM :]), 0)

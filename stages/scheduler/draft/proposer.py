@@ -1,283 +1,289 @@
-"""Where a sequence's draft tokens come from, and whether they are worth their time.
+"""The proposer: where a sequence's draft tokens come from, and whether they are worth their time.
 
-Two sources: prompt lookup (speculate.py), which costs nothing, then the companion on a draft model
-(companion.py), if the model has one.  What either proposes is verified in the same way, so no output depends
-on anything here.
+There are two sources: prompt lookup (prompt_lookup.py), which costs nothing, then a draft sequence on a draft model
+(draft_sequence.py), if the model has one.  Proposals of both are verified in the same way, so no output depends on
+anything here.
 
-A companion takes time: its steps, and the step of the target that waits for it.  All of it is measured, and
-booked on an account in units of plain steps:
+A draft sequence takes time: its steps, and the delay of the target's step that waits for it.  All of it is measured
+and booked on an account in units of plain decoding steps:
 
-    a step that verifies proposals     + tokens that came of it (for each sequence)
-                                       - time since the step before it, waiting included
-    catching up, on the same cores     - time that it took
-    a plain step                       + EARN
+    a step that verifies draft tokens of the model   + tokens gained (for each sequence)
+                                                     - time since the previous step, waiting included
+    catching up, on the same cores                   - time that it took
+    a plain step                                     + EARN
 
-The draft model is asked while there is credit, and not again before some has come together.  So whatever the text
-and the draft model are like, plain decoding loses `EARN` of its pace in the long run, and a first trial once.  Each
-sequence has a `Pace` of its own besides.
+The draft model is asked while there is credit, and after that not before some credit has been earned again.  So
+whatever the text and the draft model are like, plain decoding loses `EARN` of its pace in the long run, and a first
+trial once.  Each sequence also has a `DraftLength` of its own.
 
-It is asked only when it is asked for every running sequence, and they are few: with a larger batch, prompts
-under way or requests waiting, the time is better spent on those.
+The draft model is asked only for all running sequences at once, and only if they are few: with a larger batch,
+prompts to compute or requests waiting, the time is better spent on those.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+import weakref
+from typing import NamedTuple
 
-from stages.scheduler.core.sequence import Sequence, State
-from stages.scheduler.draft.draft_sequence import Companion, Companions
-from stages.scheduler.draft.prompt_lookup import Drafter, Pace
+from stages.scheduler.core.sequence import Phase, SequenceState
+from stages.scheduler.core.sequence_table import SequenceTable
+from stages.scheduler.core.step import StepEntry
+from stages.scheduler.draft.draft_pool import DraftPool
+from stages.scheduler.draft.draft_sequence import DraftSequence, DraftTarget
+from stages.scheduler.draft.draft_state import DraftState
+from stages.scheduler.policy.cost import CostModel
+from stages.scheduler.policy.queues import TenantQueues
+from stages.scheduler.stats import Stats
 
-if TYPE_CHECKING:
-    from stages.scheduler.core.engine import Engine
-    from stages.scheduler.policy.batch import Entry
-
-FEW = 4  # sequences of a model that have companions, at most
-NEAR = 8  # positions that a companion lacks at most when its target waits for it
-LONG_SILENCE = 32  # tokens without asking: the companion is given up
-SLACK_S = 0.002  # of waiting for proposals, on top of what their tokens would take without them
+MAX_SEQUENCES = 4  # sequences of a model that have draft sequences, at most
+NEAR = 8  # missing positions of a draft sequence up to which its target waits for it
+LONG_PAUSE = 32  # a draft sequence is dismissed when its source pauses for more tokens than this
+SLACK_S = 0.002  # waiting time in addition to what the draft tokens would take as plain steps
 
 # The account, in plain steps
 EARN = 0.02
-START = 64.0  # what a first trial may cost,
-START_S = 0.1  # or this long, if that is more: a worker that has never computed is slow at first
-AGAIN = 8.0  # after the end of all credit
-MOST = 512.0  # that can be saved for bad times
-WORST = 16.0  # loss of one step: beyond that somebody else had the cores, or the draft's worker died
+INITIAL_CREDIT = 64.0  # what a first trial may cost,
+INITIAL_CREDIT_S = 0.1  # or this many seconds, if that is more: a worker that has never computed is slow at first
+RESUME_CREDIT = 8.0  # credit at which the draft model is asked again
+MAX_CREDIT = 512.0
+MAX_LOSS = 16.0  # of one step: a larger loss has another cause (another process had the cores, a worker died)
 
 
-class Link(NamedTuple):
-    """To the draft model's engine."""
+class DraftLink(NamedTuple):
+    """Connection to the draft model's engine."""
 
-    companions: Companions
+    pool: DraftPool
     shares_cores: bool
 
 
-class Guess:
-    """Of one sequence: what its sources know."""
+class Proposer:
+    """The proposer of one engine; implements `batch.DraftSource`."""
 
-    __slots__ = ("asked", "companion", "deadline", "is_model", "lookup", "pace", "seen_s")
-
-    def __init__(self, most: int) -> None:
-        self.lookup = Drafter(most)
-        self.pace = Pace(most)  # of the draft model
-        self.companion: Companion | None = None
-        self.is_model = False  # the drafts under verification are the companion's
-        self.asked = 0  # tokens known when it was asked last
-        self.deadline = 0.0  # until then the target waits
-        self.seen_s = 0.0  # of `companion.spent_s`, booked
-
-
-class Drafts:
-    """Of one engine; as `batch.Guesses`."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.link: Link | None = None
-        self.is_allowed = True  # nobody else wants the cores that the draft model computes on
-        self.credit = math.nan  # of a link that has not been used
-        self._engine = engine
-        self._is_off = False  # all credit is used up
-        self._is_open = False  # the draft model may be asked in this round
+    def __init__(self, table: SequenceTable, queues: TenantQueues, cost: CostModel, stats: Stats) -> None:
+        self.link: DraftLink | None = None
+        self.is_allowed = True  # no other model wants the cores that the draft model computes on
+        self.credit = math.nan  # until the link is used
+        self._table = table
+        self._queues = queues
+        self._cost = cost
+        self._stats = stats
+        self._is_exhausted = False  # the credit is used up
+        self._may_ask = False  # the draft model may be asked for the step that is being composed
         self._now = 0.0
-        self._waits: list[Guess] = []  # whose step was held back in the last round
-        self._has_waited = False  # in vain
-        self._since = 0.0  # the step before was acknowledged
+        self._waiting: list[DraftState] = []  # whose step was delayed when the last one was composed
+        self._has_waited_in_vain = False
+        self._last_step_at = 0.0
 
-    def link_to(self, link: Link | None) -> None:
-        """From now on the drafts come from there; None: from prompt lookup alone."""
+    def set_link(self, link: DraftLink | None) -> None:
+        """From now on draft tokens come from there; None: from prompt lookup alone."""
         if link == self.link:
             return
-        self.forget()
-        self.link, self.credit, self._is_off = link, math.nan, False
+        self.dismiss_drafts()
+        self.link, self.credit, self._is_exhausted = link, math.nan, False
 
-    def forget(self) -> None:
-        """No companion is asked any more, unless it is invited anew: not before the next `begin`."""
-        self._waits.clear()
-        for sequence in self._engine.roster.held:
-            if sequence.drafter is not None:
-                self._release(sequence.drafter)
+    def dismiss_drafts(self) -> None:
+        """Drop all draft sequences; new ones are invited after the next `begin_step` at the earliest."""
+        self._waiting.clear()
+        for sequence in self._table.scheduled:
+            if sequence.draft_state is not None:
+                self._dismiss(sequence.draft_state)
 
-    # -------------------------------------------------------------- choosing
+    # -------------------------------------------------------------- proposing
 
-    def begin(self, now: float) -> None:
+    def begin_step(self, now: float) -> None:
         """A step is about to be composed."""
         self._now = now
-        self._waits.clear()
-        self._is_open = self.link is not None and self._can_ask(self.link)
+        self._waiting.clear()
+        self._may_ask = self.link is not None and self._can_ask(self.link)
 
-    def is_idle(self, sequence: Sequence) -> bool:
-        """Steps may follow each other: that a draft is found a few tokens late costs less than looking at each."""
-        if not sequence.speculate:
+    def is_idle(self, sequence: SequenceState) -> bool:
+        """Steps may be published ahead: finding draft tokens a few tokens late costs less than waking up for each."""
+        if not sequence.max_draft_tokens:
             return True
-        return (self.link is None or self._is_off) and self._guess(sequence).lookup.is_idle(sequence.length)
+        return (self.link is None or self._is_exhausted) and self._state(sequence).lookup.is_idle(sequence.run.length)
 
-    def awaits(self, sequence: Sequence) -> bool:
-        """As `Guesses`."""
-        guess = self._guess(sequence)
-        if guess.lookup.awaits(sequence.tokens):
+    def expects_match(self, sequence: SequenceState) -> bool:
+        """See `batch.DraftSource`."""
+        state = self._state(sequence)
+        if state.lookup.expects_match(sequence.run.tokens):
             return True
-        return self._is_open and self._is_near(guess, sequence)
+        return self._may_ask and self._is_near(state, sequence)
 
-    def draft(self, sequence: Sequence, room: int) -> tuple[int, ...] | None:
-        """As `Guesses`."""
-        guess = self._guess(sequence)
-        found = guess.lookup.draft(sequence.tokens, room)
-        guess.is_model = False
-        if found or not self._is_open or not self._is_near(guess, sequence):
+    def propose(self, sequence: SequenceState, room: int) -> tuple[int, ...] | None:
+        """See `batch.DraftSource`."""
+        state = self._state(sequence)
+        found = state.lookup.propose(sequence.run.tokens, room)
+        state.is_model = False
+        if found or not self._may_ask or not self._is_near(state, sequence):
             return found
-        return self._ask(guess, sequence, room)
+        return self._ask(state, sequence, room)
 
-    def _ask(self, guess: Guess, sequence: Sequence, room: int) -> tuple[int, ...] | None:
-        companion, link = guess.companion, self.link
-        assert companion is not None
+    def _ask(self, state: DraftState, sequence: SequenceState, room: int) -> tuple[int, ...] | None:
+        draft, link = state.draft, self.link
+        assert draft is not None
         assert link is not None
-        known = sequence.length
-        goal = known + min(room, guess.pace.length)
-        is_new = guess.asked != known
-        if is_new:
-            self._book(guess, sequence)
-            guess.asked = known
-            # What the target itself would take for as many: beyond that nothing is gained.
-            guess.deadline = self._now + 1e-6 * (goal - known) * self._plain_us(1, known) + SLACK_S
-        is_following = link.companions.follow(companion, sequence.tokens, goal, self._now)
-        if not (is_following and companion.is_ready) and self._now < guess.deadline:
-            self._waits.append(guess)
+        known = sequence.run.length
+        goal = known + min(room, state.model_length.length)
+        if state.asked_at != known:
+            self._book(state, sequence)
+            state.asked_at = known
+            # The target's own time for as many tokens: waiting longer gains nothing.
+            state.deadline = self._now + 1e-6 * (goal - known) * self._plain_us(1, known) + SLACK_S
+        is_following = link.pool.follow(draft, sequence.run.tokens, goal, self._now)
+        if not (is_following and draft.is_complete) and self._now < state.deadline:
+            self._waiting.append(state)
             return None
-        guess.seen_s = companion.spent_s
-        proposals = companion.proposals[:room] if is_following else ()
-        if not proposals:
-            self._has_waited = True
-            self._result(guess, known, 1, 0)
+        state.booked_s = draft.spent_s
+        draft_tokens = draft.draft_tokens[:room] if is_following else ()
+        if not draft_tokens:
+            self._has_waited_in_vain = True
+            self._record_model(state, known, 1, 0)
             return ()
-        guess.is_model = True
-        return proposals
+        state.is_model = True
+        return draft_tokens
 
-    def _is_near(self, guess: Guess, sequence: Sequence) -> bool:
-        """Is there a companion that lacks little? If not, that is seen to."""
-        link, companion = self.link, guess.companion
+    def _is_near(self, state: DraftState, sequence: SequenceState) -> bool:
+        """Whether a draft sequence has nearly caught up. If not, it is invited, or catches up further."""
+        link, draft = self.link, state.draft
         assert link is not None
-        if companion is not None and companion.is_over:
-            companion = guess.companion = None
-        if companion is None:
-            self._invite(link, guess, sequence)
+        if draft is not None and draft.is_done:
+            draft = state.draft = None
+        if draft is None:
+            self._invite(link, state, sequence)
             return False
-        if sequence.length >= companion.end - 1:
-            self._release(guess)
-            guess.pace.until = sequence.end  # its context ends here
+        run = sequence.run
+        if run.length >= draft.run.end - 1:
+            self._dismiss(state)
+            state.model_length.resume_at = run.end  # the draft model's context ends here
             return False
-        if companion.pages and sequence.length - companion.computed <= NEAR:
+        if draft.run.pages and run.length - draft.run.computed <= NEAR:
             return True
-        link.companions.follow(companion, sequence.tokens, sequence.length + 1, self._now)
-        self._book(guess, sequence)
+        link.pool.follow(draft, run.tokens, run.length + 1, self._now)
+        self._book(state, sequence)
         return False
 
-    def _invite(self, link: Link, guess: Guess, sequence: Sequence) -> None:
-        length = sequence.length
-        price_us = link.companions.catch_up_us(length) if link.shares_cores else 0.0
-        if price_us <= self.credit * self._plain_us(1, length):
-            guess.companion = link.companions.invite(sequence, self._now)
-            guess.seen_s = 0.0
-            guess.asked = 0
+    def _invite(self, link: DraftLink, state: DraftState, sequence: SequenceState) -> None:
+        run = sequence.run
+        price_us = link.pool.catch_up_us(run.length) if link.shares_cores else 0.0
+        if price_us > self.credit * self._plain_us(1, run.length):
+            return
+        target = DraftTarget(
+            run.tokens,
+            sequence.prompt_len,
+            run.end,
+            sequence.sampling,
+            sequence.choice,
+            sequence.stop_ids,
+            sequence.salt,
+        )
+        reference = weakref.ref(sequence)
 
-    def _can_ask(self, link: Link) -> bool:
-        engine = self._engine
-        held = engine.roster.held
-        if self._is_off or not self.is_allowed or len(held) > FEW or engine.queues.depth:
+        def is_wanted(draft: DraftSequence) -> bool:
+            asking = reference()
+            if asking is None or asking.is_done or asking.is_preempting or asking.run.row < 0:
+                return False
+            return asking.draft_state is not None and asking.draft_state.draft is draft
+
+        state.draft = link.pool.invite(target, is_wanted, self._now)
+        state.booked_s = 0.0
+        state.asked_at = 0
+
+    def _can_ask(self, link: DraftLink) -> bool:
+        scheduled = self._table.scheduled
+        if self._is_exhausted or not self.is_allowed or len(scheduled) > MAX_SEQUENCES or self._queues.depth:
             return False
-        if not link.companions.is_open:
+        if not link.pool.is_available:
             return False
         if math.isnan(self.credit):
-            self.credit = max(START, 1e6 * START_S / self._plain_us(1, 0))
-        for sequence in held:
-            if sequence.is_over:
+            self.credit = max(INITIAL_CREDIT, 1e6 * INITIAL_CREDIT_S / self._plain_us(1, 0))
+        for sequence in scheduled:
+            if sequence.is_done:
                 continue
-            if not sequence.speculate or sequence.is_leaving or sequence.state is not State.DECODING:
+            if not sequence.max_draft_tokens or sequence.is_preempting or sequence.phase is not Phase.DECODING:
                 return False
-            if sequence.length + 1 < self._guess(sequence).pace.until:
+            if sequence.run.length + 1 < self._state(sequence).model_length.resume_at:
                 return False
         return True
 
     # -------------------------------------------------------------- waiting
 
     def wait_s(self, now: float) -> float:
-        """Seconds until waiting for proposals ends in any case; 0.0: nobody waits."""
-        return min((guess.deadline - now for guess in self._waits), default=0.0)
+        """Seconds until waiting for draft tokens ends in any case; 0.0: no step waits."""
+        return min((state.deadline - now for state in self._waiting), default=0.0)
 
     def is_waiting(self, now: float) -> bool:
-        """Nothing can be composed now but for proposals that are not there yet."""
+        """Nothing can be composed now because draft tokens are still being computed."""
         link = self.link
-        if not self._waits or not self.is_allowed or link is None or not link.companions.is_open:
+        if not self._waiting or not self.is_allowed or link is None or not link.pool.is_available:
             return False
         return any(
-            now < guess.deadline and guess.companion is not None and not guess.companion.is_ready
-            for guess in self._waits
+            now < state.deadline and state.draft is not None and not state.draft.is_complete for state in self._waiting
         )
 
     # -------------------------------------------------------------- learning
 
-    def verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """`accepted` of `drafted` tokens were right; those after them are known not to follow."""
-        guess, stats = self._guess(sequence), self._engine.stats
+    def record_verified(self, sequence: SequenceState, drafted: int, accepted: int) -> None:
+        """`accepted` of `drafted` draft tokens were accepted."""
+        state, stats = self._state(sequence), self._stats
         stats.accepted += accepted
-        if guess.is_model:
+        if state.is_model:
             stats.model_accepted += accepted
-            self._result(guess, sequence.length, drafted, accepted)
+            self._record_model(state, sequence.run.length, drafted, accepted)
         else:
-            guess.lookup.result(sequence.length, drafted, accepted)
+            state.lookup.record(sequence.run.length, drafted, accepted)
 
-    def published(self, entry: Entry) -> None:
-        """A step verifies its drafts."""
-        stats = self._engine.stats
-        stats.drafted += len(entry.drafts)
-        if self._guess(entry.sequence).is_model:
-            stats.model_drafted += len(entry.drafts)
+    def record_published(self, entry: StepEntry[SequenceState]) -> None:
+        """A published step verifies the draft tokens of `entry`."""
+        self._stats.drafted += len(entry.draft_tokens)
+        if self._state(entry.sequence).is_model:
+            self._stats.model_drafted += len(entry.draft_tokens)
 
-    def stepped(self, entries: list[Entry], gained: int, now: float) -> None:
-        """A step is acknowledged, and `gained` tokens came of it."""
-        since, self._since = self._since, now
+    def record_step(self, entries: list[StepEntry[SequenceState]], gained: int, now: float) -> None:
+        """A step of requests is acknowledged; it produced `gained` tokens."""
+        since, self._last_step_at = self._last_step_at, now
         if self.link is None or math.isnan(self.credit):
             return
         n = len(entries)
-        is_model = any(e.drafts and self._guess(e.sequence).is_model for e in entries)
-        if is_model or self._has_waited:
-            self._has_waited = False
+        is_model = any(e.draft_tokens and self._state(e.sequence).is_model for e in entries)
+        if is_model or self._has_waited_in_vain:
+            self._has_waited_in_vain = False
             plain_s = self._plain_us(n, sum(e.start + 1 for e in entries)) * 1e-6
-            self.credit += max(-WORST, gained / n - (now - since) / plain_s)
-        elif all(e.sequence.speculate for e in entries):
+            self.credit += max(-MAX_LOSS, gained / n - (now - since) / plain_s)
+        elif all(e.sequence.max_draft_tokens for e in entries):
             self.credit += EARN
-        self.credit = min(self.credit, MOST)
-        if self.credit <= 0.0 and not self._is_off:
-            self._is_off = True
-            self.forget()
-        elif self.credit >= AGAIN:
-            self._is_off = False
+        self.credit = min(self.credit, MAX_CREDIT)
+        if self.credit <= 0.0 and not self._is_exhausted:
+            self._is_exhausted = True
+            self.dismiss_drafts()
+        elif self.credit >= RESUME_CREDIT:
+            self._is_exhausted = False
 
-    def _book(self, guess: Guess, sequence: Sequence) -> None:
-        """What its companion has computed to catch up."""
-        companion, link = guess.companion, self.link
-        if companion is not None and link is not None:
+    def _book(self, state: DraftState, sequence: SequenceState) -> None:
+        """Charge what its draft sequence has computed to catch up."""
+        draft, link = state.draft, self.link
+        if draft is not None and link is not None:
             if link.shares_cores:
-                spent_us = 1e6 * (companion.spent_s - guess.seen_s)
-                self.credit -= spent_us / self._plain_us(1, sequence.length)
-            guess.seen_s = companion.spent_s
+                spent_us = 1e6 * (draft.spent_s - state.booked_s)
+                self.credit -= spent_us / self._plain_us(1, sequence.run.length)
+            state.booked_s = draft.spent_s
 
-    def _result(self, guess: Guess, known: int, drafted: int, accepted: int) -> None:
-        guess.pace.result(known, drafted, accepted)
-        if guess.pace.until - known > LONG_SILENCE:
-            self._release(guess)
+    def _record_model(self, state: DraftState, known: int, drafted: int, accepted: int) -> None:
+        state.model_length.record(known, drafted, accepted)
+        if state.model_length.resume_at - known > LONG_PAUSE:
+            self._dismiss(state)
 
-    def _release(self, guess: Guess) -> None:
-        """Its pages are given back. The engine that computes it looks at this too."""
-        companion, guess.companion = guess.companion, None
-        if companion is not None and self.link is not None:
-            self.link.companions.dismiss(companion)
+    def _dismiss(self, state: DraftState) -> None:
+        # The draft engine also checks by itself whether its draft sequences are still wanted.
+        draft, state.draft = state.draft, None
+        if draft is not None and self.link is not None:
+            self.link.pool.dismiss(draft)
 
     def _plain_us(self, tokens: int, positions: int) -> float:
-        return self._engine.cost.predict(tokens, positions)
+        return self._cost.predict(tokens, positions)
 
     @staticmethod
-    def _guess(sequence: Sequence) -> Guess:
-        if sequence.drafter is None:
-            sequence.drafter = Guess(sequence.speculate)
-        return sequence.drafter
+    def _state(sequence: SequenceState) -> DraftState:
+        if sequence.draft_state is None:
+            sequence.draft_state = DraftState(sequence.max_draft_tokens)
+        return sequence.draft_state

@@ -1,21 +1,21 @@
-"""What is refused at the door, with the code, the field, the bound and what to do.
+"""Admission checks: refusals with the error code, the field, the bound and what to do.
 
-Pure functions of a submission and the model's limits.  What is not known yet (the worker has not said
-how long its context is, kv not how many pages it has) cannot be checked yet; the sequence waits and is
-checked again before it is taken up.
+Pure functions of a submission and the model's limits.  Limits that are not known yet (no worker has reported its
+context length, kv has not reported its pages) are not checked; the sequence is checked again before it is scheduled.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.protocol.messages import Submit
 from shm.step_ring import MAX_BIAS, MAX_MASK, MAX_TOP, SAMPLER_STEPS
-from stages.scheduler.core.sequence import Sequence
+from stages.scheduler.core.sequence import SequenceState
 
 
 class Refusal(NamedTuple):
-    """`code` as in pipeline/errors.py; `param` names the field of the request."""
+    """Why a sequence is not admitted. `code` as in pipeline/errors.py; `param` names the field of the request."""
 
     code: str
     message: str
@@ -23,19 +23,20 @@ class Refusal(NamedTuple):
     retry_after_s: float = 0.0
 
 
-class Limits(NamedTuple):
-    """Bounds of one model; 0 where there is none (or it is not known yet)."""
+@dataclass(slots=True)
+class Limits:
+    """Bounds of one model; 0: no bound, or not known yet. The engine updates them when worker or kv report."""
 
     max_prompt_tokens: int = 0
     max_output_tokens: int = 0
     context_length: int = 0  # positions
     vocab_size: int = 0
-    kv_positions: int = 0  # that the whole KV arena holds
+    kv_positions: int = 0  # of the whole KV arena
     page_tokens: int = 0
 
 
-def malformed(frame: Submit) -> Refusal | None:
-    """What is wrong whatever the model's limits are."""
+def check_frame(frame: Submit) -> Refusal | None:
+    """Errors that do not depend on the model; None if there are none."""
     sampling = frame.sampling
     for name, tokens in (("prompt", frame.prompt), ("forced", frame.forced)):
         if len(tokens) % 4:
@@ -43,23 +44,25 @@ def malformed(frame: Submit) -> Refusal | None:
     if not frame.prompt:
         return Refusal("INVALID_REQUEST", "prompt has no tokens: give at least one", "prompt")
     if frame.max_tokens < 1:
-        return Refusal("INVALID_REQUEST", f"max_tokens is {frame.max_tokens}, at least 1", "max_tokens")
+        return Refusal("INVALID_REQUEST", f"max_tokens is {frame.max_tokens}, must be at least 1", "max_tokens")
     if len(frame.stop_ids) > MAX_MASK:
-        return Refusal("INVALID_REQUEST", f"{len(frame.stop_ids)} stop token ids, at most {MAX_MASK}", "stop_token_ids")
+        return Refusal(
+            "INVALID_REQUEST", f"{len(frame.stop_ids)} stop token ids, at most {MAX_MASK} are allowed", "stop_token_ids"
+        )
     if len(sampling.logit_bias) > MAX_BIAS:
         n = len(sampling.logit_bias)
-        return Refusal("INVALID_REQUEST", f"logit_bias has {n} entries, at most {MAX_BIAS}", "logit_bias")
+        return Refusal("INVALID_REQUEST", f"logit_bias has {n} tokens, at most {MAX_BIAS} are allowed", "logit_bias")
     if sampling.logprobs > MAX_TOP:
-        return Refusal("INVALID_REQUEST", f"logprobs is {sampling.logprobs}, at most {MAX_TOP}", "logprobs")
+        return Refusal("INVALID_REQUEST", f"logprobs is {sampling.logprobs}, must be at most {MAX_TOP}", "logprobs")
     unknown = [name for name in sampling.order if name not in SAMPLER_STEPS]
     if unknown or len(set(sampling.order)) != len(sampling.order):
-        wrong = f"{unknown[0]!r} is unknown" if unknown else "a step stands twice"
+        wrong = f"{unknown[0]!r} is unknown" if unknown else "a step is listed twice"
         return Refusal("INVALID_REQUEST", f"order: {wrong}; steps are {', '.join(SAMPLER_STEPS)}", "order")
     return None
 
 
-def misfit(sequence: Sequence, limits: Limits) -> Refusal | None:
-    """Why this sequence can never be computed here, if it cannot."""
+def check_limits(sequence: SequenceState, limits: Limits) -> Refusal | None:
+    """Why this model can never compute the sequence; None if it can."""
     prompt, output = sequence.prompt_len, sequence.max_tokens
     if limits.max_prompt_tokens and prompt > limits.max_prompt_tokens:
         return Refusal(
@@ -88,7 +91,7 @@ def misfit(sequence: Sequence, limits: Limits) -> Refusal | None:
             "max_tokens",
         )
     vocab = limits.vocab_size
-    if vocab and not 0 <= min(sequence.tokens) <= max(sequence.tokens) < vocab:
+    if vocab and not 0 <= min(sequence.run.tokens) <= max(sequence.run.tokens) < vocab:
         return Refusal("INVALID_REQUEST", f"prompt has a token id outside 0..{vocab - 1}", "prompt")
     for name, ids in (
         ("stop_token_ids", sequence.stop_ids),
@@ -96,7 +99,7 @@ def misfit(sequence: Sequence, limits: Limits) -> Refusal | None:
     ):
         if vocab and any(not 0 <= token < vocab for token in ids):
             return Refusal("INVALID_REQUEST", f"{name} has a token id outside 0..{vocab - 1}", name)
-    # The last token is sampled, never computed: it needs no position.
+    # The last token is sampled and never computed, so it needs no position.
     if limits.kv_positions and prompt + output - 1 > limits.kv_positions:
         need = -(-(prompt + output - 1) // limits.page_tokens)
         have = limits.kv_positions // limits.page_tokens

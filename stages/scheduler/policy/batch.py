@@ -1,41 +1,30 @@
-"""Who computes: the entries of one step.
+"""Batch composition: which sequences compute in the next step, and how many positions of each.
 
-Every running stream gets its next token in every step; prompts fill what the step's time budget
-leaves, in chunks.  With more streams than places (`max_entries`), or more prompts than budget, tenants
-take turns by virtual time (queues.py).  Within a tenant the oldest stream goes first, and the
-prompt that would be through first if each had the machine from its arrival on: a short one
-overtakes a long one, by no more than the time the long one takes.
+Every running stream gets its next token in every step; prompts fill what the step's time budget leaves, in chunks.
+With more streams than places (`max_entries`), or more prompts than budget, tenants take turns by virtual time
+(queues.py).  Within a tenant the oldest stream goes first, and the prompt that would be complete first if each prompt
+had the machine to itself from its arrival on: a short prompt overtakes a long one, by no more than the time that the
+long one takes.
 
-The budget is time: predicted cost (cost.py), tokens and attention positions together, against the gap that
-running streams may have.  Whatever it says, some prompt advances by `MIN_CHUNK` in every step.
-Batches are ragged, nothing is padded: sequences of unlike length cost each other nothing, and "similar
-length" (seed 000) needs no sorting beyond what the budget does.
+The budget is time (pacing.py): predicted cost (cost.py) of tokens and attention positions against the gap between
+tokens that running streams may have.  At least one prompt advances by `MIN_CHUNK` in every step, whatever the budget.
+Batches are ragged and nothing is padded, so sequences of different lengths cost each other nothing.
 """
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from stages.scheduler.core.sequence import Sequence
+from stages.scheduler.core.sequence import SequenceState
+from stages.scheduler.core.step import Batch, StepEntry, attention_positions
 from stages.scheduler.policy.cost import CostModel
-from stages.scheduler.policy.queues import Tenant
+from stages.scheduler.policy.pacing import PacingPolicy
+from stages.scheduler.policy.tenant import Tenant
 
 MIN_CHUNK = 16  # prompt tokens that advance in a step whatever the budget says
-BEHIND = 64.0  # tokens (at weight 1) that make the least served tenant a quiet one
+QUIET_LEAD = 64.0  # tokens (at weight 1) by which the least served tenant is behind to count as quiet
 CHUNK_GRAIN = 16  # chunks that do not end a prompt are multiples of it: whole tiles for the kernels
-
-
-@dataclass(slots=True)
-class Entry:
-    """Positions [start, start + count) of a sequence; the last `samples` of them are sampled."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    samples: int
-    drafts: tuple[int, ...] = ()  # tokens guessed for the positions after `start`, to be verified
 
 
 class Budget(NamedTuple):
@@ -44,54 +33,44 @@ class Budget(NamedTuple):
     max_entries: int
     max_tokens: int  # positions computed
     max_samples: int
-    gap_factor: float = 3.0  # a step with prompt tokens may take this many times one without them,
-    gap_us: float = 25_000.0  # or this long, if that is more
-    margin: float = 0.6  # of both, usually: predictions err, and the 95th percentile counts as well
-    quiet_margin: float = 0.95  # for the prompt of a tenant that has had little: it must not wait twice,
-    quiet_us: float = 35_000.0  # and a step with it may take so long
-    prompt_us: float = 60_000.0  # a step in which nobody decodes: bounds what an arrival waits
+    pacing: PacingPolicy = PacingPolicy()
 
 
-class Batch(NamedTuple):
-    """A composed step. `left` are tenants with work that found no place; `stalls`: streams stand still in it."""
+class DraftSource(Protocol):
+    """Proposes draft tokens; implemented by `Proposer`."""
 
-    entries: list[Entry]
-    tokens: int
-    positions: int
-    left: list[Tenant]
-    stalls: bool = False
+    def expects_match(self, sequence: SequenceState) -> bool:
+        """Leave the sequence out until its pending sample is known: draft tokens will follow it."""
 
-
-class Guesses(Protocol):
-    """Where draft tokens come from."""
-
-    def awaits(self, sequence: Sequence) -> bool:
-        """Hold the sequence back until its sample under way is known: drafts will follow it."""
-
-    def draft(self, sequence: Sequence, room: int) -> tuple[int, ...] | None:
-        """At most `room` tokens that may follow the known ones; None: they are being thought about."""
+    def propose(self, sequence: SequenceState, room: int) -> tuple[int, ...] | None:
+        """At most `room` tokens that may follow the known ones; None: they are still being computed."""
 
 
 def compose(
-    held: list[Sequence], budget: Budget, cost: CostModel, guesses: Guesses | None = None, may_stall: bool = False
-) -> Batch:
-    """The next step's entries; `held` in order of age. Nothing is changed.
+    scheduled: list[SequenceState],
+    budget: Budget,
+    cost: CostModel,
+    drafts: DraftSource | None = None,
+    may_pause_streams: bool = False,
+) -> Batch[SequenceState]:
+    """The entries of the next step; `scheduled` in order of age. Changes nothing.
 
-    `may_stall`: streams have advanced in the step before, and may stand still in this one.
+    `may_pause_streams`: streams have advanced in the previous step, and may be left out of this one.
 
-    `guesses` is asked only when no prompt is under way and places are enough: speculation spends
-    what would lie idle.
+    `drafts` is used only when no prompt is computed and there are enough places: speculation spends what would
+    be idle otherwise.
     """
-    streams: list[Sequence] = []
-    prompts: list[Sequence] = []
+    streams: list[SequenceState] = []
+    prompts: list[SequenceState] = []
     positions = 0
-    for sequence in held:
-        if sequence.is_over or sequence.is_leaving or sequence.drafts:
+    for sequence in scheduled:
+        if sequence.is_done or sequence.is_preempting or sequence.draft_tokens:
             continue
-        planned = sequence.planned
-        known = sequence.length + sequence.ahead
+        run = sequence.run
+        planned = run.planned
+        known = run.length + run.ahead
         # Not beyond the last wanted token, nor beyond the pages.
-        if known >= sequence.end or planned >= sequence.leased:
+        if known >= run.end or planned >= run.leased:
             continue
         todo = known - planned
         if todo == 1:
@@ -100,134 +79,150 @@ def compose(
         elif todo > 1:
             prompts.append(sequence)
     if prompts or len(streams) > budget.max_entries:
-        return _share(streams, prompts, positions, budget, cost, may_stall)
-    entries: list[Entry] = []
+        return _share(streams, prompts, positions, budget, cost, may_pause_streams)
+    return _decode(streams, positions, budget, drafts)
+
+
+def _decode(
+    streams: list[SequenceState], positions: int, budget: Budget, drafts: DraftSource | None
+) -> Batch[SequenceState]:
+    """All streams fit and no prompt waits: one token each, and draft tokens."""
+    entries: list[StepEntry[SequenceState]] = []
     tokens = len(streams)
     spare = budget.max_samples - tokens
     is_waiting = False
     for sequence in streams:
-        drafts: tuple[int, ...] = ()
-        if guesses is not None and sequence.speculate:
-            if sequence.ahead:
-                if guesses.awaits(sequence):
+        run = sequence.run
+        draft_tokens: tuple[int, ...] = ()
+        if drafts is not None and sequence.max_draft_tokens:
+            if run.ahead:
+                if drafts.expects_match(sequence):
                     tokens -= 1
-                    positions -= sequence.planned + 1
+                    positions -= run.planned + 1
                     continue
-                entries.append(Entry(sequence, sequence.planned, 1, 1))
+                entries.append(StepEntry(sequence, run.planned, 1, 1))
                 continue
-            # The last draft needs a position; the sample after it may be the last wanted token.
+            # The last draft token needs a position; the sample after it may be the last wanted token.
             room = min(
                 spare,
-                sequence.speculate,
-                sequence.end - sequence.length - 1,
-                sequence.leased - sequence.planned - 1,
+                sequence.max_draft_tokens,
+                run.end - run.length - 1,
+                run.leased - run.planned - 1,
                 budget.max_tokens - tokens,
             )
-            found = guesses.draft(sequence, room) if room > 0 else ()
-            if found is None:
+            proposed = drafts.propose(sequence, room) if room > 0 else ()
+            if proposed is None:
                 is_waiting = True
                 tokens -= 1
-                positions -= sequence.planned + 1
+                positions -= run.planned + 1
                 continue
-            drafts = found
-            spare -= len(drafts)
-            tokens += len(drafts)
-            positions += len(drafts) * (sequence.planned + 1)
-        count = 1 + len(drafts)
-        entries.append(Entry(sequence, sequence.planned, count, count, drafts))
-    if is_waiting and all(entry.drafts for entry in entries):
-        return Batch([], 0, 0, [])  # all will be verified in one step
-    return Batch(entries, tokens, positions, [])
+            draft_tokens = proposed
+            spare -= len(draft_tokens)
+            tokens += len(draft_tokens)
+            positions += len(draft_tokens) * (run.planned + 1)
+        count = 1 + len(draft_tokens)
+        entries.append(StepEntry(sequence, run.planned, count, count, draft_tokens))
+    if is_waiting and all(entry.draft_tokens for entry in entries):
+        return Batch([], 0, 0)  # verify all of them in one step, when the last proposal is complete
+    return Batch(entries, tokens, positions)
 
 
 def _share(
-    streams: list[Sequence], prompts: list[Sequence], positions: int, budget: Budget, cost: CostModel, may_stall: bool
-) -> Batch:
-    """The general case: places and budget go round by tenants' virtual time."""
-    lines: dict[Tenant, list[Sequence]] = {}
+    streams: list[SequenceState],
+    prompts: list[SequenceState],
+    positions: int,
+    budget: Budget,
+    cost: CostModel,
+    may_pause_streams: bool,
+) -> Batch[SequenceState]:
+    """The general case: places and time are shared by the tenants' virtual time."""
+    lines: dict[Tenant, list[SequenceState]] = {}
     for sequence in streams:
         lines.setdefault(sequence.tenant, []).append(sequence)
     if len(prompts) > 1:
-        prompts = sorted(prompts, key=lambda s: s.key[0] + cost.token_us * 1e-6 * (s.length - s.computed))
+        prompts = sorted(prompts, key=lambda s: s.key[0] + cost.token_us * 1e-6 * (s.run.length - s.run.computed))
     for sequence in prompts:
         lines.setdefault(sequence.tenant, []).append(sequence)
 
     n_streams = min(len(streams), budget.max_entries)
-    more_us = 0.0  # on top, for the least served tenant if it is far behind
+    quiet_us = 0.0  # additional time for the prompt of a quiet tenant
     if n_streams:
-        alone = cost.predict(n_streams, positions)
-        allowed = max(budget.gap_us, budget.gap_factor * alone)
-        prompt_us = budget.margin * allowed - alone
-        more_us = max(budget.quiet_us, budget.quiet_margin * allowed) - budget.margin * allowed
+        prompt_us, quiet_us = budget.pacing.prompt_budget_us(cost.predict(n_streams, positions))
     else:
-        prompt_us = budget.prompt_us - cost.fixed_us
+        prompt_us = budget.pacing.prefill_us - cost.fixed_us
     prompt_tokens = budget.max_tokens - n_streams
 
-    turn = [(tenant.served, i, tenant, 0) for i, tenant in enumerate(lines)]
-    heapq.heapify(turn)
+    queue = [(tenant.served, i, tenant, 0) for i, tenant in enumerate(lines)]
+    heapq.heapify(queue)
     quiet: Tenant | None = None
-    if len(turn) > 1:
-        first, second = heapq.nsmallest(2, turn)
-        if first[0] + BEHIND * first[2].inverse < second[0]:
+    if len(queue) > 1:
+        first, second = heapq.nsmallest(2, queue)
+        if first[0] + QUIET_LEAD * first[2].inverse < second[0]:
             quiet = first[2]
-    if quiet is not None and may_stall:
-        entry = _alone(lines[quiet][0], budget, cost)
+    if quiet is not None and may_pause_streams:
+        entry = _prompt_step(lines[quiet][0], budget, cost)
         if entry is not None:
             others = [tenant for tenant in lines if tenant is not quiet or len(lines[tenant]) > 1]
-            return Batch([entry], entry.count, positions_of(entry), others, True)
-    entries: list[Entry] = []
-    left: list[Tenant] = []
+            return Batch([entry], entry.count, entry.positions, others, True)
+    entries: list[StepEntry[SequenceState]] = []
+    unscheduled: list[Tenant] = []
     tokens = positions = samples = 0
     has_chunk = False
-    while turn:
-        served, i, tenant, place = heapq.heappop(turn)
+    while queue:
+        served, i, tenant, place = heapq.heappop(queue)
         line = lines[tenant]
         sequence = line[place]
-        start = sequence.planned
-        todo = sequence.length + sequence.ahead - start
+        run = sequence.run
+        start = run.planned
+        todo = run.length + run.ahead - start
         if len(entries) >= budget.max_entries or samples >= budget.max_samples:
-            left.append(tenant)
+            unscheduled.append(tenant)
             continue
         if todo == 1:
             count = 1
         else:
-            most = min(todo, sequence.leased - start, prompt_tokens)
-            left_us = prompt_us + more_us if tenant is quiet else prompt_us
+            most = min(todo, run.leased - start, prompt_tokens)
+            left_us = prompt_us + quiet_us if tenant is quiet else prompt_us
             count = cost.chunk(left_us, start, most)
             if count < most and count >= CHUNK_GRAIN:
                 count -= count % CHUNK_GRAIN
             if count < MIN_CHUNK and count < most:
-                # The first prompt of a step always advances; later ones wait for a better one.
+                # The first prompt of a step always advances; the others wait for a step with more time.
                 count = 0 if has_chunk else min(MIN_CHUNK, most)
             if count <= 0:
-                left.append(tenant)
+                unscheduled.append(tenant)
                 continue
             prompt_us -= cost.token_us * count + cost.position_us * count * (start + 0.5 * count)
             prompt_tokens -= count
             has_chunk = True
         sampled = 1 if count == todo else 0
-        entries.append(Entry(sequence, start, count, sampled))
+        entries.append(StepEntry(sequence, start, count, sampled))
         tokens += count
         samples += sampled
-        positions += positions_of(entries[-1])
+        positions += attention_positions(start, count)
         if place + 1 < len(line):
-            heapq.heappush(turn, (served + count * tenant.inverse, i, tenant, place + 1))
-    return Batch(entries, tokens, positions, left)
+            heapq.heappush(queue, (served + count * tenant.inverse, i, tenant, place + 1))
+    return Batch(entries, tokens, positions, unscheduled)
 
 
-def _alone(sequence: Sequence, budget: Budget, cost: CostModel) -> Entry | None:
-    """All that is left of a prompt as a step of its own, if that is short.
+def _prompt_step(sequence: SequenceState, budget: Budget, cost: CostModel) -> StepEntry[SequenceState] | None:
+    """The rest of a quiet tenant's prompt as a step without streams, if it is short.
 
-    Those who stand still meanwhile wait no longer than for a step with all of both, and the first token of one who
-    has had little comes sooner by what their tokens take.
+    The streams that pause wait no longer than for a step with both, and the tenant's first token arrives earlier by
+    the time that the streams' tokens would have taken.
     """
-    start = sequence.planned
-    entry = Entry(sequence, start, sequence.length + sequence.ahead - start, 1)
-    if not 1 < entry.count <= min(sequence.leased - start, budget.max_tokens):
+    run = sequence.run
+    entry = StepEntry(sequence, run.planned, run.known - run.planned, 1)
+    if not 1 < entry.count <= min(run.leased - run.planned, budget.max_tokens):
         return None
-    return entry if cost.predict(entry.count, positions_of(entry)) <= budget.quiet_us else None
+    return entry if cost.predict(entry.count, entry.positions) <= budget.pacing.quiet_us else None
 
 
-def positions_of(entry: Entry) -> int:
-    """Attention positions."""
-    return entry.count * entry.start + entry.count * (entry.count + 1) // 2
+def compose_alone(sequence: SequenceState, budget: Budget) -> Batch[SequenceState]:
+    """A step of one sequence that has work, see recovery/quarantine.py."""
+    run = sequence.run
+    start = run.planned
+    todo = run.known - start
+    count = min(todo, run.leased - start, budget.max_tokens)
+    entry = StepEntry(sequence, start, count, 1 if count == todo else 0)
+    return Batch([entry], count, entry.positions)

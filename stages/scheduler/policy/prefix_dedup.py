@@ -1,42 +1,22 @@
-"""Prompts that begin alike and arrive together: compute the common beginning once.
+"""In-flight prefix deduplication: prompts with a common prefix that arrive together compute it once.
 
-The prefix cache knows a page only when it is full and committed.  Of several prompts that share a beginning
-nobody has computed yet, the first goes ahead; the others have their row but ask for pages only when
-what they share has been committed.  Prompts are computed one after the other anyway, so waiting for a
-neighbour costs no more than computing the same again.
+The prefix cache contains a page only after it is full and committed.  Of several prompts that share a prefix which is
+not cached yet, the first one (the *leader*) is computed; the others have their row but request pages only when the
+leader has committed the shared prefix.  Prompts are computed one after the other anyway, so waiting for the leader
+takes no longer than computing the same positions again.
 """
 
 from __future__ import annotations
 
 from array import array
-from typing import NamedTuple
 
-from stages.scheduler.core.sequence import Sequence, State
+from stages.scheduler.core.sequence import Phase, SequenceState
 
-WORTHWHILE = 64  # shared tokens that are not committed yet
-
-
-class Wait(NamedTuple):
-    """`sequence` asks for its pages once `leader` has committed `shared` positions, or gives up."""
-
-    sequence: Sequence
-    leader: Sequence
-    shared: int
-
-    @property
-    def is_over(self) -> bool:
-        leader = self.leader
-        return (
-            leader.committed >= self.shared
-            or leader.is_over
-            or leader.is_leaving
-            or leader.row < 0
-            or leader.state is State.DECODING
-        )
+MIN_SHARED = 64  # tokens that are shared and not committed; waiting for fewer does not pay
 
 
-def common(a: array[int], b: array[int], page_tokens: int) -> int:
-    """Length of the common beginning, in whole pages; the last token of `a` never counts."""
+def common_prefix(a: array[int], b: array[int], page_tokens: int) -> int:
+    """Length of the common prefix in whole pages; the last token of `a` never counts."""
     low, high = 0, min(len(a) - 1, len(b)) // page_tokens
     while low < high:
         middle = (low + high + 1) // 2
@@ -48,16 +28,32 @@ def common(a: array[int], b: array[int], page_tokens: int) -> int:
     return low * page_tokens
 
 
-def leader_of(sequence: Sequence, held: list[Sequence], page_tokens: int) -> Wait | None:
-    """Whom `sequence` should wait for: who computes most of its beginning right now."""
-    best: Wait | None = None
-    for other in held:
-        is_coming = other.state is State.PREFILLING or (other.state is State.PENDING and other.ask)
-        if other is sequence or not is_coming or other.is_over or other.is_leaving:
+def assign_leader(sequence: SequenceState, scheduled: list[SequenceState], page_tokens: int) -> bool:
+    """Set `dedup_leader` to the sequence that computes most of the prefix right now. False: there is none."""
+    tokens, best = sequence.run.tokens, 0
+    for other in scheduled:
+        run = other.run
+        is_computing = other.phase is Phase.PREFILLING or (other.phase is Phase.PENDING and run.pending_id)
+        if other is sequence or not is_computing or other.is_done or other.is_preempting:
             continue
-        if other.salt != sequence.salt or other.length - other.committed < WORTHWHILE:
+        if other.salt != sequence.salt or run.length - run.committed < MIN_SHARED:
             continue
-        shared = common(sequence.tokens, other.tokens, page_tokens)
-        if shared - other.committed >= WORTHWHILE and (best is None or shared > best.shared):
-            best = Wait(sequence, other, shared)
-    return best
+        shared = common_prefix(tokens, run.tokens, page_tokens)
+        if shared - run.committed >= MIN_SHARED and shared > best:
+            best = sequence.dedup_tokens = shared
+            sequence.dedup_leader = other
+    return best > 0
+
+
+def is_over(sequence: SequenceState) -> bool:
+    """The leader has committed the shared prefix, or will not compute it."""
+    leader = sequence.dedup_leader
+    if leader is None:
+        return True
+    return (
+        leader.run.committed >= sequence.dedup_tokens
+        or leader.is_done
+        or leader.is_preempting
+        or leader.run.row < 0
+        or leader.phase is Phase.DECODING
+    )

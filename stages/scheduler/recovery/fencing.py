@@ -1,6 +1,6 @@
-"""Fencing is death: a worker group whose arenas pass to a successor is killed and waited for, whole.
+"""Fencing: before a worker group's arenas pass to a successor, all its processes are killed and waited for.
 
-A process is named by (pid, start_ticks): a pid that has been used again is somebody else's.
+A process is identified by (pid, start_ticks), because the kernel uses a pid again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shm.arena import process_ticks
 
 
 class Fence:
-    """Kills the processes at once; `is_closed` once all of them are gone."""
+    """Sends SIGKILL to the processes at once; `is_closed` after all of them have exited."""
 
     def __init__(self, pids: tuple[tuple[int, int], ...]) -> None:
         self._pidfds: list[int] = []
@@ -23,7 +23,7 @@ class Fence:
                 pidfd = os.pidfd_open(pid)
             except ProcessLookupError:
                 continue
-            # The descriptor holds on to the process: what it names cannot change between look and kill.
+            # The descriptor refers to one process: it cannot become another between the check and the signal.
             if process_ticks(pid) != ticks:
                 os.close(pidfd)
                 continue
@@ -36,7 +36,7 @@ class Fence:
 
     @property
     def is_closed(self) -> bool:
-        """All gone? Does not wait."""
+        """Whether all processes have exited. Does not wait."""
         if self._pidfds:
             gone = select.select(self._pidfds, [], [], 0)[0]
             for pidfd in gone:
@@ -45,10 +45,10 @@ class Fence:
         return not self._pidfds
 
     def wait(self, seconds: float) -> bool:
-        """Wait for them, at most so long. SIGKILL takes a millisecond, unless a process is in the disk."""
-        end = time.monotonic() + seconds
+        """Wait for their exit, at most `seconds`. It takes a millisecond unless a process is in disk I/O."""
+        deadline = time.monotonic() + seconds
         while not self.is_closed:
-            left = end - time.monotonic()
+            left = deadline - time.monotonic()
             if left <= 0:
                 return False
             select.select(self._pidfds, [], [], left)

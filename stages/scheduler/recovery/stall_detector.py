@@ -1,8 +1,8 @@
-"""Does a worker group compute? What its ring and the kernel's clock tell, without asking it.
+"""Stall detection: whether a worker group computes, from its ring's counter and the CPU time of its ranks.
 
-The ring's counter grows with every layer, but a layer of a large model takes seconds.  So a group whose
-ranks all use CPU time counts as computing as well; one that is stopped, or of which a rank sleeps for good
-while the others wait for it, does not.  Pure but for /proc; the clock is given.
+The ring's counter grows with every layer, but a layer of a large model takes seconds.  So a group whose ranks all use
+CPU time counts as computing as well.  A stopped group does not, nor does a group in which one rank sleeps for good
+while the others wait for it.  Pure except for reading /proc; the clock is passed in.
 """
 
 from __future__ import annotations
@@ -11,41 +11,35 @@ from collections.abc import Callable, Iterable
 
 from pipeline.procfs import cpu_s
 
-LOOK_AFTER_S = 0.2  # the counter stands so long: ask the kernel
+CHECK_CPU_AFTER_S = 0.2  # CPU times are read when the counter has not changed for so long
 
 
-class Evidence:
-    """Of one group. Times in s of one monotonic clock."""
+class StallDetector:
+    """Observes one worker group. Times in s of one monotonic clock."""
 
     def __init__(self, cpu_s: Callable[[int], float] = cpu_s) -> None:
         self._cpu_s = cpu_s
         self._counter = -1
-        self._seen_at = 0.0  # the last sign
-        self._used: dict[int, tuple[float, float]] = {}  # pid: CPU time, and when it was seen to grow
+        self._last_sign = 0.0
+        self._cpu_times: dict[int, tuple[float, float]] = {}  # pid: CPU time, and when it last grew
 
-    def look(self, now: float, counter: int, ranks: Iterable[tuple[int, int]]) -> bool:
-        """Call every 100 ms: the counter (-1: the group has nothing to do) and (pid, ticks) of all ranks.
-
-        True: there is a sign of work since the last look.
-        """
+    def observe(self, now: float, counter: int, ranks: Iterable[tuple[int, int]]) -> None:
+        """Call every 100 ms with the counter (-1: the group has no step) and (pid, start_ticks) of all ranks."""
         if counter < 0 or counter != self._counter:
-            self._counter, self._seen_at = counter, now
-            self._used.clear()
-            return counter >= 0
-        if now - self._seen_at < LOOK_AFTER_S and not self._used:
-            return False
+            self._counter, self._last_sign = counter, now
+            self._cpu_times.clear()
+            return
+        if now - self._last_sign < CHECK_CPU_AFTER_S and not self._cpu_times:
+            return
         for pid, _ in ranks:
             used = self._cpu_s(pid)
-            before = self._used.get(pid)
+            before = self._cpu_times.get(pid)
             if before is None or used > before[0]:
-                self._used[pid] = used, (now if before is not None else self._seen_at)
-        # The group is as far as the rank that has not run for longest.
-        latest = min((at for _, at in self._used.values()), default=self._seen_at)
-        if latest <= self._seen_at:
-            return False
-        self._seen_at = latest
-        return True
+                self._cpu_times[pid] = used, (now if before is not None else self._last_sign)
+        # The ranks compute in lockstep: the one that has not run for longest decides.
+        slowest = min((grown_at for _, grown_at in self._cpu_times.values()), default=self._last_sign)
+        self._last_sign = max(self._last_sign, slowest)
 
-    def stands_for_s(self, now: float) -> float:
-        """Since the last sign; 0.0 when there is nothing to do."""
-        return 0.0 if self._counter < 0 else now - self._seen_at
+    def stalled_s(self, now: float) -> float:
+        """Seconds since the last sign of computing; 0.0 when the group has no step."""
+        return 0.0 if self._counter < 0 else now - self._last_sign

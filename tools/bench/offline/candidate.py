@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from stages.scheduler.core.engine import follows
+from stages.scheduler.policy.pacing import PacingPolicy
 from stages.worker.kernels.features import isa
 from stages.worker.kernels.forward import PHASES
 from tools.step_runner import StepRunner
@@ -90,7 +90,7 @@ class Ours:
         begun = time.perf_counter()
         self.runner.run(steps[0])
         each_s, at_once = time.perf_counter() - begun, 1
-        while follows(at_once, at_once * each_s, batch):
+        while PacingPolicy().may_follow(at_once, at_once * each_s, batch):
             at_once += 1
         for i in range(1, n_tokens, at_once):
             self.runner.run_all(steps[i : i + at_once])

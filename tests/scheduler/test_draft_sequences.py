@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stages.scheduler.core.sequence import State
-from stages.scheduler.draft.draft_sequence import IDLE_S
-from stages.scheduler.draft.proposer import START, Link
+from stages.scheduler.core.sequence import Phase
+from stages.scheduler.draft.draft_pool import IDLE_S
+from stages.scheduler.draft.proposer import INITIAL_CREDIT, DraftLink
 
 from .peers import reference, submission
 from .world import World
@@ -38,40 +38,40 @@ class Pair:
         **options,
     ) -> None:
         self.target = World(batch=batch, pages=pages, speculate=speculate, **options)
-        self.draft = World(batch=batch, pages=draft_pages, companions=4, context=draft_context)
+        self.draft = World(batch=batch, pages=draft_pages, max_draft_sequences=4, context=draft_context)
         self.draft.worker.differs = differs
         self.draft.engine.cost.fixed_us = 10.0
-        self.link = Link(self.draft.engine.companions, shares_cores)
-        self.target.engine.drafts.link_to(self.link)
+        self.link = DraftLink(self.draft.engine.drafts, shares_cores)
+        self.target.engine.proposer.set_link(self.link)
 
     @property
     def worlds(self) -> tuple[World, World]:
         return self.target, self.draft
 
     @property
-    def companions(self):
-        return self.draft.engine.companions.held
+    def drafts(self):
+        return self.draft.engine.drafts.sequences
 
     def advance(self, seconds: float) -> None:
         for world in self.worlds:
             world.advance(seconds)
 
-    def turn(self) -> None:
+    def run_round(self) -> None:
         for world in (*self.worlds, self.draft):
-            world.turn()
+            world.run_round()
 
     def round(self, seconds: float = 1e-6) -> bool:
         """Everybody does what there is to do; a step of either takes `seconds`. False: nobody computed."""
         has_worked = False
-        self.turn()
+        self.run_round()
         for world in self.worlds:
             world.talk_to_kv()
-            world.turn()
+            world.run_round()
             if world.work():
                 has_worked = True
                 for other in self.worlds:
                     other.now += seconds
-            world.turn()
+            world.run_round()
             world.collect()
         return has_worked
 
@@ -83,19 +83,19 @@ class Pair:
             if not has_worked:
                 self.advance(0.1)
         else:
-            raise AssertionError(f"never done: {self.target.engine.roster.held} {self.companions}")
+            raise AssertionError(f"never done: {self.target.engine.table.scheduled} {self.drafts}")
         self.check_gone()
 
     def check_gone(self) -> None:
         """Nothing is left of any companion."""
-        self.turn()
+        self.run_round()
         while self.draft.work():
-            self.turn()
+            self.run_round()
         for world in self.worlds:
-            world.turn()
+            world.run_round()
             world.talk_to_kv()
-            assert not world.engine.roster.held
-            assert not world.engine.companions.held
+            assert not world.engine.table.scheduled
+            assert not world.engine.drafts.sequences
             assert not world.kv.leases, "pages leaked"
             assert not world.engine.leases.unanswered
             world.check_bounds()
@@ -153,7 +153,7 @@ def test_a_draft_model_that_knows_nothing_is_switched_off_and_gives_its_pages_ba
     for _ in range(200):
         pair.round()
     assert pair.target.engine.stats.model_drafted > 0
-    assert not pair.companions
+    assert not pair.drafts
     assert not pair.draft.kv.leases
     pair.settle()
     assert pair.target.engine.stats.model_accepted == 0
@@ -164,9 +164,9 @@ def test_a_draft_model_that_knows_nothing_is_switched_off_and_gives_its_pages_ba
 def test_a_draft_model_as_slow_as_its_target_costs_next_to_nothing_in_the_long_run(differs):
     """Each step of either model takes as long as the other's: proposals cost what they save, and more."""
     pair = Pair(speculate=2, differs=differs)
-    pair.draft.engine.cost = pair.target.engine.cost
-    pair.target.engine.cost.learn = pair.draft.engine.cost.learn = lambda *_: None
-    pair.target.engine.drafts.credit = START
+    for world in pair.worlds:
+        world.set_cost(100.0, 1.0, 0.001, is_fixed=True)
+    pair.target.engine.proposer.credit = INITIAL_CREDIT
     plain_s = 101e-6
     tokens, began = 0, pair.target.now
     for i in range(16):
@@ -181,7 +181,7 @@ def test_a_draft_model_as_slow_as_its_target_costs_next_to_nothing_in_the_long_r
     assert pair.target.engine.stats.model_drafted > 20, "it was tried"
     if not differs:
         assert pair.target.engine.stats.model_accepted > pair.target.engine.stats.model_drafted - 16, "and right"
-    assert spent < tokens / 0.97 + START
+    assert spent < tokens / 0.97 + INITIAL_CREDIT
     pair.settle()
 
 
@@ -199,15 +199,15 @@ def test_nobody_waits_for_a_draft_beyond_its_time():
     pair.target.submit(free_text())
     waiting = 0
     while "a" not in pair.target.ends:
-        pair.turn()
+        pair.run_round()
         for world in pair.worlds:
             world.talk_to_kv()
             world.collect()
         pair.target.work()
-        if pair.companions and pair.companions[0].computed < 20:
+        if pair.drafts and pair.drafts[0].run.computed < 20:
             pair.draft.work()  # after that its worker stands still for good
-        delay = pair.target.engine.delay(pair.target.now)
-        if not pair.target.engine.unacknowledged and pair.target.engine.roster.live and pair.companions:
+        delay = pair.target.engine.steps.delay_s(pair.target.now)
+        if not pair.target.engine.steps.unacknowledged and pair.target.engine.table.live and pair.drafts:
             assert delay < 0.05
             waiting += 1
             pair.advance(delay + 1e-6)
@@ -222,10 +222,10 @@ def test_requests_of_the_draft_model_go_before_companions():
         pair.round()
     pair.draft.submit(submission("own", [9] * 40, 30))
     while "own" not in pair.draft.ends:
-        before = pair.draft.engine.roster.live["own"].planned if "own" in pair.draft.engine.roster.live else 0
-        mine = len(pair.draft.engine.unacknowledged)
+        before = pair.draft.engine.table.live["own"].run.planned if "own" in pair.draft.engine.table.live else 0
+        mine = len(pair.draft.engine.steps.unacknowledged)
         pair.round()
-        for step in list(pair.draft.engine.unacknowledged)[mine:]:
+        for step in list(pair.draft.engine.steps.unacknowledged)[mine:]:
             assert before == 0 or all(entry.sequence.id == "own" for entry in step.entries)
     assert "a" not in pair.target.ends, "the target has gone on beside it"
     pair.settle()
@@ -236,7 +236,7 @@ def test_companions_go_when_pages_run_short_for_requests():
     pair.target.submit(free_text(n=300))
     while not pair.target.engine.stats.model_accepted:
         pair.round()
-    held = [weakref.ref(companion) for companion in pair.companions]
+    held = [weakref.ref(companion) for companion in pair.drafts]
     assert held
     pair.draft.submit(submission("own", [9] * 380, 10))
     pair.settle()
@@ -250,27 +250,27 @@ def test_pages_go_back_when_the_target_ends_is_cancelled_or_set_aside():
         while not pair.target.engine.stats.model_accepted:
             pair.round()
         assert pair.draft.kv.leases
-        (sequence,) = pair.target.engine.roster.held
+        (sequence,) = pair.target.engine.table.scheduled
         if how == "cancel":
             pair.target.cancel("a")
         elif how == "aside":
-            pair.target.engine._put_back(sequence)
+            pair.target.engine.table.preempt(sequence)
         elif how == "worker":
             pair.target.kill_worker()
         elif how == "unlink":
-            pair.target.engine.drafts.link_to(None)
+            pair.target.engine.proposer.set_link(None)
         while pair.draft.work():
-            pair.draft.turn()
+            pair.draft.run_round()
         if how == "idle":
             pair.draft.advance(IDLE_S + 0.1)
         else:
-            pair.target.turn() if how == "cancel" else None
-            while pair.target.engine.unacknowledged:
+            pair.target.run_round() if how == "cancel" else None
+            while pair.target.engine.steps.unacknowledged:
                 pair.target.work()
-                pair.target.engine.complete(pair.target.now)
-        pair.draft.turn()
+                pair.target.engine.steps.complete(pair.target.now)
+        pair.draft.run_round()
         pair.draft.talk_to_kv()
-        assert not pair.companions, how
+        assert not pair.drafts, how
         assert not pair.draft.kv.leases, how
         pair.target.collect()
         pair.settle()
@@ -375,7 +375,7 @@ def test_random_lives_end_with_their_tokens_and_leave_nothing(
         elif action < 0.07 and pair.target.submitted:
             pair.target.cancel(rng.choice(list(pair.target.submitted)))
         elif action < 0.15:
-            pair.turn()
+            pair.run_round()
         elif action < 0.25:
             world.work()
         elif action < 0.32:
@@ -383,16 +383,16 @@ def test_random_lives_end_with_their_tokens_and_leave_nothing(
         elif action < 0.34:
             pair.advance(rng.choice([0.001, 0.01, 2.0, 15.0]))
         elif disturb and action < 0.36:
-            world.turn()
+            world.run_round()
             world.kill_worker(half_way=rng.random() < 0.5)
         elif disturb and action < 0.38:
             world.restart_kv()
         elif disturb and action < 0.40:
-            pair.target.engine.drafts.link_to(rng.choice([None, pair.link]))
-        elif disturb and action < 0.41 and world.engine.roster.held:
-            sequence = rng.choice(world.engine.roster.held)
-            if not sequence.is_over and not sequence.is_leaving and sequence.state is not State.PENDING:
-                world.engine._put_back(sequence)
+            pair.target.engine.proposer.set_link(rng.choice([None, pair.link]))
+        elif disturb and action < 0.41 and world.engine.table.scheduled:
+            sequence = rng.choice(world.engine.table.scheduled)
+            if not sequence.is_done and not sequence.is_preempting and sequence.phase is not Phase.PENDING:
+                world.engine.table.preempt(sequence)
         else:
             pair.round()
         for each in pair.worlds:
@@ -408,15 +408,15 @@ def test_a_draft_model_may_go_between_two_steps_that_follow_each_other(rounds: i
     pair = Pair(batch=1)
     world = pair.target
     world.submit(free_text("s", 100))
-    while not world.engine.unacknowledged:
-        world.turn()
+    while not world.engine.steps.unacknowledged:
+        world.run_round()
         world.talk_to_kv()
     for _ in range(rounds):
         pair.round()
-    world.turn()
-    world.engine.drafts.link_to(None)
+    world.run_round()
+    world.engine.proposer.set_link(None)
     pair.settle()
-    assert not pair.companions
+    assert not pair.drafts
 
 
 def test_companions_are_freed_without_the_collector():
@@ -430,7 +430,7 @@ def test_companions_are_freed_without_the_collector():
             pair.round()
             for _ in range(40):
                 pair.round()
-                seen.extend(weakref.ref(companion) for companion in pair.companions)
+                seen.extend(weakref.ref(companion) for companion in pair.drafts)
             pair.settle()
         assert seen
         assert not [ref for ref in seen if ref() is not None]

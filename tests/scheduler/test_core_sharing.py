@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.scheduler.policy.core_sharing import LEAD_S, Claim, Turns, share, steps_ahead
+from stages.scheduler.policy.core_sharing import PROMPT_LEAD_S, Claim, CoreShares, allowed_depth, overlap
 
 CORES = st.sampled_from([frozenset(), frozenset({0, 1}), frozenset({1, 2}), frozenset({3})])
 
@@ -13,10 +13,10 @@ CORES = st.sampled_from([frozenset(), frozenset({0, 1}), frozenset({1, 2}), froz
 def test_a_model_alone_runs_ahead() -> None:
     mine = Claim("a", frozenset({0}), 1.0, True)
     other = Claim("b", frozenset({1}), 1.0, True)
-    assert steps_ahead(mine, [mine], 2) == 2
-    assert steps_ahead(mine, [mine, other], 2) == 2
-    assert steps_ahead(mine, [mine, other._replace(cores=frozenset())], 2) == 0
-    assert steps_ahead(mine, [mine, other._replace(cores=frozenset(), is_computing=False)], 2) == 1
+    assert allowed_depth(mine, [mine], 2) == 2
+    assert allowed_depth(mine, [mine, other], 2) == 2
+    assert allowed_depth(mine, [mine, other._replace(cores=frozenset())], 2) == 0
+    assert allowed_depth(mine, [mine, other._replace(cores=frozenset(), is_computing=False)], 2) == 1
 
 
 @given(
@@ -28,7 +28,7 @@ def test_one_step_at_a_time_and_a_fair_share(
     cores: list[frozenset[int]], costs: list[float], active: list[set[int]]
 ) -> None:
     """Steps end in the order in which they were begun; who has claims changes all the time."""
-    turns = Turns()
+    shares = CoreShares()
     spent = [0.0] * len(cores)
     computing: list[int] = []
     waited = [0] * len(cores)  # rounds with a claim and without a step
@@ -41,10 +41,10 @@ def test_one_step_at_a_time_and_a_fair_share(
         def claims(now: set[int] = wanting) -> list[Claim]:
             return [Claim(str(i), cores[i], spent[i], i in computing) for i in sorted(now)]
 
-        for name in turns.order(claims()):
+        for name in shares.order(claims()):
             i = int(name)
             mine = next(claim for claim in claims() if claim.name == name)
-            if i not in computing and steps_ahead(mine, claims(), 2):
+            if i not in computing and allowed_depth(mine, claims(), 2):
                 computing.append(i)
             waited[i] = 0 if i in computing else waited[i] + 1
         for i in range(len(cores)):
@@ -52,41 +52,41 @@ def test_one_step_at_a_time_and_a_fair_share(
                 waited[i] = 0
         for one in computing:
             for other in computing:
-                assert one == other or not share(Claim("", cores[one], 0, True), Claim("", cores[other], 0, True))
+                assert one == other or not overlap(cores[one], cores[other])
         # Nobody's turn is put off for ever: the others' steps bring them behind.
         bound = 4 * len(cores) * (1 + int(max(costs) / min(costs)))
         assert max(waited) <= bound
 
 
 def test_equal_shares_of_time_not_of_steps() -> None:
-    turns = Turns()
+    shares = CoreShares()
     spent = {"short": 0.0, "long": 0.0}
     cost = {"short": 0.01, "long": 0.05}
     for _ in range(1000):
-        first = turns.order([Claim(name, frozenset(), used, False) for name, used in spent.items()])[0]
+        first = shares.order([Claim(name, frozenset(), used, False) for name, used in spent.items()])[0]
         spent[first] += cost[first]
     assert abs(spent["short"] - spent["long"]) <= 0.05 + 1e-9
 
 
 def test_prompts_go_first_for_a_while() -> None:
-    turns = Turns()
+    shares = CoreShares()
     spent = {"old": 0.0, "new": 0.0}
     won: list[str] = []
     for _ in range(200):
         claims = [Claim(name, frozenset(), used, False, name == "new") for name, used in spent.items()]
-        won.append(turns.order(claims)[0])
+        won.append(shares.order(claims)[0])
         spent[won[-1]] += 0.05
     lead = won.index("old")
-    assert lead * 0.05 >= LEAD_S
+    assert lead * 0.05 >= PROMPT_LEAD_S
     # After that each has its share: prompts without an end starve nobody.
-    assert abs(spent["new"] - spent["old"]) <= LEAD_S + 0.05 + 1e-9
+    assert abs(spent["new"] - spent["old"]) <= PROMPT_LEAD_S + 0.05 + 1e-9
 
 
 def test_idle_time_is_not_made_up_for() -> None:
-    turns = Turns()
+    shares = CoreShares()
     busy, late = Claim("busy", frozenset(), 0.0, False), Claim("late", frozenset(), 0.0, False)
-    turns.order([busy, late])
-    assert turns.order([busy._replace(spent_s=100.0)]) == ["busy"]
-    turns.order([busy._replace(spent_s=100.0), late])
-    # From here on they take turns: it does not get a hundred seconds for itself.
-    assert turns.order([busy._replace(spent_s=100.0), late._replace(spent_s=0.01)]) == ["busy", "late"]
+    shares.order([busy, late])
+    assert shares.order([busy._replace(spent_s=100.0)]) == ["busy"]
+    shares.order([busy._replace(spent_s=100.0), late])
+    # From here on they take shares: it does not get a hundred seconds for itself.
+    assert shares.order([busy._replace(spent_s=100.0), late._replace(spent_s=0.01)]) == ["busy", "late"]

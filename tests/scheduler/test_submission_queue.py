@@ -5,9 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from stages.scheduler.core.engine import PREFETCH
-from stages.scheduler.core.submission_queue import Door
-from stages.scheduler.policy.cost import CostModel
+from stages.scheduler.core.row_scheduler import PREFETCH
 
 from .peers import submission
 from .world import GATEWAY, World
@@ -26,7 +24,7 @@ def test_an_idle_model_refuses_nobody_for_a_short_time(deadline_ms: int) -> None
     world = World()
     learned(world)
     world.submit(submission("short", [1, 2, 3], 4, deadline_ms=deadline_ms))
-    assert "short" in world.engine.roster.live
+    assert "short" in world.engine.table.live
     world.settle()
     world.check_all()
 
@@ -34,16 +32,16 @@ def test_an_idle_model_refuses_nobody_for_a_short_time(deadline_ms: int) -> None
 def test_who_would_wait_beyond_its_time_is_refused_with_the_time_to_come_back() -> None:
     world = World(max_queue_depth=1000)
     learned(world)
-    world.engine.cost = CostModel(4000.0, 1.0, 0.001)  # a second for about 1000 tokens of 4 at once
+    world.set_cost(4000.0, 1.0, 0.001)  # a second for about 1000 tokens of 4 at once
     for i in range(100):
         world.submit(submission(f"s{i}", [1, 2, 3], 50))
-    wait_s = world.engine.door.backlog_s(world.engine.queues.tenant("t"))
+    wait_s = world.engine.waits.backlog_s(world.engine.queues.tenant("t"))
     assert wait_s > 2.0
     run_s = 0.004 * 50
     world.submit(submission("patient", [1, 2, 3], 50, deadline_ms=round(1000 * (wait_s + 1.1 * run_s))))
     world.submit(submission("hasty", [1, 2, 3], 50, deadline_ms=round(1000 * (wait_s + 0.9 * run_s))))
-    assert "patient" in world.engine.roster.live
-    ((owner, refused),) = world.engine.roster.rejected
+    assert "patient" in world.engine.table.live
+    ((owner, refused),) = world.engine.outbox.rejected
     assert (owner, refused.sequence, refused.code) == (GATEWAY, "hasty", "OVERLOADED")
     assert wait_s <= refused.retry_after_s <= wait_s + 1.2
 
@@ -51,10 +49,10 @@ def test_who_would_wait_beyond_its_time_is_refused_with_the_time_to_come_back() 
 def test_who_can_begin_at_once_is_not_refused_for_what_others_took() -> None:
     world = World()
     learned(world, 390)
-    world.engine.cost = CostModel(4000.0, 1.0, 0.001)
+    world.set_cost(4000.0, 1.0, 0.001)
     world.engine.stats.mean_output = 390.0  # which take more than a second
     world.submit(submission("short", [1, 2, 3], 390, deadline_ms=1000))
-    assert "short" in world.engine.roster.live
+    assert "short" in world.engine.table.live
 
 
 @pytest.mark.parametrize("company_s", [0.0, 0.5])
@@ -65,7 +63,7 @@ def test_who_arrives_together_at_an_idle_model_waits_for_no_place(depth: int, co
     fit = batch + PREFETCH + depth
     for i in range(fit + 3):  # before the engine has a turn
         world.submit(submission(f"s{i}", [i + 1, 2, 3], 20))
-    assert [rejected.sequence for _, rejected in world.engine.roster.rejected] == [f"s{fit + i}" for i in range(3)]
+    assert [rejected.sequence for _, rejected in world.engine.outbox.rejected] == [f"s{fit + i}" for i in range(3)]
     assert world.engine.queues.depth == depth
     world.settle()
     world.check_all()
@@ -77,18 +75,18 @@ def test_steps_that_follow_each_other_slowly_count_as_they_are() -> None:
 
     def backlog_s(pause_s: float) -> float:
         world = World(max_queue_depth=1000)
-        world.engine.cost = CostModel(1000.0, 1.0, 0.001)
+        world.set_cost(1000.0, 1.0, 0.001)
         world.submit(submission("s", [1, 2, 3], 300))
         while world.engine.is_busy:
-            world.turn()
+            world.run_round()
             world.talk_to_kv()
             while world.work():
                 world.now += 0.001 + pause_s
-                world.turn()
+                world.run_round()
             world.collect()
         for i in range(100):
             world.submit(submission(f"s{i}", [1, 2, 3], 50))
-        return world.engine.door.backlog_s(world.engine.queues.tenant("t"))
+        return world.engine.waits.backlog_s(world.engine.queues.tenant("t"))
 
     assert backlog_s(0.004) > 3 * backlog_s(0.0)
 
@@ -98,8 +96,8 @@ def test_answers_that_their_time_cut_off_count_with_what_they_had() -> None:
     for round_ in range(12):
         for i in range(4):
             world.submit(submission(f"s{round_}.{i}", [i + 1, 2, 3], 390, deadline_ms=1000))
-        while any(s.outputs < 100 for s in world.engine.roster.live.values()):
-            world.turn()
+        while any(s.outputs < 100 for s in world.engine.table.live.values()):
+            world.run_round()
             world.talk_to_kv()
             world.work()
         world.advance(1.5)
@@ -110,10 +108,9 @@ def test_answers_that_their_time_cut_off_count_with_what_they_had() -> None:
 
 def test_the_door_tells_whole_seconds_of_at_least_one() -> None:
     world = World()
-    door: Door = world.engine.door
     tenant = world.engine.queues.tenant("t")
-    assert door.backlog_s(tenant) < 1.0
-    assert door.wait_s(tenant) == 1.0
+    assert world.engine.waits.backlog_s(tenant) < 1.0
+    assert world.engine.waits.retry_after_s(tenant) == 1.0
 
 
 def test_attention_over_long_answers_is_part_of_the_wait() -> None:
@@ -121,11 +118,11 @@ def test_attention_over_long_answers_is_part_of_the_wait() -> None:
 
     def backlog_s(position_us: float) -> float:
         world = World(max_queue_depth=1000)
-        world.engine.cost = CostModel(1000.0, 1.0, position_us)
+        world.set_cost(1000.0, 1.0, position_us)
         world.engine.stats.mean_output = 300.0
         for i in range(100):
             world.submit(submission(f"s{i}", [1, 2, 3], 300))
-        return world.engine.door.backlog_s(world.engine.queues.tenant("t"))
+        return world.engine.waits.backlog_s(world.engine.queues.tenant("t"))
 
     # A step of 4 at half of their length looks at 600 positions.
     assert backlog_s(5.0) == pytest.approx(4 * backlog_s(0.0001), rel=0.1)
@@ -137,10 +134,10 @@ def test_what_the_cache_has_of_prompts_takes_no_time() -> None:
         for i in range(100):
             world.submit(submission(f"s{i}", [others and i] * 64 + [7] * 96 + [i], 2))
             world.settle()
-        world.engine.cost = CostModel(1.0, 100.0, 0.0001)
+        world.set_cost(1.0, 100.0, 0.0001)
         for i in range(100):
             world.submit(submission(f"t{i}", [others and i] * 64 + [7] * 96 + [i], 2))
-        return world.engine.door.backlog_s(world.engine.queues.tenant("t"))
+        return world.engine.waits.backlog_s(world.engine.queues.tenant("t"))
 
     assert backlog_s(0) < 0.5 * backlog_s(1)
 
@@ -154,14 +151,14 @@ def test_room_is_made_by_a_request_that_has_not_begun(waiting: tuple[tuple[str, 
     for request, choice in (("r", 0), ("r", 1), ("x", 0), *waiting):
         frame = submission(f"{request}/{choice}", [1, 2, 3], 20, choice=choice)
         world.submit(msgspec.structs.replace(frame, request=request))
-    world.turn()
+    world.run_round()
     assert world.engine.queues.depth == 2
     world.submit(submission("quiet", [1, 2, 3], 20, tenant="quiet"))
-    assert [rejected.sequence for _, rejected in world.engine.roster.rejected] == [out]
+    assert [rejected.sequence for _, rejected in world.engine.outbox.rejected] == [out]
 
 
 @pytest.mark.parametrize(("asked", "most"), [(0, 4), (-1, 0), (2, 2)])
 def test_a_request_leaves_speculation_as_configured_or_switches_it_off(asked: int, most: int) -> None:
     world = World(speculate=4)
     world.submit(submission("s", [1, 2, 3], 4, speculate=asked))
-    assert world.engine.roster.live["s"].speculate == most
+    assert world.engine.table.live["s"].max_draft_tokens == most

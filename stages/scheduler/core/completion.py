@@ -1,0 +1,159 @@
+"""Completion: the sampled tokens of an acknowledged step become output, and filled pages are committed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.protocol.messages import Logprob
+from stages.scheduler.core.leases import Leases
+from stages.scheduler.core.outbox import Outbox
+from stages.scheduler.core.ring import Ring
+from stages.scheduler.core.sequence import Phase, SequenceState
+from stages.scheduler.core.sequence_table import SequenceTable
+from stages.scheduler.core.step import Step, StepEntry
+from stages.scheduler.draft.draft_pool import DraftPool
+from stages.scheduler.draft.proposer import Proposer
+from stages.scheduler.policy.cost import CostModel
+from stages.scheduler.policy.pacing import PacingPolicy
+from stages.scheduler.stats import Stats
+
+
+class StepCompletion:
+    """Processes the acknowledged steps of one model."""
+
+    def __init__(
+        self,
+        pacing: PacingPolicy,
+        table: SequenceTable,
+        leases: Leases,
+        outbox: Outbox,
+        proposer: Proposer,
+        drafts: DraftPool,
+        cost: CostModel,
+        stats: Stats,
+    ) -> None:
+        self._commit_delay = pacing.commit_delay_tokens
+        self._table = table
+        self._leases = leases
+        self._outbox = outbox
+        self._proposer = proposer
+        self._drafts = drafts
+        self._cost = cost
+        self._stats = stats
+
+    def complete(self, step: Step, ring: Ring, now: float) -> None:
+        """Process one step; steps must come in their order."""
+        took_us = ring.took_us(step.number)
+        if took_us > 0:
+            self._stats.step_s.add(took_us * 1e-6)
+            self._cost.learn(step.tokens, step.positions, took_us)
+        sampled = ring.outputs(step.number, step.samples)
+        if step.draft_entries:
+            self._complete_drafts(step, sampled, took_us * 1e-6)
+            return
+        known = self._stats.generated
+        self._complete_requests(step, ring, sampled)
+        self._proposer.record_step(step.entries, self._stats.generated - known, now)
+
+    def _complete_drafts(self, step: Step, sampled: Sequence[int], took_s: float) -> None:
+        base = 0
+        for entry in step.draft_entries:
+            self._drafts.complete(entry, sampled[base] if entry.samples else 0, took_s / len(step.draft_entries))
+            base += entry.samples
+
+    def _complete_requests(self, step: Step, ring: Ring, sampled: Sequence[int]) -> None:
+        base = 0
+        is_commit_due = False
+        for entry in step.entries:
+            sequence = entry.sequence
+            run = sequence.run
+            run.inflight -= 1
+            sequence.suspect_count = 0
+            if sequence.is_done:
+                self._stats.discarded += entry.samples
+                if not run.inflight:
+                    self._table.release(sequence)
+            else:
+                was_prompt = sequence.phase is Phase.PREFILLING
+                if run.computed < sequence.prompt_len:
+                    self._stats.prompt_computed += min(entry.count, sequence.prompt_len - run.computed)
+                if entry.samples:
+                    self._append_samples(entry, ring, step.number, base, sampled)
+                else:
+                    run.computed = entry.start + entry.count
+                if not sequence.is_done:
+                    page_tokens = self._leases.page_tokens
+                    past_page = run.computed - (run.committed // page_tokens + 1) * page_tokens
+                    if not was_prompt:
+                        is_commit_due = is_commit_due or past_page >= self._commit_delay
+                    elif past_page >= 0:
+                        self._leases.commit(run)  # at once: prompts with the same prefix wait for it
+                    if sequence.is_preempting and not run.inflight:
+                        self._table.preempt(sequence)
+            base += entry.samples
+        if is_commit_due:
+            self._commit_outputs()
+
+    def _commit_outputs(self) -> None:
+        """Commit all streams that have filled a page, not only the one that is due: kv is woken once for them."""
+        page_tokens = self._leases.page_tokens
+        for sequence in self._table.scheduled:
+            run = sequence.run
+            is_stream = sequence.phase is Phase.DECODING and not sequence.is_done
+            if is_stream and run.computed // page_tokens > run.committed // page_tokens:
+                self._leases.commit(run)
+
+    def _append_samples(
+        self, entry: StepEntry[SequenceState], ring: Ring, step: int, base: int, sampled: Sequence[int]
+    ) -> None:
+        """Samples of one entry: output tokens up to a stop, the limit, or a draft token that was not accepted."""
+        sequence = entry.sequence
+        run, draft_tokens, stop_ids = sequence.run, entry.draft_tokens, sequence.stop_ids
+        if sequence.phase is Phase.PREFILLING:
+            sequence.enter_phase(Phase.DECODING)
+        first = sequence.outputs
+        tokens: list[int] = []
+        finish = ""
+        for i in range(entry.samples):
+            token = sampled[base + i]
+            if token < 0:
+                break
+            tokens.append(token)
+            if token in stop_ids:
+                finish = "stop"
+            elif run.length + len(tokens) >= run.end:
+                finish = "length"
+            if finish or (draft_tokens and i < len(draft_tokens) and draft_tokens[i] != token):
+                break
+        n = len(tokens)
+        run.tokens.extend(tokens)
+        run.length += n
+        self._stats.generated += n
+        logprobs: tuple[Logprob, ...] = ()
+        top = sequence.sampling.logprobs
+        if top >= 0:
+            logprobs = tuple(ring.logprob(step, base + i, top) for i in range(n))
+        if draft_tokens:
+            self._accept_drafts(entry, ring, n)
+        else:
+            run.computed = entry.start + entry.count
+            run.ahead -= 1
+        if finish:
+            self._table.finish(sequence, finish, start=first, tokens=tuple(tokens), logprobs=logprobs)
+            return
+        if tokens:
+            self._outbox.add_tokens(sequence, first, tuple(tokens), logprobs)
+        if n < entry.samples and sampled[base + n] < 0:
+            self._table.fail(sequence, "INFERENCE", "the model computed logits that are not finite")
+
+    def _accept_drafts(self, entry: StepEntry[SequenceState], ring: Ring, n: int) -> None:
+        """A verification produced `n` tokens: all but the last were draft tokens, whose positions are computed."""
+        sequence = entry.sequence
+        run = sequence.run
+        accepted = max(0, n - 1)
+        sequence.draft_tokens = ()
+        sequence.accepted += accepted
+        run.computed = run.planned = entry.start + max(1, n)
+        if n and run.length < run.end:
+            ring.write_tokens(run.row, run.length - 1, run.tokens[-1:])
+        self._proposer.record_verified(sequence, len(entry.draft_tokens), accepted)

@@ -1,0 +1,56 @@
+"""Frames for the gateways, gathered until the stage sends them.
+
+Every terminal event of a sequence passes through here: as the `finish` of its last tokens, or as `Rejected`.
+"""
+
+from __future__ import annotations
+
+from pipeline.protocol.messages import Logprob, Rejected, SequenceTokens
+from stages.scheduler.core.sequence import SequenceState
+from stages.scheduler.policy.admission import Refusal
+
+
+class Outbox:
+    """Output of one model. Gateways are named by their connection."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[bytes, list[SequenceTokens]] = {}  # by gateway
+        self.rejected: list[tuple[bytes, Rejected]] = []  # (gateway, frame)
+
+    def add_tokens(
+        self,
+        sequence: SequenceState,
+        start: int,
+        tokens: tuple[int, ...],
+        logprobs: tuple[Logprob, ...] = (),
+        finish: str = "",
+        error: str = "",
+        message: str = "",
+    ) -> None:
+        """Output tokens from output index `start`, and the finish reason if the sequence ends with them."""
+        gateway = sequence.gateway
+        if not gateway:
+            return
+        cached = 0 if sequence.has_emitted else sequence.cached_tokens
+        sequence.has_emitted = True
+        part = SequenceTokens(sequence.id, start, tokens, logprobs, finish, error, message, cached, sequence.accepted)
+        parts = self.tokens.get(gateway)
+        if parts is None:
+            self.tokens[gateway] = [part]
+        else:
+            parts.append(part)
+
+    def add_rejected(self, gateway: bytes, sequence_id: str, refusal: Refusal) -> None:
+        """A sequence that was not admitted; nothing when `gateway` is b""."""
+        if gateway:
+            self.rejected.append((gateway, rejected_frame(sequence_id, refusal)))
+
+    def drop_gateway(self, gateway: bytes) -> None:
+        """The gateway is disconnected: forget what it has not received."""
+        self.tokens.pop(gateway, None)
+        self.rejected = [(to, frame) for to, frame in self.rejected if to != gateway]
+
+
+def rejected_frame(sequence_id: str, refusal: Refusal) -> Rejected:
+    """The frame for a refusal."""
+    return Rejected(sequence_id, refusal.code, refusal.message, refusal.param, refusal.retry_after_s)

@@ -1,0 +1,35 @@
+"""Settings of one model's engine, taken from the configuration."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SPARE_SAMPLES = 64  # samples of a step for draft tokens, in addition to one for each sequence
+LATE_TENANT_ROWS = 8  # rows beyond twice the batch, so that a small batch has some as well
+
+
+class Settings(NamedTuple):
+    """Bounds and switches of one model version."""
+
+    model: str
+    max_batch_size: int
+    max_queue_depth: int = 1000
+    max_tenant_depth: int = 0
+    max_step_tokens: int = 512
+    max_prompt_tokens: int = 0
+    max_output_tokens: int = 0
+    batch_timeout_s: float = 0.0
+    speculate: int = 0  # draft tokens of a sequence whose request does not set a number; less than 0: none
+    run_ahead: bool = True
+    max_draft_sequences: int = 0  # draft sequences that this model computes for other models
+    prefix_cache: bool = True  # kv shares pages among prompts with a common prefix
+
+    @property
+    def n_rows(self) -> int:
+        """Twice the batch: other tenants still get rows while one tenant's streams fill the batch."""
+        return 2 * self.max_batch_size + LATE_TENANT_ROWS + self.max_draft_sequences
+
+    @property
+    def max_samples(self) -> int:
+        """Samples of one step."""
+        return self.max_batch_size + SPARE_SAMPLES

@@ -1,0 +1,80 @@
+"""Batch composition: entries of one step under its budget."""
+
+from __future__ import annotations
+
+from stages.scheduler.policy.batch import MIN_CHUNK, Budget, compose
+from stages.scheduler.policy.cost import CostModel
+from stages.scheduler.policy.tenant import Tenant
+
+from .builders import scheduled
+
+
+def test_all_streams_compute_and_prompts_fill_the_budget():
+    budget = Budget(max_entries=8, max_tokens=512, max_samples=72)
+    cost = CostModel(2000, 200, 0.01)
+    streams = [scheduled(str(i), 10, 9) for i in range(4)]
+    batch = compose([*streams, scheduled("9", 1000, 0)], budget, cost)
+    found = [(e.sequence.id, e.count, e.samples) for e in batch.entries[:4]]
+    assert found == [(str(i), 1, 1) for i in range(4)]
+    chunk = batch.entries[4]
+    assert chunk.samples == 0
+    assert cost.predict(batch.tokens, batch.positions) <= budget.pacing.margin * budget.pacing.gap_us * 1.01
+    assert chunk.count % 16 == 0
+
+
+def test_a_prompt_advances_whatever_the_budget_says():
+    budget = Budget(max_entries=8, max_tokens=512, max_samples=72)
+    expensive = CostModel(50_000, 20_000, 10)
+    batch = compose([scheduled("1", 10, 9), scheduled("2", 1000, 0), scheduled("3", 1000, 0)], budget, expensive)
+    assert [(e.sequence.id, e.count) for e in batch.entries] == [("1", 1), ("2", MIN_CHUNK)]
+
+
+def test_the_end_of_a_prompt_is_sampled_in_the_same_step():
+    batch = compose([scheduled("1", 40, 0)], Budget(4, 512, 68), CostModel(1000, 10, 0.01))
+    assert [(e.start, e.count, e.samples) for e in batch.entries] == [(0, 40, 1)]
+
+
+def test_a_short_prompt_of_a_quiet_tenant_is_a_step_of_its_own_every_other_step():
+    quiet, flood = Tenant("quiet", 1.0), Tenant("flood", 1.0)
+    flood.served = 10_000.0
+    streams = [scheduled(str(i), 10, 9, tenant=flood) for i in range(4)]
+    budget, cost = Budget(max_entries=8, max_tokens=512, max_samples=72), CostModel(2000, 200, 0.01)
+
+    def found(prompt: int, may_pause_streams: bool = True, tenant: Tenant = quiet) -> list[tuple[str, int]]:
+        batch = compose([*streams, scheduled("9", prompt, 0, tenant=tenant)], budget, cost, None, may_pause_streams)
+        assert batch.pauses_streams == (len(batch.entries) == 1)
+        assert batch.tokens == sum(entry.count for entry in batch.entries)
+        if batch.pauses_streams:
+            assert batch.unscheduled == [flood]
+            assert cost.predict(batch.tokens, batch.positions) <= budget.pacing.quiet_us
+            assert batch.entries[0].samples == 1
+        return [(entry.sequence.id, entry.count) for entry in batch.entries]
+
+    assert found(100) == [("9", 100)]
+    assert len(found(100, may_pause_streams=False)) == 5
+    assert len(found(200)) == 5, "takes more than such a step may"
+    assert len(found(100, tenant=flood)) == 5
+
+
+def test_nothing_beyond_pages_the_last_token_or_a_verification():
+    done, dry, verifying, chunk = (
+        scheduled("1", 10, 9, 1),
+        scheduled("2", 10, 9),
+        scheduled("3", 10, 9),
+        scheduled("4", 100, 0),
+    )
+    done.run.ahead = 1
+    dry.run.leased = 9
+    verifying.draft_tokens = (1, 2)
+    chunk.run.leased = 32
+    batch = compose([done, dry, verifying, chunk], Budget(8, 512, 72), CostModel(1000, 10, 0.01))
+    assert [(e.sequence.id, e.count, e.samples) for e in batch.entries] == [("4", 32, 0)]
+
+
+def test_places_go_to_the_tenant_that_has_had_least():
+    a, b = Tenant("a", 1.0), Tenant("b", 1.0)
+    a.served = 100.0
+    streams = [scheduled(str(i), 10, 9, tenant=a if i < 4 else b) for i in range(8)]
+    batch = compose(streams, Budget(5, 512, 72), CostModel())
+    assert [e.sequence.id for e in batch.entries] == ["4", "5", "6", "7", "0"]
+    assert batch.unscheduled == [a]

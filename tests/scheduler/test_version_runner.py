@@ -1,0 +1,148 @@
+"""What becomes of the requests while a worker group dies, and its successor takes its time."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.protocol.messages import Attach, Frame, Hello, KvReady, WorkerReady
+from shm.arena import process_ticks
+from stages.scheduler.core.settings import Settings
+from stages.scheduler.core.submission_queue import UNAVAILABLE_S
+from stages.scheduler.core.version_runner import VersionRunner
+
+from .peers import VOCAB, submission
+
+DIGEST = "ab" * 32
+GATEWAY = b"gateway"
+LATE = 10 * UNAVAILABLE_S  # the scheduler has run for long when it happens
+
+
+class Group:
+    """A process that stands for a worker group: it can be killed, and is waited for."""
+
+    def __init__(self, epoch: int) -> None:
+        self.process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+        pid = self.process.pid
+        self.hello = Hello("worker:m", epoch, pid, process_ticks(pid))
+        self.ready = WorkerReady("m", DIGEST, epoch, 1, ((pid, self.hello.start_ticks),), VOCAB, 400)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def groups() -> Iterator[list[Group]]:
+    made = [Group(1), Group(2)]
+    yield made
+    for group in made:
+        group.end()
+
+
+@pytest.fixture
+def sent() -> list[Frame]:
+    return []
+
+
+@pytest.fixture
+def runner(request: pytest.FixtureRequest, tmp_path: Path, sent: list[Frame]) -> Iterator[VersionRunner]:
+    """Parameters are more of `Settings`."""
+    more = getattr(request, "param", {})
+
+    def to_worker(_: bytes, frame: Frame) -> bool:
+        sent.append(frame)
+        return True
+
+    made = VersionRunner(
+        Settings("m", 4, **more), tmp_path / "m.steps", 16, 0, 10.0, 0.0, lambda _: 1.0, to_worker, lambda _: True
+    )
+    yield made
+    made.close()
+
+
+def attach(runner: VersionRunner, group: Group, now: float) -> None:
+    runner.worker_ready(b"w", group.hello, group.ready, now)
+    if runner.kv is None:
+        runner.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), now)
+    assert runner.engine.is_ready
+
+
+def test_a_worker_that_dies_late_has_its_time_to_come_back(
+    runner: VersionRunner, groups: list[Group], sent: list[Frame]
+) -> None:
+    first, second = groups
+    attach(runner, first, 0.0)
+    runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), LATE)
+    first.end()
+    runner.worker_down(LATE)
+    runner.tick(LATE + 0.5 * UNAVAILABLE_S)
+    assert "s" in runner.engine.table.live
+    assert not runner.engine.outbox.rejected
+    runner.engine.submissions.submit(GATEWAY, submission("t", [1, 2, 3], 8), LATE + 0.5 * UNAVAILABLE_S)
+    assert set(runner.engine.table.live) == {"s", "t"}
+    attach(runner, second, LATE + 0.6 * UNAVAILABLE_S)
+    assert sum(isinstance(frame, Attach) for frame in sent) == 2
+
+
+def test_a_worker_that_is_silent_has_its_time_to_come_back(runner: VersionRunner, groups: list[Group]) -> None:
+    group = groups[0]
+    attach(runner, group, 0.0)
+    runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), LATE)
+    runner.worker_down(LATE)  # it lives
+    runner.tick(LATE + 0.1)
+    assert "s" in runner.engine.table.live
+    runner.tick(LATE + 2.0)  # its patience is over, and it is killed
+    assert group.process.wait() == -9
+    runner.tick(LATE + 0.5 * UNAVAILABLE_S)
+    assert "s" in runner.engine.table.live
+
+
+def test_without_a_worker_for_long_what_waits_is_refused(runner: VersionRunner, groups: list[Group]) -> None:
+    attach(runner, groups[0], 0.0)
+    runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), LATE)
+    groups[0].end()
+    runner.worker_down(LATE)
+    runner.tick(LATE + 1.1 * UNAVAILABLE_S)
+    assert [(rejected.sequence, rejected.code) for _, rejected in runner.engine.outbox.rejected] == [
+        ("s", "MODEL_UNAVAILABLE")
+    ]
+
+
+@pytest.mark.parametrize("runner", [{"batch_timeout_s": 1.0}], indirect=True)
+def test_waiting_for_company_is_no_standing_still(runner: VersionRunner, groups: list[Group]) -> None:
+    """A scheduler with work whose progress stands is taken for stuck, and new requests are kept from it."""
+    attach(runner, groups[0], 0.0)
+    runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), 5.0)
+    seen = []
+    for i in range(1, 10):
+        runner.tick(5.0 + 0.1 * i)
+        seen.append(runner.progress)
+    assert len(set(seen)) == 9
+    runner.tick(6.1)
+    now = runner.progress
+    runner.tick(6.2)  # it should have begun
+    assert runner.progress == now
+
+
+def test_waiting_for_a_worker_is_the_models_business_and_no_standing_still(
+    runner: VersionRunner, groups: list[Group]
+) -> None:
+    """Its state says that it is not ready; the scheduler has other models, whose requests go on."""
+    attach(runner, groups[0], 0.0)
+    runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), LATE)
+    groups[0].end()
+    runner.worker_down(LATE)
+    seen = []
+    for i in range(1, 20):
+        runner.tick(LATE + 0.1 * i)
+        seen.append(runner.progress)
+        assert runner.problem
+    assert len(set(seen)) == 19
+    attach(runner, groups[1], LATE + 3.0)
+    now = runner.progress
+    runner.tick(LATE + 3.1)  # nothing is published though it could be
+    assert runner.progress == now
