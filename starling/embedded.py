@@ -45,8 +45,9 @@ from stages.gateway.endpoints import generate
 from stages.gateway.endpoints.generation_request import GenerationRequest
 from stages.gateway.requests.prompts import check_ids
 from stages.gateway.requests.text_decoder import StreamDecoder
-from stages.scheduler.core.engine import Engine, Settings
+from stages.scheduler.core.engine import Engine
 from stages.scheduler.core.ring import Ring
+from stages.scheduler.core.settings import Settings
 from stages.tokenizer.service import TokenizerModel
 from stages.tokenizer.stage import open_model
 from stages.worker import activations_arena as act
@@ -243,7 +244,7 @@ class Embedded:
         if ask.n != 1:
             raise InvalidRequest(f"n is {ask.n}; one submit makes one text: submit {ask.n} times", "n")
         request, frame = self._new_request(ask, parts.bounds)
-        parts.scheduler.door.submit(OWNER, frame, self._clock())
+        parts.scheduler.submissions.submit(OWNER, frame, self._clock())
         self._requests[request.id] = request
         self._deliver(parts)
         if request.error is not None:
@@ -284,7 +285,7 @@ class Embedded:
         """End a request; its result so far stays. No effect on a finished one. Raises `NotFound`."""
         parts, request = self._open_parts(), self._request(request_id)
         if not request.finish_reason:
-            parts.scheduler.door.cancel(Cancel(request.sequence))
+            parts.scheduler.submissions.cancel(Cancel(request.sequence))
             self._deliver(parts)
 
     def release(self, request_id: str) -> Generation:
@@ -321,16 +322,16 @@ class Embedded:
         parts = self._open_parts()
         scheduler, now = parts.scheduler, self._clock()
         scheduler.tick(now)
-        scheduler.kv_state(parts.kv.state(self.model.name))  # pages may have become free: ask again for denied ones
-        scheduler.turn(now)
+        scheduler.pages.kv_state(parts.kv.state(self.model.name))  # pages may be free: repeat denied requests
+        scheduler.steps.run_round(now)
         self._exchange_pages(parts)
-        if not scheduler.unacknowledged:  # a sequence that has just been granted its first pages can begin now
-            scheduler.turn(now)
+        if not scheduler.steps.unacknowledged:  # a sequence that has just been granted its first pages can begin now
+            scheduler.steps.run_round(now)
             self._exchange_pages(parts)
-        has_computed = bool(scheduler.unacknowledged)
+        has_computed = bool(scheduler.steps.unacknowledged)
         for step in range(parts.ring.done + 1, parts.ring.head + 1):
             parts.group.compute(step)
-        scheduler.complete(self._clock())
+        scheduler.steps.complete(self._clock())
         has_ended = self._deliver(parts)
         self._exchange_pages(parts)
         self._idle_steps = 0 if has_computed or has_ended or not scheduler.is_busy else self._idle_steps + 1
@@ -352,23 +353,23 @@ class Embedded:
             for frame in frames:
                 answer = parts.kv.answer(frame)
                 if isinstance(answer, Granted):
-                    scheduler.granted(answer)
+                    scheduler.pages.granted(answer)
                 elif isinstance(answer, Denied):
-                    scheduler.denied(answer)
+                    scheduler.pages.denied(answer)
 
     def _deliver(self, parts: _Parts) -> bool:
         """Pass what the scheduler has produced to the requests. Returns whether one has ended."""
-        roster = parts.scheduler.roster
+        outbox = parts.scheduler.outbox
         has_ended = False
-        while roster.moved or roster.rejected:
-            moved = [new for sequences in roster.moved.values() for new in sequences]
-            rejected = [frame for _, frame in roster.rejected]
-            roster.moved.clear()
-            roster.rejected.clear()
+        while outbox.tokens or outbox.rejected:
+            moved = [new for sequences in outbox.tokens.values() for new in sequences]
+            rejected = [frame for _, frame in outbox.rejected]
+            outbox.tokens.clear()
+            outbox.rejected.clear()
             for new in moved:
                 request = self._requests.get(new.sequence.rpartition("/")[0])
                 if request is not None and request.take(new):
-                    parts.scheduler.door.cancel(Cancel(new.sequence, at=request.used))
+                    parts.scheduler.submissions.cancel(Cancel(new.sequence, at=request.used))
                 has_ended = has_ended or bool(new.finish)
             for frame in rejected:
                 request = self._requests.get(frame.sequence.rpartition("/")[0])
@@ -409,7 +410,7 @@ class Embedded:
             prompt_tokens_cached=stats.prompt_cached,
             preemptions=stats.preemptions,
             requests_waiting=parts.scheduler.queues.depth,
-            requests_running=len(parts.scheduler.roster.held),
+            requests_running=len(parts.scheduler.table.scheduled),
             requests_kept=len(self._requests),
             kv_pages=pool.total,
             kv_pages_free=pool.free,
@@ -426,7 +427,7 @@ class Embedded:
         """End the worker's threads and unmap everything. Results stay readable with `poll`. Idempotent."""
         parts, self._parts = self._parts, None
         if parts is not None:
-            parts.scheduler.ring = None  # its views keep the arena mapped
+            parts.scheduler.worker.ring = None  # its views keep the arena mapped
             parts.stack.close()
 
     def __enter__(self) -> Self:
@@ -519,7 +520,7 @@ def _assemble(config: Config, model: ModelConfig, weights: Model) -> _Parts:
         group = WorkerGroup(weights, Arenas(steps, steps_geometry, kv.views, kv_geometry, activations, geometry))
         keep.callback(group.close)
         scheduler = Engine(settings, time.monotonic())
-        ring = scheduler.ring = Ring(steps, steps_geometry, time.time_ns())
+        ring = scheduler.worker.ring = Ring(steps, steps_geometry, time.time_ns())
         ring.start(1)
         scheduler.kv_ready(kv.ready(model.name, weights.index.digest))
         scheduler.attach(context, hyper.vocab_size)
