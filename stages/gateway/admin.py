@@ -28,7 +28,7 @@ import msgspec
 from pipeline.errors import InvalidRequest
 from stages.gateway.admission.drain import ALL
 from stages.gateway.service import Service
-from stages.gateway.versions.loader import Loader, new_change
+from stages.gateway.versions.loader import Loader, new_change_id
 
 log = logging.getLogger("starling.gateway.admin")
 
@@ -94,7 +94,7 @@ class Admin:
         target, path = _text(request, "target", 128), _text(request, "path", 4096)
         if not target:
             raise InvalidRequest("target is missing: the model's name", "target")
-        change = _text(request, "change", 64) or new_change()
+        change = _text(request, "change", 64) or new_change_id()
         timeout_s = _seconds(request, UNLOAD_TIMEOUT_S if op == "unload" else LOAD_TIMEOUT_S)
         waits = _flag(request, "wait")
         if op == "unload":

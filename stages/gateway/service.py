@@ -62,7 +62,7 @@ from stages.gateway.requests.state import Outcome, RequestState, SequenceState, 
 from stages.gateway.requests.text_decoder import StreamDecoder
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.tokenizer_client import RETRY_AFTER_S, TokenizerClient
-from stages.gateway.versions.catalog import Instances
+from stages.gateway.versions.catalog import VersionCatalog
 
 log = logging.getLogger("starling.gateway")
 
@@ -89,10 +89,10 @@ class Service:
         wall: Callable[[], float] = time.time,
         send_kv: Callable[[m.Frame], bool] = lambda frame: False,
         quota_file: QuotaFile | None = None,
-        instances: Instances | None = None,
+        instances: VersionCatalog | None = None,
     ) -> None:
         self.config = config
-        self.instances = instances or Instances(config, initial(config), lambda version_table: None)
+        self.instances = instances or VersionCatalog(config, initial(config), lambda version_table: None)
         self.clock = clock
         self.relay = Relay(send_scheduler, clock, self._on_end, lambda request: self.sessions.finish(request))
         self.sessions = Sessions(self.relay, send_kv)
@@ -139,7 +139,7 @@ class Service:
                 return f"{health.stage}: {problem}"
         serving = self.instances.serving(model)
         if serving is None:
-            return f"model {model} is being {'unloaded' if self.instances.is_leaving(model) else 'loaded'}"
+            return f"model {model} is being {'unloaded' if self.instances.is_unloading(model) else 'loaded'}"
         if serving.id not in self.described:
             return "tokenizer: the model is not described yet"
         state = self.states.get(serving.id)
@@ -231,7 +231,7 @@ class Service:
 
     def _leaving(self, model: str) -> StarlingError | None:
         """Why a model that goes takes no requests. Raises `ModelNotFound` when it is gone."""
-        if not self.instances.is_leaving(self.model_name(model)):
+        if not self.instances.is_unloading(self.model_name(model)):
             return None
         message = f"model {model} is being unloaded and takes no more requests"
         return StarlingError("DRAINING", message, "model", retry_after_s=RETRY_AFTER_S)

@@ -35,7 +35,7 @@ from stages.gateway.http.idle_connections import Connections
 from stages.gateway.requests.journal import Journal
 from stages.gateway.requests.recovery import sync_and_close
 from stages.gateway.service import Service
-from stages.gateway.versions.catalog import Instances
+from stages.gateway.versions.catalog import VersionCatalog
 from stages.gateway.versions.loader import Loader
 
 log = logging.getLogger("starling.gateway")
@@ -81,7 +81,7 @@ class GatewayStage:
         self.journal = _open_journal(config)
         self.quota_file = _open_quotas(config)
         self._quota_sync: asyncio.Future[None] | None = None
-        instances = Instances(config, versions.read(config), lambda fresh: versions.write(config, fresh))
+        instances = VersionCatalog(config, versions.read(config), lambda fresh: versions.write(config, fresh))
         self.service = Service(
             config,
             self.scheduler.send,

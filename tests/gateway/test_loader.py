@@ -1,4 +1,4 @@
-"""Which files `starling load` and `reload` take, looked at by the gateway itself: it must not wait for any of them."""
+"""The files and names that `starling load` and `reload` accept; the gateway must not block on any file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.config.load import resolve
 from pipeline.errors import InvalidRequest
 from pipeline.models import versions
 from stages.gateway.service import Service
-from stages.gateway.versions.catalog import Instances
+from stages.gateway.versions.catalog import VersionCatalog
 from stages.gateway.versions.loader import Loader
 
 NAME = "model"
@@ -21,11 +21,11 @@ SECONDS = 60.0
 
 
 def make_loader(home: Path, path: str, names: tuple[str, ...] = (NAME,)) -> Loader:
-    """Of a gateway whose models are configured with `path`. Nobody answers it."""
+    """Return the loader of a gateway without peers, whose models are configured with `path`."""
     (home / "run").mkdir(mode=0o700)
     models = [{"name": name, "path": path} for name in names]
     config = resolve({"models": models, "server": {"run_dir": str(home / "run")}}, {})
-    instances = Instances(config, versions.read(config), lambda fresh: versions.write(config, fresh))
+    instances = VersionCatalog(config, versions.read(config), lambda fresh: versions.write(config, fresh))
     return Loader(Service(config, lambda frame: True, lambda frame: True, instances=instances))
 
 
@@ -36,18 +36,18 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.timeout(20)  # the gateway would wait for who writes into the pipe
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, file: Path) -> None:
+@pytest.mark.timeout(20)  # a blocking open of the FIFO would wait for its writer
+def test_a_file_that_is_not_regular_is_rejected_without_blocking(tmp_path: Path, file: Path) -> None:
     loader = make_loader(tmp_path, str(file))
     os.mkfifo(tmp_path / "pipe.gguf")
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(tmp_path / "sock.gguf"))
     (tmp_path / "dir.gguf").mkdir()
     for path, reason in (
-        (tmp_path / "pipe.gguf", "is no regular file"),
+        (tmp_path / "pipe.gguf", "is not a regular file"),
         (tmp_path / "sock.gguf", "cannot be read"),
-        (tmp_path / "dir.gguf", "is no regular file"),
-        (Path("/dev/zero"), "is no regular file"),
+        (tmp_path / "dir.gguf", "is not a regular file"),
+        (Path("/dev/zero"), "is not a regular file"),
         (tmp_path / "none.gguf", "No such file"),
     ):
         for begin in (loader.reload, loader.load):
@@ -59,7 +59,7 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, file: Path) 
 
 
 @pytest.mark.parametrize("path", ["/a\0b.gguf", "/not-utf8-\udcff.gguf", "model.gguf", "~/model.gguf"])
-def test_what_is_no_path_of_a_file_is_refused(tmp_path: Path, file: Path, path: str) -> None:
+def test_an_unusable_path_is_rejected(tmp_path: Path, file: Path, path: str) -> None:
     loader = make_loader(tmp_path, str(file))
     with pytest.raises(InvalidRequest, match="absolute path") as refused:
         loader.reload(NAME, path, "change", SECONDS)
@@ -67,17 +67,17 @@ def test_what_is_no_path_of_a_file_is_refused(tmp_path: Path, file: Path, path: 
 
 
 @pytest.mark.parametrize("configured", ["~/model.gguf", "model.gguf", "file://{home}/model.gguf"])
-def test_without_a_path_the_configured_file_is_read_anew(
+def test_without_a_path_the_configured_file_is_loaded_again(
     tmp_path: Path, file: Path, configured: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However the configuration spells it."""
+    """In every form in which the configuration can name it."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     loader = make_loader(tmp_path, configured.format(home=tmp_path))
 
     async def reload() -> str:
         loader.reload(NAME, "", "change", SECONDS)
-        while not (loading := loader._instances.loading(NAME)):
+        while not (loading := loader._catalog.loading(NAME)):
             assert loader.report("change")["done"] is False
             await asyncio.sleep(0)
         return loading[0].settings.path
@@ -85,30 +85,30 @@ def test_without_a_path_the_configured_file_is_read_anew(
     assert asyncio.run(reload()) == str(file)
 
 
-def test_no_model_is_called_as_everything_is(tmp_path: Path, file: Path) -> None:
+def test_the_name_all_is_rejected(tmp_path: Path, file: Path) -> None:
     with pytest.raises(InvalidRequest, match="'all' cannot be used: for commands it means everything"):
         make_loader(tmp_path, str(file)).load("all", str(file), "change", SECONDS)
 
 
-def test_names_whose_files_would_be_the_same_are_not_loaded_together(tmp_path: Path, file: Path) -> None:
+def test_two_models_with_the_same_file_names_are_not_loaded_together(tmp_path: Path, file: Path) -> None:
     loader = make_loader(tmp_path, str(file), ("mine/model", "other"))
     taken = "'mine--model' is too much like 'mine/model'"
     with pytest.raises(InvalidRequest, match=taken):
         loader.load("mine--model", str(file), "c1", SECONDS)
-    # Nor the other way round, when the configured one has been unloaded meanwhile.
-    loader._instances.drop("mine/model")
+    # Nor the other way round, after the configured one has been unloaded.
+    loader._catalog.drop("mine/model")
 
     async def load_both() -> None:
         loader.load("mine--model", str(file), "c2", SECONDS)
-        loader.load("mine/model", "", "c3", 0.0)  # waits for its turn
-        while not loader._instances.loading("mine--model"):
+        loader.load("mine/model", "", "c3", 0.0)  # waits for the first load
+        while not loader._catalog.loading("mine--model"):
             await asyncio.sleep(0)
         with pytest.raises(InvalidRequest, match="'mine/model' is too much like 'mine--model'") as refused:
             loader.load("mine/model", "", "c4", SECONDS)
         assert refused.value.param == "target"
-        loader._instances.switch(loader._instances.loading("mine--model")[0].id)
-        waiting = loader._changes["c3"].over
-        loader._changes["c2"].over.cancel()  # type: ignore[union-attr]
+        loader._catalog.switch(loader._catalog.loading("mine--model")[0].id)
+        waiting = loader._changes["c3"].task
+        loader._changes["c2"].task.cancel()  # type: ignore[union-attr]
         await waiting  # type: ignore[misc]
         with pytest.raises(InvalidRequest, match="too much like"):
             loader.report("c3")

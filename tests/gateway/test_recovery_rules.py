@@ -16,14 +16,14 @@ from stages.gateway.requests.journal import KEEP_S, MAX_KEPT, Journal
 from stages.gateway.requests.recovery import CLAIM_S, CatchUpWaiter, Recovery
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.state import Outcome, RequestState, SequenceState
-from stages.gateway.versions.catalog import Instances
+from stages.gateway.versions.catalog import VersionCatalog
 from tests.gateway.peers import MODEL
 
 DIGEST = "ab" * 32
 DESCRIBED = {MODEL: m.Described("", MODEL, DIGEST, 258, 4096, (256,), True)}
 
 _CONFIG = resolve({"models": [{"name": MODEL, "path": "model.gguf"}]}, {})
-INSTANCES = Instances(_CONFIG, initial(_CONFIG), lambda version_table: None)
+INSTANCES = VersionCatalog(_CONFIG, initial(_CONFIG), lambda version_table: None)
 
 
 class World:

@@ -30,7 +30,7 @@ from stages.gateway.requests import recovery
 from stages.gateway.requests.event_cursor import FanOutSink
 from stages.gateway.requests.journal import Journal
 from stages.gateway.service import Service
-from stages.gateway.versions.catalog import Instances
+from stages.gateway.versions.catalog import VersionCatalog
 from stages.gateway.versions.loader import Loader
 
 NAME = "model"
@@ -82,7 +82,7 @@ class Versions(RuleBasedStateMachine):
     def _gateway(self) -> None:
         """A gateway that knows what is on disk, and hears of every stage."""
         self.journal = Journal(self.home, 1 << 20, lambda: 1e9 + self.now)
-        self.instances = Instances(
+        self.instances = VersionCatalog(
             self.config, versions.read(self.config), lambda fresh: versions.write(self.config, fresh)
         )
         self.service = Service(
@@ -278,7 +278,7 @@ TestVersions = Versions.TestCase
 
 def test_the_record_outlives_whoever_wrote_it(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    instances = Instances(config, versions.read(config), lambda fresh: versions.write(config, fresh))
+    instances = VersionCatalog(config, versions.read(config), lambda fresh: versions.write(config, fresh))
     follower = versions.VersionFollower(config)
     assert follower.table == versions.initial(config)
     assert [one.id for one in follower.table.versions] == [NAME]
@@ -307,7 +307,7 @@ def test_a_record_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None
     def full(fresh: versions.VersionTable) -> None:
         raise OSError(28, "No space left on device")
 
-    instances = Instances(config, versions.initial(config), full)
+    instances = VersionCatalog(config, versions.initial(config), full)
     with pytest.raises(StarlingError, match="No space left on device") as raised:
         instances.begin(config.models[0], "c", "reload", 5.0)
     assert raised.value.code == "INSUFFICIENT_RESOURCES"
@@ -316,7 +316,7 @@ def test_a_record_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None
 
 def test_a_new_version_takes_the_place_of_the_old_one_in_the_order(tmp_path: Path) -> None:
     config = resolve({"models": [{"name": "a", "path": "/a"}, {"name": "b", "path": "/b"}]}, {})
-    instances = Instances(config, versions.initial(config), lambda fresh: None)
+    instances = VersionCatalog(config, versions.initial(config), lambda fresh: None)
     new = instances.begin(config.models[0], "c", "reload", 5.0)
     assert instances.names == ["a", "b"]
     assert instances.switch(new.id) == ModelVersion(name="a", serial=0, settings=config.models[0])
@@ -324,4 +324,4 @@ def test_a_new_version_takes_the_place_of_the_old_one_in_the_order(tmp_path: Pat
     assert [one.id for one in instances.versions("a")] == ["a@1", "a"]
     instances.drop("a")
     instances.retire("a@1", "d", 1.0)
-    assert (instances.names, instances.is_leaving("a"), instances.is_leaving("b")) == (["b"], True, False)
+    assert (instances.names, instances.is_unloading("a"), instances.is_unloading("b")) == (["b"], True, False)

@@ -29,7 +29,7 @@ from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.replay_buffer import ReplayBuffer
 from stages.gateway.requests.response_cache import Line as Answer
 from stages.gateway.requests.state import Outcome, RequestState, SequencePhase, SequenceState, Sink
-from stages.gateway.versions.catalog import Instances
+from stages.gateway.versions.catalog import VersionCatalog
 
 log = logging.getLogger("starling.gateway.recovery")
 
@@ -141,12 +141,12 @@ class Recovery:
 
     # ---------------------------------------------------------------- time
 
-    def tick(self, described: Mapping[str, Described], instances: Instances) -> None:
+    def tick(self, described: Mapping[str, Described], instances: VersionCatalog) -> None:
         """Every 100 ms. `described`: by instance."""
         now = self._clock()
         for opened, request in list(self._waiting.values()):
-            home = instances.home_of(opened.model, opened.instance, opened.digest, described)
-            is_undecided = instances.is_undecided(opened.model, described)
+            home = instances.equivalent(opened.model, opened.instance, opened.digest, described)
+            is_undecided = instances.has_undescribed(opened.model, described)
             is_there = bool(instances.versions(opened.model))
             if error := self._obstacle(opened, request, home is not None or is_undecided, is_there, now):
                 del self._waiting[request.id]

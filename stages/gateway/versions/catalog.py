@@ -1,13 +1,15 @@
-"""Which version of a model a request goes to, and how versions come and go. The record's one writer.
+"""The version catalog: which version of a model requests go to, and the life cycle of versions.
 
-    begin    a version is to be loaded beside whatever serves: loading
-    switch   it has answered its self-test: serving; the one that served until now: retiring
-    retire   the model is to go: retiring, and nothing serves it
-    drop     gone from the record: it could not be loaded, or nobody is on it any more
+It is the only writer of the version table.
 
-A request belongs to the version that serves when it is admitted, and ends on it.  Every change is in the
-record before anybody acts on it, so that whoever takes over (another gateway, any stage) finds it half done
-and not half forgotten.  Pure but for the function that places the record.
+    begin    loading   the version is loaded beside the serving one
+    switch   serving   it has passed its self-test; the previous version retires
+    retire   retiring  the model is being unloaded, and no version serves
+    drop               removed from the table: it could not be loaded, or its last request has ended
+
+A request belongs to the version that serves when it is admitted, and ends on it.  Each change is written to the table
+before it takes effect, so that another process (the next gateway, any stage) can continue from every state.  Pure,
+except for the injected function that writes the table.
 """
 
 from __future__ import annotations
@@ -22,76 +24,82 @@ from pipeline.models.versions import MAX_OUTCOMES, ModelVersion, Op, Outcome, Ve
 from pipeline.protocol.messages import Described
 
 
-class Instances:
-    """`place(version_table)` writes the record and may raise `OSError`: then nothing has changed."""
+class VersionCatalog:
+    """One per gateway. `write(version_table)` stores the table; if it raises `OSError`, nothing has changed."""
 
-    def __init__(self, config: Config, version_table: VersionTable, place: Callable[[VersionTable], None]) -> None:
+    def __init__(self, config: Config, version_table: VersionTable, write: Callable[[VersionTable], None]) -> None:
         self.config = config
         self.version_table = version_table
-        self._place = place
+        self._write = write
 
-    # ---------------------------------------------------------------- who is there
+    # ---------------------------------------------------------------- queries
 
     @property
     def all(self) -> tuple[ModelVersion, ...]:
+        """All versions, in the order of the table."""
         return self.version_table.versions
 
     @property
     def names(self) -> list[str]:
-        """Models that are served or being loaded."""
+        """The models that are serving or loading."""
         return self.version_table.names
 
-    def get(self, instance_id: str) -> ModelVersion | None:
-        return self.version_table.find(instance_id)
+    def get(self, version_id: str) -> ModelVersion | None:
+        """Return a version by its id."""
+        return self.version_table.find(version_id)
 
     def serving(self, name: str) -> ModelVersion | None:
+        """Return the version of a model that new requests go to."""
         return self.version_table.serving(name)
 
     def versions(self, name: str) -> list[ModelVersion]:
-        """All of a model: the one that serves first."""
-        mine = [one for one in self.all if one.name == name]
-        return sorted(mine, key=lambda one: one.state != "serving")
+        """Return all versions of a model, the serving one first."""
+        mine = [version for version in self.all if version.name == name]
+        return sorted(mine, key=lambda version: version.state != "serving")
 
     def loading(self, name: str = "") -> list[ModelVersion]:
-        return [one for one in self.all if one.state == "loading" and name in ("", one.name)]
+        """Return the loading versions, of all models or of one."""
+        return [version for version in self.all if version.state == "loading" and name in ("", version.name)]
 
     def retiring(self, name: str = "") -> list[ModelVersion]:
-        return [one for one in self.all if one.state == "retiring" and name in ("", one.name)]
+        """Return the retiring versions, of all models or of one."""
+        return [version for version in self.all if version.state == "retiring" and name in ("", version.name)]
 
-    def is_leaving(self, name: str) -> bool:
-        """It is being unloaded: versions are there, and none that serves or will."""
+    def is_unloading(self, name: str) -> bool:
+        """True if the model has versions and all of them are retiring."""
         versions = self.versions(name)
-        return bool(versions) and all(one.state == "retiring" for one in versions)
+        return bool(versions) and all(version.state == "retiring" for version in versions)
 
     def settings(self, name: str) -> ModelConfig:
-        """What a new version of it is loaded with: as it runs, else as it is configured. Raises `ModelNotFound`."""
+        """Return the settings of the serving version, or those of the configuration. Raises `ModelNotFound`."""
         known = self.serving(name)
         settings = known.settings if known is not None else self.config.model(name) if name else None
         if settings is None:
-            raise ModelNotFound(f"there is no model {name!r} in the configuration: give its file too", "target")
+            raise ModelNotFound(f"there is no model {name!r} in the configuration; give its file as well", "target")
         return settings
 
-    def home_of(
-        self, name: str, instance_id: str, digest: str, described: Mapping[str, Described]
+    def equivalent(
+        self, name: str, version_id: str, digest: str, described: Mapping[str, Described]
     ) -> ModelVersion | None:
-        """The version on which an answer that was begun on `instance_id` comes out the same.
+        """Return a version that generates the same output as `version_id`: itself, or another of the same file.
 
-        Its own one, or another of the same file.  None: there is none, or it is not known yet.
+        None: there is no such version, or it is not described yet.
         """
-        own = [one for one in self.versions(name) if one.id == instance_id]
-        for one in own + self.versions(name):
-            known = described.get(one.id)
-            if one.state != "loading" and known is not None and known.digest == digest:
-                return one
+        own = [version for version in self.versions(name) if version.id == version_id]
+        for version in own + self.versions(name):
+            known = described.get(version.id)
+            if version.state != "loading" and known is not None and known.digest == digest:
+                return version
         return None
 
-    def is_undecided(self, name: str, described: Mapping[str, Described]) -> bool:
-        """A version of it that takes requests, or did, is not known well enough to tell."""
-        return any(one.state != "loading" and one.id not in described for one in self.versions(name))
+    def has_undescribed(self, name: str, described: Mapping[str, Described]) -> bool:
+        """True if a serving or retiring version of the model is not described yet."""
+        return any(version.state != "loading" and version.id not in described for version in self.versions(name))
 
-    # ---------------------------------------------------------------- how they come and go
+    # ---------------------------------------------------------------- changes; each may raise `ResourceError`
 
     def begin(self, settings: ModelConfig, change: str, op: Op, until: float) -> ModelVersion:
+        """Add a loading version, which must serve by `until` (s since 1970), and return it."""
         serial = self.version_table.serial + 1
         new = ModelVersion(
             name=settings.name,
@@ -105,16 +113,16 @@ class Instances:
         self._put((*self.all, new), serial=serial)
         return new
 
-    def pin(self, instance_id: str, digest: str) -> None:
-        """From now on it is that file, whatever its path holds."""
-        self._edit(instance_id, digest=digest)
+    def pin(self, version_id: str, digest: str) -> None:
+        """Bind a version to the file with that digest, even if its path is overwritten."""
+        self._edit(version_id, digest=digest)
 
-    def switch(self, instance_id: str) -> ModelVersion | None:
-        """It serves from now on; returns the one that did until now."""
-        new = self._known(instance_id)
+    def switch(self, version_id: str) -> ModelVersion | None:
+        """Make a version the serving one; return the one that served before."""
+        new = self._known(version_id)
         old = self.serving(new.name)
-        others = [one for one in self.all if one.id != new.id]
-        # In the place of the old one: the first model is what a request gets that names none.
+        others = [version for version in self.all if version.id != new.id]
+        # At the position of the old version: requests without a model go to the first one.
         at = others.index(old) if old is not None else len(others)
         if old is not None:
             others[at] = msgspec.structs.replace(old, state="retiring", until=0.0, change="")
@@ -123,41 +131,43 @@ class Instances:
         self._put(tuple(others), Outcome(new.change, new.op, new.name, new.id, new.digest, previous))
         return old
 
-    def retire(self, instance_id: str, change: str, until: float) -> None:
-        """Its model goes: what is still in flight at `until` (s since 1970) is ended."""
-        self._edit(instance_id, state="retiring", change=change, op="unload", until=until)
+    def retire(self, version_id: str, change: str, until: float) -> None:
+        """Start unloading the model: requests in flight at `until` (s since 1970) are ended."""
+        self._edit(version_id, state="retiring", change=change, op="unload", until=until)
 
-    def drop(self, instance_id: str, outcome: Outcome | None = None) -> None:
-        self._put(tuple(one for one in self.all if one.id != instance_id), outcome)
+    def drop(self, version_id: str, outcome: Outcome | None = None) -> None:
+        """Remove a version; `outcome` is that of its change."""
+        self._put(tuple(version for version in self.all if version.id != version_id), outcome)
 
     def outcome(self, change: str) -> Outcome | None:
-        return next((one for one in self.version_table.outcomes if one.change == change), None)
+        """Return the outcome of a change that has ended."""
+        return next((version for version in self.version_table.outcomes if version.change == change), None)
 
-    # ---------------------------------------------------------------- pieces
+    # ---------------------------------------------------------------- the table
 
-    def _known(self, instance_id: str) -> ModelVersion:
-        found = self.get(instance_id)
+    def _known(self, version_id: str) -> ModelVersion:
+        found = self.get(version_id)
         if found is None:
-            raise KeyError(instance_id)
+            raise KeyError(version_id)
         return found
 
-    def _edit(self, instance_id: str, **fields: object) -> None:
-        new = msgspec.structs.replace(self._known(instance_id), **fields)
-        self._put(tuple(new if one.id == instance_id else one for one in self.all))
+    def _edit(self, version_id: str, **fields: object) -> None:
+        new = msgspec.structs.replace(self._known(version_id), **fields)
+        self._put(tuple(new if version.id == version_id else version for version in self.all))
 
-    def _put(self, instances: tuple[ModelVersion, ...], outcome: Outcome | None = None, serial: int = 0) -> None:
+    def _put(self, all_versions: tuple[ModelVersion, ...], outcome: Outcome | None = None, serial: int = 0) -> None:
         outcomes = self.version_table.outcomes + ((outcome,) if outcome is not None else ())
         fresh = msgspec.structs.replace(
             self.version_table,
-            versions=instances,
+            versions=all_versions,
             outcomes=outcomes[-MAX_OUTCOMES:],
             serial=serial or self.version_table.serial,
         )
         try:
-            self._place(fresh)
+            self._write(fresh)
         except OSError as error:
             raise ResourceError(
-                f"the record of loaded models cannot be written: {error.strerror}; free space in server.run_dir",
+                f"cannot write the version table: {error.strerror}; free space in server.run_dir",
                 param="server.run_dir",
             ) from None
         self.version_table = fresh

@@ -1,7 +1,7 @@
-"""The self-test: a version of a model answers before anybody is sent to it.
+"""The self-test of a version, before requests are sent to it.
 
-A fixed text is tokenized, generated from and decoded by the very stages that will serve requests.  Where the
-version that serves now is of the same file, its answer must be the same, token by token.
+The stages that will serve it tokenize a fixed text and generate from it.  If the serving version is of the same file,
+its tokens must be equal.
 """
 
 from __future__ import annotations
@@ -23,50 +23,50 @@ if TYPE_CHECKING:
     from stages.gateway.service import Service
 
 TEXT = "The quick brown fox jumps over the lazy dog, 0123456789 times. "
-TOKENS = 8  # generated
+MAX_TOKENS = 8  # generated
 TIMEOUT_S = 60.0
-PRIORITY = 1_000  # more than a key can have
+PRIORITY = 1_000  # above that of any key
 
 
-async def check(service: Service, instance: ModelVersion, reference: ModelVersion | None = None) -> None:
-    """Raises `StarlingError` when the version cannot answer, or differently from `reference`.
+async def check(service: Service, version: ModelVersion, reference: ModelVersion | None = None) -> None:
+    """Raise `StarlingError` if the version cannot generate, or generates other tokens than `reference`.
 
-    `reference`: another version that serves; compared with when it is of the same file and KV type.
+    reference: the serving version; compared if it has the same file and KV type.
     """
-    answer = await _answer(service, instance)
+    tokens = await _generate(service, version)
     if reference is None or not service.is_ready(reference):
         return
-    one, other = service.described[instance.id], service.described[reference.id]
-    if (one.digest, instance.settings.kv_type) != (other.digest, reference.settings.kv_type):
+    new, old = service.described[version.id], service.described[reference.id]
+    if (new.digest, version.settings.kv_type) != (old.digest, reference.settings.kv_type):
         return
-    expected = await _answer(service, reference)
-    if answer != expected:
+    expected = await _generate(service, reference)
+    if tokens != expected:
         raise InferenceError(
-            f"the self-test of {instance.id} answered {answer}, and {reference.id}, which is of the same file, "
-            f"answered {expected}"
+            f"the self-test of {version.id} generated {tokens}, and {reference.id}, which is of the same file, "
+            f"generated {expected}"
         )
 
 
-async def _answer(service: Service, instance: ModelVersion) -> tuple[int, ...]:
-    described, bounds = service.described[instance.id], service.bounds(instance)
-    prompt = (await service.questions.encode(instance.id, TEXT)).tokens or (0,)
-    n = max(1, min(TOKENS, bounds.max_output_tokens or TOKENS, bounds.context // 2))
-    room = min(bounds.context - n, bounds.max_prompt_tokens or bounds.context)
+async def _generate(service: Service, version: ModelVersion) -> tuple[int, ...]:
+    described, bounds = service.described[version.id], service.bounds(version)
+    prompt = (await service.questions.encode(version.id, TEXT)).tokens or (0,)
+    n = max(1, min(MAX_TOKENS, bounds.max_output_tokens or MAX_TOKENS, bounds.context // 2))
+    max_prompt = min(bounds.context - n, bounds.max_prompt_tokens or bounds.context)
     request = RequestState(
         f"req-{secrets.token_hex(12)}",
-        # With a salt of its own: nothing of it is to come from a cache.
-        GenerationRequest(endpoint="selftest", model=instance.name, cache_salt=secrets.token_hex(12)),
-        instance.name,
+        # A random salt, so that no cached page is used.
+        GenerationRequest(endpoint="selftest", model=version.name, cache_salt=secrets.token_hex(12)),
+        version.name,
         "",
         service.clock() + TIMEOUT_S,
         priority=PRIORITY,
         started_at=service.clock(),
-        instance=instance.id,
+        instance=version.id,
     )
     request.is_probe = True
     request.tokenizer = described.tokenizer
     sampling = Sampling(temperature=0.0, logprobs=0, ignore_eos=True)
-    data = array("i", prompt[: max(1, room)]).tobytes()
+    data = array("i", prompt[: max(1, max_prompt)]).tobytes()
     sequence = SequenceState(request, 0, 0, 0, data, n, sampling, ())
     request.sequences.append(sequence)
     request.sink = sink = WholeResponse()
@@ -77,11 +77,11 @@ async def _answer(service: Service, instance: ModelVersion) -> tuple[int, ...]:
         service.relay.abandon(request)
         raise
     tokens = tuple(sequence.tokens)
-    sound = all(0 <= token < described.vocab_size for token in tokens)
-    finite = all(math.isfinite(one.logprob) for one in sequence.logprobs)
-    if len(tokens) != n or not sound or not finite or len(sequence.logprobs) != n:
+    is_in_vocabulary = all(0 <= token < described.vocab_size for token in tokens)
+    is_finite = all(math.isfinite(one.logprob) for one in sequence.logprobs)
+    if len(tokens) != n or not is_in_vocabulary or not is_finite or len(sequence.logprobs) != n:
         raise InferenceError(
-            f"the self-test of {instance.id} asked for {n} tokens and got {list(tokens)} with logprobs "
+            f"the self-test of {version.id} requested {n} tokens and got {list(tokens)} with logprobs "
             f"{[one.logprob for one in sequence.logprobs]}"
         )
     return tokens

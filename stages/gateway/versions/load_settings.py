@@ -1,0 +1,93 @@
+"""The settings of a version that is to be loaded, and the checks of its file.
+
+The checks run in the event loop, so they must not block: a FIFO, for example, is never opened for a blocking read.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+
+from pipeline.config import paths
+from pipeline.config.rules import check_name
+from pipeline.config.schema import ModelConfig
+from pipeline.errors import InvalidRequest, ModelNotFound
+from pipeline.models import store
+from stages.gateway.versions.catalog import VersionCatalog
+
+
+def load_settings(catalog: VersionCatalog, name: str, path: str, kv_cache_mb: int = 0) -> ModelConfig:
+    """Return the settings of a new version of the model `name`.
+
+    path: the GGUF file; "": the file of the serving version, or of the configuration.  kv_cache_mb: 0: as before.
+    Raises `InvalidRequest` and `ModelNotFound`.
+    """
+    if path and not _is_usable_path(path):
+        raise InvalidRequest(
+            f"path is {path[:200]!r}; it must be the absolute path of a file on the server's machine, in UTF-8", "path"
+        )
+    try:
+        settings = catalog.settings(name)
+    except ModelNotFound:
+        if not path:
+            raise
+        if reason := check_name(name):
+            raise InvalidRequest(f"the name {name[:140]!r} cannot be used: {reason}", "target") from None
+        settings = ModelConfig(name=name)
+    check_slug(catalog, settings)
+    if path:
+        settings = msgspec.structs.replace(settings, path=os.path.normpath(path), sha256="")
+    else:
+        # Only the store can resolve the configured path (a URL, `~` or nothing), by the model's name.
+        settings = msgspec.structs.replace(settings, path=str(store.gguf_path(settings, paths.models_dir())))
+    if kv_cache_mb:
+        settings = msgspec.structs.replace(settings, kv_cache_mb=kv_cache_mb)
+    _check_file(settings)
+    return settings
+
+
+def check_slug(catalog: VersionCatalog, settings: ModelConfig) -> None:
+    """Raise `InvalidRequest` if a loaded model with another name would use the same file names."""
+    for version in catalog.all:
+        if version.settings.slug == settings.slug and version.name != settings.name:
+            raise InvalidRequest(
+                f"the name {settings.name!r} is too much like {version.name!r}, which is loaded: their sessions and "
+                f"cached pages would be in the same files; use another name, or unload that model",
+                "target",
+            )
+
+
+def _is_usable_path(path: str) -> bool:
+    """True for an absolute path that the version table can store."""
+    try:
+        return os.path.isabs(path) and b"\0" not in path.encode()
+    except UnicodeEncodeError:
+        return False
+
+
+def _check_file(settings: ModelConfig) -> None:
+    """Raise `InvalidRequest` unless the file is readable and starts like a GGUF file."""
+    path = Path(settings.path)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+            head = os.read(fd, len(store.MAGIC)) if is_file else b""
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise InvalidRequest(
+            f"model {settings.name!r}: {path} cannot be read: {error.strerror}; path must be a GGUF file that the "
+            f"server may read",
+            "path",
+        ) from None
+    if not is_file:
+        raise InvalidRequest(f"model {settings.name!r}: {path} is not a regular file; path must be a GGUF file", "path")
+    if head != store.MAGIC:
+        raise InvalidRequest(
+            f"model {settings.name!r}: {path} is not a GGUF file (it starts with {head!r}, not {store.MAGIC!r})",
+            "path",
+        )

@@ -1,0 +1,142 @@
+"""The steps of loading one version: capacity, table entry, readiness, self-test, switch.
+
+    wait_for_memory   until the arenas of the new version fit
+    catalog.begin     the version is in the table, and every stage loads its part
+    wait_until_ready  until its worker, its pages and its vocabulary are ready
+    self_test         it generates, and equals the serving version if that is of the same file
+    catalog.switch    new requests go to it
+
+A step that fails raises `StarlingError`; the version is then dropped, and the serving version keeps serving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from pipeline.config import paths
+from pipeline.config.schema import Config, ModelConfig
+from pipeline.errors import InvalidRequest, ModelUnavailable, ResourceError, StarlingError
+from pipeline.models import capacity, versions
+from pipeline.models.versions import ModelVersion, Outcome
+from stages.gateway.service import Service
+from stages.gateway.versions import self_test
+
+log = logging.getLogger("starling.gateway.loader")
+
+READY_POLL_S = 0.05
+RETRY_S = 0.2  # between two checks of the free memory, and between two self-tests
+SELF_TEST_RETRY_S = 60.0  # the self-test is not repeated after that time
+TRANSIENT = ("MODEL_UNAVAILABLE", "OVERLOADED")  # errors after which the self-test is repeated
+
+MeasureMemory = Callable[[Config], capacity.FreeMemory]
+ReportPhase = Callable[[str, str], None]  # (change id, phase)
+
+
+class LoadSteps:
+    """One per loader. `wall` is s since 1970; `report_phase` receives what a change is waiting for."""
+
+    def __init__(
+        self, service: Service, measure: MeasureMemory, wall: Callable[[], float], report_phase: ReportPhase
+    ) -> None:
+        self._service = service
+        self._catalog = service.instances
+        self._config = service.config
+        self._measure = measure
+        self._wall = wall
+        self._report_phase = report_phase
+
+    def check_memory(self, settings: ModelConfig) -> None:
+        """Raise `ResourceError` if the arenas of a version with these settings do not fit now."""
+        capacity.check(self._config, settings, self._measure(self._config))
+
+    async def wait_for_memory(self, change: str, settings: ModelConfig, until: float) -> None:
+        """Wait while retiring versions can still free memory. Raises `ResourceError` if the version does not fit."""
+        while True:
+            try:
+                self.check_memory(settings)
+                return
+            except ResourceError:
+                if not self._catalog.retiring() or self._wall() >= until:
+                    raise
+            self._report_phase(change, "waiting for a retiring version to free memory")
+            await asyncio.sleep(RETRY_S)
+
+    async def finish(self, new: ModelVersion) -> None:
+        """Take a version from loading to serving, or drop it and raise `StarlingError`."""
+        try:
+            await self._wait_until_ready(new)
+            self._report_phase(new.change, "self-test")
+            await self._self_test(new)
+            if self._wall() >= new.until:
+                raise _timed_out(new)
+            old = self._catalog.switch(new.id)
+        except StarlingError as error:
+            serving = self._catalog.serving(new.name)
+            message = error.message + (f"; {serving.id} keeps serving" if serving is not None else "")
+            outcome = Outcome(
+                new.change,
+                new.op,
+                new.name,
+                new.id,
+                previous=serving.id if serving is not None else "",
+                code=error.code,
+                message=message,
+                param=error.param,
+            )
+            self.drop(new.id, outcome)
+            raise StarlingError(error.code, message, error.param) from None
+        self._service.notice_change()
+        log.info(
+            "serving a new version",
+            extra={"model": new.name, "version": new.id, "previous": old.id if old is not None else None},
+        )
+
+    def drop(self, version_id: str, outcome: Outcome | None) -> None:
+        """Remove a version from the catalog, with the outcome of its change. Raises `ResourceError`."""
+        self._catalog.drop(version_id, outcome)
+        self._service.forget(version_id)
+
+    async def _self_test(self, new: ModelVersion) -> None:
+        """Run the self-test, again after an error that a restarted stage explains."""
+        deadline = min(new.until, self._wall() + SELF_TEST_RETRY_S)
+        while True:
+            try:
+                await self_test.check(self._service, new, self._catalog.serving(new.name))
+                return
+            except StarlingError as error:
+                if error.code not in TRANSIENT or self._wall() >= deadline:
+                    raise
+                log.info("repeating the self-test", extra={"version": new.id, "reason": error.message})
+            await asyncio.sleep(RETRY_S)
+
+    async def _wait_until_ready(self, new: ModelVersion) -> None:
+        """Wait until worker, pages and vocabulary are ready. Raises the error of the stage that failed."""
+        service, run_dir = self._service, paths.run_dir(self._config)
+        while not service.is_ready(new):
+            state = service.states.get(new.id)
+            if state is not None and state.digest and not self._digest_of(new):
+                self._catalog.pin(new.id, state.digest)
+            failure = versions.read_failure(run_dir, new.stage)
+            if failure is not None and failure.code == "CONFIG":
+                raise InvalidRequest(failure.message, "path")  # the file is the caller's to change
+            if failure is not None:
+                raise StarlingError(failure.code, failure.message, failure.param)
+            error = service.refused.get(new.id)
+            if error is not None and error.code not in ("MODEL_UNAVAILABLE", "MODEL_NOT_FOUND"):
+                raise error
+            reason = state.reason if state is not None else "its worker is starting"
+            self._report_phase(new.change, f"loading: {reason or 'its vocabulary is being loaded'}")
+            if self._wall() >= new.until:
+                raise _timed_out(new, reason)
+            await asyncio.sleep(READY_POLL_S)
+
+    def _digest_of(self, version: ModelVersion) -> str:
+        current = self._catalog.get(version.id)
+        return current.digest if current is not None else ""
+
+
+def _timed_out(new: ModelVersion, reason: str = "") -> StarlingError:
+    why = f" ({reason})" if reason else ""
+    return ModelUnavailable(f"{new.id} was not ready in time{why}; allow more time with --timeout")
