@@ -63,8 +63,9 @@ show() {
 }
 
 echo "Setting up $venv from $lock ($total packages)"
+# --no-deps: the lock file is complete, and leaves out what no import needs ([tool.uv] in pyproject.toml).
 pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input)
-if ! "${pip[@]}" install --require-hashes --only-binary :all: -r "$lock" 2>&1 | tee "$log" | show; then
+if ! "${pip[@]}" install --no-deps --require-hashes --only-binary :all: -r "$lock" 2>&1 | tee "$log" | show; then
     tail -n 8 "$log" >&2
     if grep -q 'DO NOT MATCH THE HASHES' "$log"; then
         fail "The package index has other files than $lock names (full log: $log)." \
