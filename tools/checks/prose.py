@@ -34,7 +34,8 @@ AVOIDED = {
     "roster": "sequence table",
 }
 AVOIDED_RE = re.compile(r"\b(" + "|".join(re.escape(word) for word in AVOIDED) + r")\b", re.IGNORECASE)
-NOT_USED = ("typography.", "dates_times.")  # of proselint: pages are ASCII with straight quotes; ranges of figures are not dates
+# Checks of proselint that do not apply: pages are ASCII with straight quotes, and ranges of figures are not dates.
+NOT_USED = ("typography.", "dates_times.")
 FOLDERS = ("shm", "pipeline", "stages", "starling", "tools", "tests")
 ITSELF = "tools/checks/prose.py"
 
