@@ -12,10 +12,10 @@ from pathlib import Path
 from pipeline.protocol import messages as m
 from shm.pages import KvGeometry
 from stages.kv.manager import Grant, Manager
-from stages.kv.pool import prefix_hash
 from stages.kv.pool.arena import open_arena
-from stages.kv.pool.page_pool import Pool
-from stages.kv.pool.token_rows import Rows
+from stages.kv.pool.page_pool import PagePool
+from stages.kv.pool.prefix_hash import root_hasher
+from stages.kv.pool.token_rows import TokenRows
 
 
 class LocalKv:
@@ -32,13 +32,13 @@ class LocalKv:
 
         Raises `ArenaError` when not one page fits or the file system is too small.
         """
-        home = open_arena(path, geometry, digest, budget_bytes, time.time_ns())
-        self.geometry, self.views = geometry, home.views
-        self.pool = Pool(home.views, policy=policy)
-        self._arena = home.arena
-        self._rows = Rows()
-        roots = prefix_hash.roots(digest, geometry)
-        self._manager = Manager(self.pool, geometry.page_tokens, roots, self._rows.read, caching=caching)
+        opened = open_arena(path, geometry, digest, budget_bytes, time.time_ns())
+        self.geometry, self.views = geometry, opened.views
+        self.pool = PagePool(opened.views, policy=policy)
+        self._arena = opened.arena
+        self._rows = TokenRows()
+        root_hash_of = root_hasher(digest, geometry)
+        self._manager = Manager(self.pool, geometry.page_tokens, root_hash_of, self._rows.read, caching=caching)
 
     def attach_rows(self, steps_path: Path, digest: bytes) -> None:
         """Read the tokens of running sequences from the scheduler's steps arena at `steps_path`."""

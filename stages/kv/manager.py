@@ -1,26 +1,26 @@
-"""The rules of the `kv` stage: who gets which page, what is shared, what goes when there is no room.
+"""Leases: which sequence holds which pages of one model.
 
 A *lease* is a sequence's hold on pages.  Its life, in messages of `pipeline/protocol/messages.py`:
 
-    acquire   shares the longest run of full pages that is known (in the arena, or on disk), but
-              never the page of the last known token, whose logits are needed; adds fresh pages
-    extend    adds fresh pages
-    commit    the first n positions are computed and acknowledged: their full pages get a name, and
-              from here on nobody writes them
-    release   as commit, then full pages with a name stay as cache, all others are free
-    declare   after a restart of either side: what the scheduler holds; the rest is given away
+    acquire     share the longest known run of full pages (in the arena or in a source), but never the page of the last
+                known token, whose logits are needed; add new pages for the rest
+    extend      add new pages
+    commit      the first n positions are computed and acknowledged: their full pages are cached under their hash, and
+                their contents are final
+    release     commit, then full pages with a hash become evictable and all others free
+    reconcile   after a restart of either side: the scheduler names the leases that it holds, all others end
 
 Invariants (`check`):
     free + cached + leased == total
-    a page is found by a name only while it is full, and has one name; a name has one page
-    a page that two leases hold has a name
-    nothing is granted between a restart and the declaration
+    a hash finds at most one page, which is full; a page has at most one hash
+    a page that two leases hold has a hash
+    no page is granted between a restart and the reconciliation
 
-A page whose name another page already has stays private to its sequence and is free afterwards.
-Any doubt is a miss: a page is reused only if its checksum holds, and the tokens of a row are read
-only while the row is known to be the sequence's.
+A page with the hash of another page stays private to its sequence and is free afterwards.  A page is shared only if
+its checksum is right, and the tokens of a row are used only while its serial shows that they are the sequence's: in
+doubt, the positions are computed again.
 
-Knows nothing of sockets, files or the scheduler.  Time and tokens are handed in.
+Independent of sockets, files and the scheduler.  Times and tokens are arguments.
 """
 
 from __future__ import annotations
@@ -31,25 +31,28 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stages.kv.pool import prefix_hash
-from stages.kv.pool.headers import Count, PageName, checksum
-from stages.kv.pool.page_pool import Pool
-from stages.kv.pool.prefix_hash import PageDigest, RootOf
+from stages.kv.pool.page_headers import PageCounts, PageIdentity, checksum
+from stages.kv.pool.page_pool import PagePool
+from stages.kv.pool.page_table import UNCLAIMED
+from stages.kv.pool.prefix_hash import PageHash, RootHasher, page_hashes
 
-# (row, serial, begin, end) -> tokens (end - begin,) int32, or None when the row is another's.
+# (row, serial, begin, end) -> tokens (end - begin,) int32; None when the row belongs to another sequence.
 ReadTokens = Callable[[int, int, int, int], np.ndarray | None]
 
 
 class Grant(NamedTuple):
-    """The whole page table; the first `cached_tokens` positions are computed."""
+    """The whole page table of a sequence; its first `cached_tokens` positions are computed."""
 
     pages: tuple[int, ...]
     cached_tokens: int = 0
 
 
 class Denial(NamedTuple):
-    """`fits`: an empty arena would hold it. `needed`: pages beyond those that the sequence has or
-    shares; `free`: pages that are free or can be evicted."""
+    """Too few pages.
+
+    `fits`: an empty arena would be large enough.  `needed`: pages beyond those that the sequence holds or shares;
+    `free`: pages that are free or can be evicted.
+    """
 
     fits: bool
     needed: int
@@ -57,8 +60,8 @@ class Denial(NamedTuple):
     total: int
 
 
-class DeclaredLease(NamedTuple):
-    """What the scheduler says it holds; `pages` is the sequence's table."""
+class LeaseClaim(NamedTuple):
+    """A lease that the scheduler holds; `pages` is the sequence's page table."""
 
     sequence: str
     row: int
@@ -68,17 +71,19 @@ class DeclaredLease(NamedTuple):
 
 @dataclass(slots=True)
 class Lease:
+    """The pages that a sequence holds."""
+
     sequence: str
     row: int
-    serial: int  # of the row, 0: unknown, its tokens are never read again
-    root: PageDigest
+    serial: int  # of the row; 0: unknown, its tokens are not read
+    root: PageHash
     pages: list[int]
-    digests: list[PageDigest]  # of the sequence's full pages, as far as its tokens are known
-    cached_pages: int  # shared at the start
-    settled: int  # leading pages that have been dealt with: shared, named or duplicates
-    born_ns: int  # when it was admitted
+    hashes: list[PageHash]  # of the sequence's full pages, as far as its tokens are known
+    n_shared: int  # pages shared when the lease began
+    n_final: int  # leading pages that are shared, cached, or duplicates of cached ones
+    born_ns: int  # admission of the sequence
     n_tokens: int  # positions with a known token: of the prompt, then as far as is committed
-    is_doubtful: bool = False  # declared wrongly: holds its pages until it is released, names none
+    is_suspect: bool = False  # refused by `reconcile`: holds its pages until its release and caches none
 
 
 class Manager:
@@ -86,23 +91,25 @@ class Manager:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: PagePool,
         page_tokens: int,
-        root_of: RootOf,
+        root_hash_of: RootHasher,
         read_tokens: ReadTokens,
         caching: bool = True,
-        declared: bool = True,
+        is_reconciled: bool = True,
     ) -> None:
-        """Without `caching` nothing is shared; `declared` False: nothing is granted before `declare`."""
+        """Without `caching` no page is shared; `is_reconciled` False: no page is granted before `reconcile`."""
         self.pool = pool
         self.page_tokens = page_tokens
-        self.declared = declared
+        self.is_reconciled = is_reconciled
         self.leases: dict[str, Lease] = {}
-        self._root_of = root_of
+        self._table = pool.table
+        self._root_hash_of = root_hash_of
         self._read_tokens = read_tokens
         self._caching = caching
 
     def pages_for(self, tokens: int) -> int:
+        """Number of pages that hold `tokens` positions."""
         return -(-tokens // self.page_tokens)
 
     # -------------------------------------------------------------- the five requests
@@ -116,219 +123,220 @@ class Manager:
         serial: int = 0,
         salt: str = "",
     ) -> Grant | Denial:
-        """Pages for a sequence whose known tokens are `tokens` (n,) int32, a copy of its row.
+        """Grant pages to a sequence whose known tokens are `tokens` (n,) int32, a copy of its row.
 
-        Asked twice with the same tokens (an answer was lost), it answers the same twice.
+        Idempotent: the same request with the same tokens, after a lost answer, gets the same grant.
         """
-        pool = self.pool
+        pool, table = self.pool, self._table
         known = self.leases.get(sequence)
-        root = self._root_of(salt)
-        digests = prefix_hash.chain(root, tokens, self.page_tokens) if self._caching else []
+        root = self._root_hash_of(salt)
+        hashes = page_hashes(root, tokens, self.page_tokens) if self._caching else []
         if known is not None:
             if (
                 (known.row, known.serial, known.root) == (row, serial, root)
-                and known.digests == digests
-                and known.settled == known.cached_pages
+                and known.hashes == hashes
+                and known.n_final == known.n_shared
             ):
                 extended = self.extend(sequence, want_tokens)
                 if isinstance(extended, Denial):
                     return extended
-                return Grant(extended.pages, known.cached_pages * self.page_tokens)
+                return Grant(extended.pages, known.n_shared * self.page_tokens)
             self._end(known)
-        if not self.declared:
+        if not self.is_reconciled:
             return self._denial(self.pages_for(want_tokens))
 
         now = pool.clock_ns()
-        sharable = min(len(digests), max(0, len(tokens) - 1) // self.page_tokens)
-        found, on_disk = pool.find(digests[:sharable])
-        needed = max(self.pages_for(want_tokens), len(found) + len(on_disk))
-        pool.pin(found)  # first of all: they must not be evicted to make room for their own tail
+        n_sharable = min(len(hashes), max(0, len(tokens) - 1) // self.page_tokens)
+        found, outside = pool.find(hashes[:n_sharable])
+        needed = max(self.pages_for(want_tokens), len(found) + len(outside))
+        table.acquire_ref(found)  # before make_room, which could evict them
         if not pool.make_room(needed - len(found)):
             denial = self._denial(needed, held=len(found))
-            pool.unpin(found)
+            table.release_ref(found, pool.clock_ns())
             return denial
-        fresh = pool.take(needed - len(found), root, serial, now, now)
-        shared = len(found) + pool.restore(on_disk, fresh)
-        pool.share(found, now)
-        pool.counters.hits += shared
-        pool.counters.misses += sharable - shared
-        pages = found + fresh
-        self.leases[sequence] = Lease(sequence, row, serial, root, pages, digests, shared, shared, now, len(tokens))
-        return Grant(tuple(pages), shared * self.page_tokens)
+        new = table.get_new_pages(needed - len(found), root, serial, now, now)
+        n_shared = len(found) + pool.restore(outside, new)
+        table.record_use(found, now)
+        pool.counters.hits += n_shared
+        pool.counters.misses += n_sharable - n_shared
+        pages = found + new
+        self.leases[sequence] = Lease(sequence, row, serial, root, pages, hashes, n_shared, n_shared, now, len(tokens))
+        return Grant(tuple(pages), n_shared * self.page_tokens)
 
     def extend(self, sequence: str, want_tokens: int) -> Grant | Denial:
-        """Fresh pages at the end of the lease. An unknown sequence is denied: acquire it again."""
+        """Add new pages at the end of a lease. An unknown sequence is denied: it must acquire again."""
         lease = self.leases.get(sequence)
         needed = self.pages_for(want_tokens)
-        if lease is None or not self.declared:
+        if lease is None or not self.is_reconciled:
             return self._denial(needed)
         missing = max(0, needed - len(lease.pages))
         if not self.pool.make_room(missing):
             return self._denial(needed, held=len(lease.pages))
         if missing:
             now = self.pool.clock_ns()
-            lease.pages += self.pool.take(missing, lease.root, lease.serial, now, lease.born_ns)
-        return Grant(tuple(lease.pages), lease.cached_pages * self.page_tokens)
+            lease.pages += self._table.get_new_pages(missing, lease.root, lease.serial, now, lease.born_ns)
+        return Grant(tuple(lease.pages), lease.n_shared * self.page_tokens)
 
     def commit(self, sequence: str, n_tokens: int) -> None:
-        """The first `n_tokens` positions are final. Unknown sequences are late, and ignored."""
+        """The first `n_tokens` positions are final. Ignores an unknown sequence, whose frame is late."""
         lease = self.leases.get(sequence)
         if lease is not None:
-            self._settle(lease, n_tokens)
+            self._cache_full_pages(lease, n_tokens)
 
     def release(self, sequence: str, n_tokens: int) -> None:
-        """The sequence lets go of its pages. Unknown sequences are late, and ignored."""
+        """The sequence releases its pages. Ignores an unknown sequence, whose frame is late."""
         lease = self.leases.get(sequence)
         if lease is not None:
-            self._settle(lease, n_tokens)
+            self._cache_full_pages(lease, n_tokens)
             self._end(lease)
 
-    def declare(self, leases: Iterable[DeclaredLease]) -> list[str]:
-        """All that the scheduler holds. Returns the sequences that are refused.
+    def reconcile(self, claims: Iterable[LeaseClaim]) -> list[str]:
+        """Take over all leases that the scheduler holds and end the others. Returns the sequences refused.
 
-        A lease is refused when one of its pages is another's, is free, or is full with another's
-        tokens or damaged: any doubt is a miss.  Its sequence is to be released and acquired anew.
+        A claim is refused when one of its pages is another sequence's, is free, has another sequence's tokens or is
+        damaged.  The scheduler must release a refused sequence and acquire it again.
         """
-        claims = {claim.sequence: claim for claim in leases}
+        claim_of = {claim.sequence: claim for claim in claims}
         for lease in list(self.leases.values()):
-            claim = claims.get(lease.sequence)
+            claim = claim_of.get(lease.sequence)
             if claim is None or tuple(lease.pages) != tuple(claim.pages) or lease.row != claim.row:
                 self._end(lease)
-        refused = [
-            claim.sequence for claim in claims.values() if claim.sequence not in self.leases and not self._claim(claim)
-        ]
-        self.pool.free_limbo()
-        self.declared = True
+        new_claims = [claim for claim in claim_of.values() if claim.sequence not in self.leases]
+        refused = [claim.sequence for claim in new_claims if not self._take_over(claim)]
+        self._table.free_unclaimed()
+        self.is_reconciled = True
         return refused
 
     def _end(self, lease: Lease) -> None:
         del self.leases[lease.sequence]
-        self.pool.unpin(lease.pages)
+        self._table.release_ref(lease.pages, self.pool.clock_ns())
 
     def _denial(self, needed: int, held: int = 0) -> Denial:
         pool = self.pool
         return Denial(needed <= pool.total, needed - held, pool.free + pool.cached, pool.total)
 
     def fragmentation(self) -> float:
-        """Share of the positions of leased pages that hold no token: reserved ahead, or behind a sequence's end.
+        """Share of the positions of leased pages that hold no token: reserved ahead, or after a sequence's end.
 
-        Pages are of one size and a sequence's need not be neighbours, so there is no other waste.
+        There is no other waste: pages have one size, and a sequence's pages need not be adjacent.
         """
         each = self.page_tokens
-        # A page that several hold is full: what is unused is one lease's alone.
+        # A page that several leases hold is full, so an unused position belongs to one lease only.
         unused = sum(max(0, len(lease.pages) * each - lease.n_tokens) for lease in self.leases.values())
         return unused / (self.pool.leased * each) if self.pool.leased else 0.0
 
-    # -------------------------------------------------------------- naming
+    # -------------------------------------------------------------- caching full pages
 
-    def _settle(self, lease: Lease, n_tokens: int) -> None:
-        """Name the lease's full pages within the first `n_tokens` positions."""
+    def _cache_full_pages(self, lease: Lease, n_tokens: int) -> None:
+        """Cache the lease's full pages within the first `n_tokens` positions."""
         lease.n_tokens = max(lease.n_tokens, n_tokens)
-        full = min(n_tokens // self.page_tokens, len(lease.pages))
-        if full <= lease.settled or lease.is_doubtful or not self._caching:
+        n_full = min(n_tokens // self.page_tokens, len(lease.pages))
+        if n_full <= lease.n_final or lease.is_suspect or not self._caching:
             return
-        if len(lease.digests) < full and not self._read_on(lease, full):
-            full = len(lease.digests)
-        for i in range(lease.settled, full):
-            digest = lease.digests[i]
-            if digest in self.pool.index:
+        if len(lease.hashes) < n_full and not self._extend_hashes(lease, n_full):
+            n_full = len(lease.hashes)
+        for i in range(lease.n_final, n_full):
+            page_hash = lease.hashes[i]
+            if self._table.get_cached_page(page_hash) is not None:
                 continue
             page = lease.pages[i]
-            parent = lease.digests[i - 1] if i else lease.root
+            parent = lease.hashes[i - 1] if i else lease.root
             content = checksum(self.pool.arena.pages[page])
-            self.pool.publish(page, PageName(lease.root, parent, digest, content, i, self.page_tokens))
-        lease.settled = max(lease.settled, full)
+            self.pool.cache_full_page(page, PageIdentity(lease.root, parent, page_hash, content, i, self.page_tokens))
+        lease.n_final = max(lease.n_final, n_full)
 
-    def _read_on(self, lease: Lease, full: int) -> bool:
-        """Digests up to page `full` from the row's tokens; False if the row cannot be trusted."""
-        begin, tokens = len(lease.digests), None
+    def _extend_hashes(self, lease: Lease, n_full: int) -> bool:
+        """Hash the pages up to `n_full` from the row's tokens; False if the row's tokens are not the sequence's."""
+        begin, tokens = len(lease.hashes), None
         if lease.serial:
-            tokens = self._read_tokens(lease.row, lease.serial, begin * self.page_tokens, full * self.page_tokens)
+            tokens = self._read_tokens(lease.row, lease.serial, begin * self.page_tokens, n_full * self.page_tokens)
         if tokens is None:
             self.pool.counters.unread += 1
             return False
-        parent = lease.digests[-1] if lease.digests else lease.root
-        lease.digests += prefix_hash.chain(parent, tokens, self.page_tokens)
+        parent = lease.hashes[-1] if lease.hashes else lease.root
+        lease.hashes += page_hashes(parent, tokens, self.page_tokens)
         return True
 
-    # -------------------------------------------------------------- declared leases
+    # -------------------------------------------------------------- reconciliation
 
-    def _claim(self, claim: DeclaredLease) -> bool:
-        """Make a declared lease from the headers of its pages; False if they say otherwise.
+    def _take_over(self, claim: LeaseClaim) -> bool:
+        """Make a lease from the headers of a claim's pages; False if they contradict the claim.
 
-        A refused one still holds what is not another's alone: a step under way may read and write it.
+        A refused sequence still holds its pages, except those of other sequences alone: a step in flight may read and
+        write them.
         """
-        pool = self.pool
         lease = self._recognise(claim)
-        is_good = lease is not None
+        is_accepted = lease is not None
         if lease is None:
-            mine = [
-                page
-                for page in dict.fromkeys(claim.pages)
-                if 0 <= page < pool.total
-                and (pool.name_of(page) is not None or self._is_leased_as(page, claim.pages[-1]))
-            ]
-            lease = Lease(claim.sequence, claim.row, 0, self._root_of(""), mine, [], 0, 0, 0, claim.n_tokens, True)
+            last = claim.pages[-1] if claim.pages else -1
+            own = [page for page in dict.fromkeys(claim.pages) if self._may_hold(page, last)]
+            lease = Lease(claim.sequence, claim.row, 0, self._root_hash_of(""), own, [], 0, 0, 0, claim.n_tokens, True)
         for page in lease.pages:
-            if pool.is_in_limbo(page):
-                pool.allocator.claim(page)
-            else:
-                pool.pin((page,))
+            self._table.claim(page)
         self.leases[claim.sequence] = lease
-        return is_good
+        return is_accepted
 
-    def _recognise(self, claim: DeclaredLease) -> Lease | None:
-        """The lease as the headers tell it; None when they contradict it, or a page is damaged."""
-        pool, headers, pages = self.pool, self.pool.headers, list(claim.pages)
+    def _recognise(self, claim: LeaseClaim) -> Lease | None:
+        """Rebuild a lease from the headers; None when they contradict the claim, or a page is damaged."""
+        table, headers, pages = self._table, self._table.headers, list(claim.pages)
         if not pages or len(set(pages)) != len(pages) or claim.n_tokens > len(pages) * self.page_tokens:
             return None
-        if not all(0 <= page < pool.total for page in pages):
+        if not all(0 <= page < table.total for page in pages):
             return None
-        # The last page was leased fresh to this very sequence: shared pages come first.
+        # Shared pages come first, so the last page was leased new to this very sequence.
         root, serial = headers.lease_of(pages[-1])
         born_ns = headers.born_ns(pages[-1])
         lease = Lease(claim.sequence, claim.row, serial, root, pages, [], 0, 0, born_ns, claim.n_tokens)
         knows_tokens = self._caching
         for i, page in enumerate(pages):
-            if pool.is_in_limbo(page):
+            if table.state(page) == UNCLAIMED:
                 if headers.lease_of(page) != (root, serial):
                     return None
                 is_computed = (i + 1) * self.page_tokens <= claim.n_tokens
-                knows_tokens = knows_tokens and is_computed and self._read_on(lease, i + 1)
+                knows_tokens = knows_tokens and is_computed and self._extend_hashes(lease, i + 1)
                 continue
-            name = headers.name(page) if pool.name_of(page) is not None else None
-            if name is None or name.ordinal != i or name.root != root:
+            identity = headers.identity(page) if table.hash_of(page) is not None else None
+            if identity is None or identity.ordinal != i or identity.root != root:
                 return None
-            if pool.is_damaged(page):
-                pool.disown(page)
+            if table.is_damaged(page):
+                self.pool.invalidate(page)
                 return None
             if knows_tokens:
-                if name.parent != (lease.digests[-1] if i else root):
+                if identity.parent != (lease.hashes[-1] if i else root):
                     return None
-                lease.digests.append(name.digest)
+                lease.hashes.append(identity.page_hash)
         return lease
 
-    def _is_leased_as(self, page: int, last: int) -> bool:
-        """Is `page` in limbo, and the same sequence's as `last`, or one that was disowned?"""
-        if not self.pool.is_in_limbo(page):
+    def _may_hold(self, page: int, last: int) -> bool:
+        """Whether a refused sequence may hold `page`: a full one, or an unclaimed one leased like page `last`."""
+        table = self._table
+        if not 0 <= page < table.total:
             return False
-        serial = self.pool.headers.lease_of(page)[1]
-        return serial in (0, self.pool.headers.lease_of(last)[1] if 0 <= last < self.pool.total else 0)
+        if table.state(page) != UNCLAIMED:
+            return table.hash_of(page) is not None
+        serial = table.headers.lease_of(page)[1]
+        return serial in (0, table.headers.lease_of(last)[1] if 0 <= last < table.total else 0)
 
-    # -------------------------------------------------------------- the law
+    # -------------------------------------------------------------- invariants
 
-    def count(self) -> Count:
-        """Pages by our own books: those on the free list, those to evict, and those that leases name."""
-        return self.pool.count(page for lease in self.leases.values() for page in lease.pages)
+    def count(self) -> PageCounts:
+        """Pages in the free list, in the eviction order, and in leases or unclaimed."""
+        held = {page for lease in self.leases.values() for page in lease.pages}
+        held.update(self._table.unclaimed_pages())
+        return PageCounts(self.pool.free, self.pool.cached, len(held))
 
     def check(self) -> None:
-        """Raises `AssertionError` when an invariant does not hold. O(total); for tests and `starling kv check`."""
+        """Raises `AssertionError` when an invariant does not hold. O(total), for tests and `starling kv check`."""
         held: dict[int, int] = {}
         for lease in self.leases.values():
             for page in lease.pages:
                 held[page] = held.get(page, 0) + 1
-        self.pool.check(held)
+        self._table.check()
+        for page in range(self.pool.total):
+            refs = self._table.refs(page)
+            assert refs == held.get(page, 0), f"page {page}: wrong reference count {refs}, not {held.get(page, 0)}"
         count = self.count()
         assert sum(count) == self.pool.total, f"{count} are not {self.pool.total} pages"
-        if self.declared:  # until then nobody believes the headers' reference counts
-            assert self.pool.headers.count() == count, f"the headers say {self.pool.headers.count()}, not {count}"
+        if self.is_reconciled:  # until then the reference counts in the headers are not valid
+            in_headers = self._table.headers.count()
+            assert in_headers == count, f"the headers say {in_headers}, not {count}"

@@ -1,4 +1,4 @@
-"""`starling kv`: arenas, prefix tree, pages on disk and sessions, read without a server; `kv check` asks it as well."""
+"""`starling kv`: arenas, prefix tree, page files and sessions. `kv check` also audits a running stage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starling.cli.kv_warm import warm
 
 @click.group(
     invoke_without_command=True,
-    epilog="Exit codes: 0 done; 1 something is damaged, as far as is seen without `starling kv check`.",
+    epilog="Exit codes: 0 done; 1 damage was found, without the checks of `starling kv check`.",
 )
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.pass_context
@@ -24,15 +24,15 @@ def kv(context: click.Context, as_json: bool) -> int:
 
 
 @kv.command(
-    epilog="Exit codes: 0 all is well; 1 something is damaged or does not add up, or a live kv stage does not answer."
+    epilog="Exit codes: 0 no problem; 1 damage, counts that do not add up, or a running kv stage does not answer."
 )
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.pass_context
 def check(context: click.Context, as_json: bool) -> int:
-    """Is every page sound, and does free + cached + leased == total hold?
+    """Check that every page is intact and that free + cached + leased == total.
 
-    Computes every checksum, in memory and on disk. A running kv stage is asked for its own books as well: by them and
-    by the page headers the sum must hold, and both must tell the same. Without a server the files are checked alone.
+    Verifies every checksum, in memory and on disk. With a running kv stage, its page table and the page headers must
+    both add up and must agree. Without a server, only the files are checked.
     """
     return _report(as_json or bool(context.obj), check=True)
 
@@ -41,11 +41,13 @@ kv.add_command(warm)
 
 
 def _report(as_json: bool, check: bool) -> int:
-    from stages.kv import view
+    # Imported here: NumPy and the stage's modules would slow down every other command.
+    from stages.kv.inspection import inspect
+    from starling.cli.kv_tables import render
 
-    report = view.inspect(load(), check)
+    report = inspect(load(), check)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        Console(highlight=False).print(view.show(report))
+        Console(highlight=False).print(render(report))
     return EXIT_FATAL if report.problems else EXIT_OK

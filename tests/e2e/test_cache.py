@@ -51,15 +51,15 @@ def test_a_shared_beginning_is_computed_once(demo_server: Server) -> None:
         assert same == text
 
 
-def test_books_and_headers_agree_under_load(demo_server: Server) -> None:
-    """Pages change hands all the time: the kv stage alone sees them stand still."""
+def test_page_table_and_headers_agree_under_load(demo_server: Server) -> None:
+    """Pages change state all the time; the kv stage counts them between two frames."""
     events = demo_server.stream("/v1/generate", prompt=prompt(20, 300), max_tokens=400, temperature=0, ignore_eos=True)
     next(events)
     (model,) = json.loads(starling(demo_server, "kv", "check", "--json"))["models"]
-    books = model["books"]
-    assert books["books"] == books["headers"]
-    assert sum(books["books"]) == model["total"]
-    assert books["books"][2] >= 300 // PAGE_TOKENS, "leased: the stream runs"
+    audit = model["audit"]
+    assert audit["page_table"] == audit["headers"]
+    assert sum(audit["page_table"]) == model["total"]
+    assert audit["page_table"][2] >= 300 // PAGE_TOKENS, "leased: the stream runs"
     assert len(list(events)) > 1
 
 

@@ -10,16 +10,16 @@ from pathlib import Path
 from pipeline.config.schema import Config
 from pipeline.ipc.endpoint import Hub
 from pipeline.protocol import messages as m
+from stages.kv.sessions.model_sessions import answer
 from stages.kv.sessions.session_files import SessionFiles
-from stages.kv.sessions.session_frames import answer
-from stages.kv.sessions.session_store import Sessions
+from stages.kv.sessions.session_store import SessionStore
 from tests.gateway.threaded import Threaded
 
 MAX_SESSIONS = 3
 
 
-def open_sessions(directory: Path, clock: Callable[[], float] = time.time) -> Sessions:
-    return Sessions(SessionFiles(directory), lambda salt: b"\0" * 16, 1 << 20, MAX_SESSIONS, 4096, clock)
+def open_sessions(directory: Path, clock: Callable[[], float] = time.time) -> SessionStore:
+    return SessionStore(SessionFiles(directory), lambda salt: b"\0" * 16, 1 << 20, MAX_SESSIONS, 4096, clock)
 
 
 class KvPeer(Threaded):
@@ -29,7 +29,7 @@ class KvPeer(Threaded):
         self.late_s = 0.0  # added to the clock of the sessions
         self.held_back: type[m.Frame] | None = None  # frames of that kind are lost
         self.lost: queue.SimpleQueue[m.Frame] = queue.SimpleQueue()
-        self.sessions: Sessions | None = None
+        self.sessions: SessionStore | None = None
         self._hub: Hub | None = None
         self.start()
         self.do(lambda: None)  # it has begun

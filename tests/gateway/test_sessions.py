@@ -21,7 +21,7 @@ from stages.gateway.endpoints.generation_request import GenerationRequest
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.sessions import Sessions
 from stages.gateway.requests.state import Outcome, RequestState, SequenceState
-from stages.kv.sessions.session_frames import answer
+from stages.kv.sessions.model_sessions import answer
 from tests.gateway.kv_peer import MAX_SESSIONS, KvPeer, open_sessions
 from tests.gateway.peers import EOS, MODEL, output
 from tests.gateway.server import Server

@@ -24,6 +24,7 @@ from pipeline.config import addresses, paths
 from pipeline.config.load import load
 from pipeline.ipc.endpoint import Link
 from pipeline.models import store
+from pipeline.observe.metrics import Snapshot
 from pipeline.protocol import messages as m
 from pipeline.protocol.topology import EDGES
 from shm import checkpoint
@@ -311,6 +312,15 @@ class Scheduler:
         state: m.KvState = self.take(m.KvState)
         assert state.free + state.cached + state.leased == state.total
         return state
+
+    def total(self, family: str) -> float:
+        """A counter in the metrics that kv wrote last, summed over its labels."""
+        raw = (self.steps_path.parent / "kv.metrics").read_bytes()
+        return sum(entry.value for entry in msgspec.msgpack.decode(raw, type=Snapshot).families.get(family, []))
+
+    def wait_total(self, family: str, value: float) -> None:
+        """Wait until kv has written this value."""
+        self.wait(lambda: self.total(family) == value)
 
 
 class Gateway:

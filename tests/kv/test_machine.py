@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from stages.kv.manager import DeclaredLease, Denial, Grant, Manager
+from stages.kv.manager import Denial, Grant, LeaseClaim, Manager
 from stages.kv.pool import prefix_hash
 from stages.kv.pool.arena import scan
-from stages.kv.pool.headers import Headers
-from stages.kv.storage.spill import BLOCK, PageStore
+from stages.kv.pool.page_headers import PageHeaders
+from stages.kv.storage.disk_store import DiskPageStore
+from stages.kv.storage.page_file import BLOCK
 from tests.kv.plain import Name, Plain
 from tests.kv.world import (
     DIGEST,
@@ -46,7 +47,7 @@ class Rules(RuleBasedStateMachine):
         self.clock = Clock()
         self.rows = FakeRows()
         self.arena = small_arena(TOTAL)
-        self.store: PageStore | None = None
+        self.store: DiskPageStore | None = None
         if self.disk_room:
             self.directory = tempfile.TemporaryDirectory()
             self.store = self._open_store()
@@ -63,10 +64,10 @@ class Rules(RuleBasedStateMachine):
             self.store.close()
             self.directory.cleanup()
 
-    def _open_store(self) -> PageStore:
+    def _open_store(self) -> DiskPageStore:
         room = 2 * BLOCK + self.disk_room * PAGE_BYTES
         path = Path(self.directory.name) / "pages"
-        return PageStore(path, {}, PAGE_BYTES, room, 1, wall_ns=lambda: self.clock.now)
+        return DiskPageStore(path, {}, PAGE_BYTES, room, 1, wall_ns=lambda: self.clock.now)
 
     def _manager(self) -> Manager:
         return manager(
@@ -76,7 +77,7 @@ class Rules(RuleBasedStateMachine):
             clock_ns=self.clock,
             ttl_ns=self.ttl_ns,
             spill=self.store,
-            tiers=[] if self.store is None else [self.store],
+            stores=[] if self.store is None else [self.store],
         )
 
     # -------------------------------------------------------------- the scheduler and the worker
@@ -209,7 +210,7 @@ class Rules(RuleBasedStateMachine):
         """A session ends, and nobody else names its pages: they are free at once, the last one first."""
         tokens = self._tokens(words, 0)
         names = [self.plain.name(tokens, i, salt) for i in range(len(words))]
-        self.manager.pool.discard([self._digest(name) for name in reversed(names)])  # type: ignore[misc]
+        self.manager.pool.remove([self._digest(name) for name in reversed(names)])  # type: ignore[misc]
         self.plain.discard(names)
 
     @precondition(lambda self: self.ttl_ns)
@@ -224,7 +225,7 @@ class Rules(RuleBasedStateMachine):
     @rule(which=st.integers(0, TOTAL - 1))
     def damage_a_cached_page(self, which: int) -> None:
         """It is dropped when somebody wants it."""
-        cached = self.manager.pool.cached_pages()
+        cached = self.manager.pool.table.evictable_pages()
         if cached:
             page = cached[which % len(cached)]
             self.plain.pages[self._plain_name(page)].is_damaged = True
@@ -234,9 +235,9 @@ class Rules(RuleBasedStateMachine):
     def damage_a_page_on_disk(self, which: int) -> None:
         """It is dropped on the way back."""
         if self.store is not None and len(self.store):
-            digest = self.store.digests()[which % len(self.store)]
-            slot = self.store._slot_of[digest]
-            os.pwrite(self.store._fd, b"\xbb" * 100, self.store._page_at(slot) + 8 * which)
+            digest = self.store.hashes()[which % len(self.store)]
+            cell = self.store._cell_of[digest]
+            os.pwrite(self.store._fd, b"\xbb" * 100, self.store._file.layout.page_at(cell) + 8 * which)
             self.plain.disk[list(self.plain.disk)[which % len(self.store)]] = True
 
     @rule(lost=st.sets(st.integers(0, 9)), damaged=st.none() | st.integers(0, TOTAL - 1))
@@ -255,31 +256,31 @@ class Rules(RuleBasedStateMachine):
         if self.store is not None:
             self.store.close()  # what a killed process leaves open, the kernel closes
             self.store = self._open_store()
-            there = self.store.digests()
+            there = self.store.hashes()
             assert set(there) == {self._digest(name) for name in self.plain.disk}
             # Its records say when a page was last used before it was written, not when it was read.
             self.plain.disk = dict(
                 sorted(self.plain.disk.items(), key=lambda item: there.index(self._digest(item[0])))  # type: ignore[arg-type]
             )
         self.manager = self._manager()
-        found = scan(Headers(self.arena.headers), TOTAL)
-        assert found.torn == 0
-        self.manager.pool.adopt(found.full, found.limbo)
-        self.manager.declared = False
+        found = scan(PageHeaders(self.arena.headers), TOTAL)
+        assert found.n_torn == 0
+        self.manager.pool.table.adopt(found.full, found.unclaimed)
+        self.manager.is_reconciled = False
         self.manager.check()
         assert isinstance(self.manager.acquire("early", np.array([1], np.int32), 1), Denial)
 
         for i, who in enumerate(list(self.plain.held)):
             if i in lost:
                 self._forget(who)
-        claims = [DeclaredLease(who, self.row_of[who], self.computed[who], self.tables[who]) for who in self.plain.held]
-        refused = self.manager.declare(claims)
+        claims = [LeaseClaim(who, self.row_of[who], self.computed[who], self.tables[who]) for who in self.plain.held]
+        refused = self.manager.reconcile(claims)
         bad = next((n for n in shared if self.plain.pages[n].is_damaged and self.plain.pages[n].refs), None)
         for who, held in self.plain.held.items():
             assert (who in refused) == (bad is not None and bad in held.names)
             held.is_new = False
         if not refused:
-            assert self.manager.declare(claims) == []  # to declare the same again changes nothing
+            assert self.manager.reconcile(claims) == []  # to declare the same again changes nothing
         if bad is not None:
             del self.plain.pages[bad]
             for who in refused:
@@ -299,11 +300,11 @@ class Rules(RuleBasedStateMachine):
     @rule(data=st.data())
     def scheduler_restarts(self, data: st.DataObject) -> None:
         """The scheduler dies, its successor holds nothing; the worker has let go before it says so."""
-        self.manager.declared = False
+        self.manager.is_reconciled = False
         for who in list(self.plain.held):
             self.plain.release(who, 0)
             self._gone(who)
-        self.manager.declare([])
+        self.manager.reconcile([])
         # Leases end in the manager's order and at its times: take these over.
         for name, page in self.plain.pages.items():
             if page.last == 0:
@@ -313,14 +314,16 @@ class Rules(RuleBasedStateMachine):
 
     def _digest(self, name: Name) -> bytes:
         salt, *tokens = name
-        root = prefix_hash.root(DIGEST, GEOMETRY, str(salt))
-        return prefix_hash.chain(root, np.array(tokens, np.int32), PAGE_TOKENS)[-1]
+        root = prefix_hash.root_hash(DIGEST, GEOMETRY, str(salt))
+        return prefix_hash.page_hashes(root, np.array(tokens, np.int32), PAGE_TOKENS)[-1]
 
     def _page_of(self, name: Name) -> int:
-        return self.manager.pool.index[self._digest(name)]  # type: ignore[index]
+        page = self.manager.pool.table.get_cached_page(self._digest(name))
+        assert page is not None
+        return page
 
     def _plain_name(self, page: int) -> Name:
-        digest = self.manager.pool.name_of(page)
+        digest = self.manager.pool.table.hash_of(page)
         return next(name for name in self.plain.pages if self._digest(name) == digest)
 
     @invariant()
@@ -332,16 +335,16 @@ class Rules(RuleBasedStateMachine):
 
     @invariant()
     def knows_the_same_pages(self) -> None:
-        assert set(self.manager.pool.index) == {self._digest(name) for name in self.plain.pages}
+        assert set(self.manager.pool.table.hashes()) == {self._digest(name) for name in self.plain.pages}
 
     @invariant()
     def keeps_the_same_on_disk(self) -> None:
         if self.store is not None:
-            assert self.store.digests() == [self._digest(name) for name in self.plain.disk]
+            assert self.store.hashes() == [self._digest(name) for name in self.plain.disk]
 
     @invariant()
     def evicts_in_the_same_order(self) -> None:
-        order = [self.manager.pool.name_of(page) for page in self.manager.pool.cached_pages()]
+        order = [self.manager.pool.table.hash_of(page) for page in self.manager.pool.table.evictable_pages()]
         assert order == [self._digest(name) for name in self.plain.victims()]
 
     @invariant()
@@ -351,7 +354,7 @@ class Rules(RuleBasedStateMachine):
             for page in table:
                 owners.setdefault(page, []).append(who)
         for page, names in owners.items():
-            assert len(names) == 1 or self.manager.pool.name_of(page) is not None
+            assert len(names) == 1 or self.manager.pool.table.hash_of(page) is not None
 
 
 class SpillRules(Rules):

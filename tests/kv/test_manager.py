@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from shm.pages import PAGE_FREE
-from stages.kv.manager import DeclaredLease, Denial, Grant, Manager
+from stages.kv.manager import Denial, Grant, LeaseClaim, Manager
 from stages.kv.pool.arena import scan
-from stages.kv.pool.headers import Headers
-from stages.kv.storage.spill import PageStore
+from stages.kv.pool.page_headers import PageHeaders
+from stages.kv.storage.disk_store import DiskPageStore
 from tests.kv.world import PAGE_BYTES, PAGE_TOKENS, Clock, FakeRows, contents, manager, small_arena
 
 
@@ -52,9 +52,9 @@ class World:
 
     def restart(self) -> None:
         self.m = self.new()
-        found = scan(Headers(self.arena.headers), len(self.arena.pages))
-        self.m.pool.adopt(found.full, found.limbo)
-        self.m.declared = False
+        found = scan(PageHeaders(self.arena.headers), len(self.arena.pages))
+        self.m.pool.table.adopt(found.full, found.unclaimed)
+        self.m.is_reconciled = False
 
     def counts(self) -> tuple[int, int, int]:
         pool = self.m.pool
@@ -89,13 +89,13 @@ def test_a_denial_changes_nothing() -> None:
     w = World()
     w.run("a", words(1, 2))
     w.acquire("b", words(3, 4))
-    before = w.m.pool.cached_pages()
+    before = w.m.pool.table.evictable_pages()
     denial = w.acquire("c", words(1, 2, 3), ahead=5 * PAGE_TOKENS)
     # 9 pages of 8: two of them are cached and pinned while it is counted.
     assert denial == Denial(False, 7, 3, 8)
     denial = w.acquire("d", words(1, 2, 3), ahead=3 * PAGE_TOKENS)
     assert denial == Denial(True, 5, 3, 8)
-    assert w.m.pool.cached_pages() == before
+    assert w.m.pool.table.evictable_pages() == before
     assert w.m.pool.counters.evictions == 0
     w.m.check()
 
@@ -115,12 +115,12 @@ def test_exact_order_of_eviction(policy: str, order: str) -> None:
         w.m.release(who, 2 * PAGE_TOKENS + 1)
     assert w.run("again", words(1, 2)) == 2
     by_page = {page: name for name, page in pages.items()}
-    assert " ".join(by_page[page] for page in w.m.pool.cached_pages()) == order
+    assert " ".join(by_page[page] for page in w.m.pool.table.evictable_pages()) == order
     w.acquire("flood", words(9), ahead=3 * PAGE_TOKENS)
     gone = order.split()[:3]
     assert w.m.pool.counters.evictions == 3
-    assert " ".join(by_page[page] for page in w.m.pool.cached_pages()) == " ".join(order.split()[3:])
-    assert all(w.m.pool.name_of(pages[name]) is None for name in gone)
+    assert " ".join(by_page[page] for page in w.m.pool.table.evictable_pages()) == " ".join(order.split()[3:])
+    assert all(w.m.pool.table.hash_of(pages[name]) is None for name in gone)
 
 
 def test_pages_in_use_are_never_evicted() -> None:
@@ -149,8 +149,8 @@ def test_cached_pages_expire() -> None:
 def test_copies_on_disk_expire_with_their_pages(tmp_path: Path) -> None:
     w = World(ttl_ns=1000)
     pool = w.m.pool
-    store = PageStore(tmp_path / "pages", {}, PAGE_BYTES, 1 << 20, 1, wall_ns=w.clock)
-    pool.spill, pool.tiers = store, [store]
+    store = DiskPageStore(tmp_path / "pages", {}, PAGE_BYTES, 1 << 20, 1, wall_ns=w.clock)
+    pool.spill, pool.stores = store, [store]
     w.run("a", words(1, 2))
     assert pool.make_room(pool.total)
     assert len(store) == 2
@@ -158,7 +158,9 @@ def test_copies_on_disk_expire_with_their_pages(tmp_path: Path) -> None:
     assert w.run("b", words(1)) == 1  # comes back, and is young again
     w.clock.now += 200
     pool.expire()
-    assert store.digests() == [pool.name_of(pool.cached_pages()[0])]  # the other was not used for too long
+    assert store.hashes() == [
+        pool.table.hash_of(pool.table.evictable_pages()[0])
+    ]  # the other was not used for too long
     w.clock.now += 700
     assert w.run("c", words(1)) == 1  # out of the arena: the copy is idle, its page is not
     w.clock.now += 500
@@ -240,12 +242,12 @@ def test_damage_found_at_a_declaration_is_remembered_by_the_arena() -> None:
     answer = w.acquire("b", words(1, 2, 3))
     assert isinstance(answer, Grant)
     w.arena.pages[answer.pages[0], 0] ^= 1
-    claim = DeclaredLease("b", len(w.tokens) - 1, 33, answer.pages)
+    claim = LeaseClaim("b", len(w.tokens) - 1, 33, answer.pages)
     for _ in range(3):
         w.restart()
-        assert w.m.declare([claim]) == ["b"]
+        assert w.m.reconcile([claim]) == ["b"]
         w.m.check()
-        assert set(answer.pages).isdisjoint(w.m.pool.cached_pages())
+        assert set(answer.pages).isdisjoint(w.m.pool.table.evictable_pages())
     w.m.commit("b", 49)  # its pages get no names
     w.m.release("b", 49)
     w.m.check()
@@ -273,8 +275,8 @@ def test_a_wrong_declaration_is_refused(pages) -> None:  # type: ignore[no-untyp
     assert isinstance(other, Grant)
     w.m.commit("a", 33)
     w.restart()
-    good = DeclaredLease("b", 1, 33, other.pages)
-    assert w.m.declare([good, DeclaredLease("a", 0, 33, pages(mine.pages, other.pages))]) == ["a"]
+    good = LeaseClaim("b", 1, 33, other.pages)
+    assert w.m.reconcile([good, LeaseClaim("a", 0, 33, pages(mine.pages, other.pages))]) == ["a"]
     w.m.check()
     w.m.release("a", 33)
     w.m.release("b", 33)
@@ -290,9 +292,9 @@ def test_nothing_is_granted_before_the_declaration() -> None:
     assert w.counts() == (6, 0, 2)
     assert isinstance(w.acquire("b", words(2)), Denial)
     assert isinstance(w.m.extend("a", 64), Denial)
-    assert w.m.declare([]) == []
+    assert w.m.reconcile([]) == []
     assert w.counts() == (8, 0, 0)
-    assert all(Headers(w.arena.headers).state(page) == PAGE_FREE for page in range(8))
+    assert all(PageHeaders(w.arena.headers).state(page) == PAGE_FREE for page in range(8))
     assert isinstance(w.acquire("b", words(2)), Grant)
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from shm.pages import KvGeometry
-from stages.kv.sessions.session import Session
-from stages.kv.sessions.session_files import SessionFiles
+from stages.kv.sessions.session_files import Session, SessionFiles
 from stages.kv.storage import persist
 from stages.kv.storage.prune import PAGES_S, SESSION_S, prune_pages, prune_sessions
 from tests.kv.process import KvProcess, Scheduler, configure, write_model

@@ -1,4 +1,4 @@
-"""Sessions: one turn at a time, nothing half-done, durable, bounded, gone when they are closed."""
+"""SessionStore: one turn at a time, nothing half-done, durable, bounded, gone when they are closed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pipeline.errors import Conflict, InvalidRequest, NotFound, Overloaded, Reso
 from stages.kv.manager import Grant
 from stages.kv.pool import prefix_hash
 from stages.kv.sessions.session_files import SUFFIX, SessionFiles, parse
-from stages.kv.sessions.session_store import EMPTY_S, Sessions
+from stages.kv.sessions.session_store import EMPTY_S, SessionStore
 from tests.kv.world import DIGEST, GEOMETRY, PAGE_TOKENS, Clock, FakeRows, contents, manager, small_arena
 
 ME, OTHER = b"gateway-1", b"gateway-2"
-ROOTS = prefix_hash.roots(DIGEST, GEOMETRY)
+ROOTS = prefix_hash.root_hasher(DIGEST, GEOMETRY)
 
 
 class Time:
@@ -34,9 +34,9 @@ def raw(*tokens: int) -> bytes:
     return array("i", tokens).tobytes()
 
 
-def open_sessions(directory: Path, clock: Time, max_sessions: int = 3, max_tokens: int = 100) -> Sessions:
+def open_sessions(directory: Path, clock: Time, max_sessions: int = 3, max_tokens: int = 100) -> SessionStore:
     ids = iter(f"sess-{i}" for i in range(100))
-    return Sessions(SessionFiles(directory), ROOTS, PAGE_TOKENS, max_sessions, max_tokens, clock, lambda: next(ids))
+    return SessionStore(SessionFiles(directory), ROOTS, PAGE_TOKENS, max_sessions, max_tokens, clock, lambda: next(ids))
 
 
 @pytest.fixture
@@ -45,11 +45,11 @@ def clock() -> Time:
 
 
 @pytest.fixture
-def sessions(tmp_path: Path, clock: Time) -> Sessions:
+def sessions(tmp_path: Path, clock: Time) -> SessionStore:
     return open_sessions(tmp_path, clock)
 
 
-def test_turns_append(sessions: Sessions) -> None:
+def test_turns_append(sessions: SessionStore) -> None:
     s = sessions.begin(ME, "t", "", create=True)
     assert (s.id, s.turn, list(s.tokens)) == ("sess-0", 1, [])
     sessions.commit(ME, "t", s.id, 1, 0, raw(1, 2, 3))
@@ -59,7 +59,7 @@ def test_turns_append(sessions: Sessions) -> None:
     assert sessions.begin(ME, "t", s.id).turn == 3
 
 
-def test_two_turns_at_once_are_a_conflict(sessions: Sessions) -> None:
+def test_two_turns_at_once_are_a_conflict(sessions: SessionStore) -> None:
     sessions.begin(ME, "t", "a", create=True)
     with pytest.raises(Conflict, match="turn under way"):
         sessions.begin(OTHER, "t", "a")
@@ -74,7 +74,7 @@ def test_two_turns_at_once_are_a_conflict(sessions: Sessions) -> None:
 
 
 def test_a_session_whose_first_turn_came_to_nothing_was_never_there(
-    sessions: Sessions, clock: Time, tmp_path: Path
+    sessions: SessionStore, clock: Time, tmp_path: Path
 ) -> None:
     sessions.begin(ME, "t", "a", create=True)
     sessions.abort(ME, "t", "a", 1)
@@ -90,7 +90,7 @@ def test_a_session_whose_first_turn_came_to_nothing_was_never_there(
     assert list(tmp_path.glob("*" + SUFFIX)) == []
 
 
-def test_a_cancelled_turn_leaves_nothing(sessions: Sessions, tmp_path: Path, clock: Time) -> None:
+def test_a_cancelled_turn_leaves_nothing(sessions: SessionStore, tmp_path: Path, clock: Time) -> None:
     sessions.begin(ME, "t", "a", create=True)
     sessions.commit(ME, "t", "a", 1, 0, raw(1, 2))
     sessions.begin(ME, "t", "a")
@@ -116,7 +116,7 @@ def test_of_two_commits_of_a_turn_the_first_wins(tmp_path: Path, clock: Time) ->
     assert list(sessions.all()[0].tokens) == [2]
 
 
-def test_tenants_do_not_see_each_other(sessions: Sessions) -> None:
+def test_tenants_do_not_see_each_other(sessions: SessionStore) -> None:
     sessions.begin(ME, "t", "a", create=True)
     with pytest.raises(NotFound):
         sessions.begin(ME, "u", "a")
@@ -126,7 +126,7 @@ def test_tenants_do_not_see_each_other(sessions: Sessions) -> None:
     assert len(sessions) == 2
 
 
-def test_bounds(sessions: Sessions) -> None:
+def test_bounds(sessions: SessionStore) -> None:
     for i in range(3):
         sessions.begin(ME, "t", f"s{i}", create=True)
     with pytest.raises(Overloaded, match="max_sessions"):
@@ -142,7 +142,7 @@ def test_bounds(sessions: Sessions) -> None:
         sessions.commit(ME, "t", "s2", 1, 5, raw(1))
 
 
-def test_what_is_over_takes_no_place(sessions: Sessions, clock: Time) -> None:
+def test_what_is_over_takes_no_place(sessions: SessionStore, clock: Time) -> None:
     for i in range(3):
         sessions.begin(ME, "t", f"s{i}", create=True, ttl_s=10 + i)
         sessions.commit(ME, "t", f"s{i}", 1, 0, raw(1))
@@ -153,7 +153,7 @@ def test_what_is_over_takes_no_place(sessions: Sessions, clock: Time) -> None:
         sessions.begin(ME, "t", "s4", create=True)
 
 
-def test_closed_and_expired_are_gone(sessions: Sessions, clock: Time, tmp_path: Path) -> None:
+def test_closed_and_expired_are_gone(sessions: SessionStore, clock: Time, tmp_path: Path) -> None:
     sessions.begin(ME, "t", "a", create=True, ttl_s=10)
     sessions.commit(ME, "t", "a", 1, 0, raw(1))
     sessions.begin(ME, "t", "b", create=True, ttl_s=10)
@@ -178,7 +178,7 @@ def test_closed_and_expired_are_gone(sessions: Sessions, clock: Time, tmp_path: 
     assert list(tmp_path.glob("*" + SUFFIX)) == []
 
 
-def test_names_of_pages_that_others_have_are_not_freed(sessions: Sessions) -> None:
+def test_names_of_pages_that_others_have_are_not_freed(sessions: SessionStore) -> None:
     shared = [1] * PAGE_TOKENS
     for who, word in (("a", 2), ("b", 3)):
         sessions.begin(ME, "t", who, create=True)
@@ -186,7 +186,7 @@ def test_names_of_pages_that_others_have_are_not_freed(sessions: Sessions) -> No
     sessions.check()
     sessions.close("t", "a")
     sessions.check()
-    chain = prefix_hash.chain(ROOTS(""), np.array(shared + [2] * PAGE_TOKENS, np.int32), PAGE_TOKENS)
+    chain = prefix_hash.page_hashes(ROOTS(""), np.array(shared + [2] * PAGE_TOKENS, np.int32), PAGE_TOKENS)
     assert sessions.freed == [chain[1]]
     sessions.close("t", "b")
     assert sessions.freed[-1] == chain[0]
@@ -203,11 +203,11 @@ def test_closing_frees_the_pages() -> None:
     for i in range(2):
         m.pool.arena.pages[answer.pages[i]] = contents(tokens, i)
     m.commit("a", 33)
-    names = prefix_hash.chain(ROOTS(""), np.array(tokens, np.int32), PAGE_TOKENS)
-    assert m.pool.discard(reversed(names)) == 0  # in use
+    names = prefix_hash.page_hashes(ROOTS(""), np.array(tokens, np.int32), PAGE_TOKENS)
+    assert m.pool.remove(reversed(names)) == 0  # in use
     m.release("a", 33)
     assert m.pool.cached == 2
-    assert m.pool.discard([*reversed(names), *names]) == 2
+    assert m.pool.remove([*reversed(names), *names]) == 2
     m.check()
     assert (m.pool.free, m.pool.cached, m.pool.leased) == (8, 0, 0)
 
@@ -260,7 +260,9 @@ def test_what_is_damaged_at_the_end_is_cut_off(
     assert whole == (flip is None)
 
 
-def test_a_full_disk_refuses_the_turn_and_keeps_the_session(sessions: Sessions, tmp_path: Path, clock: Time) -> None:
+def test_a_full_disk_refuses_the_turn_and_keeps_the_session(
+    sessions: SessionStore, tmp_path: Path, clock: Time
+) -> None:
     sessions.begin(ME, "t", "a", create=True)
     sessions.commit(ME, "t", "a", 1, 0, raw(1, 2))
     sessions.begin(ME, "t", "a")

@@ -10,7 +10,7 @@ import numpy as np
 from shm.pages import PAGE_HEADER, KvArena, KvGeometry
 from stages.kv.manager import Manager
 from stages.kv.pool import prefix_hash
-from stages.kv.pool.page_pool import Pool
+from stages.kv.pool.page_pool import PagePool
 
 GEOMETRY = KvGeometry(n_layers=1, n_kv_heads=1, head_dim=32, page_tokens=16, kv_type="f16")
 PAGE_TOKENS = GEOMETRY.page_tokens
@@ -63,4 +63,6 @@ def contents(tokens: list[int], i: int, salt: str = "", page_bytes: int = PAGE_B
 
 def manager(arena: KvArena, rows: FakeRows, caching: bool = True, **options: Any) -> Manager:
     """`options` are the pool's."""
-    return Manager(Pool(arena, **options), PAGE_TOKENS, prefix_hash.roots(DIGEST, GEOMETRY), rows.read, caching=caching)
+    return Manager(
+        PagePool(arena, **options), PAGE_TOKENS, prefix_hash.root_hasher(DIGEST, GEOMETRY), rows.read, caching=caching
+    )

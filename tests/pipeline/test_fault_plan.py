@@ -60,7 +60,7 @@ def test_the_points_of_plans_are_those_of_the_program() -> None:
     named = set(re.findall(r'= points\.fault_point\("(\w+)", "(\w+)"\)|fault=points\.fault_point', source)) - {("", "")}
     stores = {
         ("disk", name + end) for name in ("spill", "saved") for end in ("", "_read")
-    }  # stages/kv/storage/spill.py
+    }  # stages/kv/storage/disk_store.py
     known = {(place, point) for place in ("worker", "kv", "disk") for point in POINTS[place]}
     assert named | stores | {("kv", "page")} == known
 

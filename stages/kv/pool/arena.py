@@ -1,8 +1,8 @@
-"""A model's KV arena: found again after a restart, or made anew under its byte bound.
+"""A model's KV arena: adopted after a restart, or created under its byte bound.
 
-What a predecessor left is used only if every field of its header fits.  The index is rebuilt from
-the page headers: full ones with a sound header are cache, leased ones are in limbo until the
-scheduler has declared what it holds, torn ones are in limbo too, since somebody may hold them.
+An existing arena is used only if every field of its header matches.  The page table is then rebuilt from the page
+headers: a full page with an intact header is cached; a leased page is unclaimed until the scheduler names its leases;
+a page with a torn header is unclaimed too, because a sequence may hold it.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ from shm.pages import (
     create_kv,
     pages_that_fit,
 )
-from stages.kv.pool.headers import Headers, PageName
+from stages.kv.pool.page_headers import PageHeaders, PageIdentity
 
 log = logging.getLogger("starling.kv")
 
 
-class Found(NamedTuple):
-    """What the headers of an adopted arena say."""
+class AdoptedPages(NamedTuple):
+    """The pages of an adopted arena by their headers."""
 
-    full: list[tuple[int, PageName]]  # the page to be evicted first in front
-    limbo: list[int]
-    torn: int  # full pages whose header is damaged; they are in `limbo`
+    full: list[tuple[int, PageIdentity]]  # the next page to evict first
+    unclaimed: list[int]
+    n_torn: int  # full pages with a damaged header; they are in `unclaimed`
 
 
-class Home(NamedTuple):
+class OpenedArena(NamedTuple):
+    """A mapped KV arena."""
+
     arena: Arena
     views: KvArena
-    found: Found | None  # None: the arena is new
+    adopted: AdoptedPages | None  # None: the arena is new
 
 
-def open_arena(path: Path, geometry: KvGeometry, digest: bytes, budget_bytes: int, new_generation: int) -> Home:
+def open_arena(path: Path, geometry: KvGeometry, digest: bytes, budget_bytes: int, new_generation: int) -> OpenedArena:
     """Adopt the arena at `path` or replace it. `digest`: raw SHA-256 of the model.
 
-    Raises `ArenaError`, with the numbers, when not even one page is allowed or the file system is
-    too small, and when another living process writes to it.
+    Raises `ArenaError`, with the numbers, when the budget is below one page, when the file system is too small, and
+    when another running process writes to the arena.
     """
     geometry.check()
     n_pages = pages_that_fit(geometry, budget_bytes)
@@ -53,19 +55,19 @@ def open_arena(path: Path, geometry: KvGeometry, digest: bytes, budget_bytes: in
             f"{path}: kv_cache_mb allows {budget_bytes:,} bytes, and one page of {geometry.page_tokens} "
             f"tokens has {geometry.page_bytes:,}; raise it or make page_tokens smaller"
         )
-    reason = _why_not(path, geometry, digest, n_pages)
-    if not reason:
+    mismatch = _mismatch(path, geometry, digest, n_pages)
+    if not mismatch:
         arena, views, _ = attach_kv(path, digest, own=True)
-        return Home(arena, views, scan(Headers(views.headers), n_pages))
+        return OpenedArena(arena, views, scan(PageHeaders(views.headers), n_pages))
     if path.exists():
-        log.warning("the KV arena of an earlier start is not used: %s", reason)
+        log.warning("the existing KV arena is replaced: %s", mismatch)
         path.unlink()  # first: there may not be room for both
     arena, views = create_kv(path, geometry, n_pages, digest, new_generation)
-    return Home(arena, views, None)
+    return OpenedArena(arena, views, None)
 
 
-def _why_not(path: Path, geometry: KvGeometry, digest: bytes, n_pages: int) -> str:
-    """Why the arena at `path` is not the one that is wanted; "" when it is."""
+def _mismatch(path: Path, geometry: KvGeometry, digest: bytes, n_pages: int) -> str:
+    """Why the arena at `path` cannot be adopted; "" when it can."""
     try:
         arena, views, found = attach_kv(path, digest)
     except (ArenaError, OSError) as error:
@@ -78,21 +80,21 @@ def _why_not(path: Path, geometry: KvGeometry, digest: bytes, n_pages: int) -> s
     return ""
 
 
-def scan(headers: Headers, n_pages: int) -> Found:
-    """Sort the pages of an adopted arena by what their headers say."""
-    full: list[tuple[int, PageName]] = []
-    limbo: list[int] = []
-    torn = 0
+def scan(headers: PageHeaders, n_pages: int) -> AdoptedPages:
+    """Sort the pages of an adopted arena by their headers."""
+    full: list[tuple[int, PageIdentity]] = []
+    unclaimed: list[int] = []
+    n_torn = 0
     for page in range(n_pages):
         state = headers.state(page)
         if state == PAGE_FREE:
             continue
-        name = headers.name(page) if state == PAGE_FULL else None
-        if name is None:
-            limbo.append(page)
-            torn += state == PAGE_FULL
+        identity = headers.identity(page) if state == PAGE_FULL else None
+        if identity is None:
+            unclaimed.append(page)
+            n_torn += state == PAGE_FULL
         else:
-            full.append((page, name))
-    # As the predecessor would have evicted them: longest unused first, of a prefix the end first.
+            full.append((page, identity))
+    # The predecessor's order of eviction: longest unused first, and the end of a prefix before its start.
     full.sort(key=lambda entry: (headers.last_use_ns(entry[0]), -entry[1].ordinal))
-    return Found(full, limbo, torn)
+    return AdoptedPages(full, unclaimed, n_torn)

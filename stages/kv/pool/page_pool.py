@@ -1,13 +1,7 @@
-"""The pages of an arena and what is known of each: who holds it, what it is called, when it goes.
+"""The page table of an arena, with the places outside it where pages are copied to and restored from.
 
-    free   ->  leased       `take`
-    leased ->  named        `publish`: it is full, and found by its name from now on; nobody writes it
-    leased ->  free         `unpin`, without a name
-    named  ->  cached       `unpin` by the last one who holds it
-    cached ->  named        `pin`: held again, once its bytes are found to be what they were
-    cached ->  free         evicted (copied to disk first, if there is a place), expired, discarded, damaged
-
-Page numbers and names only: what a sequence is, `manager.py` knows.
+Finds, restores, evicts and expires pages.  `manager.py` decides which sequence gets them; `page_table.py` keeps their
+states.
 """
 
 from __future__ import annotations
@@ -15,330 +9,186 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import numpy as np
 
 from pipeline.faults.points import FaultPoint
-from shm.pages import PAGE_FREE, KvArena
-from stages.kv.pool.allocator import CACHED, FREE, LEASED, LIMBO, Allocator
-from stages.kv.pool.eviction import Evictor
-from stages.kv.pool.headers import Count, Headers, PageName
-from stages.kv.pool.prefix_hash import PageDigest
-
-
-class Tier(Protocol):
-    """A place on disk for copies of full pages, see spill.py."""
-
-    residency: int  # its bit in the page header
-
-    def __contains__(self, digest: PageDigest) -> bool: ...
-
-    def put(self, digest: PageDigest, record: bytes, content: np.ndarray) -> bool: ...
-
-    def expect(self, digests: Iterable[PageDigest]) -> None: ...
-
-    def fetch(self, digest: PageDigest, out: np.ndarray) -> PageName | None: ...
-
-    def discard(self, digest: PageDigest) -> None: ...
-
-    def touch(self, digest: PageDigest) -> None: ...
-
-    def idle(self, before_ns: int) -> list[PageDigest]: ...
+from shm.pages import KvArena
+from stages.kv.pool.page_headers import PageIdentity
+from stages.kv.pool.page_source import PageSource, PageStore
+from stages.kv.pool.page_table import CACHED, PageTable
+from stages.kv.pool.prefix_hash import PageHash
 
 
 @dataclass
-class Counters:
-    """Since the process started."""
+class PoolCounters:
+    """Totals since the process started."""
 
-    hits: int = 0  # pages of prompts found, in the arena or on disk
+    hits: int = 0  # pages of prompts found, in the arena or in a source
     misses: int = 0  # full pages of prompts not found
-    evictions: int = 0  # cached pages given up, kept on disk or not
+    evictions: int = 0  # cached pages freed for other pages or by their age
     expired: int = 0  # of these, by their age
     spilled: int = 0  # pages copied to disk on eviction
-    restored: int = 0  # pages brought back from there
+    restored: int = 0  # pages copied back into the arena
     checksum_failures: int = 0  # pages in the arena dropped because their bytes had changed
-    restore_s: list[float] = field(default_factory=list)  # of each page restored; the reader empties it
-    unread: int = 0  # times a page stayed without a name because its tokens could not be read
+    restore_s: list[float] = field(default_factory=list)  # of each page restored; the reader clears it
+    unread: int = 0  # times that pages stayed without a hash because their tokens could not be read
 
 
 @dataclass
-class Pool:
-    """One arena. Single-threaded; nobody else writes the headers' first half."""
+class PagePool:
+    """One arena. Single-threaded."""
 
     arena: KvArena
     policy: str = "lru"
-    ttl_ns: int = 0  # cached pages unused for so long go; 0: never
-    spill: Tier | None = None  # where evicted pages go
-    tiers: Sequence[Tier] = ()  # where missing pages are looked for, `spill` included
+    ttl_ns: int = 0  # cached pages unused for this time expire; 0: never
+    spill: PageStore | None = None  # where evicted pages are saved, one of `stores`
+    older_versions: Sequence[PageSource] = ()  # searched for missing pages before `stores`
+    stores: Sequence[PageStore] = ()  # searched for missing pages, in this order
     clock_ns: Callable[[], int] = time.time_ns
-    fault: FaultPoint | None = None  # struck with the count of pages named
-    on_moved: Callable[[], object] = lambda: None  # after each page to or from a disk: it may have taken long
+    fault: FaultPoint | None = None  # struck with the number of pages that have become full
+    on_moved: Callable[[], object] = lambda: None  # called after each page to or from a disk, which may be slow
 
     def __post_init__(self) -> None:
-        self.total, self._page_bytes = self.arena.pages.shape
-        self._content = self.arena.pages.data.cast("B")  # all pages
-        self.headers = Headers(self.arena.headers)
-        self.counters = Counters()
-        self.index: dict[PageDigest, int] = {}
-        self.allocator = Allocator(self.total)
-        self._name_of: dict[int, PageDigest] = {}
-        self._evictor = Evictor(self.policy)
-        self._published = 0
-
-    # -------------------------------------------------------------- what there is
+        self.table = PageTable(self.arena, self.policy)
+        self.headers = self.table.headers
+        self.total = self.table.total
+        self.counters = PoolCounters()
+        self._n_full = 0
 
     @property
     def free(self) -> int:
-        return self.allocator.free
+        """Pages in the free list."""
+        return self.table.free
 
     @property
     def cached(self) -> int:
-        return self.allocator.cached
+        """Pages that can be evicted."""
+        return self.table.cached
 
     @property
     def leased(self) -> int:
-        return self.allocator.leased
+        """Pages that a sequence holds, or may hold."""
+        return self.table.leased
 
-    def name_of(self, page: int) -> PageDigest | None:
-        """The name by which a page is found."""
-        return self._name_of.get(page)
+    # -------------------------------------------------------------- finding pages
 
-    def is_in_limbo(self, page: int) -> bool:
-        return self.allocator.state(page) == LIMBO
-
-    def cached_pages(self) -> list[int]:
-        """The next victim first."""
-        return list(self._evictor.order())
-
-    def named_pages(self) -> list[int]:
-        """All full pages, those in use first, then the last to be evicted first."""
-        in_use = [page for page in self._name_of if page not in self._evictor]
-        return in_use + self.cached_pages()[::-1]
-
-    # -------------------------------------------------------------- finding and holding
-
-    def find(self, digests: Sequence[PageDigest]) -> tuple[list[int], list[PageDigest]]:
-        """The longest known run: sound pages in the arena, then names that a tier has."""
-        found: list[int] = []
-        # A long prompt is hundreds of pages: the same as `is_damaged` asks of one, in one loop.
-        index, states, vouches = self.index, self.allocator.states, self.headers.vouches
-        content, size = self._content, self._page_bytes
-        for digest in digests:
-            page = index.get(digest)
-            if page is None:
-                break
-            if states[page] == CACHED and not vouches(page, digest, content[page * size : page * size + size]):
+    def find(self, hashes: Sequence[PageHash]) -> tuple[list[int], list[PageHash]]:
+        """The longest known prefix of `hashes`: intact pages in the arena, then hashes that a source contains."""
+        found = self.table.get_cached_pages(hashes)
+        if len(found) < len(hashes):
+            page = self.table.get_cached_page(hashes[len(found)])
+            if page is not None:  # damaged
                 self.counters.checksum_failures += 1
-                self._drop(page)
-                break
-            found.append(page)
-        on_disk: list[PageDigest] = []
-        if self.tiers:
-            for digest in digests[len(found) :]:
-                # A page that is in the arena again further on is read from disk all the same: a
-                # sequence's pages are shared in one run, then fresh.
-                if not any(digest in tier for tier in self.tiers):
+                self.table.evict(page)
+        outside: list[PageHash] = []
+        sources = (*self.older_versions, *self.stores)
+        if sources:
+            for page_hash in hashes[len(found) :]:
+                # Pages of the arena behind a gap are fetched all the same: a sequence shares one run of pages, and
+                # all pages behind it are new.
+                if not any(page_hash in source for source in sources):
                     break
-                on_disk.append(digest)
-        return found, on_disk
+                outside.append(page_hash)
+        return found, outside
 
-    def pin(self, pages: Iterable[int]) -> None:
-        """One more holds these named pages."""
-        share, remove = self.allocator.share, self._evictor.remove
-        for page in pages:
-            if share(page) == 1:  # it was cached
-                remove(page)
-
-    def unpin(self, pages: Sequence[int]) -> None:
-        """One hold fewer on each, the last page first."""
-        now = self.clock_ns()
-        for page in reversed(pages):
-            is_named = page in self._name_of
-            if self.allocator.drop(page, keep=is_named) == 0:
-                if is_named:
-                    self._park(page, now)
-                else:
-                    self.headers.free(page)
-        if pages:
-            self.headers.unpin(pages, self._refs(pages), now)
-
-    def share(self, pages: Sequence[int], now_ns: int) -> None:
-        """Note a further use of pages that have been pinned."""
-        if pages:
-            self.headers.share(pages, self._refs(pages), now_ns)
-
-    def take(self, count: int, root: PageDigest, serial: int, now_ns: int, born_ns: int) -> list[int]:
-        """Fresh pages for a sequence; there is room."""
-        pages = self.allocator.take(count)
-        if pages:
-            self.headers.lease(pages, root, serial, now_ns, born_ns)
-        return pages
-
-    def restore(self, digests: Sequence[PageDigest], fresh: Sequence[int]) -> int:
-        """Bring pages back from the tiers into `fresh` ones. Returns how many came, in a run."""
+    def restore(self, hashes: Sequence[PageHash], new_pages: Sequence[int]) -> int:
+        """Copy pages from the sources into `new_pages`, up to the first failure. Returns their number."""
+        if not hashes:
+            return 0
         count = 0
-        for tier in self.tiers:
-            tier.expect(digests)
-        for digest, page in zip(digests, fresh, strict=False):
-            begun = time.perf_counter()
-            if not self._fetch(digest, page):
+        for store in self.stores:
+            store.prefetch(hashes)
+        for page_hash, page in zip(hashes, new_pages, strict=False):
+            begin = time.perf_counter()
+            if not self._fetch(page_hash, page):
                 break
             count += 1
-            self.counters.restore_s.append(time.perf_counter() - begun)
+            self.counters.restore_s.append(time.perf_counter() - begin)
             self.on_moved()
         self.counters.restored += count
         return count
 
-    def publish(self, page: int, name: PageName) -> None:
-        """A leased page is full, final, and the only one of its name."""
-        self._published += 1
-        if self.fault is not None and self.fault.trigger is not None:
-            self.fault.trigger(self._published)
-        self.headers.publish(page, name)
-        self.index[name.digest] = page
-        self._name_of[page] = name.digest
-
-    def _fetch(self, digest: PageDigest, page: int) -> bool:
-        for tier in self.tiers:
-            name = tier.fetch(digest, self.arena.pages[page]) if digest in tier else None
-            if name is not None:
-                self.headers.mark_copy(page, tier.residency)
-                if digest not in self.index:
-                    self.publish(page, name)
+    def _fetch(self, page_hash: PageHash, page: int) -> bool:
+        out = self.arena.pages[page]
+        for source in self.older_versions:
+            identity = source.fetch(page_hash, out) if page_hash in source else None
+            if identity is not None:
+                self._cache_restored(page, identity)
+                return True
+        for store in self.stores:
+            identity = store.fetch(page_hash, out) if page_hash in store else None
+            if identity is not None:
+                self.headers.mark_copy(page, store.residency)
+                self._cache_restored(page, identity)
                 return True
         return False
 
-    def _refs(self, pages: Sequence[int]) -> list[int]:
-        return [self.allocator.refs[page] for page in pages]
+    def _cache_restored(self, page: int, identity: PageIdentity) -> None:
+        if self.table.get_cached_page(identity.page_hash) is None:
+            self.cache_full_page(page, identity)
 
-    def _park(self, page: int, now_ns: int) -> None:
-        self._evictor.add(page, now_ns, self.headers.uses(page), self.headers.born_ns(page))
+    def cache_full_page(self, page: int, identity: PageIdentity) -> None:
+        """A leased page is full, and the only one with its hash."""
+        self._n_full += 1
+        if self.fault is not None and self.fault.trigger is not None:
+            self.fault.trigger(self._n_full)
+        self.table.cache_full_page(page, identity)
 
-    # -------------------------------------------------------------- doubt
-
-    def is_damaged(self, page: int) -> bool:
-        """A cached page whose bytes or header are not what they were. Computes the checksum."""
-        if self.allocator.state(page) != CACHED:
-            return False  # in use: it was looked at when it was taken into use, or is its user's own
-        return not self.headers.vouches(page, self._name_of[page], self.arena.pages[page].data)
-
-    def disown(self, page: int) -> None:
-        """A damaged cached page, which a sequence may be using, loses its name and is in limbo."""
-        self.counters.checksum_failures += 1
-        self._evictor.remove(page)
-        del self.index[self._name_of.pop(page)]
-        self.headers.demote(page)
-        self.allocator.doubt(page)
-
-    # -------------------------------------------------------------- giving up
+    # -------------------------------------------------------------- freeing pages
 
     def make_room(self, count: int) -> bool:
-        """Evict until `count` pages are free. Evicts nothing if that cannot be."""
-        if count > self.free + self.cached:
+        """Evict until `count` pages are free. False, without any eviction: leased pages leave too few."""
+        table = self.table
+        missing = count - table.free
+        if missing <= 0:
+            return True
+        if missing > table.cached:
             return False
-        while self.free < count:
-            page = self._evictor.pop()
-            self._keep_copy(page)
-            self._forget(page)
-            self.counters.evictions += 1
+        table.evict_next(missing, None if self.spill is None else self._save_copy)
+        self.counters.evictions += missing
         return True
 
-    def expire(self) -> int:
-        """Give up cached pages that nobody has used for the time to live, and copies of such pages on disk.
+    def _save_copy(self, page: int) -> None:
+        page_hash = self.table.hash_of(page)
+        if self.spill is None or page_hash is None or page_hash in self.spill:
+            return
+        if self.spill.save(page_hash, self.headers.record(page), self.arena.pages[page]):
+            self.counters.spilled += 1
+        self.on_moved()
 
-        Returns how many pages of the arena went.
+    def expire(self) -> int:
+        """Free cached pages that were not used for the time to live, and remove their copies.
+
+        Returns the number of pages freed in the arena.
         """
         if not self.ttl_ns:
             return 0
         before_ns = self.clock_ns() - self.ttl_ns
-        pages = self._evictor.expired(before_ns)
+        pages = self.table.expired_pages(before_ns)
         for page in pages:
-            self._drop(page)
+            self.table.evict(page)
         self.counters.expired += len(pages)
         self.counters.evictions += len(pages)
-        for tier in self.tiers:
-            for digest in tier.idle(before_ns):
-                if digest in self.index:  # its page is young enough, and in use without the copy
-                    tier.touch(digest)
+        for store in self.stores:
+            for page_hash in store.idle(before_ns):
+                if self.table.get_cached_page(page_hash) is not None:  # its page was used without reading the copy
+                    store.touch(page_hash)
                 else:
-                    tier.discard(digest)
+                    store.remove(page_hash)
         return len(pages)
 
-    def discard(self, digests: Iterable[PageDigest]) -> int:
-        """Free these pages at once, and their copies; not those in use. Returns how many were freed."""
+    def remove(self, hashes: Iterable[PageHash]) -> int:
+        """Free the cached pages with these hashes and remove their copies. Returns the number of pages freed."""
         count = 0
-        for digest in digests:
-            for tier in self.tiers:
-                tier.discard(digest)
-            page = self.index.get(digest)
-            if page is not None and self.allocator.state(page) == CACHED:
-                self._drop(page)
+        for page_hash in hashes:
+            for store in self.stores:
+                store.remove(page_hash)
+            page = self.table.get_cached_page(page_hash)
+            if page is not None and self.table.state(page) == CACHED:
+                self.table.evict(page)
                 count += 1
         return count
 
-    def _drop(self, page: int) -> None:
-        self._evictor.remove(page)
-        self._forget(page)
-
-    def _forget(self, page: int) -> None:
-        """A cached page, already out of the evictor, becomes free."""
-        self.headers.free(page)
-        del self.index[self._name_of.pop(page)]
-        self.allocator.forget(page)
-
-    def _keep_copy(self, page: int) -> None:
-        digest = self._name_of[page]
-        if self.spill is None or digest in self.spill:
-            return
-        if self.spill.put(digest, self.headers.record(page), self.arena.pages[page]):
-            self.counters.spilled += 1
-        self.on_moved()
-
-    # -------------------------------------------------------------- after a restart
-
-    def adopt(self, full: Sequence[tuple[int, PageName]], limbo: Iterable[int]) -> None:
-        """Take over an arena: `full` pages, the one to be evicted first in front, and doubtful ones."""
-        kept: set[int] = set()
-        doubtful = set(limbo)
-        for page, name in full:
-            if name.digest in self.index:
-                doubtful.add(page)
-                continue
-            self.index[name.digest] = page
-            self._name_of[page] = name.digest
-            kept.add(page)
-        self.allocator.adopt(kept, doubtful)
-        for page, _ in full:
-            if page in kept:
-                self._park(page, self.headers.last_use_ns(page))
-
-    def free_limbo(self) -> None:
-        """Nobody has declared these: nobody holds them. What the headers say of the others is put right."""
-        for page in self.allocator.limbo():
-            self.headers.free(page)
-            self.allocator.forget(page)
-        self.headers.correct(self.allocator.refs)
-
-    # -------------------------------------------------------------- the law
-
-    def count(self, held: Iterable[int]) -> Count:
-        """By our own books; `held` are the pages of all leases, each counted once."""
-        limbo = self.allocator.limbo()
-        return Count(self.free, self.cached, len({*held, *limbo}))
-
-    def check(self, held: dict[int, int]) -> None:
-        """Raises `AssertionError` when an invariant does not hold. `held`: by how many, of each page."""
-        self.allocator.check()
-        assert len(self.index) == len(self._name_of), "a name without a page, or a page without a name"
-        for page in range(self.total):
-            state = self.allocator.state(page)
-            named = page in self._name_of
-            assert self.allocator.refs[page] == held.get(page, 0), f"page {page}: wrong reference count"
-            assert held.get(page, 0) <= 1 or named, f"page {page} is shared and has no name"
-            assert (page in self._evictor) == (state == CACHED), f"page {page}: not evictable"
-            assert named or state != CACHED, f"page {page} is cached without a name"
-            assert not named or state in (CACHED, LEASED), f"page {page} is free and has a name"
-            assert not named or self.index[self._name_of[page]] == page
-            is_free = self.headers.state(page) == PAGE_FREE
-            assert state != FREE or is_free, f"page {page} is free by our books only"
+    def invalidate(self, page: int) -> None:
+        """A cached page, which a sequence may hold, was found damaged."""
+        self.counters.checksum_failures += 1
+        self.table.invalidate(page)

@@ -1,13 +1,13 @@
-"""Names of full pages: the chained digest of all tokens up to a page's end.
+"""Page hashes: the chained hash of all tokens up to the end of a full page.
 
     root      = SHA-256(version, model digest, numerics, geometry, kv type, salt)[:16]
-    digest(0) = SHA-256(root + tokens of page 0)[:16]
-    digest(i) = SHA-256(digest(i - 1) + tokens of page i)[:16]
+    hash(0)   = SHA-256(root + tokens of page 0)[:16]
+    hash(i)   = SHA-256(hash(i - 1) + tokens of page i)[:16]
 
-Two pages have one name only if the model, the layout and every token before them are the same, so
-a page can be shared by its name alone.  SHA-256 and not a fast hash, because the tokens come from
-strangers: nobody may construct a prompt that has another's name.  It costs 0.4 us a page.  The same in
-every process and at every start.  Knows nothing of where pages are.
+Two pages have the same hash only if the model, the layout and all tokens up to their end are the same, so the hash
+alone decides whether a page can be shared.  It is SHA-256 and not a fast hash because clients choose the tokens: no
+client must be able to construct a prompt with the hash of another one.  It costs 0.4 us a page, and is the same in
+every process and at every start.  This module is independent of where pages are.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ import numpy as np
 
 from shm.pages import NUMERICS, KvGeometry
 
-# 16 bytes. A type of its own, because a root, a digest and a model's digest must not be mixed up.
-PageDigest = NewType("PageDigest", bytes)
-RootOf = Callable[[str], PageDigest]  # salt -> root of the chain
+# 16 bytes. A type of its own, so that mypy finds a model's digest in place of a page's hash.
+PageHash = NewType("PageHash", bytes)
+RootHasher = Callable[[str], PageHash]  # salt -> root of the chain
 
-DIGEST_BYTES = 16
+HASH_BYTES = 16
 _VERSION = b"starling kv chain 1"
 
 
-def root(model_digest: bytes, geometry: KvGeometry, salt: str) -> PageDigest:
-    """Where a chain starts. `model_digest`: raw SHA-256 of the model; `salt`: separates tenants."""
+def root_hash(model_digest: bytes, geometry: KvGeometry, salt: str) -> PageHash:
+    """Return the start of a chain. `model_digest`: raw SHA-256 of the model; `salt`: separates tenants."""
     identity = "/".join(str(field) for field in (NUMERICS, *geometry)).encode()
     hasher = hashlib.sha256()
     for part in (_VERSION, model_digest, identity, salt.encode("utf-8", "surrogatepass")):
         hasher.update(len(part).to_bytes(8, "little"))
         hasher.update(part)
-    return PageDigest(hasher.digest()[:DIGEST_BYTES])
+    return PageHash(hasher.digest()[:HASH_BYTES])
 
 
-def roots(model_digest: bytes, geometry: KvGeometry) -> RootOf:
-    """`root` with the model fixed."""
-    return partial(root, model_digest, geometry)
+def root_hasher(model_digest: bytes, geometry: KvGeometry) -> RootHasher:
+    """Return `root_hash` for a fixed model."""
+    return partial(root_hash, model_digest, geometry)
 
 
-def chain(parent: PageDigest, tokens: np.ndarray, page_tokens: int) -> list[PageDigest]:
-    """Digests of the full pages in `tokens` (n,) int32; what fills no page has no name."""
+def page_hashes(parent: PageHash, tokens: np.ndarray, page_tokens: int) -> list[PageHash]:
+    """Return the hashes of the full pages in `tokens` (n,) int32, which follow the page `parent`."""
     text = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
     step = 4 * page_tokens
     sha256 = hashlib.sha256
-    digests: list[bytes] = []
-    digest: bytes = parent
+    hashes: list[bytes] = []
+    previous: bytes = parent
     for begin in range(0, len(text) // step * step, step):
-        digest = sha256(digest + text[begin : begin + step]).digest()[:DIGEST_BYTES]
-        digests.append(digest)
-    return cast("list[PageDigest]", digests)
+        previous = sha256(previous + text[begin : begin + step]).digest()[:HASH_BYTES]
+        hashes.append(previous)
+    return cast("list[PageHash]", hashes)

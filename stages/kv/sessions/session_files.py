@@ -1,12 +1,12 @@
-"""The sessions of one model on disk: a file for each, appended to, never rewritten.
+"""A session, and the sessions of one model on disk: one file for each, appended to and never rewritten.
 
-    record   length u32, kind u32, XXH3-64 of the payload, payload
+    record   as in pipeline/record_file.py; the checksum covers the payload
     kind 1   msgpack of `Opened`: the first record
-    kind 2   a turn: when (f64, s since 1970), base (u32), tokens (int32 each)
+    kind 2   a turn: time (f64, s since 1970), base (u32), tokens (int32 each), little-endian
 
-A record is durable (`fdatasync`) before anybody is told of it.  What a crash has left at the end of a file
-is recognised by length and checksum and cut off; a file without a sound first record is removed.  A
-full disk refuses the turn and leaves the session as it was.
+A record is durable (`fdatasync`) before the turn is acknowledged.  A partial record that a crash leaves at the end of a
+file is recognised and cut off; a file without an intact first record is removed.  On a full disk the turn is refused
+and the session stays as it was.
 """
 
 from __future__ import annotations
@@ -17,26 +17,55 @@ import os
 import struct
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import xxhash
 
 from pipeline.faults import points
-from pipeline.files import write_all
-from stages.kv.sessions.session import Session
+from pipeline.record_file import PAYLOAD_CHECKED
+from stages.kv.pool.prefix_hash import PageHash
 
 log = logging.getLogger("starling.kv")
 
 SUFFIX = ".session"
-_RECORD = struct.Struct("<IIQ")
 _TURN = struct.Struct("<dI")
+assert _TURN.size == 12
 _OPENED, _COMMITTED = 1, 2
-_MAX_PAYLOAD = 64 << 20
+
+
+@dataclass
+class Session:
+    """The tokens of a conversation, in the order of its turns."""
+
+    id: str
+    tenant: str
+    salt: str
+    ttl_s: int  # removed when unused for this time; 0: never
+    created: float  # s since 1970
+    last_use: float  # s since 1970
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    turns: int = 0  # committed
+    last_base: int = 0  # number of older tokens that the last turn kept
+    holder: bytes = b""  # peer of the turn in progress; b"": no turn is in progress
+    page_hashes: list[PageHash] = field(default_factory=list)  # of its full pages
+
+    @property
+    def turn(self) -> int:
+        """Number of the turn that is in progress or comes next."""
+        return self.turns + 1
+
+    def append(self, base: int, tokens: bytes, when: float) -> None:
+        """Commit a turn: keep the first `base` tokens, then add `tokens` (int32 each)."""
+        del self.tokens[base:]
+        self.tokens.frombytes(tokens)
+        self.turns += 1
+        self.last_base = base
+        self.last_use = when
 
 
 class Opened(msgspec.Struct, array_like=True):
-    """What a session is."""
+    """The constant fields of a session."""
 
     id: str
     tenant: str
@@ -46,7 +75,7 @@ class Opened(msgspec.Struct, array_like=True):
 
 
 class SessionFiles:
-    """One directory; its one writer is the kv stage."""
+    """One directory. The kv stage is its only writer."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -54,20 +83,20 @@ class SessionFiles:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, tenant: str, session_id: str) -> Path:
-        """Named by a digest: ids come from clients and may hold anything."""
+        """File of a session. Its name is a hash, because clients choose ids and may use any characters."""
         key = f"{len(tenant)}:{tenant}:{session_id}".encode("utf-8", "surrogatepass")
         return self.directory / (hashlib.sha256(key).hexdigest()[:40] + SUFFIX)
 
     # -------------------------------------------------------------- writing
 
     def create(self, session: Session) -> None:
-        """Raises `OSError`: then there is none."""
+        """Create a session's file. Raises `OSError`: then there is none."""
         path = self.path(session.tenant, session.id)
         opened = Opened(session.id, session.tenant, session.salt, session.ttl_s, session.created)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            self._strike()
-            _append(fd, 0, _OPENED, msgspec.msgpack.encode(opened))
+            self._trigger_fault()
+            PAYLOAD_CHECKED.append(fd, 0, _OPENED, msgspec.msgpack.encode(opened))
         except OSError:
             path.unlink(missing_ok=True)
             raise
@@ -75,25 +104,27 @@ class SessionFiles:
             os.close(fd)
 
     def append(self, session: Session, base: int, tokens: array[int], now: float) -> None:
-        """One turn. Raises `OSError`: then the file is as before."""
+        """Append a turn. Raises `OSError`: then the file is as before."""
         fd = os.open(self.path(session.tenant, session.id), os.O_WRONLY | os.O_CLOEXEC)
         try:
-            self._strike()
-            _append(fd, os.fstat(fd).st_size, _COMMITTED, _TURN.pack(now, base) + tokens.tobytes())
+            self._trigger_fault()
+            payload = _TURN.pack(now, base) + tokens.tobytes()
+            PAYLOAD_CHECKED.append(fd, os.fstat(fd).st_size, _COMMITTED, payload)
         finally:
             os.close(fd)
 
-    def _strike(self) -> None:
+    def _trigger_fault(self) -> None:
         if self._fault.trigger is not None:
             self._fault.trigger(0)
 
     def remove(self, session: Session) -> None:
+        """Remove a session's file, if it exists."""
         self.path(session.tenant, session.id).unlink(missing_ok=True)
 
     # -------------------------------------------------------------- reading
 
     def load(self) -> Iterator[Session]:
-        """Every session that is there, with all turns that were committed."""
+        """Yield every session with all committed turns."""
         for path in sorted(self.directory.glob("*" + SUFFIX)):
             try:
                 session = self._load(path)
@@ -101,53 +132,40 @@ class SessionFiles:
                 log.error("%s cannot be read: %s", path, error.strerror)
                 continue
             if session is None:
-                log.warning("%s is no session and was removed", path)
+                log.warning("%s is not a session and was removed", path)
                 path.unlink(missing_ok=True)
             else:
                 yield session
 
     def _load(self, path: Path) -> Session | None:
         raw = path.read_bytes()
-        session, good = parse(raw)
+        session, n_intact = parse(raw)
         if session is None or self.path(session.tenant, session.id) != path:
             return None
-        if good < len(raw):
-            log.warning("%s: the last %d bytes are damaged and were cut off", path, len(raw) - good)
-            os.truncate(path, good)
+        if n_intact < len(raw):
+            log.warning("%s: the last %d bytes are damaged and were cut off", path, len(raw) - n_intact)
+            os.truncate(path, n_intact)
         return session
 
 
 def parse(raw: bytes) -> tuple[Session | None, int]:
-    """The session in a file's bytes, and how many of them are sound."""
+    """Return the session in a file's bytes, and the number of intact bytes."""
     session: Session | None = None
-    at = 0
-    while at + _RECORD.size <= len(raw):
-        length, kind, check = _RECORD.unpack_from(raw, at)
-        payload = raw[at + _RECORD.size : at + _RECORD.size + length]
-        if len(payload) < length or xxhash.xxh3_64_intdigest(payload) != check:
-            break
-        if kind == _OPENED and session is None:
+    n_intact = 0
+    for record in PAYLOAD_CHECKED.decode(raw):
+        payload = record.payload
+        if record.kind == _OPENED and session is None:
             try:
                 opened = msgspec.msgpack.decode(payload, type=Opened)
             except msgspec.MsgspecError:
                 break
             session = Session(opened.id, opened.tenant, opened.salt, opened.ttl_s, opened.created, opened.created)
-        elif kind == _COMMITTED and session is not None and length >= _TURN.size:
+        elif record.kind == _COMMITTED and session is not None and len(payload) >= _TURN.size:
             when, base = _TURN.unpack_from(payload)
-            if base > len(session.tokens) or (length - _TURN.size) % 4:
+            if base > len(session.tokens) or (len(payload) - _TURN.size) % 4:
                 break
             session.append(base, payload[_TURN.size :], when)
         else:
             break
-        at += _RECORD.size + length
-    return session, at
-
-
-def _append(fd: int, size: int, kind: int, payload: bytes) -> None:
-    record = _RECORD.pack(len(payload), kind, xxhash.xxh3_64_intdigest(payload)) + payload
-    try:
-        write_all(fd, record, size)
-        os.fdatasync(fd)
-    except OSError:
-        os.ftruncate(fd, size)
-        raise
+        n_intact = record.end
+    return session, n_intact

@@ -1,14 +1,14 @@
-"""Sessions of one model: who may take a turn, what is held, when it goes.
+"""Sessions of one model and tokenizer: their turns, bounds and expiry.
 
-A session holds token ids, never pages: its pages are found by their names like anybody's, so memory
-pressure can cost time but change no answer.  One turn at a time; a turn that is not committed leaves
-nothing behind.  Closing and expiry drop the tokens; the names of pages that no other session has gather in
-`freed`, so that these pages can be freed at once.
+A session stores token ids and no pages: its pages are found by their hashes, as those of any request, so memory
+pressure can cost time but cannot change an answer.  A session has one turn at a time, and a turn that is not committed
+leaves no trace.  Closing and expiry drop the tokens; the hashes of pages that no other session has are collected in
+`freed`, so that the stage can free these pages at once.
 
-Turns are numbered, and a commit names its turn: after a restart of kv, which forgets whose turn is
-under way, of two commits of the same number the first one wins and the second is a conflict.
+Turns are numbered and a commit names its turn.  A restarted kv stage does not know which turns are in progress: of two
+commits with the same number the first one wins and the second is a conflict.
 
-Bounds: `max_sessions`, `max_tokens` each.  Raises the errors of pipeline/errors.py.
+Bounds: `max_sessions`, and `max_tokens` of each.  Raises the errors of pipeline/errors.py.
 """
 
 from __future__ import annotations
@@ -23,25 +23,23 @@ import numpy as np
 
 from pipeline.errors import Conflict, InvalidRequest, NotFound, Overloaded, ResourceError
 from pipeline.protocol.messages import MAX_SESSION_ID
-from stages.kv.pool import prefix_hash
-from stages.kv.pool.prefix_hash import PageDigest, RootOf
-from stages.kv.sessions.session import Session
-from stages.kv.sessions.session_files import SessionFiles
+from stages.kv.pool.prefix_hash import PageHash, RootHasher, page_hashes
+from stages.kv.sessions.session_files import Session, SessionFiles
 
-EMPTY_S = 600  # a session without any turn is kept so long
+EMPTY_S = 600  # a session without any turn is kept for this time
 
 
 def _new_id() -> str:
     return "sess-" + secrets.token_urlsafe(18)
 
 
-class Sessions:
-    """All sessions of a model. `clock`: s since 1970."""
+class SessionStore:
+    """All sessions. `clock`: s since 1970."""
 
     def __init__(
         self,
         files: SessionFiles,
-        root_of: RootOf,
+        root_hash_of: RootHasher,
         page_tokens: int,
         max_sessions: int,
         max_tokens: int,
@@ -51,36 +49,37 @@ class Sessions:
         self.max_sessions = max_sessions
         self.max_tokens = max_tokens
         self._files = files
-        self._root_of = root_of
+        self._root_hash_of = root_hash_of
         self._page_tokens = page_tokens
         self._clock = clock
         self._new_id = new_id
-        self.freed: list[PageDigest] = []  # whoever frees the pages empties it
-        self._held: dict[tuple[str, str], Session] = {}
-        self._owners: Counter[PageDigest] = Counter()  # by how many sessions a page is named
+        self.freed: list[PageHash] = []  # the caller frees these pages and clears the list
+        self._sessions: dict[tuple[str, str], Session] = {}
+        self._owners: Counter[PageHash] = Counter()  # number of sessions with a page of this hash
         for session in files.load():
-            self._held[session.tenant, session.id] = session
-            self._rename(session)
+            self._sessions[session.tenant, session.id] = session
+            self._update_hashes(session)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._sessions)
 
-    def serve(self, root_of: RootOf, page_tokens: int, max_sessions: int, max_tokens: int) -> None:
-        """For another version of the model from now on: its pages have other names."""
-        self._root_of, self._page_tokens = root_of, page_tokens
+    def serve(self, root_hash_of: RootHasher, page_tokens: int, max_sessions: int, max_tokens: int) -> None:
+        """Continue with another version of the model, whose pages have other hashes."""
+        self._root_hash_of, self._page_tokens = root_hash_of, page_tokens
         self.max_sessions, self.max_tokens = max_sessions, max_tokens
         self._owners.clear()
-        for session in self._held.values():
-            session.digests.clear()
-            self._rename(session)
+        for session in self._sessions.values():
+            session.page_hashes.clear()
+            self._update_hashes(session)
 
     def holds(self, tenant: str, session_id: str) -> bool:
-        """Is that session here, and its time not over?"""
-        session = self._held.get((tenant, session_id))
-        return session is not None and not self._is_over(session, self._clock())
+        """Whether the session exists and has not expired."""
+        session = self._sessions.get((tenant, session_id))
+        return session is not None and not self._is_expired(session, self._clock())
 
     def all(self) -> list[Session]:
-        return list(self._held.values())
+        """Every session, expired ones included."""
+        return list(self._sessions.values())
 
     # -------------------------------------------------------------- turns
 
@@ -94,13 +93,13 @@ class Sessions:
         salt: str = "",
         resume: int = 0,
     ) -> Session:
-        """A turn of `holder` begins. Raises `NotFound`, `Conflict`, `Overloaded`, `ResourceError`.
+        """Begin a turn of `holder`. Raises `NotFound`, `Conflict`, `Overloaded`, `ResourceError`.
 
-        `resume`: the turn that `holder` may have begun before, which is not begun again if it is over; -1: whichever
-        it is.
+        `resume`: number of a turn that `holder` may have begun before, which does not begin again if it was committed;
+        -1: the turn in progress.
         """
-        session = self._held.get((tenant, session_id)) if session_id else None
-        if session is not None and self._is_over(session, self._clock()):
+        session = self._sessions.get((tenant, session_id)) if session_id else None
+        if session is not None and self._is_expired(session, self._clock()):
             self._drop(session)
             session = None
         if session is None:
@@ -108,23 +107,23 @@ class Sessions:
                 raise self._unknown(session_id)
             session = self._create(tenant, session_id, ttl_s, salt)
         if resume > 0 and resume != session.turn:
-            return session  # that turn is over, and whoever held it has not heard so: nothing is under way
+            return session  # that turn was committed, and its answer was lost: no turn begins
         if session.holder and not (session.holder == holder and resume in (-1, session.turn)):
             raise Conflict(f"session {session.id!r} has a turn under way; wait for it", param="session_id")
         session.holder = holder
         return session
 
     def commit(self, holder: bytes, tenant: str, session_id: str, turn: int, base: int, tokens: bytes) -> Session:
-        """The turn is over. Raises `NotFound`, `Conflict`, `InvalidRequest`, `ResourceError`."""
-        session = self._held.get((tenant, session_id))
+        """End a turn and keep its tokens. Raises `NotFound`, `Conflict`, `InvalidRequest`, `ResourceError`."""
+        session = self._sessions.get((tenant, session_id))
         if session is None:
             raise self._unknown(session_id)
         if turn == session.turns and self._is_last(session, base, tokens):
-            return session  # said twice
+            return session  # a repeated frame
         if turn != session.turn or (session.holder and session.holder != holder):
             raise Conflict(
-                f"turn {turn} of session {session_id!r} cannot be kept: turn {session.turn} is next, and "
-                "another request was faster",
+                f"turn {turn} of session {session_id!r} cannot be committed: the next turn is {session.turn}, because "
+                "another request committed first",
                 param="session_id",
             )
         added = array("i")
@@ -147,54 +146,51 @@ class Sessions:
         except OSError as error:
             raise self._no_room(error) from None
         session.append(base, tokens, now)
-        self._rename(session)
+        self._update_hashes(session)
         return session
 
     def abort(self, holder: bytes, tenant: str, session_id: str, turn: int) -> None:
-        """The turn came to nothing, and a session with it that had no other. A late or unknown one is ignored."""
-        session = self._held.get((tenant, session_id))
+        """End a turn without tokens, and remove a session without any other turn. Ignores late and unknown ones."""
+        session = self._sessions.get((tenant, session_id))
         if session is not None and session.holder == holder and session.turn == turn:
             session.holder = b""
             if not session.turns:
                 self._drop(session)
 
     def drop_holder(self, holder: bytes) -> None:
-        """Whoever holds turns is gone: none of them is under way any more."""
-        for session in self._held.values():
+        """A peer is gone: its turns are no longer in progress."""
+        for session in self._sessions.values():
             if session.holder == holder:
                 session.holder = b""
 
-    # -------------------------------------------------------------- the end
+    # -------------------------------------------------------------- closing and expiry
 
     def close(self, tenant: str, session_id: str) -> None:
-        """Drop a session at once, a turn under way included: its commit will find nothing.
-
-        Raises `NotFound`.
-        """
-        session = self._held.get((tenant, session_id))
-        is_over = session is not None and self._is_over(session, self._clock())
+        """Remove a session at once. A turn in progress cannot be committed afterwards. Raises `NotFound`."""
+        session = self._sessions.get((tenant, session_id))
+        is_expired = session is not None and self._is_expired(session, self._clock())
         if session is not None:
             self._drop(session)
-        if session is None or is_over:
+        if session is None or is_expired:
             raise self._unknown(session_id)
 
     def expire(self) -> int:
-        """Drop sessions whose time is over, but none with a turn under way. Returns how many."""
+        """Remove expired sessions that have no turn in progress. Returns their number."""
         now = self._clock()
-        over = [session for session in self._held.values() if self._is_over(session, now)]
-        for session in over:
+        expired = [session for session in self._sessions.values() if self._is_expired(session, now)]
+        for session in expired:
             self._drop(session)
-        return len(over)
+        return len(expired)
 
     def check(self) -> None:
-        """Raises `AssertionError` when names are not counted as they are held."""
-        held = Counter(digest for session in self._held.values() for digest in session.digests)
-        assert held == self._owners, "page names of sessions are miscounted"
+        """Raises `AssertionError` when the owners of page hashes are miscounted."""
+        held = Counter(page_hash for session in self._sessions.values() for page_hash in session.page_hashes)
+        assert held == self._owners, "owners of page hashes are miscounted"
 
-    # -------------------------------------------------------------- pieces
+    # -------------------------------------------------------------- parts
 
     def _create(self, tenant: str, session_id: str, ttl_s: int, salt: str) -> Session:
-        if len(self._held) >= self.max_sessions and not self.expire():
+        if len(self._sessions) >= self.max_sessions and not self.expire():
             raise Overloaded(
                 f"{self.max_sessions} sessions are held (max_sessions); close one or try again later",
                 param="session_id",
@@ -210,37 +206,37 @@ class Sessions:
             self._files.create(session)
         except OSError as error:
             raise self._no_room(error) from None
-        self._held[tenant, session.id] = session
+        self._sessions[tenant, session.id] = session
         return session
 
     def _drop(self, session: Session) -> None:
-        del self._held[session.tenant, session.id]
+        del self._sessions[session.tenant, session.id]
         self._files.remove(session)
-        self.freed += [digest for digest in reversed(session.digests) if self._release(digest)]
+        self.freed += [page_hash for page_hash in reversed(session.page_hashes) if self._release(page_hash)]
 
-    def _rename(self, session: Session) -> None:
-        """Name the session's full pages anew, as far as its last turn changed them."""
-        same = min(len(session.digests), session.last_base // self._page_tokens)
-        parent = session.digests[same - 1] if same else self._root_of(session.salt)
-        for digest in session.digests[same:]:
-            self._release(digest)
-        del session.digests[same:]
+    def _update_hashes(self, session: Session) -> None:
+        """Hash the session's full pages that its last turn changed."""
+        same = min(len(session.page_hashes), session.last_base // self._page_tokens)
+        parent = session.page_hashes[same - 1] if same else self._root_hash_of(session.salt)
+        for page_hash in session.page_hashes[same:]:
+            self._release(page_hash)
+        del session.page_hashes[same:]
         rest = np.array(session.tokens[same * self._page_tokens :], np.int32)
-        fresh = prefix_hash.chain(parent, rest, self._page_tokens)
-        session.digests += fresh
-        self._owners.update(fresh)
+        new = page_hashes(parent, rest, self._page_tokens)
+        session.page_hashes += new
+        self._owners.update(new)
 
-    def _release(self, digest: PageDigest) -> bool:
-        """One session fewer has this page; True if it was the last."""
-        self._owners[digest] -= 1
-        if self._owners[digest]:
+    def _release(self, page_hash: PageHash) -> bool:
+        """One session less has this page; True if it was the last one."""
+        self._owners[page_hash] -= 1
+        if self._owners[page_hash]:
             return False
-        del self._owners[digest]
+        del self._owners[page_hash]
         return True
 
     @staticmethod
-    def _is_over(session: Session, now: float) -> bool:
-        """One without a turn, kept or under way, is what a gateway that was killed left behind."""
+    def _is_expired(session: Session, now: float) -> bool:
+        """A session without any turn, committed or in progress, remains when a gateway is killed: it expires sooner."""
         ttl_s = session.ttl_s if session.turns else min(session.ttl_s or EMPTY_S, EMPTY_S)
         return bool(ttl_s) and not session.holder and now - session.last_use >= ttl_s
 
@@ -255,6 +251,6 @@ class Sessions:
     @staticmethod
     def _no_room(error: OSError) -> ResourceError:
         return ResourceError(
-            f"the session cannot be kept: {error.strerror}; free space in server.state_dir",
+            f"the session cannot be saved: {error.strerror}; free space in server.state_dir",
             param="session_id",
         )

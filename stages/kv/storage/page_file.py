@@ -1,42 +1,130 @@
-"""A file of pages (layout: spill.py) as a stranger reads it: whose it is, what is in it, is it sound."""
+"""The layout of the file that full pages are saved in, and a reader for other processes (`starling kv`).
+
+    0       4096    head: magic "STARPAGE", layout u32, length u32 and XXH3-64 u64 of the identity, the identity
+                    (msgpack: model digest, geometry, page_bytes, slots), zeros
+    extent  4096    records: PAGE_RECORD bytes for each of at most 32 cells, as in the page header
+            ...     the pages of the cells, page_bytes each
+    extent  ...
+
+A *cell* is one record with its page; `slots` in the identity is the number of cells in an extent.
+
+    record       page                meaning
+    zeros        undefined           the cell is free, or its page is being written
+    state full   checksum matches    the cell holds a page
+    state full   checksum differs    damage: the page is dropped when it is read
+    torn         undefined           damage: the cell is free after the next start
+
+The writer (page_file_writer.py) zeroes the record, then writes the page, then the record.  Whatever a crash or a power
+cut leaves half-done therefore has no record, or fails its checksum.
+"""
 
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
 import xxhash
 
-from shm.pages import PAGE_FULL, PAGE_RECORD
-from stages.kv.pool.headers import PageName, checksum, unpack_name
-from stages.kv.storage.spill import BLOCK, HEAD, LAYOUT, MAGIC, STATE_AT
+from shm.pages import HEADER, PAGE_FULL, PAGE_RECORD
+from stages.kv.pool.page_headers import PageIdentity, checksum, unpack_identity
 
-LOOKS = 3  # at a page that seems damaged: its writer may be at it
+BLOCK = 4096
+EXTENT_CELLS = BLOCK // PAGE_RECORD  # most cells of an extent
+
+_MAGIC = b"STARPAGE"
+_LAYOUT = 1
+_READ_ATTEMPTS = 3  # for a page that looks damaged: its writer may be changing it
+_HEAD = struct.Struct("<8sIIQ")
+assert _HEAD.size == 24
+assert EXTENT_CELLS == 32
+_FIELDS = HEADER.fields
+assert _FIELDS is not None
+_STATE_AT = int(_FIELDS["state"][1])
+_LAST_USE_AT = int(_FIELDS["last_use"][1])
+
+
+class CellLayout(NamedTuple):
+    """Offsets in a file of extents. All values in bytes except cells and extents."""
+
+    page_bytes: int
+    extent_cells: int
+
+    @property
+    def extent_bytes(self) -> int:
+        """Size of an extent."""
+        return BLOCK + self.extent_cells * self.page_bytes
+
+    def extent_at(self, extent: int) -> int:
+        """Offset of an extent; of the one behind the last: the size of the file."""
+        return BLOCK + extent * self.extent_bytes
+
+    def record_at(self, cell: int) -> int:
+        """Offset of a cell's record."""
+        extent, i = divmod(cell, self.extent_cells)
+        return self.extent_at(extent) + i * PAGE_RECORD
+
+    def page_at(self, cell: int) -> int:
+        """Offset of a cell's page."""
+        extent, i = divmod(cell, self.extent_cells)
+        return self.extent_at(extent) + BLOCK + i * self.page_bytes
+
+    def n_extents(self, file_bytes: int) -> int:
+        """Number of whole extents in a file."""
+        return max(0, file_bytes - BLOCK) // self.extent_bytes if self.extent_cells else 0
+
+
+def encode_head(identity: dict[str, Any]) -> bytes:
+    """Return the first bytes of a file; zeros follow up to BLOCK."""
+    packed = msgspec.msgpack.encode(identity, order="deterministic")
+    return _HEAD.pack(_MAGIC, _LAYOUT, len(packed), xxhash.xxh3_64_intdigest(packed)) + packed
+
+
+def decode_head(head: bytes) -> dict[str, Any]:
+    """Return the identity of a file. Raises `ValueError` with what is wrong."""
+    if len(head) < BLOCK or head[:8] != _MAGIC:
+        raise ValueError("it is not a file of pages")
+    _, layout, length, check = _HEAD.unpack_from(head)
+    packed = head[_HEAD.size : _HEAD.size + length]
+    if layout != _LAYOUT:
+        raise ValueError(f"its layout is {layout}, expected {_LAYOUT}")
+    if xxhash.xxh3_64_intdigest(packed) != check:
+        raise ValueError("its identity is damaged")
+    identity: dict[str, Any] = msgspec.msgpack.decode(packed)
+    return identity
+
+
+def is_in_use(record: bytes) -> bool:
+    """Whether a cell with this record holds a page."""
+    return int.from_bytes(record[_STATE_AT : _STATE_AT + 4], "little") == PAGE_FULL
+
+
+def last_use_ns(record: bytes) -> int:
+    """Last use of the page when it was saved, ns since 1970."""
+    return int.from_bytes(record[_LAST_USE_AT : _LAST_USE_AT + 8], "little")
 
 
 class PageFile:
-    """Raises `OSError`, or `ValueError` with what is wrong with the file as a whole."""
+    """A file opened for reading. Raises `OSError`, or `ValueError` with what is wrong with the file as a whole."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self.identity = self._read_identity()
+            self.identity = decode_head(os.pread(self._fd, BLOCK, 0))
             self.page_bytes = int(self.identity["page_bytes"])
-            self._slots_each = int(self.identity["slots"])
+            self._layout = CellLayout(self.page_bytes, int(self.identity["slots"]))
         except (KeyError, TypeError) as error:
             os.close(self._fd)
             raise ValueError(f"its identity lacks {error}") from None
         except BaseException:
             os.close(self._fd)
             raise
-        self._extent_bytes = BLOCK + self._slots_each * self.page_bytes
         self.file_bytes = os.fstat(self._fd).st_size
-        extents = max(0, self.file_bytes - BLOCK) // self._extent_bytes if self._slots_each else 0
-        self.slots = extents * self._slots_each
+        self.n_cells = self._layout.n_extents(self.file_bytes) * self._layout.extent_cells
 
     def __enter__(self) -> Self:
         return self
@@ -44,36 +132,20 @@ class PageFile:
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
-    def _read_identity(self) -> dict[str, Any]:
-        head = os.pread(self._fd, BLOCK, 0)
-        if len(head) < BLOCK or head[:8] != MAGIC:
-            raise ValueError("it is no file of pages")
-        _, layout, length, check = HEAD.unpack_from(head)
-        packed = head[HEAD.size : HEAD.size + length]
-        if layout != LAYOUT:
-            raise ValueError(f"its layout is {layout}, expected {LAYOUT}")
-        if xxhash.xxh3_64_intdigest(packed) != check:
-            raise ValueError("its identity is damaged")
-        identity: dict[str, Any] = msgspec.msgpack.decode(packed)
-        return identity
+    def _record(self, cell: int) -> bytes:
+        return os.pread(self._fd, PAGE_RECORD, self._layout.record_at(cell))
 
-    def _record(self, slot: int) -> bytes:
-        extent, i = divmod(slot, self._slots_each)
-        return os.pread(self._fd, PAGE_RECORD, BLOCK + extent * self._extent_bytes + i * PAGE_RECORD)
+    def records(self) -> Iterator[tuple[int, PageIdentity | None]]:
+        """Yield (cell, identity) of every cell in use; None for a torn record."""
+        for cell in range(self.n_cells):
+            record = self._record(cell)
+            if is_in_use(record):
+                yield cell, unpack_identity(record)
 
-    def records(self) -> Iterator[tuple[int, PageName | None]]:
-        """(slot, name) of every slot in use; None where the record is torn."""
-        for slot in range(self.slots):
-            record = self._record(slot)
-            if int.from_bytes(record[STATE_AT : STATE_AT + 4], "little") == PAGE_FULL:
-                yield slot, unpack_name(record)
-
-    def is_sound(self, slot: int, name: PageName) -> bool:
-        """Do the bytes fit the name? True as well when the slot has been given to another meanwhile."""
-        extent, i = divmod(slot, self._slots_each)
-        at = BLOCK + extent * self._extent_bytes + BLOCK + i * self.page_bytes
-        for _ in range(LOOKS):
-            content = np.frombuffer(os.pread(self._fd, self.page_bytes, at), np.uint8)
-            if checksum(content) == name.checksum or unpack_name(self._record(slot)) != name:
+    def is_intact(self, cell: int, identity: PageIdentity) -> bool:
+        """Whether the bytes match the identity. True as well when the cell was given to another page meanwhile."""
+        for _ in range(_READ_ATTEMPTS):
+            content = np.frombuffer(os.pread(self._fd, self.page_bytes, self._layout.page_at(cell)), np.uint8)
+            if checksum(content) == identity.checksum or unpack_identity(self._record(cell)) != identity:
                 return True
         return False

@@ -1,12 +1,12 @@
-"""What survives the arena: copies of full pages in the state directory.
+"""Which full pages are copied to the state directory, and when.
 
-The arena itself outlives every process, but not a clean stop, which removes it, nor a reboot.  So
-pages that more than one sequence has held, which have proven their worth, are copied while the server
-runs.  All others are copied while nothing is computed, as long as the file has room without giving up another
-page; and at a clean stop, the most recently used first, as far as bound and time allow.
-(Copying every page at once would write tens of MB/s to the disk all day, beside the ranks.)
+The arena outlives every process, but neither a clean stop, which removes it, nor a reboot.
 
-A copy is found again by its name; whether it is what it was, its checksum says when it is read.
+    while the server runs     pages that at least two sequences have held
+    while no sequence runs    all others, as long as the file has free cells
+    at a clean stop           the most recently used ones, within the bound
+
+Copying every page at once would write tens of MB/s to the disk all the time, beside the ranks.
 """
 
 from __future__ import annotations
@@ -15,55 +15,56 @@ import re
 from pathlib import Path
 
 from shm.pages import NUMERICS, KvGeometry
-from stages.kv.pool.page_pool import Pool
-from stages.kv.storage.spill import PageStore
+from stages.kv.pool.page_pool import PagePool
+from stages.kv.storage.disk_store import DiskPageStore
 
 IN_SPILL, IN_STATE = 1, 2  # bits of a page header's `residency`
-PROVEN_USES = 2
+PROVEN_USES = 2  # sequences that have held a page worth saving at once
 KEPT_VERSIONS = 1  # files of other versions of a model
-PAGES_NAME = re.compile(r"(?P<slug>.+)-[0-9a-f]{12}-[a-z0-9]+-[0-9]+\.pages")  # as `store_path` makes it
+# As `store_path` makes it.
+PAGE_FILE_NAME = re.compile(r"(?P<slug>.+)-[0-9a-f]{12}-[a-z0-9]+-[0-9]+\.pages")
 
 
 def store_path(directory: Path, slug: str, digest: str, geometry: KvGeometry) -> Path:
-    """One file for each identity: another version of a model does not overwrite this one's."""
+    """One file for each identity, so that versions of a model do not overwrite each other's pages."""
     return directory / f"{slug}-{digest[:12]}-{geometry.kv_type}-{geometry.page_tokens}.pages"
 
 
-def stores_of(directory: Path, slug: str) -> list[Path]:
-    """The files of all versions of a model, the last used one last."""
-    named = ((path, PAGES_NAME.fullmatch(path.name)) for path in directory.glob("*.pages"))
-    found = [path for path, name in named if name is not None and name["slug"] == slug]
+def page_files(directory: Path, slug: str) -> list[Path]:
+    """The files of all versions of a model, the most recently used one last."""
+    names = ((path, PAGE_FILE_NAME.fullmatch(path.name)) for path in directory.glob("*.pages"))
+    found = [path for path, name in names if name is not None and name["slug"] == slug]
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
 
 
-def remove_old(directory: Path, slug: str, mine: Path) -> list[Path]:
-    """Keep one other version's file beside `mine`, for whoever goes back; remove what is older."""
-    others = [path for path in stores_of(directory, slug) if path != mine]
+def remove_old_versions(directory: Path, slug: str, current: Path) -> list[Path]:
+    """Remove all files of other versions except the latest one, to which the model may return."""
+    others = [path for path in page_files(directory, slug) if path != current]
     for path in others[:-KEPT_VERSIONS]:
         path.unlink(missing_ok=True)
     return others[:-KEPT_VERSIONS]
 
 
-def identity(digest: str, geometry: KvGeometry) -> dict[str, object]:
-    """What a file of pages must say of itself to be used."""
+def file_identity(digest: str, geometry: KvGeometry) -> dict[str, object]:
+    """The identity that a page file must have to be used."""
     return {"digest": digest, "numerics": NUMERICS, **geometry._asdict()}
 
 
-def note_copies(pool: Pool, store: PageStore) -> None:
-    """After a restart: enter into the page headers which pages `store` has."""
-    for digest in store.digests():
-        page = pool.index.get(digest)
+def mark_copies(pool: PagePool, store: DiskPageStore) -> None:
+    """After a restart: note in the page headers which pages `store` contains."""
+    for page_hash in store.hashes():
+        page = pool.table.get_cached_page(page_hash)
         if page is not None:
             pool.headers.mark_copy(page, store.residency)
 
 
-def save_proven(pool: Pool, store: PageStore, limit: int) -> int:
-    """Copy at most `limit` pages that have proven themselves. Returns how many."""
+def save_proven(pool: PagePool, store: DiskPageStore, limit: int) -> int:
+    """Save at most `limit` pages that several sequences have held. Returns the number saved."""
     return _save(pool, store, pool.headers.without_copy(store.residency, PROVEN_USES), limit)
 
 
-def save_resting(pool: Pool, store: PageStore, limit: int) -> int:
-    """While no sequence runs: copy at most `limit` of all other pages into free places. Returns how many."""
+def save_idle(pool: PagePool, store: DiskPageStore, limit: int) -> int:
+    """While no sequence runs: save at most `limit` other pages into free cells. Returns the number saved."""
     room = min(limit, store.capacity - len(store))
     if pool.leased or room <= 0:
         return 0
@@ -71,30 +72,30 @@ def save_resting(pool: Pool, store: PageStore, limit: int) -> int:
     return _save(pool, store, sorted(pages, key=pool.headers.last_use_ns, reverse=True), room)
 
 
-def save_recent(pool: Pool, store: PageStore, limit: int) -> int:
-    """Copy at most `limit` of the most recent pages, as many as fit under the bound. 0: all are there.
+def save_recent(pool: PagePool, store: DiskPageStore, limit: int) -> int:
+    """Save at most `limit` of the most recently used pages that fit under the bound. Returns the number saved.
 
-    A page that is there already counts as recent, so that it is not replaced by an older one.
+    A recent page that is saved already is touched, so that no older one replaces it.
     """
     wanted = []
-    for page in pool.named_pages()[: store.capacity]:
-        digest = pool.name_of(page)
-        if digest is not None and digest in store:
-            store.touch(digest)
+    for page in pool.table.full_pages()[: store.capacity]:
+        page_hash = pool.table.hash_of(page)
+        if page_hash is not None and page_hash in store:
+            store.touch(page_hash)
         else:
             wanted.append(page)
     return _save(pool, store, wanted, limit)
 
 
-def _save(pool: Pool, store: PageStore, pages: list[int], limit: int) -> int:
+def _save(pool: PagePool, store: DiskPageStore, pages: list[int], limit: int) -> int:
     count = 0
     for page in pages:
         if count == limit:
             break
-        digest = pool.name_of(page)
-        if digest is None:
+        page_hash = pool.table.hash_of(page)
+        if page_hash is None:
             continue
-        if not store.put(digest, pool.headers.record(page), pool.arena.pages[page]):
+        if not store.save(page_hash, pool.headers.record(page), pool.arena.pages[page]):
             break
         pool.headers.mark_copy(page, store.residency)
         count += 1

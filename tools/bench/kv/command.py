@@ -27,9 +27,9 @@ from pipeline.config.schema import DEMO_MODEL, ModelConfig
 from shm.pages import PAGE_HEADER, KvArena, KvGeometry
 from stages.kv.manager import Grant, Manager
 from stages.kv.pool import prefix_hash
-from stages.kv.pool.page_pool import Pool
+from stages.kv.pool.page_pool import PagePool
 from stages.kv.storage import persist
-from stages.kv.storage.spill import PageStore
+from stages.kv.storage.disk_store import DiskPageStore
 from tools.bench.kv import over_http
 from tools.bench.offline.results import Quiet, machine
 
@@ -43,8 +43,8 @@ RESTORED = 2048
 
 def new_manager(n_pages: int, page_bytes: int, **options: object) -> Manager:
     arena = KvArena(np.zeros((n_pages, PAGE_HEADER), np.uint8), np.zeros((n_pages, page_bytes), np.uint8))
-    pool = Pool(arena, **options)  # type: ignore[arg-type]
-    return Manager(pool, GEOMETRY.page_tokens, prefix_hash.roots(DIGEST, GEOMETRY), lambda *_: None)
+    pool = PagePool(arena, **options)  # type: ignore[arg-type]
+    return Manager(pool, GEOMETRY.page_tokens, prefix_hash.root_hasher(DIGEST, GEOMETRY), lambda *_: None)
 
 
 def tokens(seed: int, count: int) -> np.ndarray:
@@ -89,7 +89,7 @@ def measure_lookup(rounds: int) -> dict[str, dict[str, float]]:
         hit.append(timed(lambda prompt=prompt: grant(manager, "b", prompt)))  # type: ignore[misc]
         manager.release("b", PROMPT)
         if i % 4 == 3:  # room again for the figure without eviction
-            manager.pool.discard(list(manager.pool.index))
+            manager.pool.remove(list(manager.pool.table.hashes()))
     return {
         "acquire_4096_us": spread(fresh, 1e6),
         "acquire_4096_evicting_us": spread(evicting, 1e6),
@@ -106,7 +106,7 @@ def measure_hit(rounds: int) -> dict[str, dict[str, float]]:
     commits: list[float] = []
     hits: list[float] = []
     for _ in range(rounds):
-        manager.pool.discard(list(manager.pool.index))
+        manager.pool.remove(list(manager.pool.table.hashes()))
         grant(manager, "a", prompt)
         commits.append(timed(lambda: manager.commit("a", PROMPT)))
         manager.release("a", PROMPT)
@@ -125,9 +125,9 @@ def measure_memory() -> float:
     contents = np.zeros((PREFIXES * each + 2, 8), np.uint8)
     arenas = headers.nbytes + contents.nbytes  # not bookkeeping: the arena's own
     manager = Manager(
-        Pool(KvArena(headers, contents)),
+        PagePool(KvArena(headers, contents)),
         GEOMETRY.page_tokens,
-        prefix_hash.roots(DIGEST, GEOMETRY),
+        prefix_hash.root_hasher(DIGEST, GEOMETRY),
         lambda *_: None,
     )
     for i in range(PREFIXES):
@@ -143,10 +143,10 @@ def measure_restore(directory: Path, rounds: int) -> dict[str, dict[str, float]]
     """A spilled 2,048-token prefix comes back: from the page cache, and from the disk."""
     count = RESTORED // GEOMETRY.page_tokens
     page_bytes = GEOMETRY.page_bytes
-    identity = persist.identity("", GEOMETRY)
+    identity = persist.file_identity("", GEOMETRY)
     path = directory / "bench.pages"
-    store = PageStore(path, identity, page_bytes, 2 * count * page_bytes, persist.IN_SPILL)
-    manager = new_manager(count + 2, page_bytes, spill=store, tiers=[store])
+    store = DiskPageStore(path, identity, page_bytes, 2 * count * page_bytes, persist.IN_SPILL)
+    manager = new_manager(count + 2, page_bytes, spill=store, stores=[store])
     rng = np.random.default_rng(0)
     manager.pool.arena.pages[:] = rng.integers(0, 256, manager.pool.arena.pages.shape, np.uint8)
     prompt, other = tokens(1, RESTORED + 1), tokens(2, RESTORED + 1)
@@ -162,8 +162,8 @@ def measure_restore(directory: Path, rounds: int) -> dict[str, dict[str, float]]
             if is_cold:  # what is mapped stays in the cache: close it meanwhile
                 store.close()
                 drop_from_cache(path)
-                store = PageStore(path, identity, page_bytes, 2 * count * page_bytes, persist.IN_SPILL)
-            manager = new_manager(count + 2, page_bytes, spill=store, tiers=[store])
+                store = DiskPageStore(path, identity, page_bytes, 2 * count * page_bytes, persist.IN_SPILL)
+            manager = new_manager(count + 2, page_bytes, spill=store, stores=[store])
             manager.pool.arena.pages[:] = 1  # as the real one is: its memory is there
             begun = time.perf_counter()
             assert grant(manager, "c", prompt) == RESTORED
@@ -171,7 +171,7 @@ def measure_restore(directory: Path, rounds: int) -> dict[str, dict[str, float]]
         store.close()
         drop_from_cache(path)
         sequential.append(read_file(path))
-        store = PageStore(path, identity, page_bytes, 2 * count * page_bytes, persist.IN_SPILL)
+        store = DiskPageStore(path, identity, page_bytes, 2 * count * page_bytes, persist.IN_SPILL)
     store.close()
     megabytes = count * page_bytes / 1e6
     return {

@@ -15,12 +15,13 @@ import pytest
 
 from pipeline.faults import points
 from shm.pages import PAGE_FULL, PAGE_HEADER
-from stages.kv.pool.headers import Headers, PageName, checksum
-from stages.kv.pool.prefix_hash import PageDigest
-from stages.kv.storage.spill import BLOCK, PAUSE_S, SLOTS, SLOW_FACTOR, PageStore
+from stages.kv.pool.page_headers import PageHeaders, PageIdentity, checksum
+from stages.kv.pool.prefix_hash import PageHash
+from stages.kv.storage.disk_store import PAUSE_S, SLOW_FACTOR, DiskPageStore
+from stages.kv.storage.page_file import BLOCK, EXTENT_CELLS
 
 PAGE_BYTES = 8192
-EXTENT = BLOCK + SLOTS * PAGE_BYTES
+EXTENT = BLOCK + EXTENT_CELLS * PAGE_BYTES
 IDENTITY = {"digest": "ab" * 32, "kv_type": "f16"}
 
 
@@ -32,30 +33,30 @@ class Clock:
         return self.now
 
 
-def page(i: int) -> tuple[PageDigest, bytes, np.ndarray]:
+def page(i: int) -> tuple[PageHash, bytes, np.ndarray]:
     """(digest, record, content) of a page that one can tell apart."""
     content = np.random.default_rng(i).integers(0, 256, PAGE_BYTES, np.uint8)
-    digest = PageDigest(i.to_bytes(16, "big"))
+    digest = PageHash(i.to_bytes(16, "big"))
     raw = np.zeros((1, PAGE_HEADER), np.uint8)
-    headers = Headers(raw)
-    headers.lease([0], PageDigest(bytes(16)), 1, now_ns=1000 + i, born_ns=1)
-    headers.publish(0, PageName(PageDigest(bytes(16)), digest, digest, checksum(content), i, 16))
+    headers = PageHeaders(raw)
+    headers.lease([0], PageHash(bytes(16)), 1, now_ns=1000 + i, born_ns=1)
+    headers.mark_full(0, PageIdentity(PageHash(bytes(16)), digest, digest, checksum(content), i, 16))
     assert headers.state(0) == PAGE_FULL
     return digest, headers.record(0), content
 
 
-def open_store(path: Path, max_bytes: int = BLOCK + 2 * EXTENT, **options: Any) -> PageStore:
-    return PageStore(path, options.pop("identity", IDENTITY), PAGE_BYTES, max_bytes, 1, **options)
+def open_store(path: Path, max_bytes: int = BLOCK + 2 * EXTENT, **options: Any) -> DiskPageStore:
+    return DiskPageStore(path, options.pop("identity", IDENTITY), PAGE_BYTES, max_bytes, 1, **options)
 
 
-def fetch(store: PageStore, i: int) -> bool:
+def fetch(store: DiskPageStore, i: int) -> bool:
     """Whether page `i` comes back; if so, it is what it was."""
     digest, _, content = page(i)
     out = np.zeros(PAGE_BYTES, np.uint8)
     found = store.fetch(digest, out)
     if found is None:
         return False
-    assert found.digest == digest
+    assert found.page_hash == digest
     np.testing.assert_array_equal(out, content)
     return True
 
@@ -68,7 +69,7 @@ def path(tmp_path: Path) -> Path:
 def test_round_trip_and_again_after_reopening(path: Path) -> None:
     store = open_store(path)
     for i in range(40):  # more than an extent
-        assert store.put(*page(i))
+        assert store.save(*page(i))
     assert all(fetch(store, i) for i in range(40))
     assert not fetch(store, 99)
     store.close()
@@ -81,11 +82,11 @@ def test_round_trip_and_again_after_reopening(path: Path) -> None:
 
 def test_the_bound_holds_and_the_longest_unused_goes(path: Path) -> None:
     store = open_store(path)
-    assert store.capacity == 2 * SLOTS
-    for i in range(2 * SLOTS):
-        assert store.put(*page(i))
+    assert store.capacity == 2 * EXTENT_CELLS
+    for i in range(2 * EXTENT_CELLS):
+        assert store.save(*page(i))
     assert fetch(store, 0)  # used: now the last to go
-    assert store.put(*page(100))
+    assert store.save(*page(100))
     assert not fetch(store, 1)
     assert fetch(store, 0)
     assert path.stat().st_size == BLOCK + 2 * EXTENT == store.file_bytes
@@ -93,28 +94,28 @@ def test_the_bound_holds_and_the_longest_unused_goes(path: Path) -> None:
     store.close()
     smaller = open_store(path, BLOCK + EXTENT)
     assert path.stat().st_size == BLOCK + EXTENT
-    assert 0 < len(smaller) <= SLOTS
+    assert 0 < len(smaller) <= EXTENT_CELLS
     smaller.close()
 
 
 def test_a_bound_below_an_extent_has_smaller_ones(path: Path) -> None:
     store = open_store(path, 2 * BLOCK + 3 * PAGE_BYTES)
     assert store.capacity == 3
-    assert all(store.put(*page(i)) for i in range(5))
+    assert all(store.save(*page(i)) for i in range(5))
     assert [fetch(store, i) for i in range(5)] == [False, False, True, True, True]
     assert path.stat().st_size <= 2 * BLOCK + 3 * PAGE_BYTES
     store.close()
     nothing = open_store(path, 100)
     assert nothing.capacity == 0
-    assert not nothing.put(*page(1))
+    assert not nothing.save(*page(1))
     nothing.close()
 
 
 @pytest.mark.parametrize("where", ["page", "digest", "checksum", "check"])
 def test_a_flipped_bit_costs_the_page_and_only_it(path: Path, where: str, caplog: pytest.LogCaptureFixture) -> None:
     store = open_store(path)
-    store.put(*page(1))
-    store.put(*page(2))
+    store.save(*page(1))
+    store.save(*page(2))
     offset = {"page": BLOCK + BLOCK + 4000, "digest": BLOCK + 32, "checksum": BLOCK + 50, "check": BLOCK + 66}[where]
     with open(path, "r+b") as file:
         byte = os.pread(file.fileno(), 1, offset)[0]
@@ -124,15 +125,15 @@ def test_a_flipped_bit_costs_the_page_and_only_it(path: Path, where: str, caplog
     assert "damaged" in caplog.text
     assert store.counters.damaged == 1
     assert fetch(store, 2)
-    assert store.put(*page(1))  # its slot is used again
+    assert store.save(*page(1))  # its cell is used again
     assert fetch(store, 1)
     store.close()
 
 
 def test_a_flipped_bit_while_it_was_closed(path: Path) -> None:
     store = open_store(path)
-    store.put(*page(1))
-    store.put(*page(2))
+    store.save(*page(1))
+    store.save(*page(2))
     store.close()
     with open(path, "r+b") as file:
         os.pwrite(file.fileno(), b"\xff\x00\xff", BLOCK + 33)
@@ -146,12 +147,12 @@ def test_a_flipped_bit_while_it_was_closed(path: Path) -> None:
 def test_what_is_expected_may_be_missing_torn_or_cut_off(path: Path) -> None:
     """Pages are expected in any order, over extents, with gaps; a part of the file that is gone is no error yet."""
     store = open_store(path)
-    for i in range(SLOTS + 4):
-        store.put(*page(i))
-    store.discard(page(3)[0])
+    for i in range(EXTENT_CELLS + 4):
+        store.save(*page(i))
+    store.remove(page(3)[0])
     os.truncate(path, BLOCK + EXTENT + BLOCK + PAGE_BYTES)
-    store.expect([page(i)[0] for i in reversed(range(SLOTS + 8))])
-    assert [i for i in range(SLOTS + 4) if fetch(store, i)] == [0, 1, 2, *range(4, SLOTS + 1)]
+    store.prefetch([page(i)[0] for i in reversed(range(EXTENT_CELLS + 8))])
+    assert [i for i in range(EXTENT_CELLS + 4) if fetch(store, i)] == [0, 1, 2, *range(4, EXTENT_CELLS + 1)]
     store.close()
 
 
@@ -159,13 +160,13 @@ def test_what_is_expected_may_be_missing_torn_or_cut_off(path: Path) -> None:
 def test_truncation_under_our_hands_is_no_signal(path: Path, left: int) -> None:
     store = open_store(path)
     for i in range(40):
-        store.put(*page(i))
+        store.save(*page(i))
     os.truncate(path, left)
     came = [fetch(store, i) for i in range(40)]
     assert came.count(True) <= max(0, (left - 2 * BLOCK)) // PAGE_BYTES + 1
     store.close()
     again = open_store(path)  # and the file is usable afterwards
-    assert again.put(*page(7))
+    assert again.save(*page(7))
     assert fetch(again, 7)
     again.close()
 
@@ -175,7 +176,7 @@ def test_a_file_of_another_model_is_not_used(
     path: Path, identity: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     store = open_store(path, identity=identity)
-    store.put(*page(1))
+    store.save(*page(1))
     store.close()
     with caplog.at_level(logging.WARNING):
         mine = open_store(path)
@@ -190,7 +191,7 @@ def test_garbage_is_not_used(path: Path) -> None:
     path.write_bytes(os.urandom(3 * EXTENT))
     store = open_store(path)
     assert len(store) == 0
-    assert store.put(*page(1))
+    assert store.save(*page(1))
     assert fetch(store, 1)
     store.close()
 
@@ -218,13 +219,13 @@ def test_a_full_disk_makes_do_with_what_there_is(path: Path) -> None:
     clock = Clock()
     store = open_store(path, clock=clock)
     with file_size_limit(BLOCK + EXTENT):
-        assert all(store.put(*page(i)) for i in range(SLOTS + 10))
-    assert len(store) == SLOTS
+        assert all(store.save(*page(i)) for i in range(EXTENT_CELLS + 10))
+    assert len(store) == EXTENT_CELLS
     assert store.counters.errors == 1
-    assert [i for i in range(SLOTS + 10) if fetch(store, i)] == list(range(10, SLOTS + 10))
+    assert [i for i in range(EXTENT_CELLS + 10) if fetch(store, i)] == list(range(10, EXTENT_CELLS + 10))
     clock.now += PAUSE_S  # somebody made room
-    assert all(store.put(*page(i)) for i in range(10))
-    assert len(store) == SLOTS + 10
+    assert all(store.save(*page(i)) for i in range(10))
+    assert len(store) == EXTENT_CELLS + 10
     store.close()
 
 
@@ -232,30 +233,30 @@ def test_a_disk_that_is_full_from_the_start_keeps_nothing(path: Path) -> None:
     clock = Clock()
     store = open_store(path, clock=clock)
     with file_size_limit(BLOCK):
-        assert not store.put(*page(1))
-        assert not store.put(*page(1))
+        assert not store.save(*page(1))
+        assert not store.save(*page(1))
     assert store.counters.errors == 1  # it is left alone for a while
-    assert not store.put(*page(1))
+    assert not store.save(*page(1))
     clock.now += PAUSE_S
-    assert store.put(*page(1))
+    assert store.save(*page(1))
     store.close()
 
 
 def test_a_failing_disk_is_an_error_of_one_page(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     store = open_store(path, clock=clock)
-    store.put(*page(1))
+    store.save(*page(1))
 
     def fail(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", fail)
-        assert not store.put(*page(2))
+        assert not store.save(*page(2))
         patch.setattr(os, "pread", fail)
         assert not fetch(store, 1)
     clock.now += PAUSE_S
-    assert store.put(*page(2))
+    assert store.save(*page(2))
     assert fetch(store, 2)
     store.close()
 
@@ -270,11 +271,11 @@ def test_a_slow_disk_is_given_time(path: Path, monkeypatch: pytest.MonkeyPatch) 
         return pwrite(*arguments)
 
     monkeypatch.setattr(os, "pwrite", slow)
-    assert store.put(*page(1))
-    assert not store.put(*page(2))
+    assert store.save(*page(1))
+    assert not store.save(*page(2))
     assert fetch(store, 1)
     clock.now += 60
-    assert store.put(*page(2))
+    assert store.save(*page(2))
     store.close()
 
 
@@ -284,7 +285,7 @@ def test_half_written_pages_are_recognised(path: Path, monkeypatch: pytest.Monke
     for allowed in range(4):
         path.unlink(missing_ok=True)
         store = open_store(path)
-        store.put(*page(0))
+        store.save(*page(0))
         count = 0
 
         def killed(fd: int, data: Any, offset: int, limit: int = allowed) -> int:
@@ -294,7 +295,7 @@ def test_half_written_pages_are_recognised(path: Path, monkeypatch: pytest.Monke
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", killed)
-            store.put(*page(1))
+            store.save(*page(1))
         store.close()
         again = open_store(path)
         assert fetch(again, 0)
@@ -305,45 +306,45 @@ def test_half_written_pages_are_recognised(path: Path, monkeypatch: pytest.Monke
 # ------------------------------------------------------------------ holes
 
 
-def full_store(path: Path, extents: int, **options: Any) -> PageStore:
+def full_store(path: Path, extents: int, **options: Any) -> DiskPageStore:
     store = open_store(path, BLOCK + extents * EXTENT, **options)
-    assert all(store.put(*page(i)) for i in range(extents * SLOTS))
+    assert all(store.save(*page(i)) for i in range(extents * EXTENT_CELLS))
     return store
 
 
 def test_holes_are_closed_and_their_bytes_given_back(path: Path) -> None:
     store = full_store(path, 4)
-    kept = [i for i in range(4 * SLOTS) if i % 4 == 3]  # a quarter, all over the file
-    for i in set(range(4 * SLOTS)) - set(kept):
-        store.discard(page(i)[0])
-    assert store.hole_bytes == 3 * SLOTS * PAGE_BYTES
+    kept = [i for i in range(4 * EXTENT_CELLS) if i % 4 == 3]  # a quarter, all over the file
+    for i in set(range(4 * EXTENT_CELLS)) - set(kept):
+        store.remove(page(i)[0])
+    assert store.hole_bytes == 3 * EXTENT_CELLS * PAGE_BYTES
     assert path.stat().st_size == BLOCK + 4 * EXTENT
     rounds = 0
     while store.compact(3):
         rounds += 1
-        assert store.digests() == [page(i)[0] for i in kept]  # in the order of their use, as before
+        assert store.hashes() == [page(i)[0] for i in kept]  # in the order of their use, as before
     assert rounds >= 4
     assert path.stat().st_size == store.file_bytes == BLOCK + 2 * EXTENT
-    assert store.hole_bytes == SLOTS * PAGE_BYTES  # room, so that the next page need not grow it again
+    assert store.hole_bytes == EXTENT_CELLS * PAGE_BYTES  # room, so that the next page need not grow it again
     assert store.counters.returned_bytes == 2 * EXTENT
     assert all(fetch(store, i) for i in kept)
     store.close()
     store = open_store(path, BLOCK + 4 * EXTENT)
     assert len(store) == len(kept)
     assert all(fetch(store, i) for i in kept)
-    assert all(store.put(*page(i)) for i in range(1000, 1000 + 3 * SLOTS))
-    assert len(store) == 4 * SLOTS
-    assert all(fetch(store, i) for i in [*kept, *range(1000, 1000 + 3 * SLOTS)])
+    assert all(store.save(*page(i)) for i in range(1000, 1000 + 3 * EXTENT_CELLS))
+    assert len(store) == 4 * EXTENT_CELLS
+    assert all(fetch(store, i) for i in [*kept, *range(1000, 1000 + 3 * EXTENT_CELLS)])
     store.close()
 
 
 def test_a_full_file_has_no_holes_to_close(path: Path) -> None:
     store = full_store(path, 2)
-    for i in range(2 * SLOTS - 1):
+    for i in range(2 * EXTENT_CELLS - 1):
         assert not store.compact(10)
-        store.discard(page(i)[0])
+        store.remove(page(i)[0])
     assert store.counters.moved == 0
-    store.discard(page(2 * SLOTS - 1)[0])
+    store.remove(page(2 * EXTENT_CELLS - 1)[0])
     assert not store.compact(10)  # nothing to move: the last extent goes at once
     assert path.stat().st_size == BLOCK + EXTENT
     store.close()
@@ -351,13 +352,13 @@ def test_a_full_file_has_no_holes_to_close(path: Path) -> None:
 
 def test_a_damaged_page_is_not_moved(path: Path) -> None:
     store = full_store(path, 3)
-    for i in range(2 * SLOTS):
-        store.discard(page(i)[0])
+    for i in range(2 * EXTENT_CELLS):
+        store.remove(page(i)[0])
     with open(path, "r+b") as file:
         os.pwrite(file.fileno(), b"\x00\x01\x02", BLOCK + 2 * EXTENT + BLOCK + 5)
     while store.compact(4):
         pass
-    damaged = [i for i in range(2 * SLOTS, 3 * SLOTS) if not fetch(store, i)]
+    damaged = [i for i in range(2 * EXTENT_CELLS, 3 * EXTENT_CELLS) if not fetch(store, i)]
     assert len(damaged) == store.counters.damaged == 1
     store.close()
 
@@ -366,8 +367,8 @@ def test_a_damaged_page_is_not_moved(path: Path) -> None:
 def test_a_crash_while_a_page_is_moved_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch, written: int) -> None:
     """The page is moved with four writes; the process ends before the one of number `written`."""
     store = full_store(path, 3)
-    for i in range(2 * SLOTS):
-        store.discard(page(i)[0])
+    for i in range(2 * EXTENT_CELLS):
+        store.remove(page(i)[0])
     done = []
 
     def write(fd: int, data: Any, offset: int) -> int:
@@ -380,11 +381,11 @@ def test_a_crash_while_a_page_is_moved_loses_nothing(path: Path, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", write)
         assert not store.compact(4)
-    assert all(fetch(store, i) for i in range(2 * SLOTS, 3 * SLOTS))  # this process goes on
+    assert all(fetch(store, i) for i in range(2 * EXTENT_CELLS, 3 * EXTENT_CELLS))  # this process goes on
     store.close()  # which writes nothing: a successor reads what is there
     again = open_store(path, BLOCK + 3 * EXTENT)
-    assert len(again) == SLOTS
-    assert all(fetch(again, i) for i in range(2 * SLOTS, 3 * SLOTS))
+    assert len(again) == EXTENT_CELLS
+    assert all(fetch(again, i) for i in range(2 * EXTENT_CELLS, 3 * EXTENT_CELLS))
     again.close()
 
 
@@ -393,7 +394,7 @@ def test_age_on_disk_is_since_the_last_use(path: Path) -> None:
     store = open_store(path, wall_ns=lambda: now[0])
     for i in range(4):
         now[0] = i
-        store.put(*page(i))
+        store.save(*page(i))
     now[0] = 10
     assert fetch(store, 0)
     assert store.idle(3) == [page(1)[0], page(2)[0]]
@@ -408,7 +409,7 @@ def test_a_disk_that_reads_slower_than_computing_is_left_alone_for_a_while(path:
     clock = Clock()
     store = open_store(path, clock=clock, name="slow_test")
     for i in range(3):
-        assert store.put(*page(i))
+        assert store.save(*page(i))
     fault = points.fault_point("disk", "slow_test_read")
 
     def strike(number: int) -> bool:

@@ -1,4 +1,4 @@
-"""`starling kv check` beside a real kv process: its books and the page headers must tell the same, and add up."""
+"""`starling kv check` with a running kv process: its page table and the page headers must agree and add up."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pipeline.errors import StarlingError
 from pipeline.ipc import control
 from pipeline.protocol import messages as m
 from shm.pages import HEADER, PAGE_FULL
-from stages.kv import view
+from stages.kv import inspection
+from stages.kv.audit import audit
 from stages.kv.manager import Grant
 from stages.kv.model import ModelPages
-from stages.kv.pool import audit
-from stages.kv.pool.headers import Count
+from stages.kv.pool.page_headers import PageCounts
 from starling.cli import cli
 from tests.kv.process import MODEL, PAGE_TOKENS, KvProcess, Scheduler, configure, load_config, write_model
 
@@ -77,13 +77,13 @@ def a_cached_page(s: Scheduler) -> int:
 def test_both_tell_the_same_and_it_adds_up(served: Served) -> None:
     report = check(0)
     (model,) = report["models"]
-    told = model["books"]
+    told = model["audit"]
     total = model["total"]
-    assert told["books"] == told["headers"] == [total - 5, 3, 2]
+    assert told["page_table"] == told["headers"] == [total - 5, 3, 2]
     assert told["total"] == total
-    assert told["declared"]
+    assert told["is_reconciled"]
     assert "by headers" in report["shown"]
-    assert "free + cached + leased == total by the headers and books" in report["shown"]
+    assert "free + cached + leased == total by the headers and page table" in report["shown"]
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_headers_that_tell_another_number_are_found(served: Served) -> None:
     fields(s)["refs"][page] = 1
     report = check(1)
     (model,) = report["models"]
-    assert (model["books"]["books"][1:], model["books"]["headers"][1:]) == ([3, 2], [2, 3])
+    assert (model["audit"]["page_table"][1:], model["audit"]["headers"][1:]) == ([3, 2], [2, 3])
     assert "the headers say" in report["shown"]
     fields(s)["refs"][page] = 0
     check(0)
@@ -104,7 +104,7 @@ def test_headers_that_do_not_add_up_are_found(served: Served) -> None:
     _, s = served
     fields(s)["state"][a_cached_page(s)] = 9
     report = check(1)
-    assert sum(report["models"][0]["books"]["headers"]) == report["models"][0]["total"] - 1
+    assert sum(report["models"][0]["audit"]["headers"]) == report["models"][0]["total"] - 1
     assert "by the page headers" in report["shown"]
 
 
@@ -129,7 +129,7 @@ def test_what_a_successor_has_taken_over_adds_up(served: Served, home: Path) -> 
     with KvProcess(home):
         s.wait_ready()
         (model,) = check(0)["models"]
-        assert model["books"]["books"] == model["books"]["headers"] == [model["total"] - 3, 3, 0]
+        assert model["audit"]["page_table"] == model["audit"]["headers"] == [model["total"] - 3, 3, 0]
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_without_the_stage_the_files_are_checked(served: Served) -> None:
     kv, s = served
     kv.kill()
     report = check(0)
-    assert report["models"][0]["books"] is None
+    assert report["models"][0]["audit"] is None
     assert "by the headers, every" in report["shown"]
     fields(s)["state"][a_cached_page(s)] = 9
     check(1)
@@ -146,11 +146,11 @@ def test_without_the_stage_the_files_are_checked(served: Served) -> None:
 @pytest.mark.slow
 def test_a_stage_that_does_not_answer_is_told(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     kv, _ = served
-    monkeypatch.setattr(view, "ASK_S", 0.2)
+    monkeypatch.setattr(inspection, "AUDIT_TIMEOUT_S", 0.2)
     assert kv.process is not None
     kv.process.send_signal(signal.SIGSTOP)
     try:
-        assert "the books are not checked" in check(1)["shown"]
+        assert "the page table is not checked" in check(1)["shown"]
     finally:
         kv.process.send_signal(signal.SIGCONT)
     monkeypatch.undo()
@@ -158,7 +158,7 @@ def test_a_stage_that_does_not_answer_is_told(served: Served, monkeypatch: pytes
 
 @pytest.mark.slow
 def test_nothing_else_is_asked_there(served: Served, home: Path) -> None:
-    with pytest.raises(StarlingError, match="'op': 'books'"):
+    with pytest.raises(StarlingError, match="'op': 'audit'"):
         control.call(home / "run", "kv", {"op": "drop everything"})
     check(0)
 
@@ -167,17 +167,17 @@ def test_books_that_are_wrong_are_found(home: Path) -> None:
     digest = write_model(home)
     config = load_config(home)
     pages = ModelPages(config, config.model(MODEL))
-    assert audit.take(pages) is None
+    assert audit(pages) is None
     manager = pages.open(home / "models" / f"{digest}.idx")
-    manager.declare([])
+    manager.reconcile([])
     assert isinstance(manager.acquire("a", np.ones(17, np.int32), 17), Grant)
-    told = audit.take(pages)
+    told = audit(pages)
     assert told is not None
     assert told.problems() == []
     manager.leases["a"].pages.pop()  # nobody knows of that page any more
-    told = audit.take(pages)
+    told = audit(pages)
     assert told is not None
-    assert told.books == Count(told.total - 2, 0, 1)
-    assert any("by the books" in problem for problem in told.problems())
+    assert told.page_table == PageCounts(told.total - 2, 0, 1)
+    assert any("by the page table" in problem for problem in told.problems())
     assert any("wrong reference count" in problem for problem in told.problems())
     pages.close()

@@ -14,14 +14,18 @@ from rich.console import Console
 from pipeline.config import paths
 from pipeline.observe.metrics import Metrics
 from shm.pages import KvGeometry, create_kv
+from stages.kv.cache_metrics import measure
+from stages.kv.inspection import inspect
 from stages.kv.manager import Grant, Manager
-from stages.kv.model import ModelPages, measure
+from stages.kv.model import ModelPages
 from stages.kv.pool import prefix_hash
-from stages.kv.pool.page_pool import Pool
+from stages.kv.pool.page_pool import PagePool
+from stages.kv.report import Report
 from stages.kv.storage import persist
-from stages.kv.storage.spill import BLOCK, PageStore
-from stages.kv.view import Report, inspect, show
+from stages.kv.storage.disk_store import DiskPageStore
+from stages.kv.storage.page_file import BLOCK
 from starling.cli import cli
+from starling.cli.kv_tables import render
 from tests.kv.process import MODEL, configure, load_config, write_model
 
 
@@ -34,7 +38,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelPages:
     config = load_config(tmp_path)
     model = ModelPages(config, config.model(MODEL))
     manager = model.open(tmp_path / "models" / f"{digest}.idx")
-    manager.declare([])
+    manager.reconcile([])
     run(manager, "a", [1, 2, 3])
     run(manager, "b", [1, 2, 4, 5])
     assert isinstance(manager.acquire("c", np.full(17, 1, np.int32), 40), Grant)
@@ -48,7 +52,7 @@ def run(manager: Manager, who: str, words: list[int]) -> None:
     manager.release(who, len(tokens))
 
 
-def save_all(pages: ModelPages) -> tuple[Manager, PageStore]:
+def save_all(pages: ModelPages) -> tuple[Manager, DiskPageStore]:
     """Copy what may be copied to the state directory."""
     assert pages.manager is not None
     assert pages.saved is not None
@@ -60,7 +64,7 @@ def save_all(pages: ModelPages) -> tuple[Manager, PageStore]:
 def text(report: Report) -> str:
     console = Console(record=True, width=80, file=open(os.devnull, "w"))  # noqa: SIM115
     with console.file:
-        console.print(show(report))
+        console.print(render(report))
     return console.export_text()
 
 
@@ -91,7 +95,7 @@ def test_shows_what_is_there(pages: ModelPages) -> None:
     assert [(disk.kind, disk.pages) for disk in m.disks] == [("saved", 2)]
     shown = text(report)
     assert max(map(len, shown.splitlines())) <= 80
-    for piece in ("tokens 0..32, 2 pages", "1 in use", "chat-1", "every checksum holds"):
+    for piece in ("tokens 0..32, 2 pages", "1 in use", "chat-1", "every checksum is correct"):
         assert piece in shown
 
 
@@ -106,7 +110,7 @@ def test_works_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_check_finds_every_kind_of_damage(pages: ModelPages) -> None:
     manager, saved = save_all(pages)
     assert inspect(pages.config, check=True).problems == []
-    cached = manager.pool.cached_pages()
+    cached = manager.pool.table.evictable_pages()
     manager.pool.arena.pages[cached[0], 100] ^= 1
     manager.pool.arena.headers[cached[1], 3] ^= 1
     os.pwrite(saved._fd, b"damage", 2 * BLOCK + 50)
@@ -116,7 +120,7 @@ def test_check_finds_every_kind_of_damage(pages: ModelPages) -> None:
     for piece in (
         f"page {cached[0]} fails its checksum",
         f"page {cached[1]} has a torn header",
-        "slot 0 fails its checksum",
+        "cell 0 fails its checksum",
         "8 of 8 bytes are damaged",
     ):
         assert piece in problems
@@ -129,11 +133,11 @@ def test_counts_what_cannot_be_reached(tmp_path: Path) -> None:
     config = load_config(tmp_path)
     path = paths.arena_dir(config) / f"{MODEL}.kv"
     arena, views = create_kv(path, geometry, 6, bytes(32), 1)
-    roots = prefix_hash.roots(bytes(32), geometry)
-    manager = Manager(Pool(views), 16, roots, lambda *_: None)
+    roots = prefix_hash.root_hasher(bytes(32), geometry)
+    manager = Manager(PagePool(views), 16, roots, lambda *_: None)
     run(manager, "a", [1, 2, 3])
     assert inspect(config).models[0].unreachable == 0
-    manager.pool.discard(prefix_hash.chain(roots(""), np.full(16, 1, np.int32), 16))
+    manager.pool.remove(prefix_hash.page_hashes(roots(""), np.full(16, 1, np.int32), 16))
     assert inspect(config).models[0].unreachable == 1
     arena.close()
 
@@ -174,8 +178,8 @@ def test_files_of_old_versions_do_not_pile_up(tmp_path: Path) -> None:
     for age, path in enumerate([*paths_, other]):
         path.write_bytes(b"x")
         os.utime(path, (age, age))
-    assert persist.stores_of(tmp_path, "m") == paths_
-    assert persist.remove_old(tmp_path, "m", paths_[1]) == [paths_[0], paths_[2], paths_[3]]
+    assert persist.page_files(tmp_path, "m") == paths_
+    assert persist.remove_old_versions(tmp_path, "m", paths_[1]) == [paths_[0], paths_[2], paths_[3]]
     assert sorted(tmp_path.iterdir()) == sorted([paths_[1], paths_[4], other])
 
 
@@ -200,7 +204,7 @@ def test_the_command(pages: ModelPages, tmp_path: Path, monkeypatch: pytest.Monk
     assert runner.invoke(cli, ["kv", "check"], standalone_mode=False).return_value == 0
     assert pages.manager is not None
     pool = pages.manager.pool
-    pool.arena.pages[pool.cached_pages()[0], 5] ^= 1
+    pool.arena.pages[pool.table.evictable_pages()[0], 5] ^= 1
     damaged = runner.invoke(cli, ["kv", "check"], standalone_mode=False)
     assert damaged.return_value == 1
     assert "fails its checksum" in damaged.output
@@ -216,14 +220,14 @@ def test_fragmentation_is_told(pages: ModelPages, tmp_path: Path) -> None:
     assert m.fragmentation == pytest.approx(manager.fragmentation())
     assert m.fragmentation > 0  # "c" has 17 tokens in 3 pages
     (disk,) = m.disks
-    assert disk.hole_bytes == saved.hole_bytes == (disk.slots - disk.pages) * m.page_bytes
+    assert disk.hole_bytes == saved.hole_bytes == (disk.cells - disk.pages) * m.page_bytes
     shown = text(inspect(pages.config))
     assert f"{100 * m.fragmentation:.1f} %" in shown
 
 
 def test_states_that_do_not_add_up_are_told(pages: ModelPages) -> None:
     assert pages.manager is not None
-    pages.manager.pool.arena.headers[pages.manager.pool.cached_pages()[0], 72] = 9
+    pages.manager.pool.arena.headers[pages.manager.pool.table.evictable_pages()[0], 72] = 9
     (problem, *_) = inspect(pages.config).problems
     assert "are not" in problem
     assert "1 are of no known state" in problem

@@ -1,0 +1,75 @@
+"""The metrics of the KV cache, summed over the versions of each model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from pipeline.observe.metrics import Metrics
+from stages.kv.model import ModelPages
+
+_STATES = ("free", "cached", "leased")
+
+
+class RemovedVersions:
+    """The counters of versions that were removed, so that the totals of their models do not fall."""
+
+    def __init__(self) -> None:
+        self.totals: Counter[tuple[str, ...]] = Counter()  # by family and labels
+
+    def add(self, model: ModelPages) -> None:
+        """Add the counters of a version that is about to be removed."""
+        self.totals.update(_totals(model))
+
+
+def _totals(model: ModelPages) -> Counter[tuple[str, ...]]:
+    if model.manager is None:
+        return Counter()
+    counters, stores = model.manager.pool.counters, model.stores()
+    return Counter(
+        {
+            ("starling_kv_cache_hits_total", model.name): counters.hits,
+            ("starling_kv_cache_misses_total", model.name): counters.misses,
+            ("starling_kv_cache_evictions_total",): counters.evictions,
+            ("starling_kv_cache_checksum_failures_total",): counters.checksum_failures
+            + sum(store.counters.damaged for store in stores),
+            ("starling_kv_cache_disk_errors_total",): sum(store.counters.errors for store in stores),
+            ("starling_kv_cache_spilled_pages_total",): counters.spilled,
+            ("starling_kv_cache_restored_pages_total",): counters.restored,
+            ("starling_kv_cache_compacted_bytes_total",): sum(s.counters.returned_bytes for s in stores),
+        }
+    )
+
+
+def measure(
+    models: list[ModelPages], metrics: Metrics, removed: RemovedVersions | None = None, names: Iterable[str] = ()
+) -> None:
+    """Set the metrics of all models. `names`: of all models that were ever loaded."""
+    names = {*names, *(model.name for model in models)}
+    totals: Counter[tuple[str, ...]] = Counter(removed.totals if removed is not None else ())
+    levels: Counter[tuple[str, ...]] = Counter()
+    levels.update({("starling_kv_cache_pages", name, state): 0 for name in names for state in _STATES})
+    levels.update({("starling_kv_cache_bytes", kind): 0 for kind in ("allocated", "resident", "spilled", "saved")})
+    levels.update({("starling_sessions", name): 0 for name in names})
+    for model in models:
+        if model.manager is None or model.geometry is None:
+            continue
+        totals.update(_totals(model))
+        pool, page_bytes = model.manager.pool, model.geometry.page_bytes
+        levels["starling_kv_cache_bytes", "allocated"] += pool.total * page_bytes
+        levels["starling_kv_cache_bytes", "resident"] += (pool.cached + pool.leased) * page_bytes
+        for kind, store in (("spilled", model.spilled), ("saved", model.saved)):
+            if store is not None:
+                levels["starling_kv_cache_bytes", kind] += len(store) * page_bytes
+                hole_share = store.hole_bytes / store.file_bytes
+                metrics.set("starling_kv_cache_fragmentation_ratio", hole_share, model.name, kind)
+        if model.has_files:  # one of the versions of a model
+            metrics.set("starling_kv_cache_fragmentation_ratio", model.manager.fragmentation(), model.name, "arena")
+        for state in _STATES:
+            levels["starling_kv_cache_pages", model.name, state] += getattr(pool, state)
+        levels["starling_sessions", model.name] = len(model.model_sessions)
+        for seconds in pool.counters.restore_s:
+            metrics.observe("starling_kv_cache_restore_seconds", seconds)
+        pool.counters.restore_s.clear()
+    for (family, *labels), value in (*totals.items(), *levels.items()):
+        metrics.set(family, value, *labels)

@@ -1,0 +1,288 @@
+"""The model versions that the kv stage has loaded: follows the record of versions, opens their arenas, removes them.
+
+    loading    the arena is created on a thread, because reserving and freeing hundreds of MB takes as long as tens of
+               steps; missing pages are copied from older versions of the same file
+    serving    also the page files and sessions are open
+    (removed)  the page files are closed at once, for the next version; the thread unmaps and removes the arena
+
+Knows no peers and sends no frames: `on_opened` tells the stage when a version has an arena, or why it has none.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from pipeline.config import paths
+from pipeline.config.schema import Config
+from pipeline.models import versions
+from pipeline.models.versions import ModelVersion
+from pipeline.protocol import messages as m
+from shm.arena import ArenaError
+from shm.checkpoint import CheckpointError
+from stages.kv.cache_metrics import RemovedVersions
+from stages.kv.manager import Manager
+from stages.kv.model import ModelPages, ReservedArena, prune
+from stages.kv.sessions.model_sessions import ModelSessions
+
+log = logging.getLogger("starling.kv")
+
+RETRY_S = 0.2  # between attempts to open a version whose model is not prepared, or whose arena does not fit
+MAX_STALL_S = 120.0  # reserving and scanning a large arena takes at most this long
+PRUNE_S = 3600.0  # between removals of old files
+
+
+class Loop(Protocol):
+    """The part of the stage's loop that is used here."""
+
+    ready: bool
+    reason: str
+
+    def mark_active(self) -> None: ...
+
+    def report_progress(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def allow_stall(self, seconds: float) -> AbstractContextManager[None]: ...
+
+
+class LoadedVersion:
+    """A version of a model, and the scheduler that uses it."""
+
+    def __init__(self, version: ModelVersion, pages: ModelPages) -> None:
+        self.version = version
+        self.pages = pages
+        self.reserving: Future[ReservedArena] | None = None  # the thread creates its arena
+        self.error = "not prepared yet"  # why there is no manager
+        self.is_opening = False  # being loaded without an error so far: `error` is only progress
+        self.peer: bytes | None = None  # the scheduler
+        self.frame: m.KvAttach | None = None
+        self.is_answered = False  # this incarnation of the scheduler has received its KvReady
+        self.last_state: m.KvState | None = None
+
+    @property
+    def name(self) -> str:
+        """The version's id: the `model` of its frames."""
+        return self.pages.model.name
+
+    @property
+    def manager(self) -> Manager | None:
+        """None until the arena is open."""
+        return self.pages.manager
+
+
+class LoadedVersions:
+    """All versions in the record, by id. `on_opened` is called with one that opened or failed for a new reason."""
+
+    def __init__(self, config: Config, loop: Loop, on_opened: Callable[[LoadedVersion], None]) -> None:
+        self.by_id: dict[str, LoadedVersion] = {}
+        self.sessions: dict[str, ModelSessions] = {}  # by model name; stays when its versions are removed
+        self.removed = RemovedVersions()
+        self._config = config
+        self._loop = loop
+        self._on_opened = on_opened
+        self._thread = ThreadPoolExecutor(1, "arenas")
+        self._follower = versions.VersionFollower(config)
+        self._next_open = self._next_prune = float("-inf")
+        self._remove_old_arenas()
+        self._apply_record()
+
+    def close(self) -> None:
+        """Close all versions; their arenas stay for a successor."""
+        self._thread.shutdown()
+        for loaded in self.by_id.values():
+            loaded.pages.close()
+
+    def pages(self) -> list[ModelPages]:
+        """The pages of all versions."""
+        return [loaded.pages for loaded in self.by_id.values()]
+
+    def find(self, name: str, version_id: str) -> LoadedVersion | None:
+        """The version with this id; without an id, the one of the model that serves."""
+        if version_id in self.by_id:
+            return self.by_id[version_id]
+        return min(self._versions_of(name), key=lambda loaded: loaded.version.state != "serving", default=None)
+
+    def _versions_of(self, name: str) -> list[LoadedVersion]:
+        return [loaded for loaded in self.by_id.values() if loaded.version.name == name]
+
+    # -------------------------------------------------------------- the record
+
+    def poll_record(self) -> None:
+        """Load and remove versions if the record has changed."""
+        if self._follower.poll():
+            self._apply_record()
+
+    def _apply_record(self) -> None:
+        self._loop.mark_active()
+        recorded = {version.id: version for version in self._follower.table.versions}
+        for version_id in [version_id for version_id in self.by_id if version_id not in recorded]:
+            self._remove(self.by_id.pop(version_id))
+        for version in recorded.values():
+            loaded = self.by_id.get(version.id)
+            if loaded is None:
+                self._add(version)
+                continue
+            starts_serving = version.state == "serving" != loaded.version.state
+            loaded.version, loaded.pages.model = version, version.model
+            if starts_serving and loaded.manager is not None:
+                loaded.pages.open_sessions()
+        for loaded in self.by_id.values():
+            if loaded.manager is not None and not loaded.pages.has_files and self._may_open_files(loaded):
+                loaded.pages.open_files()
+        self._set_older_versions()
+
+    def _add(self, version: ModelVersion) -> None:
+        name = version.name
+        directory = paths.state_dir(self._config) / "sessions"
+        sessions = self.sessions.setdefault(name, ModelSessions(directory, name.replace("/", "--")))
+        pages = ModelPages(self._config, version.model, self._loop.report_progress, name, sessions)
+        self.by_id[version.id] = LoadedVersion(version, pages)
+        self._next_open = float("-inf")
+
+    def _remove(self, loaded: LoadedVersion) -> None:
+        log.info("model version is removed", extra={"instance": loaded.version.id})
+        self.removed.add(loaded.pages)
+        loaded.pages.close_files()  # at once: the next version opens them
+        self._thread.submit(_remove_arena, loaded)
+
+    def _remove_old_arenas(self) -> None:
+        """Remove the arenas of versions that were removed while no kv stage ran."""
+        arenas = paths.arena_dir(self._config)
+        recorded = {version.slug for version in self._follower.table.versions}
+        for path in arenas.glob("*.kv"):
+            if path.stem not in recorded:
+                path.unlink(missing_ok=True)
+        for path in arenas.glob(".*.kv.*"):
+            path.unlink(missing_ok=True)  # a predecessor's partial arena: this stage holds the stage's lock
+
+    def _set_older_versions(self) -> None:
+        """Let each version copy missing pages from older versions of the same model."""
+        for loaded in self.by_id.values():
+            name, serial = loaded.version.name, loaded.version.serial
+            older = [other.pages for other in self._versions_of(name) if other.version.serial < serial]
+            loaded.pages.use_older_versions(older)
+
+    def _may_open_files(self, loaded: LoadedVersion) -> bool:
+        """Whether no other version of the model has the page files open or takes precedence."""
+        others = [other for other in self._versions_of(loaded.version.name) if other is not loaded]
+        is_serving = loaded.version.state == "serving"
+        if not is_serving and any(other.version.state == "serving" for other in others):
+            return False
+        return not any(other.pages.has_files for other in others)
+
+    # -------------------------------------------------------------- opening
+
+    def open_missing(self, now: float) -> list[LoadedVersion]:
+        """Try to open the versions without an arena, every RETRY_S. Returns those that had none."""
+        missing = [loaded for loaded in self.by_id.values() if loaded.manager is None]
+        if missing and now >= self._next_open:
+            self._next_open = now + RETRY_S
+            for loaded in missing:
+                self._open(loaded)
+        return missing
+
+    @property
+    def next_open(self) -> float:
+        """When `open_missing` tries again, s of the monotonic clock."""
+        return self._next_open
+
+    def _open(self, loaded: LoadedVersion) -> None:
+        """Create or adopt the arena once the model is prepared."""
+        before, loaded.is_opening = loaded.error, loaded.version.state == "loading"
+        try:
+            loaded.error = self._try_open(loaded)
+            if not loaded.error:
+                self._set_older_versions()
+                gc.freeze()  # the page table of a large arena lives long: garbage collections need not scan it
+        except (ArenaError, CheckpointError, OSError) as error:
+            loaded.error, loaded.is_opening = str(error), False
+            if loaded.error != before:
+                log.error("%s", error, extra={"model": loaded.name})
+        if loaded.error != before and (loaded.manager is not None or not loaded.is_opening):
+            self._on_opened(loaded)
+        self.update_readiness()
+
+    def _try_open(self, loaded: LoadedVersion) -> str:
+        """Open a version; returns why it is not open yet, or ""."""
+        is_loading = loaded.version.state == "loading"
+        if is_loading and not loaded.version.digest:
+            return f"model {loaded.name!r} is being prepared"
+        index_path = versions.find_index(loaded.version, paths.models_dir())
+        if index_path is None:
+            return f"model {loaded.name!r} is not prepared yet"
+        if not is_loading:
+            with self._loop.allow_stall(MAX_STALL_S):
+                reserved = loaded.reserving.result() if loaded.reserving is not None else None
+                loaded.pages.open(index_path, reserved, is_alone=self._may_open_files(loaded))
+                if loaded.version.state == "serving":
+                    loaded.pages.open_sessions()
+        elif loaded.reserving is None:
+            loaded.reserving = self._thread.submit(loaded.pages.reserve, index_path)
+            loaded.reserving.add_done_callback(self._on_reserved)
+            return f"the arena of model {loaded.name!r} is being created"
+        elif not loaded.reserving.done():
+            return loaded.error
+        else:
+            reserving, loaded.reserving = loaded.reserving, None
+            loaded.pages.open(index_path, reserving.result(), is_alone=self._may_open_files(loaded))
+        loaded.reserving = None
+        return ""
+
+    def _on_reserved(self, _: Future[ReservedArena]) -> None:
+        """Called on the thread."""
+        self._next_open = float("-inf")
+        self._loop.wake()
+
+    def update_readiness(self) -> None:
+        """The stage is ready when all serving versions have an arena; loading and retiring ones do not count."""
+        serving = [loaded for loaded in self.by_id.values() if loaded.version.state == "serving"]
+        errors = [loaded.error for loaded in serving if loaded.manager is None]
+        self._loop.ready, self._loop.reason = not errors, errors[0] if errors else ""
+
+    # -------------------------------------------------------------- periodic work
+
+    def prune_files(self, now: float) -> None:
+        """Remove files that are no longer served, every PRUNE_S. All versions are open."""
+        if now >= self._next_prune:
+            self._next_prune = now + PRUNE_S
+            prune(self.pages(), time.time())
+
+    def do_chores(self) -> bool:
+        """Expire, save and compact a few pages of each version; expire sessions. Returns whether pages remain."""
+        more = False
+        for pages in self.pages():
+            pages.expire()
+            more |= pages.save_some()
+            more |= pages.compact()
+        for name, sessions in self.sessions.items():
+            sessions.expire()
+            self.free_session_pages(name)
+        return more
+
+    def free_session_pages(self, name: str) -> None:
+        """Free the pages of sessions that were closed, in every version of their model."""
+        freed = self.sessions[name].take_freed() if name in self.sessions else []
+        if not freed:
+            return
+        for loaded in self._versions_of(name):
+            if loaded.manager is not None:
+                loaded.manager.pool.remove(freed)
+
+
+def _remove_arena(loaded: LoadedVersion) -> None:
+    """Close a removed version and remove its arena. Called on the thread, because freeing the memory takes time."""
+    try:
+        if loaded.reserving is not None:
+            loaded.reserving.result().opened.arena.unlink()
+        if loaded.pages.arena is not None:
+            loaded.pages.arena.unlink()
+        loaded.pages.close()
+    except Exception:
+        log.exception("the arena of a removed version cannot be removed", extra={"instance": loaded.version.id})

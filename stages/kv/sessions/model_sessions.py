@@ -1,0 +1,153 @@
+"""The sessions of a model through all its versions: one store for each tokenizer that sessions began with.
+
+    STATE_DIR/sessions/SLUG-XXXXXXXXXXXX/     the digits identify the tokenizer (shm/checkpoint.py)
+
+A session is token ids, so it continues with any version of the model that gives ids the same meaning; the new version
+computes its pages again.  With another tokenizer its next turn is a conflict.  It can still be closed, and a turn that
+was in progress when the version changed is committed to the store where it began.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+from pipeline.errors import Conflict, ModelUnavailable, StarlingError
+from pipeline.protocol import messages as m
+from stages.kv.pool.prefix_hash import PageHash, RootHasher
+from stages.kv.sessions.session_files import SessionFiles
+from stages.kv.sessions.session_store import SessionStore
+from stages.kv.storage.persist import KEPT_VERSIONS
+
+log = logging.getLogger("starling.kv")
+
+TAG_DIGITS = 12  # hex digits of the tokenizer's digest in a directory's name
+
+
+class ModelSessions:
+    """The sessions of the model with this `slug`. `directory`: `STATE_DIR/sessions`."""
+
+    def __init__(self, directory: Path, slug: str) -> None:
+        self._directory = directory
+        self._slug = slug
+        self._stores: dict[str, SessionStore] = {}  # by tag: the first digits of the tokenizer's digest
+        self._has_read = False
+
+    def __len__(self) -> int:
+        return sum(map(len, self._stores.values()))
+
+    @property
+    def directories(self) -> list[Path]:
+        """Directories in use: of the model's tokenizer, and of others that sessions began with."""
+        return [self._directory / f"{self._slug}-{tag}" for tag in self._stores]
+
+    def store(self, tokenizer: str) -> SessionStore | None:
+        """The store of a tokenizer (digest, hex); None before `open`, and when its files cannot be used."""
+        return self._stores.get(tokenizer[:TAG_DIGITS])
+
+    def open(
+        self, tokenizer: str, root_hash_of: RootHasher, page_tokens: int, max_sessions: int, max_tokens: int
+    ) -> SessionStore | None:
+        """Open the sessions for a version of the model; the first call also reads those of other tokenizers.
+
+        The version of the last call determines the page hashes.  None when the files cannot be used.
+        """
+        tags = [tokenizer[:TAG_DIGITS]]
+        if not self._has_read:
+            self._has_read = True
+            name = re.compile(re.escape(self._slug) + rf"-([0-9a-f]{{{TAG_DIGITS}}})")
+            found = [name.fullmatch(path.name) for path in self._directory.glob(f"{self._slug}-*")]
+            tags += sorted({match[1] for match in found if match} - {tags[0]})
+        for tag in tags:
+            directory = self._directory / f"{self._slug}-{tag}"
+            known = self._stores.get(tag)
+            if known is not None:
+                known.serve(root_hash_of, page_tokens, max_sessions, max_tokens)
+                continue
+            try:
+                files = SessionFiles(directory)
+                self._stores[tag] = SessionStore(files, root_hash_of, page_tokens, max_sessions, max_tokens)
+            except OSError as error:
+                log.error("%s cannot be used, there are no sessions: %s", directory, error.strerror or error)
+        self._close_old_tokenizers(tags[0])
+        return self._stores.get(tags[0])
+
+    def _close_old_tokenizers(self, current_tag: str) -> None:
+        """Close the sessions of all other tokenizers except the most recently used one, which may return."""
+        others = {tag: store.all() for tag, store in self._stores.items() if tag != current_tag}
+        for tag, sessions in others.items():
+            if not sessions:
+                del self._stores[tag]  # prune.py removes its directory
+        ranked = sorted(
+            (tag for tag, sessions in others.items() if sessions),
+            key=lambda tag: max(session.last_use for session in others[tag]),
+        )
+        for tag in ranked[:-KEPT_VERSIONS]:
+            if not any(session.holder for session in others[tag]):
+                log.info("closed the sessions of an old tokenizer", extra={"sessions": len(others[tag])})
+                for session in others[tag]:
+                    self._stores[tag].close(session.tenant, session.id)
+
+    def choose(self, frame: m.Frame, tokenizer: str) -> SessionStore | None:
+        """The store that `frame` is for; `tokenizer` is that of the frame's version. Raises `Conflict`."""
+        current = self.store(tokenizer)
+        if not isinstance(frame, m.SessionBegin | m.SessionCommit | m.SessionAbort | m.SessionClose):
+            return current
+        stores = [store for store in self._stores.values() if store.holds(frame.tenant, frame.session)]
+        if not stores or current in stores:
+            return current
+        if isinstance(frame, m.SessionBegin) and frame.resume <= 0:
+            raise Conflict(
+                f"session {frame.session!r} was begun with another tokenizer than model {frame.model!r} has now, "
+                f"and its tokens mean something else in this one: close it, or use another session_id",
+                param="session_id",
+            )
+        return stores[0]
+
+    # -------------------------------------------------------------- events
+
+    def drop_holder(self, holder: bytes) -> None:
+        """A gateway is gone: its turns are no longer in progress."""
+        for store in self._stores.values():
+            store.drop_holder(holder)
+
+    def expire(self) -> None:
+        """Remove expired sessions."""
+        for store in self._stores.values():
+            store.expire()
+
+    def take_freed(self) -> list[PageHash]:
+        """Hashes of pages that no session has any more, since the last call."""
+        freed: list[PageHash] = []
+        for store in self._stores.values():
+            freed += store.freed
+            store.freed.clear()
+        return freed
+
+
+def answer(store: SessionStore | None, holder: bytes, frame: m.Frame) -> m.Frame | None:
+    """Execute a gateway's frame; `holder` is its peer. None when the frame has no answer."""
+    if isinstance(frame, m.SessionAbort):
+        if store is not None:
+            store.abort(holder, frame.tenant, frame.session, frame.turn)
+        return None
+    if not isinstance(frame, m.SessionBegin | m.SessionCommit | m.SessionClose):
+        return None
+    try:
+        if store is None:
+            raise ModelUnavailable(f"sessions of model {frame.model!r} are not available", param="session_id")
+        return _execute(store, holder, frame)
+    except StarlingError as error:
+        return m.SessionRefused(frame.id, error.code, error.message, error.param)
+
+
+def _execute(store: SessionStore, holder: bytes, frame: m.SessionBegin | m.SessionCommit | m.SessionClose) -> m.Frame:
+    if isinstance(frame, m.SessionBegin):
+        session = store.begin(holder, frame.tenant, frame.session, frame.create, frame.ttl_s, frame.salt, frame.resume)
+        return m.SessionHeld(frame.id, session.id, session.turn, session.tokens.tobytes(), session.salt)
+    if isinstance(frame, m.SessionCommit):
+        session = store.commit(holder, frame.tenant, frame.session, frame.turn, frame.base, frame.tokens)
+        return m.SessionDone(frame.id, session.id, len(session.tokens))
+    store.close(frame.tenant, frame.session)
+    return m.SessionDone(frame.id, frame.session, 0)

@@ -1,0 +1,308 @@
+"""A bounded file of full pages, for evicted pages and for saved ones: a `PageStore`. Layout: page_file.py.
+
+The kv stage is the only writer (flock).  When all cells are in use, the page unused longest is replaced.  Cells whose
+pages were removed are holes: while there are two extents of them, `compact` moves the pages of the last extent into
+holes before it and returns the extent to the file system.
+
+A damaged page is dropped, counted and logged; it is recognised by its checksum, computed from the copy in the arena,
+and never served.  After an error, or while the disk is slower than computing, the store pauses.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.faults import points
+from stages.kv.pool.page_headers import PageIdentity
+from stages.kv.pool.prefix_hash import PageHash
+from stages.kv.storage.page_file import BLOCK, EXTENT_CELLS, CellLayout
+from stages.kv.storage.page_file_writer import PageFileWriter
+
+log = logging.getLogger("starling.kv")
+
+PAUSE_S = 30.0  # without writing, after an error of the disk
+SLOW_S = 0.1  # reading or writing a page for longer than this is slow
+SLOW_FACTOR = 20  # a slow page is followed by a pause of this many times its duration
+
+
+@dataclass
+class StoreCounters:
+    """Totals since the process started."""
+
+    stored: int = 0
+    fetched: int = 0
+    replaced: int = 0  # pages dropped to make room for others
+    damaged: int = 0  # pages dropped at open or when read: checksum, torn record, truncation
+    errors: int = 0  # of the disk
+    moved: int = 0  # pages, by compaction
+    returned_bytes: int = 0  # to the file system, by compaction
+
+
+class DiskPageStore:
+    """Cells for pages of `page_bytes`, a multiple of 4096, in a file of at most `max_bytes`."""
+
+    def __init__(
+        self,
+        path: Path,
+        identity: dict[str, Any],
+        page_bytes: int,
+        max_bytes: int,
+        residency: int,
+        clock: Callable[[], float] = time.monotonic,
+        wall_ns: Callable[[], int] = time.time_ns,
+        name: str = "spill",
+    ) -> None:
+        """Open or create. Raises `OSError`; `BlockingIOError` when another process writes to the file.
+
+        `name`: of its fault points, `NAME` for each write of a page, with their number, and `NAME_read`.
+        """
+        if page_bytes % BLOCK:
+            raise ValueError(f"page_bytes is {page_bytes}, expected a multiple of {BLOCK}")
+        self.path = path
+        self.residency = residency
+        self.page_bytes = page_bytes
+        self.counters = StoreCounters()
+        self._clock = clock
+        self._wall_ns = wall_ns
+        self._write_fault = points.fault_point("disk", name)
+        self._read_fault = points.fault_point("disk", name + "_read")
+        self._no_write_until = self._no_growth_until = self._no_read_until = float("-inf")
+        layout = CellLayout(page_bytes, max(0, min(EXTENT_CELLS, (max_bytes - 2 * BLOCK) // page_bytes)))
+        self._extent_cells = layout.extent_cells
+        self._max_extents = layout.n_extents(max_bytes)
+        self._cell_of: OrderedDict[PageHash, int] = OrderedDict()  # longest unused first
+        self._last_use_ns: dict[PageHash, int] = {}  # ns since 1970
+        self._free: list[int] = []  # cells; the last one is used next
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file = PageFileWriter(self._fd, layout)
+            self._open({**identity, "page_bytes": page_bytes, "slots": self._extent_cells})
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _open(self, identity: dict[str, Any]) -> None:
+        contents = self._file.open(identity, self._max_extents)
+        if contents.was_replaced:
+            log.warning("%s: of another model, geometry or layout; started empty", self.path)
+        self.counters.damaged += contents.n_torn
+        self._free = contents.free[::-1]
+        for page in contents.pages:
+            if page.page_hash in self._cell_of:
+                self._free.append(page.cell)
+            else:
+                self._cell_of[page.page_hash] = page.cell
+                self._last_use_ns[page.page_hash] = page.last_use_ns
+
+    def close(self) -> None:
+        """Idempotent. Saved pages stay in the file."""
+        if self._fd >= 0:
+            self._file.close()
+            os.close(self._fd)
+            self._fd = -1
+
+    # -------------------------------------------------------------- contents
+
+    def __contains__(self, page_hash: PageHash) -> bool:
+        return page_hash in self._cell_of
+
+    def __len__(self) -> int:
+        return len(self._cell_of)
+
+    @property
+    def capacity(self) -> int:
+        """Most pages under the bound."""
+        return self._max_extents * self._extent_cells
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file."""
+        return self._file.file_bytes
+
+    @property
+    def hole_bytes(self) -> int:
+        """Bytes of the file in cells without a page."""
+        return len(self._free) * self.page_bytes
+
+    def hashes(self) -> list[PageHash]:
+        """All pages, longest unused first."""
+        return list(self._cell_of)
+
+    def touch(self, page_hash: PageHash) -> None:
+        """Count a use: the page is replaced last."""
+        self._cell_of.move_to_end(page_hash)
+        self._last_use_ns[page_hash] = self._wall_ns()
+
+    def idle(self, before_ns: int) -> list[PageHash]:
+        """Pages whose last use was before `before_ns` (ns since 1970), longest unused first."""
+        found = []
+        for page_hash in self._cell_of:
+            if self._last_use_ns[page_hash] >= before_ns:
+                break
+            found.append(page_hash)
+        return found
+
+    # -------------------------------------------------------------- saving and fetching
+
+    def save(self, page_hash: PageHash, record: bytes, content: np.ndarray) -> bool:
+        """Keep a copy. False: the disk is full, failing or slow, or the bound is zero."""
+        if page_hash in self._cell_of:
+            self.touch(page_hash)
+            return True
+        begin = self._clock()
+        if begin < self._no_write_until or self.capacity == 0:
+            return False
+        cell = -1
+        try:
+            cell = self._take_cell()
+            if cell < 0:
+                return False
+            if self._write_fault.trigger is not None:
+                self._write_fault.trigger(self.counters.stored + 1)
+            self._file.write(cell, record, content)
+        except OSError as error:
+            if cell >= 0:
+                self._free.append(cell)
+            self._pause_writing(error)
+            return False
+        self._cell_of[page_hash] = cell
+        self._last_use_ns[page_hash] = self._wall_ns()
+        self.counters.stored += 1
+        duration = self._clock() - begin
+        if duration > SLOW_S:
+            self._no_write_until = begin + duration * SLOW_FACTOR
+            log.warning("%s: a page took %.0f ms to write; pausing", self.path, duration * 1000)
+        return True
+
+    def prefetch(self, hashes: Iterable[PageHash]) -> None:
+        """Read pages into memory that `fetch` will be called for."""
+        cell_of = self._cell_of
+        self._file.prefetch(cell_of[page_hash] for page_hash in hashes if page_hash in cell_of)
+
+    def fetch(self, page_hash: PageHash, out: np.ndarray) -> PageIdentity | None:
+        """Copy a page into `out` (page_bytes,) u8. None, with `out` undefined: missing, damaged, or a slow disk."""
+        cell = self._cell_of.get(page_hash)
+        begin = self._clock()
+        if cell is None or begin < self._no_read_until:
+            return None
+        try:
+            identity = self._read(cell, page_hash, out)
+        except (OSError, ValueError) as error:
+            log.warning("%s: cell %d cannot be read: %s", self.path, cell, error)
+            identity = None
+        if identity is None:
+            self._drop_damaged(page_hash, cell)
+            return None
+        self.touch(page_hash)
+        self.counters.fetched += 1
+        duration = self._clock() - begin
+        if duration > SLOW_S:
+            # All requests wait for this process meanwhile: computing the other pages again is faster.
+            self._no_read_until = begin + min(duration * SLOW_FACTOR, PAUSE_S)
+            log.warning("%s: a page took %.0f ms to read; pausing", self.path, duration * 1000)
+        return identity
+
+    def remove(self, page_hash: PageHash) -> None:
+        """Remove a page, if it is there."""
+        if page_hash in self._cell_of:
+            self._drop(page_hash)
+
+    def _read(self, cell: int, page_hash: PageHash, out: np.ndarray) -> PageIdentity | None:
+        if self._read_fault.trigger is not None:
+            self._read_fault.trigger(self.counters.fetched + 1)
+        return self._file.read(cell, page_hash, out)
+
+    def _drop_damaged(self, page_hash: PageHash, cell: int) -> None:
+        self.counters.damaged += 1
+        log.warning("%s: the page in cell %d is damaged and was dropped", self.path, cell)
+        self._drop(page_hash)
+
+    def _drop(self, page_hash: PageHash) -> None:
+        cell = self._cell_of.pop(page_hash)
+        del self._last_use_ns[page_hash]
+        self._free.append(cell)
+        try:
+            self._file.clear(cell)
+        except OSError as error:
+            self._pause_writing(error)
+
+    def _take_cell(self) -> int:
+        """A cell for a new page: a free one, one of a new extent, or the one unused longest; -1: there is none."""
+        may_grow = self._file.n_extents < self._max_extents and self._clock() >= self._no_growth_until
+        if not self._free and may_grow:
+            try:
+                self._free += self._file.grow()[::-1]
+            except OSError as error:
+                if not self._cell_of or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                # The disk is full: replace pages instead.
+                self._no_growth_until = self._clock() + PAUSE_S
+                self.counters.errors += 1
+                log.warning("%s: no room to grow beyond %d bytes: %s", self.path, self.file_bytes, error)
+        if self._free:
+            return self._free.pop()
+        if not self._cell_of:
+            return -1
+        page_hash, cell = self._cell_of.popitem(last=False)
+        del self._last_use_ns[page_hash]
+        self.counters.replaced += 1
+        return cell
+
+    def _pause_writing(self, error: OSError) -> None:
+        self.counters.errors += 1
+        self._no_write_until = self._clock() + PAUSE_S
+        log.warning("%s: %s; no page is saved there for %.0f s", self.path, error, PAUSE_S)
+
+    # -------------------------------------------------------------- compaction
+
+    def compact(self, limit: int) -> bool:
+        """Move at most `limit` pages of the last extent into holes before it; cut the extent off once it is empty.
+
+        Returns whether more remains.  With fewer than two extents of holes there is nothing to do, so that an extent
+        that was cut off is not needed again at once.
+        """
+        file, each = self._file, self._extent_cells
+        if len(self._free) < 2 * each or not file.n_extents or self._clock() < self._no_write_until:
+            return False
+        first = (file.n_extents - 1) * each
+        remaining = [(page_hash, cell) for page_hash, cell in self._cell_of.items() if cell >= first]
+        try:
+            for page_hash, cell in remaining[:limit]:
+                self._move(page_hash, cell, first)
+            if len(remaining) <= limit:
+                file.shrink()
+                self._free = sorted((cell for cell in self._free if cell < first), reverse=True)
+                self.counters.returned_bytes += file.layout.extent_bytes
+        except OSError as error:
+            self._pause_writing(error)
+            return False
+        return len(self._free) >= 2 * each
+
+    def _move(self, page_hash: PageHash, cell: int, first: int) -> None:
+        """Move a page into a hole before cell `first`, or drop it if it is damaged."""
+        page = np.empty(self.page_bytes, np.uint8)
+        record = self._file.record(cell)
+        if self._read(cell, page_hash, page) is None:
+            self._drop_damaged(page_hash, cell)
+            return
+        hole = min(self._free)
+        assert hole < first, "more pages than cells before the last extent"
+        self._file.write(hole, record, page)
+        self._file.clear(cell)
+        self._free.remove(hole)
+        self._free.append(cell)
+        self._cell_of[page_hash] = hole
+        self.counters.moved += 1
