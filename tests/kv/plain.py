@@ -1,7 +1,7 @@
-"""The rules of the kv stage once more, written to be read: no hashes, no free list, no cleverness.
+"""A plain model of the manager, without hashes and free list.
 
-A page's name is the tuple of all tokens up to its end (and the salt).  The state machine in
-test_machine.py asks the manager and this model the same and compares what they hold.
+A page's name is the tuple of the salt and all tokens up to the page's end.  The state machine in test_machine.py sends
+the same requests to the manager and to this model and compares their states.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Name = tuple[object, ...]
 
 @dataclass
 class Page:
-    """A full page that can be found."""
+    """A full page with a hash."""
 
     ordinal: int
     born: int
@@ -24,14 +24,14 @@ class Page:
 
 
 @dataclass
-class Held:
-    """What a sequence holds: `names[i]` for pages it shares or has named, None for private ones."""
+class PlainLease:
+    """A sequence's lease: `names[i]` for pages that are shared or cached, None for private ones."""
 
     tokens: list[int]
     salt: str
     born: int
     names: list[Name | None]
-    settled: int
+    n_final: int
     cached: int  # pages shared at the start
     prompt: int  # tokens it was acquired with
     is_new: bool = True  # acquired since the last restart
@@ -39,11 +39,13 @@ class Held:
 
 @dataclass
 class Plain:
+    """All pages, leases and copies on disk of one model."""
+
     total: int
     page_tokens: int
     policy: str
     pages: dict[Name, Page] = field(default_factory=dict)
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, PlainLease] = field(default_factory=dict)
     disk: dict[Name, bool] = field(default_factory=dict)  # longest unused first; True: damaged
     disk_room: int = 0
 
@@ -66,7 +68,7 @@ class Plain:
         return (salt, *tokens[: (i + 1) * self.page_tokens])
 
     def victims(self) -> list[Name]:
-        """Cached pages in the order in which they would go."""
+        """Cached pages in the order of eviction."""
 
         def key(name: Name) -> tuple[int, ...]:
             page = self.pages[name]
@@ -93,15 +95,15 @@ class Plain:
         self.disk[name] = False
         return True
 
-    def discard(self, names: list[Name]) -> None:
-        """Nobody wants these any more, in the arena or on disk; whoever holds them keeps them."""
+    def remove(self, names: list[Name]) -> None:
+        """Remove these pages from the disk, and from the arena if no sequence holds them."""
         for name in names:
             self.disk.pop(name, None)
             if name in self.pages and self.pages[name].refs == 0:
                 del self.pages[name]
 
     def expire(self, before: int, idle_on_disk: list[Name]) -> None:
-        """Pages unused since `before` go, and copies that were idle, but those of pages that stay."""
+        """Remove pages unused since `before`, and idle copies except those of pages that stay."""
         for name in [n for n, page in self.pages.items() if page.refs == 0 and page.last < before]:
             del self.pages[name]
         for name in idle_on_disk:
@@ -112,7 +114,7 @@ class Plain:
     # -------------------------------------------------------------- requests
 
     def acquire(self, who: str, tokens: list[int], want: int, salt: str, now: int) -> int | None:
-        """How many tokens are cached; None: denied."""
+        """Return the number of cached tokens; None: denied."""
         run: list[Name] = []
         for i in range((len(tokens) - 1) // self.page_tokens):
             name = self.name(tokens, i, salt)
@@ -132,7 +134,7 @@ class Plain:
         for name in run:
             self.pages[name].refs += 1
         if not self.room(needed - len(run)):
-            self._unpin(list(run), now + 1)
+            self._release_ref(list(run), now + 1)
             return None
         for name in run:
             self.pages[name].uses += 1
@@ -145,7 +147,7 @@ class Plain:
             self.pages.setdefault(name, Page(len(names) - 1, now, now, refs=1))
         cached = len(names)
         names += [None] * (needed - cached)
-        self.held[who] = Held(tokens, salt, now, names, cached, cached, len(tokens))
+        self.held[who] = PlainLease(tokens, salt, now, names, cached, cached, len(tokens))
         return cached * self.page_tokens
 
     def extend(self, who: str, want: int) -> bool:
@@ -156,20 +158,20 @@ class Plain:
         held.names += [None] * missing
         return True
 
-    def settle(self, who: str, n_tokens: int, leased_at: dict[tuple[str, int], int]) -> None:
+    def commit(self, who: str, n_tokens: int, leased_at: dict[tuple[str, int], int]) -> None:
         held = self.held[who]
         full = min(n_tokens // self.page_tokens, len(held.names))
-        for i in range(held.settled, full):
+        for i in range(held.n_final, full):
             name = self.name(held.tokens, i, held.salt)
             if name not in self.pages:
                 self.pages[name] = Page(i, held.born, leased_at[who, i], refs=1)
                 held.names[i] = name
-        held.settled = max(held.settled, full)
+        held.n_final = max(held.n_final, full)
 
     def release(self, who: str, now: int) -> None:
-        self._unpin([name for name in self.held.pop(who).names if name is not None], now)
+        self._release_ref([name for name in self.held.pop(who).names if name is not None], now)
 
-    def _unpin(self, names: list[Name], now: int) -> None:
+    def _release_ref(self, names: list[Name], now: int) -> None:
         for name in names:
             self.pages[name].refs -= 1
             self.pages[name].last = now

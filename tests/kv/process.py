@@ -1,7 +1,7 @@
-"""A real kv process, and a scheduler and a worker for it in a few lines.
+"""A real kv process with a minimal scheduler, worker and gateway.
 
-The model is three numbers in an index file: kv needs no weights.  What the "worker" writes into a page is a
-function of all tokens up to the page's end, so a test can tell whose page it got.
+The model is an index file without weights, which kv does not need.  The contents that the "worker" writes into a page
+are a function of all tokens up to the page's end, so a test can tell whose page it received.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class KvProcess:
 
 
 class Scheduler:
-    """Enough of the scheduler and the worker to use a kv process as they do."""
+    """The parts of the scheduler and the worker that use a kv process."""
 
     def __init__(self, home: Path, digest: str, max_tokens: int = 512) -> None:
         config = load_config(home)
@@ -206,10 +206,10 @@ class Scheduler:
         self.link.send(m.Reconcile(MODEL, held))
 
     def wait(self, what: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
-        """Turn until `what` is true; returns it."""
+        """Exchange frames until `what` returns a true value; returns it."""
         deadline = time.monotonic() + timeout_s
         while not (found := what()):
-            assert time.monotonic() < deadline, "nothing came"
+            assert time.monotonic() < deadline, "the condition did not become true in time"
             self.turn()
         return found
 
@@ -217,7 +217,7 @@ class Scheduler:
         return self.wait(lambda: self.ready)
 
     def take(self, kind: type, **fields: Any) -> Any:
-        """The first frame of this kind with these fields that has come, or comes."""
+        """Remove and return the first frame of this kind with these fields; wait for it if necessary."""
 
         def find() -> Any:
             for frame in self.frames:
@@ -231,7 +231,7 @@ class Scheduler:
     # -------------------------------------------------------------- sequences
 
     def acquire(self, name: str, tokens: list[int], ahead: int = 0, salt: str = "") -> Any:
-        """Take up a sequence: returns `Granted` or `Denied`."""
+        """Acquire pages for a sequence: returns `Granted` or `Denied`."""
         self.ask(name, tokens, ahead, salt)
         return self.answer(name)
 
@@ -290,7 +290,7 @@ class Scheduler:
         self.link.send(m.Release(MODEL, name, s["computed"]))
 
     def run(self, name: str, tokens: list[int], salt: str = "") -> Any:
-        """A whole request; returns its `Granted`, whose cached pages have been looked at."""
+        """A whole request; returns its `Granted` after checking the cached pages."""
         answer = self.acquire(name, tokens, salt=salt)
         assert isinstance(answer, m.Granted), answer
         self.check(name, answer.cached_tokens)
@@ -299,7 +299,7 @@ class Scheduler:
         return answer
 
     def check(self, name: str, cached_tokens: int) -> None:
-        """The pages that were said to be computed hold what the sequence's tokens make."""
+        """Check that the pages that are cached have the contents of the sequence's tokens."""
         s = self.sequences[name]
         assert self.kv is not None
         for i in range(cached_tokens // PAGE_TOKENS):
@@ -307,7 +307,7 @@ class Scheduler:
             np.testing.assert_array_equal(self.kv.pages[s["pages"][i]], expected)
 
     def state(self) -> m.KvState:
-        """The next state that kv pushes."""
+        """The next state that kv sends."""
         self.frames = [frame for frame in self.frames if not isinstance(frame, m.KvState)]
         state: m.KvState = self.take(m.KvState)
         assert state.free + state.cached + state.leased == state.total
@@ -324,7 +324,7 @@ class Scheduler:
 
 
 class Gateway:
-    """Asks kv about sessions."""
+    """A gateway that uses sessions."""
 
     def __init__(self, home: Path) -> None:
         config = load_config(home)
@@ -337,10 +337,10 @@ class Gateway:
         return self.link.receive()
 
     def wait(self, is_up: bool) -> None:
-        """Until kv is up, or is known to be down."""
+        """Wait until kv is up, or known to be down."""
         deadline = time.monotonic() + WAIT_S
         while (self.link.peer is not None) != is_up:
-            assert time.monotonic() < deadline, "kv does not come up, or is not missed"
+            assert time.monotonic() < deadline, "kv did not come up, or its end was not noticed"
             self.turn()
 
     def ask(self, frame: m.Frame) -> m.Frame:

@@ -53,13 +53,13 @@ def words(*numbers: int) -> list[int]:
 
 
 def check(exit_code: int) -> dict[str, Any]:
-    """`starling kv check --json`: its report, with what the table says as `shown`."""
+    """Run `starling kv check --json`: its report, with the text of the tables as `shown`."""
     runner = CliRunner(env={"COLUMNS": "80"})
     shown = runner.invoke(cli, ["kv", "check"], standalone_mode=False)
-    told = runner.invoke(cli, ["kv", "check", "--json"], standalone_mode=False)
-    assert shown.return_value == told.return_value == exit_code, shown.output
+    answer = runner.invoke(cli, ["kv", "check", "--json"], standalone_mode=False)
+    assert shown.return_value == answer.return_value == exit_code, shown.output
     assert max(map(len, shown.output.splitlines())) <= 80
-    report: dict[str, Any] = json.loads(told.output)
+    report: dict[str, Any] = json.loads(answer.output)
     return {**report, "shown": " ".join(shown.output.split())}
 
 
@@ -74,20 +74,20 @@ def a_cached_page(s: Scheduler) -> int:
 
 
 @pytest.mark.slow
-def test_both_tell_the_same_and_it_adds_up(served: Served) -> None:
+def test_both_counts_agree_and_add_up(served: Served) -> None:
     report = check(0)
     (model,) = report["models"]
-    told = model["audit"]
+    audit_ = model["audit"]
     total = model["total"]
-    assert told["page_table"] == told["headers"] == [total - 5, 3, 2]
-    assert told["total"] == total
-    assert told["is_reconciled"]
+    assert audit_["page_table"] == audit_["headers"] == [total - 5, 3, 2]
+    assert audit_["total"] == total
+    assert audit_["is_reconciled"]
     assert "by headers" in report["shown"]
     assert "free + cached + leased == total by the headers and page table" in report["shown"]
 
 
 @pytest.mark.slow
-def test_headers_that_tell_another_number_are_found(served: Served) -> None:
+def test_headers_with_other_counts_are_found(served: Served) -> None:
     _, s = served
     page = a_cached_page(s)
     fields(s)["refs"][page] = 1
@@ -120,11 +120,11 @@ def test_an_arena_that_is_not_the_stages_own_is_found(served: Served, home: Path
 
 
 @pytest.mark.slow
-def test_what_a_successor_has_taken_over_adds_up(served: Served, home: Path) -> None:
+def test_pages_that_a_successor_took_over_add_up(served: Served, home: Path) -> None:
     kv, s = served
     assert isinstance(s.acquire("c", words(1, 2, 3, 4)), m.Granted)  # shares the cached pages
     kv.kill()
-    s.sequences.clear()  # the scheduler is another one, too, and holds nothing
+    s.sequences.clear()  # the scheduler is a new one too, and holds no leases
     s.wait(lambda: s.ready is None)
     with KvProcess(home):
         s.wait_ready()
@@ -144,7 +144,7 @@ def test_without_the_stage_the_files_are_checked(served: Served) -> None:
 
 
 @pytest.mark.slow
-def test_a_stage_that_does_not_answer_is_told(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_does_not_answer_is_reported(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     kv, _ = served
     monkeypatch.setattr(inspection, "AUDIT_TIMEOUT_S", 0.2)
     assert kv.process is not None
@@ -157,13 +157,13 @@ def test_a_stage_that_does_not_answer_is_told(served: Served, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_nothing_else_is_asked_there(served: Served, home: Path) -> None:
+def test_other_requests_are_refused(served: Served, home: Path) -> None:
     with pytest.raises(StarlingError, match="'op': 'audit'"):
         control.call(home / "run", "kv", {"op": "drop everything"})
     check(0)
 
 
-def test_books_that_are_wrong_are_found(home: Path) -> None:
+def test_a_lease_that_lost_a_page_is_found(home: Path) -> None:
     digest = write_model(home)
     config = load_config(home)
     pages = ModelPages(config, config.model(MODEL))
@@ -171,13 +171,13 @@ def test_books_that_are_wrong_are_found(home: Path) -> None:
     manager = pages.open(home / "models" / f"{digest}.idx")
     manager.reconcile([])
     assert isinstance(manager.acquire("a", np.ones(17, np.int32), 17), Grant)
-    told = audit(pages)
-    assert told is not None
-    assert told.problems() == []
-    manager.leases["a"].pages.pop()  # nobody knows of that page any more
-    told = audit(pages)
-    assert told is not None
-    assert told.page_table == PageCounts(told.total - 2, 0, 1)
-    assert any("by the page table" in problem for problem in told.problems())
-    assert any("wrong reference count" in problem for problem in told.problems())
+    found = audit(pages)
+    assert found is not None
+    assert found.problems() == []
+    manager.leases["a"].pages.pop()  # the table still counts it as leased
+    found = audit(pages)
+    assert found is not None
+    assert found.page_table == PageCounts(found.total - 2, 0, 1)
+    assert any("by the page table" in problem for problem in found.problems())
+    assert any("wrong reference count" in problem for problem in found.problems())
     pages.close()

@@ -1,4 +1,4 @@
-"""Pages on disk: what comes back is what was put, or nothing."""
+"""The page file: a fetched page has the bytes that were saved, or there is none."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Clock:
 
 
 def page(i: int) -> tuple[PageHash, bytes, np.ndarray]:
-    """(digest, record, content) of a page that one can tell apart."""
+    """(hash, record, content) of a page; all pages differ."""
     content = np.random.default_rng(i).integers(0, 256, PAGE_BYTES, np.uint8)
     digest = PageHash(i.to_bytes(16, "big"))
     raw = np.zeros((1, PAGE_HEADER), np.uint8)
@@ -50,7 +50,7 @@ def open_store(path: Path, max_bytes: int = BLOCK + 2 * EXTENT, **options: Any) 
 
 
 def fetch(store: DiskPageStore, i: int) -> bool:
-    """Whether page `i` comes back; if so, it is what it was."""
+    """Fetch page `i`; returns whether it is there, and checks its bytes if so."""
     digest, _, content = page(i)
     out = np.zeros(PAGE_BYTES, np.uint8)
     found = store.fetch(digest, out)
@@ -80,12 +80,12 @@ def test_round_trip_and_again_after_reopening(path: Path) -> None:
     again.close()
 
 
-def test_the_bound_holds_and_the_longest_unused_goes(path: Path) -> None:
+def test_at_the_bound_the_page_unused_longest_is_replaced(path: Path) -> None:
     store = open_store(path)
     assert store.capacity == 2 * EXTENT_CELLS
     for i in range(2 * EXTENT_CELLS):
         assert store.save(*page(i))
-    assert fetch(store, 0)  # used: now the last to go
+    assert fetch(store, 0)  # used: now the last one to be replaced
     assert store.save(*page(100))
     assert not fetch(store, 1)
     assert fetch(store, 0)
@@ -144,8 +144,8 @@ def test_a_flipped_bit_while_it_was_closed(path: Path) -> None:
     again.close()
 
 
-def test_what_is_expected_may_be_missing_torn_or_cut_off(path: Path) -> None:
-    """Pages are expected in any order, over extents, with gaps; a part of the file that is gone is no error yet."""
+def test_prefetched_pages_may_be_missing_or_truncated(path: Path) -> None:
+    """Any order, across extents, with gaps; `prefetch` does not report a truncated file."""
     store = open_store(path)
     for i in range(EXTENT_CELLS + 4):
         store.save(*page(i))
@@ -157,7 +157,7 @@ def test_what_is_expected_may_be_missing_torn_or_cut_off(path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 100, BLOCK, BLOCK + 10, 2 * BLOCK + 100, BLOCK + EXTENT + 5])
-def test_truncation_under_our_hands_is_no_signal(path: Path, left: int) -> None:
+def test_truncation_of_the_open_file_is_an_error_and_no_signal(path: Path, left: int) -> None:
     store = open_store(path)
     for i in range(40):
         store.save(*page(i))
@@ -165,7 +165,7 @@ def test_truncation_under_our_hands_is_no_signal(path: Path, left: int) -> None:
     came = [fetch(store, i) for i in range(40)]
     assert came.count(True) <= max(0, (left - 2 * BLOCK)) // PAGE_BYTES + 1
     store.close()
-    again = open_store(path)  # and the file is usable afterwards
+    again = open_store(path)  # the file is usable afterwards
     assert again.save(*page(7))
     assert fetch(again, 7)
     again.close()
@@ -215,7 +215,7 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_makes_do_with_what_there_is(path: Path) -> None:
+def test_on_a_full_disk_pages_replace_older_ones(path: Path) -> None:
     clock = Clock()
     store = open_store(path, clock=clock)
     with file_size_limit(BLOCK + EXTENT):
@@ -223,26 +223,26 @@ def test_a_full_disk_makes_do_with_what_there_is(path: Path) -> None:
     assert len(store) == EXTENT_CELLS
     assert store.counters.errors == 1
     assert [i for i in range(EXTENT_CELLS + 10) if fetch(store, i)] == list(range(10, EXTENT_CELLS + 10))
-    clock.now += PAUSE_S  # somebody made room
+    clock.now += PAUSE_S  # there is room again
     assert all(store.save(*page(i)) for i in range(10))
     assert len(store) == EXTENT_CELLS + 10
     store.close()
 
 
-def test_a_disk_that_is_full_from_the_start_keeps_nothing(path: Path) -> None:
+def test_a_disk_that_is_full_from_the_start_saves_no_page(path: Path) -> None:
     clock = Clock()
     store = open_store(path, clock=clock)
     with file_size_limit(BLOCK):
         assert not store.save(*page(1))
         assert not store.save(*page(1))
-    assert store.counters.errors == 1  # it is left alone for a while
+    assert store.counters.errors == 1  # the store pauses
     assert not store.save(*page(1))
     clock.now += PAUSE_S
     assert store.save(*page(1))
     store.close()
 
 
-def test_a_failing_disk_is_an_error_of_one_page(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_costs_one_page(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     store = open_store(path, clock=clock)
     store.save(*page(1))
@@ -261,7 +261,7 @@ def test_a_failing_disk_is_an_error_of_one_page(path: Path, monkeypatch: pytest.
     store.close()
 
 
-def test_a_slow_disk_is_given_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_pauses_writing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     store = open_store(path, clock=clock)
     pwrite = os.pwrite
@@ -280,7 +280,7 @@ def test_a_slow_disk_is_given_time(path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_half_written_pages_are_recognised(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed after any of the writes of a page: the next start has the page, or has not."""
+    """Killed after any of the writes of a page: the next start finds the page, or none."""
     pwrite = os.pwrite
     for allowed in range(4):
         path.unlink(missing_ok=True)
@@ -314,7 +314,7 @@ def full_store(path: Path, extents: int, **options: Any) -> DiskPageStore:
 
 def test_holes_are_closed_and_their_bytes_given_back(path: Path) -> None:
     store = full_store(path, 4)
-    kept = [i for i in range(4 * EXTENT_CELLS) if i % 4 == 3]  # a quarter, all over the file
+    kept = [i for i in range(4 * EXTENT_CELLS) if i % 4 == 3]  # a quarter of the pages, spread over the file
     for i in set(range(4 * EXTENT_CELLS)) - set(kept):
         store.remove(page(i)[0])
     assert store.hole_bytes == 3 * EXTENT_CELLS * PAGE_BYTES
@@ -322,10 +322,10 @@ def test_holes_are_closed_and_their_bytes_given_back(path: Path) -> None:
     rounds = 0
     while store.compact(3):
         rounds += 1
-        assert store.hashes() == [page(i)[0] for i in kept]  # in the order of their use, as before
+        assert store.hashes() == [page(i)[0] for i in kept]  # the order of use is unchanged
     assert rounds >= 4
     assert path.stat().st_size == store.file_bytes == BLOCK + 2 * EXTENT
-    assert store.hole_bytes == EXTENT_CELLS * PAGE_BYTES  # room, so that the next page need not grow it again
+    assert store.hole_bytes == EXTENT_CELLS * PAGE_BYTES  # so that the next page need not grow the file
     assert store.counters.returned_bytes == 2 * EXTENT
     assert all(fetch(store, i) for i in kept)
     store.close()
@@ -345,7 +345,7 @@ def test_a_full_file_has_no_holes_to_close(path: Path) -> None:
         store.remove(page(i)[0])
     assert store.counters.moved == 0
     store.remove(page(2 * EXTENT_CELLS - 1)[0])
-    assert not store.compact(10)  # nothing to move: the last extent goes at once
+    assert not store.compact(10)  # nothing to move: the last extent is cut off at once
     assert path.stat().st_size == BLOCK + EXTENT
     store.close()
 
@@ -373,7 +373,7 @@ def test_a_crash_while_a_page_is_moved_loses_nothing(path: Path, monkeypatch: py
 
     def write(fd: int, data: Any, offset: int) -> int:
         if len(done) == written:
-            raise OSError(5, "as far as it came")
+            raise OSError(5, "injected")
         done.append(offset)
         return os_pwrite(fd, data, offset)
 
@@ -381,8 +381,8 @@ def test_a_crash_while_a_page_is_moved_loses_nothing(path: Path, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", write)
         assert not store.compact(4)
-    assert all(fetch(store, i) for i in range(2 * EXTENT_CELLS, 3 * EXTENT_CELLS))  # this process goes on
-    store.close()  # which writes nothing: a successor reads what is there
+    assert all(fetch(store, i) for i in range(2 * EXTENT_CELLS, 3 * EXTENT_CELLS))  # this process continues
+    store.close()  # writes nothing
     again = open_store(path, BLOCK + 3 * EXTENT)
     assert len(again) == EXTENT_CELLS
     assert all(fetch(again, i) for i in range(2 * EXTENT_CELLS, 3 * EXTENT_CELLS))
@@ -401,11 +401,11 @@ def test_age_on_disk_is_since_the_last_use(path: Path) -> None:
     assert store.idle(100) == [page(i)[0] for i in (1, 2, 3, 0)]
     store.close()
     store = open_store(path)
-    assert store.idle(1002) == [page(0)[0], page(1)[0]]  # as the pages' own records say
+    assert store.idle(1002) == [page(0)[0], page(1)[0]]  # from the pages' records
     store.close()
 
 
-def test_a_disk_that_reads_slower_than_computing_is_left_alone_for_a_while(path: Path) -> None:
+def test_a_disk_that_reads_slower_than_computing_pauses_reading(path: Path) -> None:
     clock = Clock()
     store = open_store(path, clock=clock, name="slow_test")
     for i in range(3):
@@ -418,7 +418,7 @@ def test_a_disk_that_reads_slower_than_computing_is_left_alone_for_a_while(path:
 
     fault.trigger = strike
     assert fetch(store, 0)
-    # Nothing is lost or counted as damaged: it is not asked for.
+    # No page is lost or counted as damaged: it is not read.
     assert not fetch(store, 1)
     assert store.counters.damaged == 0
     fault.trigger = None

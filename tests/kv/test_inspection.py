@@ -1,4 +1,4 @@
-"""`starling kv` and `starling kv check`: what is there, and what is wrong with it."""
+"""`starling kv` and `starling kv check`: contents and damage of arenas, page files and sessions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.kv.process import MODEL, configure, load_config, write_model
 
 @pytest.fixture
 def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelPages:
-    """A model with two prompts that share a prefix, and one sequence under way."""
+    """A model with two prompts that share a prefix, and one sequence in progress."""
     monkeypatch.setenv("STARLING_HOME", str(tmp_path))
     configure(tmp_path)
     digest = write_model(tmp_path)
@@ -53,7 +53,7 @@ def run(manager: Manager, who: str, words: list[int]) -> None:
 
 
 def save_all(pages: ModelPages) -> tuple[Manager, DiskPageStore]:
-    """Copy what may be copied to the state directory."""
+    """Save all pages that can be saved to the state directory."""
     assert pages.manager is not None
     assert pages.saved is not None
     while pages.save_some():
@@ -68,12 +68,12 @@ def text(report: Report) -> str:
     return console.export_text()
 
 
-def test_that_nothing_is_loaded_is_said() -> None:
+def test_without_models_the_report_says_so() -> None:
     for is_checked in (False, True):
         assert text(Report(is_checked, [])).strip() == "no model is loaded: no arena, no prefixes, no sessions"
 
 
-def test_shows_what_is_there(pages: ModelPages) -> None:
+def test_shows_arena_prefixes_files_and_sessions(pages: ModelPages) -> None:
     manager, _ = save_all(pages)
     sessions = pages.sessions
     assert sessions is not None
@@ -127,7 +127,7 @@ def test_check_finds_every_kind_of_damage(pages: ModelPages) -> None:
     assert f"page {cached[0]}" not in "\n".join(inspect(pages.config).problems)  # not without check
 
 
-def test_counts_what_cannot_be_reached(tmp_path: Path) -> None:
+def test_counts_unreachable_pages(tmp_path: Path) -> None:
     geometry = KvGeometry(1, 1, 32, 16, "f16")
     configure(tmp_path)
     config = load_config(tmp_path)
@@ -153,10 +153,8 @@ def test_identity_is_in_the_name_of_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["digest", "numerics"])
-def test_pages_of_another_version_are_not_believed(
-    pages: ModelPages, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The name of the file says twelve digits of a digest; what is in it says all, and the arithmetic."""
+def test_pages_of_another_version_are_not_used(pages: ModelPages, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file's name has twelve digits of the digest; its identity has all, and the numerics version."""
     assert len(save_all(pages)[1]) == 2
     pages.close_files()
     digest = pages.digest
@@ -171,7 +169,7 @@ def test_pages_of_another_version_are_not_believed(
     pages.close()
 
 
-def test_files_of_old_versions_do_not_pile_up(tmp_path: Path) -> None:
+def test_files_of_old_versions_are_removed(tmp_path: Path) -> None:
     geometry = KvGeometry(1, 1, 32, 16, "f16")
     paths_ = [persist.store_path(tmp_path, "m", f"{i:064x}"[::-1], geometry) for i in range(5)]
     other = persist.store_path(tmp_path, "m-2", "f" * 64, geometry)
@@ -183,15 +181,15 @@ def test_files_of_old_versions_do_not_pile_up(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted([paths_[1], paths_[4], other])
 
 
-def test_what_rests_is_saved_and_pushes_nothing_out(pages: ModelPages) -> None:
+def test_idle_pages_are_saved_and_replace_none(pages: ModelPages) -> None:
     manager, saved = save_all(pages)
-    assert len(saved) == 2  # "c" runs: only what two have held
+    assert len(saved) == 2  # "c" runs: only pages that two sequences have held
     manager.release("c", 17)
     while pages.save_some():
         pass
     assert len(saved) == manager.pool.cached == 5
     run(manager, "d", [7, 8])
-    saved._max_extents = 0  # as if that were all the room there is
+    saved._max_extents = 0  # no room
     assert not pages.save_some()
     assert saved.counters.replaced == 0
 
@@ -210,8 +208,8 @@ def test_the_command(pages: ModelPages, tmp_path: Path, monkeypatch: pytest.Monk
     assert "fails its checksum" in damaged.output
 
 
-def test_fragmentation_is_told(pages: ModelPages, tmp_path: Path) -> None:
-    assert inspect(pages.config).models[0].fragmentation is None  # nobody has said it
+def test_fragmentation_is_shown(pages: ModelPages, tmp_path: Path) -> None:
+    assert inspect(pages.config).models[0].fragmentation is None  # there are no metrics yet
     manager, saved = save_all(pages)
     metrics = Metrics("kv", paths.arena_dir(pages.config))
     measure([pages], metrics)
@@ -225,7 +223,7 @@ def test_fragmentation_is_told(pages: ModelPages, tmp_path: Path) -> None:
     assert f"{100 * m.fragmentation:.1f} %" in shown
 
 
-def test_states_that_do_not_add_up_are_told(pages: ModelPages) -> None:
+def test_states_that_do_not_add_up_are_reported(pages: ModelPages) -> None:
     assert pages.manager is not None
     pages.manager.pool.arena.headers[pages.manager.pool.table.evictable_pages()[0], 72] = 9
     (problem, *_) = inspect(pages.config).problems

@@ -1,4 +1,4 @@
-"""The manager against the plain rules, through any interleaving of requests, crashes and damage."""
+"""The manager against the plain model, through any interleaving of requests, crashes and damage."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOTAL = 8
 
 
 class Rules(RuleBasedStateMachine):
-    """Few pages, few tokens, few salts: prefixes meet and the arena is always nearly full."""
+    """Few pages, few tokens, few salts: prefixes overlap and the arena is always nearly full."""
 
     policy = "lru"
     disk_room = 0
@@ -83,7 +83,7 @@ class Rules(RuleBasedStateMachine):
     # -------------------------------------------------------------- the scheduler and the worker
 
     def _tokens(self, words: list[int], tail: int) -> list[int]:
-        """Pages are 16 tokens of one word, so that equal beginnings are likely; then a piece of one."""
+        """A page is 16 tokens of one word, so that common prefixes are likely; then part of a page."""
         return [word for word in words for _ in range(PAGE_TOKENS)] + [99] * tail
 
     def _compute(self, who: str, n_tokens: int) -> None:
@@ -135,17 +135,17 @@ class Rules(RuleBasedStateMachine):
         self.computed[who] = answer.cached_tokens
         for i in range(answer.cached_tokens // PAGE_TOKENS):
             np.testing.assert_array_equal(self.arena.pages[answer.pages[i]], contents(prompt, i, salt))
-        # What it will say: words of its own, so that outputs of different sequences meet too.
+        # Its output, of two words, so that outputs of different sequences overlap too.
         grown = prompt + self._tokens([7, 8], 0)[:output]
         self.plain.held[who].tokens = grown
         self.rows.rows[row] = (serial, grown)
         return who
 
     @rule(who=sequences)
-    def ask_again(self, who: str) -> None:
+    def acquire_again(self, who: str) -> None:
         """The answer to an acquire was lost: before anything is committed, the answer is the same."""
         held = self.plain.held.get(who)
-        if held is None or not held.is_new or held.settled != held.cached:
+        if held is None or not held.is_new or held.n_final != held.cached:
             return
         row = self.row_of[who]
         prompt = np.array(held.tokens[: held.prompt], np.int32)
@@ -172,7 +172,7 @@ class Rules(RuleBasedStateMachine):
         n_tokens = max(self.computed[who], int(limit * part))
         self._compute(who, n_tokens)
         self.manager.commit(who, n_tokens)
-        self.plain.settle(who, n_tokens, self.leased_at)
+        self.plain.commit(who, n_tokens, self.leased_at)
 
     @rule(who=consumes(sequences), part=st.floats(0, 1))
     def release(self, who: str, part: float) -> None:
@@ -182,7 +182,7 @@ class Rules(RuleBasedStateMachine):
             return
         n_tokens = int(self.computed[who] * part)
         self.manager.release(who, n_tokens)
-        self.plain.settle(who, n_tokens, self.leased_at)
+        self.plain.commit(who, n_tokens, self.leased_at)
         self.plain.release(who, self.clock.now)
         self._gone(who)
 
@@ -192,7 +192,7 @@ class Rules(RuleBasedStateMachine):
         output=st.integers(0, 40),
     )
     def whole_request(self, words: list[int], salt: str, output: int) -> None:
-        """From start to end with nobody in between: what most of the cache comes from."""
+        """A request without any other in between: most cached pages come from these."""
         who = self.acquire(words, 1, output, salt, output)
         self.step_and_commit(who, 1.0)
         self.release(who, 1.0)
@@ -202,16 +202,16 @@ class Rules(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, TOTAL + 1))
     def evict(self, count: int) -> None:
-        """Pressure without anybody who takes the pages."""
+        """Make room without taking the pages."""
         assert self.manager.pool.make_room(count) == self.plain.room(count)
 
     @rule(words=st.lists(st.integers(1, 3), min_size=1, max_size=4), salt=st.sampled_from(["", "tenant"]))
     def close(self, words: list[int], salt: str) -> None:
-        """A session ends, and nobody else names its pages: they are free at once, the last one first."""
+        """A session is closed, and its pages are freed at once, the last one first."""
         tokens = self._tokens(words, 0)
         names = [self.plain.name(tokens, i, salt) for i in range(len(words))]
         self.manager.pool.remove([self._digest(name) for name in reversed(names)])  # type: ignore[misc]
-        self.plain.discard(names)
+        self.plain.remove(names)
 
     @precondition(lambda self: self.ttl_ns)
     @rule()
@@ -224,7 +224,7 @@ class Rules(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, TOTAL - 1))
     def damage_a_cached_page(self, which: int) -> None:
-        """It is dropped when somebody wants it."""
+        """It is dropped when a sequence acquires it."""
         cached = self.manager.pool.table.evictable_pages()
         if cached:
             page = cached[which % len(cached)]
@@ -233,7 +233,7 @@ class Rules(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 7))
     def damage_a_page_on_disk(self, which: int) -> None:
-        """It is dropped on the way back."""
+        """It is dropped when it is read."""
         if self.store is not None and len(self.store):
             digest = self.store.hashes()[which % len(self.store)]
             cell = self.store._cell_of[digest]
@@ -242,10 +242,10 @@ class Rules(RuleBasedStateMachine):
 
     @rule(lost=st.sets(st.integers(0, 9)), damaged=st.none() | st.integers(0, TOTAL - 1))
     def crash(self, lost: set[int], damaged: int | None) -> None:
-        """SIGKILL: all but the arena is gone. The scheduler declares what it holds.
+        """SIGKILL: only the arena and the page file survive. The scheduler reconciles its leases.
 
-        Sequences in `lost` ended meanwhile, and their releases were never read.  A full page that is
-        damaged when a lease on it is declared costs the sequences that hold it their leases.
+        Sequences in `lost` ended meanwhile, and their release frames were lost.  If a full page is damaged, the
+        claims of all sequences that hold it are refused.
         """
         shared = [name for name, page in self.plain.pages.items() if page.refs]
         if damaged is not None and shared:
@@ -254,11 +254,11 @@ class Rules(RuleBasedStateMachine):
             self.arena.pages[self._page_of(name)] = 0xDD
 
         if self.store is not None:
-            self.store.close()  # what a killed process leaves open, the kernel closes
+            self.store.close()  # as the kernel does for a killed process
             self.store = self._open_store()
             there = self.store.hashes()
             assert set(there) == {self._digest(name) for name in self.plain.disk}
-            # Its records say when a page was last used before it was written, not when it was read.
+            # Its records contain the last use of a page before it was saved, not when it was read.
             self.plain.disk = dict(
                 sorted(self.plain.disk.items(), key=lambda item: there.index(self._digest(item[0])))  # type: ignore[arg-type]
             )
@@ -280,7 +280,7 @@ class Rules(RuleBasedStateMachine):
             assert (who in refused) == (bad is not None and bad in held.names)
             held.is_new = False
         if not refused:
-            assert self.manager.reconcile(claims) == []  # to declare the same again changes nothing
+            assert self.manager.reconcile(claims) == []  # the same claims again change nothing
         if bad is not None:
             del self.plain.pages[bad]
             for who in refused:
@@ -299,18 +299,18 @@ class Rules(RuleBasedStateMachine):
     @precondition(lambda self: self.plain.held)
     @rule(data=st.data())
     def scheduler_restarts(self, data: st.DataObject) -> None:
-        """The scheduler dies, its successor holds nothing; the worker has let go before it says so."""
+        """The scheduler dies and its successor holds no leases; the worker no longer uses the pages."""
         self.manager.is_reconciled = False
         for who in list(self.plain.held):
             self.plain.release(who, 0)
             self._gone(who)
         self.manager.reconcile([])
-        # Leases end in the manager's order and at its times: take these over.
+        # The manager decides in which order and when the leases end: copy its times.
         for name, page in self.plain.pages.items():
             if page.last == 0:
                 page.last = self.manager.pool.headers.last_use_ns(self._page_of(name))
 
-    # -------------------------------------------------------------- what must hold after every rule
+    # -------------------------------------------------------------- invariants
 
     def _digest(self, name: Name) -> bytes:
         salt, *tokens = name
@@ -334,11 +334,11 @@ class Rules(RuleBasedStateMachine):
         assert (m.free, m.cached, m.leased) == (self.plain.free, self.plain.cached, self.plain.leased)
 
     @invariant()
-    def knows_the_same_pages(self) -> None:
+    def caches_the_same_pages(self) -> None:
         assert set(self.manager.pool.table.hashes()) == {self._digest(name) for name in self.plain.pages}
 
     @invariant()
-    def keeps_the_same_on_disk(self) -> None:
+    def has_the_same_copies_on_disk(self) -> None:
         if self.store is not None:
             assert self.store.hashes() == [self._digest(name) for name in self.plain.disk]
 

@@ -1,4 +1,4 @@
-"""The rules of leases, one by one, where the state machine's search is not an explanation."""
+"""The rules of leases, one test for each: the state machine in test_machine.py searches, these explain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def words(*numbers: int, tail: int = 1) -> list[int]:
 
 
 class World:
-    """A manager, its rows, and a worker that computes what it is given."""
+    """A manager, its rows and its worker."""
 
     def __init__(self, n_pages: int = 8, **options: object) -> None:
         self.rows = FakeRows()
@@ -41,7 +41,7 @@ class World:
         return self.m.acquire(who, np.array(tokens, np.int32), len(tokens) + ahead, row, serial, salt)
 
     def run(self, who: str, tokens: list[int], salt: str = "") -> int:
-        """A whole request; returns how many of its tokens were cached."""
+        """A whole request; returns the number of its pages that were cached."""
         answer = self.acquire(who, tokens, salt=salt)
         assert isinstance(answer, Grant)
         for i in range(answer.cached_tokens // PAGE_TOKENS, len(tokens) // PAGE_TOKENS):
@@ -78,7 +78,7 @@ def test_salt_separates() -> None:
     assert w.run("d", words(1), salt="x") == 1
 
 
-def test_without_caching_nothing_is_kept() -> None:
+def test_without_caching_no_page_is_cached() -> None:
     w = World(caching=False)
     assert w.run("a", words(1, 2)) == 0
     assert w.run("b", words(1, 2)) == 0
@@ -91,7 +91,7 @@ def test_a_denial_changes_nothing() -> None:
     w.acquire("b", words(3, 4))
     before = w.m.pool.table.evictable_pages()
     denial = w.acquire("c", words(1, 2, 3), ahead=5 * PAGE_TOKENS)
-    # 9 pages of 8: two of them are cached and pinned while it is counted.
+    # 9 pages of 8: two of them are cached, and referenced while the others are counted.
     assert denial == Denial(False, 7, 3, 8)
     denial = w.acquire("d", words(1, 2, 3), ahead=3 * PAGE_TOKENS)
     assert denial == Denial(True, 5, 3, 8)
@@ -102,7 +102,7 @@ def test_a_denial_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "order"),
-    # Requests a, b, c, then a's prefix again: the end of a prefix goes before its start.
+    # Requests a, b, c, then a's prefix again: the end of a prefix is evicted before its start.
     [("lru", "b2 b1 c2 c1 a2 a1"), ("fifo", "a2 a1 b2 b1 c2 c1"), ("lfu", "b2 b1 c2 c1 a2 a1")],
 )
 def test_exact_order_of_eviction(policy: str, order: str) -> None:
@@ -155,14 +155,14 @@ def test_copies_on_disk_expire_with_their_pages(tmp_path: Path) -> None:
     assert pool.make_room(pool.total)
     assert len(store) == 2
     w.clock.now += 900
-    assert w.run("b", words(1)) == 1  # comes back, and is young again
+    assert w.run("b", words(1)) == 1  # restored, and recently used again
     w.clock.now += 200
     pool.expire()
     assert store.hashes() == [
         pool.table.hash_of(pool.table.evictable_pages()[0])
-    ]  # the other was not used for too long
+    ]  # the other one was unused for too long
     w.clock.now += 700
-    assert w.run("c", words(1)) == 1  # out of the arena: the copy is idle, its page is not
+    assert w.run("c", words(1)) == 1  # from the arena: the copy is idle, its page is not
     w.clock.now += 500
     assert pool.expire() == 0
     assert len(store) == 1
@@ -174,7 +174,7 @@ def test_copies_on_disk_expire_with_their_pages(tmp_path: Path) -> None:
     store.close()
 
 
-def test_fragmentation_is_what_is_reserved_and_holds_nothing() -> None:
+def test_fragmentation_is_the_share_of_leased_positions_without_a_token() -> None:
     w = World()
     assert w.m.fragmentation() == 0
     w.run("a", words(1, 2))
@@ -190,7 +190,7 @@ def test_fragmentation_is_what_is_reserved_and_holds_nothing() -> None:
     assert w.m.fragmentation() == pytest.approx((unused - 12) / (w.m.pool.leased * PAGE_TOKENS))
 
 
-def test_of_equal_pages_one_has_the_name() -> None:
+def test_of_equal_pages_one_has_the_hash() -> None:
     w = World()
     first, second = w.acquire("a", words(1, 2)), w.acquire("b", words(1, 2))
     assert isinstance(first, Grant)
@@ -204,18 +204,18 @@ def test_of_equal_pages_one_has_the_name() -> None:
     assert w.counts() == (6, 2, 0)
 
 
-def test_tokens_of_a_row_that_is_another_s_are_not_believed() -> None:
+def test_tokens_of_a_row_of_another_sequence_are_not_used() -> None:
     w = World()
     answer = w.acquire("a", [1], ahead=2 * PAGE_TOKENS)
     assert isinstance(answer, Grant)
-    w.rows.take(0, words(7, 7))  # the row was given away before the commit was read
+    w.rows.take(0, words(7, 7))  # the row was given to another sequence before the commit arrived
     w.m.commit("a", 33)
     w.m.release("a", 33)
     assert w.counts() == (8, 0, 0)
     assert w.m.pool.counters.unread == 2
 
 
-def test_prompt_pages_need_no_row() -> None:
+def test_pages_of_the_prompt_need_no_row() -> None:
     w = World()
     w.acquire("a", words(1, 2))
     w.rows.take(0, words(7, 7))
@@ -235,8 +235,8 @@ def test_a_damaged_page_is_dropped_and_the_rest_of_the_prefix_with_it() -> None:
     assert w.run("d", words(1, 2, 3)) == 3
 
 
-def test_damage_found_at_a_declaration_is_remembered_by_the_arena() -> None:
-    """The lease is refused; another restart before its release must not make the page good."""
+def test_damage_found_in_a_reconciliation_is_stored_in_the_arena() -> None:
+    """The claim is refused; another restart before its release must not make the page valid again."""
     w = World()
     w.run("a", words(1, 2))
     answer = w.acquire("b", words(1, 2, 3))
@@ -248,7 +248,7 @@ def test_damage_found_at_a_declaration_is_remembered_by_the_arena() -> None:
         assert w.m.reconcile([claim]) == ["b"]
         w.m.check()
         assert set(answer.pages).isdisjoint(w.m.pool.table.evictable_pages())
-    w.m.commit("b", 49)  # its pages get no names
+    w.m.commit("b", 49)  # its pages get no hashes
     w.m.release("b", 49)
     w.m.check()
     assert w.counts()[2] == 0
@@ -268,7 +268,7 @@ def test_damage_found_at_a_declaration_is_remembered_by_the_arena() -> None:
         pytest.param(lambda mine, other: (), id="none"),
     ],
 )
-def test_a_wrong_declaration_is_refused(pages) -> None:  # type: ignore[no-untyped-def]
+def test_a_wrong_claim_is_refused(pages) -> None:  # type: ignore[no-untyped-def]
     w = World()
     mine, other = w.acquire("a", words(1, 2)), w.acquire("b", words(3, 4))
     assert isinstance(mine, Grant)
@@ -284,7 +284,7 @@ def test_a_wrong_declaration_is_refused(pages) -> None:  # type: ignore[no-untyp
     assert w.counts()[2] == 0
 
 
-def test_nothing_is_granted_before_the_declaration() -> None:
+def test_no_page_is_granted_before_the_reconciliation() -> None:
     w = World()
     held = w.acquire("a", words(1))
     assert isinstance(held, Grant)
@@ -298,7 +298,7 @@ def test_nothing_is_granted_before_the_declaration() -> None:
     assert isinstance(w.acquire("b", words(2)), Grant)
 
 
-def test_late_news_is_ignored() -> None:
+def test_frames_of_unknown_sequences_are_ignored() -> None:
     w = World()
     w.m.commit("nobody", 100)
     w.m.release("nobody", 100)
@@ -310,7 +310,7 @@ def test_late_news_is_ignored() -> None:
     assert w.counts() == (7, 1, 0)
 
 
-def test_an_answer_that_was_lost_is_given_again() -> None:
+def test_a_repeated_acquire_gets_the_same_grant() -> None:
     w = World()
     w.run("a", words(1))
     row, tokens = 5, words(1, 2)
@@ -318,7 +318,7 @@ def test_an_answer_that_was_lost_is_given_again() -> None:
     first = w.m.acquire("b", np.array(tokens, np.int32), 40, row, serial)
     again = w.m.acquire("b", np.array(tokens, np.int32), 40, row, serial)
     assert first == again == Grant(first.pages, PAGE_TOKENS)  # type: ignore[union-attr]
-    other = w.rows.take(row, tokens)  # taken up anew, by its own will
+    other = w.rows.take(row, tokens)  # the row was taken again: a new lease
     assert isinstance(w.m.acquire("b", np.array(tokens, np.int32), 40, row, other), Grant)
     w.m.check()
     assert w.counts()[2] == 3

@@ -1,4 +1,4 @@
-"""The real kv process: over its socket, across kills, clean stops and a reboot."""
+"""A real kv process: its frames, kills, clean stops and a reboot."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_serves_over_its_socket(home: Path) -> None:
         state = s.state()
         assert (state.leased, state.cached) == (0, 7)
         s.wait_total("starling_kv_cache_hits_total", 4)
-        # More than there is, now and ever.
+        # More than the arena has.
         denied = s.acquire("e", words(9), ahead=1 << 20)
         assert isinstance(denied, m.Denied)
         assert not denied.fits
@@ -65,7 +65,7 @@ def test_grows_and_denies_when_full(home: Path) -> None:
         assert len(s.take(m.Granted, id=901).pages) == total
 
 
-def test_a_successor_goes_on_with_the_leases(home: Path) -> None:
+def test_a_successor_continues_the_leases(home: Path) -> None:
     digest = write_model(home)
     with Scheduler(home, digest) as s:
         with KvProcess(home) as kv:
@@ -80,7 +80,7 @@ def test_a_successor_goes_on_with_the_leases(home: Path) -> None:
             s.wait(lambda: s.ready is None)
         with KvProcess(home):
             s.wait_ready()
-            # Computed while nobody was there, and with tokens that kv has not seen before.
+            # Computed while no kv process ran, with tokens that kv has not read before.
             s.compute("held")
             s.compute("fresh")
             s.release("fresh")
@@ -94,14 +94,14 @@ def test_a_successor_goes_on_with_the_leases(home: Path) -> None:
 
 
 def test_a_row_that_was_taken_over_is_not_read(home: Path) -> None:
-    """Late news of a sequence whose row is another's already must not name its pages wrongly."""
+    """A late frame of a sequence whose row has a new sequence must not cache pages under wrong hashes."""
     digest = write_model(home)
     with KvProcess(home), Scheduler(home, digest) as s:
         s.wait_ready()
         s.acquire("a", [1], ahead=40)
         s.sequences["a"]["tokens"] = words(5, 6)  # its output
         row = s.sequences["a"]["row"]
-        s.compute("a")  # says 33 tokens, of which the row has one
+        s.compute("a")  # commits 33 tokens, of which the row has one
         s.steps.row_ints[row, 10] += 1000
         s.steps.tokens[row, :33] = words(8, 8)
         s.release("a")
@@ -110,7 +110,7 @@ def test_a_row_that_was_taken_over_is_not_read(home: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_at_random_moments(home: Path, seed: int) -> None:
-    """Whatever was under way: pages are conserved, and nobody gets a page of other tokens."""
+    """Pages are conserved, and no sequence receives a page of other tokens."""
     chance = random.Random(seed)
     digest = write_model(home)
     with Scheduler(home, digest) as s:
@@ -130,7 +130,7 @@ def test_killed_at_random_moments(home: Path, seed: int) -> None:
                         s.check(f"s{count}", answer.cached_tokens)
                         if chance.random() < 0.5:
                             s.compute(f"s{count}", chance.randrange(answer.cached_tokens, len(tokens)))
-                # Some frames are on their way, some are being read, an answer is not.
+                # Some frames are in transit, some are being read, and one answer is never received.
                 pending = f"p{count}"
                 s.ask(pending, words(1, 2))
                 for name in list(s.sequences)[:2]:
@@ -151,7 +151,7 @@ def test_killed_at_random_moments(home: Path, seed: int) -> None:
                     s.run(f"end{first}{second}", words(first, second))
 
 
-def test_a_clean_stop_saves_what_the_next_start_finds(home: Path) -> None:
+def test_the_next_start_finds_the_pages_that_a_clean_stop_saved(home: Path) -> None:
     digest = write_model(home)
     tokens = words(*range(1, 7))
     with KvProcess(home) as kv, Scheduler(home, digest) as s:
@@ -186,8 +186,8 @@ def test_proven_pages_survive_a_power_cut(home: Path) -> None:
         assert s.run("c", words(1, 2, 5)).cached_tokens == 2 * PAGE_TOKENS
 
 
-def test_all_pages_survive_a_power_cut_after_a_rest(home: Path) -> None:
-    """While a sequence runs, only what has proven itself is written; then the rest follows."""
+def test_all_pages_survive_a_power_cut_after_an_idle_period(home: Path) -> None:
+    """While a sequence runs, only proven pages are saved; the others follow when none runs."""
     digest = write_model(home)
     with KvProcess(home) as kv, Scheduler(home, digest) as s:
         s.wait_ready()
@@ -208,7 +208,7 @@ def test_all_pages_survive_a_power_cut_after_a_rest(home: Path) -> None:
         assert s.run("c", words(1, 2, 3, 4)).cached_tokens == 3 * PAGE_TOKENS
 
 
-def test_evicted_pages_come_back_from_the_spill_file(home: Path) -> None:
+def test_evicted_pages_are_restored_from_the_spill_file(home: Path) -> None:
     configure(home, spill_path=str(home / "spill"), spill_mb=8)
     digest = write_model(home)
     with KvProcess(home), Scheduler(home, digest) as s:
@@ -237,7 +237,7 @@ def test_a_full_disk_only_costs_the_copies(home: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [1, 2, 3])
-def test_killed_while_it_names_a_page(home: Path, page: int) -> None:
+def test_killed_while_it_caches_a_page(home: Path, page: int) -> None:
     digest = write_model(home)
     with Scheduler(home, digest) as s:
         with KvProcess(home, f"kv:kill@page={page}") as kv:
@@ -249,12 +249,12 @@ def test_killed_while_it_names_a_page(home: Path, page: int) -> None:
             s.wait(lambda: s.ready is None)
         with KvProcess(home):
             s.wait_ready()
-            assert s.state().cached == 0  # the lease was declared, and holds them
+            assert s.state().cached == 0  # the reconciled lease holds them
             s.release("a")
             assert s.run("b", words(1, 2, 3)).cached_tokens == 3 * PAGE_TOKENS
 
 
-def test_another_version_of_the_model_starts_afresh(home: Path) -> None:
+def test_another_version_of_the_model_starts_empty(home: Path) -> None:
     first = write_model(home)
     with KvProcess(home) as kv, Scheduler(home, first) as s:
         s.wait_ready()
@@ -268,7 +268,7 @@ def test_another_version_of_the_model_starts_afresh(home: Path) -> None:
         assert "belongs to model" in kv.log()
 
 
-def test_says_what_does_not_fit(home: Path) -> None:
+def test_an_arena_that_does_not_fit_is_reported(home: Path) -> None:
     configure(home, kv_cache_mb=16_000_000)
     digest = write_model(home)
     with KvProcess(home) as kv, Scheduler(home, digest) as s:
@@ -278,7 +278,7 @@ def test_says_what_does_not_fit(home: Path) -> None:
         assert not s.link.last_heartbeat.ready  # type: ignore[union-attr]
         assert "kv_cache_mb" in s.link.last_heartbeat.reason  # type: ignore[union-attr]
         assert kv.process is not None
-        assert kv.process.poll() is None  # and goes on
+        assert kv.process.poll() is None  # it keeps running
 
 
 def test_sessions_over_the_socket(home: Path) -> None:
@@ -320,7 +320,7 @@ def test_sessions_over_the_socket(home: Path) -> None:
 
 
 def test_the_first_frame_finds_its_sessions(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read before the stage has had a round of its own, as after a start while a gateway waits."""
+    """It is read before the first round of `_work`, as after a start while a gateway waits."""
     write_model(home)
     monkeypatch.setenv("STARLING_HOME", str(home))
     gateway = Gateway(home)

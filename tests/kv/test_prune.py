@@ -1,4 +1,4 @@
-"""Files of what is not served any more: which go, which stay, and when."""
+"""Files of models and versions that are not served: which are removed, and when."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def pages(folder: Path, slug: str, age_s: float) -> Path:
     return path
 
 
-def test_pages_of_models_that_are_not_served_go_after_a_week(tmp_path: Path) -> None:
+def test_pages_of_models_that_are_not_served_are_removed_after_a_week(tmp_path: Path) -> None:
     old, young = pages(tmp_path, "gone", PAGES_S), pages(tmp_path, "left", PAGES_S - 1)
     served = pages(tmp_path, "mine", 100 * DAY)
     longer, other = pages(tmp_path, "mine-2", 100 * DAY), tmp_path / "notes.pages"
-    other.write_bytes(b"somebody's own")
+    other.write_bytes(b"not a file of Starling")
     os.utime(other, (0, 0))
     assert list(prune_pages([tmp_path, tmp_path, tmp_path / "none"], ["mine"], NOW)) == [old, longer]
     assert sorted(tmp_path.iterdir()) == sorted([young, served, other])
@@ -39,7 +39,7 @@ def test_pages_of_models_that_are_not_served_go_after_a_week(tmp_path: Path) -> 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Path]:
-    """A session of a version of a model, used last so long ago."""
+    """Create a session of a version of a model, last used `age_s` ago."""
 
     def made(version: str, name: str, age_s: float, ttl_s: int) -> Path:
         files = SessionFiles(tmp_path / version)
@@ -54,16 +54,16 @@ def make(tmp_path: Path) -> Callable[..., Path]:
     return made
 
 
-def test_sessions_of_other_versions_go_when_their_time_is_over(tmp_path: Path, make: Callable[..., Path]) -> None:
+def test_expired_sessions_of_other_versions_are_removed(tmp_path: Path, make: Callable[..., Path]) -> None:
     mine, other = "m-" + "a" * 12, "m-" + "b" * 12
     kept = [
-        make(mine, "over, and its kv's to drop", 2 * DAY, 60),
+        make(mine, "expired, in use", 2 * DAY, 60),
         make(other, "young", DAY, 2 * DAY),
         make(other, "without an end", SESSION_S - 1, 0),
     ]
     gone = [
         make(other, "over", 61, 60),
-        make(other, "without an end, and old", SESSION_S, 0),
+        make(other, "without an end, old", SESSION_S, 0),
         make("x-" + "c" * 12, "of a model that is not served", DAY, 60),
     ]
     torn = tmp_path / other / "torn.session"
@@ -83,7 +83,7 @@ def test_of_a_served_model_one_other_version_stays(tmp_path: Path, make: Callabl
     assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
-def test_no_folder_no_matter(tmp_path: Path) -> None:
+def test_a_missing_folder_is_ignored(tmp_path: Path) -> None:
     assert list(prune_sessions(tmp_path / "none", [], [], NOW)) == []
 
 

@@ -1,4 +1,4 @@
-"""SessionStore: one turn at a time, nothing half-done, durable, bounded, gone when they are closed."""
+"""Sessions: one turn at a time, committed or absent, durable, bounded, removed when they are closed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_turns_append(sessions: SessionStore) -> None:
     assert (s.id, s.turn, list(s.tokens)) == ("sess-0", 1, [])
     sessions.commit(ME, "t", s.id, 1, 0, raw(1, 2, 3))
     assert list(sessions.begin(ME, "t", s.id).tokens) == [1, 2, 3]
-    sessions.commit(ME, "t", s.id, 2, 2, raw(7))  # the last token is another after templating
+    sessions.commit(ME, "t", s.id, 2, 2, raw(7))  # the template has changed the last token
     assert list(s.tokens) == [1, 2, 7]
     assert sessions.begin(ME, "t", s.id).turn == 3
 
@@ -65,7 +65,7 @@ def test_two_turns_at_once_are_a_conflict(sessions: SessionStore) -> None:
         sessions.begin(OTHER, "t", "a")
     with pytest.raises(Conflict):
         sessions.begin(ME, "t", "a")
-    assert sessions.begin(ME, "t", "a", resume=1).turn == 1  # the same one, asked again
+    assert sessions.begin(ME, "t", "a", resume=1).turn == 1  # a repeated frame
     assert sessions.begin(ME, "t", "a", resume=-1).turn == 1
     with pytest.raises(Conflict):
         sessions.begin(OTHER, "t", "a", resume=-1)
@@ -73,15 +73,13 @@ def test_two_turns_at_once_are_a_conflict(sessions: SessionStore) -> None:
     assert sessions.begin(OTHER, "t", "a").turn == 2
 
 
-def test_a_session_whose_first_turn_came_to_nothing_was_never_there(
-    sessions: SessionStore, clock: Time, tmp_path: Path
-) -> None:
+def test_a_session_whose_first_turn_was_aborted_is_removed(sessions: SessionStore, clock: Time, tmp_path: Path) -> None:
     sessions.begin(ME, "t", "a", create=True)
     sessions.abort(ME, "t", "a", 1)
     with pytest.raises(NotFound):
         sessions.begin(ME, "t", "a")
     sessions.begin(ME, "t", "b", create=True)
-    sessions.drop_holder(ME)  # killed: its successor may take the turn up again
+    sessions.drop_holder(ME)  # killed: its successor may resume the turn
     clock.now += EMPTY_S - 1
     assert sessions.begin(OTHER, "t", "b", resume=1).turn == 1
     sessions.drop_holder(OTHER)
@@ -90,12 +88,12 @@ def test_a_session_whose_first_turn_came_to_nothing_was_never_there(
     assert list(tmp_path.glob("*" + SUFFIX)) == []
 
 
-def test_a_cancelled_turn_leaves_nothing(sessions: SessionStore, tmp_path: Path, clock: Time) -> None:
+def test_a_cancelled_turn_leaves_no_trace(sessions: SessionStore, tmp_path: Path, clock: Time) -> None:
     sessions.begin(ME, "t", "a", create=True)
     sessions.commit(ME, "t", "a", 1, 0, raw(1, 2))
     sessions.begin(ME, "t", "a")
     sessions.abort(ME, "t", "a", 2)
-    sessions.abort(ME, "t", "a", 2)  # late, twice, unknown: normal
+    sessions.abort(ME, "t", "a", 2)  # late, repeated and unknown frames are ignored
     sessions.abort(ME, "t", "nobody", 9)
     assert list(sessions.begin(ME, "t", "a").tokens) == [1, 2]
     sessions.drop_holder(ME)
@@ -105,12 +103,12 @@ def test_a_cancelled_turn_leaves_nothing(sessions: SessionStore, tmp_path: Path,
 def test_of_two_commits_of_a_turn_the_first_wins(tmp_path: Path, clock: Time) -> None:
     sessions = open_sessions(tmp_path, clock)
     sessions.begin(ME, "t", "a", create=True)
-    sessions = open_sessions(tmp_path, clock)  # kv restarts and does not know of the turn
+    sessions = open_sessions(tmp_path, clock)  # kv restarts and has lost the turn in progress
     sessions.begin(OTHER, "t", "a")
     with pytest.raises(Conflict):
         sessions.commit(ME, "t", "a", 1, 0, raw(1))
     sessions.commit(OTHER, "t", "a", 1, 0, raw(2))
-    sessions.commit(OTHER, "t", "a", 1, 0, raw(2))  # said again: answered again
+    sessions.commit(OTHER, "t", "a", 1, 0, raw(2))  # a repeated frame gets the same answer
     with pytest.raises(Conflict):
         sessions.commit(ME, "t", "a", 1, 0, raw(1))
     assert list(sessions.all()[0].tokens) == [2]
@@ -142,7 +140,7 @@ def test_bounds(sessions: SessionStore) -> None:
         sessions.commit(ME, "t", "s2", 1, 5, raw(1))
 
 
-def test_what_is_over_takes_no_place(sessions: SessionStore, clock: Time) -> None:
+def test_expired_sessions_do_not_count_against_the_bound(sessions: SessionStore, clock: Time) -> None:
     for i in range(3):
         sessions.begin(ME, "t", f"s{i}", create=True, ttl_s=10 + i)
         sessions.commit(ME, "t", f"s{i}", 1, 0, raw(1))
@@ -153,14 +151,14 @@ def test_what_is_over_takes_no_place(sessions: SessionStore, clock: Time) -> Non
         sessions.begin(ME, "t", "s4", create=True)
 
 
-def test_closed_and_expired_are_gone(sessions: SessionStore, clock: Time, tmp_path: Path) -> None:
+def test_closed_and_expired_sessions_are_removed(sessions: SessionStore, clock: Time, tmp_path: Path) -> None:
     sessions.begin(ME, "t", "a", create=True, ttl_s=10)
     sessions.commit(ME, "t", "a", 1, 0, raw(1))
     sessions.begin(ME, "t", "b", create=True, ttl_s=10)
     clock.now += 11
     with pytest.raises(NotFound):
         sessions.begin(ME, "t", "a")
-    assert sessions.expire() == 0  # a went when it was asked for; b has a turn under way
+    assert sessions.expire() == 0  # a was removed by `begin`; b has a turn in progress
     sessions.commit(ME, "t", "b", 1, 0, raw(2))
     clock.now += 11
     assert sessions.expire() == 1
@@ -168,7 +166,7 @@ def test_closed_and_expired_are_gone(sessions: SessionStore, clock: Time, tmp_pa
     sessions.commit(ME, "t", "d", 1, 0, raw(1))
     clock.now += 10
     with pytest.raises(NotFound):
-        sessions.close("t", "d")  # over, if nobody has looked yet
+        sessions.close("t", "d")  # expired, but not removed yet
     sessions.begin(ME, "t", "c", create=True)
     sessions.close("t", "c")
     with pytest.raises(NotFound):
@@ -178,7 +176,7 @@ def test_closed_and_expired_are_gone(sessions: SessionStore, clock: Time, tmp_pa
     assert list(tmp_path.glob("*" + SUFFIX)) == []
 
 
-def test_names_of_pages_that_others_have_are_not_freed(sessions: SessionStore) -> None:
+def test_pages_that_other_sessions_have_are_not_freed(sessions: SessionStore) -> None:
     shared = [1] * PAGE_TOKENS
     for who, word in (("a", 2), ("b", 3)):
         sessions.begin(ME, "t", who, create=True)
@@ -215,7 +213,7 @@ def test_closing_frees_the_pages() -> None:
 # ------------------------------------------------------------------ files
 
 
-def test_everything_is_there_after_a_restart(tmp_path: Path, clock: Time) -> None:
+def test_sessions_survive_a_restart(tmp_path: Path, clock: Time) -> None:
     first = open_sessions(tmp_path, clock)
     first.begin(ME, "tenant", "ü / ../ \U0001f600", create=True, ttl_s=60, salt="salt")
     first.commit(ME, "tenant", "ü / ../ \U0001f600", 1, 0, raw(5, 6))
@@ -232,9 +230,7 @@ def test_everything_is_there_after_a_restart(tmp_path: Path, clock: Time) -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(cut=st.integers(0, 400), flip=st.none() | st.integers(0, 400))
-def test_what_is_damaged_at_the_end_is_cut_off(
-    tmp_path_factory: pytest.TempPathFactory, cut: int, flip: int | None
-) -> None:
+def test_damage_at_the_end_is_cut_off(tmp_path_factory: pytest.TempPathFactory, cut: int, flip: int | None) -> None:
     directory = tmp_path_factory.mktemp("sessions")
     clock = Time()
     sessions = open_sessions(directory, clock)
@@ -252,7 +248,7 @@ def test_what_is_damaged_at_the_end_is_cut_off(
     for session in again.all():
         assert list(session.tokens) in states
         again.begin(ME, "t", "a")
-        again.commit(ME, "t", "a", session.turn, 0, raw(9))  # and it goes on
+        again.commit(ME, "t", "a", session.turn, 0, raw(9))  # the session continues
         assert [list(s.tokens) for s in open_sessions(directory, clock).all()] == [[9]]
     if not again.all():
         assert list(directory.iterdir()) == []

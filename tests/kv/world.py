@@ -1,4 +1,4 @@
-"""A small arena, a clock that only tests move, and a worker that writes pages one can tell apart."""
+"""A small arena, a clock that only tests advance, and page contents that identify their tokens."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from stages.kv.pool.page_pool import PagePool
 
 GEOMETRY = KvGeometry(n_layers=1, n_kv_heads=1, head_dim=32, page_tokens=16, kv_type="f16")
 PAGE_TOKENS = GEOMETRY.page_tokens
-PAGE_BYTES = 4096  # the manager does not care, and small pages make tests quick
+PAGE_BYTES = 4096  # the manager accepts any size, and small pages make tests fast
 DIGEST = bytes(range(32))
 
 
 class Clock:
-    """Nanoseconds; every look advances it by one, so that no two events are at one time."""
+    """Nanoseconds; every reading advances it by one, so that all events have different times."""
 
     def __init__(self) -> None:
         self.now = 1000
@@ -53,9 +53,9 @@ def small_arena(n_pages: int, page_bytes: int = PAGE_BYTES) -> KvArena:
 
 
 def contents(tokens: list[int], i: int, salt: str = "", page_bytes: int = PAGE_BYTES) -> np.ndarray:
-    """What the worker computes for page `i` of a sequence: a function of all tokens up to its end.
+    """The contents of page `i` of a sequence: a function of all tokens up to its end.
 
-    Independent of the salt, as the real one is, but with it, so that a test sees a wrong share.
+    They also depend on the salt, unlike real contents, so that a test finds pages shared across salts.
     """
     seed = hashlib.sha256(repr((salt, tokens[: (i + 1) * PAGE_TOKENS])).encode()).digest()
     return np.frombuffer((seed * (page_bytes // 32 + 1))[:page_bytes], np.uint8)
