@@ -1,25 +1,24 @@
-"""Which versions of which models there are: the record that the gateway writes and every stage follows.
+"""Model versions: the table that the gateway writes and every other stage follows.
 
-    RUN_DIR/versions.json          the record, placed by rename; absent: the models as they are configured
-    RUN_DIR/worker-SLUG.failed   why an instance's worker group could not begin
+    RUN_DIR/versions.json        the table, replaced atomically; absent: the models as configured
+    RUN_DIR/worker-SLUG.failed   why the worker group of a version could not start
 
-An *instance* is one loaded version of a model, with arenas, a worker group and a life of its own.  Its
-`id` (`NAME`, later `NAME@1`, ...) is what the stages call it among themselves and is never used twice;
-its `name` is what requests ask for.  As configured, a model has one instance, its id the name itself.
+A *version* is one loaded state of a model, with arenas and a worker group of its own.  Its `id` (`NAME`, later
+`NAME@1`, ...) identifies it between stages and is never reused; its `name` is what requests ask for.  As configured,
+a model has one version, whose id is the name itself.
 
-    loading -> serving -> retiring -> (gone from the record)
-       `----------------------------->  it could not begin
+    loading -> serving -> retiring -> (removed from the table)
+       `----------------------------->  it could not start
 
-The record is of the running server: it outlives every process of it, and an orderly end removes it with the
-sockets (leftovers.py), so that a fresh start serves what is configured.  It also counts for nothing when
-the configured models are others than when it was written.
+The table belongs to the running server: it outlives every one of its processes, and an orderly stop removes it
+with the sockets (pipeline/supervise/cleanup.py), so that a fresh start serves what is configured.  A table that was
+written for other configured models is ignored.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -28,12 +27,13 @@ import msgspec
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import StarlingError
+from pipeline.files import replace_file
 from pipeline.models import store
 
-log = logging.getLogger("starling.version_table")
+log = logging.getLogger("starling.versions")
 
-RECORD = "versions.json"
-MAX_OUTCOMES = 32  # of past changes
+TABLE_FILE = "versions.json"
+MAX_OUTCOMES = 32  # results of past changes that the table keeps
 
 State = Literal["loading", "serving", "retiring"]
 Op = Literal["load", "reload", "unload"]
@@ -47,12 +47,13 @@ class ModelVersion(msgspec.Struct, frozen=True, kw_only=True):
     settings: ModelConfig  # `settings.name` is `name`
     digest: str = ""  # SHA-256 of the GGUF file, hex; "" until it is known: then the path decides
     state: State = "serving"
-    change: str = ""  # id of the change that it comes or goes with
-    op: Op = "load"  # of that change
-    until: float = 0.0  # s since 1970: loading is given up, what is still in flight is ended; 0: never
+    change: str = ""  # id of the change that loads or removes this version
+    op: Op = "load"  # kind of that change
+    until: float = 0.0  # deadline, s since 1970, of loading or of requests in flight; 0: none
 
     @property
     def id(self) -> str:
+        """`NAME`, or `NAME@SERIAL`."""
         return f"{self.name}@{self.serial}" if self.serial else self.name
 
     @property
@@ -62,54 +63,59 @@ class ModelVersion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model(self) -> ModelConfig:
-        """Its settings under its own id, as stages know it; the digest, once known, is its `sha256`."""
+        """Its settings under its own id, as stages use them; the digest, once known, is its `sha256`."""
         return msgspec.structs.replace(self.settings, name=self.id, sha256=self.digest or self.settings.sha256)
 
     @property
     def stage(self) -> str:
-        """Name of its worker's process: of its lock, its status record, in `starling status`."""
+        """Stage name of its worker: in its lock, its status record and `starling status`."""
         return f"worker-{self.slug}"
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a change ended. `code` is "" when it was done."""
+    """Result of a change. `code` is "" when it succeeded."""
 
     change: str
     op: Op
     name: str
-    instance: str = ""  # id of the one that came or went
+    version: str = ""  # id of the version that was loaded or removed
     digest: str = ""
-    previous: str = ""  # id of the one that served before
-    ended: int = 0  # requests that were not finished in time
+    previous: str = ""  # id of the version that served before
+    ended: int = 0  # requests that did not finish in time
     code: str = ""  # as in pipeline/errors.py
     message: str = ""
     param: str = ""
 
 
 class VersionTable(msgspec.Struct, frozen=True):
-    """The record. Of a name at most one instance is serving."""
+    """All loaded versions. At most one version of a name is serving."""
 
     configured: str  # digest of the configured models
-    serial: int  # the last one given
+    serial: int  # the last serial that was assigned
     versions: tuple[ModelVersion, ...]
     outcomes: tuple[Outcome, ...] = ()  # oldest first
 
-    def find(self, instance_id: str) -> ModelVersion | None:
-        return next((one for one in self.versions if one.id == instance_id), None)
+    def find(self, version_id: str) -> ModelVersion | None:
+        """The version of that id."""
+        return next((one for one in self.versions if one.id == version_id), None)
 
     def serving(self, name: str) -> ModelVersion | None:
+        """The serving version of a model."""
         return next((one for one in self.versions if one.name == name and one.state == "serving"), None)
 
     @property
     def names(self) -> list[str]:
-        """What requests may ask for: names with an instance that serves or loads, in their order."""
+        """Names that requests may ask for: models with a serving or loading version, in table order."""
         return list(dict.fromkeys(one.name for one in self.versions if one.state != "retiring"))
 
 
+# ------------------------------------------------------------------ the file
+
+
 def initial(config: Config) -> VersionTable:
-    """The models as they are configured."""
-    instances = tuple(ModelVersion(name=model.name, serial=0, settings=model) for model in config.models)
-    return VersionTable(_identity(config), 0, instances)
+    """The table of the models as configured."""
+    found = tuple(ModelVersion(name=model.name, serial=0, settings=model) for model in config.models)
+    return VersionTable(_identity(config), 0, found)
 
 
 def _identity(config: Config) -> str:
@@ -117,61 +123,57 @@ def _identity(config: Config) -> str:
 
 
 def read(config: Config) -> VersionTable:
-    """What there is now; as configured where nothing is recorded. Raises `OSError` when it cannot be read."""
+    """The current table; `initial` when there is no file. Raises `OSError` when it cannot be read."""
     try:
-        return _decode(config, record_path(config).read_bytes())
+        return _decode(config, table_path(config).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return initial(config)
 
 
 def _decode(config: Config, raw: bytes) -> VersionTable:
     try:
-        version_table = msgspec.json.decode(raw, type=VersionTable)
-    except msgspec.DecodeError as error:  # of another version of this program: a rename leaves no half
-        log.warning("the record of loaded models is not understood and not used", extra={"error": str(error)})
+        table = msgspec.json.decode(raw, type=VersionTable)
+    except msgspec.DecodeError as error:  # written by another release: atomic replacement leaves no partial file
+        log.warning("table of model versions does not decode, using the configuration", extra={"error": str(error)})
         return initial(config)
-    return version_table if version_table.configured == _identity(config) else initial(config)
+    return table if table.configured == _identity(config) else initial(config)
 
 
-def write(config: Config, version_table: VersionTable) -> None:
-    """Place the record. Only the gateway does. Raises `OSError`: then the old one stands."""
-    path = record_path(config)
-    new = path.with_name(f".{path.name}.new")
-    new.write_bytes(msgspec.json.encode(version_table))
-    os.replace(new, path)
+def write(config: Config, table: VersionTable) -> None:
+    """Replace the table. Only the gateway does this. Raises `OSError`; the old table then stays."""
+    replace_file(table_path(config), msgspec.json.encode(table))
 
 
-def record_path(config: Config) -> Path:
-    return paths.run_dir(config) / RECORD
+def table_path(config: Config) -> Path:
+    """Where the table is."""
+    return paths.run_dir(config) / TABLE_FILE
 
 
 class VersionFollower:
-    """Reads the record again when it has been replaced; cheap enough for every tick."""
+    """Reads the table again when its file has been replaced; a `poll` costs one `stat`."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._path = record_path(config)
+        self._path = table_path(config)
         self._seen = self._stamp()
-        self._has_complained = False
+        self._has_logged = False
         self.table = read(config)
 
     def poll(self) -> bool:
-        """True when `version_table` is another one than before."""
+        """Whether `table` has changed. A table that cannot be read leaves it as it is."""
         stamp = self._stamp()
         if stamp == self._seen:
             return False
         try:
             found = read(self._config)
         except OSError as error:
-            # Not the one that is configured: versions that serve would be dropped.
-            if not self._has_complained:
-                log.error(
-                    "the record of loaded models cannot be read, and what is known holds",
-                    extra={"path": str(self._path), "error": str(error)},
-                )
-            self._has_complained = True
+            # Falling back to the configured models would drop versions that serve requests.
+            if not self._has_logged:
+                facts = {"path": str(self._path), "error": str(error)}
+                log.error("table of model versions cannot be read, keeping the last one", extra=facts)
+            self._has_logged = True
             return False
-        self._has_complained = False
+        self._has_logged = False
         self._seen = stamp
         before, self.table = self.table, found
         return before != self.table
@@ -187,11 +189,11 @@ class VersionFollower:
 # ------------------------------------------------------------------ checkpoints
 
 
-def find_index(instance: ModelVersion, models_dir: Path) -> Path | None:
-    """Its `.idx`, if it has been made; by its digest when that is known, whatever its path holds by now."""
-    if not instance.digest:
-        return store.find_index(instance.model, models_dir)
-    index = models_dir / f"{instance.digest}.idx"
+def find_index(version: ModelVersion, models_dir: Path) -> Path | None:
+    """Path of the version's `.idx` file, if it exists. A known digest decides, whatever the model's path now holds."""
+    if not version.digest:
+        return store.find_index(version.model, models_dir)
+    index = models_dir / f"{version.digest}.idx"
     return index if index.is_file() else None
 
 
@@ -199,7 +201,7 @@ def find_index(instance: ModelVersion, models_dir: Path) -> Path | None:
 
 
 class Failure(NamedTuple):
-    """Why a worker group could not begin; as `StarlingError`."""
+    """Why a worker group could not start; the fields of a `StarlingError`."""
 
     code: str
     message: str
@@ -211,18 +213,16 @@ def failure_path(run_dir: Path, stage: str) -> Path:
     return run_dir / f"{stage}.failed"
 
 
-def note_failure(run_dir: Path, stage: str, error: StarlingError) -> None:
-    """Never raises: who waits for it has a deadline too."""
-    path = failure_path(run_dir, stage)
-    new = path.with_name(f".{path.name}.new")
+def write_failure(run_dir: Path, stage: str, error: StarlingError) -> None:
+    """Record the failure for the gateway. Never raises: the gateway's deadline covers a missing record."""
     try:
-        new.write_bytes(msgspec.json.encode(Failure(error.code, error.message, error.param)))
-        os.replace(new, path)
+        replace_file(failure_path(run_dir, stage), msgspec.json.encode(Failure(error.code, error.message, error.param)))
     except OSError as problem:
-        log.error("a failure cannot be noted", extra={"error": str(problem)})
+        log.error("failure of a worker group cannot be recorded", extra={"error": str(problem)})
 
 
 def read_failure(run_dir: Path, stage: str) -> Failure | None:
+    """The recorded failure, if there is one."""
     try:
         return msgspec.json.decode(failure_path(run_dir, stage).read_bytes(), type=Failure)
     except (OSError, msgspec.DecodeError):

@@ -1,6 +1,6 @@
-"""What a process of the pipeline does to live and die well: parent, descriptors, notifications.
+"""Linux calls for supervised processes: parent death, keepalives, systemd notification, scheduling, watches.
 
-Thin, import-light wrappers over Linux calls; knows nothing of stages' work.
+Thin wrappers, light to import; they know nothing of the work of stages.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import NamedTuple
 
 EXIT_OK = 0
 EXIT_FATAL = 1  # an error that a restart may cure
-EXIT_USAGE = 2  # of a command: a name or an option that cannot be; click's own
-EXIT_CONFIG = 78  # EX_CONFIG: a restart cannot cure it; the supervisor gives up at once
-EXIT_ORPHANED = 70  # the parent is gone
+EXIT_USAGE = 2  # invalid arguments of a command; click's own code
+EXIT_CONFIG = 78  # EX_CONFIG: a restart cannot help; the supervisor gives up at once
+EXIT_ORPHANED = 70  # the parent process has ended
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
-BEAT_FD_VARIABLE = "STARLING_BEAT_FD"
+KEEPALIVE_FD_VARIABLE = "STARLING_KEEPALIVE_FD"
 PARENT_VARIABLE = "STARLING_PARENT_PID"
-_BEAT = struct.Struct("<I?3x")  # a power of two: a read never cuts one in half
+_KEEPALIVE = struct.Struct("<I?3x")  # its size is a power of two, so no read of 4096 bytes splits a record
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _SYS_SCHED_SETATTR = 314  # x86-64
 _SCHED_ATTR_BYTES = 56
-SLICE_NS = 100_000  # the least that the kernel takes
+SLICE_NS = 100_000  # the kernel's minimum
 _SIGSET_BYTES = 128
 _IN_MOVED_TO = 0x80
 
@@ -62,34 +62,33 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Arm SIGKILL at the parent's death: the first thing that a stage's process does.
+    """Request SIGKILL at the parent's death: the first call of a stage's process.
 
-    The kernel watches the *thread* that forked: fork from a main thread.  `parent_pid`, when the forker
-    tells (by argument or STARLING_PARENT_PID), closes the gap before the call: a parent that is gone
-    already ends this process at once.
+    The kernel watches the *thread* that forked: fork from a main thread.  `parent_pid` (by argument or
+    STARLING_PARENT_PID) closes the gap before this call: if that parent has ended already, this process exits.
     """
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    told = os.environ.pop(PARENT_VARIABLE, "")
-    if parent_pid is None and told.isdigit():
-        parent_pid = int(told)
+    given = os.environ.pop(PARENT_VARIABLE, "")
+    if parent_pid is None and given.isdigit():
+        parent_pid = int(given)
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(EXIT_ORPHANED)
 
 
 def watch_parent() -> int:
-    """A pidfd of the parent, readable when it is gone; -1 when it cannot be watched."""
+    """A pidfd of the parent, readable when it has ended; -1 when it cannot be watched."""
     try:
         return os.pidfd_open(os.getppid())
-    except OSError:  # of another pid namespace, or gone this moment
+    except OSError:  # in another pid namespace, or just ended
         return -1
 
 
 def use_short_time_slice(slice_ns: int = SLICE_NS) -> bool:
-    """Ask for the processor often and for short: this thread, and those that it starts, are run soon after waking.
+    """Request a short time slice, so that this thread, and those that it starts, run soon after waking.
 
-    Ranks spin on every core.  With the usual slice a woken stage may wait for milliseconds until one of them has
-    used up its own; with a short one it goes first (Linux 6.12 and later; older kernels ignore it).  Its share
-    of the processor stays the same.  False where the kernel refuses.
+    Ranks spin on every core.  With the default slice a woken stage may wait for milliseconds until a rank has
+    used up its slice; with a short one it preempts the rank (Linux 6.12 and later; older kernels ignore it).  Its
+    share of CPU time stays the same.  False where the kernel refuses.
     """
     # struct sched_attr: size, policy (SCHED_OTHER), flags, nice, priority, runtime, deadline, period, clamps
     fields = struct.pack("=IIQiIQQQII", _SCHED_ATTR_BYTES, 0, 0, os.nice(0), 0, slice_ns, 0, 0, 0, 0)
@@ -97,9 +96,9 @@ def use_short_time_slice(slice_ns: int = SLICE_NS) -> bool:
 
 
 def open_child_signal_fd() -> int:
-    """A descriptor that is readable when a child stops, goes on or ends; read it before looking which one.
+    """A descriptor that is readable when a child stops, continues or ends; read it before checking which one.
 
-    SIGCHLD is blocked from now on in this thread, and in those that it starts.
+    Blocks SIGCHLD in this thread and in those that it starts.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     signals = 1 << (signal.SIGCHLD - 1)
@@ -108,7 +107,7 @@ def open_child_signal_fd() -> int:
 
 
 def open_rename_watch(directory: Path) -> int:
-    """A descriptor that is readable when something has been moved into `directory`. Raises `OSError`."""
+    """A descriptor that is readable when a file has been renamed into `directory`. Raises `OSError`."""
     fd = _descriptor(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
     try:
         _descriptor(_libc.inotify_add_watch(fd, os.fsencode(directory), _IN_MOVED_TO))
@@ -126,12 +125,12 @@ def _descriptor(result: int) -> int:
 
 
 def become_subreaper() -> None:
-    """Orphaned descendants become our children, to be killed and waited for."""
+    """Orphaned descendants become children of this process, which can then kill them and wait for them."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def sd_notify(state: str) -> bool:
-    """Tell systemd (`READY=1`, `WATCHDOG=1`, ...). False without NOTIFY_SOCKET; never blocks."""
+    """Notify systemd (`READY=1`, `WATCHDOG=1`, ...). False without NOTIFY_SOCKET; never blocks."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return False
@@ -147,7 +146,7 @@ def sd_notify(state: str) -> bool:
 
 
 def watchdog_interval_s() -> float:
-    """How often systemd wants `WATCHDOG=1` (half its limit); 0.0 when it does not."""
+    """Seconds between two `WATCHDOG=1` (half of systemd's limit); 0.0 without a watchdog."""
     if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return 0.0
     try:
@@ -156,43 +155,44 @@ def watchdog_interval_s() -> float:
         return 0.0
 
 
-def claim_beat_fd() -> int:
-    """The pipe to the supervisor, -1 when there is none.
+def claim_keepalive_fd() -> int:
+    """The write end of the supervisor's keepalive pipe; -1 without a supervisor.
 
-    Taken out of the environment, so that no child of ours takes some file of its own for it.
+    Removed from the environment, so that no child process mistakes another file for it.
     """
     try:
-        fd = int(os.environ.pop(BEAT_FD_VARIABLE, "-1"))
+        fd = int(os.environ.pop(KEEPALIVE_FD_VARIABLE, "-1"))
         os.set_inheritable(fd, False)
     except (ValueError, OSError):
         return -1
     return fd
 
 
-class Beat(NamedTuple):
-    """To the supervisor: alive; kill me if nothing more is heard for `allowance_ms`."""
+class KeepAlive(NamedTuple):
+    """Message of a stage to its supervisor."""
 
-    allowance_ms: int
-    was_ready: bool  # at some time in this life: it can be of use
+    allowance_ms: int  # the supervisor kills the stage when the next one does not arrive within this time
+    was_ready: bool  # the stage has been ready since it was started
 
 
-def beat(fd: int, what: Beat) -> None:
+def send_keepalive(fd: int, message: KeepAlive) -> None:
+    """Never blocks or raises."""
     try:
-        os.write(fd, _BEAT.pack(min(what.allowance_ms, 0xFFFFFFFF), what.was_ready))
-    except OSError:  # full: it has enough to read; broken: the parent's pidfd says so
+        os.write(fd, _KEEPALIVE.pack(min(message.allowance_ms, 0xFFFFFFFF), message.was_ready))
+    except OSError:  # full: the supervisor has unread ones; broken: the parent's pidfd reports its death
         pass
 
 
-def read_beats(fd: int) -> Beat | None:
-    """The supervisor's end: the last one written, None when there is nothing new."""
+def read_keepalives(fd: int) -> KeepAlive | None:
+    """The last message in the pipe; None when there is no new one."""
     last = None
     while True:
         try:
             data = os.read(fd, 4096)
         except BlockingIOError:
             return last
-        if len(data) < _BEAT.size:
+        if len(data) < _KEEPALIVE.size:
             return last
-        last = Beat(*_BEAT.unpack_from(data, len(data) - len(data) % _BEAT.size - _BEAT.size))
+        last = KeepAlive(*_KEEPALIVE.unpack_from(data, len(data) - len(data) % _KEEPALIVE.size - _KEEPALIVE.size))
         if len(data) < 4096:
             return last

@@ -66,7 +66,7 @@ class StageRuntime:
         self._moved_at = clock()
         self._stopping_since = 0.0
         self._allowance_ms = STALL_MS
-        self._beat_fd = process.claim_beat_fd()
+        self._keepalive_fd = process.claim_keepalive_fd()
         self._watchdog_s = process.watchdog_interval_s()
         self._next_watchdog = float("-inf")
         self._next_breath = float("-inf")
@@ -241,5 +241,5 @@ class StageRuntime:
             os.close(self.parent_fd)
 
     def _tell_supervisor(self) -> None:
-        if self._beat_fd >= 0:
-            process.beat(self._beat_fd, process.Beat(self._allowance_ms, self._told_ready))
+        if self._keepalive_fd >= 0:
+            process.send_keepalive(self._keepalive_fd, process.KeepAlive(self._allowance_ms, self._told_ready))

@@ -1,8 +1,8 @@
-"""What keeps other processes alive: supervisor (one stage) and crew (one supervisor per instance) are such.
+"""Base of the processes that keep others alive: the supervisor of one stage, and the worker pool.
 
-Wishes come by signal: SIGTERM and SIGINT, or the death of a guardian (kinship.py), ask for an end, a second
-signal for an end at once; SIGHUP asks for a restart in order.  Children are forked here, so that none of
-them inherits what is its parent's alone.
+Requests come by signal: SIGTERM or SIGINT, or the death of a watched ancestor, request an orderly stop; a second
+signal requests an immediate one; SIGHUP requests a restart.  Children are forked here, so that none of them
+inherits what belongs to its parent alone.
 """
 
 from __future__ import annotations
@@ -19,61 +19,66 @@ from types import FrameType
 
 from pipeline.runtime import process
 
-SAME_SIGNAL_S = 0.5  # honcho and a terminal may both send one: not a second wish
+SAME_SIGNAL_S = 0.5  # signals within this time count once: honcho and a terminal may both send one
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 class SupervisorBase:
-    """In the main thread; every child of this process belongs to it. `watched_ancestors` are pidfds."""
+    """Signals and waiting. Runs in the main thread; every child of this process belongs to it.
+
+    `watched_ancestors` are pidfds.
+    """
 
     def __init__(self, watched_ancestors: list[int], clock: Callable[[], float] = time.monotonic) -> None:
-        self.stop_requests = 0
+        self.stop_requests = 0  # 1: orderly; 2 or more: immediate
         self.restart_requested = False
         self._clock = clock
-        self._last_wish = float("-inf")
-        self._guardians = watched_ancestors
+        self._last_request = float("-inf")
+        self._watched_ancestors = watched_ancestors
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
         for fd in (self._wake, *watched_ancestors):
             self.register(fd)
 
     def register(self, fd: int) -> None:
-        """`look` ends when there is something to read from it, or when a pidfd's process ends."""
+        """`wait` returns when `fd` is readable; a pidfd is when its process has ended."""
         self._poll.register(fd, select.POLLIN)
 
     def unregister(self, fd: int) -> None:
+        """`wait` no longer watches `fd`."""
         self._poll.unregister(fd)
 
-    def take_signals(self) -> None:
-        """From now on they are wishes."""
+    def install_signal_handlers(self) -> None:
+        """From now on signals are requests."""
         for number in SIGNALS:
             signal.signal(number, self.on_signal)
 
-    def look(self, timeout_s: float) -> set[int]:
-        """Wait for something to happen; the descriptors where it did. Guardians are looked after here."""
+    def wait(self, timeout_s: float) -> set[int]:
+        """Wait for a descriptor or a signal; the readable descriptors. The death of an ancestor requests a stop."""
         ready = {fd for fd, _ in self._poll.poll(timeout_s * 1000)}
         if self._wake in ready:
             os.eventfd_read(self._wake)
-        for fd in ready.intersection(self._guardians):
+        for fd in ready.intersection(self._watched_ancestors):
             self.unregister(fd)
             self.stop_requests = max(self.stop_requests, 1)
         return ready
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
+        """The handler of `SIGNALS`."""
         if number in (signal.SIGTERM, signal.SIGINT):
             now = self._clock()
-            if self.stop_requests == 0 or now - self._last_wish >= SAME_SIGNAL_S:
+            if self.stop_requests == 0 or now - self._last_request >= SAME_SIGNAL_S:
                 self.stop_requests += 1
-                self._last_wish = now
+                self._last_request = now
         elif number == signal.SIGHUP:
             self.restart_requested = True
         os.eventfd_write(self._wake, 1)  # poll() is resumed after a handler (PEP 475): this ends it
 
 
 def fork(body: Callable[[], int]) -> int:
-    """A copy of this process, in a process group of its own, that ends with the exit code of `body`.
+    """Fork a copy of this process, in its own process group, that exits with the code `body` returns.
 
-    It gets SIGKILL at our death.  Returns its pid, in the parent.
+    It receives SIGKILL when this process dies.  Returns its pid, in the parent.
     """
     parent = os.getpid()
     sys.stdout.flush()

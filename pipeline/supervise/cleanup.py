@@ -1,9 +1,9 @@
-"""The last one out turns off the light: what the end of a server leaves behind is removed.
+"""Removes sockets, records and arenas after the last stage of a server has exited.
 
-A stage that ends in order removes its sockets; one that was killed cannot, and arenas outlive everybody
-by design.  When the whole server is over, nobody needs them: state that should survive is in the state
-directory.  Every supervisor tries this when it ends, and the last one succeeds: each stage's lock is
-taken first, so that nothing of a living server is ever touched.
+A stage that stops in order removes its sockets; a killed one cannot, and arenas outlive every process by
+design.  When the whole server has stopped they are useless: state that must survive is in the state
+directory.  Every supervisor calls `sweep` when it ends and the last one succeeds: each stage's lock is taken
+first, so nothing of a running server is touched.
 """
 
 from __future__ import annotations
@@ -24,30 +24,29 @@ def sweep(
     pause: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> str:
-    """Remove sockets, records and arenas of a server that is over.
+    """Remove sockets, records and arenas of a stopped server; "" when done.
 
-    Returns the name of a stage that still holds its lock after `wait_s`, having removed nothing; "" when
-    all is done.
+    The name of a stage that still holds its lock after `wait_s` seconds; nothing has been removed then.
     """
     deadline = clock() + wait_s
     while True:
-        with _locks(run_dir) as held_by_another:
-            if not held_by_another:
-                for path in _ours(run_dir):
+        with _all_locks(run_dir) as running:
+            if not running:
+                for path in _records(run_dir):
                     path.unlink(missing_ok=True)
                 _remove_arenas(arena_dir)
                 return ""
         if clock() >= deadline:
-            return held_by_another
+            return running
         pause(0.02)
 
 
 @contextmanager
-def _locks(run_dir: Path) -> Iterator[str]:
-    """Hold the locks of all stages; yields the first that somebody else has, or ""."""
+def _all_locks(run_dir: Path) -> Iterator[str]:
+    """Hold the locks of all stages; yields the first stage that holds its own, or ""."""
     fds: list[int] = []
     try:
-        # In one order, and no further than the first that is taken: of two sweepers one gets them all.
+        # In sorted order, stopping at the first that is held: of two concurrent sweeps one gets all locks.
         for path in sorted(run_dir.glob("*.lock")):
             fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
             try:
@@ -61,20 +60,18 @@ def _locks(run_dir: Path) -> Iterator[str]:
             os.close(fd)
 
 
-def _ours(run_dir: Path) -> Iterator[Path]:
+def _records(run_dir: Path) -> Iterator[Path]:
     for path in run_dir.glob("*.sock"):
         if stat.S_ISSOCK(path.lstat().st_mode):
             yield path
     yield from run_dir.glob("*.status")
     yield from run_dir.glob("*.failed")
     yield from run_dir.glob("versions.json")
-    yield from run_dir.glob("lineup.json")  # the name of that record before version 0.2
-    yield from run_dir.glob(".versions.json.new")
-    yield from run_dir.glob(".*.status.new")
+    yield from run_dir.glob(".*.new")  # of an interrupted `replace_file`
 
 
 def _remove_arenas(arena_dir: Path) -> None:
-    """Files only, and only this user's; the directory goes when it is empty."""
+    """Regular files of this user only; the directory is removed when it is empty."""
     if arena_dir.is_symlink() or not arena_dir.is_dir():
         return
     for path in arena_dir.iterdir():
@@ -83,5 +80,5 @@ def _remove_arenas(arena_dir: Path) -> None:
             path.unlink(missing_ok=True)
     try:
         arena_dir.rmdir()
-    except OSError:  # something that is not ours is in it
+    except OSError:  # not empty
         pass

@@ -1,7 +1,7 @@
-"""The listening socket of a supervised gateway: held by its supervisor, lent to each of its lives.
+"""Listen-fd passing: the supervisor of the gateway owns the listening socket and passes it to each gateway process.
 
-So nobody is refused while a gateway restarts: who connects then waits in the socket's queue and is served
-by the successor.  A gateway that was started bare binds its own.
+While a gateway restarts, no connection is refused: new connections wait in the socket's queue for the successor.
+A gateway without a supervisor binds its own socket.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ VARIABLE = "STARLING_LISTEN_FD"
 BACKLOG = 1024
 
 
-def hold(config: Config) -> socket.socket | None:
-    """In the supervisor: bind, listen, and lend it to the children by the environment.
+def bind_listener(config: Config) -> socket.socket | None:
+    """In the supervisor: bind, listen, and pass the socket to the children by the environment.
 
-    None when the gateway has to do it: for a host that is a name (it may have several addresses), and
-    when it is not possible (the gateway says why).
+    None when the gateway must bind itself: for a host name (it may have several addresses), and when
+    binding fails (the gateway reports why).
     """
     try:
         address = ipaddress.ip_address(config.server.host)
     except ValueError:
         return None
-    held = socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET)
+    listener = socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET)
     try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if address.version == 6:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        held.bind((config.server.host, config.server.port))
-        held.listen(BACKLOG)
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((config.server.host, config.server.port))
+        listener.listen(BACKLOG)
     except OSError:
-        held.close()
+        listener.close()
         return None
-    os.environ[VARIABLE] = str(held.fileno())
-    return held
+    os.environ[VARIABLE] = str(listener.fileno())
+    return listener
 
 
-def lent() -> tuple[int, ...]:
-    """The descriptor that a new program must inherit, if there is one."""
+def inherited_fds() -> tuple[int, ...]:
+    """The descriptor that a new program must inherit: none or one."""
     given = os.environ.get(VARIABLE, "")
     return (int(given),) if given.isdigit() else ()
 
 
 def claim() -> socket.socket | None:
-    """In the gateway: the socket it was lent, None when it was not. No child of ours finds it again."""
-    given = lent()
+    """In the gateway: the passed socket, or None. Removed from the environment, so that no child inherits it."""
+    given = inherited_fds()
     os.environ.pop(VARIABLE, None)
     if not given:
         return None
@@ -62,15 +62,15 @@ def claim() -> socket.socket | None:
     return claimed if is_listening else None
 
 
-# ------------------------------------------------------------------ for those who connect
+# ------------------------------------------------------------------ for clients
 
 
 def reachable(host: str) -> str:
-    """An address to connect to for one to listen on."""
+    """The address to connect to for an address to listen on."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def url(config: Config) -> str:
-    """Where the gateway is, as seen from this machine."""
+    """The gateway's URL on this machine."""
     host = reachable(config.server.host)
     return f"http://{f'[{host}]' if ':' in host else host}:{config.server.port}"

@@ -1,21 +1,21 @@
 """Keeps one stage alive: `starling supervise STAGE`.
 
     supervisor (this process, one thread)
-    └── stage (process group of its own, SIGKILL at our death)
+    └── stage (its own process group, SIGKILL at the supervisor's death)
         └── ranks, ...
 
-The stage is forked from a process that has imported its modules already, so that a restart costs no
-imports; where that is not safe (threads are alive) or not possible, it is started as a new program.
+The stage is forked from a process that has already imported its modules, so that a restart costs no
+imports.  Where that is unsafe (threads are running) or impossible, it is started as a new program.
 
-It is restarted when it dies, when it or a process below it is stopped, and when its beats cease for
-longer than it allowed itself.  Fencing is death: before a successor starts, the whole group has got
-SIGKILL, and every descendant has been waited for (we are their subreaper).
+It is restarted when it dies, when it or a process below it is stopped, and when it sends no keepalive for
+longer than the time it announced.  Fencing means killing: before a successor starts, the whole process group has
+received SIGKILL and every descendant has been waited for (the supervisor is their subreaper).
 
-Ends: SIGTERM or SIGINT, or the death of a guardian (kinship.py), lets the stage finish, for at most its
-drain time; a second signal kills it.  SIGHUP restarts the stage in order.  Too many deaths: exit code 1;
-78 when the stage says at its first start that a restart cannot help.
+SIGTERM or SIGINT, or the death of a watched ancestor (ancestors.py), lets the stage finish within its drain
+time; a second signal kills it.  SIGHUP restarts the stage.  Exit codes: 1 after too many deaths; 78 when the
+stage reports at its first start that a restart cannot help.
 
-Knows nothing of what stages do; imports nothing heavy itself.
+Knows nothing of what stages do, and imports nothing heavy itself.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from pipeline.supervise.restart_policy import Limits, RestartPolicy
 
 log = logging.getLogger("starling.supervisor")
 
-# Between looks at what tells nobody; the stage's own stop or death wakes us.
-TICK_S = 0.25  # while it is to end
-FAMILY_TICK_S = 1.0  # processes below the stage: of its ranks' stops a worker tells us by SIGCHLD
-LONE_TICK_S = 2.5  # beats alone, and never more than a quarter of what the stage has allowed itself
-FIRST_BEAT_S = 120.0  # from the start of the process; imports on a cold disk included
-GRACE_S = 0.3  # beyond the drain time, for the stage's own end
+# Intervals of the checks that no event triggers; the stop or death of the stage itself wakes the supervisor.
+TICK_S = 0.25  # while the stage is stopping
+DESCENDANTS_TICK_S = 1.0  # while processes run below the stage, to detect that one is stopped
+KEEPALIVE_TICK_S = 2.5  # otherwise; at most a quarter of the keepalive allowance
+FIRST_KEEPALIVE_S = 120.0  # from the start of the process; includes imports from a cold disk
+GRACE_S = 0.3  # after the drain time, for the stage to close its files
 
-Start = Callable[[int, int], int]  # (write end of the beat pipe, restarts so far) -> pid
+Start = Callable[[int, int], int]  # (write end of the keepalive pipe, restarts so far) -> pid
 
 
 class Ended(NamedTuple):
-    """How a stage ended."""
+    """How one run of the stage ended."""
 
     code: int  # exit code, or -signal
     reason: str
@@ -68,13 +68,13 @@ def supervise(
     preload: Callable[[], object] | None = None,
     limits: Limits = Limits(),  # noqa: B008
 ) -> int:
-    """Until told to stop, or giving up; the exit code.
+    """Keep the stage alive until a stop is requested or it dies too often; the exit code.
 
-    `command` starts the stage as a new program.  With `run` (what the program would do), it is forked
-    instead, after `preload` has imported what it needs: that must start no thread and open nothing.
+    `command` starts the stage as a new program.  With `run` (what the program would do) it is forked
+    instead, after `preload` has imported its modules: that must start no thread and open no file.
     """
     process.become_subreaper()
-    # numpy's BLAS would start threads when it is imported, and a forked child would not have them.
+    # NumPy's BLAS would start threads when it is imported, and a forked child would lack them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     logs.setup(f"{stage}-supervisor", config)
     watched_ancestors = ancestors.open_watched_ancestors()
@@ -87,20 +87,20 @@ def supervise(
 
 
 def preloaded(preload: Callable[[], object] | None) -> bool:
-    """Call it. False: this process cannot be forked as a stage (its modules fail, or start threads)."""
+    """Call `preload`. False: this process cannot be forked as a stage (an import fails or starts threads)."""
     try:
         if preload is not None:
             preload()
     except Exception:
-        # Not ours to judge: the stage will say the same, and be restarted or given up.
-        log.exception("cannot import the stage beforehand")
+        # The stage will fail with the same error as a program, and is then restarted or given up.
+        log.exception("preloading the stage failed")
         return False
     threads = len(procfs.threads())
     if threads > 1:
-        log.warning("its modules start threads: restarts pay for imports", extra={"threads": threads})
+        log.warning("preloading started threads, restarts will import again", extra={"threads": threads})
         return False
     gc.collect()
-    gc.freeze()  # what is shared with every child stays untouched by its collector
+    gc.freeze()  # keeps memory shared: the children's collectors do not touch these objects
     return True
 
 
@@ -108,39 +108,39 @@ def preloaded(preload: Callable[[], object] | None) -> bool:
 
 
 def start_program(command: list[str]) -> Start:
-    """The stage as a new program, in a process group of its own."""
+    """Start the stage as a new program in its own process group."""
 
-    def start(beat_fd: int, restarts: int) -> int:
-        env = {**os.environ, **_environment(beat_fd, restarts), process.PARENT_VARIABLE: str(os.getpid())}
-        child = subprocess.Popen(command, env=env, pass_fds=(beat_fd, *listen_fd.lent()), process_group=0)
-        child.returncode = 0  # waited for here, by pid: Popen must neither wait nor complain
+    def start(keepalive_fd: int, restarts: int) -> int:
+        env = {**os.environ, **_environment(keepalive_fd, restarts), process.PARENT_VARIABLE: str(os.getpid())}
+        child = subprocess.Popen(command, env=env, pass_fds=(keepalive_fd, *listen_fd.inherited_fds()), process_group=0)
+        child.returncode = 0  # this module waits by pid: Popen must neither wait nor warn
         return child.pid
 
     return start
 
 
 def start_fork(run: Callable[[], int], stage: str, config: Config) -> Start:
-    """The stage as a copy of this process, in a process group of its own."""
+    """Start the stage as a copy of this process in its own process group."""
 
-    def start(beat_fd: int, restarts: int) -> int:
-        environment = _environment(beat_fd, restarts)
+    def start(keepalive_fd: int, restarts: int) -> int:
+        environment = _environment(keepalive_fd, restarts)
 
-        def live() -> int:
+        def body() -> int:
             os.environ.update(environment)
             logs.setup(stage, config)
             return guarded(run)
 
-        return base.fork(live)
+        return base.fork(body)
 
     return start
 
 
-def _environment(beat_fd: int, restarts: int) -> dict[str, str]:
-    return {process.BEAT_FD_VARIABLE: str(beat_fd), "STARLING_RESTARTS": str(restarts)}
+def _environment(keepalive_fd: int, restarts: int) -> dict[str, str]:
+    return {process.KEEPALIVE_FD_VARIABLE: str(keepalive_fd), "STARLING_RESTARTS": str(restarts)}
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """The exit code of `run`, whatever happens in it: a fatal error is never 0."""
+    """The exit code of `run`; exceptions are logged and never give code 0."""
     try:
         return int(run() or 0)
     except (ConfigError, ResourceError) as error:
@@ -156,15 +156,15 @@ def guarded(run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception:
-        log.exception("the stage has failed")
+        log.exception("stage failed")
     return process.EXIT_FATAL
 
 
-# ------------------------------------------------------------------ keeping it alive
+# ------------------------------------------------------------------ supervision
 
 
 class Supervisor(SupervisorBase):
-    """The loop of one stage's lives. In the main thread; every child of this process belongs to it."""
+    """Starts the stage, watches it and restarts it. Runs in the main thread; every child belongs to it."""
 
     def __init__(
         self,
@@ -183,39 +183,39 @@ class Supervisor(SupervisorBase):
         self._restarts = 0
 
     def run(self) -> int:
-        """Until told to stop (0 when the stage ended well) or giving up."""
-        self.take_signals()
+        """Until a stop is requested (0 when the stage then exited with 0) or the stage dies too often."""
+        self.install_signal_handlers()
         while True:
-            ended = self._live_once()
-            if self._is_told_to_stop():
+            ended = self._run_once()
+            if self._must_stop():
                 return process.EXIT_OK if ended.code == 0 else process.EXIT_FATAL
             self._restarts += 1
             if self.restart_requested:
                 self.restart_requested = False
-                log.info("%s restarts as asked", self.stage)
+                log.info("%s restarts on request", self.stage)
                 continue
             facts = {"code": ended.code, "ran_s": round(ended.ran_s, 3), "restarts": self._restarts}
-            # Later the same code may come of what passes: a disk full for a while.
+            # At a later start the same code may have a temporary cause, such as a full disk.
             if ended.code == process.EXIT_CONFIG and self._restarts == 1:
-                log.error("%s cannot run as configured: giving up", self.stage, extra=facts)
+                log.error("%s cannot run with this configuration, giving up", self.stage, extra=facts)
                 return process.EXIT_CONFIG
             wait_s = self._policy.after_death(ended.ran_s, ended.was_ready)
             if wait_s is None:
-                log.error("%s %s, too often: giving up", self.stage, ended.reason, extra=facts)
+                log.error("%s %s, too many restarts, giving up", self.stage, ended.reason, extra=facts)
                 return process.EXIT_FATAL
             facts["wait_s"] = round(wait_s, 3)
-            log.warning("%s %s: starting it again", self.stage, ended.reason, extra=facts)
+            log.warning("%s %s, restarting it", self.stage, ended.reason, extra=facts)
             until = self._clock() + wait_s
             while (left := until - self._clock()) > 0:
-                self.look(left)
-                if self._is_told_to_stop():
+                self.wait(left)
+                if self._must_stop():
                     return process.EXIT_OK
 
-    def _is_told_to_stop(self) -> bool:
+    def _must_stop(self) -> bool:
         return self.stop_requests > 0
 
-    def _live_once(self) -> Ended:
-        """One life, from the start to the last descendant's end."""
+    def _run_once(self) -> Ended:
+        """One run of the stage, from its start until its last descendant has been waited for."""
         read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         begun = self._clock()
         try:
@@ -226,7 +226,7 @@ class Supervisor(SupervisorBase):
         self.register(pidfd)
         try:
             reason, was_ready = self._watch(pid, pidfd, read_end)
-            last = process.read_beats(read_end)
+            last = process.read_keepalives(read_end)
         finally:
             self.unregister(pidfd)
             os.close(read_end)
@@ -239,50 +239,47 @@ class Supervisor(SupervisorBase):
         how = f"ended with code {code}" if code >= 0 else f"died of {signal.Signals(-code).name}"
         return Ended(code, reason or how, ran_s, was_ready or (last is not None and last.was_ready))
 
-    def _watch(self, pid: int, pidfd: int, beats: int) -> tuple[str, bool]:
-        """Until the stage has died; why it was killed ("" when it was not), and whether it has been ready."""
-        heard = looked = self._clock()
-        allowance_s = FIRST_BEAT_S
+    def _watch(self, pid: int, pidfd: int, keepalives: int) -> tuple[str, bool]:
+        """Until the stage has ended. Why it was killed ("" when it was not), and whether it reported readiness."""
+        last_keepalive = last_check = self._clock()
+        allowance_s = FIRST_KEEPALIVE_S
         kill_at = float("inf")
         reason = ""
-        asked = was_ready = False
-        below = procfs.Descendants(exist=True, stopped=0)
+        is_stopping = was_ready = False
+        descendants = procfs.Descendants(exist=True, stopped=0)
         while True:
             tick_s = TICK_S
-            if not (asked or reason):
-                rest_s = FAMILY_TICK_S if below.exist else LONE_TICK_S
-                rest_s = min(rest_s, allowance_s / 4)
-                tick_s = (
-                    timer_coalescing.until_aligned(self._clock(), rest_s)
-                    if rest_s >= timer_coalescing.ALIGN_S
-                    else TICK_S
-                )
-            ready = self.look(tick_s)
+            if not (is_stopping or reason):
+                idle_s = DESCENDANTS_TICK_S if descendants.exist else KEEPALIVE_TICK_S
+                idle_s = min(idle_s, allowance_s / 4)
+                if idle_s >= timer_coalescing.ALIGN_S:
+                    tick_s = timer_coalescing.until_aligned(self._clock(), idle_s)
+            ready = self.wait(tick_s)
             if pidfd in ready:
                 return reason, was_ready
             now = self._clock()
-            # Time in which we did not run (a suspended machine) is not the stage's silence.
-            heard += max(0.0, now - looked - tick_s - 1.0)
-            looked = now
-            beat = process.read_beats(beats)
-            if beat is not None:
-                heard, allowance_s, was_ready = now, beat.allowance_ms / 1000, beat.was_ready
-            if (self.stop_requests or self.restart_requested) and not asked:
-                asked = True
+            # Time in which the supervisor did not run (a suspended machine) does not count as the stage's silence.
+            last_keepalive += max(0.0, now - last_check - tick_s - 1.0)
+            last_check = now
+            keepalive = process.read_keepalives(keepalives)
+            if keepalive is not None:
+                last_keepalive, allowance_s, was_ready = now, keepalive.allowance_ms / 1000, keepalive.was_ready
+            if (self.stop_requests or self.restart_requested) and not is_stopping:
+                is_stopping = True
                 kill_at = now + self._drain_s
                 signal.pidfd_send_signal(pidfd, signal.SIGTERM)
             if reason:
                 continue
             if self.stop_requests > 1:
-                reason = "was killed as asked"
+                reason = "was killed on a second signal"
             elif now >= kill_at:
                 reason = "did not finish in time and was killed"
             elif _is_stopped(pidfd):
-                reason = "was stopped and has been killed"
-            elif (below := procfs.descendants(pid)).stopped:
-                reason = f"was killed, for its process {below.stopped} was stopped"
-            elif now - heard > allowance_s:
-                reason = f"gave no sign for {now - heard:.1f} s and was killed"
+                reason = "was stopped (SIGSTOP) and has been killed"
+            elif (descendants := procfs.descendants(pid)).stopped:
+                reason = f"was killed because its process {descendants.stopped} was stopped"
+            elif now - last_keepalive > allowance_s:
+                reason = f"sent no keepalive for {now - last_keepalive:.1f} s and was killed"
             if reason:
                 _kill(pid, pidfd)
 
@@ -290,12 +287,12 @@ class Supervisor(SupervisorBase):
 def _is_stopped(pidfd: int) -> bool:
     try:
         return os.waitid(os.P_PIDFD, pidfd, os.WSTOPPED | os.WNOHANG) is not None
-    except ChildProcessError:  # it is dead already
+    except ChildProcessError:  # it has ended
         return False
 
 
 def _kill(pid: int, pidfd: int) -> None:
-    """The stage and its group. It has not been waited for, so its pid names nobody else."""
+    """Kill the stage and its group. It has not been waited for, so its pid cannot have been reused."""
     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     try:
         os.killpg(pid, signal.SIGKILL)
@@ -304,17 +301,17 @@ def _kill(pid: int, pidfd: int) -> None:
 
 
 def _fence(pid: int) -> None:
-    """After the stage's death: end all that it has left and wait for it.
+    """After the stage's end: kill all descendants and wait for them.
 
-    The orphans are our children now, and theirs will be before waitid tells of their deaths.
+    Orphans have become children of this process, and so will their own children before `waitid` reports the death
+    of their parent.
     """
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-    me = os.getpid()
     while True:
-        for child in procfs.children(me):
+        for child in procfs.children(os.getpid()):
             os.kill(child, signal.SIGKILL)
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED)

@@ -1,17 +1,17 @@
-"""Keeps a worker group for each instance of a model: `starling supervise worker`.
+"""Keeps a worker group for each loaded model version: `starling supervise worker`.
 
-    crew (this process, one thread; knows the record of loaded models, version_table.py)
-    └── supervisor of an instance (supervisor.py: restarts, fencing; SIGKILL at our death)
+    worker pool (this process, one thread; follows the table of model versions)
+    └── supervisor of one version (supervisor.py: restarts, fencing; SIGKILL at the pool's death)
         └── rank 0 and its ranks
 
-What the record names is started, what it does not name any more is ended in order and its leftovers are
-removed.  A member is forked from a process that has the worker's modules and compiled kernels already, so
-that loading a model costs neither.
+Versions that appear in the table are started.  Versions that leave it are stopped in order, and their files are
+removed.  A member is forked from a process that has already loaded the worker's modules and compiled kernels, so
+that loading a model pays for neither.
 
-A member that gives up while its instance is still being loaded, or has been replaced, is noted (its failure
-file) and left; of an instance that serves, it ends the crew with its exit code, loudly.  A member
-that is killed is started again, once nothing of it is left.  SIGTERM and SIGINT end all in order, a second
-one at once; SIGHUP restarts every group.  Speaks to systemd for all of them (`READY`, `WATCHDOG`).
+A member that gives up while its version is loading or retiring is recorded (its failure file) and not started
+again.  If its version is serving, the pool logs an error and ends with the member's exit code.  A member that was
+killed is started again after all its descendants have ended.  SIGTERM and SIGINT stop all members in order, a
+second signal at once; SIGHUP restarts every group.  Notifies systemd for all of them (`READY`, `WATCHDOG`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import logging
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,31 +37,29 @@ from pipeline.supervise.base import SupervisorBase
 from pipeline.supervise.restart_policy import RestartPolicy
 from pipeline.supervise.supervisor import GRACE_S, preloaded, supervise
 
-log = logging.getLogger("starling.crew")
+log = logging.getLogger("starling.worker_pool")
 
-TICK_S = 0.1  # while somebody comes or goes
-REST_S = 5.0  # else: new records, signals and deaths wake us
-LAST_S = 1.0  # beyond a member's own time for its end
-
-Run = Callable[[ModelVersion], Callable[[], int]]  # what the stage's process of an instance does
+TICK_S = 0.1  # while a member starts or stops
+IDLE_TICK_S = 5.0  # otherwise: changes of the table, signals and deaths wake the pool
+EXIT_S = 1.0  # beyond a member's drain time, for the end of its supervisor
 
 
 @dataclass
 class Member:
-    """A supervisor of an instance's group."""
+    """The supervisor of one version's worker group."""
 
-    instance: ModelVersion
+    version: ModelVersion
     policy: RestartPolicy
-    pid: int = 0  # 0: it does not run
+    pid: int = 0  # 0: not running
     pidfd: int = -1
-    begun: float = 0.0
-    not_before: float = 0.0
+    started: float = 0.0
+    not_before: float = 0.0  # of the next start
     kill_at: float = field(default=float("inf"))
     has_given_up: bool = False
 
 
 class WorkerPool(SupervisorBase):
-    """`fork(instance)` starts a supervisor and returns its pid. `only`: of that model alone."""
+    """`fork(version)` starts a supervisor and returns its pid. `only`: restrict the pool to that model."""
 
     def __init__(
         self,
@@ -79,93 +76,94 @@ class WorkerPool(SupervisorBase):
         self._follower = versions.VersionFollower(config)
         self._run_dir = paths.run_dir(config)
         self._arena_dir = paths.arena_dir(config)
-        self._drain_s = config.server.drain_timeout_ms / 1000 + GRACE_S + LAST_S
+        self._drain_s = config.server.drain_timeout_ms / 1000 + GRACE_S + EXIT_S
         self._members: dict[str, Member] = {}
-        self._told = 0
+        self._stops_sent = 0  # stop requests that the members and systemd have been notified of
         self._code = process.EXIT_OK
-        self._is_announced = "NOTIFY_SOCKET" not in os.environ
+        self._is_ready_sent = "NOTIFY_SOCKET" not in os.environ
         self._watchdog_s = process.watchdog_interval_s()
         self._next_watchdog = float("-inf")
-        self._records = -1  # readable when a record has been placed in the run directory
+        self._renames = -1  # readable when a file has been renamed into the run directory
         try:
-            self._records = process.open_rename_watch(self._run_dir)
-            self.register(self._records)
-        except OSError as error:  # of these a user may have only so many
-            log.warning("new records are looked for, not heard of", extra={"error": str(error)})
+            self._renames = process.open_rename_watch(self._run_dir)
+            self.register(self._renames)
+        except OSError as error:  # the number of inotify watches per user is limited
+            log.warning("run directory cannot be watched, polling it", extra={"error": str(error)})
 
     def run(self) -> int:
-        """Until told to stop (0 when all ended well), or until a member that is needed gives up."""
-        self.take_signals()
-        self._remove_strangers()
+        """Until a stop is requested (0 when all members ended with 0) or a serving member gives up."""
+        self.install_signal_handlers()
+        self._remove_files_of_old_versions()
         while True:
             self._follower.poll()
             self._reconcile()
             if self.stop_requests and not any(member.pid for member in self._members.values()):
                 return self._code
-            if self._records in self.look(self._patience_s()):
-                os.read(self._records, 65536)
+            if self._renames in self.wait(self._timeout_s()):
+                os.read(self._renames, 65536)
             self._reap()
-            self._tell_systemd()
+            self._notify_systemd()
 
-    def _patience_s(self) -> float:
-        """How long nothing has to be looked after, if nothing is heard."""
+    def _timeout_s(self) -> float:
+        """How long `run` may wait when no event comes."""
         members = self._members.values()
         is_settled = all(member.has_given_up or (member.pid and member.kill_at == float("inf")) for member in members)
-        if self._records < 0 or self.stop_requests or not is_settled or not self._is_announced:
+        if self._renames < 0 or self.stop_requests or not is_settled or not self._is_ready_sent:
             return TICK_S
-        return (
-            timer_coalescing.until_aligned(self._clock(), REST_S)
-            if not self._watchdog_s
-            else min(REST_S, self._watchdog_s)
-        )
+        if self._watchdog_s:
+            return min(IDLE_TICK_S, self._watchdog_s)
+        return timer_coalescing.until_aligned(self._clock(), IDLE_TICK_S)
 
-    # -------------------------------------------------------------- what there should be
+    # -------------------------------------------------------------- starting and stopping
 
     def _wanted(self) -> dict[str, ModelVersion]:
         return {one.id: one for one in self._follower.table.versions if not self._only or one.name == self._only}
 
     def _reconcile(self) -> None:
+        """Start, stop and kill members so that they match the table."""
         now = self._clock()
         wanted = {} if self.stop_requests else self._wanted()
-        for instance_id, member in list(self._members.items()):
-            member.instance = wanted.get(instance_id, member.instance)
-            if instance_id not in wanted and not member.pid:
-                self._forget(member)
-            elif instance_id not in wanted and member.kill_at == float("inf"):
+        for version_id, member in list(self._members.items()):
+            member.version = wanted.get(version_id, member.version)
+            if version_id not in wanted and not member.pid:
+                del self._members[version_id]
+                self._remove_files(member.version.stage, member.version.slug)
+            elif version_id not in wanted and member.kill_at == float("inf"):
                 member.kill_at = now + self._drain_s
                 signal.pidfd_send_signal(member.pidfd, signal.SIGTERM)
             elif now >= member.kill_at and member.pid:
                 signal.pidfd_send_signal(member.pidfd, signal.SIGKILL)
-        if self.stop_requests > max(1, self._told):
-            self._told = self.stop_requests
-            self._signal_all(signal.SIGTERM)  # a second one: each kills its group
+        if self.stop_requests > max(1, self._stops_sent):
+            self._stops_sent = self.stop_requests
+            self._signal_all(signal.SIGTERM)  # a second one: each member kills its group
         if self.restart_requested:
             self.restart_requested = False
             self._signal_all(signal.SIGHUP)
-        for instance in wanted.values():
-            member = self._members.get(instance.id) or self._join(instance)
+        for version in wanted.values():
+            member = self._members.get(version.id) or self._add(version)
             if not member.pid and not member.has_given_up and now >= member.not_before:
-                self._begin(member)
+                self._start(member)
 
-    def _join(self, instance: ModelVersion) -> Member:
-        member = self._members[instance.id] = Member(instance, RestartPolicy(random.SystemRandom().random))
+    def _add(self, version: ModelVersion) -> Member:
+        member = self._members[version.id] = Member(version, RestartPolicy(random.SystemRandom().random))
         return member
 
-    def _begin(self, member: Member) -> None:
-        member.begun = self._clock()
-        member.pid = self._fork(member.instance)
+    def _start(self, member: Member) -> None:
+        member.started = self._clock()
+        member.pid = self._fork(member.version)
         member.pidfd = os.pidfd_open(member.pid)
         self.register(member.pidfd)
-        log.info("worker group begins", extra={"instance": member.instance.id, "supervisor": member.pid})
+        log.info("worker group started", extra={"version": member.version.id, "supervisor": member.pid})
 
     def _signal_all(self, number: signal.Signals) -> None:
         for member in self._members.values():
             if member.pid:
                 signal.pidfd_send_signal(member.pidfd, number)
 
-    # -------------------------------------------------------------- what has ended
+    # -------------------------------------------------------------- ended members
 
     def _reap(self) -> None:
+        """Wait for ended members, kill what is left of them, decide what happens next."""
         for member in self._members.values():
             if not member.pid:
                 continue
@@ -176,61 +174,61 @@ class WorkerPool(SupervisorBase):
             os.close(member.pidfd)
             member.pid, member.pidfd = 0, -1
             self._fence()
-            self._judge(member, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
+            self._on_end(member, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
 
     def _fence(self) -> None:
-        """End what a killed member has left to us (we are the subreaper) and wait for it."""
+        """Kill the orphans of a killed member, which are now children of this subreaper, and wait for them."""
         mine = {member.pid for member in self._members.values()}
-        while strangers := [pid for pid in procfs.children(os.getpid()) if pid not in mine]:
-            for pid in strangers:
+        while orphans := [pid for pid in procfs.children(os.getpid()) if pid not in mine]:
+            for pid in orphans:
                 try:
                     os.kill(pid, signal.SIGKILL)
                     os.waitid(os.P_PID, pid, os.WEXITED)
                 except (ProcessLookupError, ChildProcessError):
                     pass
 
-    def _judge(self, member: Member, code: int) -> None:
-        instance = member.instance
+    def _on_end(self, member: Member, code: int) -> None:
+        """`code`: exit code, or -signal."""
+        version = member.version
         if self.stop_requests:
             if code and member.kill_at == float("inf"):
                 self._code = self._code or process.EXIT_FATAL
             return
-        if instance.id not in self._wanted():
+        if version.id not in self._wanted():
             return
-        facts = {"instance": instance.id, "code": code}
-        if code == 0:  # somebody ended it by itself: `starling down` ends all supervisors
+        facts = {"version": version.id, "code": code}
+        if code == 0:  # it was stopped from outside: `starling down` stops all supervisors
             self.stop_requests = 1
         elif code < 0:
-            wait_s = member.policy.after_death(self._clock() - member.begun)
+            wait_s = member.policy.after_death(self._clock() - member.started)
             member.has_given_up = wait_s is None
             member.not_before = self._clock() + (wait_s or 0.0)
-            log.warning("the supervisor of a worker group has died", extra=facts)
+            log.warning("supervisor of a worker group was killed", extra=facts)
         else:
             member.has_given_up = True
-        if not member.has_given_up:
-            return
-        if instance.state == "serving":
-            log.error("a worker group has given up, and all ends with it", extra=facts)
+        if member.has_given_up:
+            self._on_given_up(version, code, facts)
+
+    def _on_given_up(self, version: ModelVersion, code: int, facts: dict[str, object]) -> None:
+        if version.state == "serving":
+            log.error("worker group of a serving version has given up, stopping", extra=facts)
             self._code = code if code > 0 else process.EXIT_FATAL
             self.stop_requests = max(1, self.stop_requests)
             return
-        log.error("a worker group has given up", extra=facts)
-        if versions.read_failure(self._run_dir, instance.stage) is None:
+        log.error("worker group has given up", extra=facts)
+        if versions.read_failure(self._run_dir, version.stage) is None:
             how = f"ended with code {code}" if code > 0 else f"died of {signal.Signals(-code).name}"
-            why = ModelUnavailable(f"its worker group {how}; its log says why (starling logs worker)")
-            versions.note_failure(self._run_dir, instance.stage, why)
+            error = ModelUnavailable(f"its worker group {how}; see its log (starling logs worker)")
+            versions.write_failure(self._run_dir, version.stage, error)
 
-    def _forget(self, member: Member) -> None:
-        """Its instance is gone: remove what only it used."""
-        del self._members[member.instance.id]
-        self._remove(member.instance.stage, member.instance.slug)
+    # -------------------------------------------------------------- files
 
-    def _remove(self, stage: str, slug: str) -> None:
-        """Unless somebody is that stage: a crew that was started beside a running one has nothing of its own here."""
-        # Who sweeps (leftovers.py) has the lock too, for a moment; the process named in it is gone then.
+    def _remove_files(self, stage: str, slug: str) -> None:
+        """Remove what only that version used, unless a process of another pool runs it."""
+        # A concurrent `cleanup.sweep` holds the lock for a moment, too; the process named in it has ended then.
         holder = run_dir.lock_holder(self._run_dir, stage)
         if holder and procfs.exists(holder):
-            log.warning("%s runs here, and not as one of ours: its files stay", stage, extra={"holder": holder})
+            log.warning("%s runs outside this pool, its files stay", stage, extra={"holder": holder})
             return
         for path in (
             self._run_dir / f"{stage}.lock",
@@ -242,60 +240,61 @@ class WorkerPool(SupervisorBase):
         ):
             path.unlink(missing_ok=True)
 
-    def _remove_strangers(self) -> None:
-        """At the start: what instances of an earlier life have left that are not wanted any more."""
+    def _remove_files_of_old_versions(self) -> None:
+        """At the start: files of versions from an earlier run that are not in the table."""
         if self._only:
             return
         wanted = {one.stage for one in self._wanted().values()}
         for path in self._run_dir.glob("worker-*.lock"):
-            if path.stem in wanted:
-                continue
-            self._remove(path.stem, path.stem.removeprefix("worker-"))
+            if path.stem not in wanted:
+                self._remove_files(path.stem, path.stem.removeprefix("worker-"))
 
     # -------------------------------------------------------------- systemd
 
-    def _tell_systemd(self) -> None:
+    def _notify_systemd(self) -> None:
         now = self._clock()
         if self._watchdog_s and now >= self._next_watchdog:
             self._next_watchdog = now + self._watchdog_s
             process.sd_notify("WATCHDOG=1")
-        if self.stop_requests and self._told == 0:
-            self._told = 1
+        if self.stop_requests and self._stops_sent == 0:
+            self._stops_sent = 1
             process.sd_notify("STOPPING=1")
-        if not self._is_announced:
+        if not self._is_ready_sent:
             ready = {record.stage for record in status.read_all(self._run_dir) if record.alive and record.ready}
             serving = [one for one in self._wanted().values() if one.state == "serving"]
             if all(one.stage in ready for one in serving):
-                self._is_announced = process.sd_notify("READY=1")
+                self._is_ready_sent = process.sd_notify("READY=1")
 
 
 # ------------------------------------------------------------------ the process
 
 
-def keep(config: Config, run: Run, preload: Callable[[], object], only: str = "") -> int:
-    """The crew's whole life, in this process; the exit code. `preload`: as for `supervise`."""
+def run_worker_pool(
+    config: Config,
+    run: Callable[[ModelVersion], Callable[[], int]],
+    command: Callable[[ModelVersion], list[str]],
+    preload: Callable[[], object],
+    only: str = "",
+) -> int:
+    """Run the pool in this process; the exit code.
+
+    `run(version)` returns the body of a version's worker process, and `command(version)` the command line that
+    starts it as a new program.  `preload`: as for `supervise`.
+    """
     process.become_subreaper()
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in supervise: a fork would lose its threads
-    logs.setup("worker-crew", config)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in `supervise`: a fork would lose its threads
+    logs.setup("worker-pool", config)
     run_dir.prepare(paths.run_dir(config))
     watched_ancestors = ancestors.open_watched_ancestors()
-    can_fork = False
 
-    def fork(instance: ModelVersion) -> int:
-        nonlocal can_fork
-        # Again for each: what an earlier group has compiled is there for this one.
-        can_fork = preloaded(preload)
-        return _fork(config, instance, run(instance) if can_fork else None)
+    def fork(version: ModelVersion) -> int:
+        # Preload for every member: kernels that an earlier group has compiled are then loaded for this one.
+        body = run(version) if preloaded(preload) else None
+        return base.fork(lambda: _supervise_version(config, body, command(version)))
 
     return WorkerPool(config, fork, watched_ancestors, only).run()
 
 
-def _fork(config: Config, instance: ModelVersion, run: Callable[[], int] | None) -> int:
-    """A supervisor of the instance, as a copy of this process."""
-
-    def live() -> int:
-        os.environ.pop("NOTIFY_SOCKET", None)
-        command = [sys.executable, "-m", "starling", "stage", "worker", "--model", instance.id]
-        return supervise("worker", command, config, run)
-
-    return base.fork(live)
+def _supervise_version(config: Config, body: Callable[[], int] | None, command: list[str]) -> int:
+    os.environ.pop("NOTIFY_SOCKET", None)  # the pool notifies systemd
+    return supervise("worker", command, config, body)

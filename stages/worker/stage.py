@@ -294,15 +294,15 @@ def main(config: Config, instance_id: str = "") -> int:
         return stage.run()
     except CheckpointError as error:
         refused = ModelUnavailable(str(error), param="model")
-        versions.note_failure(run_dir, chosen.stage, refused)
+        versions.write_failure(run_dir, chosen.stage, refused)
         raise refused from None
     except StarlingError as error:
-        versions.note_failure(run_dir, chosen.stage, error)
+        versions.write_failure(run_dir, chosen.stage, error)
         raise
     except RuntimeError:
         log.exception("the worker group ends")
         return EXIT_FATAL
     except Exception as error:  # of a file that nobody has foreseen, perhaps: whoever loads it must hear of it
         problem = f"{type(error).__name__}: {error}; the worker's log has more (starling logs worker)"
-        versions.note_failure(run_dir, chosen.stage, InternalError(problem))
+        versions.write_failure(run_dir, chosen.stage, InternalError(problem))
         raise

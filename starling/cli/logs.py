@@ -61,7 +61,7 @@ def _print(directory: Path, tails: dict[str, Tail], follow: bool, lines: int, as
 
 def _names(stage: str | None) -> list[str]:
     names = [name for one in ((stage,) if stage else STAGES) for name in (one, f"{one}-supervisor")]
-    return [*names, "worker-crew"] if stage in (None, "worker") else names  # the parent of its supervisors
+    return [*names, "worker-pool"] if stage in (None, "worker") else names  # the parent of its supervisors
 
 
 def _in_order(tails: dict[str, Tail], at_most: int | None = None) -> list[Line]:

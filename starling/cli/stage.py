@@ -22,6 +22,7 @@ from pipeline.supervise.supervisor import supervise as keep_alive
 
 STAGES = ("tokenizer", "scheduler", "kv", "worker", "gateway")
 
+_COMMAND = (sys.executable, "-m", "starling", "stage")  # starts a stage as a new program
 _STAGE = click.Choice(STAGES)
 
 
@@ -60,13 +61,17 @@ def supervise(name: str, model: str) -> int:
     if name == "worker":
         if model and config.model(model) is None:
             raise _unknown(model, [known.name for known in config.models])
-        code = worker_pool.keep(
-            config, lambda one: _program(name, one.id, config), lambda: _preload(name, config), model
+        code = worker_pool.run_worker_pool(
+            config,
+            lambda version: _program(name, version.id, config),
+            lambda version: [*_COMMAND, name, "--model", version.id],
+            lambda: _preload(name, config),
+            model,
         )
     else:
         run = _program(name, model, config)
-        command = [sys.executable, "-m", "starling", "stage", name]
-        held = listen_fd.hold(config) if name == "gateway" else None
+        command = [*_COMMAND, name]
+        held = listen_fd.bind_listener(config) if name == "gateway" else None
         code = keep_alive(name, command, config, run, lambda: _preload(name, config))
         if held is not None:
             held.close()

@@ -246,7 +246,7 @@ class Versions(RuleBasedStateMachine):
         one when it starts again, and so may the server."""
         self.journal.close()
         self.running.clear()
-        versions.record_path(self.config).unlink(missing_ok=True)
+        versions.table_path(self.config).unlink(missing_ok=True)
         self.files = {NAME: digest}
         self.numerics = recovery.NUMERICS = numerics
         self._gateway()
@@ -293,7 +293,7 @@ def test_the_record_outlives_whoever_wrote_it(tmp_path: Path) -> None:
     other = resolve({**_plain(config), "models": [{"name": "x", "path": "/x"}]}, {})
     assert [one.id for one in versions.read(other).versions] == ["x"]
     # Nor does a record that is not understood.
-    versions.record_path(config).write_bytes(b'{"versions": 1}')
+    versions.table_path(config).write_bytes(b'{"versions": 1}')
     assert versions.read(config) == versions.initial(config)
 
 

@@ -38,7 +38,7 @@ def stage(report: str, behaviour: str, config: Config) -> int:
         loop.tick()  # the supervisor knows before the report
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    beat_fd = process.claim_beat_fd() if behaviour == "silent" else -1
+    keepalive_fd = process.claim_keepalive_fd() if behaviour == "silent" else -1
     # Out of the group on purpose: only a subreaper finds it when the stage is gone.
     helper = subprocess.Popen([sys.executable, "-c", HELPER], stdout=subprocess.PIPE, start_new_session=True)
     assert helper.stdout is not None
@@ -61,7 +61,7 @@ def stage(report: str, behaviour: str, config: Config) -> int:
     if behaviour == "segfault":
         signal.raise_signal(signal.SIGSEGV)
     if behaviour == "silent":
-        process.beat(beat_fd, process.Beat(50, False))
+        process.send_keepalive(keepalive_fd, process.KeepAlive(50, False))
     if loop is not None:
         return loop.run(lambda: None)
     while True:

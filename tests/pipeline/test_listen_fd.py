@@ -20,7 +20,7 @@ def test_what_listens_is_reached(host: str) -> None:
             port = probe.getsockname()[1]
         server = {"host": host, "port": port}
         config = resolve({"server": server, "auth": {"api_keys": ["sk-one-long-enough"]}}, {})
-        held = listen_fd.hold(config)
+        held = listen_fd.bind_listener(config)
         assert held is not None
         with held:
 

@@ -187,16 +187,16 @@ def test_a_second_one_of_the_same_stage_is_refused(config: Config) -> None:
 
 def test_the_supervisor_hears_beats_and_allowances(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe2(os.O_NONBLOCK)
-    monkeypatch.setenv(process.BEAT_FD_VARIABLE, str(write_end))
+    monkeypatch.setenv(process.KEEPALIVE_FD_VARIABLE, str(write_end))
     loop = PollLoop("kv", config)
-    assert process.BEAT_FD_VARIABLE not in os.environ
-    assert process.read_beats(read_end) == (STALL_MS, False)
+    assert process.KEEPALIVE_FD_VARIABLE not in os.environ
+    assert process.read_keepalives(read_end) == (STALL_MS, False)
     with loop.allow_stall(90):
-        assert process.read_beats(read_end) == (90_000, False)
-    assert process.read_beats(read_end) == (STALL_MS, False)
-    assert process.read_beats(read_end) is None
+        assert process.read_keepalives(read_end) == (90_000, False)
+    assert process.read_keepalives(read_end) == (STALL_MS, False)
+    assert process.read_keepalives(read_end) is None
     for _ in range(100_000):  # a supervisor that does not read costs nothing
-        process.beat(write_end, process.Beat(1, False))
+        process.send_keepalive(write_end, process.KeepAlive(1, False))
     loop.close()
     os.close(read_end)
     os.close(write_end)

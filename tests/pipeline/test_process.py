@@ -63,37 +63,37 @@ def test_the_parents_death_can_be_watched() -> None:
 
 def test_beats_are_read_whole_and_the_last_one_counts() -> None:
     read_end, write_end = os.pipe2(os.O_NONBLOCK)
-    assert process.read_beats(read_end) is None
+    assert process.read_keepalives(read_end) is None
     for allowance_ms in range(3000):
-        process.beat(write_end, process.Beat(allowance_ms, allowance_ms == 2999))
-    assert process.read_beats(read_end) == (2999, True)
-    process.beat(write_end, process.Beat(1 << 40, False))
-    assert process.read_beats(read_end) == (0xFFFFFFFF, False)
+        process.send_keepalive(write_end, process.KeepAlive(allowance_ms, allowance_ms == 2999))
+    assert process.read_keepalives(read_end) == (2999, True)
+    process.send_keepalive(write_end, process.KeepAlive(1 << 40, False))
+    assert process.read_keepalives(read_end) == (0xFFFFFFFF, False)
     os.close(write_end)
-    assert process.read_beats(read_end) is None
+    assert process.read_keepalives(read_end) is None
     os.close(read_end)
 
 
 def test_a_full_or_broken_pipe_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe2(os.O_NONBLOCK)
     for _ in range(20_000):
-        process.beat(write_end, process.Beat(5, False))
-    assert process.read_beats(read_end) == (5, False)
+        process.send_keepalive(write_end, process.KeepAlive(5, False))
+    assert process.read_keepalives(read_end) == (5, False)
     os.close(read_end)
-    process.beat(write_end, process.Beat(5, False))
+    process.send_keepalive(write_end, process.KeepAlive(5, False))
     os.close(write_end)
 
 
 def test_the_pipe_is_claimed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe()
-    monkeypatch.setenv(process.BEAT_FD_VARIABLE, str(write_end))
-    assert process.claim_beat_fd() == write_end
-    assert process.claim_beat_fd() == -1
+    monkeypatch.setenv(process.KEEPALIVE_FD_VARIABLE, str(write_end))
+    assert process.claim_keepalive_fd() == write_end
+    assert process.claim_keepalive_fd() == -1
     os.close(read_end)
     os.close(write_end)
     for nonsense in ("", "x", "99999"):
-        monkeypatch.setenv(process.BEAT_FD_VARIABLE, nonsense)
-        assert process.claim_beat_fd() == -1
+        monkeypatch.setenv(process.KEEPALIVE_FD_VARIABLE, nonsense)
+        assert process.claim_keepalive_fd() == -1
 
 
 def test_without_systemd_nothing_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

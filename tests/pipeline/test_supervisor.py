@@ -163,7 +163,7 @@ def test_a_stage_that_gives_no_sign_is_replaced(theatre: Theatre) -> None:
     first = theatre.next_life()
     theatre.next_life()
     assert has_ended(first.stage, 0)
-    assert "gave no sign" in theatre.log()
+    assert "sent no keepalive" in theatre.log()
 
 
 def test_sigterm_lets_the_stage_end_in_order(theatre: Theatre) -> None:
@@ -195,7 +195,7 @@ def test_sighup_restarts_in_order(theatre: Theatre) -> None:
     second = theatre.next_life()
     assert has_ended(first.stage, 0)
     assert second.report["restarts"] == 1
-    assert "starting it again" not in theatre.log()
+    assert "restarting it" not in theatre.log()
 
 
 def test_the_stage_dies_with_its_supervisor(theatre: Theatre) -> None:

@@ -30,14 +30,14 @@ def test_without_a_record_there_is_what_is_configured(config: Config) -> None:
     follower = versions.VersionFollower(config)
     versions.write(config, second(config))
     assert follower.poll() and follower.table == second(config)
-    versions.record_path(config).unlink()
+    versions.table_path(config).unlink()
     assert follower.poll() and follower.table == versions.initial(config)
 
 
 def test_a_record_that_cannot_be_read_changes_nothing(config: Config, caplog: pytest.LogCaptureFixture) -> None:
     versions.write(config, second(config))
     follower = versions.VersionFollower(config)
-    path = versions.record_path(config)
+    path = versions.table_path(config)
     path.unlink()
     path.mkdir()  # of whatever user: it cannot be read
     assert [follower.poll() for _ in range(3)] == [False] * 3

@@ -43,9 +43,9 @@ def test_what_the_parent_of_all_worker_groups_says_is_shown(
     """Of a group that has given up only its parent tells."""
     monkeypatch.setenv("STARLING_HOME", str(tmp_path))
     (tmp_path / "logs").mkdir()
-    for number, name in enumerate(("worker", "worker-supervisor", "worker-crew", "kv")):
+    for number, name in enumerate(("worker", "worker-supervisor", "worker-pool", "kv")):
         line = json.dumps({"ts": f"2026-01-01T00:00:0{number}.000Z", "level": "info", "stage": name, "event": name})
         (tmp_path / "logs" / f"{name}.log").write_text(line + "\n")
     shown = CliRunner().invoke(logs, [stage, "--json"] if stage else ["--json"])
     events = [json.loads(line)["event"] for line in shown.output.splitlines()]
-    assert events == ["worker", "worker-supervisor", "worker-crew", *([] if stage else ["kv"])]
+    assert events == ["worker", "worker-supervisor", "worker-pool", *([] if stage else ["kv"])]

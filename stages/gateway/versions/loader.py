@@ -255,7 +255,7 @@ def _outcome_fields(outcome: Outcome) -> dict[str, Any]:
     return {
         "op": outcome.op,
         "model": outcome.name,
-        "instance": outcome.instance,
+        "instance": outcome.version,
         "digest": outcome.digest or None,
         "previous": outcome.previous or None,
         "ended": outcome.ended,
