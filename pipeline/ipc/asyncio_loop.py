@@ -1,11 +1,11 @@
-"""Edges in an asyncio loop (gateway): readers, and one ticking task.
+"""A stage runtime in an asyncio loop (gateway): one reader per edge, and one timer for ticks.
 
-endpoints = AsyncioLoop("gateway", config)
-link = endpoints.connect("gateway-scheduler", on_frame)
+loop = AsyncioLoop("gateway", config)
+link = loop.connect("gateway-scheduler", on_frame)
 link.on_up = ...
-endpoints.start()            # in the running loop
-await endpoints.stopped()    # SIGTERM, SIGINT or the parent's death, and drained
-endpoints.close()
+loop.start()            # in the running loop
+await loop.stopped()    # SIGTERM, SIGINT or the parent's death, and drained
+loop.close()
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ log = logging.getLogger("starling.loop")
 def attach(
     endpoint: Link | Hub, handler: Callable[..., None], after: Callable[[], None] = lambda: None
 ) -> Callable[[], None]:
-    """Read `endpoint` in the running loop: `handler(frame)` or, of a hub, `handler(peer, frame)`; then `after()`.
+    """Read `endpoint` in the running loop: `handler(frame)`, for a hub `handler(peer, frame)`; then `after()`.
 
     An exception of a handler goes to the loop's exception handler; the frames after it are still
-    handled.  Returns a function that detaches.  Someone must call `endpoint.tick`.
+    handled.  Returns a function that detaches.  The caller must call `endpoint.tick`.
     """
     loop = asyncio.get_running_loop()
 
@@ -46,7 +46,7 @@ def attach(
         for item in items():
             try:
                 handler(*item)
-            except Exception as error:  # whatever it is, the other frames need handling
+            except Exception as error:  # the other frames must be handled
                 message = f"handler of edge {endpoint.edge.name} failed"
                 loop.call_exception_handler({"message": message, "exception": error})
         after()
@@ -73,26 +73,26 @@ class AsyncioLoop(StageRuntime):
         self.exit_code = process.EXIT_OK
         self._handlers: list[tuple[Link | Hub, Callable[..., None]]] = []
         self._detach: list[Callable[[], object]] = []
-        self._timer: asyncio.TimerHandle | None = None  # of the next tick, from `start` to `close`
-        self._over = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None  # the next tick, from `start` to `close`
+        self._stopped = asyncio.Event()
         self._next_tick = float("-inf")
 
     def connect(self, edge: str, handler: Callable[[Frame], None]) -> Link:
-        """A link on the named edge at its configured address. `handler(frame)`. Before `start`."""
+        """A link on the named edge at its configured address. `handler(frame)`. Call before `start`."""
         link = self.link(edge)
         self._handlers.append((link, handler))
         return link
 
     def bind(self, edge: str, handler: Callable[[bytes, Frame], None]) -> Hub:
-        """A hub on the named edge at its configured address. `handler(peer, frame)`. Before `start`."""
+        """A hub on the named edge at its configured address. `handler(peer, frame)`. Call before `start`."""
         hub = self.hub(edge)
         self._handlers.append((hub, handler))
         return hub
 
     def start(self, signals: bool = True) -> None:
-        """In the running loop: read all edges, tick every 100 ms, take SIGTERM and SIGINT."""
+        """In the running loop: read all edges, tick every 100 ms, handle SIGTERM and SIGINT."""
         loop = asyncio.get_running_loop()
-        self._detach = [attach(endpoint, handler, self._heard) for endpoint, handler in self._handlers]
+        self._detach = [attach(endpoint, handler, self._after_frames) for endpoint, handler in self._handlers]
         if self.parent_fd >= 0:
             loop.add_reader(self.parent_fd, self._orphaned)
             self._detach.append(partial(loop.remove_reader, self.parent_fd))
@@ -103,22 +103,22 @@ class AsyncioLoop(StageRuntime):
         self._timer = loop.call_later(0.0, self._tick_now)
 
     async def stopped(self) -> int:
-        """Until told to stop and `busy` is over or `server.drain_timeout_ms` has passed; the exit code.
+        """Wait until a stop is requested and `busy` is False or `server.drain_timeout_ms` has passed; the exit code.
 
-        A second signal, or `quit`, ends it at once.
+        A second signal, or `quit`, ends the wait at once.
         """
-        await self._over.wait()
+        await self._stopped.wait()
         return self.exit_code
 
     def quit(self, exit_code: int = process.EXIT_FATAL) -> None:
         """End `stopped` now."""
         self.exit_code = exit_code
-        self._over.set()
+        self._stopped.set()
 
     def tick(self) -> None:
         super().tick()
         if self.drained:
-            self._over.set()
+            self._stopped.set()
 
     def mark_active(self) -> None:
         super().mark_active()
@@ -135,8 +135,8 @@ class AsyncioLoop(StageRuntime):
         self._detach = []
         super().close()
 
-    def _heard(self) -> None:
-        """Frames have been handled."""
+    def _after_frames(self) -> None:
+        """Tick if a tick is due: frames have woken the stage anyway."""
         if self.clock() >= self._next_tick:
             self._tick_now()
 
@@ -144,12 +144,12 @@ class AsyncioLoop(StageRuntime):
         try:
             self.tick()
         except Exception:
-            log.exception("a tick failed")
+            log.exception("tick failed")
         self._next_tick = self.clock() + self.tick_s
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """Anew after each tick: one that frames have brought about leaves no timer behind that wakes for nothing."""
+        """Set again after each tick: a tick after frames must not leave an earlier timer that wakes needlessly."""
         if self._timer is not None:
             self._timer.cancel()
             delay = max(0.0, self._next_tick + self.slack_s - self.clock())
@@ -157,10 +157,10 @@ class AsyncioLoop(StageRuntime):
 
     def _on_signal(self) -> None:
         if self.stopping:
-            self._over.set()
+            self._stopped.set()
         self.stop()
 
     def _orphaned(self) -> None:
-        log.error("the parent process is gone")
+        log.error("parent process has ended")
         asyncio.get_running_loop().remove_reader(self.parent_fd)
         self.quit(process.EXIT_ORPHANED)

@@ -1,11 +1,11 @@
-"""Control sockets: how a command speaks to a running stage. `RUN_DIR/STAGE.control.sock`.
+"""Control sockets: how a command reaches a running stage. `RUN_DIR/STAGE.control.sock`.
 
-A line of JSON each way: `{"op": "drain", ...}` and `{"ok": true, ...}`, or `{"ok": false, "code",
-"message"}`.  The run directory is 0700, and a peer of another user is sent away (SO_PEERCRED), root
-excepted.  Bounded: `MAX_LINE` bytes for a line, `MAX_CLIENTS` connections, `IDLE_S` without a line.
+One line of JSON each way: `{"op": "drain", ...}`, answered by `{"ok": true, ...}` or `{"ok": false, "code",
+"message"}`.  The run directory has mode 0700, and connections of other users except root are closed (SO_PEERCRED).
+Bounds: `MAX_LINE` bytes per line, `MAX_CLIENTS` connections, `IDLE_S` without a line.
 
-The client's half blocks and stands alone; the server's half here runs in a stage's asyncio loop, that for loops
-that poll is pipeline/ipc/control_poll.py.
+`call` is the blocking client.  `ControlServer` serves in an asyncio loop, `control_poll.PollControlServer` in a
+loop that polls.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 class Unreachable(StarlingError):
-    """Nobody answers on that control socket."""
+    """No process answers on the control socket."""
 
     def __init__(self, message: str) -> None:
         super().__init__("MODEL_UNAVAILABLE", message)
 
 
 def socket_path(run_dir: Path, stage: str) -> Path:
+    """Where the stage's control socket is."""
     return run_dir / f"{stage}.control.sock"
 
 
@@ -50,7 +51,7 @@ def socket_path(run_dir: Path, stage: str) -> Path:
 
 
 def call(run_dir: Path, stage: str, request: dict[str, Any], timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
-    """The answer, without `ok`. Raises `Unreachable`, or the `StarlingError` that the stage answers."""
+    """Send a request; the answer without `ok`. Raises `Unreachable`, or the `StarlingError` of the answer."""
     path = socket_path(run_dir, stage)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
@@ -78,8 +79,8 @@ def call(run_dir: Path, stage: str, request: dict[str, Any], timeout_s: float = 
 
 
 def is_ours(fd: int) -> bool:
-    """Whether this user, or root, is at the other end."""
-    # A socket of our own: that of an event loop need not know getsockopt.
+    """Whether the process at the other end belongs to this user or to root."""
+    # A socket object of its own: the transport socket of an event loop may lack getsockopt.
     with socket.socket(fileno=os.dup(fd)) as connection:
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(raw)[1] in (os.getuid(), 0)
@@ -98,13 +99,13 @@ class ControlServer:
         self._clients: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Bind. The stage holds its lock, so what stands at the path was left by a predecessor."""
+        """Bind. The stage holds its lock, so a file at the path is from a predecessor."""
         rundir.clear_socket(f"ipc://{self.path}")
         self._server = await asyncio.start_unix_server(self._serve, str(self.path), limit=MAX_LINE)
         os.chmod(self.path, 0o600)
 
     async def close(self) -> None:
-        """Idempotent; whoever still waits for an answer is left."""
+        """Idempotent; connections that wait for an answer are closed."""
         if self._server is None:
             return
         self._server.close()
@@ -120,14 +121,14 @@ class ControlServer:
         self._clients.add(task)
         try:
             if len(self._clients) <= MAX_CLIENTS and is_ours(writer.get_extra_info("socket").fileno()):
-                await self._converse(reader, writer)
+                await self._serve_lines(reader, writer)
         except (OSError, TimeoutError, ValueError, asyncio.CancelledError):
-            pass  # gone, silent for too long, a line too long, or we are closing
+            pass  # disconnected, idle for too long, line too long, or closing
         finally:
             self._clients.discard(task)
             writer.close()
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_lines(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             async with asyncio.timeout(IDLE_S):
                 line = await reader.readline()
@@ -142,12 +143,12 @@ class ControlServer:
         except StarlingError as error:
             return failed(error)
         except Exception:
-            log.exception("a control request failed")
-            return failed(InternalError("a fault of the stage; it is in its log"))
+            log.exception("control request failed")
+            return failed(InternalError("the stage failed to handle the request; see its log"))
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """The request in a line. Raises `StarlingError`."""
+    """Decode a request line. Raises `StarlingError`."""
     try:
         request = json.loads(line)
     except ValueError:
@@ -158,5 +159,5 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def failed(error: StarlingError) -> dict[str, Any]:
-    """The answer that `call` raises again."""
+    """The answer for an error; `call` raises it."""
     return {"ok": False, "code": error.code, "message": error.message, "param": error.param}

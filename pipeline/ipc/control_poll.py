@@ -1,7 +1,7 @@
-"""The control socket of a stage whose loop polls (`ipc.poll_loop`); `control.call` is its client.
+"""The control socket of a stage with a `PollLoop`; `control.call` is its client.
 
-Never waits: what a client has sent is read when it is there, and one that does not take its answer, stays silent
-or sends a line without an end is left.
+Never blocks: requests are read when they arrive, and a client that does not read its answer, stays idle or sends
+a line that is too long is disconnected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PollControlServer:
     """`handler(request)` returns the answer's fields or raises `StarlingError`; it is called in the loop."""
 
     def __init__(self, run_dir: Path, loop: PollLoop, handler: Handler) -> None:
-        """Bind. The stage holds its lock, so what stands at the path was left by a predecessor."""
+        """Bind. The stage holds its lock, so a file at the path is from a predecessor."""
         self.path = socket_path(run_dir, loop.stage)
         self._loop = loop
         self._handler = handler
@@ -46,7 +46,7 @@ class PollControlServer:
         if self._listener.fileno() < 0:
             return
         for client in list(self._clients.values()):
-            self._leave(client)
+            self._disconnect(client)
         self._loop.remove_fd(self._listener.fileno())
         self._listener.close()
         self.path.unlink(missing_ok=True)
@@ -55,7 +55,7 @@ class PollControlServer:
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            return  # gone again
+            return  # disconnected again
         if len(self._clients) >= MAX_CLIENTS or not is_ours(connection.fileno()):
             connection.close()
             return
@@ -76,13 +76,13 @@ class PollControlServer:
             *lines, client.received = client.received.split(b"\n")
             for line in lines:
                 answer = self._answer(line)
-                client.since = self._loop.clock()
+                client.last_line = self._loop.clock()
                 if client.connection.send(answer) < len(answer):
                     data = b""
         except OSError:
             data = b""
         if not data or len(client.received) > MAX_LINE:
-            self._leave(client)
+            self._disconnect(client)
 
     def _answer(self, line: bytes) -> bytes:
         try:
@@ -90,16 +90,16 @@ class PollControlServer:
         except StarlingError as error:
             answer = failed(error)
         except Exception:
-            log.exception("a control request failed")
-            answer = failed(InternalError("a fault of the stage; it is in its log"))
+            log.exception("control request failed")
+            answer = failed(InternalError("the stage failed to handle the request; see its log"))
         return json.dumps(answer).encode() + b"\n"
 
     def _tick(self) -> None:
         oldest = self._loop.clock() - IDLE_S
-        for client in [client for client in self._clients.values() if client.since < oldest]:
-            self._leave(client)
+        for client in [client for client in self._clients.values() if client.last_line < oldest]:
+            self._disconnect(client)
 
-    def _leave(self, client: _Client) -> None:
+    def _disconnect(self, client: _Client) -> None:
         fd = client.connection.fileno()
         if self._clients.pop(fd, None) is not None:
             self._loop.remove_fd(fd)
@@ -109,5 +109,5 @@ class PollControlServer:
 class _Client:
     def __init__(self, connection: socket.socket, now: float) -> None:
         self.connection = connection
-        self.received = b""  # of a line that has not ended
-        self.since = now  # its last line
+        self.received = b""  # of an incomplete line
+        self.last_line = now  # when it arrived, s

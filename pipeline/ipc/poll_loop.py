@@ -1,11 +1,11 @@
-"""The loop of a stage that polls: frames, signals, ticks and work, one after the other.
+"""A stage runtime around `select.poll`: frames, signals, ticks and work, one after the other.
 
     loop = PollLoop("kv", config)
     hub = loop.bind("scheduler-kv", on_frame)     # or loop.connect(...), or loop.add(endpoint, handler)
     loop.ready = True
     return loop.run(work)
 
-Single-threaded.  A stage that stays away from the loop for long says so with `allow`.
+Single-threaded.  A stage announces work that keeps it away from the loop for long with `allow_stall`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ from pipeline.config.schema import Config
 from pipeline.ipc.endpoint import Hub, Link
 from pipeline.protocol.messages import Frame
 from pipeline.runtime import process
-from pipeline.runtime.stage_runtime import STALL_MS, TICK_S, StageRuntime
-
-__all__ = ["MOST_S", "STALL_MS", "TICK_S", "PollLoop"]
+from pipeline.runtime.stage_runtime import TICK_S, StageRuntime
 
 log = logging.getLogger("starling.loop")
 
-MOST_S = 60.0  # of waiting; ticks come sooner
+MAX_WAIT_S = 60.0  # of one poll; ticks come sooner
 
 
 class PollLoop(StageRuntime):
@@ -91,36 +89,36 @@ class PollLoop(StageRuntime):
         )
 
     def add_fd(self, fd: int, callback: Callable[[], None]) -> None:
-        """Call back whenever `fd` is readable (a pidfd, a control socket)."""
+        """Call `callback` whenever `fd` is readable (a pidfd, a control socket)."""
         self._callbacks[fd] = callback
         self._poll.register(fd, select.POLLIN)
 
     def remove_fd(self, fd: int) -> None:
-        """Before `fd` is closed. Unknown ones are ignored."""
+        """Call before `fd` is closed. Unknown descriptors are ignored."""
         if self._callbacks.pop(fd, None) is not None:
             self._poll.unregister(fd)
 
     # -------------------------------------------------------------- running
 
     def run(self, work: Callable[[], float | None]) -> int:
-        """Until told to stop; returns the exit code.
+        """Run until a stop is requested; the exit code.
 
         `work` is called after every batch of frames, and when the delay it returned (s; None: until a
-        frame) has passed.  After SIGTERM the loop goes on while `busy`, for at most
+        frame) has passed.  After SIGTERM the loop continues while `busy`, for at most
         `server.drain_timeout_ms`; a second signal, or `quit`, ends it at once.
         An exception of `work` or of a handler is fatal: logged, exit code 1.
         """
         try:
             delay: float | None = 0.0
-            is_told = False  # `work` knows that we are to stop: before that its `busy` says nothing about it
-            while not (self._quit or (is_told and self.drained)):
-                self.poll(MOST_S if delay is None else delay)
-                is_told = self.stopping
+            has_seen_stop = False  # `work` has run since the stop was requested: only then is `busy` meaningful
+            while not (self._quit or (has_seen_stop and self.drained)):
+                self.poll(MAX_WAIT_S if delay is None else delay)
+                has_seen_stop = self.stopping
                 delay = work()
                 if self.is_idle and self.busy:
                     self.mark_active()
         except Exception:
-            log.exception("fatal error, the stage ends")
+            log.exception("fatal error, stage exits")
             self.exit_code = self.exit_code or process.EXIT_FATAL
         finally:
             self.close()
@@ -129,11 +127,11 @@ class PollLoop(StageRuntime):
     def poll(self, timeout_s: float) -> None:
         """One round: wait at most `timeout_s` for frames or signals, handle them, tick when due.
 
-        For stages that own their loop; they look at `stopping` (`drained`, `ended`) and `close` at the end.
+        For stages with a loop of their own, which check `stopping` (`drained`, `ended`) and call `close` at the end.
         """
         now = self.clock()
         if now >= self._next_tick:
-            self._next_tick = now + TICK_S  # before: a tick may look at the clock again
+            self._next_tick = now + TICK_S  # before the tick, which may read the clock again
             self.tick()
             now = self.clock()
             self._next_tick = now + self.tick_s
@@ -149,7 +147,7 @@ class PollLoop(StageRuntime):
 
     @property
     def ended(self) -> bool:
-        """`quit` was called, the parent is gone or a second signal has come: leave now."""
+        """`quit` was called, the parent has ended or a second signal has come: exit now."""
         return self._quit
 
     def quit(self, exit_code: int = process.EXIT_FATAL) -> None:
@@ -162,7 +160,7 @@ class PollLoop(StageRuntime):
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Flush and close the edges, remove the records, let go of the lock. Idempotent."""
+        """Flush and close the edges, remove the records, release the lock. Idempotent."""
         if self._wake < 0:
             return
         super().close()
@@ -181,6 +179,6 @@ class PollLoop(StageRuntime):
         os.eventfd_read(self._wake)
 
     def _orphaned(self) -> None:
-        log.error("the parent process is gone")
+        log.error("parent process has ended")
         self.remove_fd(self.parent_fd)
         self.quit(process.EXIT_ORPHANED)

@@ -1,8 +1,8 @@
-"""What a burst took of memory goes back to the system.
+"""Malloc trim: returns heap memory to the system after a burst.
 
-glibc gives free memory back only from the end of its heap, and keeps ever more of it there once large buffers
-have been freed.  So the largest texts of the day would stay what a process weighs: the pieces of one of 4 MB
-take hundreds of MB while it is tokenized.  `malloc_trim` gives back what is free anywhere.
+glibc returns free memory only from the end of its heap, and raises the amount that it keeps there once large
+buffers have been freed.  Without trimming, a process would keep the memory of its largest request: the tokens of a
+4 MB text take hundreds of MB during encoding.  `malloc_trim` returns free pages anywhere in the heap.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Callable
 
 from pipeline.procfs import anonymous_bytes
 
-SLACK_BYTES = 32 << 20  # that may be kept
-LOOK_S = 10.0  # between two looks
-AGAIN_S = 60.0  # from one trim to the next when nothing was added: it may have been in use
+SLACK_BYTES = 32 << 20  # free memory that may be kept
+CHECK_S = 10.0  # between two checks
+RETRIM_S = 60.0  # between two trims when usage has not grown: the memory may have been in use the last time
 
 
 def trim() -> None:
-    """Give back all free pages of the C library's heap. 0.07 ms for each MB given back, else 0.1."""
+    """Return all free pages of the C library's heap. Takes 0.1 ms plus 0.07 ms per MB returned."""
     function = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none, and keeps less
     if function is not None:
         function(0)
 
 
 class MallocTrimmer:
-    """One per process; `tick` often. `clock`: s, monotonic."""
+    """One per process; call `tick` often. `clock`: s, monotonic. `used`: anonymous memory in bytes."""
 
     def __init__(
         self,
@@ -36,19 +36,21 @@ class MallocTrimmer:
         self._clock = clock
         self._used = used
         self._trim = trim
-        self._least = self._left = used()  # ever, and after the last trim
-        self._next = self._again = clock() + LOOK_S
+        self._minimum = self._after_trim = used()
+        self._next_check = self._next_retrim = clock() + CHECK_S
 
     def tick(self) -> None:
-        """Look every `LOOK_S`; trim when there is more than `SLACK_BYTES` above the least that it has been."""
+        """Check every `CHECK_S`; trim when usage exceeds its minimum by more than `SLACK_BYTES`."""
         now = self._clock()
-        if now < self._next:
+        if now < self._next_check:
             return
-        self._next = now + LOOK_S
+        self._next_check = now + CHECK_S
         used = self._used()
-        self._least = min(self._least, used)
-        if used - self._least <= SLACK_BYTES or (used - self._left <= SLACK_BYTES and now < self._again):
+        self._minimum = min(self._minimum, used)
+        if used - self._minimum <= SLACK_BYTES:
+            return
+        if used - self._after_trim <= SLACK_BYTES and now < self._next_retrim:
             return
         self._trim()
-        self._left = self._used()
-        self._again = now + AGAIN_S
+        self._after_trim = self._used()
+        self._next_retrim = now + RETRIM_S

@@ -1,8 +1,8 @@
-"""The run directory: sockets, status records and locks of one server; and what an address may be.
+"""The run directory: sockets, status records and locks of one server.
 
-It is 0700 and ours, or it is refused.  What a crash has left in it is recognised by the next start: a
-socket nobody listens on is removed, a lock falls with its holder, a status record names a process
-(pid, start_ticks) that is gone.
+It has mode 0700 and belongs to this user, or it is refused.  The next start recognises what a crash has left: a
+socket without a listener is removed, a lock is released with its holder, and a status record names a process
+(pid, start_ticks) that has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeline.errors import ConfigError, ResourceError
 
 
 def prepare(path: Path, what: str = "run directory", key: str = "server.run_dir") -> Path:
-    """Make `path` (0700) or check that it is ours alone; returns it resolved. Raises `ConfigError`."""
+    """Create `path` (0700), or check its owner and mode; the resolved path. Raises `ConfigError`."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = path.resolve(strict=True)
@@ -42,10 +42,10 @@ def prepare(path: Path, what: str = "run directory", key: str = "server.run_dir"
 
 
 def clear_socket(address: str) -> None:
-    """Before binding `ipc://PATH`: remove a dead predecessor's socket, and nothing else.
+    """Before binding `ipc://PATH`: remove the socket of a dead predecessor, and nothing else.
 
-    libzmq would unlink whatever stands at the path, a live server's socket included.  Other schemes
-    have nothing to clear.
+    libzmq would unlink any file at the path, the socket of a live server included.  Other schemes have
+    nothing to remove.  Raises `ConfigError` when the path is in use or not a socket of this user.
     """
     if not address.startswith("ipc://"):
         return
@@ -55,13 +55,13 @@ def clear_socket(address: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(info.st_mode):
-        raise ConfigError(f"{path} is in the way and is no socket: remove it")
+        raise ConfigError(f"{path} exists and is not a socket: remove it")
     if info.st_uid != os.getuid():
         raise ConfigError(f"{path} is a socket of user {info.st_uid}: choose another server.run_dir")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         code = probe.connect_ex(str(path))
-    if code in (0, errno.EAGAIN):  # EAGAIN: its backlog is full, so somebody holds it
+    if code in (0, errno.EAGAIN):  # EAGAIN: the backlog is full, so a process listens
         raise ConfigError(f"{path} is in use by a live process: is this server running already?")
     if code in (errno.ECONNREFUSED, errno.ENOENT):
         path.unlink(missing_ok=True)
@@ -70,7 +70,7 @@ def clear_socket(address: str) -> None:
 
 
 class StageLock:
-    """`RUN_DIR/STAGE.lock`, held by the one process that is this stage, for as long as it lives."""
+    """`RUN_DIR/STAGE.lock`, held by the one process of this stage for as long as it lives."""
 
     def __init__(self, run_dir: Path, stage: str) -> None:
         self.path = run_dir / f"{stage}.lock"
@@ -91,19 +91,19 @@ class StageLock:
                 f"this server another server.run_dir"
             ) from None
         os.ftruncate(self._fd, 0)
-        # On a full disk there is a lock all the same, only not whose it is.
+        # On a full disk the lock holds all the same; only the holder's pid is missing.
         with contextlib.suppress(OSError):
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Idempotent. The file stays: unlinking a locked file would let two holders in."""
+        """Idempotent. The file stays: unlinking a locked file would allow two holders."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def lock_holder(run_dir: Path, stage: str) -> int:
-    """The pid of the process that holds the stage's lock now, 0 when nobody does."""
+    """The pid of the process that holds the stage's lock; 0 when it is free."""
     try:
         fd = os.open(run_dir / f"{stage}.lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

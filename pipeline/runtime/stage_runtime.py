@@ -1,9 +1,9 @@
-"""What every stage process does beside its work: be one, be watched, say how it is.
+"""The runtime of a stage process: lock, supervision, status, metrics and heartbeats.
 
-Watches its parent (whatever started the stage has called `process.die_with_parent` before any import);
-holds the stage's lock; at every tick tells the supervisor that it lives, systemd that it is well, and
-`starling status` and `/metrics` what it is doing.  `PollLoop` (poll) and `Endpoints` (asyncio) are a
-`StageRuntime` with edges.
+Holds the stage's lock and watches the parent process (the stage has called `process.die_with_parent` before any
+other import).  Every tick sends a keepalive to the supervisor, the watchdog notification to systemd and
+heartbeats to the peers, and updates the status record and the metrics.  `PollLoop` (poll) and `AsyncioLoop`
+(asyncio) are `StageRuntime`s with an event loop.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from pipeline.runtime import process, timer_coalescing
 from pipeline.runtime import run_dir as rundir
 
 TICK_S = 0.1
-SLACK_S = 0.025  # a tick waits so long for something that wakes the stage anyway: the wake-up costs more than it
-QUIET_AFTER_S = 2.0  # without a move; from then on it ticks on the beat of rest.py
-HEAR_S = 0.5  # after SIGTERM: how long until the heartbeats of others say whether they stop too
-STALL_MS = 10_000  # away from the loop for longer without `allow`: the supervisor kills the stage
+SLACK_S = 0.025  # a tick may be late by this much to share a wake-up with a frame
+IDLE_AFTER_S = 2.0  # without progress; then ticks are aligned, see timer_coalescing.py
+STOP_HEARTBEATS_S = 0.5  # after SIGTERM: time in which the peers' heartbeats report whether they stop, too
+STALL_MS = 10_000  # keepalive allowance; a longer stall without `allow_stall` and the supervisor kills the stage
 
 
 class StageRuntime:
     """One per process. `progress`, `busy`, `ready` and `reason` are the stage's to set.
 
-    `stage` is the name that peers, locks and files know: a stage that runs several times gives
-    each process one of its own (`worker-MODEL`).
+    `stage` is the name in peers, locks and files: a stage that runs several times uses a name for each
+    process (`worker-MODEL`).
     """
 
     def __init__(
@@ -57,20 +57,20 @@ class StageRuntime:
         self.busy = False  # it has work
         self.ready = False  # it can take work
         self.reason = "starting"  # why it is not ready
-        self.stopping = False  # told to stop: finish, then let `busy` be False
+        self.stopping = False  # a stop is requested: finish, then set `busy` to False
         self.on_tick: list[Callable[[], Any]] = []
         self.endpoints: list[Link | Hub] = []
         self.clock = clock
-        self.is_idle = False  # ready and without work for a while: it ticks more seldom
-        self._moved = (0, False, "")
-        self._moved_at = clock()
+        self.is_idle = False  # ready and without work for a while: it ticks less often
+        self._last_state = (0, False, "")
+        self._active_at = clock()
         self._stopping_since = 0.0
         self._allowance_ms = STALL_MS
         self._keepalive_fd = process.claim_keepalive_fd()
         self._watchdog_s = process.watchdog_interval_s()
         self._next_watchdog = float("-inf")
-        self._next_breath = float("-inf")
-        self._told_ready = False
+        self._next_report = float("-inf")
+        self._was_ready = False
         self._closed = False
 
         run_dir = rundir.prepare(paths.run_dir(config))
@@ -80,12 +80,12 @@ class StageRuntime:
         self.metrics = Metrics(stage, arena_dir if config.metrics.enabled else None, clock=clock)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._faults = points.LivePlanFollower(run_dir)
-        self._tell_supervisor()
+        self._send_keepalive()
 
     # -------------------------------------------------------------- edges
 
     def link(self, edge: str) -> Link:
-        """Connect the named edge at its configured address; it is ticked and closed with the stage."""
+        """Connect the named edge at its configured address; the link is ticked and closed with the stage."""
         link = Link(
             EDGES[edge],
             addresses.edge_address(self.config, edge),
@@ -99,7 +99,7 @@ class StageRuntime:
         return link
 
     def hub(self, edge: str) -> Hub:
-        """Bind the named edge at its configured address; it is ticked and closed with the stage."""
+        """Bind the named edge at its configured address; the hub is ticked and closed with the stage."""
         hub = Hub(
             EDGES[edge],
             addresses.edge_address(self.config, edge),
@@ -112,25 +112,25 @@ class StageRuntime:
         self.endpoints.append(hub)
         return hub
 
-    # -------------------------------------------------------------- alive
+    # -------------------------------------------------------------- ticks
 
-    def beat(self) -> Heartbeat:
-        """What the peers are told now."""
+    def heartbeat(self) -> Heartbeat:
+        """The heartbeat for the current state."""
         ready = self.ready and not self.stopping
         reason = "" if ready else "stopping" if self.stopping else self.reason
         return Heartbeat(self.stage, process.process_epoch(), self.progress, self.busy, ready, reason, self.is_idle)
 
     def tick(self) -> None:
-        """Every 100 ms, more seldom while it is quiet; also by a stage that is about to stay away."""
-        self._look_around()
-        beat = self.beat()
+        """Every 100 ms, less often while idle."""
+        self._update_idle()
+        heartbeat = self.heartbeat()
         for endpoint in self.endpoints:
-            endpoint.tick(beat)
-        if beat.ready and not self._told_ready:
-            self._told_ready = True
+            endpoint.tick(heartbeat)
+        if heartbeat.ready and not self._was_ready:
+            self._was_ready = True
             process.sd_notify("READY=1")
-        self._tell_supervisor()
-        self._status.write(beat)
+        self._send_keepalive()
+        self._status.write(heartbeat)
         self.metrics.is_idle = self.is_idle
         if self.metrics.is_due:
             for endpoint in self.endpoints:
@@ -147,60 +147,61 @@ class StageRuntime:
             callback()
 
     def report_progress(self) -> None:
-        """In the middle of long work that does progress, as often as it likes: peers and supervisor hear of it.
+        """During long work, as often as convenient: counts progress, sends heartbeats and a keepalive.
 
-        Nothing is received and no callback runs, so that the work's state may be half-way.
+        Nothing is received and no callback runs, so the stage's state need not be consistent.
         """
         now = self.clock()
-        if now < self._next_breath:
+        if now < self._next_report:
             return
-        self._next_breath = now + TICK_S
+        self._next_report = now + TICK_S
         self.progress += 1
-        beat = self.beat()
+        heartbeat = self.heartbeat()
         for endpoint in self.endpoints:
-            endpoint.send_heartbeat_if_due(beat)
-        self._tell_supervisor()
+            endpoint.send_heartbeat_if_due(heartbeat)
+        self._send_keepalive()
 
-    def _look_around(self) -> None:
-        """Is this stage quiet?"""
+    def _update_idle(self) -> None:
         now = self.clock()
         state = (self.progress, self.ready, self.reason)
-        if self.busy or self.stopping or state != self._moved:
-            self._moved, self._moved_at = state, now
-        self.is_idle = self.ready and now - self._moved_at >= QUIET_AFTER_S
+        if self.busy or self.stopping or state != self._last_state:
+            self._last_state, self._active_at = state, now
+        self.is_idle = self.ready and now - self._active_at >= IDLE_AFTER_S
 
     def mark_active(self) -> None:
-        """Something has come that ticks are wanted for: as often as ever from now on."""
-        self._moved_at = self.clock()
+        """Work has arrived: tick at the full rate again."""
+        self._active_at = self.clock()
         self.is_idle = False
 
     @property
     def tick_s(self) -> float:
-        """From now until the next tick."""
+        """Seconds from now to the next tick."""
         if not self.is_idle:
             return TICK_S
-        is_listened_to = any(endpoint.edge.is_readiness_source for endpoint in self.endpoints)
-        wait_s = timer_coalescing.ALIGN_S if is_listened_to or self._watchdog_s else timer_coalescing.IDLE_HEARTBEAT_S
+        is_readiness_source = any(endpoint.edge.is_readiness_source for endpoint in self.endpoints)
+        wait_s = (
+            timer_coalescing.ALIGN_S if is_readiness_source or self._watchdog_s else timer_coalescing.IDLE_HEARTBEAT_S
+        )
         return timer_coalescing.until_aligned(self.clock(), wait_s)
 
     @property
     def slack_s(self) -> float:
-        """How long a tick may wait for company."""
+        """Seconds by which a tick may be late."""
         return 0.0 if self.is_idle else SLACK_S
 
     @contextmanager
     def allow_stall(self, seconds: float) -> Iterator[None]:
-        """The stage may stay away from its loop this long (loading, compiling) without being killed."""
+        """Within the block the stage may not tick for this long (loading, compiling) without being killed."""
         before, self._allowance_ms = self._allowance_ms, int(seconds * 1000)
         self.tick()
         try:
             yield
         finally:
             self._allowance_ms = before
-            self._tell_supervisor()
+            self._send_keepalive()
 
     def stop(self) -> None:
-        """As SIGTERM: finish what is under way."""
+        """As SIGTERM: finish the current work."""
         if not self.stopping:
             self.stopping = True
             self._stopping_since = self.clock()
@@ -208,7 +209,7 @@ class StageRuntime:
 
     @property
     def drained(self) -> bool:
-        """Told to stop, and nothing is under way any more or its time is up."""
+        """A stop is requested, and the work has finished or its drain time has passed."""
         if not self.stopping:
             return False
         waited_ms = (self.clock() - self._stopping_since) * 1000
@@ -216,18 +217,21 @@ class StageRuntime:
 
     @property
     def is_awaiting_heartbeats(self) -> bool:
-        """Told to stop so lately that others may not have said yet whether they stop, too."""
-        return self.clock() - self._stopping_since < HEAR_S
+        """A stop was requested so recently that the peers may not have reported yet whether they stop, too."""
+        return self.clock() - self._stopping_since < STOP_HEARTBEATS_S
 
     def serves_stopping_clients(self, hub: Hub) -> bool:
-        """Told to stop: peers of `hub` that stop, too, end their work through us; others turn to a successor."""
+        """While stopping: whether peers of `hub` are stopping, too, and still need this stage to finish their work.
+
+        Peers that are not stopping use the successor of this stage.
+        """
         if self.is_awaiting_heartbeats:
             return bool(hub.peers)
         beats = hub.last_heartbeat
         return any(peer in beats and beats[peer].reason == "stopping" for peer in hub.peers)
 
     def close(self) -> None:
-        """Flush and close the edges, remove the records, let go of the lock. Idempotent."""
+        """Flush and close the edges, remove the records, release the lock. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -240,6 +244,6 @@ class StageRuntime:
         if self.parent_fd >= 0:
             os.close(self.parent_fd)
 
-    def _tell_supervisor(self) -> None:
+    def _send_keepalive(self) -> None:
         if self._keepalive_fd >= 0:
-            process.send_keepalive(self._keepalive_fd, process.KeepAlive(self._allowance_ms, self._told_ready))
+            process.send_keepalive(self._keepalive_fd, process.KeepAlive(self._allowance_ms, self._was_ready))

@@ -19,7 +19,7 @@ from pipeline.config import paths
 from pipeline.config.load import Config
 from pipeline.errors import ConfigError, InternalError, ModelUnavailable, StarlingError
 from pipeline.faults import points
-from pipeline.ipc.poll_loop import MOST_S, PollLoop
+from pipeline.ipc.poll_loop import MAX_WAIT_S, PollLoop
 from pipeline.models import versions
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
@@ -260,14 +260,14 @@ class WorkerStage:
         loop.busy = False
         attachment = self._attachment
         if attachment is None:
-            loop.poll(MOST_S)
+            loop.poll(MAX_WAIT_S)
             return
         control = attachment.steps.control
         words.store(control, sh.WORKER_SLEEPING, 1)
         words.fence()
         try:
             if words.load(control, sh.HEAD) == words.load(control, sh.DONE):
-                loop.poll(MOST_S)
+                loop.poll(MAX_WAIT_S)
         finally:
             words.store(control, sh.WORKER_SLEEPING, 0)
 

@@ -92,7 +92,7 @@ async def test_there_is_one_timer_however_often_frames_bring_a_tick_about(config
         for _ in range(5):
             ticked.clear()
             gateway._next_tick = 0.0
-            gateway._heard()
+            gateway._after_frames()
             assert ticked.is_set()
             assert timers() == 1
         # At rest the next one is far away, until something has come.

@@ -70,7 +70,7 @@ def test_answers_and_errors_by_their_code(run_dir: Path) -> None:
     with pytest.raises(StarlingError, match="it is taken") as caught:
         call(run_dir, op="conflict")
     assert (caught.value.code, caught.value.param) == ("CONFLICT", "op")
-    with pytest.raises(StarlingError, match="a fault of the stage"):
+    with pytest.raises(StarlingError, match="failed to handle the request"):
         call(run_dir, op="other")
     assert call(run_dir, op="echo", value=1) == {"value": 1}
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.procfs import anonymous_bytes
-from pipeline.runtime.malloc_trim import AGAIN_S, LOOK_S, SLACK_BYTES, MallocTrimmer, trim
+from pipeline.runtime.malloc_trim import CHECK_S, RETRIM_S, SLACK_BYTES, MallocTrimmer, trim
 
 MB = 1 << 20
 
@@ -25,9 +25,9 @@ def test_free_memory_in_the_middle_of_the_heap_goes_back() -> None:
     for block in blocks[:-1]:  # the last one holds the end of the heap
         libc.free(block)
     now = [0.0]
-    heap = MallocTrimmer(lambda: now[0], used=iter([0, full, 0]).__next__, trim=trim)
-    now[0] = LOOK_S
-    heap.tick()
+    trimmer = MallocTrimmer(lambda: now[0], used=iter([0, full, 0]).__next__, trim=trim)
+    now[0] = CHECK_S
+    trimmer.tick()
     assert anonymous_bytes() < full - 80 * MB
     libc.free(blocks[-1])
 
@@ -41,16 +41,16 @@ def test_what_is_free_never_stays(bursts: list[tuple[int, int]]) -> None:
         nonlocal free
         free = 0
 
-    heap = MallocTrimmer(lambda: now, lambda: needed + free, give_back)
+    trimmer = MallocTrimmer(lambda: now, lambda: needed + free, give_back)
     base = needed
     for more, looks in bursts:
         free += max(0, needed - base)  # the burst before is over
         needed = base + more * MB
         free = max(0, free - more * MB)
         for _ in range(looks):
-            now += LOOK_S
-            heap.tick()
-        if looks * LOOK_S > AGAIN_S + LOOK_S:
+            now += CHECK_S
+            trimmer.tick()
+        if looks * CHECK_S > RETRIM_S + CHECK_S:
             assert needed + free <= max(needed, base + SLACK_BYTES)
 
 
@@ -62,9 +62,9 @@ def test_at_rest_it_trims_seldom() -> None:
         trims += 1
 
     used = [50 * MB]
-    heap = MallocTrimmer(lambda: now, lambda: used[0], count)
+    trimmer = MallocTrimmer(lambda: now, lambda: used[0], count)
     used[0] = 200 * MB
     for _ in range(60):
-        now += LOOK_S
-        heap.tick()
-    assert trims == 60 * LOOK_S / AGAIN_S
+        now += CHECK_S
+        trimmer.tick()
+    assert trims == 60 * CHECK_S / RETRIM_S

@@ -18,7 +18,7 @@ from pipeline.observe import status
 from pipeline.observe.status import StageStatus
 from pipeline.protocol import messages as m
 from pipeline.runtime import process, timer_coalescing
-from pipeline.runtime.stage_runtime import QUIET_AFTER_S, STALL_MS, TICK_S
+from pipeline.runtime.stage_runtime import IDLE_AFTER_S, STALL_MS, TICK_S
 
 
 @pytest.fixture
@@ -75,11 +75,11 @@ def test_frames_reach_their_handlers_and_beats_their_peers(loops: dict[str, Poll
 
 def test_what_is_said_depends_on_ready_and_stopping(loops: dict[str, PollLoop]) -> None:
     loop = loops["kv"]
-    assert (loop.beat().ready, loop.beat().reason) == (False, "starting")
+    assert (loop.heartbeat().ready, loop.heartbeat().reason) == (False, "starting")
     loop.ready = True
-    assert (loop.beat().ready, loop.beat().reason) == (True, "")
+    assert (loop.heartbeat().ready, loop.heartbeat().reason) == (True, "")
     loop.stop()
-    assert (loop.beat().ready, loop.beat().reason) == (False, "stopping")
+    assert (loop.heartbeat().ready, loop.heartbeat().reason) == (False, "stopping")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -273,9 +273,9 @@ def test_a_stage_without_work_is_quiet_until_something_moves(config: Config) -> 
         loop.ready, loop.reason = True, ""
         loop.tick()
         assert (loop.is_idle, loop.tick_s) == (False, TICK_S)
-        now += QUIET_AFTER_S + 0.1
+        now += IDLE_AFTER_S + 0.1
         loop.tick()
-        assert loop.is_idle and loop.beat().idle
+        assert loop.is_idle and loop.heartbeat().idle
         assert loop.tick_s == timer_coalescing.until_aligned(now, timer_coalescing.IDLE_HEARTBEAT_S)
         loop.bind("gateway-kv", lambda peer, frame: None)
         assert loop.tick_s == timer_coalescing.until_aligned(now, timer_coalescing.ALIGN_S), (
@@ -283,7 +283,7 @@ def test_a_stage_without_work_is_quiet_until_something_moves(config: Config) -> 
         )
         loop.mark_active()
         assert not loop.is_idle
-        now += QUIET_AFTER_S + 0.1
+        now += IDLE_AFTER_S + 0.1
         loop.tick()
         assert loop.is_idle
         for change in ("progress", "busy", "reason"):
@@ -291,7 +291,7 @@ def test_a_stage_without_work_is_quiet_until_something_moves(config: Config) -> 
             loop.tick()
             assert not loop.is_idle, change
             loop.busy = False
-            now += QUIET_AFTER_S + 0.1
+            now += IDLE_AFTER_S + 0.1
             loop.tick()
             assert loop.is_idle
     finally:
