@@ -1,4 +1,4 @@
-"""The benchmark says what it measured: table, JSON, plots; and it runs."""
+"""The benchmark's report (table, JSON, plots), and a run on a tiny model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_rates_are_medians_with_range() -> None:
     assert str(Rate(1234.4, 1000, 2000)) == "1,234 (1,000-2,000)"
 
 
-def test_the_table_leaves_out_what_was_not_measured(report: Report) -> None:
+def test_the_table_leaves_unmeasured_cells_empty(report: Report) -> None:
     lines = report.lines()
     assert lines[1].split() == ["prefill", "512", "2,500", "(2,000-3,000)", "500", "(500-500)", "5.00"]
     assert lines[2].split()[-5:] == ["200", "2.00", "40.0", "80", "%"]
@@ -57,7 +57,7 @@ def test_every_comparable_figure_of_the_strongest_build_is_measured() -> None:
 
 
 def test_plots(report: Report, tmp_path: Path) -> None:
-    if not can_plot():  # what draws is in the group `peers`
+    if not can_plot():  # matplotlib is in the group `peers`
         with pytest.raises(ImportError):
             write_plots(report, tmp_path)
         return
@@ -66,7 +66,7 @@ def test_plots(report: Report, tmp_path: Path) -> None:
     assert all(p.read_text().startswith("<?xml") for p in paths)
 
 
-def test_plots_that_cannot_be_drawn_are_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plots_without_matplotlib_are_refused_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.bench.offline.command.can_plot", lambda: False)
     result = CliRunner().invoke(main, ["--plots", "there"])
     assert result.exit_code == 2
@@ -75,7 +75,7 @@ def test_plots_that_cannot_be_drawn_are_refused_before_anything_is_measured(monk
 
 
 class _Streams(BaseHTTPRequestHandler):
-    """Answers as /v1/generate does; a prompt of one token is refused."""
+    """Streams as /v1/generate does; refuses a prompt of one token."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -106,10 +106,10 @@ def test_time_to_the_first_byte(streaming_url: str) -> None:
         first_byte(streaming_url, prompt_tokens=1)
 
 
-def test_no_server_is_no_figure() -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # bound and not listening: refuses
-        assert first_byte(f"http://127.0.0.1:{nobody.getsockname()[1]}") is None
+def test_without_a_server_there_is_no_figure() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound but not listening: refuses connections
+        assert first_byte(f"http://127.0.0.1:{unused.getsockname()[1]}") is None
 
 
 def test_others_share_is_a_share() -> None:
@@ -117,7 +117,7 @@ def test_others_share_is_a_share() -> None:
 
 
 @pytest.mark.slow
-def test_a_read_takes_time() -> None:
+def test_the_bandwidth_is_plausible_and_the_affinity_is_restored() -> None:
     cores = sorted(os.sched_getaffinity(0))[:2]
     assert 1e8 < read_bandwidth(1 << 20, cores, seconds=0.01, rounds=2) < 1e13
     assert sorted(os.sched_getaffinity(0))[:2] == cores
@@ -125,7 +125,7 @@ def test_a_read_takes_time() -> None:
 
 @pytest.mark.slow
 def test_it_runs_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the kernels of this session's cache and a model directory of its own."""
+    """With the compiled kernels of the developer's cache and a separate model directory."""
     cache = tmp_path / "cache"
     cache.mkdir()
     monkeypatch.setattr("pipeline.config.paths.models_dir", lambda: tmp_path / "models")
@@ -137,7 +137,7 @@ def test_it_runs_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "--quick",
         "--rounds",
         "1",
-        "--no-peer",
+        "--no-baseline",
         "--no-http",
         "--url",
         "http://127.0.0.1:9",
@@ -146,6 +146,6 @@ def test_it_runs_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert result.exit_code == 0, result.output
     value = json.loads(result.output.splitlines()[-1])
     assert {f["work"]["kind"] for f in value["figures"]} == {"prefill", "decode"}
-    assert all(f["ours"]["median"] > 0 for f in value["figures"])
-    assert value["peer"] is None
+    assert all(f["candidate"]["median"] > 0 for f in value["figures"])
+    assert value["baseline"] is None
     assert os.sched_getaffinity(0) == before

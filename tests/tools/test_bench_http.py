@@ -1,4 +1,4 @@
-"""The benchmark over HTTP: what it makes of streams, of refusals and of orders; and that it runs on a real server."""
+"""The benchmark over HTTP: parsing of streams, refusals, fairness of tenants; and a run on a real server."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pipeline.config.schema import DEMO_MODEL, ModelConfig
 from stages.scheduler.core.settings import Settings
 from stages.worker.checkpoint.prepare import prepare_checkpoint
 from tools.bench.http import baseline
-from tools.bench.http.client import Answer, Ask, Run, drive
+from tools.bench.http.client import ClientRequest, Response, Run, drive
 from tools.bench.http.command import main
 from tools.bench.http.scenarios import repeated
-from tools.bench.http.workload import WORKS, Prompts, Row, Side, Work, order, outcome, percentile, table
+from tools.bench.http.workload import WORKS, Prompts, Row, ServerFigures, Work, order, outcome, percentile, table
 from tools.bench.simulated import fit
 from tools.simulate import Machine, Simulation, arrivals, poisson
 
@@ -32,7 +32,7 @@ def event(text: str = "", finish: str | None = None, **more: object) -> bytes:
 
 
 class _Streams(BaseHTTPRequestHandler):
-    """Chunks that end where they like, and connections that are kept. The prompt says what is to happen."""
+    """Streams in chunks that split events, over persistent connections. The prompt chooses the behaviour."""
 
     protocol_version = "HTTP/1.1"
 
@@ -55,7 +55,7 @@ class _Streams(BaseHTTPRequestHandler):
             piece = stream[at : at + 37]
             self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         self.wfile.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
-        if body["prompt"] == "last":  # the connection ends, and the client was not told
+        if body["prompt"] == "last":  # close the connection without announcing it
             self.close_connection = True
 
     def log_message(self, *_: object) -> None:
@@ -73,52 +73,59 @@ def address() -> Iterator[tuple[str, int]]:
         thread.join()
 
 
-def test_a_stream_is_taken_apart(address: tuple[str, int]) -> None:
-    run = drive(address, [[Ask({"prompt": "x"}), Ask({"prompt": "y"})], [Ask({"prompt": "z"})]])
-    assert [answer.is_good for answer in run.answers] == [True] * 3
-    for answer in run.answers:
-        assert (answer.text, answer.tokens, answer.prompt_tokens, answer.finish) == ("ab\n0\r\n\r\n", 3, 7, "length")
-        assert len(answer.times) == 2 and answer.first_s > 0
+def test_a_stream_is_parsed(address: tuple[str, int]) -> None:
+    run = drive(
+        address, [[ClientRequest({"prompt": "x"}), ClientRequest({"prompt": "y"})], [ClientRequest({"prompt": "z"})]]
+    )
+    assert [response.is_good for response in run.responses] == [True] * 3
+    for response in run.responses:
+        assert (response.text, response.tokens, response.prompt_tokens, response.finish) == (
+            "ab\n0\r\n\r\n",
+            3,
+            7,
+            "length",
+        )
+        assert len(response.times) == 2 and response.first_s > 0
     found = outcome(WORK, run)
     assert found.failed == 0 and found.tokens_per_s > 0 and found.order is None
 
 
-def test_a_connection_that_the_server_closes_is_made_anew(address: tuple[str, int]) -> None:
-    run = drive(address, [[Ask({"prompt": "last"}) for _ in range(4)] for _ in range(3)])
-    assert [answer.is_good for answer in run.answers] == [True] * 12
+def test_the_client_reconnects_when_the_server_has_closed(address: tuple[str, int]) -> None:
+    run = drive(address, [[ClientRequest({"prompt": "last"}) for _ in range(4)] for _ in range(3)])
+    assert [response.is_good for response in run.responses] == [True] * 12
 
 
-def test_what_is_refused_or_ends_in_an_error_has_failed(address: tuple[str, int]) -> None:
-    asks = [Ask({"prompt": p}) for p in ("full", "error", "x")]
-    run = drive(address, [asks])
-    full, error, good = run.answers
+def test_refusals_and_errors_count_as_failed(address: tuple[str, int]) -> None:
+    requests = [ClientRequest({"prompt": p}) for p in ("full", "error", "x")]
+    run = drive(address, [requests])
+    full, error, good = run.responses
     assert (full.status, full.error, full.is_good) == (429, "full", False)
     assert "TIMEOUT" in error.error and not error.is_good
     assert good.is_good
     assert outcome(WORK, run).failed == 2
 
 
-def _answer(tenant: str, first: float) -> Answer:
-    answer = Answer(Ask({}, tenant=tenant), 0.0)
-    answer.times = [first, first + 1]
-    return answer
+def _response(tenant: str, first: float) -> Response:
+    response = Response(ClientRequest({}, tenant=tenant), 0.0)
+    response.times = [first, first + 1]
+    return response
 
 
-def test_the_order_of_tenants_is_judged_while_all_of_them_wait() -> None:
+def test_fairness_is_measured_while_all_tenants_wait() -> None:
     names = "ab" + "abab" + "ab"
-    even = order([_answer(tenant, i) for i, tenant in enumerate(names)])
+    even = order([_response(tenant, i) for i, tenant in enumerate(names)])
     assert even["spread"] <= 1
-    uneven = order([_answer(tenant, i) for i, tenant in enumerate("ab" + "aaaaa" + "bbbba")])
+    uneven = order([_response(tenant, i) for i, tenant in enumerate("ab" + "aaaaa" + "bbbba")])
     assert uneven["spread"] == 5
     assert uneven["first_ms_a"] < uneven["first_ms_b"]
 
 
-def test_rows_say_ratios() -> None:
-    answers = [_answer("a", 0.5)]
-    answers[0].status, answers[0].finish, answers[0].tokens = 200, "length", 64
-    found = outcome(WORKS[0], Run(answers, 0.0, 2.0))
+def test_rows_have_ratios() -> None:
+    responses = [_response("a", 0.5)]
+    responses[0].status, responses[0].finish, responses[0].tokens = 200, "length", 64
+    found = outcome(WORKS[0], Run(responses, 0.0, 2.0))
     assert found.tokens_per_s == 42.7  # 64 tokens from the beginning to the last one at 1.5 s
-    row = Row(WORKS[0], Side.of([found, found]), Side.of([found]))
+    row = Row(WORKS[0], ServerFigures.of([found, found]), ServerFigures.of([found]))
     assert row.ratio == 1.0 and row.ratio_to_strongest == round(42.7 / 202, 2)
     lines = table([row])
     assert len(lines) == 3 and "starling" in lines[1] and "llama-server" in lines[2]
@@ -126,12 +133,12 @@ def test_rows_say_ratios() -> None:
 
 
 def test_clients_may_begin_later(address: tuple[str, int]) -> None:
-    run = drive(address, [[Ask({"prompt": "x"})] for _ in range(3)], starts=[0.0, 0.1, 0.2])
-    assert all(answer.is_good for answer in run.answers)
-    assert all(a.sent - run.began >= at for a, at in zip(run.answers, (0.0, 0.1, 0.2), strict=True))
+    run = drive(address, [[ClientRequest({"prompt": "x"})] for _ in range(3)], starts=[0.0, 0.1, 0.2])
+    assert all(response.is_good for response in run.responses)
+    assert all(a.sent - run.began >= at for a, at in zip(run.responses, (0.0, 0.1, 0.2), strict=True))
 
 
-def test_the_cost_of_steps_is_found_through_outliers() -> None:
+def test_the_cost_of_steps_is_fitted_despite_outliers() -> None:
     rng = random.Random(3)
     steps = []
     for _ in range(300):
@@ -155,12 +162,12 @@ def test_simulated_and_real_traffic_are_the_same() -> None:
     assert [len(record.tokens) for record in sim.records.values()] == [output for _, _, output in plan]
 
 
-def test_percentiles_of_nothing_are_zero() -> None:
+def test_percentiles_without_values_are_zero() -> None:
     assert percentile([], 0.5) == 0.0
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
 
 
-def test_how_much_a_text_repeats() -> None:
+def test_the_share_of_repeated_words() -> None:
     prompt = "a b c d e f g"
     assert repeated("c d e f g", prompt) == 1.0
     assert repeated("c d e f x y z w v", prompt) == pytest.approx(1 / 6)
@@ -174,15 +181,15 @@ def test_prompts_have_their_number_of_tokens(demo_gguf: Path, tmp_path: Path) ->
     index = prepare_checkpoint(ModelConfig(name=DEMO_MODEL, path=str(demo_gguf)), tmp_path)
     prompts, vocabulary = Prompts(index, 1), open_model(index).vocabulary
     for work in WORKS:
-        clients = prompts.asks(work, "m", {"a": "key"})
-        assert len(clients) == work.clients and all(len(asks) == work.requests for asks in clients)
-        texts = [ask.body["prompt"] for asks in clients for ask in asks]
+        clients = prompts.requests(work, "m", {"a": "key"})
+        assert len(clients) == work.clients and all(len(requests) == work.requests for requests in clients)
+        texts = [request.body["prompt"] for requests in clients for request in requests]
         assert len(set(texts)) == len(texts)
         assert {len(vocabulary.encode(t, False, add_bos=True)) for t in texts} == {work.prompt + work.shared}
 
 
 @pytest.mark.slow
-def test_it_runs_on_a_real_server_without_a_peer_that_fails(
+def test_it_runs_on_a_real_server_when_the_baseline_fails(
     demo_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = tmp_path / "llama-server"
@@ -193,6 +200,8 @@ def test_it_runs_on_a_real_server_without_a_peer_that_fails(
     result = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     value = json.loads(result.output.splitlines()[-1])["http"]["table"]
-    assert "llama-server ended with code 3:\nwhat is wrong\nours alone" in result.output
-    assert (value["slots"], value["peer"]) == (4, [])
-    assert all(row["ours"]["failed"] == 0 and row["ours"]["tokens_per_s"]["median"] > 0 for row in value["rows"])
+    assert "llama-server ended with code 3:\nwhat is wrong\nmeasuring Starling alone" in result.output
+    assert (value["slots"], value["baseline"]) == (4, [])
+    assert all(
+        row["candidate"]["failed"] == 0 and row["candidate"]["tokens_per_s"]["median"] > 0 for row in value["rows"]
+    )

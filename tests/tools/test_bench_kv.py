@@ -1,4 +1,4 @@
-"""The benchmark of the KV cache: it runs, says what it measured, and its bookkeeping stays under its bound."""
+"""The benchmark of the KV cache: it runs, reports every figure, and bookkeeping stays under its bound."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tools.bench.http.client import Answer, Ask
+from tools.bench.http.client import ClientRequest, Response
 from tools.bench.kv.command import main
 from tools.bench.kv.over_http import first_ms, ratio, spread
 
 
 def test_a_first_token_is_the_first_bytes_of_its_stream() -> None:
-    answer = Answer(Ask({}), 10.0)
-    answer.parts = [(10.25, b"HTTP/1.1 200 OK\r\n"), (11.0, b"more")]
-    assert first_ms(answer) == pytest.approx(250.0)
+    response = Response(ClientRequest({}), 10.0)
+    response.parts = [(10.25, b"HTTP/1.1 200 OK\r\n"), (11.0, b"more")]
+    assert first_ms(response) == pytest.approx(250.0)
 
 
 def test_figures_are_medians_with_their_range() -> None:
@@ -37,5 +37,5 @@ def test_it_runs(tmp_path: Path) -> None:
         "restore_2048_from_disk_ms",
         "sequential_read_same_bytes_ms",
     } <= set(figures)
-    assert figures["bookkeeping_10000_prefixes_mb"] < 50  # of memory, not of time: holds on any machine
+    assert figures["bookkeeping_10000_prefixes_mb"] < 50  # memory, not time: the bound holds on any machine
     assert list(tmp_path.iterdir()) == []

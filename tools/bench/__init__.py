@@ -1,1 +1,1 @@
-"""`python -m tools.bench`: figures of speed, side by side with llama.cpp where its wheel is installed."""
+"""`python -m tools.bench`: figures of speed, Starling's and, where it is installed, llama.cpp's."""

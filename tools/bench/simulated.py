@@ -1,9 +1,8 @@
-"""`python -m tools.bench.simulated`: traffic on a real server, beside what tools/simulate.py predicts of it.
+"""`python -m tools.bench.simulated`: traffic on a real server, compared with what tools/simulate.py predicts.
 
-The machine's numbers come from steps of other traffic on the same server, measured first: what a step costs by
-tokens and attention positions (least squares of relative errors), what lies between two steps, and what HTTP,
-tokenizer and kv add to a first token.  Then each kind of traffic is simulated and asked for.  The last line is
-one JSON object.
+The simulated machine is calibrated first, with other traffic on the same server: the cost of a step by tokens and
+attention positions (least squares of relative errors), the pause between two steps, and what HTTP, tokenizer and kv
+add to a first token.  Then each kind of traffic is simulated and sent.  The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from pipeline.config import paths
 from pipeline.config.schema import DEMO_MODEL, ModelConfig
 from stages.scheduler.core.settings import Settings
 from stages.worker.checkpoint.prepare import prepare
-from tools.bench.http.client import Ask, Run, drive
+from tools.bench.http.client import ClientRequest, Run, drive
 from tools.bench.http.command import describe
 from tools.bench.http.scenarios import StepWatch
-from tools.bench.http.server_under_test import Starling
+from tools.bench.http.server_under_test import ServerUnderTest
 from tools.bench.http.workload import Prompts, body, percentile
 from tools.bench.offline.results import Quiet, machine
 from tools.simulate import Machine, Simulation, arrivals, closed_loop, poisson, report
@@ -38,7 +37,7 @@ NAMES = ("output_tokens_per_s", "first_token_p50_ms", "first_token_p95_ms", "gap
 
 
 def fit(steps: list[tuple[int, int, float]]) -> Machine:
-    """Cost of steps (tokens, positions, us) by least squares of relative errors, outliers left out once."""
+    """Cost of steps (tokens, positions, us) by least squares of relative errors; outliers are left out once."""
     data = np.array(steps, np.float64)
     if len(data) < 16:
         raise ValueError(f"{len(data)} steps are too few to learn from, at least 16")
@@ -53,28 +52,28 @@ def fit(steps: list[tuple[int, int, float]]) -> Machine:
 
 
 class Comparison:
-    """One server, what it has shown of its machine, and both sides of each kind of traffic."""
+    """One server and the simulated machine calibrated on it; runs each kind of traffic on both."""
 
-    def __init__(self, server: Starling, prompts: Prompts) -> None:
+    def __init__(self, server: ServerUnderTest, prompts: Prompts) -> None:
         self._server, self._prompts = server, prompts
-        self.outside_ms = 0.0  # of a first token: HTTP, tokenizer, kv
+        self.outside_ms = 0.0  # part of a first token's time that is HTTP, tokenizer and kv
         watch = StepWatch(server)
         try:
-            runs = [drive(server.address, self._asks(*traffic), meanwhile=watch.look) for traffic in CALIBRATION]
+            runs = [drive(server.address, self._requests(*traffic), meanwhile=watch.look) for traffic in CALIBRATION]
         finally:
             watch.close()
         pause_us = percentile([us for _, us in watch.pauses], 0.5)
         self.machine = fit(watch.steps)
-        self.machine.fixed_us += round(pause_us, 1)  # every step pays for the pause before it
+        self.machine.fixed_us += round(pause_us, 1)  # a step's cost includes the pause before it
         self.machine.jitter = 0.05
         alone = self._simulate(lambda sim: closed_loop(sim, *_closed(CALIBRATION[0])))
-        self.outside_ms = max(0.0, 1e3 * runs[0].answers[0].first_s - alone["first_token_p50_ms"])
+        self.outside_ms = max(0.0, 1e3 * runs[0].responses[0].first_s - alone["first_token_p50_ms"])
 
-    def _asks(self, clients: int, each: int, prompt: int, output: int) -> list[list[Ask]]:
-        return [[self._ask(prompt, output) for _ in range(each)] for _ in range(clients)]
+    def _requests(self, clients: int, each: int, prompt: int, output: int) -> list[list[ClientRequest]]:
+        return [[self._request(prompt, output) for _ in range(each)] for _ in range(clients)]
 
-    def _ask(self, prompt: int, output: int) -> Ask:
-        return self._server.ask(body(self._server.model, self._prompts.text(prompt), output))
+    def _request(self, prompt: int, output: int) -> ClientRequest:
+        return self._server.request(body(self._server.model, self._prompts.text(prompt), output))
 
     def _simulate(self, traffic: Callable[[Simulation], None]) -> dict[str, float]:
         sim = Simulation(Settings("m", BATCH), self.machine, pages=100_000)
@@ -86,17 +85,17 @@ class Comparison:
         return found
 
     def closed(self, clients: int, each: int, prompt: int, output: int) -> dict[str, Any]:
-        """Clients that ask again when they are answered."""
+        """Closed loop: each client sends its next request when it has its response."""
         predicted = self._simulate(lambda sim: closed_loop(sim, *_closed((clients, each, prompt, output))))
-        run = drive(self._server.address, self._asks(clients, each, prompt, output))
+        run = drive(self._server.address, self._requests(clients, each, prompt, output))
         return _row(f"{clients} clients, {prompt} in, {output} out", predicted, run)
 
     def open(self, rate: float, seconds: float, prompt: int, output: int) -> dict[str, Any]:
-        """Arrivals that do not care how it goes."""
+        """Open loop: arrivals do not depend on responses."""
         predicted = self._simulate(lambda sim: poisson(sim, rate, seconds, prompt, output, 1))
         plan = list(arrivals(rate, seconds, prompt, output, 1))
-        asks = [[self._ask(n_in, n_out)] for _, n_in, n_out in plan]
-        run = drive(self._server.address, asks, starts=[when for when, _, _ in plan])
+        requests = [[self._request(n_in, n_out)] for _, n_in, n_out in plan]
+        run = drive(self._server.address, requests, starts=[when for when, _, _ in plan])
         return _row(f"{rate:g} arrivals/s, {prompt} in, {output} out", predicted, run)
 
 
@@ -107,8 +106,8 @@ def _closed(traffic: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
 
 
 def _row(title: str, predicted: dict[str, float], run: Run) -> dict[str, Any]:
-    good = [answer for answer in run.answers if answer.is_good]
-    firsts = [1e3 * answer.first_s for answer in good]
+    good = [response for response in run.responses if response.is_good]
+    firsts = [1e3 * response.first_s for response in good]
     measured = {
         "output_tokens_per_s": round(sum(a.tokens for a in good) / (max(a.times[-1] for a in good) - run.began), 1),
         "first_token_p50_ms": round(percentile(firsts, 0.5), 1),
@@ -117,8 +116,8 @@ def _row(title: str, predicted: dict[str, float], run: Run) -> dict[str, Any]:
     }
     return {
         "traffic": title,
-        "requests": len(run.answers),
-        "failed": len(run.answers) - len(good),
+        "requests": len(run.responses),
+        "failed": len(run.responses) - len(good),
         "predicted": {name: predicted[name] for name in NAMES},
         "measured": measured,
         "ratio": {name: round(measured[name] / max(1e-9, predicted[name]), 2) for name in NAMES},
@@ -129,14 +128,14 @@ def _row(title: str, predicted: dict[str, float], run: Run) -> dict[str, Any]:
 @click.option("--gguf", type=click.Path(path_type=Path, exists=True), help="A model file; default: the demo model.")
 @click.option("--quick", is_flag=True, help="Two kinds of traffic only.")
 def main(gguf: Path | None, quick: bool) -> None:
-    """What the simulator predicts and what a server does."""
+    """What the simulator predicts, and what a server does."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     model = ModelConfig(name=gguf.stem, path=str(gguf)) if gguf else ModelConfig(name=DEMO_MODEL)
     index = prepare(model, paths.models_dir())
     prompts = Prompts(index, int.from_bytes(os.urandom(4)))
     settings = {"performance": {"batch_size": BATCH}}
-    with Starling(describe(model), cores, settings, {"a": "sk-bench-a"}) as server:
-        drive(server.address, [[server.ask(body(server.model, prompts.text(100)))]])
+    with ServerUnderTest(describe(model), cores, settings, {"a": "sk-bench-a"}) as server:
+        drive(server.address, [[server.request(body(server.model, prompts.text(100)))]])
         quiet = Quiet([os.getpid(), *server.pids])
         compared = Comparison(server, prompts)
         rows = [compared.closed(*traffic) for traffic in (CLOSED[1:2] if quick else CLOSED)]

@@ -1,9 +1,9 @@
-"""llama-server, as the benchmark asks it over HTTP: compiled for this CPU if `make peers-native` has put it beside
-this Python, else the one of the wheel `xllamacpp`, which is compiled for AVX2.
+"""The baseline over HTTP: llama-server as `make peers-native` compiles it for this CPU, else the AVX2 build of the
+wheel `xllamacpp` (`make peers`).
 
-Same file, cores, threads, slots and context on either; what llama.cpp offers for speed is on by default there
-(reuse of a slot's prompt, batching); prompts are not copied out of the slots, for none comes twice.  The wheel's
-server runs in a process of its own:
+It gets the same file, cores, threads, slots and context as the server under test, and keeps its own defaults for
+speed (reuse of a slot's prompt, batching).  Prompts are not copied out of the slots, because no prompt is repeated.
+The wheel's server runs in a process of its own:
 
     python -m tools.bench.http.baseline MODEL --port 8080 --cores 0,1 --slots 16 --slot-tokens 1024
 """
@@ -32,18 +32,18 @@ LOAD_S = 300.0
 FLASH_ATTENTION = "on"  # up to 14 % faster than "off" (once 1 % slower), AVX-512 build, 2 cores
 
 
-class PeerMissing(RuntimeError):
-    """There is no llama-server here, or it does not run; says which and why."""
+class BaselineMissing(RuntimeError):
+    """llama-server is not installed or does not start; the message says which and why."""
 
 
 def native_server() -> Path | None:
-    """The binary that `make peers-native` makes."""
+    """The binary that `make peers-native` compiles; None without one."""
     path = Path(sys.executable).with_name("llama-server")
     return path if os.access(path, os.X_OK) else None
 
 
-class Peer:
-    """llama-server. A context manager; ready when entered. Raises `PeerMissing`."""
+class BaselineServer:
+    """llama-server. A context manager; ready when entered. Raises `BaselineMissing`."""
 
     name = "llama-server"
 
@@ -51,10 +51,12 @@ class Peer:
         self.port = free_port()
         self.address = ("127.0.0.1", self.port)
         self.model = model.stem
-        self.keys: dict[str, str] = {}  # it knows no tenants
+        self.keys: dict[str, str] = {}  # llama-server has no tenants
         binary = native_server()
         if binary is None and importlib.util.find_spec("xllamacpp") is None:
-            raise PeerMissing("llama-server is not here: make peers-native compiles it, make peers fetches a wheel")
+            raise BaselineMissing(
+                "llama-server is not installed: make peers-native compiles it, make peers fetches a wheel"
+            )
         where = [str(model), str(self.port), ",".join(map(str, cores)), str(slots), str(slot_tokens)]
         command = _native_command(binary, *where) if binary else _wheel_command(*where)
         me = os.getpid()
@@ -85,7 +87,7 @@ class Peer:
             code = self._process.poll()
             if code is not None or time.monotonic() > deadline:
                 how = f"ended with code {code}" if code is not None else f"was not ready after {LOAD_S:.0f} s"
-                raise PeerMissing(f"llama-server {how}:\n" + "\n".join(self._said().splitlines()[-5:]))
+                raise BaselineMissing(f"llama-server {how}:\n" + "\n".join(self._said().splitlines()[-5:]))
             time.sleep(0.05)
 
     def _said(self) -> str:
@@ -102,7 +104,7 @@ class Peer:
         self.close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the server. Idempotent."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         try:
@@ -148,7 +150,7 @@ def _native_about(binary: Path) -> dict[str, str]:
         )
         return [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
 
-    # It tells what the CPU has before it finds that this is no model, and else only when it logs a lot.
+    # It logs the CPU's features before it refuses the file; otherwise it does so only at a high log level.
     features = re.search(r"system_info:[^|]*\| (.*)", "\n".join(lines("--model", os.devnull, "-lv", "4", "--offline")))
     return {
         "version": "; ".join(lines("--version")[:2]),
@@ -190,7 +192,7 @@ def _wheel_about(said: str) -> dict[str, str]:
 @click.option("--slots", type=int, required=True)
 @click.option("--slot-tokens", type=int, required=True)
 def main(model: str, cores: str, port: int, slots: int, slot_tokens: int) -> None:
-    """Serve until killed; one line of JSON says what serves."""
+    """Serve until killed; the first line of output is JSON: version, build and CPU features."""
     import xllamacpp
 
     threads = len(cores.split(","))

@@ -1,8 +1,8 @@
 """Clients of an OpenAI-compatible server, for the benchmark: plain sockets, one epoll loop, streams read as they come.
 
-They share the cores with what they measure, so that while a run lasts nothing is parsed: what a socket
-delivers is kept with the time it came at, and `Answer` takes it apart afterwards.  Knows HTTP/1.1 with
-chunks and server-sent events, and neither of the two servers.
+Clients share the cores with the server that they measure, so nothing is parsed during a run: received data is stored
+with its time, and `Response.parse` reads it afterwards.  Implements HTTP/1.1 with chunked bodies and server-sent
+events; nothing here depends on which server is measured.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-END = b"\r\n0\r\n\r\n"  # of a body in chunks; a header may end in 0, too
+END = b"\r\n0\r\n\r\n"  # of a chunked body; the line break before it excludes a header that ends in 0
 CONNECT_S = 10.0
 
 
-class Ask(NamedTuple):
-    """One request: a body for `path`, and whose it is."""
+class ClientRequest(NamedTuple):
+    """One request: a body for `path`, and the tenant that sends it."""
 
     body: dict[str, Any]
     key: str = ""  # sent as bearer token
@@ -37,11 +37,11 @@ class Ask(NamedTuple):
         return head.encode() + body
 
 
-class Answer:
-    """What came back: times are `perf_counter` seconds."""
+class Response:
+    """The response to one request. Times are `perf_counter` seconds."""
 
-    def __init__(self, ask: Ask, sent: float) -> None:
-        self.ask = ask
+    def __init__(self, request: ClientRequest, sent: float) -> None:
+        self.request = request
         self.sent = sent
         self.parts: list[tuple[float, bytes]] = []
         self.error = ""  # of the connection
@@ -61,11 +61,11 @@ class Answer:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between one event with text and the next."""
+        """Seconds between each event with text and the next."""
         return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
 
     def parse(self) -> None:
-        """Take the stream apart. Whatever is no event of OpenAI's goes into `error`."""
+        """Read the stored stream. Anything that is not an OpenAI event goes into `error`."""
         raw = b"".join(data for _, data in self.parts)
         head, found, body = raw.partition(b"\r\n\r\n")
         try:
@@ -117,15 +117,15 @@ class Answer:
 
 
 class Client:
-    """One connection: asks one after the other, each when the answer before it has ended."""
+    """One connection, which sends each request when the response to the one before has ended."""
 
-    def __init__(self, address: tuple[str, int], asks: Iterable[Ask]) -> None:
+    def __init__(self, address: tuple[str, int], requests: Iterable[ClientRequest]) -> None:
         self._address = address
-        self._asks = deque(asks)
-        self.answers: list[Answer] = []
+        self._requests = deque(requests)
+        self.responses: list[Response] = []
         self.connections = 0
         self._message = b""
-        self._asked = 0  # over this connection
+        self._sent = 0  # over this connection
         self.socket: socket.socket
         self._connect()
 
@@ -133,57 +133,57 @@ class Client:
         self.socket = socket.create_connection(self._address, CONNECT_S)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connections += 1
-        self._asked = 0
+        self._sent = 0
 
     def next(self) -> bool:
-        """Send the next request; False: there is none left."""
-        if not self._asks:
+        """Send the next request. Returns False when none is left."""
+        if not self._requests:
             return False
-        ask = self._asks.popleft()
-        self._message = ask.encode(f"{self._address[0]}:{self._address[1]}")
-        self.answers.append(Answer(ask, time.perf_counter()))
+        request = self._requests.popleft()
+        self._message = request.encode(f"{self._address[0]}:{self._address[1]}")
+        self.responses.append(Response(request, time.perf_counter()))
         self._send()
         return True
 
     def _send(self) -> None:
-        self._asked += 1
+        self._sent += 1
         try:
             self.socket.sendall(self._message)
         except OSError:
             self._again()
 
     def _again(self) -> None:
-        """A connection that the server has closed after an answer: as any client, ask over a new one."""
+        """Send again over a new connection: the server has closed this one after a response."""
         self.socket.close()
         self._connect()
         self._send()
 
     def read(self) -> bool:
-        """Take what has come. True: the answer has ended."""
-        answer = self.answers[-1]
+        """Receive data. Returns whether the response has ended."""
+        response = self.responses[-1]
         try:
             data = self.socket.recv(1 << 18)
         except ConnectionResetError:
             data = b""
         if not data:
-            if not answer.parts and self._asked > 1:
+            if not response.parts and self._sent > 1:
                 self._again()
                 return False
-            answer.error = "the connection was closed"
+            response.error = "the connection was closed"
             self.socket.close()
             self._connect()
             return True
-        answer.parts.append((time.perf_counter(), data))
+        response.parts.append((time.perf_counter(), data))
         if not data.endswith(END) and len(data) < len(END):
-            data = b"".join(part for _, part in answer.parts[-len(END) :])
+            data = b"".join(part for _, part in response.parts[-len(END) :])
         if data.endswith(END):
             return True
-        first = answer.parts[0][1]
-        return not first.startswith(b"HTTP/1.1 200") and _is_whole(b"".join(part for _, part in answer.parts))
+        first = response.parts[0][1]
+        return not first.startswith(b"HTTP/1.1 200") and _is_whole(b"".join(part for _, part in response.parts))
 
 
 def _is_whole(raw: bytes) -> bool:
-    """Has an answer with a Content-Length (a refusal) come in full?"""
+    """Whether a response with a Content-Length (a refusal) is complete."""
     head, _, body = raw.partition(b"\r\n\r\n")
     for line in head.lower().split(b"\r\n"):
         if line.startswith(b"content-length:"):
@@ -192,9 +192,9 @@ def _is_whole(raw: bytes) -> bool:
 
 
 class Run(NamedTuple):
-    """All answers of a run, in the order of their asking by client."""
+    """All responses of a run: client by client, each client's in the order of its requests."""
 
-    answers: list[Answer]
+    responses: list[Response]
     began: float
     ended: float
 
@@ -205,22 +205,22 @@ class Run(NamedTuple):
 
 def drive(
     address: tuple[str, int],
-    clients: Iterable[Iterable[Ask]],
+    clients: Iterable[Iterable[ClientRequest]],
     limit_s: float = 600.0,
     meanwhile: Callable[[float], None] | None = None,
     starts: Sequence[float] = (),
 ) -> Run:
-    """Every client's asks, all clients at once, until all are answered or the time is up.
+    """Run all clients concurrently until every request has its response or `limit_s` has passed.
 
-    `starts`: seconds from the beginning at which each client asks first, ascending; none: at once.
+    starts: for each client, seconds from the beginning to its first request, ascending; empty: all at once.
+    meanwhile: called as `meanwhile(now)` in every round of the loop, at least every 50 ms.
 
-    `meanwhile(now)` is called at every round of the loop (at least every 50 ms).
-    Raises `OSError` when nobody listens.
+    Raises `OSError` when no server listens at `address`.
     """
     active: dict[int, Client] = {}
     poll = select.epoll()
-    # Whoever begins at once is connected before the clock runs.
-    everyone = [] if starts else [Client(address, asks) for asks in clients]
+    # Clients that begin at once are connected before the time is taken.
+    everyone = [] if starts else [Client(address, requests) for requests in clients]
     waiting = deque(zip(starts, clients, strict=True)) if starts else deque()
 
     def begin(client: Client) -> None:
@@ -244,7 +244,7 @@ def drive(
                 connections = client.connections
                 has_more = not client.read() or client.next()
                 if client.connections != connections:
-                    # The closed descriptor has left the poll by itself; the new one may have its number.
+                    # epoll has dropped the closed descriptor; the new one may have the same number.
                     del active[fd]
                     fd = client.socket.fileno()
                     active[fd] = client
@@ -257,14 +257,14 @@ def drive(
                 meanwhile(now)
             if now - began > limit_s:
                 for late in active.values():
-                    late.answers[-1].error = f"not answered within {limit_s:g} s"
+                    late.responses[-1].error = f"not answered within {limit_s:g} s"
                 break
         ended = time.perf_counter()
     finally:
         poll.close()
         for client in everyone:
             client.socket.close()
-    answers = [answer for client in everyone for answer in client.answers]
-    for answer in answers:
-        answer.parse()
-    return Run(answers, began, ended)
+    responses = [response for client in everyone for response in client.responses]
+    for response in responses:
+        response.parse()
+    return Run(responses, began, ended)

@@ -14,9 +14,9 @@ from tools.bench.offline.results import Rate
 
 
 def first_byte(url: str, prompt_tokens: int = 16, repeats: int = 20) -> dict[str, Any] | None:
-    """Milliseconds over `repeats` requests one after the other; None when nobody listens at `url`.
+    """Milliseconds over `repeats` requests one after the other; None when no server listens at `url`.
 
-    Prompts are random ids, so that none is in the prefix cache.  Raises `RuntimeError` for a refusal.
+    Prompts are random ids, so that no prompt is in the prefix cache.  Raises `RuntimeError` for a refusal.
     """
     rng = np.random.default_rng(time.time_ns())
     where = urlsplit(url)
@@ -28,17 +28,17 @@ def first_byte(url: str, prompt_tokens: int = 16, repeats: int = 20) -> dict[str
             connection.connect()
             begun = time.perf_counter()
             connection.request("POST", "/v1/generate", json.dumps(body), {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            if answer.status != 200:
-                raise RuntimeError(f"{url}: {answer.status} {answer.read(300).decode(errors='replace')}")
-            while not answer.readline().startswith(b"data:"):
-                if answer.isclosed():
+            response = connection.getresponse()
+            if response.status != 200:
+                raise RuntimeError(f"{url}: {response.status} {response.read(300).decode(errors='replace')}")
+            while not response.readline().startswith(b"data:"):
+                if response.isclosed():
                     raise RuntimeError(f"{url}: the stream ended before its first token")
             spans.append(1000 * (time.perf_counter() - begun))
-            answer.read()
+            response.read()
         except ConnectionRefusedError:
             return None
         finally:
             connection.close()
-    found = Rate.of(spans[1:])  # the first one warms what a first request warms
+    found = Rate.of(spans[1:])  # the first request fills caches
     return {"prompt_tokens": prompt_tokens, "median_ms": found.median, "low_ms": found.low, "high_ms": found.high}

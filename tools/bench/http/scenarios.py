@@ -1,5 +1,5 @@
-"""What the benchmark looks at beside throughput: the worker's pauses, CPU at rest and under load, a long prompt
-beside running streams, speculation, and memory over minutes.  All of Starling alone, over HTTP.
+"""Scenarios of the server under test alone, over HTTP: the worker's pauses between steps, CPU time at rest and under
+load, a long prompt beside running streams, speculation, and memory over minutes.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig, ServerConfig
 from shm import step_ring as sh
 from shm.step_ring import attach_steps
-from tools.bench.http.client import Ask, Run, drive
-from tools.bench.http.server_under_test import CONTROL_PLANE, Starling
+from tools.bench.http.client import ClientRequest, Run, drive
+from tools.bench.http.server_under_test import CONTROL_PLANE, ServerUnderTest
 from tools.bench.http.workload import OUTPUT, Prompts, body, percentile
 
 LONG_PROMPT = 4000
-GAP_MS = 25.0  # running streams may pause so long for a long prompt, or
-GAP_FACTOR = 3.0  # so many times their usual gap
-FLAT = 0.02  # memory may grow by this part
-PASSAGES = 24  # tried at most for one that is repeated
-REPEATS = 0.9  # of an answer that repeats its prompt
-SETTLE_S = 30.0  # before memory is looked at for the first time
+GAP_MS = 25.0  # longest gap of running streams that a long prompt may cause, or
+GAP_FACTOR = 3.0  # times their usual gap, if that is longer
+FLAT = 0.02  # share by which a process's memory may grow
+PASSAGES = 24  # passages that are tried until the model repeats one
+REPEATS = 0.9  # share of a response that must stand in its prompt to count as repeating it
+SETTLE_S = 30.0  # traffic before memory is measured for the first time
 
 
 class StepWatch:
-    """Reads the times of steps from the steps arena: `look` often, at least once in eight steps."""
+    """Reads the times of steps from the steps arena. Call `look` at least once in eight steps."""
 
-    def __init__(self, server: Starling) -> None:
+    def __init__(self, server: ServerUnderTest) -> None:
         config = Config(server=ServerConfig(run_dir=str(server.run_dir)), models=(ModelConfig(name=server.model),))
         path = paths.arena_dir(config) / f"{config.models[0].slug}.steps"
         self._arena, self._steps, _ = attach_steps(Path(path))
         self._last = int(self._steps.control[sh.DONE])
         self._before = (0, 0, 0)  # step, entries, end
-        self.pauses: list[tuple[int, float]] = []  # entries of a step and us between the one before and it
+        self.pauses: list[tuple[int, float]] = []  # entries of a step, us between its predecessor's end and its begin
         self.steps: list[tuple[int, int, float]] = []  # tokens, attention positions, us
         self.missed = 0
 
@@ -45,7 +45,7 @@ class StepWatch:
         steps = self._steps
         done = int(steps.control[sh.DONE])
         for number in range(self._last + 1, done + 1):
-            if int(steps.control[sh.HEAD]) - number >= sh.SLOTS:  # another has its slot
+            if int(steps.control[sh.HEAD]) - number >= sh.SLOTS:  # a later step has overwritten its slot
                 self.missed += 1
                 continue
             slot = number % sh.SLOTS
@@ -62,7 +62,7 @@ class StepWatch:
         self._last = done
 
     def figures(self, entries: int) -> dict[str, float]:
-        """Pauses between two steps of that many sequences, microseconds."""
+        """Pauses between two steps of `entries` sequences each, microseconds."""
         found = [us for n, us in self.pauses if n == entries]
         return {
             "steps": len(found),
@@ -75,8 +75,8 @@ class StepWatch:
         self._arena.close()
 
 
-def watched(server: Starling, clients: list[list[Ask]]) -> tuple[Run, StepWatch, dict[str, float]]:
-    """A run with the worker's pauses, and the share of one core that each stage used meanwhile."""
+def watched(server: ServerUnderTest, clients: list[list[ClientRequest]]) -> tuple[Run, StepWatch, dict[str, float]]:
+    """Run the clients; returns also the times of the steps and the share of one core that each stage used."""
     watch = StepWatch(server)
     try:
         before, began = server.cpu_s(), time.perf_counter()
@@ -88,41 +88,41 @@ def watched(server: Starling, clients: list[list[Ask]]) -> tuple[Run, StepWatch,
     return run, watch, used
 
 
-def pauses(server: Starling, prompts: Prompts, batch: int, output: int = 512) -> dict[str, Any]:
+def pauses(server: ServerUnderTest, prompts: Prompts, batch: int, output: int = 512) -> dict[str, Any]:
     """Steady decoding of `batch` streams: pauses between steps, CPU of the control plane."""
-    asks = [[server.ask(body(server.model, prompts.text(16), output))] for _ in range(batch)]
-    run, watch, used = watched(server, asks)
+    requests = [[server.request(body(server.model, prompts.text(16), output))] for _ in range(batch)]
+    run, watch, used = watched(server, requests)
     control = sum(used.get(stage, 0.0) for stage in CONTROL_PLANE)
-    rate = sum(a.tokens for a in run.answers) / run.seconds
+    rate = sum(a.tokens for a in run.responses) / run.seconds
     return {
         "batch": batch,
         "tokens_per_s": round(rate, 1),
         "pause": watch.figures(batch),
         "cpu": used,
         "control_plane_cpu": round(control, 4),
-        "failed": sum(not a.is_good for a in run.answers),
+        "failed": sum(not a.is_good for a in run.responses),
     }
 
 
-def at_rest(server: Starling, seconds: float = 10.0) -> dict[str, float]:
-    """Share of one core that the whole server uses while nobody asks."""
-    time.sleep(2.0)  # what the last request left to do
+def at_rest(server: ServerUnderTest, seconds: float = 10.0) -> dict[str, float]:
+    """Share of one core that the whole server uses without requests."""
+    time.sleep(2.0)  # until the last request's work is done
     before = server.cpu_s()
     time.sleep(seconds)
     used = {stage: round((cpu - before[stage]) / seconds, 4) for stage, cpu in server.cpu_s().items()}
     return {"all": round(sum(used.values()), 4), **used}
 
 
-def long_prompt(server: Starling, prompts: Prompts, batch: int, tokens: int = LONG_PROMPT) -> dict[str, Any]:
-    """Gaps of `batch` running streams with and without a prompt of `tokens` being computed beside them."""
+def long_prompt(server: ServerUnderTest, prompts: Prompts, batch: int, tokens: int = LONG_PROMPT) -> dict[str, Any]:
+    """Gaps of `batch` running streams, with and without a prompt of `tokens` tokens computed at the same time."""
     output = 480
-    asks = [[server.ask(body(server.model, prompts.text(16), output))] for _ in range(batch)]
-    late = _Late(server, server.ask(body(server.model, prompts.text(tokens), 4)), after_s=output / 4 * 0.008)
-    run = late.drive(asks)
-    arrived, first = late.answer.sent, late.answer.times[0]
+    requests = [[server.request(body(server.model, prompts.text(16), output))] for _ in range(batch)]
+    late = _Late(server, server.request(body(server.model, prompts.text(tokens), 4)), after_s=output / 4 * 0.008)
+    run = late.drive(requests)
+    arrived, first = late.response.sent, late.response.times[0]
     beside, usual = [], []
-    for answer in run.answers:
-        for begin, end in zip(answer.times, answer.times[1:], strict=False):
+    for response in run.responses:
+        for begin, end in zip(response.times, response.times[1:], strict=False):
             if end <= arrived or begin >= first:
                 usual.append(1e3 * (end - begin))
             else:
@@ -140,48 +140,50 @@ def long_prompt(server: Starling, prompts: Prompts, batch: int, tokens: int = LO
         "allowed_ms": round(allowed, 2),
         "holds": beside_ms <= allowed,
         "first_token_ms": round(1e3 * (first - arrived), 1),
-        "failed": sum(not a.is_good for a in [*run.answers, late.answer]),
+        "failed": sum(not a.is_good for a in [*run.responses, late.response]),
     }
 
 
 class _Late:
-    """One more request, sent by a client of its own while a run is under way."""
+    """One more request, sent by a separate client during a run."""
 
-    def __init__(self, server: Starling, ask: Ask, after_s: float) -> None:
+    def __init__(self, server: ServerUnderTest, request: ClientRequest, after_s: float) -> None:
         self._server = server
-        self._ask = ask
+        self._request = request
         self._after_s = after_s
 
-    def drive(self, clients: list[list[Ask]]) -> Run:
+    def drive(self, clients: list[list[ClientRequest]]) -> Run:
         found: list[Run] = []
 
         def later() -> None:
             time.sleep(self._after_s)
-            found.append(drive(self._server.address, [[self._ask]]))
+            found.append(drive(self._server.address, [[self._request]]))
 
         thread = threading.Thread(target=later)
         thread.start()
         run = drive(self._server.address, clients)
         thread.join()
-        self.answer = found[0].answers[0]
+        self.response = found[0].responses[0]
         return run
 
 
 # ------------------------------------------------------------------ speculation
 
 
-def speculation(server: Starling, prompts: Prompts, rounds: int, most: int = 8) -> dict[str, Any]:
-    """Decoding at batch 1 with drafts against without, on text that repeats its prompt and on free text.
+def speculation(server: ServerUnderTest, prompts: Prompts, rounds: int, most: int = 8) -> dict[str, Any]:
+    """Decoding at batch 1 with and without draft tokens, on text that repeats its prompt and on free text.
 
-    Alternating; the time is from the first token to the last, so that the prompt counts for nothing.
-    A small model does not always go on with a passage that it is given twice: one is taken with which it does.
+    Both alternate; the time is taken from the first token to the last, so the prompt does not count.  A small model
+    does not always continue a passage that it is given twice: passages are tried until it does.
     """
     repeating, repeats = "", 0.0
     for _ in range(PASSAGES):
         passage = prompts.text(120)
         prompt = f"Copy.\n{passage}\nCopy.\n{passage}\nCopy.\n{' '.join(passage.split(' ')[:9])}"
-        answer = drive(server.address, [[server.ask(body(server.model, prompt, 150, temperature=0))]]).answers[0]
-        share = repeated(answer.text, prompt)
+        response = drive(server.address, [[server.request(body(server.model, prompt, 150, temperature=0))]]).responses[
+            0
+        ]
+        share = repeated(response.text, prompt)
         if share > repeats or not repeating:
             repeating, repeats = prompt, share
         if repeats >= REPEATS:
@@ -194,13 +196,13 @@ def speculation(server: Starling, prompts: Prompts, rounds: int, most: int = 8) 
         same = True
         for _ in range(rounds):
             prompt, texts = text(), set()
-            # Greedy text of a small model soon goes round in circles: free text is drawn.
+            # Greedy text of a small model soon repeats itself, so free text is sampled.
             sampling = {"temperature": 0} if kind == "repeating" else {"temperature": 1.0, "seed": len(speeds[0])}
             for drafts in speeds:
-                ask = server.ask(body(server.model, prompt, 150, speculate=drafts, **sampling))
-                answer = drive(server.address, [[ask]]).answers[0]
-                speeds[drafts].append((answer.tokens - 1) / (answer.times[-1] - answer.times[0]))
-                texts.add(answer.text)
+                request = server.request(body(server.model, prompt, 150, speculate=drafts, **sampling))
+                response = drive(server.address, [[request]]).responses[0]
+                speeds[drafts].append((response.tokens - 1) / (response.times[-1] - response.times[0]))
+                texts.add(response.text)
             same = same and len(texts) == 1
         ratios = [b / a for a, b in zip(speeds[0], speeds[most], strict=True)]
         result[kind] = {
@@ -215,7 +217,7 @@ def speculation(server: Starling, prompts: Prompts, rounds: int, most: int = 8) 
 
 
 def repeated(text: str, prompt: str, words: int = 4) -> float:
-    """The part of the runs of so many words in `text` that stand in `prompt`, too."""
+    """Share of the runs of `words` words in `text` that `prompt` contains as well."""
     new, old = text.split(), prompt.split()
     known = {tuple(old[i : i + words]) for i in range(len(old) - words + 1)}
     runs = [tuple(new[i : i + words]) in known for i in range(len(new) - words + 1)]
@@ -225,8 +227,8 @@ def repeated(text: str, prompt: str, words: int = 4) -> float:
 # ------------------------------------------------------------------ memory
 
 
-def memory(server: Starling) -> dict[str, dict[str, float]]:
-    """By process, in 10^6 bytes: `private` (anonymous) and `resident` memory."""
+def memory(server: ServerUnderTest) -> dict[str, dict[str, float]]:
+    """Private (anonymous) and resident memory of each process, in 10^6 bytes."""
     found = {}
     for stage, pids in server.stages().items():
         for i, pid in enumerate(pids):
@@ -243,18 +245,20 @@ def memory(server: Starling) -> dict[str, dict[str, float]]:
     return found
 
 
-def flat_memory(server: Starling, prompts: Prompts, seconds: float, batch: int = 16) -> dict[str, Any]:
-    """Traffic of distinct prompts for so long; every process's memory after 30 s and at the end."""
+def flat_memory(server: ServerUnderTest, prompts: Prompts, seconds: float, batch: int = 16) -> dict[str, Any]:
+    """Send distinct prompts for `seconds`; returns every process's memory after `SETTLE_S` and at the end."""
     looks: list[dict[str, dict[str, float]]] = []
     began = time.perf_counter()
     total = failed = 0
     while (passed := time.perf_counter() - began) < seconds:
         if not looks and passed >= min(SETTLE_S, seconds / 2):
             looks.append(memory(server))
-        asks = [[server.ask(body(server.model, prompts.text(100), OUTPUT)) for _ in range(4)] for _ in range(batch)]
-        run = drive(server.address, asks)
-        total += sum(a.tokens for a in run.answers)
-        failed += sum(not a.is_good for a in run.answers)
+        requests = [
+            [server.request(body(server.model, prompts.text(100), OUTPUT)) for _ in range(4)] for _ in range(batch)
+        ]
+        run = drive(server.address, requests)
+        total += sum(a.tokens for a in run.responses)
+        failed += sum(not a.is_good for a in run.responses)
     looks.append(memory(server))
     first, last = looks[0], looks[-1]
     growth = {

@@ -1,5 +1,7 @@
-"""Starling as the benchmark asks it over HTTP: all its stages, in a home of its own (models and compiled kernels
-are shared), on a port of 127.0.0.1 that is free.  The other side is http_peer.py.
+"""The server under test: Starling with all its stages, on a free port of 127.0.0.1.
+
+It has a STARLING_HOME of its own that shares models and compiled kernels.  The server that it is compared with is in
+baseline.py.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pipeline import procfs
 from pipeline.config import paths
 from pipeline.observe.status import read_all
 from pipeline.runtime.process import die_with_parent
-from tools.bench.http.client import Ask
+from tools.bench.http.client import ClientRequest
 
 ROOT = Path(__file__).parents[3]
 START_S = 300.0  # kernels may have to be compiled
@@ -39,7 +41,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Starling:
+class ServerUnderTest:
     """`starling up` with a configuration of its own. A context manager; ready when entered."""
 
     name = "starling"
@@ -52,9 +54,12 @@ class Starling:
         keys: Mapping[str, str],
         spill: bool = False,
     ) -> None:
-        """`settings`: of the configuration; `keys`: by tenant, the first one is who `ask` asks for.
+        """Start the server and wait until it is ready.
 
-        `spill`: evicted pages go to a file in its home.
+        model: its entry in the configuration's `models`, without `cpus`.
+        settings: further sections of the configuration.
+        keys: API key by tenant; `request` uses the first tenant.
+        spill: whether evicted pages go to a file.
         """
         self.keys = dict(keys)
         self.port = free_port()
@@ -100,13 +105,13 @@ class Starling:
 
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + START_S
-        while not self._answers():
+        while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self._log.seek(0)
                 raise RuntimeError("the server did not start:\n" + self._log.read().decode(errors="replace")[-3000:])
             time.sleep(0.1)
 
-    def _answers(self) -> bool:
+    def _is_ready(self) -> bool:
         return http_get(self.address, "/ready")[0] == 200
 
     def __enter__(self) -> Self:
@@ -115,10 +120,10 @@ class Starling:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def ask(self, body: dict[str, Any]) -> Ask:
-        """A request of the first tenant's."""
+    def request(self, body: dict[str, Any]) -> ClientRequest:
+        """A request of the first tenant."""
         tenant = next(iter(self.keys), "")
-        return Ask(body, self.keys.get(tenant, ""), tenant)
+        return ClientRequest(body, self.keys.get(tenant, ""), tenant)
 
     def stages(self) -> dict[str, list[int]]:
         """Process ids by stage, ranks with their worker."""
@@ -126,7 +131,7 @@ class Starling:
         return {record.stage: [record.pid, *procfs.children(record.pid)] for record in records}
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU time of each stage so far; `supervisors` is everything else that the server consists of."""
+        """CPU time of each stage so far; `supervisors` is that of all other processes of the server."""
         used = {stage: sum(map(exact_cpu_s, pids)) for stage, pids in self.stages().items()}
         everything = sum(map(exact_cpu_s, procfs.process_tree(self._process.pid)))
         used["supervisors"] = everything - sum(used.values())
@@ -145,7 +150,7 @@ class Starling:
         return procfs.process_tree(self._process.pid)
 
     def kill_and_start(self) -> float:
-        """SIGKILL to every process at once, none of which sees another one die; seconds until it is ready again."""
+        """Send SIGKILL to every process at once and start again; returns the seconds until it is ready."""
         pids = self.pids
         fds = [os.pidfd_open(pid) for pid in pids]
         for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -161,7 +166,7 @@ class Starling:
         return time.perf_counter() - begun
 
     def close(self) -> None:
-        """Idempotent; what stands in /dev/shm goes with the server's own end."""
+        """Stop the server, which removes its arenas. Idempotent."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             try:
@@ -184,12 +189,12 @@ def exact_cpu_s(pid: int) -> float:
 
 
 def http_get(address: tuple[str, int], path: str) -> tuple[int, str]:
-    """Status and text; (0, "") when nobody answers."""
+    """Status and text; (0, "") when no server responds."""
     connection = http.client.HTTPConnection(*address, timeout=10.0)
     with contextlib.closing(connection):
         try:
             connection.request("GET", path)
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode(errors="replace")
+            response = connection.getresponse()
+            return response.status, response.read().decode(errors="replace")
         except (OSError, http.client.HTTPException):
             return 0, ""

@@ -1,4 +1,4 @@
-"""What the benchmark asks over HTTP, and what it makes of the answers."""
+"""The workloads of the benchmark over HTTP, their prompts, and the figures made of the responses."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from stages.tokenizer.stage import open_model
-from tools.bench.http.client import Answer, Ask, Run
+from tools.bench.http.client import ClientRequest, Response, Run
 
-OUTPUT = 64  # tokens of every answer
-TENANTS = ("a", "b", "c", "d")  # of the workload that queues; the first one has as much as the others together
+OUTPUT = 64  # tokens of every response
+TENANTS = ("a", "b", "c", "d")  # of the workload that queues; the first one sends as much as the others together
 
-# Plain words; those that are one token each of a model's vocabulary are used.
+# Prompts use those of these words that are a single token of the model's vocabulary.
 WORDS = """
 the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you
 were all her she there would their we him been has when who will no more if out so up said what its about than into
@@ -44,15 +44,15 @@ paint language among
 
 
 class Work(NamedTuple):
-    """`clients` at once, each with `requests` one after the other; prompts of `prompt` tokens after `shared` ones."""
+    """`clients` at a time, each with `requests` in sequence; prompts: `prompt` tokens after `shared` common ones."""
 
     clients: int
     prompt: int
     shared: int = 0
     requests: int = 1
     strongest: float = 0.0  # output tokens/s of llama.cpp's best build, see `results.STRONGEST`
-    wheel: float = 0.0  # of the AVX2 wheel in the same trial
-    wanted: float = 0.0  # times the best build
+    wheel: float = 0.0  # the same of the AVX2 wheel, from the same trial
+    target: float = 0.0  # ratio to the best build
 
     @property
     def title(self) -> str:
@@ -61,17 +61,17 @@ class Work(NamedTuple):
 
 
 WORKS = (
-    Work(1, 100, requests=6, strongest=202, wheel=71, wanted=1.7),
-    Work(8, 100, requests=3, strongest=290, wheel=116, wanted=3.5),
-    Work(16, 100, requests=2, strongest=349, wheel=123, wanted=4.0),
-    Work(8, 500, requests=2, strongest=95, wheel=33, wanted=3.8),
-    Work(16, 100, shared=400, requests=2, strongest=293, wanted=4.5),
-    Work(64, 100, wanted=4.0),
+    Work(1, 100, requests=6, strongest=202, wheel=71, target=1.7),
+    Work(8, 100, requests=3, strongest=290, wheel=116, target=3.5),
+    Work(16, 100, requests=2, strongest=349, wheel=123, target=4.0),
+    Work(8, 500, requests=2, strongest=95, wheel=33, target=3.8),
+    Work(16, 100, shared=400, requests=2, strongest=293, target=4.5),
+    Work(64, 100, target=4.0),
 )
 
 
 class Prompts:
-    """Texts of an exact number of tokens, none like another: each word is one token."""
+    """Distinct texts with an exact number of tokens: each word is one token."""
 
     def __init__(self, index_path: Path, seed: int) -> None:
         vocabulary = open_model(index_path).vocabulary
@@ -84,35 +84,38 @@ class Prompts:
         self._rng = random.Random(seed)
 
     def text(self, tokens: int) -> str:
-        """Every word with its space before it, so that it stands the same anywhere."""
+        """A text of `tokens` tokens; every word has a space before it, so that it is the same token everywhere."""
         return "".join(" " + word for word in self._rng.choices(self.words, k=tokens))
 
-    def asks(self, work: Work, model: str, keys: Mapping[str, str]) -> list[list[Ask]]:
-        """For each client its requests. `keys`: of tenants, for a server that has them."""
+    def requests(self, work: Work, model: str, keys: Mapping[str, str]) -> list[list[ClientRequest]]:
+        """The requests of each client. `keys`: API keys by tenant, for a server that has tenants."""
         shared = self.text(work.shared - self._extra) if work.shared else ""
         own = work.prompt if shared else work.prompt - self._extra
         clients = []
         for i in range(work.clients):
             tenant = _tenant(i, work.clients) if work.clients > 32 else TENANTS[0]
             clients.append(
-                [Ask(body(model, shared + self.text(own)), keys.get(tenant, ""), tenant) for _ in range(work.requests)]
+                [
+                    ClientRequest(body(model, shared + self.text(own)), keys.get(tenant, ""), tenant)
+                    for _ in range(work.requests)
+                ]
             )
         return clients
 
 
 def _tenant(i: int, clients: int) -> str:
-    """The first half comes before all others."""
+    """The tenant of a client: the first half of the clients belongs to the first tenant."""
     half = clients // 2
     return TENANTS[0] if i < half else TENANTS[1 + (i - half) % (len(TENANTS) - 1)]
 
 
 def body(model: str, prompt: str, output: int = OUTPUT, **more: Any) -> dict[str, Any]:
-    """A request of both servers' for exactly `output` tokens, greedy."""
+    """A body that both servers accept: exactly `output` tokens, greedy."""
     plain = {"model": model, "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True}
     return {**plain, "stream": True, "stream_options": {"include_usage": True}, **more}
 
 
-# ------------------------------------------------------------------ what came of it
+# ------------------------------------------------------------------ figures
 
 
 class Outcome(msgspec.Struct):
@@ -126,17 +129,17 @@ class Outcome(msgspec.Struct):
     failed: int
     prompt_tokens: int  # of the median request
     order: dict[str, float] | None = None  # of a workload that queues
-    errors: list[str] = []  # what the failed ones said, each once
+    errors: list[str] = []  # messages of failed requests, without repetition
 
 
 def percentile(values: list[float], part: float) -> float:
-    """The nearest-rank percentile; 0.0 of nothing."""
+    """The nearest-rank percentile; 0.0 without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else 0.0
 
 
 def outcome(work: Work, run: Run) -> Outcome:
-    good = [answer for answer in run.answers if answer.is_good]
+    good = [response for response in run.responses if response.is_good]
     ended = max((a.times[-1] for a in good), default=run.ended)
     firsts = [1e3 * a.first_s for a in good]
     gaps = [1e3 * gap for a in good for gap in a.gaps_s]
@@ -146,40 +149,40 @@ def outcome(work: Work, run: Run) -> Outcome:
         round(percentile(firsts, 0.95), 1),
         round(percentile(gaps, 0.5), 2),
         round(percentile(gaps, 0.95), 2),
-        len(run.answers) - len(good),
+        len(run.responses) - len(good),
         int(statistics.median([a.prompt_tokens for a in good] or [0])),
         order(good) if work.clients > 32 else None,
-        sorted({_why(answer) for answer in run.answers if not answer.is_good})[:4],
+        sorted({_why(response) for response in run.responses if not response.is_good})[:4],
     )
 
 
-def _why(answer: Answer) -> str:
-    return f"{answer.status}: {answer.error or answer.finish or 'no text'}"[:200]
+def _why(response: Response) -> str:
+    return f"{response.status}: {response.error or response.finish or 'no text'}"[:200]
 
 
-def order(answers: list[Answer]) -> dict[str, float]:
-    """How evenly tenants were served while each of them had requests that waited.
+def order(responses: list[Response]) -> dict[str, float]:
+    """How evenly tenants were served while all of them had waiting requests.
 
-    `spread` is the most requests that one had begun beyond another that waited too, both after the first of
-    the other; `first_ms` is the mean wait for a first token by tenant.
+    `spread` is the largest difference between the numbers of requests that two tenants had begun, counted from the
+    first request of each; `first_ms_TENANT` is the tenant's mean time to a first token.
     """
     begun: Counter[str] = Counter()
-    total = Counter(a.ask.tenant for a in answers)
+    total = Counter(a.request.tenant for a in responses)
     spread = 0
-    for answer in sorted(answers, key=lambda a: a.times[0]):
-        begun[answer.ask.tenant] += 1
+    for response in sorted(responses, key=lambda a: a.times[0]):
+        begun[response.request.tenant] += 1
         waiting = [t for t in total if begun[t] < total[t]]
         if len(waiting) == len(total) and min(begun[t] for t in total):
             spread = max(spread, max(begun.values()) - min(begun.values()))
     waits = {
-        f"first_ms_{t}": round(1e3 * statistics.fmean(a.first_s for a in answers if a.ask.tenant == t), 1)
+        f"first_ms_{t}": round(1e3 * statistics.fmean(a.first_s for a in responses if a.request.tenant == t), 1)
         for t in sorted(total)
     }
     return {"spread": spread, **waits}
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """A figure over the rounds."""
+    """A figure over the rounds: median, lowest, highest."""
 
     median: float
     low: float
@@ -193,7 +196,7 @@ class Spread(msgspec.Struct, frozen=True):
         return f"{self.median:,.0f} ({self.low:,.0f}-{self.high:,.0f})"
 
 
-class Side(msgspec.Struct):
+class ServerFigures(msgspec.Struct):
     """One server's figures for a workload over the rounds."""
 
     tokens_per_s: Spread
@@ -207,7 +210,7 @@ class Side(msgspec.Struct):
     errors: list[str] = []
 
     @classmethod
-    def of(cls, outcomes: list[Outcome]) -> Side:
+    def of(cls, outcomes: list[Outcome]) -> ServerFigures:
         last = outcomes[-1]
         return cls(
             Spread.of([o.tokens_per_s for o in outcomes]),
@@ -223,19 +226,21 @@ class Side(msgspec.Struct):
 
 
 class Row(msgspec.Struct):
-    """A workload, both servers, and the ratio that is wanted."""
+    """A workload and the figures of both servers."""
 
     work: Work
-    ours: Side
-    peer: Side | None = None
+    candidate: ServerFigures
+    baseline: ServerFigures | None = None
 
     @property
     def ratio(self) -> float | None:
-        return round(self.ours.tokens_per_s.median / self.peer.tokens_per_s.median, 2) if self.peer else None
+        return (
+            round(self.candidate.tokens_per_s.median / self.baseline.tokens_per_s.median, 2) if self.baseline else None
+        )
 
     @property
     def ratio_to_strongest(self) -> float | None:
-        return round(self.ours.tokens_per_s.median / self.work.strongest, 2) if self.work.strongest else None
+        return round(self.candidate.tokens_per_s.median / self.work.strongest, 2) if self.work.strongest else None
 
     def plain(self) -> dict[str, Any]:
         ratios = {"ratio": self.ratio, "ratio_to_strongest": self.ratio_to_strongest}
@@ -246,24 +251,24 @@ HEAD = ("workload", "server", "tokens/s", "first p50 / p95 ms", "gap p50 / p95 m
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Lines for people. `best build` is the ratio to the orientation figure and what is wanted of it."""
+    """Lines of a table. `best build`: ratio to `Work.strongest`, and the target for it."""
     cells = [HEAD]
     for row in rows:
-        sides = (("starling", row.ours), ("llama-server", row.peer))
-        for name, side in sides:
-            if side is None:
+        servers = (("starling", row.candidate), ("llama-server", row.baseline))
+        for name, server in servers:
+            if server is None:
                 continue
-            is_ours = side is row.ours
-            ratio = f"{row.ratio:.2f}" if is_ours and row.ratio else ""
-            best = f"{row.ratio_to_strongest:.2f} of {row.work.wanted}" if is_ours and row.work.strongest else ""
+            is_candidate = server is row.candidate
+            ratio = f"{row.ratio:.2f}" if is_candidate and row.ratio else ""
+            best = f"{row.ratio_to_strongest:.2f} of {row.work.target}" if is_candidate and row.work.strongest else ""
             cells.append(
                 (
-                    row.work.title if is_ours else "",
+                    row.work.title if is_candidate else "",
                     name,
-                    str(side.tokens_per_s),
-                    f"{side.first_p50_ms.median:,.0f} / {side.first_p95_ms.median:,.0f}",
-                    f"{side.gap_p50_ms.median:.1f} / {side.gap_p95_ms.median:.1f}",
-                    str(side.failed),
+                    str(server.tokens_per_s),
+                    f"{server.first_p50_ms.median:,.0f} / {server.first_p95_ms.median:,.0f}",
+                    f"{server.gap_p50_ms.median:.1f} / {server.gap_p95_ms.median:.1f}",
+                    str(server.failed),
                     ratio,
                     best,
                 )

@@ -1,8 +1,8 @@
-"""`python -m tools.bench.kv`: what the kv stage costs, and what it is worth. The last line is one JSON object.
+"""`python -m tools.bench.kv`: what the KV cache costs and saves. The last line is one JSON object.
 
-Times are medians over rounds with the lowest and the highest.  Of the manager alone, in this process: pages are
-those of the demo model (32 tokens, f16, 737,280 bytes); the restore figure reads files that the page cache holds,
-and what the disk itself delivers is measured beside it.  Then of a whole server over HTTP (`kv_http.py`).
+Times are medians over the rounds with the lowest and the highest.  First the KV manager alone, in this process, with
+the demo model's pages (32 tokens, f16, 737,280 bytes): restoring reads files from the operating system's page cache,
+and a plain read from the disk is measured beside it.  Then a whole server over HTTP (`over_http.py`).
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def timed(do: Callable[[], object]) -> float:
 
 
 def grant(manager: Manager, who: str, prompt: np.ndarray) -> int:
-    answer = manager.acquire(who, prompt, len(prompt) + 32, serial=1)
-    assert isinstance(answer, Grant)
-    return answer.cached_tokens
+    response = manager.acquire(who, prompt, len(prompt) + 32, serial=1)
+    assert isinstance(response, Grant)
+    return response.cached_tokens
 
 
 def spread(values: list[float], scale: float) -> dict[str, float]:
@@ -72,12 +72,12 @@ def spread(values: list[float], scale: float) -> dict[str, float]:
 
 
 def measure_lookup(rounds: int) -> dict[str, dict[str, float]]:
-    """A 4,096-token prompt: nothing cached, with eviction, everything cached and every page checked."""
+    """Acquiring a 4,096-token prompt: nothing cached, nothing cached and pages evicted, everything cached."""
     fresh: list[float] = []
     evicting: list[float] = []
     hit: list[float] = []
     release: list[float] = []
-    gc.collect()  # what stands now need not be looked at while the clock runs, as in the stages
+    gc.collect()  # as in the stages: a collection during a measurement must not scan these objects
     gc.freeze()
     manager = new_manager(5 * PROMPT // GEOMETRY.page_tokens // 2, 4096)
     for i in range(rounds):
@@ -88,7 +88,7 @@ def measure_lookup(rounds: int) -> dict[str, dict[str, float]]:
         release.append(timed(lambda: manager.release("a", PROMPT)))
         hit.append(timed(lambda prompt=prompt: grant(manager, "b", prompt)))  # type: ignore[misc]
         manager.release("b", PROMPT)
-        if i % 4 == 3:  # room again for the figure without eviction
+        if i % 4 == 3:  # free pages again, for the figure without eviction
             manager.pool.remove(list(manager.pool.table.hashes()))
     return {
         "acquire_4096_us": spread(fresh, 1e6),
@@ -99,7 +99,7 @@ def measure_lookup(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def measure_hit(rounds: int) -> dict[str, dict[str, float]]:
-    """A 4,096-token prompt that is cached, pages of full size: the checksum of every byte of it."""
+    """Acquiring a cached 4,096-token prompt with pages of full size: every byte is checksummed."""
     manager = new_manager(PROMPT // GEOMETRY.page_tokens + 2, GEOMETRY.page_bytes)
     manager.pool.arena.pages[:] = 1
     prompt = tokens(1, PROMPT)
@@ -116,14 +116,14 @@ def measure_hit(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def measure_memory() -> float:
-    """MB of bookkeeping for 10,000 cached prefixes of 400 tokens, none of which share a page."""
+    """MB of bookkeeping for 10,000 cached prefixes of 400 tokens that share no page."""
     gc.collect()
     tracemalloc.start()
     each = PREFIX_TOKENS // GEOMETRY.page_tokens
     before = tracemalloc.get_traced_memory()[0]
     headers = np.zeros((PREFIXES * each + 2, PAGE_HEADER), np.uint8)
     contents = np.zeros((PREFIXES * each + 2, 8), np.uint8)
-    arenas = headers.nbytes + contents.nbytes  # not bookkeeping: the arena's own
+    arenas = headers.nbytes + contents.nbytes  # the arena's own memory is not bookkeeping
     manager = Manager(
         PagePool(KvArena(headers, contents)),
         GEOMETRY.page_tokens,
@@ -140,7 +140,7 @@ def measure_memory() -> float:
 
 
 def measure_restore(directory: Path, rounds: int) -> dict[str, dict[str, float]]:
-    """A spilled 2,048-token prefix comes back: from the page cache, and from the disk."""
+    """Restoring a spilled 2,048-token prefix: from the operating system's page cache and from the disk."""
     count = RESTORED // GEOMETRY.page_tokens
     page_bytes = GEOMETRY.page_bytes
     identity = persist.file_identity("", GEOMETRY)
@@ -159,12 +159,12 @@ def measure_restore(directory: Path, rounds: int) -> dict[str, dict[str, float]]
     sequential: list[float] = []
     for _ in range(rounds):
         for times, is_cold in ((warm, False), (cold, True)):
-            if is_cold:  # what is mapped stays in the cache: close it meanwhile
+            if is_cold:  # mapped pages stay in the cache: close the file first
                 store.close()
                 drop_from_cache(path)
                 store = DiskPageStore(path, identity, page_bytes, 2 * count * page_bytes, persist.IN_SPILL)
             manager = new_manager(count + 2, page_bytes, spill=store, stores=[store])
-            manager.pool.arena.pages[:] = 1  # as the real one is: its memory is there
+            manager.pool.arena.pages[:] = 1  # touch every page, so that its memory is allocated as in the server
             begun = time.perf_counter()
             assert grant(manager, "c", prompt) == RESTORED
             times.append(time.perf_counter() - begun)
@@ -202,32 +202,32 @@ def read_file(path: Path) -> float:
 def measure(
     model: ModelConfig, cores: list[int], rounds: int, directory: Path | None = None, http: bool = True
 ) -> dict[str, Any]:
-    """Everything, printed as it comes. `directory`: on the disk to be measured."""
+    """All figures, printed as they are measured. `directory`: on the disk that is to be measured."""
     figures: dict[str, Any] = {}
 
-    def tell(found: dict[str, Any]) -> None:
+    def show(found: dict[str, Any]) -> None:
         figures.update(found)
         for name, value in found.items():
             click.echo(f"kv: {name:42} {value}")
 
-    tell(measure_lookup(16 * rounds))
-    tell(measure_hit(rounds))
-    tell({"bookkeeping_10000_prefixes_mb": round(measure_memory(), 1)})
+    show(measure_lookup(16 * rounds))
+    show(measure_hit(rounds))
+    show({"bookkeeping_10000_prefixes_mb": round(measure_memory(), 1)})
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        tell(measure_restore(Path(scratch), rounds))
+        show(measure_restore(Path(scratch), rounds))
     if http:
         named = {"name": model.name, **({"path": model.path} if model.path else {})}
-        tell(over_http.measure(named, cores, max(1, rounds // 2)))
+        show(over_http.measure(named, cores, max(1, rounds // 2)))
     return figures
 
 
 @click.command()
 @click.option("--rounds", default=5, show_default=True)
-@click.option("--directory", type=click.Path(path_type=Path), help="On the disk to be measured.")
-@click.option("--cores", default="", help="Of the server, comma separated; default: two of those allowed.")
-@click.option("--http/--no-http", default=True, show_default=True, help="A server of the demo model as well.")
+@click.option("--directory", type=click.Path(path_type=Path), help="A directory on the disk to be measured.")
+@click.option("--cores", default="", help="The server's cores, comma separated; default: two of those allowed.")
+@click.option("--http/--no-http", default=True, show_default=True, help="Measure a server of the demo model as well.")
 def main(rounds: int, directory: Path | None, cores: str, http: bool) -> None:
-    """What the KV cache costs and what it is worth."""
+    """What the KV cache costs and saves."""
     numbers = [int(c) for c in cores.split(",")] if cores else sorted(os.sched_getaffinity(0))[:2]
     quiet = Quiet([])
     figures = measure(ModelConfig(name=DEMO_MODEL), numbers, rounds, directory, http)
@@ -236,7 +236,7 @@ def main(rounds: int, directory: Path | None, cores: str, http: bool) -> None:
 
 
 def run() -> None:
-    """The command as a program."""
-    # A server of ours goes by its context manager: an end by signal, too, takes it away.
+    """Run the command as a program."""
+    # A context manager ends the server: turn SIGTERM into an exception, so that it runs.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     main()

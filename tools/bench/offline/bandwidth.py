@@ -1,7 +1,7 @@
-"""How fast this machine reads memory: the bound of decoding, measured and not quoted.
+"""How fast this machine reads memory: the bound of decoding speed.
 
-Each thread sums its own part of an array, again and again; nothing is written.  The working set is that of
-the model under test, because a cache that holds half of it doubles the figure.
+Each thread sums its own part of an array repeatedly and writes nothing.  The working set has the size of the model's
+weights, because a CPU cache that holds half of it would double the figure.
 """
 
 from __future__ import annotations

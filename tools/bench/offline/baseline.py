@@ -1,10 +1,11 @@
-"""llama.cpp as a child process that answers lines of JSON: compiled for this CPU if `llama-cpp-python` is installed
-(native_peer.py), else the PyPI wheel `xllamacpp`, which is compiled for AVX2.
+"""The baseline: llama.cpp in a child process, so that its threads and memory are separate from Starling's.
 
-The wheel offers llama.cpp's server and not its decode call, so a figure comes from the server's own
-timings: `prompt_ms` for prefill, and for decode the time between the first and the last token of a request
-(the first one belongs to the prompt), summed over the requests that run at once.  No HTTP is involved.
-A process of its own keeps its threads and its memory apart from ours.
+It is compiled for this CPU if `llama-cpp-python` is installed (native_baseline.py), else it is the wheel `xllamacpp`,
+which is compiled for AVX2.  The wheel offers llama.cpp's server and not its decode call, so figures come from the
+server's own timings: `prompt_ms` for prefill, and for decode the time between the first and the last token of a
+request (the first one belongs to the prompt), summed over concurrent requests.  No HTTP is involved.
+
+Parent and child exchange lines of JSON:
 
     {"prefill": 512}                     -> {"tokens_per_s": ..., "resident_mb": ...}
     {"decode": 4, "cached": 16, "n": 64} -> the same
@@ -25,15 +26,15 @@ from typing import Any
 import click
 import numpy as np
 
-from tools.bench.offline.native_baseline import NativePeer, resident_mb
+from tools.bench.offline.native_baseline import NativeBaseline, resident_mb
 
 
 def available() -> bool:
     return any(importlib.util.find_spec(name) is not None for name in ("llama_cpp", "xllamacpp"))
 
 
-class Peer:
-    """The parent's side. `about` says what runs: version, build, CPU features, load time."""
+class Baseline:
+    """The parent's handle of the child process. `about`: version, build, CPU features, load time."""
 
     def __init__(self, model: Path, cores: list[int], slots: int, slot_tokens: int) -> None:
         command = [
@@ -49,30 +50,30 @@ class Peer:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         self.pid = self._process.pid
-        self.about: dict[str, Any] = self._answer()
+        self.about: dict[str, Any] = self._response()
 
-    def _answer(self) -> dict[str, Any]:
+    def _response(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the llama.cpp process ended with code {self._process.wait()}")
         return json.loads(line)
 
-    def _ask(self, **question: int) -> float:
+    def _request(self, **request: int) -> float:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        answer = self._answer()
-        self.about["resident_mb"] = answer["resident_mb"]
-        return answer["tokens_per_s"]
+        response = self._response()
+        self.about["resident_mb"] = response["resident_mb"]
+        return response["tokens_per_s"]
 
     def prefill(self, n_tokens: int) -> float:
         """Tokens per second of one prompt."""
-        return self._ask(prefill=n_tokens)
+        return self._request(prefill=n_tokens)
 
     def decode(self, batch: int, cached: int, n_tokens: int) -> float:
         """Tokens per second of `batch` sequences together, `n_tokens` each after `cached` ones."""
-        return self._ask(decode=batch, cached=cached, n=n_tokens)
+        return self._request(decode=batch, cached=cached, n=n_tokens)
 
     def close(self) -> None:
         if self._process.stdin is not None:
@@ -82,7 +83,7 @@ class Peer:
             self._process.stdout.close()
 
 
-# ------------------------------------------------------------------ the child's side
+# ------------------------------------------------------------------ the child process
 
 
 class _Server:
@@ -138,26 +139,26 @@ class _Server:
 @click.option("--slots", type=int, required=True)
 @click.option("--slot-tokens", type=int, required=True)
 def main(model: str, cores: str, slots: int, slot_tokens: int) -> None:
-    """Answer on standard output what is asked on standard input."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the library prints is no answer
+    """Answer the requests on standard input, a line each, on standard output."""
+    responses = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # output of the library must not mix with the responses
     numbers = [int(c) for c in cores.split(",")]
     os.sched_setaffinity(0, set(numbers))
-    kind: type[NativePeer] | type[_Server] = NativePeer if importlib.util.find_spec("llama_cpp") else _Server
+    kind: type[NativeBaseline] | type[_Server] = NativeBaseline if importlib.util.find_spec("llama_cpp") else _Server
     server = kind(model, len(numbers), slots, slot_tokens)
 
-    def answer(value: dict[str, Any]) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
+    def send(value: dict[str, Any]) -> None:
+        responses.write(json.dumps(value) + "\n")
+        responses.flush()
 
-    answer(server.about)
+    send(server.about)
     for line in sys.stdin:
-        ask = json.loads(line)
-        if "prefill" in ask:
-            rate = server.prefill(ask["prefill"])
+        request = json.loads(line)
+        if "prefill" in request:
+            rate = server.prefill(request["prefill"])
         else:
-            rate = server.decode(ask["decode"], ask["cached"], ask["n"])
-        answer({"tokens_per_s": rate, "resident_mb": round(resident_mb(), 1)})
+            rate = server.decode(request["decode"], request["cached"], request["n"])
+        send({"tokens_per_s": rate, "resident_mb": round(resident_mb(), 1)})
     os._exit(0)  # the library's own shutdown waits for its HTTP threads
 
 

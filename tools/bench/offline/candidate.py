@@ -1,7 +1,7 @@
-"""Starling's side of the benchmark: a worker group in this process, timed step by step.
+"""The candidate: Starling's worker group in this process, timed step by step.
 
-The step is the one the server runs (arenas, plan, all ranks, sampling); ranks are threads here, one
-pinned to each core, and this module plays the scheduler.  Prompts are random tokens, sampling is greedy.
+A step is the one that the server computes (arenas, plan, all ranks, sampling).  Ranks are threads here, one pinned to
+each core, and this module composes the steps.  Prompts are random tokens, sampling is greedy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tools.step_runner import StepRunner
 STEP_TOKENS = 512
 
 
-class Ours:
+class Candidate:
     """A step runner for `rows` sequences of `tokens` positions. A context manager."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Ours:
     def decode(self, batch: int, cached: int, n_tokens: int) -> float:
         """Tokens per second of `batch` sequences together, `n_tokens` each after `cached` ones.
 
-        Short steps follow each other, as the scheduler publishes them.
+        Short steps are published several at a time, as the scheduler does.
         """
         self._fill(batch, cached)
         for row in range(batch):
@@ -112,14 +112,14 @@ class Ours:
         return statistics.median(spans)
 
     def phases(self, work: Any) -> dict[str, float]:
-        """Share of rank 0's cycles in each phase of a step while `work()` runs; wants `profile`."""
+        """Share of rank 0's cycles in each phase of a step while `work()` runs; needs `profile`."""
         counts = self.runner.group.tables[0].phases
         counts[:] = 0
         work()
         return {name: round(float(n / counts.sum()), 3) for name, n in zip(PHASES, counts, strict=True)}
 
     def step_bytes(self, batch: int, cached: int) -> int:
-        """What a decode step reads: the weights once, and each sequence's K and V (f16)."""
+        """Bytes that a decode step reads: the weights once, and each sequence's K and V (f16)."""
         h = self.runner.model.hyper
         return self.runner.model.weight_bytes + batch * cached * 4 * h.n_layers * h.n_kv_heads * h.head_dim
 
@@ -129,8 +129,8 @@ def load_ms(index_path: Path, directory: Path, cores: list[int], repeats: int = 
     spans = []
     for _ in range(repeats):
         begun = time.perf_counter()
-        with Ours(index_path, directory, cores, rows=1, tokens=64) as ours:
-            ours.prefill(8)
+        with Candidate(index_path, directory, cores, rows=1, tokens=64) as candidate:
+            candidate.prefill(8)
             spans.append(1000 * (time.perf_counter() - begun))
     return statistics.median(spans)
 

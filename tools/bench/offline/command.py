@@ -1,8 +1,8 @@
-"""The benchmark's command: our engine and llama.cpp in turn, on the same file and the same cores.
+"""`python -m tools.bench`: Starling's kernels and llama.cpp, alternating, on the same file and the same cores.
 
-Each round times every unit of work once on each side; figures are medians over the rounds with the lowest
-and the highest.  Decode is bound by what memory delivers, so each decode figure at batch 1 stands beside a
-plain read of as many bytes as its step reads, measured in the same run.  The last line is one JSON object.
+Each round times every unit of work once on each engine; figures are medians over the rounds with the lowest and the
+highest.  Decoding is bound by memory bandwidth, so each decode figure at batch 1 is reported with the speed of a plain
+read of as many bytes as its step reads, measured in the same run.  The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.bench.http.first_byte import first_byte
 from tools.bench.kv import command as kv
 from tools.bench.offline import candidate as starling
 from tools.bench.offline.bandwidth import read_bandwidth
-from tools.bench.offline.baseline import Peer, available
+from tools.bench.offline.baseline import Baseline, available
 from tools.bench.offline.plots import can_plot, write_plots
 from tools.bench.offline.results import (
     STRONGEST,
@@ -41,12 +41,12 @@ from tools.bench.offline.results import (
 )
 from tools.tiny_gguf import SHAPES, write_model
 
-SHORT = 16  # cached tokens that count as none
+SHORT = 16  # cached tokens that are too few to matter
 BATCHES = (1, 4, 8, 16, 32)
 CACHED = (512, 1024, 2048)
 PROMPTS = (64, 512, 4096)
 HTTP_ROUNDS = 3
-BUSY = 0.1  # of the cores, by other programs
+BUSY = 0.1  # share of the cores used by other programs, above which figures are unreliable
 
 
 def works(quick: bool) -> list[Work]:
@@ -56,7 +56,7 @@ def works(quick: bool) -> list[Work]:
 
 
 def decode_tokens(work: Work) -> int:
-    """Output tokens of each sequence: enough for a second or so, little beside what is cached."""
+    """Output tokens of each sequence: about a second of work, few compared with the cached tokens."""
     return {1: 64, 4: 48, 8: 32}.get(work.batch, 24)
 
 
@@ -72,62 +72,66 @@ def located(gguf: Path | None, shape: str | None, recipe: str) -> ModelConfig:
     return ModelConfig(name=DEMO_MODEL) if gguf is None else ModelConfig(name=gguf.stem, path=str(gguf))
 
 
-class Sides:
-    """Both engines, each twice: once for many short sequences, once for a long one."""
+class Engines:
+    """Both engines, each with one instance for many short sequences and one for a long sequence."""
 
-    def __init__(self, stack: ExitStack, index: Path, gguf: Path, cores: list[int], peer: bool, longest: int) -> None:
+    def __init__(
+        self, stack: ExitStack, index: Path, gguf: Path, cores: list[int], baseline: bool, longest: int
+    ) -> None:
         temporary = [Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))) for _ in range(2)]
         many = (max(BATCHES), 128)
         one = (1, longest + 128)
         self.cores = cores
-        self.ours = [
-            stack.enter_context(starling.Ours(index, directory, cores, rows, tokens))
+        self.candidate = [
+            stack.enter_context(starling.Candidate(index, directory, cores, rows, tokens))
             for directory, (rows, tokens) in zip(temporary, (many, one), strict=True)
         ]
-        self.peers: list[Peer] = []
-        for slots, tokens in (many, one) if peer else ():
-            self.peers.append(Peer(gguf, cores, slots, tokens))
-            stack.callback(self.peers[-1].close)
+        self.baselines: list[Baseline] = []
+        for slots, tokens in (many, one) if baseline else ():
+            self.baselines.append(Baseline(gguf, cores, slots, tokens))
+            stack.callback(self.baselines[-1].close)
 
-    def measure(self, work: Work, sides: list[starling.Ours] | list[Peer]) -> float:
+    def measure(self, work: Work, engines: list[starling.Candidate] | list[Baseline]) -> float:
         if work.kind == "prefill":
-            return sides[1].prefill(work.tokens)
-        return sides[int(work.cached > SHORT)].decode(work.batch, work.cached, decode_tokens(work))
+            return engines[1].prefill(work.tokens)
+        return engines[int(work.cached > SHORT)].decode(work.batch, work.cached, decode_tokens(work))
 
     def step_bytes(self, work: Work) -> int:
-        """What a decode step of this work reads, half way through its tokens."""
-        return self.ours[0].step_bytes(work.batch, work.cached + decode_tokens(work) // 2)
+        """Bytes that a decode step of this work reads, half way through its tokens."""
+        return self.candidate[0].step_bytes(work.batch, work.cached + decode_tokens(work) // 2)
 
 
 class Rounds:
-    """Every unit of work in turn on each side, and the plain read where it is the bound; [work][round]."""
+    """Rates of every unit of work on each engine, and of the plain read where it is the bound, by work and round."""
 
-    def __init__(self, sides: Sides, planned: list[Work], n: int) -> None:
-        self.ours: dict[Work, list[float]] = {work: [] for work in planned}
-        self.peer: dict[Work, list[float]] = {work: [] for work in planned}
+    def __init__(self, engines: Engines, planned: list[Work], n: int) -> None:
+        self.candidate: dict[Work, list[float]] = {work: [] for work in planned}
+        self.baseline: dict[Work, list[float]] = {work: [] for work in planned}
         self.read: dict[Work, list[float]] = {w: [] for w in planned if w.kind == "decode" and w.batch == 1}
-        for work in planned:  # compiles, maps and fills caches on both sides
+        for work in planned:  # compile, map files and fill caches
             if work.tokens <= 512 and work.cached <= SHORT:
-                for side in (sides.ours, sides.peers) if sides.peers else (sides.ours,):
-                    sides.measure(work, side)
-        quiet = Quiet([os.getpid(), *(p.pid for p in sides.peers)])
+                for engine in (engines.candidate, engines.baselines) if engines.baselines else (engines.candidate,):
+                    engines.measure(work, engine)
+        quiet = Quiet([os.getpid(), *(p.pid for p in engines.baselines)])
         for number in range(n):
             for work in planned:
-                self.ours[work].append(sides.measure(work, sides.ours))
-                if sides.peers:
-                    self.peer[work].append(sides.measure(work, sides.peers))
+                self.candidate[work].append(engines.measure(work, engines.candidate))
+                if engines.baselines:
+                    self.baseline[work].append(engines.measure(work, engines.baselines))
                 if work in self.read:
-                    self.read[work].append(read_bandwidth(sides.step_bytes(work), sides.cores, 0.2, 1))
-                # At once: on a busy machine a round takes many times as long, and somebody waits for a sign.
-                rates = ", ".join(f"{side[work][-1]:,.0f}" for side in (self.ours, self.peer) if side[work])
+                    self.read[work].append(read_bandwidth(engines.step_bytes(work), engines.cores, 0.2, 1))
+                # Show progress: on a busy machine a round takes many times as long.
+                rates = ", ".join(
+                    f"{engine[work][-1]:,.0f}" for engine in (self.candidate, self.baseline) if engine[work]
+                )
                 click.echo(f"round {number + 1} of {n}: {work.title}: {rates} tokens/s")
         self.others_share = quiet.others_share()
 
-    def figure(self, sides: Sides, work: Work, compare_with_strongest: bool) -> Figure:
-        mine, theirs = self.ours[work], self.peer[work]
-        figure = Figure(work, Rate.of(mine), Rate.of(theirs) if theirs else None)
+    def figure(self, engines: Engines, work: Work, compare_with_strongest: bool) -> Figure:
+        candidate, baseline = self.candidate[work], self.baseline[work]
+        figure = Figure(work, Rate.of(candidate), Rate.of(baseline) if baseline else None)
         if work.kind == "decode":
-            read_gb_s = sides.step_bytes(work) * figure.ours.median / work.batch / 1e9
+            read_gb_s = engines.step_bytes(work) * figure.candidate.median / work.batch / 1e9
             figure.read_gb_s = round(read_gb_s, 2)
             if work in self.read:
                 figure.bandwidth_share = round(read_gb_s / self.bandwidth_gb_s(work), 3)
@@ -147,10 +151,19 @@ class Rounds:
 @click.option("--format", "recipe", default="Q4_0", show_default=True, help="Format of the random model.")
 @click.option("--cores", default="", help="Comma separated; default: two of those allowed.")
 @click.option("--rounds", default=5, show_default=True, help="Repetitions of each unit of work.")
-@click.option("--peer/--no-peer", default=True, show_default=True, help="Compare with llama.cpp if it is installed.")
-@click.option("--http/--no-http", default=True, show_default=True, help="The server over HTTP, too (a GGUF file's).")
-@click.option("--url", default="http://127.0.0.1:8080", show_default=True, help="A server, if one is up.")
-@click.option("--quick", is_flag=True, help="Leave out what takes long.")
+@click.option(
+    "--baseline/--no-baseline", default=True, show_default=True, help="Compare with llama.cpp if it is installed."
+)
+@click.option(
+    "--http/--no-http", default=True, show_default=True, help="Measure the server over HTTP as well (not with --shape)."
+)
+@click.option(
+    "--url",
+    default="http://127.0.0.1:8080",
+    show_default=True,
+    help="A running server, for the time to the first byte.",
+)
+@click.option("--quick", is_flag=True, help="Leave out long prompts.")
 @click.option("--plots", type=click.Path(path_type=Path), help="Directory for the plots of docs/performance.md.")
 def main(
     gguf: Path | None,
@@ -158,13 +171,13 @@ def main(
     recipe: str,
     cores: str,
     rounds: int,
-    peer: bool,
+    baseline: bool,
     http: bool,
     url: str,
     quick: bool,
     plots: Path | None,
 ) -> None:
-    """Figures of speed: prefill and decode, alone and beside llama.cpp."""
+    """Figures of speed: prefill and decode, alone and compared with llama.cpp."""
     if plots and not can_plot():
         raise click.UsageError("--plots needs matplotlib, which is not installed here: `make peers` installs it")
     numbers = [int(c) for c in cores.split(",")] if cores else sorted(os.sched_getaffinity(0))[:2]
@@ -177,10 +190,10 @@ def main(
     to_first_byte = first_byte(url)
     if to_first_byte is None:
         click.echo(f"no server at {url}: the time to the first byte is left out")
-    peer_over_http = peer
-    if peer and not available():
-        click.echo("llama.cpp is not installed here (`make peers`): ours alone")
-        peer = False
+    baseline_over_http = baseline
+    if baseline and not available():
+        click.echo("llama.cpp is not installed (`make peers` installs it): measuring Starling alone")
+        baseline = False
 
     share = busy_share()
     if share > BUSY:
@@ -190,38 +203,38 @@ def main(
         )
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
-        sides = Sides(stack, index, source.path, numbers, peer, longest)
-        done = Rounds(sides, planned, rounds)
+        engines = Engines(stack, index, source.path, numbers, baseline, longest)
+        done = Rounds(engines, planned, rounds)
         engine = starling.about() | {
             "first_byte": to_first_byte,
-            "step_overhead_us": round(sides.ours[0].overhead_us(64), 1),
+            "step_overhead_us": round(engines.candidate[0].overhead_us(64), 1),
             "load_ms": round(starling.load_ms(index, directory, numbers), 1),
             "weights_resident_mb": round(starling.resident_mb(".bin"), 1),
         }
-        bandwidth = {f"{sides.step_bytes(w) / 1e6:.0f} MB": round(done.bandwidth_gb_s(w), 1) for w in done.read}
+        bandwidth = {f"{engines.step_bytes(w) / 1e6:.0f} MB": round(done.bandwidth_gb_s(w), 1) for w in done.read}
         report = Report(
             machine(numbers) | {"read_gb_s": bandwidth, "others_share": done.others_share},
             {
                 "name": model.name,
                 "sha256": source.digest,
                 "gguf_mb": round(source.nbytes / 1e6, 1),
-                "weights_mb": round(sides.ours[0].runner.model.weight_bytes / 1e6, 1),
+                "weights_mb": round(engines.candidate[0].runner.model.weight_bytes / 1e6, 1),
             },
-            [done.figure(sides, work, model.name == DEMO_MODEL) for work in planned],
+            [done.figure(engines, work, model.name == DEMO_MODEL) for work in planned],
             engine,
-            sides.peers[0].about if peer else None,
+            engines.baselines[0].about if baseline else None,
         )
     click.echo("\n".join(report.lines()))
     for name, part in (
         ("machine", report.machine),
         ("model", report.model),
         ("engine", report.engine),
-        ("llama.cpp", report.peer),
+        ("llama.cpp", report.baseline),
     ):
         if part:
             click.echo(f"{name}: " + ", ".join(f"{k} {v}" for k, v in part.items()))
-    if http and shape is None:  # a random model has no words
-        report.http = over_http.measure(model, numbers, min(rounds, HTTP_ROUNDS), peer_over_http, quick)
+    if http and shape is None:  # a random model has no words for prompts
+        report.http = over_http.measure(model, numbers, min(rounds, HTTP_ROUNDS), baseline_over_http, quick)
         report.kv = kv.measure(model, numbers, rounds)
     for path in write_plots(report, plots) if plots else ():
         click.echo(f"wrote {path}")
@@ -229,7 +242,7 @@ def main(
 
 
 def run() -> None:
-    """The command as a program."""
-    # Arenas stand in /dev/shm: an end by signal, too, takes them away.
+    """Run the command as a program."""
+    # Context managers remove the arenas: turn SIGTERM into an exception, so that they run.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     main()

@@ -1,8 +1,8 @@
-"""llama.cpp through `llama-cpp-python`, compiled for this CPU (`make peers-native`): the strongest peer there is.
+"""llama.cpp through `llama-cpp-python`, compiled for this CPU (`make peers-native`): the fastest baseline.
 
 It is driven by its plain decode call, without server or sampler (the highest logit is taken), on one context with
-flash attention and one without; every question is put to both and the better figure is the answer.  The protocol is
-that of `tools.bench.offline.baseline`.
+flash attention and one without; every measurement runs on both and the better figure counts.  The protocol is that of
+`tools.bench.offline.baseline`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-CHUNK = 512  # tokens of a call, as many as our own step takes
+CHUNK = 512  # tokens of a call, as many as a step of the candidate
 
 
 def resident_mb() -> float:
@@ -24,8 +24,8 @@ def resident_mb() -> float:
     return 0.0
 
 
-class NativePeer:
-    """The child's side; raises ImportError where the library is not installed."""
+class NativeBaseline:
+    """llama.cpp in the child process. Raises `ImportError` when the library is not installed."""
 
     def __init__(self, model: str, threads: int, slots: int, slot_tokens: int) -> None:
         import llama_cpp
@@ -59,8 +59,8 @@ class NativePeer:
         params.flash_attn_type = flash
         return self._lib.llama_init_from_model(self._model, params)
 
-    def _decode_once(self, context: Any, tokens: Any, at: Any, slots: Any, wanted: list[int]) -> list[int]:
-        """One call of the forward pass; the most likely token after each entry whose index is in `wanted`."""
+    def _decode_once(self, context: Any, tokens: Any, at: Any, slots: Any, sampled: list[int]) -> list[int]:
+        """One call of the forward pass; the most likely token after each entry whose index is in `sampled`."""
         lib = self._lib
         batch = lib.llama_batch_init(len(tokens), 0, 1)
         try:
@@ -69,11 +69,11 @@ class NativePeer:
                 batch.token[i], batch.pos[i] = int(token), int(at[i])
                 batch.n_seq_id[i], batch.seq_id[i][0] = 1, int(slots[i])
                 batch.logits[i] = 0
-            for i in wanted:
+            for i in sampled:
                 batch.logits[i] = 1
             if lib.llama_decode(context, batch) != 0:
                 raise RuntimeError("llama_decode failed")
-            rows = [lib.llama_get_logits_ith(context, i) for i in wanted]
+            rows = [lib.llama_get_logits_ith(context, i) for i in sampled]
             return [int(np.argmax(np.ctypeslib.as_array(row, (self._vocab,)))) for row in rows]
         finally:
             lib.llama_batch_free(batch)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tools.bench.offline.results import Figure, Report
 
-OURS, PEER, BOUND = "#0b6e4f", "#c1666b", "#555555"
+CANDIDATE, BASELINE, BOUND = "#0b6e4f", "#c1666b", "#555555"
 
 
 def can_plot() -> bool:
@@ -39,7 +39,7 @@ def write_plots(report: Report, directory: Path) -> list[Path]:
 
 
 def _curves(axes: Any, figures: list[Figure], x: list[float], y: Any) -> None:
-    for label, colour, of in (("starling", OURS, "ours"), ("llama.cpp", PEER, "peer")):
+    for label, colour, of in (("starling", CANDIDATE, "candidate"), ("llama.cpp", BASELINE, "baseline")):
         rates = [getattr(f, of) for f in figures]
         if not rates or None in rates:
             continue
@@ -65,7 +65,7 @@ def _prompt(axes: Any, report: Report) -> None:
 def _roofline(axes: Any, report: Report) -> None:
     figures = [f for f in report.figures if f.bandwidth_share and f.work.batch == 1]
     x = [f.work.cached for f in figures]
-    bounds = [f.ours.median / (f.bandwidth_share or 1) for f in figures]
+    bounds = [f.candidate.median / (f.bandwidth_share or 1) for f in figures]
     axes.plot(x, bounds, "--", color=BOUND, label="bytes of a step / measured read bandwidth")
     _curves(axes, figures, list(map(float, x)), lambda _, rate: rate)
     axes.set(xlabel="cached tokens", ylabel="decode at batch 1, tokens/s", ylim=(0, None))

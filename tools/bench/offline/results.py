@@ -1,4 +1,4 @@
-"""What was measured: the units of work, their figures, and how they are printed and plotted."""
+"""The results of a benchmark: units of work, their figures, the report and its table."""
 
 from __future__ import annotations
 
@@ -62,31 +62,31 @@ class Figure(msgspec.Struct):
     """One row of the table."""
 
     work: Work
-    ours: Rate
-    peer: Rate | None = None
+    candidate: Rate
+    baseline: Rate | None = None
     strongest: float | None = None  # `STRONGEST`, scaled by this machine's bandwidth; tokens per second
-    read_gb_s: float | None = None  # weights and KV that a decode step reads, per second
-    bandwidth_share: float | None = None  # of the plain read of as many bytes
+    read_gb_s: float | None = None  # rate at which a decode step reads weights and KV
+    bandwidth_share: float | None = None  # ratio of `read_gb_s` to a plain read of as many bytes
 
     @property
     def ratio(self) -> float | None:
-        return round(self.ours.median / self.peer.median, 2) if self.peer else None
+        return round(self.candidate.median / self.baseline.median, 2) if self.baseline else None
 
     @property
     def ratio_to_strongest(self) -> float | None:
-        return round(self.ours.median / self.strongest, 2) if self.strongest else None
+        return round(self.candidate.median / self.strongest, 2) if self.strongest else None
 
 
 class Report(msgspec.Struct):
-    """All of a run; its JSON is the last line that is printed."""
+    """All results of a run; its JSON is the last line of output."""
 
     machine: dict[str, Any]
     model: dict[str, Any]
     figures: list[Figure]
     engine: dict[str, Any]  # overhead, load, memory, instruction set
-    peer: dict[str, Any] | None = None
-    http: dict[str, Any] | None = None  # see http.py
-    kv: dict[str, Any] | None = None  # see kv.py
+    baseline: dict[str, Any] | None = None
+    http: dict[str, Any] | None = None  # figures of tools.bench.http
+    kv: dict[str, Any] | None = None  # figures of tools.bench.kv
 
     def as_json(self) -> bytes:
         value = msgspec.to_builtins(self)
@@ -105,42 +105,42 @@ class Report(msgspec.Struct):
             share = "" if f.bandwidth_share is None else f"{100 * f.bandwidth_share:.0f} %"
             read = "" if f.read_gb_s is None else f"{f.read_gb_s:.1f}"
             ratio = "" if f.ratio is None else f"{f.ratio:.2f}"
-            middle = (str(f.ours), str(f.peer or ""), ratio, strongest, to_strongest)
+            middle = (str(f.candidate), str(f.baseline or ""), ratio, strongest, to_strongest)
             rows.append((f.work.title, *middle, read, share))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 class Quiet:
-    """How much of the cores went to other programs meanwhile: above a few percent, measure again."""
+    """Share of the cores that other programs use from now on: above a few percent, measure again."""
 
     def __init__(self, pids: list[int]) -> None:
         self._pids = pids
         self._begun = self._now()
 
     def _now(self) -> tuple[int, int, int]:
-        """Ticks of all cores, of those the busy ones, and of them our processes'."""
+        """Ticks of all cores, busy ticks, and ticks of the benchmark's processes."""
         fields = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        ours = 0
+        own = 0
         for pid in self._pids:
             after_name = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-            ours += int(after_name[11]) + int(after_name[12])
-        return sum(fields), sum(fields) - fields[3] - fields[4], ours
+            own += int(after_name[11]) + int(after_name[12])
+        return sum(fields), sum(fields) - fields[3] - fields[4], own
 
     def others_share(self) -> float:
-        total, busy, ours = (b - a for a, b in zip(self._begun, self._now(), strict=True))
-        return round(max(0, busy - ours) / max(1, total), 3)
+        total, busy, own = (b - a for a, b in zip(self._begun, self._now(), strict=True))
+        return round(max(0, busy - own) / max(1, total), 3)
 
 
 def busy_share(seconds: float = 1.0) -> float:
-    """Part of all cores that is in use now, while this process sleeps."""
+    """Share of all cores that is in use now, measured while this process sleeps."""
     quiet = Quiet([])
     time.sleep(seconds)
     return quiet.others_share()
 
 
 def machine(cores: list[int]) -> dict[str, Any]:
-    """What the figures depend on, as far as the system says it."""
+    """CPU, memory and versions that the figures depend on."""
     cpu: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         key, _, value = line.partition(":")

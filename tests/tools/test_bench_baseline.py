@@ -1,4 +1,4 @@
-"""llama-server as a side of the benchmark: which one is taken, what it is told, and what is said when there is none."""
+"""llama-server as the benchmark's baseline: which build is used, its arguments, and the message without one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tools.bench.http import baseline
-from tools.bench.http.baseline import Peer, PeerMissing
+from tools.bench.http.baseline import BaselineMissing, BaselineServer
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# A server that answers /health at its second question, and writes down what it was told.
+# A server that is healthy at the second request of /health, and stores its arguments in a file.
 SERVER = """#!{python}
 import http.server, json, os, sys
 if "--version" in sys.argv:
@@ -27,10 +27,10 @@ if told["--model"] == os.devnull:
     print("I system_info: n_threads = 1 | CPU : AVX512_VNNI = 1 | OPENMP = 1 | ", file=sys.stderr, flush=True)
     sys.exit(1)
 json.dump([told, sorted(os.sched_getaffinity(0))], open({told!r}, "w"))
-answers = [503, 200]
+responses = [503, 200]
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(answers.pop(0) if len(answers) > 1 else answers[0])
+        self.send_response(responses.pop(0) if len(responses) > 1 else responses[0])
         self.end_headers()
     def log_message(self, *_): pass
 http.server.HTTPServer((told["--host"], int(told["--port"])), Health).serve_forever()
@@ -43,15 +43,15 @@ def program(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_compiled_one_beside_python_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_server_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = tmp_path / "told"
     program(tmp_path / "llama-server", SERVER.format(python=sys.executable, told=str(told)))
     monkeypatch.setattr(baseline.sys, "executable", str(tmp_path / "python"))
     core = max(os.sched_getaffinity(0))
-    with Peer(Path("some/model.gguf"), [core], 16, 1024) as peer:
-        pid = peer.pids[0]
-        assert peer.about.pop("load_ms") > 0
-        assert peer.about == {
+    with BaselineServer(Path("some/model.gguf"), [core], 16, 1024) as server:
+        pid = server.pids[0]
+        assert server.about.pop("load_ms") > 0
+        assert server.about == {
             "version": "version: 7 (abc); built with GNU 12.2.0",
             "build": "compiled for this CPU",
             "cpu": "CPU : AVX512_VNNI = 1 | OPENMP = 1",
@@ -67,22 +67,24 @@ def test_a_compiled_one_beside_python_is_preferred(tmp_path: Path, monkeypatch: 
         os.kill(pid, 0)
 
 
-def test_one_that_ends_is_missed_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ends_is_missing_with_its_last_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path / "llama-server", "#!/bin/sh\necho no such model >&2\nexit 3\n")
     monkeypatch.setattr(baseline.sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(PeerMissing, match="llama-server ended with code 3:\nno such model"):
-        Peer(Path("model.gguf"), sorted(os.sched_getaffinity(0)), 1, 64)
+    with pytest.raises(BaselineMissing, match="llama-server ended with code 3:\nno such model"):
+        BaselineServer(Path("model.gguf"), sorted(os.sched_getaffinity(0)), 1, 64)
 
 
-def test_where_none_is_installed_the_ways_to_one_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_server_the_error_names_the_ways_to_install_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(baseline.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(PeerMissing, match="make peers-native .* make peers "):
-        Peer(Path("model.gguf"), [0], 1, 64)
+    with pytest.raises(BaselineMissing, match="make peers-native .* make peers "):
+        BaselineServer(Path("model.gguf"), [0], 1, 64)
 
 
 def build(tmp_path: Path, python: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The script that compiles it, with an interpreter that is this shell script."""
+    """Run the script that compiles llama-server, with the shell script `python` as its interpreter."""
     interpreter = program(tmp_path / "python", f"#!/bin/bash\n{python}\n")
     return subprocess.run(
         [
@@ -99,7 +101,7 @@ def build(tmp_path: Path, python: str, **environment: str) -> subprocess.Complet
     )
 
 
-def test_without_a_compiler_the_way_to_one_is_named(tmp_path: Path) -> None:
+def test_without_a_compiler_the_error_names_a_way_to_install_one(tmp_path: Path) -> None:
     result = build(tmp_path, "exit 0", CXX="no-such-compiler")
     assert result.returncode != 0
     assert "no-such-compiler is needed to compile llama-server" in result.stderr
