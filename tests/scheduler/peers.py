@@ -1,9 +1,9 @@
-"""A worker and a kv manager in a few lines, deterministic, over the real step arena.
+"""A small deterministic worker and kv manager over a real step arena.
 
-The model of these tests: the *state* at position p is a hash of the state at p - 1 and of token p, kept in
-the page that the table names for p.  A sample is a hash of (state, seed, output position).  So a
-position that was skipped, computed twice with other tokens, read from a page that somebody
-else has written, or reused too early, changes every token after it.
+The model of these tests: the *state* at position p is a hash of the state at p - 1 and of token p, stored in the page
+that the page table contains for p.  A sample is a hash of (state, seed, output position).  So every later token
+changes if a position is skipped, computed twice with different tokens, read from a page that another sequence has
+written, or if a page is reused too early.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def mix(state: int, value: int) -> int:
 
 
 def sample(state: int, seed: int, position: int, echo: int = -1) -> int:
-    """The token at output index `position`; mostly `echo`, if there is one (a text that repeats itself)."""
+    """The token at output index `position`; mostly `echo` unless it is -1 (a text that repeats itself)."""
     mixed = mix(mix(state, seed), position)
     if echo >= 0 and (mixed >> 40) % 20:
         return echo
@@ -95,10 +95,10 @@ def submission(
 
 
 class Pages:
-    """What the KV arena holds: a state for each (page, offset). Outlives workers and kv."""
+    """The KV arena: a state for each (page, offset). It outlives workers and kv."""
 
     def __init__(self, total: int, page_tokens: int, path: str = "") -> None:
-        """In private memory, or in the file `path` (made if absent)."""
+        """In private memory, or in the file `path`, which is created if absent."""
         self.total = total
         self.page_tokens = page_tokens
         shape = (total, page_tokens)
@@ -110,16 +110,16 @@ class Pages:
 
 
 class Worker:
-    """Rank 0 of a group: takes one step after the other from the ring."""
+    """Rank 0 of a worker group: computes the steps of the ring in order."""
 
     def __init__(self, steps: Steps, geometry: StepsGeometry, pages: Pages) -> None:
         self.s = steps
         self.g = geometry
         self.pages = pages
         self.generation = 0
-        self.period = 0  # texts repeat themselves after so many tokens, mostly
-        self.differs = 0  # one in so many samples is another token than `reference` has; 0: none
-        self.poison: set[int] = set()  # prompt tokens whose computation kills
+        self.period = 0  # most samples repeat the token this many positions before
+        self.differs = 0  # one in so many samples differs from `reference`; 0: none
+        self.poison: set[int] = set()  # prompt tokens whose computation kills the worker
         self.in_batch: list[int] = []  # entries of each step done
 
     def attach(self, generation: int) -> None:
@@ -130,7 +130,7 @@ class Worker:
         return int(self.s.control[sh.HEAD]) - int(self.s.control[sh.DONE])
 
     def step(self) -> bool:
-        """Compute the next published step and acknowledge it. False: there is none."""
+        """Compute the next published step and acknowledge it. False: no step is published."""
         number = int(self.s.control[sh.DONE]) + 1
         if number > int(self.s.control[sh.HEAD]):
             return False
@@ -139,7 +139,7 @@ class Worker:
         return True
 
     def compute(self, number: int) -> None:
-        """Everything but the acknowledgement. Raises `Poisoned` half-way."""
+        """Compute a step without acknowledging it. Raises `Poisoned` in the middle of it."""
         slot = number % sh.SLOTS
         head = self.s.slot_head[slot]
         assert head[sh.SLOT_STEP] == number, "slot of another step"
@@ -188,7 +188,7 @@ class Worker:
 
 
 class Poisoned(Exception):
-    """The worker dies."""
+    """The worker is killed."""
 
 
 class Kv:
@@ -204,7 +204,7 @@ class Kv:
         self.fresh()
 
     def fresh(self) -> None:
-        """As after a restart: nothing is known."""
+        """Forget everything, as after a restart."""
         self.leases: dict[str, list[int]] = {}
         self.rows: dict[str, tuple[int, int]] = {}  # row, serial
         self.refs = [0] * self.pages.total

@@ -1,4 +1,4 @@
-"""Models on the same cores compute one step at a time, each its share."""
+"""Models on the same cores compute one step at a time, and each gets its share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_model_alone_runs_ahead() -> None:
 def test_one_step_at_a_time_and_a_fair_share(
     cores: list[frozenset[int]], costs: list[float], active: list[set[int]]
 ) -> None:
-    """Steps end in the order in which they were begun; who has claims changes all the time."""
+    """Steps end in the order in which they began; the models with claims change all the time."""
     shares = CoreShares()
     spent = [0.0] * len(cores)
     computing: list[int] = []
@@ -53,7 +53,7 @@ def test_one_step_at_a_time_and_a_fair_share(
         for one in computing:
             for other in computing:
                 assert one == other or not overlap(cores[one], cores[other])
-        # Nobody's turn is put off for ever: the others' steps bring them behind.
+        # No model waits for ever: computed steps give the others precedence.
         bound = 4 * len(cores) * (1 + int(max(costs) / min(costs)))
         assert max(waited) <= bound
 
@@ -78,7 +78,7 @@ def test_prompts_go_first_for_a_while() -> None:
         spent[won[-1]] += 0.05
     lead = won.index("old")
     assert lead * 0.05 >= PROMPT_LEAD_S
-    # After that each has its share: prompts without an end starve nobody.
+    # After that each has its share: an endless series of prompts starves no model.
     assert abs(spent["new"] - spent["old"]) <= PROMPT_LEAD_S + 0.05 + 1e-9
 
 
@@ -88,5 +88,5 @@ def test_idle_time_is_not_made_up_for() -> None:
     shares.order([busy, late])
     assert shares.order([busy._replace(spent_s=100.0)]) == ["busy"]
     shares.order([busy._replace(spent_s=100.0), late])
-    # From here on they take shares: it does not get a hundred seconds for itself.
+    # From here on they alternate: the late model does not get a hundred seconds at once.
     assert shares.order([busy._replace(spent_s=100.0), late._replace(spent_s=0.01)]) == ["busy", "late"]

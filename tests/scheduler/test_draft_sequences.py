@@ -1,7 +1,7 @@
-"""A draft model beside its target: two engines, two kvs, two workers that can be disturbed at will.
+"""A draft model and its target: two engines, two kvs and two workers, each of which may fail.
 
-Whatever the draft's side does or suffers, the target's tokens are those of an undisturbed run, and no page, row or
-companion is left behind.
+Whatever happens to the draft model, the target's tokens are those of an undisturbed run, and no page, row or draft
+sequence is left behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .world import World
 
 
 class Pair:
-    """`target` gets drafts from `draft`, of which one in `differs` is wrong (0: none)."""
+    """`target` gets draft tokens from `draft`; one in `differs` of its samples is wrong (0: none)."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class Pair:
             world.run_round()
 
     def round(self, seconds: float = 1e-6) -> bool:
-        """Everybody does what there is to do; a step of either takes `seconds`. False: nobody computed."""
+        """One round of both engines, kvs and workers; a step of either takes `seconds`. False: no step was computed."""
         has_worked = False
         self.run_round()
         for world in self.worlds:
-            world.talk_to_kv()
+            world.exchange_with_kv()
             world.run_round()
-            if world.work():
+            if world.compute_step():
                 has_worked = True
                 for other in self.worlds:
                     other.now += seconds
@@ -75,7 +75,7 @@ class Pair:
             world.collect()
         return has_worked
 
-    def settle(self, rounds: int = 30_000) -> None:
+    def run_until_idle(self, rounds: int = 30_000) -> None:
         for _ in range(rounds):
             has_worked = self.round()
             if not any(world.engine.is_busy for world in self.worlds):
@@ -87,13 +87,13 @@ class Pair:
         self.check_gone()
 
     def check_gone(self) -> None:
-        """Nothing is left of any companion."""
+        """No draft sequence, row or page is left."""
         self.run_round()
-        while self.draft.work():
+        while self.draft.compute_step():
             self.run_round()
         for world in self.worlds:
             world.run_round()
-            world.talk_to_kv()
+            world.exchange_with_kv()
             assert not world.engine.table.scheduled
             assert not world.engine.drafts.sequences
             assert not world.kv.leases, "pages leaked"
@@ -111,7 +111,7 @@ def free_text(name: str = "a", n: int = 150, **fields):
 def test_a_draft_model_that_agrees_saves_steps_and_changes_no_token():
     pair = Pair()
     pair.target.submit(frame := free_text())
-    pair.settle()
+    pair.run_until_idle()
     assert (pair.target.tokens["a"], "length") == reference(frame)
     stats = pair.target.engine.stats
     assert stats.steps < 60, "of 150 tokens"
@@ -120,12 +120,12 @@ def test_a_draft_model_that_agrees_saves_steps_and_changes_no_token():
     assert stats.drafted == stats.model_drafted + (stats.drafted - stats.model_drafted)
 
 
-def test_what_the_draft_engine_computes_is_nobodys_request():
+def test_draft_sequences_are_not_counted_as_requests():
     pair = Pair()
     pair.target.submit(free_text())
-    pair.settle()
+    pair.run_until_idle()
     engine = pair.draft.engine
-    assert engine.stats.steps > 50, "it has computed"
+    assert engine.stats.steps > 50, "it has computed draft tokens"
     counted = (engine.stats.submitted, engine.stats.generated, engine.stats.prompt_computed, engine.stats.prompt_cached)
     assert counted == (0, 0, 0, 0)
     assert not engine.stats.finished
@@ -134,7 +134,7 @@ def test_what_the_draft_engine_computes_is_nobodys_request():
     tenant = pair.target.engine.queues.tenants["t"]
     plain = World()
     plain.submit(free_text())
-    plain.settle()
+    plain.run_until_idle()
     assert tenant.computed >= plain.engine.queues.tenants["t"].computed
 
 
@@ -142,12 +142,12 @@ def test_several_streams_are_drafted_together():
     pair = Pair()
     for i in range(3):
         pair.target.submit(free_text(f"s{i}", 120, seed=i))
-    pair.settle()
+    pair.run_until_idle()
     assert pair.target.engine.stats.model_accepted > 200
     assert pair.target.engine.stats.steps < 120
 
 
-def test_a_draft_model_that_knows_nothing_is_switched_off_and_gives_its_pages_back():
+def test_a_useless_draft_model_is_switched_off_and_its_pages_are_released():
     pair = Pair(differs=1)
     pair.target.submit(free_text(n=380))
     for _ in range(200):
@@ -155,14 +155,14 @@ def test_a_draft_model_that_knows_nothing_is_switched_off_and_gives_its_pages_ba
     assert pair.target.engine.stats.model_drafted > 0
     assert not pair.drafts
     assert not pair.draft.kv.leases
-    pair.settle()
+    pair.run_until_idle()
     assert pair.target.engine.stats.model_accepted == 0
     assert pair.target.engine.stats.model_drafted < 60, "of 380 tokens"
 
 
 @pytest.mark.parametrize("differs", [0, 1, 3])
-def test_a_draft_model_as_slow_as_its_target_costs_next_to_nothing_in_the_long_run(differs):
-    """Each step of either model takes as long as the other's: proposals cost what they save, and more."""
+def test_a_draft_model_as_slow_as_its_target_costs_little_in_the_long_run(differs):
+    """A step of either model takes the same time, so draft tokens cost at least what they save."""
     pair = Pair(speculate=2, differs=differs)
     for world in pair.worlds:
         world.set_cost(100.0, 1.0, 0.001, is_fixed=True)
@@ -176,46 +176,48 @@ def test_a_draft_model_as_slow_as_its_target_costs_next_to_nothing_in_the_long_r
             if f"s{i}" in pair.target.ends:
                 break
         tokens += 390
-    # Apart from what each sequence costs that has no draft model either: its prompt's step.
+    # Without the prompt's step of each sequence, which a model without a draft model needs as well.
     spent = (pair.target.now - began) / plain_s
-    assert pair.target.engine.stats.model_drafted > 20, "it was tried"
+    assert pair.target.engine.stats.model_drafted > 20, "the draft model was tried"
     if not differs:
-        assert pair.target.engine.stats.model_accepted > pair.target.engine.stats.model_drafted - 16, "and right"
+        assert pair.target.engine.stats.model_accepted > pair.target.engine.stats.model_drafted - 16, (
+            "and its tokens were accepted"
+        )
     assert spent < tokens / 0.97 + INITIAL_CREDIT
-    pair.settle()
+    pair.run_until_idle()
 
 
-def test_it_falls_back_to_prompt_lookup_where_that_has_a_match():
+def test_prompt_lookup_is_used_where_it_has_a_match():
     pair = Pair(period=10)
     pair.draft.worker.period = 10
     pair.target.submit(submission("a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10] * 3, 200, seed=3))
-    pair.settle()
+    pair.run_until_idle()
     stats = pair.target.engine.stats
     assert stats.accepted > stats.model_accepted > 0
 
 
-def test_nobody_waits_for_a_draft_beyond_its_time():
+def test_waiting_for_draft_tokens_is_bounded():
     pair = Pair()
     pair.target.submit(free_text())
     waiting = 0
     while "a" not in pair.target.ends:
         pair.run_round()
         for world in pair.worlds:
-            world.talk_to_kv()
+            world.exchange_with_kv()
             world.collect()
-        pair.target.work()
+        pair.target.compute_step()
         if pair.drafts and pair.drafts[0].run.computed < 20:
-            pair.draft.work()  # after that its worker stands still for good
+            pair.draft.compute_step()  # after that its worker computes nothing more
         delay = pair.target.engine.steps.delay_s(pair.target.now)
         if not pair.target.engine.steps.unacknowledged and pair.target.engine.table.live and pair.drafts:
             assert delay < 0.05
             waiting += 1
             pair.advance(delay + 1e-6)
     assert waiting > 0
-    pair.settle()
+    pair.run_until_idle()
 
 
-def test_requests_of_the_draft_model_go_before_companions():
+def test_requests_of_the_draft_model_go_before_draft_sequences():
     pair = Pair()
     pair.target.submit(free_text(n=300))
     while pair.target.engine.stats.model_accepted < 20:
@@ -227,24 +229,23 @@ def test_requests_of_the_draft_model_go_before_companions():
         pair.round()
         for step in list(pair.draft.engine.steps.unacknowledged)[mine:]:
             assert before == 0 or all(entry.sequence.id == "own" for entry in step.entries)
-    assert "a" not in pair.target.ends, "the target has gone on beside it"
-    pair.settle()
+    assert "a" not in pair.target.ends, "the target has continued meanwhile"
+    pair.run_until_idle()
 
 
-def test_companions_go_when_pages_run_short_for_requests():
+def test_draft_sequences_are_dismissed_when_pages_run_short():
     pair = Pair(draft_pages=26)
     pair.target.submit(free_text(n=300))
     while not pair.target.engine.stats.model_accepted:
         pair.round()
-    held = [weakref.ref(companion) for companion in pair.drafts]
-    assert held
+    assert pair.drafts
     pair.draft.submit(submission("own", [9] * 380, 10))
-    pair.settle()
+    pair.run_until_idle()
     assert pair.draft.ends == {"own": "length"}
 
 
-def test_pages_go_back_when_the_target_ends_is_cancelled_or_set_aside():
-    for how in ("cancel", "aside", "worker", "idle", "unlink"):
+def test_pages_are_released_when_the_target_ends_or_is_preempted():
+    for how in ("cancel", "preempt", "worker", "idle", "unlink"):
         pair = Pair()
         pair.target.submit(free_text(n=300))
         while not pair.target.engine.stats.model_accepted:
@@ -253,30 +254,30 @@ def test_pages_go_back_when_the_target_ends_is_cancelled_or_set_aside():
         (sequence,) = pair.target.engine.table.scheduled
         if how == "cancel":
             pair.target.cancel("a")
-        elif how == "aside":
+        elif how == "preempt":
             pair.target.engine.table.preempt(sequence)
         elif how == "worker":
             pair.target.kill_worker()
         elif how == "unlink":
             pair.target.engine.proposer.set_link(None)
-        while pair.draft.work():
+        while pair.draft.compute_step():
             pair.draft.run_round()
         if how == "idle":
             pair.draft.advance(IDLE_S + 0.1)
         else:
             pair.target.run_round() if how == "cancel" else None
             while pair.target.engine.steps.unacknowledged:
-                pair.target.work()
+                pair.target.compute_step()
                 pair.target.engine.steps.complete(pair.target.now)
         pair.draft.run_round()
-        pair.draft.talk_to_kv()
+        pair.draft.exchange_with_kv()
         assert not pair.drafts, how
         assert not pair.draft.kv.leases, how
         pair.target.collect()
-        pair.settle()
+        pair.run_until_idle()
 
 
-def test_after_the_death_of_the_drafts_worker_or_kv_drafts_come_again():
+def test_drafting_resumes_after_a_death_of_the_draft_models_worker_or_kv():
     pair = Pair()
     pair.target.submit(free_text(n=380))
     for disturb in (pair.draft.kill_worker, pair.draft.restart_kv, lambda: pair.draft.kill_worker(half_way=True)):
@@ -285,42 +286,42 @@ def test_after_the_death_of_the_drafts_worker_or_kv_drafts_come_again():
             pair.round()
             assert "a" not in pair.target.ends
         disturb()
-    pair.settle()
+    pair.run_until_idle()
     assert pair.target.engine.stats.model_accepted > 60
 
 
 def test_a_shorter_context_of_the_draft_model_ends_drafting_there():
     pair = Pair(draft_context=100)
     pair.target.submit(free_text(n=300))
-    pair.settle()
+    pair.run_until_idle()
     stats = pair.target.engine.stats
     assert 60 < stats.model_accepted < 100
 
 
 def test_private_pages_stay_private():
-    """A companion's pages carry the salt of its target: nobody else finds them."""
+    """A draft sequence uses the cache salt of its target, so no other request shares its pages."""
     pair = Pair()
-    asked = []
+    acquired = []
     acquire = pair.draft.kv._acquire
-    pair.draft.kv._acquire = lambda frame: (asked.append(frame), acquire(frame))[1]  # type: ignore[method-assign]
+    pair.draft.kv._acquire = lambda frame: (acquired.append(frame), acquire(frame))[1]  # type: ignore[method-assign]
     pair.target.submit(free_text(cache_salt="mine"))
-    pair.settle()
-    assert {frame.salt for frame in asked} == {"mine"}
+    pair.run_until_idle()
+    assert {frame.salt for frame in acquired} == {"mine"}
 
 
 @pytest.mark.parametrize("differs", [2, 3, 5])
-def test_what_a_companion_leaves_in_the_cache_is_right(differs):
-    """A request of the draft model that begins like the target's text finds pages, and gets the tokens it had alone."""
+def test_cached_pages_of_draft_sequences_are_correct(differs):
+    """A request of the draft model with the target's text shares its pages, and gets the tokens of a run alone."""
     pair, alone = Pair(differs=differs), World(cache=False)
     alone.worker.differs = differs
     pair.target.submit(free_text(n=200))
-    pair.settle()
+    pair.run_until_idle()
     assert pair.target.engine.stats.model_drafted > pair.target.engine.stats.model_accepted > 5
     text = [1, 2, 3, *pair.target.tokens["a"]]
     for world in (pair.draft, alone):
         world.submit(submission("own", text, 50))
-        world.settle()
-    assert pair.draft.engine.stats.prompt_cached >= 16, "it has found something"
+        world.run_until_idle()
+    assert pair.draft.engine.stats.prompt_cached >= 16, "it shared pages"
     assert pair.draft.tokens == alone.tokens
 
 
@@ -335,9 +336,9 @@ def test_what_a_companion_leaves_in_the_cache_is_right(differs):
     disturb=st.booleans(),
     shares_cores=st.booleans(),
 )
-# The link goes while steps are published that nobody looks for drafts in.
+# The link is removed while steps are published ahead.
 @example(seed=137, differs=0, pages=26, draft_pages=8, batch=1, period=0, disturb=True, shares_cores=False)
-def test_random_lives_end_with_their_tokens_and_leave_nothing(
+def test_random_events_change_no_token_and_leave_nothing(
     seed, differs, pages, draft_pages, batch, period, disturb, shares_cores
 ):
     rng = random.Random(seed)
@@ -377,9 +378,9 @@ def test_random_lives_end_with_their_tokens_and_leave_nothing(
         elif action < 0.15:
             pair.run_round()
         elif action < 0.25:
-            world.work()
+            world.compute_step()
         elif action < 0.32:
-            world.talk_to_kv(rng.choice([1, 2, 100]))
+            world.exchange_with_kv(rng.choice([1, 2, 100]))
         elif action < 0.34:
             pair.advance(rng.choice([0.001, 0.01, 2.0, 15.0]))
         elif disturb and action < 0.36:
@@ -398,28 +399,28 @@ def test_random_lives_end_with_their_tokens_and_leave_nothing(
         for each in pair.worlds:
             each.collect()
             each.check_bounds()
-    pair.settle()
+    pair.run_until_idle()
     assert pair.target.engine.stats.model_accepted <= pair.target.engine.stats.model_drafted
 
 
 @pytest.mark.parametrize("rounds", range(4))
-def test_a_draft_model_may_go_between_two_steps_that_follow_each_other(rounds: int) -> None:
-    """Steps beyond the usual two are composed without a look at whether the draft model may be asked."""
+def test_a_draft_model_may_be_unloaded_between_two_steps(rounds: int) -> None:
+    """Steps that run ahead are composed after the link to the draft model was removed."""
     pair = Pair(batch=1)
     world = pair.target
     world.submit(free_text("s", 100))
     while not world.engine.steps.unacknowledged:
         world.run_round()
-        world.talk_to_kv()
+        world.exchange_with_kv()
     for _ in range(rounds):
         pair.round()
     world.run_round()
     world.engine.proposer.set_link(None)
-    pair.settle()
+    pair.run_until_idle()
     assert not pair.drafts
 
 
-def test_companions_are_freed_without_the_collector():
+def test_draft_sequences_are_freed_without_the_garbage_collector():
     pair = Pair()
     gc.collect()
     gc.disable()
@@ -430,8 +431,8 @@ def test_companions_are_freed_without_the_collector():
             pair.round()
             for _ in range(40):
                 pair.round()
-                seen.extend(weakref.ref(companion) for companion in pair.drafts)
-            pair.settle()
+                seen.extend(weakref.ref(draft) for draft in pair.drafts)
+            pair.run_until_idle()
         assert seen
         assert not [ref for ref in seen if ref() is not None]
     finally:
@@ -439,8 +440,8 @@ def test_companions_are_freed_without_the_collector():
 
 
 @pytest.mark.parametrize("speculate", [0, -1])
-def test_without_speculation_there_are_no_companions(speculate):
+def test_without_speculation_there_are_no_draft_sequences(speculate):
     pair = Pair(speculate=0)
     pair.target.submit(free_text(speculate=speculate))
-    pair.settle()
+    pair.run_until_idle()
     assert pair.draft.engine.stats.steps == 0

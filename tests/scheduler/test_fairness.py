@@ -1,6 +1,6 @@
-"""Tenants get what their weights say, nobody starves, and running streams keep their pace.
+"""Tenants get their shares, no request starves, and running streams keep their pace.
 
-By simulation: the engine's own code, time from a formula (tools/simulate.py).
+Measured by simulation: the product's engine with computed step times (tools/simulate.py).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_backlogged_tenants_stay_within_a_quantum_of_their_shares(seed, weights,
     apart = []
 
     def look() -> None:
-        # What was computed for each while all of them had sequences waiting.
+        # Tokens computed for each tenant while all of them had sequences waiting.
         if all(tenants[name].waiting for name in names):
             served = [tenants[name].computed / tenants[name].weight for name in names]
             apart.append(max(served) - min(served))
@@ -71,7 +71,7 @@ def test_a_flood_at_most_doubles_the_others_time_to_first_token():
         sim = Simulation(Settings("m", 16), FAST)
         for i in range(flood):
             sim.submit(0.001 * i, f"flood{i}", 100, 64, "flood")
-        rng = random.Random(1)  # at any moment of the flood's steps
+        rng = random.Random(1)  # at random times within the flood's steps
         for i in range(40):
             sim.submit(0.5 + 0.1 * (i + rng.random()), f"s{i}", 100, 8, "quiet")
         sim.run()
@@ -95,7 +95,7 @@ def test_running_streams_keep_their_pace_while_a_long_prompt_arrives():
                 gaps[1.5 < a < until].append(b - a)
     usual = percentile(gaps[False], 0.5)
     assert percentile(gaps[True], 0.99) <= max(3 * usual, 0.025)
-    assert until - 1.5 < 5.0, "and the long prompt advances"
+    assert until - 1.5 < 5.0, "the long prompt must advance"
 
 
 def test_a_short_prompt_overtakes_a_long_one_of_the_same_tenant():
@@ -112,27 +112,27 @@ def test_long_prompts_do_not_starve_behind_short_ones():
         sim.submit(0.02 * i, f"s{i}", 100, 2)
     sim.submit(0.5, "long", 2000, 2)
     sim.run()
-    # Alone it takes half a second; what may overtake it came within that time of it, or runs beside it.
+    # Alone it takes half a second; only prompts that arrive within that time may overtake it.
     assert sim.records["long"].first_s < 4.0
 
 
 # ------------------------------------------------------------------ queues
 
 
-def test_priority_is_a_head_start_and_not_a_right():
+def test_priority_is_a_bounded_head_start():
     queues = TenantQueues(1000, 0, lambda name: 1.0)
     low = sequence(queues, "low", "t", 0.0, 0)
     queues.push(low)
     for i in range(1, 100):
         queues.push(sequence(queues, f"high{i}", "t", float(i), i, priority=2))
     order = [queues.pop(low.tenant).id for _ in range(100)]
-    # Overtaken by what came less than its head start after it; then it is the older one.
+    # Only sequences that arrived within the head start overtake it.
     assert order.index("low") == math.floor(head_start_s(2)) > HEAD_START_S
 
 
 @pytest.mark.parametrize("time_s", [math.inf, 300.0, 30.0, 0.5])
-def test_no_priority_is_worth_more_than_a_request_can_wait(time_s: float) -> None:
-    """A flood of the highest one must not keep the lowest one waiting until its time is over."""
+def test_the_head_start_is_less_than_a_request_can_wait(time_s: float) -> None:
+    """A flood of the highest priority must not keep the lowest one waiting until its deadline."""
     heads = [head_start_s(priority, time_s) for priority in range(-1000, 1001)]
     assert all(one < other for one, other in pairwise(heads))
     assert heads[1000] == 0.0
@@ -156,13 +156,13 @@ def test_a_flood_of_the_highest_priority_overtakes_the_lowest_for_a_part_of_its_
     assert [queues.pop(low.tenant).id for _ in range(100)].index("low") <= 10
 
 
-def test_idle_time_earns_one_quantum_and_no_more():
+def test_idle_time_saves_one_quantum_at_most():
     queues = TenantQueues(1000, 0, lambda name: 1.0)
     busy = queues.tenant("busy")
     queues.push(sequence(queues, "a", "busy"))
     busy.served = 1e6
     assert queues.tenant("new").served == 1e6 - QUANTUM
-    # Whoever runs beside it without anything waiting does not save up either.
+    # A tenant that computes with nothing waiting does not save more either.
     beside = queues.tenant("beside")
     beside.scheduled, beside.served = 1, 0.0
     queues.settle([])
@@ -183,13 +183,13 @@ def test_bounds_of_the_queue_and_of_a_tenant():
         queues.make_room(b)
     out = queues.make_room(queues.tenant("c"))
     assert out is not None
-    assert out.id == "a2", "the newest of the longest queue makes room for a tenant with none"
+    assert out.id == "a2", "the newest sequence of the longest queue is removed for a tenant with none"
 
 
 # ------------------------------------------------------------------ traffic
 
 
-def test_every_request_of_an_overload_ends():
+def test_every_request_ends_under_overload():
     sim = Simulation(Settings("m", 8, max_queue_depth=20), FAST)
     poisson(sim, 60.0, 5.0, 100, 40, seed=3)
     sim.run()
@@ -200,7 +200,7 @@ def test_every_request_of_an_overload_ends():
     assert all(1 <= wait < 30 for wait in waits)
 
 
-def test_scarce_pages_cost_time_and_nothing_else():
+def test_with_few_pages_all_requests_finish():
     sim = Simulation(Settings("m", 16), FAST, pages=40)
     closed_loop(sim, 16, 48, 100, 100)
     sim.run()

@@ -1,4 +1,4 @@
-"""Which model drafts for which, as versions and workers come and go."""
+"""Pairs of models and draft models follow the loaded versions and their workers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def draft_of(of: VersionRunner) -> object:
     return link.pool if link is not None else None
 
 
-def test_the_version_that_serves_drafts() -> None:
+def test_the_serving_version_drafts() -> None:
     pairs = DraftPairs()
     runners = {name: runner(name) for name in ("large", "small", "small@1")}
     old, new = version(SMALL), version(SMALL, 1, "loading")
@@ -54,7 +54,9 @@ def test_the_version_that_serves_drafts() -> None:
     assert draft_of(runners["large"]) is None
 
 
-def test_another_vocabulary_is_said_once_and_an_unknown_one_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_different_vocabulary_is_logged_once_and_an_unknown_one_is_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pairs = DraftPairs()
     runners = {"large": runner("large"), "small": runner("small", "other")}
     there = versions(version(LARGE), version(SMALL))
@@ -71,7 +73,7 @@ def test_another_vocabulary_is_said_once_and_an_unknown_one_is_waited_for(caplog
 
 
 @pytest.mark.parametrize(("cores", "is_allowed"), [(frozenset({0}), False), (frozenset({3}), True)])
-def test_nobody_drafts_on_cores_that_a_third_model_wants(cores: frozenset[int], is_allowed: bool) -> None:
+def test_no_model_drafts_on_cores_that_a_third_model_wants(cores: frozenset[int], is_allowed: bool) -> None:
     pairs = DraftPairs()
     pair = {"large": runner("large", cores=frozenset({1, 2})), "small": runner("small", cores=frozenset({0, 1}))}
     for one in pair.values():
@@ -85,4 +87,4 @@ def test_nobody_drafts_on_cores_that_a_third_model_wants(cores: frozenset[int], 
     assert runners["large"].engine.proposer.is_allowed == is_allowed
     runners["small"].stalled_s = 2.0
     pairs.update_allowed(own, runners)
-    assert not runners["large"].engine.proposer.is_allowed, "its worker stands"
+    assert not runners["large"].engine.proposer.is_allowed, "the worker of the draft model is stalled"

@@ -1,4 +1,4 @@
-"""Silence is punished ever later: a machine that is too busy to speak must not be too busy to compute."""
+"""Worker groups that do not reconnect are killed ever later, so that an overloaded machine still computes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from stages.scheduler.recovery.reconnect_backoff import FIRST_S, MAX_S, RESET_AF
 
 
 @given(st.floats(0.0, MAX_S), st.floats(0.0, RESET_AFTER_S / 2))
-def test_whoever_comes_back_in_a_minute_is_killed_a_few_times_at_most(away_s: float, lives_s: float) -> None:
-    """Each life is `lives_s` of work, then silence for `away_s`."""
+def test_a_group_that_reconnects_within_a_minute_is_killed_a_few_times_at_most(away_s: float, lives_s: float) -> None:
+    """Each group works for `lives_s`, then is disconnected for `away_s`."""
     backoff, now = ReconnectBackoff(), 0.0
     for _ in range(7):
         backoff.record_attached(now)
@@ -21,11 +21,11 @@ def test_whoever_comes_back_in_a_minute_is_killed_a_few_times_at_most(away_s: fl
             return
         now += allowed_s
         backoff.record_killed()
-    raise AssertionError(f"seven were killed, the last one after {allowed_s} s")
+    raise AssertionError(f"seven groups were killed, the last one after {allowed_s} s")
 
 
 @given(st.integers(0, 20))
-def test_one_that_has_lasted_forgets_what_was(kills: int) -> None:
+def test_a_lasting_connection_resets_the_backoff(kills: int) -> None:
     backoff = ReconnectBackoff()
     backoff.record_attached(0.0)
     for _ in range(kills):
@@ -36,7 +36,7 @@ def test_one_that_has_lasted_forgets_what_was(kills: int) -> None:
 
 
 @given(st.integers(0, 20))
-def test_a_stopped_one_never_gets_more(kills: int) -> None:
+def test_a_stopped_group_gets_the_shortest_time(kills: int) -> None:
     backoff = ReconnectBackoff()
     for _ in range(kills):
         backoff.record_killed()

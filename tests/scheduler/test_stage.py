@@ -1,5 +1,5 @@
-"""The scheduler as a process between real sockets: a worker process that dies, a kv that restarts,
-a gateway that comes and goes, and its own death. Whatever happens, streams end with their tokens."""
+"""The scheduler process with real sockets: a worker that dies, a kv that restarts, a gateway that reconnects, and the
+scheduler's own death. In every case streams end with their tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PAGES = 64
 
 
 class Site:
-    """A run directory with a scheduler process; kv and gateway are here, the worker is a process too."""
+    """A run directory with a scheduler process and a worker process; kv and gateway are part of the test."""
 
     def __init__(self, home: Path, **config: str) -> None:
         self.home = home
@@ -125,14 +125,14 @@ class Site:
             self.gateway.send(frame)
 
     def submit_again(self, name: str) -> None:
-        """What a gateway does when the scheduler has restarted: prompt and delivered tokens."""
+        """Submit a sequence with its delivered tokens, as a gateway does after the scheduler has restarted."""
         if name not in self.ends and self.gateway is not None:
             forced = array("i", self.tokens[name]).tobytes()
             old = self.sent[name]
             self.gateway.send(Submit(**{f: getattr(old, f) for f in Submit.__struct_fields__} | {"forced": forced}))
 
     def pump(self, timeout: float = 0.02) -> None:
-        """Carry frames for a moment, restart the worker when it has died."""
+        """Exchange frames for a moment; restart the worker if it has died."""
         endpoints = [e for e in (self.kv, self.gateway) if e is not None]
         select.select([e.fd for e in endpoints], [], [], timeout)
         for endpoint in endpoints:
@@ -214,7 +214,7 @@ def moving(site: Site) -> bool:
     return sum(len(t) for t in site.tokens.values()) > 40
 
 
-def test_streams_end_with_their_tokens_and_a_stop_leaves_nothing(site):
+def test_streams_end_with_their_tokens_and_a_stop_removes_all_files(site):
     site.start()
     load(site)
     site.until(site.all_ended)
@@ -225,7 +225,7 @@ def test_streams_end_with_their_tokens_and_a_stop_leaves_nothing(site):
     assert not list((site.home / "arenas").rglob("*.steps"))
 
 
-def test_figures_reach_the_snapshot(site):
+def test_metrics_reach_the_snapshot(site):
     site.start()
     load(site, 3, 30)
     site.until(site.all_ended)
@@ -248,13 +248,13 @@ def test_figures_reach_the_snapshot(site):
 def test_unknown_models_and_late_cancels(site):
     site.start()
     assert site.gateway is not None
-    site.gateway.send(Cancel("nobody"))
+    site.gateway.send(Cancel("unknown"))
     site.submit(submission("x", [1], 3, model="other"))
     site.until(lambda: "x" in site.ends)
     assert site.ends == {"x": "MODEL_NOT_FOUND"}
 
 
-def test_a_killed_worker_loses_nothing(site):
+def test_no_token_is_lost_with_a_killed_worker(site):
     site.start()
     load(site)
     for _ in range(3):
@@ -279,9 +279,9 @@ def test_a_poisoned_request_ends_alone(site):
 
 
 @pytest.mark.parametrize("site", [{"STARLING_RATE_LIMITS__MAX_QUEUE_DEPTH": "2"}], indirect=True)
-def test_each_tenant_has_a_queue_of_its_own_bound(site):
+def test_each_tenant_has_its_own_queue_bound(site):
     site.start_kv()
-    site.start_gateway()  # and no worker: everything waits
+    site.start_gateway()  # without a worker all sequences wait
     site.until(lambda: any(isinstance(f, SchedulerState) for f in site.log))
     for i in range(3):
         site.submit(submission(f"a{i}", [1], 5, tenant="a"))
@@ -297,7 +297,7 @@ def test_each_tenant_has_a_queue_of_its_own_bound(site):
 
 
 @pytest.mark.parametrize("site", [{"STARLING_SCHEDULER__STUCK_STEP_MS": "300"}], indirect=True)
-def test_a_step_that_stands_still_is_killed_and_repeated(site):
+def test_a_stalled_step_is_killed_and_repeated(site):
     site.stall = 101
     site.start()
     load(site, 3)
@@ -306,7 +306,7 @@ def test_a_step_that_stands_still_is_killed_and_repeated(site):
     site.check()
 
 
-def test_a_kv_that_restarts_is_told_of_the_leases(site):
+def test_leases_are_reconciled_after_a_restart_of_kv(site):
     site.start()
     load(site, 8, 200)
     site.until(lambda: moving(site))
@@ -318,7 +318,7 @@ def test_a_kv_that_restarts_is_told_of_the_leases(site):
     site.check()
 
 
-def test_its_own_death_is_a_pause(site):
+def test_the_schedulers_death_only_delays_streams(site):
     site.start()
     load(site, 8, 150)
     site.until(lambda: moving(site))
@@ -329,7 +329,7 @@ def test_its_own_death_is_a_pause(site):
     site.check()
 
 
-def test_a_gateway_that_restarts_takes_its_streams_up_again(site):
+def test_a_gateway_that_restarts_resumes_its_streams(site):
     site.start()
     load(site, 8, 150)
     site.until(lambda: moving(site))

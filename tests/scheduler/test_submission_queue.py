@@ -1,4 +1,4 @@
-"""Who is refused at the door: only whom a bound or the clock gives no chance."""
+"""Submissions are refused only for a bound, or when they cannot meet their deadline."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .world import GATEWAY, World
 
 
 def learned(world: World, steps: int = 40) -> None:
-    """So many steps have run, so that what waits can be told in seconds."""
+    """Run `steps` steps, after which waiting times are estimated."""
     world.submit(submission("first", [1, 2, 3], steps))
-    world.settle()
+    world.run_until_idle()
     assert world.engine.stats.steps > 32
     world.collect()
 
 
 @pytest.mark.parametrize("deadline_ms", [1, 200, 999, 1000])
-def test_an_idle_model_refuses_nobody_for_a_short_time(deadline_ms: int) -> None:
+def test_an_idle_model_refuses_no_short_deadline(deadline_ms: int) -> None:
     world = World()
     learned(world)
     world.submit(submission("short", [1, 2, 3], 4, deadline_ms=deadline_ms))
     assert "short" in world.engine.table.live
-    world.settle()
+    world.run_until_idle()
     world.check_all()
 
 
-def test_who_would_wait_beyond_its_time_is_refused_with_the_time_to_come_back() -> None:
+def test_a_deadline_that_cannot_be_met_is_refused_with_the_time_to_retry() -> None:
     world = World(max_queue_depth=1000)
     learned(world)
     world.set_cost(4000.0, 1.0, 0.001)  # a second for about 1000 tokens of 4 at once
@@ -38,40 +38,40 @@ def test_who_would_wait_beyond_its_time_is_refused_with_the_time_to_come_back() 
     wait_s = world.engine.waits.backlog_s(world.engine.queues.tenant("t"))
     assert wait_s > 2.0
     run_s = 0.004 * 50
-    world.submit(submission("patient", [1, 2, 3], 50, deadline_ms=round(1000 * (wait_s + 1.1 * run_s))))
-    world.submit(submission("hasty", [1, 2, 3], 50, deadline_ms=round(1000 * (wait_s + 0.9 * run_s))))
-    assert "patient" in world.engine.table.live
+    world.submit(submission("possible", [1, 2, 3], 50, deadline_ms=round(1000 * (wait_s + 1.1 * run_s))))
+    world.submit(submission("impossible", [1, 2, 3], 50, deadline_ms=round(1000 * (wait_s + 0.9 * run_s))))
+    assert "possible" in world.engine.table.live
     ((owner, refused),) = world.engine.outbox.rejected
-    assert (owner, refused.sequence, refused.code) == (GATEWAY, "hasty", "OVERLOADED")
+    assert (owner, refused.sequence, refused.code) == (GATEWAY, "impossible", "OVERLOADED")
     assert wait_s <= refused.retry_after_s <= wait_s + 1.2
 
 
-def test_who_can_begin_at_once_is_not_refused_for_what_others_took() -> None:
+def test_a_request_that_can_begin_at_once_is_not_refused() -> None:
     world = World()
     learned(world, 390)
     world.set_cost(4000.0, 1.0, 0.001)
-    world.engine.stats.mean_output = 390.0  # which take more than a second
+    world.engine.stats.mean_output = 390.0  # such an output takes more than a second
     world.submit(submission("short", [1, 2, 3], 390, deadline_ms=1000))
     assert "short" in world.engine.table.live
 
 
-@pytest.mark.parametrize("company_s", [0.0, 0.5])
+@pytest.mark.parametrize("batch_timeout_s", [0.0, 0.5])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_who_arrives_together_at_an_idle_model_waits_for_no_place(depth: int, company_s: float) -> None:
+def test_requests_that_arrive_together_at_an_idle_model_get_rows_first(depth: int, batch_timeout_s: float) -> None:
     batch = 4
-    world = World(batch=batch, max_queue_depth=depth, batch_timeout_s=company_s)
+    world = World(batch=batch, max_queue_depth=depth, batch_timeout_s=batch_timeout_s)
     fit = batch + PREFETCH + depth
-    for i in range(fit + 3):  # before the engine has a turn
+    for i in range(fit + 3):  # before the first round of the engine
         world.submit(submission(f"s{i}", [i + 1, 2, 3], 20))
     assert [rejected.sequence for _, rejected in world.engine.outbox.rejected] == [f"s{fit + i}" for i in range(3)]
     assert world.engine.queues.depth == depth
-    world.settle()
+    world.run_until_idle()
     world.check_all()
     assert list(world.ends.values()).count("length") == fit
 
 
-def test_steps_that_follow_each_other_slowly_count_as_they_are() -> None:
-    """What lies between two steps (other models' steps, everything that is no computing) is part of the wait."""
+def test_the_estimate_includes_the_time_between_steps() -> None:
+    """Time between two steps, such as steps of other models, is part of the wait."""
 
     def backlog_s(pause_s: float) -> float:
         world = World(max_queue_depth=1000)
@@ -79,8 +79,8 @@ def test_steps_that_follow_each_other_slowly_count_as_they_are() -> None:
         world.submit(submission("s", [1, 2, 3], 300))
         while world.engine.is_busy:
             world.run_round()
-            world.talk_to_kv()
-            while world.work():
+            world.exchange_with_kv()
+            while world.compute_step():
                 world.now += 0.001 + pause_s
                 world.run_round()
             world.collect()
@@ -91,30 +91,30 @@ def test_steps_that_follow_each_other_slowly_count_as_they_are() -> None:
     assert backlog_s(0.004) > 3 * backlog_s(0.0)
 
 
-def test_answers_that_their_time_cut_off_count_with_what_they_had() -> None:
+def test_outputs_that_a_deadline_cut_off_raise_the_mean_output() -> None:
     world = World(batch=4)
     for round_ in range(12):
         for i in range(4):
             world.submit(submission(f"s{round_}.{i}", [i + 1, 2, 3], 390, deadline_ms=1000))
         while any(s.outputs < 100 for s in world.engine.table.live.values()):
             world.run_round()
-            world.talk_to_kv()
-            world.work()
+            world.exchange_with_kv()
+            world.compute_step()
         world.advance(1.5)
-        world.settle()
+        world.run_until_idle()
     assert set(world.ends.values()) == {"timeout"}
     assert world.engine.stats.mean_output > 90
 
 
-def test_the_door_tells_whole_seconds_of_at_least_one() -> None:
+def test_the_time_to_retry_is_a_whole_number_of_seconds_and_at_least_one() -> None:
     world = World()
     tenant = world.engine.queues.tenant("t")
     assert world.engine.waits.backlog_s(tenant) < 1.0
     assert world.engine.waits.retry_after_s(tenant) == 1.0
 
 
-def test_attention_over_long_answers_is_part_of_the_wait() -> None:
-    """Where it takes most of a step, what is read once for all tokens says next to nothing."""
+def test_the_estimate_includes_attention_over_long_outputs() -> None:
+    """Where attention takes most of a step, the fixed cost of a step contributes little."""
 
     def backlog_s(position_us: float) -> float:
         world = World(max_queue_depth=1000)
@@ -124,16 +124,16 @@ def test_attention_over_long_answers_is_part_of_the_wait() -> None:
             world.submit(submission(f"s{i}", [1, 2, 3], 300))
         return world.engine.waits.backlog_s(world.engine.queues.tenant("t"))
 
-    # A step of 4 at half of their length looks at 600 positions.
+    # A step of 4 sequences at half of their length attends to 600 positions.
     assert backlog_s(5.0) == pytest.approx(4 * backlog_s(0.0001), rel=0.1)
 
 
-def test_what_the_cache_has_of_prompts_takes_no_time() -> None:
+def test_the_estimate_excludes_cached_prompt_tokens() -> None:
     def backlog_s(others: int) -> float:
         world = World(max_queue_depth=1000, pages=256)
         for i in range(100):
             world.submit(submission(f"s{i}", [others and i] * 64 + [7] * 96 + [i], 2))
-            world.settle()
+            world.run_until_idle()
         world.set_cost(1.0, 100.0, 0.0001)
         for i in range(100):
             world.submit(submission(f"t{i}", [others and i] * 64 + [7] * 96 + [i], 2))
@@ -145,8 +145,8 @@ def test_what_the_cache_has_of_prompts_takes_no_time() -> None:
 @pytest.mark.parametrize(
     ("waiting", "out"), [((("p", 0), ("r", 2)), "p/0"), ((("r", 2), ("p", 0)), "p/0"), ((("r", 2), ("x", 1)), "x/1")]
 )
-def test_room_is_made_by_a_request_that_has_not_begun(waiting: tuple[tuple[str, int], ...], out: str) -> None:
-    """One that is put out fails with all its texts: rather one of which nothing has been sent, else the newest."""
+def test_a_full_queue_removes_a_request_that_has_not_begun(waiting: tuple[tuple[str, int], ...], out: str) -> None:
+    """A request fails with all its choices: first one without output, else the newest."""
     world = World(batch=1, max_queue_depth=2)
     for request, choice in (("r", 0), ("r", 1), ("x", 0), *waiting):
         frame = submission(f"{request}/{choice}", [1, 2, 3], 20, choice=choice)
@@ -158,7 +158,77 @@ def test_room_is_made_by_a_request_that_has_not_begun(waiting: tuple[tuple[str, 
 
 
 @pytest.mark.parametrize(("asked", "most"), [(0, 4), (-1, 0), (2, 2)])
-def test_a_request_leaves_speculation_as_configured_or_switches_it_off(asked: int, most: int) -> None:
+def test_a_request_changes_the_number_of_draft_tokens(asked: int, most: int) -> None:
     world = World(speculate=4)
     world.submit(submission("s", [1, 2, 3], 4, speculate=asked))
     assert world.engine.table.live["s"].max_draft_tokens == most
+
+
+def test_limits_are_refused_with_code_and_field():
+    world = World(max_prompt_tokens=100, max_output_tokens=50, pages=8, page_tokens=16)
+    refused = {
+        "long": (submission("long", [1] * 101, 5), "INVALID_REQUEST"),
+        "much": (submission("much", [1], 51), "INVALID_REQUEST"),
+        "id": (submission("id", [1, 1000], 5), "INVALID_REQUEST"),
+        "fit": (submission("fit", [1] * 100, 40), "INSUFFICIENT_RESOURCES"),
+        "none": (submission("none", [], 40), "INVALID_REQUEST"),
+    }
+    for frame, _ in refused.values():
+        world.submit(frame)
+    world.collect()
+    assert world.errors == {name: code for name, (_, code) in refused.items()}
+    world.submit(submission("exact", [1] * 99, 30))
+    world.run_until_idle()
+    assert world.ends["exact"] == "length"
+
+
+def test_a_context_is_filled_to_its_last_position():
+    world = World(context=64)
+    world.submit(submission("over", [1] * 40, 25))
+    world.submit(submission("full", [1] * 40, 24))
+    world.run_until_idle()
+    assert world.errors["over"] == "CONTEXT_LENGTH_EXCEEDED"
+    assert world.ends["full"] == "length"
+    assert len(world.tokens["full"]) == 24
+
+
+def test_a_full_queue_answers_with_the_time_to_wait():
+    world = World(max_queue_depth=3, batch=1)
+    for i in range(7):  # one computes, two have rows, three wait
+        world.submit(submission(f"s{i}", [1, 2], 100))
+    rejected = world.engine.outbox.rejected[-1][1]
+    assert rejected.code == "OVERLOADED"
+    assert rejected.retry_after_s >= 1
+    for name in ("one", "another"):  # its first sequence gets a row at once
+        world.submit(submission(name, [1], 5, tenant="quiet"))
+    assert [frame.sequence for _, frame in world.engine.outbox.rejected] == ["s6", "s5"], "the newest makes room"
+
+
+def test_a_full_queue_of_one_tenant_does_not_affect_others():
+    world = World(max_queue_depth=100, max_tenant_depth=3, batch=1)
+    for i in range(8):  # one computes, two have rows, three wait
+        world.submit(submission(f"s{i}", [1, 2], 100))
+    rejected = [frame for _, frame in world.engine.outbox.rejected]
+    assert [frame.sequence for frame in rejected] == ["s6", "s7"]
+    assert rejected[0].code == "OVERLOADED" and "at most 3" in rejected[0].message
+    assert rejected[0].retry_after_s >= 1
+    for i in range(3):
+        world.submit(submission(f"q{i}", [1], 5, tenant="quiet"))
+    assert len(world.engine.outbox.rejected) == 2
+    world.run_until_idle()
+    assert sorted(world.ends.values()) == ["length"] * 9 + ["rejected"] * 2
+    world.submit(submission("later", [1], 5))
+    world.run_until_idle()
+    assert world.ends["later"] == "length", "the queue has room again"
+
+
+def test_the_time_to_wait_follows_the_backlog():
+    waits = []
+    for depth in (10, 100, 1000):
+        world = World(max_queue_depth=5000, max_tenant_depth=depth, batch=4, context=400)
+        world.set_cost(20_000.0, 100.0, 0.001)
+        for i in range(world.settings.max_batch_size + PREFETCH + depth + 1):
+            world.submit(submission(f"s{i}", [1, 2] * 20, 100))
+        waits.append(world.engine.outbox.rejected[0][1].retry_after_s)
+    assert waits[0] < waits[1] < waits[2]
+    assert 5 < waits[2] / waits[1] < 15

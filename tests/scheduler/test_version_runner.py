@@ -1,4 +1,4 @@
-"""What becomes of the requests while a worker group dies, and its successor takes its time."""
+"""Requests survive the death of a worker group while its successor starts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .peers import VOCAB, submission
 
 DIGEST = "ab" * 32
 GATEWAY = b"gateway"
-LATE = 10 * UNAVAILABLE_S  # the scheduler has run for long when it happens
+LATE = 10 * UNAVAILABLE_S  # the scheduler has run for a long time before the event
 
 
 class Group:
-    """A process that stands for a worker group: it can be killed, and is waited for."""
+    """A process in place of a worker group: it can be killed and waited for."""
 
     def __init__(self, epoch: int) -> None:
         self.process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
@@ -50,7 +50,7 @@ def sent() -> list[Frame]:
 
 @pytest.fixture
 def runner(request: pytest.FixtureRequest, tmp_path: Path, sent: list[Frame]) -> Iterator[VersionRunner]:
-    """Parameters are more of `Settings`."""
+    """The fixture's parameter contains further `Settings`."""
     more = getattr(request, "param", {})
 
     def to_worker(_: bytes, frame: Frame) -> bool:
@@ -71,7 +71,7 @@ def attach(runner: VersionRunner, group: Group, now: float) -> None:
     assert runner.engine.is_ready
 
 
-def test_a_worker_that_dies_late_has_its_time_to_come_back(
+def test_requests_wait_for_the_successor_of_a_dead_worker(
     runner: VersionRunner, groups: list[Group], sent: list[Frame]
 ) -> None:
     first, second = groups
@@ -88,20 +88,22 @@ def test_a_worker_that_dies_late_has_its_time_to_come_back(
     assert sum(isinstance(frame, Attach) for frame in sent) == 2
 
 
-def test_a_worker_that_is_silent_has_its_time_to_come_back(runner: VersionRunner, groups: list[Group]) -> None:
+def test_a_disconnected_worker_is_killed_and_requests_wait(runner: VersionRunner, groups: list[Group]) -> None:
     group = groups[0]
     attach(runner, group, 0.0)
     runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), LATE)
-    runner.worker_down(LATE)  # it lives
+    runner.worker_down(LATE)  # its process lives
     runner.tick(LATE + 0.1)
     assert "s" in runner.engine.table.live
-    runner.tick(LATE + 2.0)  # its patience is over, and it is killed
+    runner.tick(LATE + 2.0)  # the time to reconnect is over, and it is killed
     assert group.process.wait() == -9
     runner.tick(LATE + 0.5 * UNAVAILABLE_S)
     assert "s" in runner.engine.table.live
 
 
-def test_without_a_worker_for_long_what_waits_is_refused(runner: VersionRunner, groups: list[Group]) -> None:
+def test_waiting_requests_are_refused_after_a_long_time_without_a_worker(
+    runner: VersionRunner, groups: list[Group]
+) -> None:
     attach(runner, groups[0], 0.0)
     runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), LATE)
     groups[0].end()
@@ -113,8 +115,8 @@ def test_without_a_worker_for_long_what_waits_is_refused(runner: VersionRunner, 
 
 
 @pytest.mark.parametrize("runner", [{"batch_timeout_s": 1.0}], indirect=True)
-def test_waiting_for_company_is_no_standing_still(runner: VersionRunner, groups: list[Group]) -> None:
-    """A scheduler with work whose progress stands is taken for stuck, and new requests are kept from it."""
+def test_waiting_for_a_batch_counts_as_progress(runner: VersionRunner, groups: list[Group]) -> None:
+    """A scheduler with work and without progress counts as stuck, and gateways send it no new requests."""
     attach(runner, groups[0], 0.0)
     runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), 5.0)
     seen = []
@@ -124,14 +126,12 @@ def test_waiting_for_company_is_no_standing_still(runner: VersionRunner, groups:
     assert len(set(seen)) == 9
     runner.tick(6.1)
     now = runner.progress
-    runner.tick(6.2)  # it should have begun
+    runner.tick(6.2)  # the batch should have begun
     assert runner.progress == now
 
 
-def test_waiting_for_a_worker_is_the_models_business_and_no_standing_still(
-    runner: VersionRunner, groups: list[Group]
-) -> None:
-    """Its state says that it is not ready; the scheduler has other models, whose requests go on."""
+def test_waiting_for_a_worker_counts_as_progress(runner: VersionRunner, groups: list[Group]) -> None:
+    """The model's state is not ready; the scheduler's other models continue."""
     attach(runner, groups[0], 0.0)
     runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), LATE)
     groups[0].end()
@@ -144,5 +144,5 @@ def test_waiting_for_a_worker_is_the_models_business_and_no_standing_still(
     assert len(set(seen)) == 19
     attach(runner, groups[1], LATE + 3.0)
     now = runner.progress
-    runner.tick(LATE + 3.1)  # nothing is published though it could be
+    runner.tick(LATE + 3.1)  # no step is published although one could be
     assert runner.progress == now

@@ -1,7 +1,7 @@
-"""The worker of peers.py as a process of its own, which can be killed: RUN_DIR MODEL DIGEST POISON STALL.
+"""The worker of peers.py as a process: RUN_DIR MODEL DIGEST POISON STALL.
 
-Computing the token POISON ends the process by SIGKILL; at the token STALL it stops for ever, once:
-the file RUN_DIR/stalled remembers.
+The process kills itself when it computes the token POISON.  At the token STALL it makes no progress any more, but
+only once: the file RUN_DIR/stalled records it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(run_dir: str, model: str, digest: str, poison: int, stall: int) -> None
 
     def on_up(hello: Hello) -> None:
         nonlocal worker
-        worker = None  # what the scheduler before had given
+        worker = None  # attached by an earlier scheduler
         link.send(ready)
 
     link.on_up = on_up
@@ -81,7 +81,7 @@ def main(run_dir: str, model: str, digest: str, poison: int, stall: int) -> None
             words.store(worker.s.control, sh.DONE, number)
             words.fence()
             if 0 < words.load(worker.s.control, sh.WAKE_AT) <= number:
-                # Both kinds of doorbell are heard; one that is full has been rung.
+                # Test both kinds of doorbell.
                 if number % 2:
                     link.send(StepDone(generation, number))
                 else:

@@ -1,7 +1,7 @@
-"""An engine between the peers of peers.py: everything a sequence's life needs, in one process.
+"""An engine with the peers of peers.py in one process.
 
-The caller decides the order in which things happen; the world keeps the books: every sequence ends
-once, with the tokens of an undisturbed run, and no bound is ever exceeded.
+The test decides the order of events.  The world checks that every sequence ends once, with the tokens of an
+undisturbed run, and that no bound is exceeded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class World:
         self.now = 0.0
         self.settings = Settings("m", batch, **settings)
         self.engine = Engine(self.settings, self.now, lambda name: (weights or {}).get(name, 1.0))
-        # Steps that seem short are followed up at once: time stands still here most of the time.
+        # Expected to be short, steps are published at once: time rarely passes here.
         self.set_cost(100.0, 1.0, 0.001)
         self.geometry = StepsGeometry(
             self.settings.n_rows, batch, self.settings.max_samples, context, -(-context // 16) + 1
@@ -97,8 +97,8 @@ class World:
         self.check_bounds()
         return published
 
-    def work(self) -> bool:
-        """One step of the worker; a poisoned one kills it."""
+    def compute_step(self) -> bool:
+        """Compute one step; a poisoned step kills the worker."""
         try:
             return self.worker.step()
         except Poisoned:
@@ -106,7 +106,7 @@ class World:
             return True
 
     def kill_worker(self, half_way: bool = False) -> None:
-        """It dies, perhaps with the outputs of its step half written, and comes back."""
+        """Kill the worker, perhaps with the outputs of its step half written, and attach a new one."""
         if half_way and self.worker.waiting:
             try:
                 self.worker.compute(int(self.steps.control[24]) + 1)
@@ -117,15 +117,15 @@ class World:
         self.attach()
 
     def restart_kv(self) -> None:
-        """It loses all frames under way and all it knew but the pages' contents."""
+        """Restart kv: it loses all frames and its whole state except the contents of the pages."""
         self.engine.kv_down()
         self.to_kv.clear()
         self.to_engine.clear()
         self.kv.fresh()
         self.kv_up()
 
-    def talk_to_kv(self, most: int = 1 << 30) -> None:
-        """Carry frames to kv and its answers back."""
+    def exchange_with_kv(self, most: int = 1 << 30) -> None:
+        """Deliver at most `most` frames to kv, and its answers to the engine."""
         self.to_kv.extend(self.engine.leases.frames)
         self.engine.leases.frames.clear()
         while self.to_kv and most > 0:
@@ -147,15 +147,15 @@ class World:
         self.engine.tick(self.now)
         self.engine.pages.retry()
 
-    # -------------------------------------------------------------- the books
+    # -------------------------------------------------------------- checks
 
     def collect(self) -> None:
-        """Take what the gateways would be told, and check it."""
+        """Take the frames for the gateways and check them."""
         for owner, moved in self.engine.outbox.tokens.items():
             assert owner == GATEWAY
             for part in moved:
                 name = part.sequence
-                assert name not in self.ends, f"{name} speaks after its end"
+                assert name not in self.ends, f"{name} has output after its end"
                 forced = len(self.submitted[name].forced) // 4
                 assert part.start == forced + len(self.tokens[name]) or not part.tokens
                 self.tokens[name].extend(part.tokens)
@@ -209,12 +209,12 @@ class World:
             if s in engine.queues:
                 assert s.phase is Phase.PENDING
 
-    def settle(self, rounds: int = 20_000) -> None:
-        """Let everything run until nothing is left to do."""
+    def run_until_idle(self, rounds: int = 20_000) -> None:
+        """Run until the engine is idle."""
         for _ in range(rounds):
             self.run_round()
-            self.talk_to_kv()
-            self.work()
+            self.exchange_with_kv()
+            self.compute_step()
             self.run_round()
             self.collect()
             if not self.engine.is_busy:
@@ -223,12 +223,12 @@ class World:
                 self.advance(0.1)
         else:
             raise AssertionError(f"never done: {self.engine.table.scheduled} {self.engine.queues.depth}")
-        self.talk_to_kv()
+        self.exchange_with_kv()
         assert not self.engine.table.scheduled
         assert not self.kv.leases, "pages leaked"
 
     def check_all(self) -> None:
-        """Every sequence has ended once, with the right tokens."""
+        """Every sequence has ended once, with the tokens of an undisturbed run."""
         for name, frame in self.submitted.items():
             assert name in self.ends, f"{name} never ended"
             got, end = self.tokens[name], self.ends[name]

@@ -1,16 +1,15 @@
-"""The step arena as the scheduler writes and reads it. Layout and protocol: shm/step_ring.py.
+"""The step ring: the scheduler's access to a model's step arena. Layout and protocol: shm/step_ring.py.
 
-Written in Python without a compiler (`shm/words.py`): importing one would cost half a second of the
-pause that clients notice when the scheduler restarts.
-
-Small integers move through memoryviews and `struct`: at these sizes half the cost of numpy's indexing.
+Uses no compiled code (`shm/words.py` is Python): importing a compiler would add half a second to the pause that
+clients notice when the scheduler restarts.  Small integers move through memoryviews and `struct`, which take half the
+time of NumPy's indexing at these sizes.
 """
 
 from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 
 from pipeline.protocol.messages import Logprob, Sampling
 from shm import step_ring as sh
@@ -25,10 +24,10 @@ _U64 = (1 << 64) - 1
 
 
 class Ring:
-    """One model's step arena, scheduler's side."""
+    """One model's step arena. The scheduler is its only writer, except for what shm/step_ring.py lists."""
 
     def __init__(self, steps: Steps, geometry: StepsGeometry, serial: int) -> None:
-        """`serial`: larger than any this arena's file has seen (the clock's ns)."""
+        """`serial` must be larger than every serial number in the arena's file, such as the clock in ns."""
         g = self.geometry = geometry
         self._steps = steps
         self._serial = serial
@@ -46,7 +45,7 @@ class Ring:
     # -------------------------------------------------------------- control words
 
     def start(self, generation: int) -> int:
-        """No worker is attached: forget what it did not finish. Returns the next step's number."""
+        """Discard unacknowledged steps; no worker may be attached. Returns the number of the next step."""
         self.generation = generation
         self.head = words.load(self._control, sh.DONE)
         words.store(self._control, sh.GENERATION, generation)
@@ -60,29 +59,32 @@ class Ring:
 
     @property
     def progress(self) -> int:
+        """Counter that the worker increments with every layer."""
         return words.load(self._control, sh.PROGRESS)
 
     @property
     def served_generation(self) -> int:
-        """The attachment that the worker has taken up last."""
+        """Generation of the attachment that the worker serves."""
         return words.load(self._control, sh.WORKER_GENERATION)
 
     @property
     def has_worker(self) -> bool:
-        """The worker has the arenas of this generation: what is published is computed."""
+        """The worker has mapped the arenas of this generation and computes published steps."""
         return self.served_generation == self.generation
 
     @property
     def worker_sleeps(self) -> bool:
+        """The worker must be woken by a frame after the next publication."""
         return words.load(self._control, sh.WORKER_SLEEPING) != 0
 
     def sleep(self, step: int) -> int:
-        """Ask for a doorbell once `step` is done; returns the last acknowledged step as it stands after asking."""
+        """Request a doorbell at the end of `step`. Returns the last acknowledged step, read after the request."""
         words.store(self._control, sh.WAKE_AT, step)
         words.fence()
         return words.load(self._control, sh.DONE)
 
     def wake(self) -> None:
+        """Withdraw the request for a doorbell."""
         words.store(self._control, sh.WAKE_AT, 0)
 
     # -------------------------------------------------------------- rows
@@ -94,9 +96,9 @@ class Ring:
         prompt_len: int,
         sampling: Sampling,
         choice: int,
-        stop_ids: Items[int],
+        stop_ids: Sequence[int],
     ) -> None:
-        """A sequence's parameters and known tokens, before anybody is told of the row."""
+        """Write a sequence's parameters and known tokens. Must precede every frame and step that names the row."""
         s = self._steps
         ints, floats = s.row_ints[row], s.row_floats[row]
         self._serial += 1
@@ -126,22 +128,22 @@ class Ring:
             s.bias[row, i] = bias
 
     def write_tokens(self, row: int, start: int, tokens: array[int]) -> None:
-        """Tokens from position `start` on. Raises `ValueError` where the row ends."""
+        """Write tokens from position `start` on. Raises `ValueError` if they exceed the row."""
         if start + len(tokens) > self._tokens_stride:
             raise ValueError(f"row {row} holds {self._tokens_stride} tokens, not {start + len(tokens)}")
         at = row * self._tokens_stride + start
         self._tokens[at : at + len(tokens)] = memoryview(tokens)
 
     def write_table(self, row: int, start: int, pages: tuple[int, ...]) -> None:
-        """Page numbers from table entry `start` on."""
+        """Write page numbers from index `start` of the row's page table on."""
         self._steps.tables[row, start : start + len(pages)] = pages
 
     # -------------------------------------------------------------- steps
 
     def publish(self, entries: list[tuple[int, int, int, int]]) -> int:
-        """The next step: (row, start, count, samples) each. Returns its number.
+        """Publish the next step of entries (row, start, count, samples). Returns its number.
 
-        Outputs of entry i stand behind those of the entries before it, `samples` each.
+        The outputs of the entries follow each other in the same order, `samples` each.
         """
         number = self.head + 1
         slot = number % sh.SLOTS
@@ -155,16 +157,16 @@ class Ring:
         _SLOT.pack_into(self._slot_head, slot * _SLOT_BYTES, number, self.generation, len(entries), base)
         self.head = number
         words.store(self._control, sh.HEAD, number)
-        words.fence()  # before the caller looks whether the worker sleeps
+        words.fence()  # before the caller reads `worker_sleeps`
         return number
 
-    def outputs(self, number: int, count: int) -> Items[int]:
-        """The sampled tokens of an acknowledged step (i32)."""
+    def outputs(self, number: int, count: int) -> Sequence[int]:
+        """The first `count` sampled tokens of an acknowledged step (i32)."""
         at = number % sh.SLOTS * self.geometry.max_samples
         return self._out_token[at : at + count]
 
     def logprob(self, number: int, sample: int, top: int) -> Logprob:
-        """Of one sample, with the `top` highest."""
+        """Log probability of one sample of an acknowledged step, and the `top` highest ones."""
         slot = number % sh.SLOTS
         s = self._steps
         value = float(s.out_logprob[slot, sample])
@@ -174,6 +176,6 @@ class Ring:
         return Logprob(value, tuple(zip(ids, s.out_top_lp[slot, sample, :top].tolist(), strict=True)))
 
     def took_us(self, number: int) -> float:
-        """From the worker's begin to its end of an acknowledged step; 0: it does not say."""
+        """Time that the worker took for an acknowledged step; 0: not measured."""
         at = number % sh.SLOTS * 4
         return (self._timing[at + 2] - self._timing[at + 1]) / 1000

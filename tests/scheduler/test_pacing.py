@@ -1,0 +1,182 @@
+"""How far steps are published ahead, and how often the scheduler and kv are woken."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.protocol.messages import Commit, Extend
+from stages.scheduler.core.sequence import Phase
+from stages.scheduler.policy.pacing import PacingPolicy
+
+from .peers import reference, submission
+from .world import World
+
+PACING = PacingPolicy()
+
+
+def test_the_next_step_is_published_before_the_current_one_is_done():
+    world = World()
+    world.set_cost(4_000.0, 1.0, 0.001)
+    world.submit(submission("a", [1, 2, 3], 20))
+    world.run_round()
+    world.exchange_with_kv()
+    assert world.run_round() == 2
+    assert world.worker.waiting == 2
+
+
+def test_short_steps_run_ahead_for_a_few_milliseconds_and_wake_the_scheduler_once():
+    world = World()
+    engine = world.engine
+    world.set_cost(4_000.0, 1.0, 0.001, is_fixed=True)
+    world.submit(submission("a", [1, 2, 3], 40))
+    world.run_round()
+    world.exchange_with_kv()
+    assert world.run_round() == 2, "a first token is waited for"
+    assert engine.steps.wake_step == engine.steps.unacknowledged[0].number
+    world.compute_step()
+    assert world.run_round() == 3
+    assert len(engine.steps.unacknowledged) == 4, "while less than `wake_s` is under way"
+    for _ in range(20):
+        assert engine.steps.wake_step == engine.steps.unacknowledged[-2].number
+        world.compute_step()
+        world.run_round()
+    world.submit(submission("b", [4, 5], 20))
+    assert engine.steps.wake_step == engine.steps.unacknowledged[0].number, (
+        "who waits in a queue is looked after at each end"
+    )
+    world.run_until_idle()
+    world.check_all()
+
+
+def test_commits_and_extends_of_all_streams_are_sent_together() -> None:
+    """Whatever the lengths of their prompts: it is woken once in some tens of steps, not for each stream."""
+    world = World(batch=8, pages=256)
+    engine = world.engine
+    world.set_cost(12_000.0, 1.0, 0.001, is_fixed=True)
+    for i in range(8):
+        world.submit(submission(f"s{i}", list(range(3 + 5 * i)), 150))
+    engine.leases.set_free_pages(256, 8)
+    rounds = told = asked = 0
+    while engine.is_busy:
+        world.run_round()
+        is_steady = len(engine.table.scheduled) == 8 and all(s.phase is Phase.DECODING for s in engine.table.scheduled)
+        rounds += is_steady
+        told += is_steady and any(isinstance(frame, Commit) for frame in engine.leases.frames)
+        asked += is_steady and any(isinstance(frame, Extend) for frame in engine.leases.frames)
+        for s in engine.table.scheduled:
+            assert s.run.computed - (s.run.committed // 16 + 1) * 16 < PACING.commit_delay_tokens
+        world.exchange_with_kv()
+        world.compute_step()
+    assert rounds > 100
+    assert 3 <= told <= 2 + rounds / PACING.commit_delay_tokens
+    assert 2 <= asked <= 2 + rounds / (engine.leases.stride * engine.leases.page_tokens // 2)
+    world.run_until_idle()
+    world.check_all()
+
+
+@pytest.mark.parametrize(
+    ("streams", "step_us", "at_most"),
+    [
+        (1, 900.0, PACING.max_depth),
+        (1, 4_000.0, 4),
+        (8, 4_000.0, 4),
+        (1, 9_000.0, 2),
+        (1, 14_500.0, 2),
+        (12, 5_500.0, 5),
+        (16, 7_000.0, 5),
+        (16, 9_000.0, 4),
+        (16, 14_500.0, 3),
+        (16, 15_500.0, 2),
+        (24, 19_000.0, 3),
+        (24, 21_000.0, 2),
+    ],
+)
+def test_number_of_unacknowledged_steps(streams: int, step_us: float, at_most: int) -> None:
+    """The more streams there are to be told, the fewer words."""
+    world = World(batch=24, pages=256)
+    engine = world.engine
+    world.set_cost(step_us, 1.0, 0.001, is_fixed=True)
+    for i in range(streams):
+        world.submit(submission(f"s{i}", [1, 2, 3 + i], 60))
+    for _ in range(3 + streams):
+        world.run_round()
+        world.exchange_with_kv()
+        world.compute_step()
+    most = 0
+    for _ in range(20):
+        world.run_round()
+        most = max(most, len(engine.steps.unacknowledged))
+        world.compute_step()
+    assert most == at_most
+    world.run_until_idle()
+    world.check_all()
+
+
+def test_the_scheduler_is_woken_for_the_last_token_of_a_stream():
+    world = World(batch=4)
+    world.submit(submission("a", [1, 2, 3], 6))
+    world.submit(submission("b", [4, 5], 60))
+    last = 0
+    while "a" not in world.ends:
+        world.run_round()
+        world.exchange_with_kv()
+        for step in world.engine.steps.unacknowledged:
+            if any(e.sequence.id == "a" and e.start == 3 + 6 - 2 for e in step.entries):
+                last = step.number
+        if last:
+            assert world.engine.steps.wake_step <= last
+        world.compute_step()
+        world.run_round()
+        world.collect()
+    assert last
+    world.run_until_idle()
+    world.check_all()
+
+
+def test_steps_run_ahead_only_while_no_draft_tokens_are_found():
+    world = World(speculate=4, period=3, batch=1)  # what is generated repeats itself
+    world.submit(submission("a", [1, 2, 3], 200))
+    engine = world.engine
+    ahead = []
+    while "a" not in world.ends:
+        world.run_round()
+        world.exchange_with_kv()
+        ahead.append((bool(engine.stats.drafted), len(engine.steps.unacknowledged)))
+        world.compute_step()
+        world.run_round()
+        world.collect()
+    assert max(n for is_drafting, n in ahead if not is_drafting) == PACING.max_depth
+    assert engine.stats.accepted > 100
+    assert all(n <= 2 for is_drafting, n in ahead[-20:])
+    world.run_until_idle()
+    world.check_all()
+
+
+def test_the_next_step_is_published_earlier_if_the_worker_had_to_wait():
+    world = World(batch=2, context=400)
+    world.submit(submission("a", [1, 2, 3], 300))
+    engine = world.engine
+    for _ in range(4):
+        world.run_round()
+        world.exchange_with_kv()
+    leads = []
+    for _ in range(8):
+        world.set_cost(40_000.0, 1.0, 0.001)  # each round it expects 40 ms again
+        while len(engine.steps.unacknowledged) > 1:
+            world.compute_step()
+            world.run_round()
+        assert len(engine.steps.unacknowledged) == 1, "the next one waits for the end of this one"
+        engine.steps.unacknowledged[0].expected_s = 0.04
+        world.run_round()
+        leads.append(engine.steps.lead.seconds)
+        world.now += 0.02  # it ends half way, and nobody was told
+        if engine.steps.publish_wait_s(world.now) > 0:
+            world.compute_step()
+        world.run_round()
+    assert leads[:4] == pytest.approx(
+        [PACING.min_lead_s, 2 * PACING.min_lead_s, 4 * PACING.min_lead_s, 8 * PACING.min_lead_s], rel=0.05
+    )
+    assert max(leads) < 8.1 * PACING.min_lead_s, "24 ms before the end is early enough"
+    world.run_until_idle()
+    assert world.tokens["a"] == reference(submission("a", [1, 2, 3], 300))[0]
+    assert engine.steps.lead.seconds == pytest.approx(PACING.min_lead_s, rel=1.0), "and no earlier than need be"
