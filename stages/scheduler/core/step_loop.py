@@ -30,6 +30,8 @@ from stages.scheduler.policy.queues import TenantQueues
 from stages.scheduler.recovery.quarantine import Quarantine, next_alone
 from stages.scheduler.stats import Stats
 
+_PROMPT_PHASES = (Phase.PENDING, Phase.PREFILLING)  # a constant, because access to enum members is slow
+
 
 class StepLoop:
     """Publishes steps and keeps the unacknowledged ones, in order."""
@@ -244,10 +246,7 @@ class StepLoop:
         if self._queues.depth:
             return False
         is_idle = self._proposer.is_idle
-        return all(
-            s.phase is not Phase.PREFILLING and s.phase is not Phase.PENDING and is_idle(s)
-            for s in self._table.scheduled
-        )
+        return all(s.phase not in _PROMPT_PHASES and is_idle(s) for s in self._table.scheduled)
 
     @property
     def wake_step(self) -> int:
