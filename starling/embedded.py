@@ -41,9 +41,9 @@ from shm.arena import Arena
 from shm.pages import KvGeometry
 from shm.step_ring import StepsGeometry, create_steps
 from stages.gateway.admission.lengths import Bounds, output_budget
+from stages.gateway.admission.prompts import check_ids
 from stages.gateway.endpoints import generate
-from stages.gateway.endpoints.generation_request import GenerationRequest
-from stages.gateway.requests.prompts import check_ids
+from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.text_decoder import StreamDecoder
 from stages.scheduler.core.engine import Engine
 from stages.scheduler.core.ring import Ring

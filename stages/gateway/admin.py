@@ -55,7 +55,7 @@ class Admin:
         self._loader.on_unloaded = self._forget
         self._kept = kept
         for target, timeout_s in self._read().items():
-            service.drains.begin(target, timeout_s)
+            service.readiness.drains.begin(target, timeout_s)
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Raises `StarlingError`."""
@@ -78,16 +78,16 @@ class Admin:
     def state(self) -> dict[str, Any]:
         service = self._service
         return {
-            "in_flight": service.in_flight,
-            "models": {name: service.in_flight_of(name) for name in self._names()},
+            "in_flight": service.in_flight.count,
+            "models": {name: service.in_flight.of_model(name) for name in self._names()},
             "instances": self._loader.state(),
-            "draining": service.drains.report(),
-            "readiness": service.readiness(),
+            "draining": service.readiness.drains.report(),
+            "readiness": service.readiness.report(service.in_flight.count),
         }
 
     def _names(self) -> list[str]:
         """Models that are there, those that are about to go included."""
-        return list(dict.fromkeys(one.name for one in self._service.instances.all))
+        return list(dict.fromkeys(one.name for one in self._service.catalog.all))
 
     async def _change(self, op: str, request: dict[str, Any]) -> dict[str, Any]:
         """Begin it, or look how far it is."""
@@ -115,30 +115,30 @@ class Admin:
     def _drain(self, request: dict[str, Any]) -> None:
         target = self._target(request)
         timeout_s, is_kept = _seconds(request, 0.0), _flag(request, "keep")
-        self._service.drains.begin(target, timeout_s, is_kept)
+        self._service.readiness.drains.begin(target, timeout_s, is_kept)
         self._changed()
         log.info("drained by an operator", extra={"target": target, "timeout_s": timeout_s})
 
     def _resume(self, request: dict[str, Any]) -> None:
         target = self._target(request)
-        lifted = self._service.drains.lift(target)
+        lifted = self._service.readiness.drains.lift(target)
         self._changed()
         log.info("resumed by an operator", extra={"target": target, "lifted": lifted})
 
     def _forget(self, model: str) -> None:
         """What is not there is not drained: under that name it takes requests once it is loaded again."""
-        if self._service.drains.lift(model):
+        if self._service.readiness.drains.lift(model):
             self._changed()
 
     def _target(self, request: dict[str, Any]) -> str:
         target = request.get("target", ALL)
         if not isinstance(target, str):
             raise InvalidRequest(f"target is {target!r}; it is {ALL!r} or a model's name", "target")
-        return ALL if target == ALL else self._service.model_name(target)
+        return ALL if target == ALL else self._service.catalog.resolve(target)
 
     def _changed(self) -> None:
-        self._service.notice_change()
-        kept = self._service.drains.kept
+        self._service.readiness.notify()
+        kept = self._service.readiness.drains.kept
         new = self._kept.with_name(self._kept.name + ".new")
         try:
             if kept:

@@ -40,12 +40,12 @@ class GatewayMetrics:
         begun = request.first_token_at
         if begun:
             waited = begun - request.started_at
-            self.numbers.observe("starling_time_to_first_token_seconds", waited, request.model)
+            self.numbers.observe("starling_time_to_first_token_seconds", waited, request.spec.model)
 
     def looked_up(self, request: RequestState) -> None:
         """In the response cache."""
         found = "hits" if request.response_cache == HIT else "misses"
-        self.numbers.add(f"starling_response_cache_{found}_total", request.model)
+        self.numbers.add(f"starling_response_cache_{found}_total", request.spec.model)
 
     def sample_responses(self, cache: ResponseCache, models: Iterable[str]) -> None:
         """Before the numbers are read, when there is one."""

@@ -81,7 +81,7 @@ class GatewayStage:
         self.journal = _open_journal(config)
         self.quota_file = _open_quotas(config)
         self._quota_sync: asyncio.Future[None] | None = None
-        instances = VersionCatalog(config, versions.read(config), lambda fresh: versions.write(config, fresh))
+        catalog = VersionCatalog(config, versions.read(config), lambda table: versions.write(config, table))
         self.service = Service(
             config,
             self.scheduler.send,
@@ -90,7 +90,7 @@ class GatewayStage:
             journal=self.journal,
             send_kv=self.kv.send,
             quota_file=self.quota_file,
-            instances=instances,
+            catalog=catalog,
         )
         self.loader = Loader(self.service)
         self.tokenizer.on_up = self.service.on_tokenizer_up
@@ -193,20 +193,20 @@ class GatewayStage:
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MAX_TIMEOUT_S:
             raise InvalidRequest(f"timeout_s is {timeout_s!r}; it is up to {MAX_TIMEOUT_S:g}", "timeout_s")
         self._leaving_until = self.service.clock() + timeout_s
-        self.service.is_leaving = True
+        self.service.readiness.is_handing_over = True
         if self._server is not None:
             self._server.close()
             self._server = None
-        log.info("handing over", extra={"in_flight": self.service.in_flight})
+        log.info("handing over", extra={"in_flight": self.service.in_flight.count})
 
     async def _take_back(self) -> None:
         log.warning("no successor has come: accepting again")
         self._leaving_until = 0.0
-        self._is_handed_over = self.service.is_leaving = False
+        self._is_handed_over = self.service.readiness.is_handing_over = False
         self._server = await self._listen()
 
     def _tick_handover(self) -> None:
-        if not self.service.in_flight and not self._is_handed_over:
+        if not self.service.in_flight.count and not self._is_handed_over:
             self._is_handed_over = True
             # They are idle, all of them: their clients connect anew, and wait.
             for connection in self._runner.server.connections if self._runner.server else ():
@@ -220,11 +220,11 @@ class GatewayStage:
         if self._leaving_until:
             self._tick_handover()
         service, endpoints = self.service, self.endpoints
-        if service.in_flight or self._leaving_until:
+        if service.in_flight.count or self._leaving_until:
             endpoints.mark_active()
-        if endpoints.stopping and not service.is_draining:
-            log.info("draining", extra={"in_flight": service.in_flight})
-            service.drain()
+        if endpoints.stopping and not service.readiness.is_stopping:
+            log.info("draining", extra={"in_flight": service.in_flight.count})
+            service.readiness.stop()
         service.tick(self.tokenizer.last_heartbeat, self.scheduler.last_heartbeat, self.kv.last_heartbeat)
         if self.quota_file is not None and (self._quota_sync is None or self._quota_sync.done()):
             fd = self.quota_file.unsynced()
@@ -236,10 +236,10 @@ class GatewayStage:
             self._connections.sweep(self._runner.server.connections)
         endpoints.progress = service.relay.counts.tokens + service.metrics.total_requests
         # Waiting for another stage is no work of this one.
-        endpoints.busy = service.in_flight > 0 if endpoints.stopping else False
+        endpoints.busy = service.in_flight.count > 0 if endpoints.stopping else False
         # The process can do its part; whether the server can is in /ready.
         endpoints.ready = True
-        state = service.readiness()
+        state = service.readiness.report(service.in_flight.count)
         is_ready = bool(state["ready"])
         if is_ready and not self._was_ready:
             log.info("ready", extra={"url": f"http://{self.config.server.host}:{self.port}"})
@@ -248,17 +248,17 @@ class GatewayStage:
         self._was_ready = is_ready
 
     async def _end_the_rest(self) -> None:
-        self.service.drain()
+        self.service.readiness.stop()
         limit_s = self.config.server.drain_timeout_ms / 1000
         error = StarlingError(
             "DRAINING",
             f"the server is being stopped, and this was not finished within {limit_s:g} s; send it again",
         )
-        ended = self.service.end_all(error)
+        ended = self.service.lifecycle.end_all(error)
         if ended:
             log.warning("ended requests that were not finished in time", extra={"requests": ended})
             deadline = self.service.clock() + LAST_WORDS_S
-            while self.service.in_flight and self.service.clock() < deadline:
+            while self.service.in_flight.count and self.service.clock() < deadline:
                 await asyncio.sleep(0.01)
 
 

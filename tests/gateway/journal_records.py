@@ -6,42 +6,44 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.protocol.messages import Sampling
-from stages.gateway.endpoints.generation_request import GenerationRequest
-from stages.gateway.requests.journal import Ended, Journal, Line, Opened
+from stages.gateway.requests.generation_request import GenerationRequest
+from stages.gateway.requests.journal import Journal, RequestEnd
+from stages.gateway.requests.spec import RequestSpec, SequenceSpec
 
 NOW = 1e9
 
 
-def opened(name: str, prompt: bytes = b"1234") -> Opened:
-    ask = GenerationRequest(endpoint="chat", model="m", stream=True, stop=("\n",), seed=2**64 - 1)
+def make_spec(name: str, prompt: bytes = b"1234") -> RequestSpec:
+    """A request with every kind of field, and two choices."""
     sampling = Sampling(seed=2**64 - 1, logit_bias=((3, -1.5),))
-    return Opened(
-        name,
-        "tenant",
-        "m",
-        "ab" * 32,
-        1,
-        ask,
-        2**64 - 1,
-        17,
-        "fp",
-        NOW + 60,
-        0,
-        name,
-        [prompt],
-        ["echo"],
-        [Line(0, 0, 0, 9, sampling, (1, 2)), Line(0, 0, 1, 9, sampling, (1, 2))],
+    return RequestSpec(
+        id=name,
+        tenant="tenant",
+        model="m",
+        digest="ab" * 32,
+        numerics=1,
+        generation=GenerationRequest(endpoint="chat", model="m", stream=True, stop=("\n",), seed=2**64 - 1),
+        seed=2**64 - 1,
+        created=17,
+        fingerprint="fp",
+        deadline=NOW + 60,
+        client_id=name,
+        prompts=(prompt,),
+        echoes=("echo",),
+        sequences=(SequenceSpec(0, 0, 0, 9, sampling, (1, 2)), SequenceSpec(0, 0, 1, 9, sampling, (1, 2))),
     )
 
 
-def journal(directory: Path, max_bytes: int = 1 << 20, wall: Callable[[], float] = lambda: NOW) -> Journal:
+def open_journal(directory: Path, max_bytes: int = 1 << 20, wall: Callable[[], float] = lambda: NOW) -> Journal:
+    """The journal of a gateway that starts."""
     return Journal(directory, max_bytes, wall)
 
 
-def found(directory: Path, wall: Callable[[], float] = lambda: NOW) -> dict[str, Ended | None]:
-    reader = journal(directory, wall=wall)
+def recovered(directory: Path, wall: Callable[[], float] = lambda: NOW) -> dict[str, RequestEnd | None]:
+    """The requests that a restarted gateway finds, and their ends."""
+    reader = open_journal(directory, wall=wall)
     reader.close()
     entries = reader.take_entries()
-    for entry in entries:
-        assert entry.opened == opened(entry.opened.id, entry.opened.prompts[0])
-    return {entry.opened.id: entry.ended for entry in entries}
+    for spec, _ in entries:
+        assert spec == make_spec(spec.id, spec.prompts[0])
+    return {spec.id: end for spec, end in entries}

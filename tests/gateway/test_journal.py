@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import errno
 import os
+from array import array
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.gateway.requests.journal import FILE, FRESH, KEEP_S, MAGIC, Ended, Journal, Opened, parse
-from tests.gateway.journal_records import NOW, found, journal, opened
+from pipeline.protocol.messages import Sampling
+from stages.gateway.requests.generation_request import GenerationRequest, SessionTurn
+from stages.gateway.requests.journal import FILE, KEEP_S, MAGIC, NEW_FILE, Journal, RequestEnd, parse
+from stages.gateway.requests.spec import RequestSpec, SequenceSpec
+from tests.gateway.journal_records import NOW, make_spec, open_journal, recovered
 
 Actions = st.lists(
     st.tuples(st.sampled_from(["open", "answered", "failed", "abandoned"]), st.integers(0, 7)), max_size=24
 )
 
 
-def expected(records: list[Opened | Ended]) -> dict[str, Ended | None]:
-    state: dict[str, Ended | None] = {}
+def expected(records: list[RequestSpec | RequestEnd]) -> dict[str, RequestEnd | None]:
+    state: dict[str, RequestEnd | None] = {}
     for record in records:
-        if isinstance(record, Opened):
+        if isinstance(record, RequestSpec):
             state.pop(record.id, None)
             state[record.id] = None
         elif record.code == "ABANDONED":
@@ -32,21 +37,21 @@ def expected(records: list[Opened | Ended]) -> dict[str, Ended | None]:
     return state
 
 
-def play(target: Journal, actions: list[tuple[str, int]]) -> list[Opened | Ended]:
+def play(target: Journal, actions: list[tuple[str, int]]) -> list[RequestSpec | RequestEnd]:
     """What was written, in order."""
-    written: list[Opened | Ended] = []
+    written: list[RequestSpec | RequestEnd] = []
     live: set[str] = set()
     for action, number in actions:
         name = f"req-{number}"
         if action == "open":
-            record = opened(name, bytes([number]) * 4 * number)
+            record = make_spec(name, bytes([number]) * 4 * number)
             assert target.open(record)
             written.append(record)
             live.add(name)
         elif name in live:
             live.discard(name)
             code = {"answered": "", "failed": "TIMEOUT", "abandoned": "ABANDONED"}[action]
-            ended = Ended(name, NOW, code)
+            ended = RequestEnd(name, NOW, code)
             target.end(ended, is_kept=action != "abandoned")
             written.append(ended)
     return written
@@ -59,7 +64,7 @@ def test_a_crash_at_any_byte_loses_only_what_was_being_written(
 ) -> None:
     with TemporaryDirectory() as name:
         directory = Path(name)
-        target = journal(directory)
+        target = open_journal(directory)
         written = play(target, actions)
         target.close()
         raw = target.path.read_bytes()
@@ -69,8 +74,8 @@ def test_a_crash_at_any_byte_loses_only_what_was_being_written(
         rest = data.draw(st.binary(max_size=40))
         target.path.write_bytes(raw[:cut] + rest)
         whole = sum(end <= cut for end in ends) - 1
-        assert found(directory) == expected(written[: max(0, whole)])
-        assert found(directory) == expected(written[: max(0, whole)])  # it was made whole
+        assert recovered(directory) == expected(written[: max(0, whole)])
+        assert recovered(directory) == expected(written[: max(0, whole)])  # it was made whole
 
 
 @settings(deadline=None, max_examples=60)
@@ -78,7 +83,7 @@ def test_a_crash_at_any_byte_loses_only_what_was_being_written(
 def test_a_flipped_bit_is_never_believed(actions: list[tuple[str, int]], data: st.DataObject) -> None:
     with TemporaryDirectory() as name:
         directory = Path(name)
-        target = journal(directory)
+        target = open_journal(directory)
         written = play(target, actions)
         target.close()
         raw = bytearray(target.path.read_bytes())
@@ -86,47 +91,47 @@ def test_a_flipped_bit_is_never_believed(actions: list[tuple[str, int]], data: s
         at = data.draw(st.integers(0, len(raw) - 1))
         raw[at] ^= 1 << data.draw(st.integers(0, 7))
         target.path.write_bytes(raw)
-        assert found(directory) == expected(written[: max(0, sum(end <= at for end in ends) - 1)])
+        assert recovered(directory) == expected(written[: max(0, sum(end <= at for end in ends) - 1)])
 
 
 def test_the_file_keeps_its_bound_and_the_living(tmp_path: Path) -> None:
-    target = journal(tmp_path, max_bytes=8192)
-    assert target.open(opened("req-0"))
+    target = open_journal(tmp_path, max_bytes=8192)
+    assert target.open(make_spec("req-0"))
     for number in range(1, 200):
-        assert target.open(opened(f"req-{number}"))
-        target.end(Ended(f"req-{number}", NOW, "ABANDONED"), is_kept=False)
+        assert target.open(make_spec(f"req-{number}"))
+        target.end(RequestEnd(f"req-{number}", NOW, "ABANDONED"), is_kept=False)
         assert target.path.stat().st_size <= 8192
     target.close()
-    assert found(tmp_path) == {"req-0": None}
+    assert recovered(tmp_path) == {"req-0": None}
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
 def test_what_does_not_fit_goes_on_without_it(tmp_path: Path) -> None:
-    target = journal(tmp_path, max_bytes=4096)
-    taken = [number for number in range(100) if target.open(opened(f"req-{number}"))]
+    target = open_journal(tmp_path, max_bytes=4096)
+    taken = [number for number in range(100) if target.open(make_spec(f"req-{number}"))]
     assert 0 < len(taken) < 100
     assert target.left_out == 100 - len(taken)
     for number in range(100):
-        target.end(Ended(f"req-{number}", NOW, "ABANDONED"), is_kept=False)
-    assert target.open(opened("req-7"))
+        target.end(RequestEnd(f"req-{number}", NOW, "ABANDONED"), is_kept=False)
+    assert target.open(make_spec("req-7"))
     target.close()
-    assert found(tmp_path) == {"req-7": None}
+    assert recovered(tmp_path) == {"req-7": None}
 
 
 def test_ended_requests_are_kept_for_their_time(tmp_path: Path) -> None:
-    target = journal(tmp_path)
-    target.open(opened("req-a"))
-    target.end(Ended("req-a", NOW), is_kept=True)
+    target = open_journal(tmp_path)
+    target.open(make_spec("req-a"))
+    target.end(RequestEnd("req-a", NOW), is_kept=True)
     target.close()
-    assert found(tmp_path, lambda: NOW + KEEP_S - 1) == {"req-a": Ended("req-a", NOW)}
-    assert found(tmp_path, lambda: NOW + KEEP_S + 1) == {}
+    assert recovered(tmp_path, lambda: NOW + KEEP_S - 1) == {"req-a": RequestEnd("req-a", NOW)}
+    assert recovered(tmp_path, lambda: NOW + KEEP_S + 1) == {}
 
 
 def test_a_full_disk_is_not_fatal_and_leaves_no_half_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target = journal(tmp_path)
-    assert target.open(opened("req-a"))
+    target = open_journal(tmp_path)
+    assert target.open(make_spec("req-a"))
     write = os.pwrite
     room = [100]
 
@@ -139,28 +144,115 @@ def test_a_full_disk_is_not_fatal_and_leaves_no_half_record(
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     for _ in range(3):
-        assert not target.open(opened("req-b"))
-    target.end(Ended("req-a", NOW, "ABANDONED"), is_kept=False)
+        assert not target.open(make_spec("req-b"))
+    target.end(RequestEnd("req-a", NOW, "ABANDONED"), is_kept=False)
     assert target.left_out == 4
     assert len(caplog.records) == 1
     monkeypatch.undo()
-    assert target.open(opened("req-c"))
+    assert target.open(make_spec("req-c"))
     target.close()
-    assert set(found(tmp_path)) == {"req-a", "req-c"}
+    assert set(recovered(tmp_path)) == {"req-a", "req-c"}
 
 
 def test_a_planned_fault_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STARLING_FAULTS", "disk:enospc@journal")
-    target = journal(tmp_path)
-    assert not target.open(opened("req-a"))
+    target = open_journal(tmp_path)
+    assert not target.open(make_spec("req-a"))
     target.close()
-    assert found(tmp_path) == {}
+    assert recovered(tmp_path) == {}
 
 
 def test_a_rewriting_that_was_cut_short_is_not_looked_at(tmp_path: Path) -> None:
-    target = journal(tmp_path)
-    target.open(opened("req-a"))
+    target = open_journal(tmp_path)
+    target.open(make_spec("req-a"))
     target.close()
-    (tmp_path / FRESH).write_bytes(MAGIC + b"half")
-    assert found(tmp_path) == {"req-a": None}
-    assert not (tmp_path / FRESH).exists()
+    (tmp_path / NEW_FILE).write_bytes(MAGIC + b"half")
+    assert recovered(tmp_path) == {"req-a": None}
+    assert not (tmp_path / NEW_FILE).exists()
+
+
+# ------------------------------------------------------------------ a journal of an earlier release
+
+V0_1_0 = Path(__file__).parent / "data" / "v0.1.0.journal"  # written by the code of tag v0.1.0
+
+
+def old_spec(name: str, endpoint: str, prompts: list[list[int]], n: int, **more: Any) -> RequestSpec:
+    """What the requests in `V0_1_0` asked for, every field with a value other than its default."""
+    sampling = Sampling(
+        seed=2**64 - 1,
+        temperature=0.5,
+        top_k=40,
+        top_p=0.9,
+        repetition_penalty=1.25,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        logprobs=2,
+        min_tokens=1,
+        order=("mask", "temperature"),
+        logit_bias=((3, -1.5),),
+    )
+    generation = GenerationRequest(
+        endpoint=endpoint,
+        model="m",
+        n=n,
+        max_tokens=9,
+        max_tokens_field="max_completion_tokens",
+        seed=2**64 - 1,
+        sampling=sampling,
+        stop=("\n", "ä"),
+        stop_token_ids=(7,),
+        stream=True,
+        include_usage=True,
+        echo=endpoint == "completions",
+        logprobs=True,
+        top_logprobs=2,
+        skip_special=False,
+        cache_salt="a\0b",
+        speculate=4,
+        **more,
+    )
+    return RequestSpec(
+        id=name,
+        tenant="tenant",
+        model="m",
+        digest="ab" * 32,
+        numerics=1,
+        generation=generation,
+        seed=2**64 - 1,
+        created=17,
+        fingerprint="fp_abab",
+        deadline=NOW + 60,
+        priority=3,
+        client_id=f"client-{name}",
+        prompts=tuple(array("i", prompt).tobytes() for prompt in prompts),
+        echoes=("x", "y") if endpoint == "completions" else (),
+        sequences=tuple(
+            SequenceSpec(index, index, choice, 9, sampling, (1, 7))
+            for index in range(len(prompts))
+            for choice in range(n)
+        ),
+        version="m@1",
+        tokenizer="cd" * 32,
+    )
+
+
+def test_a_journal_of_v0_1_0_is_read_and_rewritten_with_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(V0_1_0.read_bytes())
+    turn = {"session_id": "sess", "creates_session": True, "session_ttl_s": 60, "turn": SessionTurn("sess", 3, 1)}
+    expected_entries = [
+        (old_spec("req-0a", "chat", [[1, 2, 3]], 2), None),
+        (old_spec("req-0b", "completions", [[1], [2, 3]], 1), None),
+        (old_spec("req-0c", "generate", [[4, 5]], 1, **turn), None),
+        (old_spec("req-0d", "chat", [[9]], 1), RequestEnd("req-0d", NOW + 1)),
+        (old_spec("req-0e", "chat", [[9]], 1), RequestEnd("req-0e", NOW + 1, "TIMEOUT", "too late")),
+    ]
+    target = open_journal(tmp_path)
+    assert target.take_entries() == expected_entries
+    target.close()
+    old = {value.id: record for record, value, _ in parse(V0_1_0.read_bytes()) if isinstance(value, RequestSpec)}
+    new = open_journal(tmp_path / "new")
+    for spec, _ in expected_entries:
+        assert new.open(spec)
+    new.close()
+    written = {value.id: record for record, value, _ in parse((tmp_path / "new" / FILE).read_bytes())}
+    assert written == {name: old[name] for name in written}, "a gateway of v0.1.0 can read the new file too"

@@ -11,15 +11,15 @@ from pipeline.config.load import resolve
 from pipeline.models.versions import initial
 from pipeline.protocol import messages as m
 from stages.gateway.endpoints import generate
-from stages.gateway.requests.event_cursor import FanOutSink
-from stages.gateway.requests.journal import KEEP_S, MAX_KEPT, Journal
-from stages.gateway.requests.recovery import CLAIM_S, CatchUpWaiter, Recovery
+from stages.gateway.requests.journal import KEEP_S, MAX_ENDED, Journal
+from stages.gateway.requests.readers import CLAIM_S, CatchUpWaiter, FanOutSink, Readers
+from stages.gateway.requests.recovery import Recovery
 from stages.gateway.requests.relay import Relay
-from stages.gateway.requests.state import Outcome, RequestState, SequenceState
+from stages.gateway.requests.state import Outcome, RequestState
 from stages.gateway.versions.catalog import VersionCatalog
 from tests.gateway.peers import MODEL
+from tests.gateway.request_states import DIGEST, make_state
 
-DIGEST = "ab" * 32
 DESCRIBED = {MODEL: m.Described("", MODEL, DIGEST, 258, 4096, (256,), True)}
 
 _CONFIG = resolve({"models": [{"name": MODEL, "path": "model.gguf"}]}, {})
@@ -39,8 +39,15 @@ class World:
         self.now += after_s
         self.sent.clear()
         self.journal = Journal(self.directory, 1 << 20, lambda: 1e9 + self.now)
-        self.relay = Relay(self._send, lambda: self.now, lambda r: self.recovery.ended(r))
-        self.recovery = Recovery(self.relay, self.journal, lambda: self.now, lambda: 1e9 + self.now, timeout_s=300)
+        self.relay = Relay(self._send, lambda: self.now, self._on_end)
+        self.readers = Readers(self.relay, lambda: self.now)
+        self.recovery = Recovery(
+            self.relay, self.readers, self.journal, lambda: self.now, lambda: 1e9 + self.now, timeout_s=300
+        )
+
+    def _on_end(self, request: RequestState) -> None:
+        self.readers.forget(request.id)
+        self.recovery.record_end(request)
 
     def _send(self, frame: m.Frame) -> bool:
         self.sent.append(frame)
@@ -48,19 +55,26 @@ class World:
 
     def open(self, name: str = "req-1", model: str = MODEL) -> RequestState:
         ask = generate.read({"prompt": [1, 2], "n": 2, "stream": True})
-        request = RequestState(name, ask, model, "mine", self.now + 300, created=5, fingerprint="fp")
-        request.seed = 7
-        for choice in range(2):
-            sampling = m.Sampling(seed=7)
-            request.sequences.append(SequenceState(request, choice, 0, choice, b"12345678", 9, sampling, (256,)))
+        request = make_state(
+            name,
+            ask,
+            until=self.now + 300,
+            model=model,
+            tenant="mine",
+            prompt=b"12345678",
+            max_tokens=9,
+            deadline=1e9 + self.now + 300,
+        )
         request.sink = FanOutSink()
-        self.recovery.open(request, DIGEST)
+        self.recovery.record_start(request.spec)
+        self.relay.open(request)
         return request
 
     async def tick(self, after_s: float = 0.0, described: Any = None) -> None:
         self.now += after_s
         self.relay.tick()
         self.recovery.tick(DESCRIBED if described is None else described, INSTANCES)
+        self.readers.tick()
 
     def find(self, name: str = "req-1") -> RequestState:
         request = self.recovery.find(name, "mine")
@@ -96,7 +110,7 @@ async def test_what_cannot_be_the_same_answer_ends_with_an_error(world: World) -
     world.restart()
     other = {MODEL: m.Described("", MODEL, "cd" * 32, 258, 4096, (256,), True)}
     watch = CatchUpWaiter(world.find(), None)
-    world.recovery.join(world.find(), watch)
+    world.readers.join(world.find(), watch)
     await world.tick(described=other)
     for name, code in (("req-1", "CONFLICT"), ("req-2", "MODEL_NOT_FOUND")):
         error = world.find(name).error
@@ -127,10 +141,10 @@ async def test_what_nobody_takes_up_is_cancelled(world: World) -> None:
     await world.tick(CLAIM_S - 1)
     request = world.find()
     watch = CatchUpWaiter(request, None)
-    world.recovery.join(request, watch)
+    world.readers.join(request, watch)
     await world.tick(CLAIM_S)
     assert request.outcome is Outcome.OPEN
-    world.recovery.leave(request, watch)  # its client is lost again
+    world.readers.leave(request, watch)  # its client is lost again
     await world.tick(CLAIM_S - 1)
     assert request.outcome is Outcome.OPEN
     await world.tick(1)
@@ -142,7 +156,7 @@ async def test_what_nobody_takes_up_is_cancelled(world: World) -> None:
 
 
 async def test_ended_requests_are_kept_for_a_time_and_up_to_a_number(world: World) -> None:
-    for number in range(MAX_KEPT + 5):
+    for number in range(MAX_ENDED + 5):
         request = world.open(f"req-{number}")
         request.sink = None
         world.relay.fail(request, _error())
@@ -155,7 +169,7 @@ async def test_ended_requests_are_kept_for_a_time_and_up_to_a_number(world: Worl
 async def test_a_client_that_leaves_cancels_what_was_not_recovered(world: World) -> None:
     request = world.open()
     request.sink = watch = CatchUpWaiter(request, None)
-    world.recovery.leave(request, watch)
+    world.readers.leave(request, watch)
     assert request.outcome is Outcome.ABANDONED
 
 

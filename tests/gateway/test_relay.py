@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from pipeline.errors import StarlingError
 from pipeline.protocol import messages as m
-from stages.gateway.endpoints.generation_request import GenerationRequest
+from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.relay import OVERTIME_S, RESUBMIT_AFTER_S, Relay
 from stages.gateway.requests.state import Outcome, RequestState, SequencePhase, SequenceState
 from tests.gateway.peers import EOS, MODEL, Generator, make_pieces, output, text_of
+from tests.gateway.request_states import make_state
 
 PIECES = make_pieces()
 
@@ -36,7 +37,7 @@ class Recorder:
         assert end >= begin
         self.pieces.setdefault(sequence.index, []).append(new)
         self.ends[sequence.index] = end
-        assert sequence.end == end
+        assert sequence.n_emitted == end
         self.calls.append((new, begin, end, sequence.is_flushed))
 
     def ended(self, sequence: SequenceState) -> None:
@@ -63,7 +64,7 @@ class World:
         self.scheduler_is_up = True
         self.ended: list[RequestState] = []
         self.relay = Relay(self._to_scheduler, lambda: self.now, self.ended.append)
-        self.relay.pieces[MODEL] = PIECES
+        self.relay.vocabularies[MODEL] = PIECES
 
     def _to_scheduler(self, frame: m.Frame) -> bool:
         if self.scheduler_is_up:
@@ -80,12 +81,15 @@ class World:
         deadline: float = 1e9,
     ) -> RequestState:
         ask = GenerationRequest(endpoint="generate", model=MODEL, n=n, stop=stop, logprobs=logprobs >= 0)
-        request = RequestState(name, ask, MODEL, "default", deadline)
+        request = make_state(
+            name,
+            ask,
+            until=deadline,
+            prompt=array("i", list(name.encode())).tobytes(),
+            max_tokens=max_tokens,
+            sampling=m.Sampling(seed=7, logprobs=logprobs),
+        )
         request.sink = Recorder()
-        sampling = m.Sampling(seed=7, logprobs=logprobs)
-        prompt = array("i", list(name.encode())).tobytes()
-        for choice in range(n):
-            request.sequences.append(SequenceState(request, choice, 0, choice, prompt, max_tokens, sampling, (EOS,)))
         self.relay.open(request)
         return request
 
@@ -165,8 +169,9 @@ ACTIONS = [
 
 
 def expected(request: RequestState, sequence: SequenceState) -> tuple[str, str]:
-    stop = request.ask.stop[0] if request.ask.stop else ""
-    tokens = output(sequence.prompt, 7, sequence.choice, sequence.max_tokens, (EOS,))
+    stop = request.spec.generation.stop[0] if request.spec.generation.stop else ""
+    spec = sequence.spec
+    tokens = output(request.spec.prompt_of(spec), 7, spec.choice, spec.max_tokens, (EOS,))
     stopped = tokens[-1] == EOS or bool(stop and stop in text_of(tokens))
     return text_of(tokens, stop), "stop" if stopped else "length"
 
@@ -180,8 +185,8 @@ def check_finished(request: RequestState) -> None:
     for sequence in request.sequences:
         text, finish = expected(request, sequence)
         assert "".join(sequence.text) == "".join(sink.pieces.get(sequence.index, [])) == text
-        assert sequence.finish == finish
-        assert sequence.state is SequencePhase.FINISHED
+        assert sequence.finish_reason == finish
+        assert sequence.phase is SequencePhase.FINISHED
 
 
 @settings(max_examples=300, deadline=None)
@@ -241,8 +246,8 @@ def test_a_stop_string_cancels_past_its_last_token() -> None:
     world.scheduler_reads()
     sequence = request.sequences[0]
     (cancel,) = world.generator.cancelled
-    assert cancel.at == sequence.used == request.completion_tokens
-    whole = bytes(sequence.tokens[: sequence.used]).decode("utf-8", "replace")
+    assert cancel.at == sequence.n_used == request.completion_tokens
+    whole = bytes(sequence.tokens[: sequence.n_used]).decode("utf-8", "replace")
     assert whole.endswith("ging")
     assert sequence.stop_string == "ging"
 
@@ -350,7 +355,7 @@ def test_a_sequence_named_twice_in_a_frame_is_shown_once() -> None:
 
 
 def test_a_long_text_is_not_kept_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.gateway.requests.relay.MAX_PARTS", 4)
+    monkeypatch.setattr("stages.gateway.requests.relay.MAX_TEXT_PARTS", 4)
     world = World()
     request = world.request("long", max_tokens=100)
     world.settle()
@@ -361,7 +366,7 @@ def test_a_long_text_is_not_kept_token_by_token(monkeypatch: pytest.MonkeyPatch)
 def test_a_request_whose_vocabulary_is_not_known_fails() -> None:
     world = World()
     request = world.request("broken", n=2)
-    del world.relay.pieces[MODEL]
+    del world.relay.vocabularies[MODEL]
     world.scheduler_reads()
     world.generator.step()
     world.gateway_reads_scheduler()

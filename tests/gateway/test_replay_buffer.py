@@ -16,16 +16,20 @@ from hypothesis import strategies as st
 from pipeline.errors import StarlingError
 from pipeline.protocol.messages import Logprob, Sampling
 from stages.gateway.endpoints import chat, completions, generate
-from stages.gateway.endpoints.generation_request import GenerationRequest
 from stages.gateway.http.sinks import EventStream
-from stages.gateway.requests.event_cursor import ChoiceCursor, EventCursor, FanOutSink
-from stages.gateway.requests.journal import KEEP_S, MAX_KEPT, Ended, Journal, Opened, parse
+from stages.gateway.requests.event_cursor import ChoiceCursor, EventCursor
+from stages.gateway.requests.generation_request import GenerationRequest
+from stages.gateway.requests.journal import KEEP_S, MAX_ENDED, Journal, RequestEnd, parse
+from stages.gateway.requests.readers import FanOutSink, Readers
 from stages.gateway.requests.recovery import Recovery
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.replay_buffer import ENTRY_BYTES, ReplayBuffer, to_record
+from stages.gateway.requests.spec import RequestSpec
 from stages.gateway.requests.state import Outcome, RequestState, SequencePhase, SequenceState
-from tests.gateway.journal_records import found, journal, opened
-from tests.gateway.peers import EOS, Generator, make_pieces
+from tests.gateway.journal_records import make_spec as make_journal_spec
+from tests.gateway.journal_records import open_journal, recovered
+from tests.gateway.peers import Generator, make_pieces
+from tests.gateway.request_states import make_state
 
 BYTES = {token: bytes([token]) for token in range(256)}
 FORMATTERS: dict[str, Callable[[RequestState, Any], Any]] = {
@@ -35,7 +39,7 @@ FORMATTERS: dict[str, Callable[[RequestState, Any], Any]] = {
 }
 
 
-def ask_of(endpoint: str, n: int, logprobs: int) -> GenerationRequest:
+def generation_of(endpoint: str, n: int, logprobs: int) -> GenerationRequest:
     body: dict[str, Any] = {"model": "m", "n": n, "stream": True, "stop": ["\n\n"], "seed": 2**64 - 1}
     if endpoint == "chat":
         more = {"messages": [{"role": "user", "content": "x" * 400}], "stream_options": {"include_usage": True}}
@@ -51,38 +55,37 @@ def requests(draw: st.DrawFn) -> RequestState:
     """One that has ended, with tokens past its text, or in the middle of it by an error."""
     endpoint = draw(st.sampled_from(sorted(FORMATTERS)))
     n, top = draw(st.integers(1, 3)), draw(st.integers(0, 3))
-    request = RequestState(
+    request = make_state(
         f"req-{draw(st.integers(0, 40)):x}",
-        ask_of(endpoint, n, top),
-        "m",
-        "mine",
-        1e9,
-        created=5,
-        fingerprint="fp",
+        generation_of(endpoint, n, top),
         started_at=1.5,
+        model="m",
+        tenant="mine",
         client_id="mine",
-        instance="m@1",
+        version="m@1",
+        seed=2**64 - 1,
+        tokenizer="ab" * 32,
+        echoes=("x" * 400,),
+        prompt=b"1234" * 99,
+        max_tokens=900,
     )
-    request.seed, request.tokenizer, request.response_cache = 2**64 - 1, "ab" * 32, "miss"
-    request.echoes = ["x" * 400]
+    request.response_cache = "miss"
     error = StarlingError("TIMEOUT", "over", "p", status=418, retry_after_s=2.5) if draw(st.booleans()) else None
-    for choice in range(n):
-        sequence = SequenceState(request, choice, 0, choice, b"1234" * 99, 900, Sampling(seed=7), (EOS,))
+    for sequence in request.sequences:
         sequence.tokens = draw(st.lists(st.integers(32, 122), max_size=60))
         values = st.floats(-50, 0) | st.just(-math.inf)
         if top:
             sequence.logprobs = [Logprob(draw(values), ((t, draw(values)), (65, -1.5))[:top]) for t in sequence.tokens]
-        sequence.end = draw(st.integers(0, len(sequence.tokens)))
-        text = bytes(sequence.tokens[: sequence.end]).decode()
+        sequence.n_emitted = draw(st.integers(0, len(sequence.tokens)))
+        text = bytes(sequence.tokens[: sequence.n_emitted]).decode()
         cut = draw(st.integers(0, len(text)))
         sequence.text, sequence.text_length = [text[:cut], text[cut:]], len(text)
-        sequence.used, sequence.cached_tokens, sequence.begun_at = sequence.end, 3, 2.25
+        sequence.n_used, sequence.cached_tokens, sequence.first_token_at = sequence.n_emitted, 3, 2.25
         is_over = error is None or draw(st.booleans())
         if is_over:
-            sequence.finish, sequence.is_flushed = draw(st.sampled_from(["stop", "length"])), True
-            sequence.stop_string = "\n\n" if sequence.finish == "stop" else ""
+            sequence.finish_reason, sequence.is_flushed = draw(st.sampled_from(["stop", "length"])), True
+            sequence.stop_string = "\n\n" if sequence.finish_reason == "stop" else ""
         sequence.move(SequencePhase.FINISHED if is_over else SequencePhase.FAILED)
-        request.sequences.append(sequence)
     request.error = error
     request.end(Outcome.FAILED if error is not None else Outcome.FINISHED)
     return request
@@ -106,10 +109,10 @@ class Wire:
 
 def told(request: RequestState, mark: EventCursor | None) -> bytes:
     """What a reader gets that takes it up at `mark`."""
-    stream = EventStream(request, FORMATTERS[request.ask.endpoint](request, BYTES), lambda reason: None)
-    received = [place.tokens for place in mark.places] if mark is not None else []
+    stream = EventStream(request, FORMATTERS[request.spec.generation.endpoint](request, BYTES), lambda reason: None)
+    received = [place.tokens for place in mark.choices] if mark is not None else []
     wire = Wire()
-    stream.resume(request, mark.places if mark is not None else (), received)
+    stream.resume(request, mark.choices if mark is not None else (), received)
     stream.attach(wire, is_chunked=False)  # type: ignore[arg-type]
     if stream.begun.done() and stream.begun.exception() is not None:
         return repr(stream.begun.exception()).encode()
@@ -128,31 +131,27 @@ async def test_the_answer_is_the_same() -> None:
         marks: list[EventCursor | None] = [None]
         places = tuple(
             ChoiceCursor(
-                data.draw(st.integers(0, s.end)), data.draw(st.sampled_from([0, 2, 3]) if s.finish else st.just(0))
+                data.draw(st.integers(0, s.n_emitted)),
+                data.draw(st.sampled_from([0, 2, 3]) if s.finish_reason else st.just(0)),
             )
             for s in request.sequences
         )
         marks.append(EventCursor(request.id, places))
         for mark in marks:
             assert told(found, mark) == told(request, mark)
-        formatter = FORMATTERS[request.ask.endpoint]
+        formatter = FORMATTERS[request.spec.generation.endpoint]
         assert formatter(found, BYTES).whole_response() == formatter(request, BYTES).whole_response()
         for name in (
-            "id",
-            "tenant",
-            "model",
-            "instance",
             "outcome",
-            "vocabulary",
             "first_token_at",
             "started_at",
             "prompt_tokens",
             "cached_tokens",
             "completion_tokens",
-            "client_id",
             "response_cache",
         ):
             assert getattr(found, name) == getattr(request, name)
+        assert found.spec == request.spec.without_prompts()
         if request.error is not None and found.error is not None:
             assert found.error.body() == request.error.body()
             assert (found.error.status, found.error.headers()) == (418, {"Retry-After": "3"})
@@ -184,7 +183,8 @@ def test_the_bounds_hold_and_the_oldest_go_first(several: list[RequestState], ma
 def test_those_who_read_at_the_same_time_read_the_same_one() -> None:
     now = [0.0]
     kept = ReplayBuffer(lambda: now[0])
-    request = RequestState("req-1", ask_of("generate", 1, 0), "m", "mine", 1e9)
+    request = make_state("req-1", generation_of("generate", 1, 0))
+    request.sequences[0].move(SequencePhase.FAILED)
     request.end(Outcome.FINISHED)
     kept.put(request)
     first = kept.find("req-1")
@@ -204,10 +204,11 @@ class Life:
         self.now = 0.0
         self.generator = Generator()
         self.journal = Journal(directory, 1 << 20, lambda: 1e9 + self.now)
-        self.relay = Relay(self._submit, lambda: self.now, lambda request: self.recovery.ended(request))
-        self.recovery = Recovery(self.relay, self.journal, lambda: self.now, lambda: 1e9 + self.now, 300)
+        self.relay = Relay(self._submit, lambda: self.now, lambda request: self.recovery.record_end(request))
+        self.readers = Readers(self.relay, lambda: self.now)
+        self.recovery = Recovery(self.relay, self.readers, self.journal, lambda: self.now, lambda: 1e9 + self.now, 300)
         self._number = 0
-        self.relay.pieces["bytes"] = PIECES
+        self.relay.vocabularies["bytes"] = PIECES
 
     def _submit(self, frame: Any) -> bool:
         self.generator.receive(frame)
@@ -216,31 +217,36 @@ class Life:
     def live(self, end: str) -> None:
         """One more request."""
         self._number += 1
-        request = RequestState(f"req-{self._number:x}", ask_of("generate", 2, 2), "bytes", "mine", self.now + 300)
-        for choice in range(2):
-            sampling = Sampling(seed=self._number, logprobs=2)
-            prompt = b"\1\0\0\0\2\0\0\0" * 50
-            request.sequences.append(SequenceState(request, choice, 0, choice, prompt, 8, sampling, (EOS,)))
+        request = make_state(
+            f"req-{self._number:x}",
+            generation_of("generate", 2, 2),
+            until=self.now + 300,
+            tenant="mine",
+            prompt=b"\1\0\0\0\2\0\0\0" * 50,
+            max_tokens=8,
+            sampling=Sampling(seed=self._number, logprobs=2),
+        )
         reader = EventStream(request, generate.GenerateFormatter(request, PIECES), lambda reason: None)
         request.sink = reader
-        self.recovery.open(request, "ab" * 32)
+        self.recovery.record_start(request.spec)
+        self.relay.open(request)
         self.step(1)
         if end == "abandoned":
-            self.recovery.leave(request, reader)
+            self.readers.leave(request, reader)
         elif end == "failed":
             self.relay.fail(request, StarlingError("INFERENCE", "no"))
         elif end == "taken over":
             other = FanOutSink()
-            self.recovery.join(request, other)
-            self.recovery.leave(request, reader)
+            self.readers.join(request, other)
+            self.readers.leave(request, reader)
             self.step(20)
-            self.recovery.leave(request, other)
+            self.readers.leave(request, other)
         elif end == "scheduler lost":
             self.generator = Generator()
             self.relay.on_scheduler_up()
             self.step(20)
         self.step(20)
-        self.recovery.leave(request, reader)
+        self.readers.leave(request, reader)
         assert request.outcome is not Outcome.OPEN
 
     def step(self, tokens: int) -> None:
@@ -273,7 +279,7 @@ async def test_thousands_of_requests_leave_nothing(tmp_path: Path) -> None:
         kinds = RequestState | SequenceState | EventStream
         left = [type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, kinds)]
         assert left == []
-        assert len(life.recovery.kept) == MAX_KEPT
+        assert len(life.recovery.replay_buffer) == MAX_ENDED
         assert traced[1] - traced[0] < 100_000, "bytes, after 2,000 requests more"
     finally:
         tracemalloc.stop()
@@ -283,50 +289,50 @@ async def test_thousands_of_requests_leave_nothing(tmp_path: Path) -> None:
 
 def test_the_journal_keeps_as_many_ended_requests_and_all_in_flight(tmp_path: Path) -> None:
     """However fast they come: those in flight have their place, and a successor finds what is kept."""
-    target = journal(tmp_path, max_bytes=400_000)
-    assert target.open(opened("req-first"))
-    for number in range(3 * MAX_KEPT):
-        assert target.open(opened(f"req-{number}", b"12345678" * 10))
-        target.end(Ended(f"req-{number}", 1e9), is_kept=True)
+    target = open_journal(tmp_path, max_bytes=400_000)
+    assert target.open(make_journal_spec("req-first"))
+    for number in range(3 * MAX_ENDED):
+        assert target.open(make_journal_spec(f"req-{number}", b"12345678" * 10))
+        target.end(RequestEnd(f"req-{number}", 1e9), is_kept=True)
         assert target.path.stat().st_size <= 400_000
     assert target.left_out == 0
     target.close()
-    expected = {f"req-{number}" for number in range(2 * MAX_KEPT, 3 * MAX_KEPT)} | {"req-first"}
-    assert set(found(tmp_path)) == expected
+    expected = {f"req-{number}" for number in range(2 * MAX_ENDED, 3 * MAX_ENDED)} | {"req-first"}
+    assert set(recovered(tmp_path)) == expected
 
 
 def test_ended_requests_make_room_for_those_in_flight(tmp_path: Path) -> None:
-    target = journal(tmp_path, max_bytes=20_000)
+    target = open_journal(tmp_path, max_bytes=20_000)
     for number in range(50):
-        assert target.open(opened(f"req-{number}", b"12345678" * 100))
-        target.end(Ended(f"req-{number}", 1e9), is_kept=True)
+        assert target.open(make_journal_spec(f"req-{number}", b"12345678" * 100))
+        target.end(RequestEnd(f"req-{number}", 1e9), is_kept=True)
     names = [f"req-now-{number}" for number in range(8)]
-    assert all(target.open(opened(name, b"12345678" * 100)) for name in names)
+    assert all(target.open(make_journal_spec(name, b"12345678" * 100)) for name in names)
     assert target.left_out == 0
     target.close()
-    assert set(found(tmp_path)) >= set(names)
+    assert set(recovered(tmp_path)) >= set(names)
 
 
 def test_what_is_damaged_in_the_file_is_not_taken_along(tmp_path: Path) -> None:
     """Of ended requests; of one in flight the record is in memory, and whole again in the new file."""
-    target = journal(tmp_path, max_bytes=16_384)
+    target = open_journal(tmp_path, max_bytes=16_384)
     for name in ("req-a", "req-b", "req-c"):
-        assert target.open(opened(name, name.encode() * 4))
-    target.end(Ended("req-a", 1e9), is_kept=True)
-    target.end(Ended("req-c", 1e9), is_kept=True)
+        assert target.open(make_journal_spec(name, name.encode() * 4))
+    target.end(RequestEnd("req-a", 1e9), is_kept=True)
+    target.end(RequestEnd("req-c", 1e9), is_kept=True)
     raw = bytearray(target.path.read_bytes())
     for _, value, end in list(parse(bytes(raw))):
-        if isinstance(value, Opened) and value.id in ("req-b", "req-c"):
+        if isinstance(value, RequestSpec) and value.id in ("req-b", "req-c"):
             raw[end - 5] ^= 1
     with target.path.open("r+b") as file:
         file.write(raw)
     size = target.path.stat().st_size
     while target.path.stat().st_size >= size:  # until it has been written anew
         size = target.path.stat().st_size
-        assert target.open(opened("req-d"))
-        target.end(Ended("req-d", 1e9, "ABANDONED"), is_kept=False)
+        assert target.open(make_journal_spec("req-d"))
+        target.end(RequestEnd("req-d", 1e9, "ABANDONED"), is_kept=False)
     target.close()
-    assert found(tmp_path) == {"req-a": Ended("req-a", 1e9), "req-b": None}
+    assert recovered(tmp_path) == {"req-a": RequestEnd("req-a", 1e9), "req-b": None}
 
 
 @pytest.mark.parametrize("code", ["", "TIMEOUT"])

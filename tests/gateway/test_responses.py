@@ -10,19 +10,19 @@ import pytest
 
 from pipeline.config.schema import ResponseCacheConfig
 from pipeline.protocol import messages as m
-from stages.gateway.endpoints.generation_request import GenerationRequest, Turn
-from stages.gateway.requests import response_cache
+from shm.pages import NUMERICS
+from stages.gateway.requests.generation_request import GenerationRequest, SessionTurn
+from stages.gateway.requests.output import SequenceOutput, output_of, restore_output
 from stages.gateway.requests.response_cache import (
     ENTRY_BYTES,
-    Line,
     ResponseCache,
-    ResponseKey,
     is_determined,
     key_of,
-    lines_of,
 )
-from stages.gateway.requests.state import RequestState, SequenceState
+from stages.gateway.requests.spec import RequestSpec, ResponseKey, SequenceSpec
+from stages.gateway.requests.state import SequencePhase
 from tests.gateway.peers import MODEL
+from tests.gateway.request_states import make_spec, make_state
 from tests.gateway.server import Server
 
 # ------------------------------------------------------------------ bounds and order
@@ -39,8 +39,8 @@ def name(i: int) -> ResponseKey:
     return ResponseKey(i.to_bytes(32, "big"))
 
 
-def line(text: str = "x", tokens: int = 3) -> Line:
-    return Line(bytes(4 * tokens), [], text, tokens, "stop", "")
+def line(text: str = "x", tokens: int = 3) -> SequenceOutput:
+    return SequenceOutput(bytes(4 * tokens), [], text, tokens, "stop", "")
 
 
 def make(**values: Any) -> tuple[ResponseCache, Clock]:
@@ -126,46 +126,32 @@ def test_an_entry_that_is_used_a_million_times_costs_no_memory() -> None:
 # ------------------------------------------------------------------ the key
 
 
-def record(sampling: dict[str, Any] | None = None, line: dict[str, Any] | None = None, **ask: Any) -> RequestState:
-    sampling = {"seed": 7, **(sampling or {})}
-    line = {
-        "prompt": b"\1\0\0\0\2\0\0\0",
-        "max_tokens": 10,
-        "stop_ids": (2,),
-        "prompt_index": 0,
-        "choice": 0,
-        **(line or {}),
-    }
-    made = GenerationRequest(endpoint="generate", model="", sampling=m.Sampling(**sampling), **{"seed": 7, **ask})
-    request = RequestState("req-1", made, MODEL, "t", 1e9)
-    request.sequences.append(
-        SequenceState(
-            request,
-            0,
-            line["prompt_index"],
-            line["choice"],
-            line["prompt"],
-            line["max_tokens"],
-            m.Sampling(**sampling),
-            line["stop_ids"],
-        )
-    )
-    return request
+def spec(
+    sampling: dict[str, Any] | None = None,
+    sequence: dict[str, Any] | None = None,
+    fields: dict[str, Any] | None = None,
+    **generation: Any,
+) -> RequestSpec:
+    """A request with a seed; `sampling`, `sequence`, `fields` and `generation` change parts of it."""
+    chosen = m.Sampling(**{"seed": 7, **(sampling or {})})
+    made = GenerationRequest(endpoint="generate", model="", sampling=chosen, **{"seed": 7, **generation})
+    prompt = {"prompt": b"\1\0\0\0\2\0\0\0", "max_tokens": 10, "stop_ids": (2,)}
+    return make_spec(generation=made, sampling=chosen, **{**prompt, **(sequence or {}), **(fields or {})})
 
 
-DIGEST = "ab" * 32
 CHANGED: dict[str, Callable[[], ResponseKey]] = {
-    "model": lambda: key_of(record(), "cd" * 32, "f16"),
-    "kv_type": lambda: key_of(record(), DIGEST, "int8"),
-    "prompt": lambda: key_of(record(line={"prompt": b"\1\0\0\0\3\0\0\0"}), DIGEST, "f16"),
-    "max_tokens": lambda: key_of(record(line={"max_tokens": 11}), DIGEST, "f16"),
-    "stop_ids": lambda: key_of(record(line={"stop_ids": ()}), DIGEST, "f16"),
-    "choice": lambda: key_of(record(line={"choice": 1}), DIGEST, "f16"),
-    "stop": lambda: key_of(record(stop=("a",)), DIGEST, "f16"),
-    "skip_special": lambda: key_of(record(skip_special=False), DIGEST, "f16"),
-    "cache_salt": lambda: key_of(record(cache_salt="s"), DIGEST, "f16"),
+    "model": lambda: key_of(spec(fields={"digest": "cd" * 32}), "f16"),
+    "numerics": lambda: key_of(spec(fields={"numerics": NUMERICS + 1}), "f16"),
+    "kv_type": lambda: key_of(spec(), "int8"),
+    "prompt": lambda: key_of(spec(sequence={"prompt": b"\1\0\0\0\3\0\0\0"}), "f16"),
+    "max_tokens": lambda: key_of(spec(sequence={"max_tokens": 11}), "f16"),
+    "stop_ids": lambda: key_of(spec(sequence={"stop_ids": ()}), "f16"),
+    "choice": lambda: key_of(spec(fields={"sequences": (SequenceSpec(0, 0, 1, 10, m.Sampling(seed=7), (2,)),)}), "f16"),
+    "stop": lambda: key_of(spec(stop=("a",)), "f16"),
+    "skip_special": lambda: key_of(spec(skip_special=False), "f16"),
+    "cache_salt": lambda: key_of(spec(cache_salt="s"), "f16"),
     **{
-        field: (lambda field=field, value=value: key_of(record({field: value}), DIGEST, "f16"))  # type: ignore[misc]
+        field: (lambda field=field, value=value: key_of(spec({field: value}), "f16"))  # type: ignore[misc]
         for field, value in {
             "seed": 8,
             "temperature": 0.5,
@@ -184,53 +170,50 @@ CHANGED: dict[str, Callable[[], ResponseKey]] = {
 }
 
 
-def test_every_sampling_parameter_is_looked_at() -> None:
+def test_the_key_covers_every_sampling_parameter() -> None:
     assert set(m.Sampling.__struct_fields__) <= set(CHANGED)
 
 
 @pytest.mark.parametrize("what", CHANGED)
-def test_whatever_determines_the_bytes_is_in_the_key(what: str) -> None:
-    assert CHANGED[what]() != key_of(record(), DIGEST, "f16")
+def test_the_key_contains_what_determines_the_bytes(what: str) -> None:
+    assert CHANGED[what]() != key_of(spec(), "f16")
 
 
-def test_another_arithmetic_gives_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = key_of(record(), DIGEST, "f16")
-    monkeypatch.setattr(response_cache, "NUMERICS", response_cache.NUMERICS + 1)
-    assert key_of(record(), DIGEST, "f16") != key
+def test_the_key_leaves_out_what_has_no_effect_on_the_bytes() -> None:
+    key = key_of(spec(), "f16")
+    other = spec(fields={"priority": 5, "deadline": 1.0, "name": "req-2"}, stream=True, speculate=4, include_usage=True)
+    assert key_of(other, "f16") == key
 
 
-def test_what_law_1_leaves_out_is_not_in_the_key() -> None:
-    key = key_of(record(), DIGEST, "f16")
-    other = record(stream=True, speculate=4, include_usage=True)
-    other.priority, other.deadline, other.id = 5, 1.0, "req-2"
-    assert key_of(other, DIGEST, "f16") == key
+def test_two_prompts_differ_from_one_joined_prompt() -> None:
+    joined = spec(sequence={"prompt": b"\1\0\0\0" * 4})
+    one = spec(sequence={"prompt": b"\1\0\0\0" * 2})
+    both = msgspec.structs.replace(one, sequences=one.sequences * 2)
+    assert key_of(both, "f16") != key_of(joined, "f16")
 
 
-def test_two_prompts_do_not_run_together() -> None:
-    both, joined = record(), record(line={"prompt": b"\1\0\0\0" * 4})
-    both.sequences = record(line={"prompt": b"\1\0\0\0" * 2}).sequences * 2
-    assert key_of(both, DIGEST, "f16") != key_of(joined, DIGEST, "f16")
-
-
-def test_at_temperature_0_no_seed_matters() -> None:
-    greedy = [record({"temperature": 0.0, "seed": seed}, seed=None) for seed in (1, 2)]
+def test_the_seed_has_no_effect_at_temperature_0() -> None:
+    greedy = [spec({"temperature": 0.0, "seed": seed}, seed=None) for seed in (1, 2)]
     assert all(map(is_determined, greedy))
-    assert key_of(greedy[0], DIGEST, "f16") == key_of(greedy[1], DIGEST, "f16")
-    assert not is_determined(record(seed=None))
-    assert is_determined(record())
-    turn = record(turn=Turn("sess", 1, 0))
-    assert not is_determined(turn)
+    assert key_of(greedy[0], "f16") == key_of(greedy[1], "f16")
+    assert not is_determined(spec(seed=None))
+    assert is_determined(spec())
+    assert not is_determined(spec(turn=SessionTurn("sess", 1, 0)))
 
 
-def test_what_is_kept_is_what_counts_of_a_sequence() -> None:
-    request = record()
-    (sequence,) = request.sequences
-    sequence.tokens, sequence.used, sequence.end = [1, 2, 3, 4], 3, 3
+def test_an_output_has_the_tokens_that_count_and_is_restored() -> None:
+    (sequence,) = make_state().sequences
+    sequence.tokens, sequence.n_used, sequence.n_emitted = [1, 2, 3, 4], 3, 3
     sequence.logprobs = [m.Logprob(-1.0, ())] * 4
-    sequence.text, sequence.finish, sequence.stop_string = ["a", "b"], "stop", "c"
-    (kept,) = lines_of(request)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(kept), type=Line) == kept
-    assert (len(kept.tokens), len(kept.logprobs), kept.text) == (12, 3, "ab")
+    sequence.text, sequence.finish_reason, sequence.stop_string = ["a", "b"], "stop", "c"
+    sequence.move(SequencePhase.FINISHED)
+    output = output_of(sequence)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=SequenceOutput) == output
+    assert (len(output.tokens), len(output.logprobs), output.text) == (12, 3, "ab")
+    (other,) = make_state().sequences
+    restore_output(other, output)
+    assert output_of(other) == output
+    assert other.phase is SequencePhase.FINISHED
 
 
 # ------------------------------------------------------------------ a real gateway

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 
 from pipeline.errors import StarlingError
 from pipeline.protocol import messages as m
-from stages.gateway.endpoints.generation_request import GenerationRequest
+from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.sessions import Sessions
-from stages.gateway.requests.state import Outcome, RequestState, SequenceState
+from stages.gateway.requests.state import Outcome, RequestState
 from stages.kv.sessions.model_sessions import answer
 from tests.gateway.kv_peer import MAX_SESSIONS, KvPeer, open_sessions
 from tests.gateway.peers import EOS, MODEL, output
+from tests.gateway.request_states import make_state
 from tests.gateway.server import Server
 
 ME = b"me"
@@ -41,7 +42,7 @@ class World:
         self.to_kv: list[m.Frame] = []
         self.to_gateway: list[m.Frame] = []
         self.ended: list[RequestState] = []
-        self.relay = Relay(lambda frame: True, lambda: 0.0, self._on_end, lambda r: self.sessions.finish(r))
+        self.relay = Relay(lambda frame: True, lambda: 0.0, self._on_end, lambda r: self.sessions.commit(r))
         self.sessions = Sessions(self.relay, self._send)
         self.is_up = False
         self.kv_comes()
@@ -85,17 +86,15 @@ class World:
         self.sessions.tick()
 
     def request(self, ask: GenerationRequest, prompt: tuple[int, ...], number: int) -> RequestState:
-        request = RequestState(f"req-{number}", ask, MODEL, "t", 1e9)
-        line = SequenceState(request, 0, 0, 0, array("i", prompt).tobytes(), 50, m.Sampling(), (EOS,))
-        request.sequences.append(line)
-        self.sessions.open(request)
+        request = make_state(f"req-{number}", ask, tenant="t", prompt=array("i", prompt).tobytes())
+        self.sessions.bind(request)
         self.relay.open(request)
         return request
 
     def finish(self, request: RequestState, tokens: list[int]) -> None:
         (line,) = request.sequences
         if request.outcome is Outcome.OPEN and not line.is_over:
-            line.tokens, line.end = list(tokens), len(tokens)
+            line.tokens, line.n_emitted = list(tokens), len(tokens)
             self.relay._finish(line, len(tokens))
 
 
@@ -167,7 +166,7 @@ def test_every_finished_turn_is_held_and_no_other(steps: list[str]) -> None:
             await asyncio.sleep(0)
         world.settle()
         assert world.sessions._busy == {}
-        assert world.sessions._asked == {}
+        assert world.sessions._pending == {}
         (kept,) = [list(s.tokens) for s in world.kv.all()] or [[]]
         assert kept in (held, doubtful)
         assert all(not s.holder for s in world.kv.all())

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from pipeline.errors import StarlingError
-from pipeline.protocol.messages import Sampling
 from stages.gateway.endpoints import chat
 from stages.gateway.http.sinks import MAX_BACKLOG_BYTES, EventStream
-from stages.gateway.requests.state import RequestState, SequenceState
+from stages.gateway.requests.state import RequestState
+from tests.gateway.request_states import make_state
 
 
 class Transport:
@@ -30,9 +30,7 @@ class Transport:
 
 def make(n: int = 1) -> tuple[EventStream, RequestState, list[str]]:
     ask = chat.read({"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True, "n": n})
-    request = RequestState("req-1", ask, "m", "default", 1e9)
-    for choice in range(n):
-        request.sequences.append(SequenceState(request, choice, 0, choice, b"1234", 9, Sampling(), ()))
+    request = make_state("req-1", ask, model="m", max_tokens=9, stop_ids=())
     dropped: list[str] = []
     return EventStream(request, chat.ChatFormatter(request, {}), dropped.append), request, dropped
 

@@ -22,7 +22,7 @@ def test_a_question_waits_for_its_way() -> None:
         service = Service(Config(models=(ModelConfig(name="m", path="m.gguf"),)), lambda frame: True, send)
         # It is up as far as anybody knows, and has just died.
         service.on_tokenizer_up(m.Hello("tokenizer", 1, 1, 1))
-        asked = asyncio.create_task(service.questions.encode("m", "x"))
+        asked = asyncio.create_task(service.tokenizer.encode("m", "x"))
         await asyncio.sleep(0)
         service.tick(None, None)
         assert not sent

@@ -25,10 +25,11 @@ from pipeline.errors import StarlingError
 from pipeline.models import versions
 from pipeline.models.versions import ModelVersion, Outcome
 from pipeline.protocol import messages as m
+from stages.gateway.admission import admit
 from stages.gateway.endpoints import generate
 from stages.gateway.requests import recovery
-from stages.gateway.requests.event_cursor import FanOutSink
 from stages.gateway.requests.journal import Journal
+from stages.gateway.requests.readers import FanOutSink
 from stages.gateway.service import Service
 from stages.gateway.versions.catalog import VersionCatalog
 from stages.gateway.versions.loader import Loader
@@ -72,7 +73,7 @@ class Versions(RuleBasedStateMachine):
         self._tell()
 
     def teardown(self) -> None:
-        recovery.NUMERICS = shm.pages.NUMERICS
+        recovery.NUMERICS = admit.NUMERICS = shm.pages.NUMERICS
         self.journal.close()
         self.loop.close()
         shutil.rmtree(self.home)
@@ -92,7 +93,7 @@ class Versions(RuleBasedStateMachine):
             clock=lambda: self.now,
             journal=self.journal,
             wall=lambda: 1e9 + self.now,
-            instances=self.instances,
+            catalog=self.instances,
         )
         self.loader = Loader(self.service, wall=lambda: 1e9 + self.now)
         for stage in ("tokenizer", "scheduler"):
@@ -115,12 +116,12 @@ class Versions(RuleBasedStateMachine):
                 pieces=b"abcdefghi",
                 piece_ends=array("I", range(1, 10)).tobytes(),
             )
-            self.service.on_description(one.id, described)
+            self.service.loaded.on_description(one.id, described)
             states.append(m.ModelState(one.id, digest, True, "", 0, 0, 8))
         self.service.on_scheduler(m.SchedulerState(states))
         beat = m.Heartbeat("x", 1, int(self.now * 10), False, True)
-        self.service.tokenizer.beat(beat)
-        self.service.scheduler.beat(beat)
+        self.service.readiness.tokenizer.beat(beat)
+        self.service.readiness.scheduler.beat(beat)
 
     def _to_scheduler(self, frame: m.Frame) -> bool:
         if isinstance(frame, m.Submit):
@@ -147,15 +148,15 @@ class Versions(RuleBasedStateMachine):
         async def admit() -> None:
             ask = generate.read({"prompt": [1, 2, 3], "max_tokens": TOKENS, "seed": seed, "stream": True})
             try:
-                request = await self.service.admit(ask, CALLER, self.now)
+                request = await self.service.admission.admit(ask, CALLER, self.now)
             except StarlingError as error:
                 refusals.append(error.code)
                 return
             serving = self.instances.serving(NAME)
             assert serving is not None
-            assert request.instance == serving.id
+            assert request.spec.version == serving.id
             request.sink = FanOutSink()
-            self.service.open(request)
+            self.service.lifecycle.start(request)
 
         refusals: list[str] = []
         self._tell()
@@ -205,7 +206,7 @@ class Versions(RuleBasedStateMachine):
             assert serving.id == new.id
         else:
             self.instances.drop(new.id, Outcome(new.change, new.op, NAME, code="INFERENCE"))
-            self.service.forget(new.id)
+            self.service.loaded.forget(new.id)
             assert self.instances.serving(NAME) == before
         assert self.instances.outcome(new.change) is not None
 
@@ -248,7 +249,7 @@ class Versions(RuleBasedStateMachine):
         self.running.clear()
         versions.table_path(self.config).unlink(missing_ok=True)
         self.files = {NAME: digest}
-        self.numerics = recovery.NUMERICS = numerics
+        self.numerics = recovery.NUMERICS = admit.NUMERICS = numerics
         self._gateway()
         if not late:
             self._tell()
@@ -267,7 +268,7 @@ class Versions(RuleBasedStateMachine):
     def who_is_in_use_is_there(self) -> None:
         if hasattr(self, "instances"):
             for request in self.service.relay.requests.values():
-                assert self.instances.get(request.instance) is not None
+                assert self.instances.get(request.spec.version) is not None
             for name, (instance, _) in self.running.items():
                 assert (self.files[instance], self.numerics) == self.begun_on[name]
 

@@ -6,11 +6,11 @@ import pytest
 
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.protocol import messages as m
-from stages.gateway.endpoints.generation_request import GenerationRequest
-from stages.gateway.requests.event_cursor import FanOutSink
-from stages.gateway.requests.state import Outcome, RequestState
+from stages.gateway.requests.readers import FanOutSink
+from stages.gateway.requests.state import Outcome
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.service import Service
+from tests.gateway.request_states import make_state
 
 
 @pytest.fixture
@@ -21,12 +21,11 @@ def service() -> Service:
 def describe(service: Service, instance: str, tokenizer: str, bare: bool = False) -> None:
     table = {} if bare else {"pieces": b"x", "piece_ends": b"\1\0\0\0"}
     described = m.Described("", instance, "ab" * 32, 1, 64, (), True, tokenizer=tokenizer, **table)
-    service.on_description(instance, described)
+    service.loaded.on_description(instance, described)
 
 
 def answer(service: Service, instance: str, tokenizer: str) -> None:
-    request = RequestState("req-1", GenerationRequest(endpoint="generate", model="m"), "m", "t", 1e9, instance=instance)
-    request.tokenizer = tokenizer
+    request = make_state(model="m", version=instance, tokenizer=tokenizer, sequences=())
     request.sink = FanOutSink()
     service.relay.open(request)
     service.relay.complete(request)
@@ -38,11 +37,11 @@ def test_versions_that_never_answered_leave_nothing(service: Service) -> None:
     answer(service, "m", "a")
     for instance, tokenizer in (("m@1", "b"), ("m@2", "c"), ("m@3", "d")):
         describe(service, instance, tokenizer)
-    service.forget("m@1")
-    service.forget("m@2")
-    assert list(service.relay.pieces) == ["a", "d"]
-    service.forget("m")
-    assert list(service.relay.pieces) == ["a", "d"], "answers in it are still kept"
+    service.loaded.forget("m@1")
+    service.loaded.forget("m@2")
+    assert list(service.relay.vocabularies) == ["a", "d"]
+    service.loaded.forget("m")
+    assert list(service.relay.vocabularies) == ["a", "d"], "answers in it are still kept"
 
 
 def test_the_vocabularies_used_last_are_kept(service: Service) -> None:
@@ -51,32 +50,32 @@ def test_the_vocabularies_used_last_are_kept(service: Service) -> None:
         answer(service, f"m@{i}", f"v{i}")
     answer(service, "m@0", "v0")
     for i in range(5):
-        service.forget(f"m@{i}")
-    assert list(service.relay.pieces) == ["v4", "v0"]
+        service.loaded.forget(f"m@{i}")
+    assert list(service.relay.vocabularies) == ["v4", "v0"]
 
 
 def test_versions_share_a_vocabulary(service: Service) -> None:
     describe(service, "m", "a")
-    pieces = service.relay.pieces["a"]
+    pieces = service.relay.vocabularies["a"]
     describe(service, "m@1", "a", bare=True)
-    service.forget("m")
-    assert service.relay.pieces["a"] is pieces
-    assert service.described["m@1"].pieces == b""
+    service.loaded.forget("m")
+    assert service.relay.vocabularies["a"] is pieces
+    assert service.loaded.described["m@1"].pieces == b""
 
 
 def test_a_vocabulary_that_went_while_its_version_was_described_is_asked_for_again(service: Service) -> None:
     describe(service, "m", "a")
-    service.forget("m")
+    service.loaded.forget("m")
     describe(service, "m@1", "a", bare=True)
-    assert "m@1" not in service.described
+    assert "m@1" not in service.loaded.described
     describe(service, "m@1", "a")
-    assert service.described["m@1"].tokenizer == "a"
-    assert service.relay.pieces["a"]
+    assert service.loaded.described["m@1"].tokenizer == "a"
+    assert service.relay.vocabularies["a"]
 
 
 def test_a_reader_that_waits_for_a_vocabulary_gets_it(service: Service) -> None:
-    waited = [service.relay.pieces.setdefault(name, TokenBytes()) for name in ("a", "b", "c", "d")]
+    waited = [service.relay.vocabularies.setdefault(name, TokenBytes()) for name in ("a", "b", "c", "d")]
     describe(service, "m", "z")
-    service.forget("m")
+    service.loaded.forget("m")
     describe(service, "m@1", "a")
     assert waited[0].get(0) == b"x"

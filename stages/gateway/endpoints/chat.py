@@ -12,14 +12,14 @@ from pipeline.api.generation_fields import (
     read_stream_options,
 )
 from pipeline.errors import InvalidRequest
-from stages.gateway.endpoints.generation_request import (
+from stages.gateway.endpoints.openai_formatter import OpenAIFormatter
+from stages.gateway.endpoints.response_formatter import finite_logprob, token_text
+from stages.gateway.requests.generation_request import (
     GenerationRequest,
     check_combination,
     common_arguments,
     with_logprobs,
 )
-from stages.gateway.endpoints.openai_formatter import OpenAIFormatter
-from stages.gateway.endpoints.response_formatter import finite_logprob, token_text
 from stages.gateway.requests.state import SequenceState
 
 MAX_MESSAGES = 4096
@@ -188,7 +188,7 @@ class ChatFormatter(OpenAIFormatter):
         content = []
         for token, logprob in zip(sequence.tokens[begin:end], sequence.logprobs[begin:end]):
             entry = self._token_logprob(token, logprob.logprob)
-            top = logprob.top[: self._request.ask.top_logprobs]
+            top = logprob.top[: self._request.spec.generation.top_logprobs]
             entry["top_logprobs"] = [self._token_logprob(t, p) for t, p in top]
             content.append(entry)
         return {"content": content, "refusal": None}

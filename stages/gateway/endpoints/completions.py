@@ -13,15 +13,15 @@ from pipeline.api.generation_fields import (
     read_stream_options,
 )
 from pipeline.errors import InvalidRequest
-from stages.gateway.endpoints.generation_request import (
+from stages.gateway.endpoints.openai_formatter import OpenAIFormatter
+from stages.gateway.endpoints.response_formatter import finite_logprob, token_key
+from stages.gateway.requests.generation_request import (
     GenerationRequest,
     TextOrIds,
     check_combination,
     common_arguments,
     with_logprobs,
 )
-from stages.gateway.endpoints.openai_formatter import OpenAIFormatter
-from stages.gateway.endpoints.response_formatter import finite_logprob, token_key
 from stages.gateway.requests.state import RequestState, SequenceState
 from stages.gateway.requests.token_bytes import TokenBytes
 
@@ -117,7 +117,7 @@ class CompletionFormatter(OpenAIFormatter):
         self._offsets = [0] * len(request.sequences)  # characters of the tokens so far, for text_offset
 
     def _opening_part(self, sequence: SequenceState) -> dict[str, Any] | None:
-        return self._text_part(sequence, self._echo(sequence)) if self._request.ask.echo else None
+        return self._text_part(sequence, self._echo(sequence)) if self._request.spec.generation.echo else None
 
     def _text_part(self, sequence: SequenceState, text: str) -> dict[str, Any]:
         return {"text": text, "index": sequence.index}
@@ -129,7 +129,7 @@ class CompletionFormatter(OpenAIFormatter):
         return self._text_part(sequence, self._echo(sequence) + "".join(sequence.text))
 
     def _echo(self, sequence: SequenceState) -> str:
-        return self._request.echoes[sequence.prompt_index] if self._request.ask.echo else ""
+        return self._request.spec.echoes[sequence.spec.prompt_index] if self._request.spec.generation.echo else ""
 
     def _logprobs(self, sequence: SequenceState, begin: int, end: int) -> dict[str, Any]:
         """Return OpenAI's four parallel lists; a token that is not UTF-8 is named by its bytes."""

@@ -53,14 +53,14 @@ from pipeline.api.generation_fields import (
 from pipeline.api.json_body import to_json
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import MAX_SESSION_ID
-from stages.gateway.endpoints.generation_request import (
+from stages.gateway.endpoints.response_formatter import finite_logprob, token_text, usage
+from stages.gateway.requests.generation_request import (
     GenerationRequest,
     TextOrIds,
     check_combination,
     common_arguments,
     with_logprobs,
 )
-from stages.gateway.endpoints.response_formatter import finite_logprob, token_text, usage
 from stages.gateway.requests.state import RequestState, SequenceState
 from stages.gateway.requests.token_bytes import TokenBytes
 
@@ -143,12 +143,12 @@ class GenerateFormatter:
         self._header = {
             "id": request.id,
             "object": "generation",
-            "created": request.created,
-            "model": request.model,
-            "seed": request.seed,
+            "created": request.spec.created,
+            "model": request.spec.model,
+            "seed": request.spec.seed,
         }
-        if request.ask.turn is not None:
-            self._header["session_id"] = request.ask.turn.session
+        if request.spec.generation.turn is not None:
+            self._header["session_id"] = request.spec.generation.turn.session
 
     def opening_events(self) -> list[bytes]:
         """See `ResponseFormatter`."""
@@ -173,7 +173,7 @@ class GenerateFormatter:
         return to_json(
             {
                 "index": sequence.index,
-                "finish_reason": sequence.finish,
+                "finish_reason": sequence.finish_reason,
                 "stop_string": sequence.stop_string or None,
             }
         )
@@ -189,10 +189,10 @@ class GenerateFormatter:
             {
                 "index": s.index,
                 "text": "".join(s.text),
-                "tokens": s.tokens[: s.end],
-                "finish_reason": s.finish,
+                "tokens": s.tokens[: s.n_emitted],
+                "finish_reason": s.finish_reason,
                 "stop_string": s.stop_string or None,
-                "logprobs": self._logprobs(s, 0, s.end) if request.ask.logprobs else None,
+                "logprobs": self._logprobs(s, 0, s.n_emitted) if request.spec.generation.logprobs else None,
             }
             for s in request.sequences
         ]

@@ -31,14 +31,14 @@ class OpenAIFormatter(ABC):
         self._request = request
         self._vocabulary = vocabulary
         self._header = {
-            "id": f"{self.ID_PREFIX}{request.hex}",
+            "id": f"{self.ID_PREFIX}{request.spec.hex}",
             "object": self.EVENT_OBJECT,
-            "created": request.created,
-            "model": request.model,
-            "system_fingerprint": request.fingerprint,
+            "created": request.spec.created,
+            "model": request.spec.model,
+            "system_fingerprint": request.spec.fingerprint,
         }
         # With include_usage every event but the last has a usage of null.
-        self._trailer = {"usage": None} if request.ask.include_usage else {}
+        self._trailer = {"usage": None} if request.spec.generation.include_usage else {}
         self._text_events = [
             _split(self._event(self._text_part(s, _TEXT), _LOGPROBS), _TEXT, _LOGPROBS) for s in request.sequences
         ]
@@ -83,11 +83,11 @@ class OpenAIFormatter(ABC):
 
     def finish_event(self, sequence: SequenceState) -> bytes:
         """See `ResponseFormatter`."""
-        return to_json(self._event(self._finish_part(sequence), finish=sequence.finish))
+        return to_json(self._event(self._finish_part(sequence), finish=sequence.finish_reason))
 
     def closing_events(self) -> list[bytes]:
         """See `ResponseFormatter`. With include_usage one event has the usage and no choices."""
-        if not self._request.ask.include_usage:
+        if not self._request.spec.generation.include_usage:
             return []
         return [to_json({**self._header, "choices": [], "usage": usage(self._request)})]
 
@@ -97,8 +97,8 @@ class OpenAIFormatter(ABC):
         choices = [
             {
                 **self._whole_part(s),
-                "logprobs": self._logprobs(s, 0, s.end) if request.ask.logprobs else None,
-                "finish_reason": s.finish,
+                "logprobs": self._logprobs(s, 0, s.n_emitted) if request.spec.generation.logprobs else None,
+                "finish_reason": s.finish_reason,
             }
             for s in request.sequences
         ]

@@ -7,11 +7,11 @@ from aiohttp import web
 from pipeline.config.schema import Config
 from pipeline.errors import Forbidden
 from stages.gateway.admin import Admin
+from stages.gateway.endpoints.session_close import read_close
 from stages.gateway.http import model_endpoints, probes, text_endpoints, token_endpoints
 from stages.gateway.http.context import CALLER, SERVICE, Handler, json_response
 from stages.gateway.http.middleware import make_header_setter, make_middleware
 from stages.gateway.http.request_body import read_body
-from stages.gateway.requests.sessions import read_close
 from stages.gateway.service import Service
 
 
@@ -49,7 +49,7 @@ async def _close_session(request: web.Request) -> web.Response:
     """POST /v1/session/close."""
     service = request.app[SERVICE]
     name, session_id = read_close(await read_body(request, service.config))
-    model = service.model_name(name)
+    model = service.catalog.resolve(name)
     await service.sessions.close(model, request[CALLER].tenant, session_id)
     return json_response({"model": model, "session_id": session_id, "closed": True})
 

@@ -84,7 +84,7 @@ def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamRespo
 
     async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = "starling"
-        if request.app[SERVICE].is_leaving:
+        if request.app[SERVICE].readiness.is_handing_over:
             response.force_close()
             response.headers["Connection"] = "close"
         if name := request_id(request):
@@ -126,13 +126,13 @@ def _log_request(request: web.Request, endpoint: str, status: int, took: float, 
         begun = state.first_token_at
         fields |= {
             "id": state.id,
-            "model": state.model,
+            "model": state.spec.model,
             "prompt_tokens": state.prompt_tokens,
             "cached_tokens": state.cached_tokens,
             "completion_tokens": state.completion_tokens,
             "first_token_ms": round((begun - state.started_at) * 1000, 1) if begun else None,
             "finish": state.outcome.value,
-            "session_id": state.ask.turn.session if state.ask.turn else None,
+            "session_id": state.spec.generation.turn.session if state.spec.generation.turn else None,
         }
     if error is not None:
         fields |= {"error": error.code, "reason": error.message}

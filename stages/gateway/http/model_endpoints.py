@@ -14,14 +14,14 @@ from stages.gateway.service import Service
 async def list_models(request: web.Request) -> web.Response:
     """GET /v1/models."""
     service = request.app[SERVICE]
-    return json_response({"object": "list", "data": [_model_object(service, name) for name in service.instances.names]})
+    return json_response({"object": "list", "data": [_model_object(service, name) for name in service.catalog.names]})
 
 
 async def get_model(request: web.Request) -> web.Response:
     """GET /v1/models/ID."""
     service = request.app[SERVICE]
     name = request.match_info["id"]
-    if name not in service.instances.names:
+    if name not in service.catalog.names:
         raise ModelNotFound(f"there is no model {name[:200]!r}; GET /v1/models lists them", "model")
     return json_response(_model_object(service, name))
 
@@ -34,18 +34,18 @@ async def redirect_engines(request: web.Request) -> web.Response:
 
 
 def _model_object(service: Service, name: str) -> dict[str, Any]:
-    instance = service.instances.serving(name)
-    described = service.described.get(instance.id) if instance is not None else None
+    instance = service.catalog.serving(name)
+    described = service.loaded.described.get(instance.id) if instance is not None else None
     body: dict[str, Any] = {
         "id": name,
         "object": "model",
         "created": described.created if described else 0,
         "owned_by": "starling",
-        "ready": not service.problem(name),
+        "ready": not service.readiness.problem(name),
     }
     if described is not None and instance is not None:
         body |= {
-            "context_length": service.bounds(instance).context,
+            "context_length": service.loaded.bounds(instance).context,
             "vocab_size": described.vocab_size,
             "architecture": described.architecture,
             "parameters": described.parameters,

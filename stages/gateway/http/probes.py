@@ -11,12 +11,12 @@ from stages.gateway.http.context import SERVICE, json_response
 async def health(request: web.Request) -> web.Response:
     """GET /health: the gateway process responds. Whether the server can take requests is in /ready."""
     service = request.app[SERVICE]
-    return json_response(service.metrics.health("draining" if service.is_draining else "healthy"))
+    return json_response(service.metrics.health("draining" if service.readiness.is_stopping else "healthy"))
 
 
 async def ready(request: web.Request) -> web.Response:
     """GET /ready: 200 if the server can take a request, otherwise 503 with the reason."""
-    report = request.app[SERVICE].readiness()
+    report = request.app[SERVICE].readiness.report(request.app[SERVICE].in_flight.count)
     return json_response(report, 200 if report["ready"] else 503)
 
 

@@ -88,7 +88,7 @@ class EventStream:
     def ended(self, sequence: SequenceState) -> None:
         """Add the event with the finish reason."""
         self._open()
-        self._reach(sequence, sequence.end, ENDED)
+        self._reach(sequence, sequence.n_emitted, ENDED)
         self._event(self._formatter.finish_event(sequence))
 
     def finished(self) -> None:
@@ -140,7 +140,7 @@ class EventStream:
             self.begun.set_result(None)
         for sequence in request.sequences:
             if not places:
-                if sequence.end or sequence.text_length or sequence.is_flushed:
+                if sequence.n_emitted or sequence.text_length or sequence.is_flushed:
                     self._resume_sequence(sequence, ChoiceCursor(0), 0)
             else:
                 self._resume_sequence(sequence, places[sequence.index], received[sequence.index])
@@ -154,16 +154,16 @@ class EventStream:
 
     def _resume_sequence(self, sequence: SequenceState, place: ChoiceCursor, received: int) -> None:
         text = "".join(sequence.text)
-        begin = min(place.tokens, sequence.end) if place.level == TOKENS else sequence.end
+        begin = min(place.tokens, sequence.n_emitted) if place.level == TOKENS else sequence.n_emitted
         received = received if place.level == TOKENS else len(text)
         self._reach(sequence, begin, place.level)
         if begin or received:
             self._formatter.text_event(
                 sequence, text[:received], 0, begin
             )  # not sent: updates the formatter's counters
-        if sequence.end > begin or len(text) > received:
-            self.text(sequence, text[received:], begin, sequence.end)
-        if sequence.state is SequencePhase.FINISHED and place.level < ENDED:
+        if sequence.n_emitted > begin or len(text) > received:
+            self.text(sequence, text[received:], begin, sequence.n_emitted)
+        if sequence.phase is SequencePhase.FINISHED and place.level < ENDED:
             self.ended(sequence)
 
     def attach(self, transport: asyncio.WriteTransport, is_chunked: bool) -> None:

@@ -20,12 +20,12 @@ from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.config.schema import Config
 from pipeline.errors import Conflict, InvalidRequest
 from stages.gateway.endpoints import chat, completions, generate
-from stages.gateway.endpoints.generation_request import GenerationRequest
 from stages.gateway.endpoints.response_formatter import ResponseFormatter
 from stages.gateway.http.context import CALLER, CLIENT_ID, SERVICE, STARTED_AT, STATE, Handler
 from stages.gateway.http.request_body import read_body
 from stages.gateway.http.sinks import EventStream, WholeResponse
 from stages.gateway.requests.event_cursor import EventCursor, parse_event_cursor
+from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.state import Outcome, RequestState
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.service import Service
@@ -55,30 +55,26 @@ def text_handler(endpoint: TextEndpoint, config: Config, service: Service) -> Ha
     """Return the handler of `endpoint`; with a `Last-Event-ID` it resumes a request instead of starting one."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        if mark := _last_event_id(request):
-            state = service.find(mark.request, request[CALLER].tenant, mark)
-            if state.ask.endpoint != endpoint.name:
+        if cursor := _last_event_id(request):
+            state = service.resumer.find(cursor.request, request[CALLER].tenant, cursor)
+            if state.spec.generation.endpoint != endpoint.name:
                 raise InvalidRequest(
                     f"Last-Event-ID names a request of another endpoint; use GET /v1/requests/{state.id}",
                     "Last-Event-ID",
                 )
-            return await _resume(request, service, state, mark)
-        service.refuse_new()
-        service.in_flight += 1
-        try:
+            return await _resume(request, service, state, cursor)
+        with service.admission.slot():
             generation = endpoint.read(await read_body(request, config))
-            state = await service.admit(generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID])
+            state = await service.admission.admit(generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID])
             request[STATE] = state
             formatter = _formatter(service, state)
             sink = _event_stream(request, state, formatter) if generation.stream else WholeResponse()
             state.sink = sink
-            service.open(state)
+            service.lifecycle.start(state)
             try:
                 return await _respond(request, sink, formatter)
             finally:
-                service.recovery.leave(state, sink)  # no effect unless the client has disconnected
-        finally:
-            service.in_flight -= 1
+                service.readers.leave(state, sink)  # no effect unless the client has disconnected
 
     return handle
 
@@ -86,12 +82,12 @@ def text_handler(endpoint: TextEndpoint, config: Config, service: Service) -> Ha
 async def get_request(request: web.Request) -> web.StreamResponse:
     """GET /v1/requests/ID: the response of an earlier request, a stream from `Last-Event-ID` on."""
     service = request.app[SERVICE]
-    mark = _last_event_id(request)
+    cursor = _last_event_id(request)
     name = request.match_info["id"]
-    if mark is not None and mark.request != name:
-        raise InvalidRequest(f"Last-Event-ID is of request {mark.request}, not of this one", "Last-Event-ID")
-    state = service.find(name, request[CALLER].tenant, mark)
-    return await _resume(request, service, state, mark)
+    if cursor is not None and cursor.request != name:
+        raise InvalidRequest(f"Last-Event-ID is of request {cursor.request}, not of this one", "Last-Event-ID")
+    state = service.resumer.find(name, request[CALLER].tenant, cursor)
+    return await _resume(request, service, state, cursor)
 
 
 def _last_event_id(request: web.Request) -> EventCursor | None:
@@ -100,16 +96,16 @@ def _last_event_id(request: web.Request) -> EventCursor | None:
 
 
 async def _resume(
-    request: web.Request, service: Service, state: RequestState, mark: EventCursor | None
+    request: web.Request, service: Service, state: RequestState, cursor: EventCursor | None
 ) -> web.StreamResponse:
-    """Add a sink to a request, from `mark` on. A request that was not streamed has one whole response."""
+    """Add a sink to a request, from `cursor` on. A request that was not streamed has one whole response."""
     request[STATE] = state
     formatter = _formatter(service, state)
 
     def make_sink(received: list[int]) -> EventStream | WholeResponse:
-        if state.ask.stream:
+        if state.spec.generation.stream:
             stream = _event_stream(request, state, formatter)
-            stream.resume(state, mark.places if mark is not None else (), received)
+            stream.resume(state, cursor.choices if cursor is not None else (), received)
             return stream
         whole = WholeResponse()
         if state.outcome is Outcome.FINISHED:
@@ -118,24 +114,21 @@ async def _resume(
             whole.failed(state.error)
         return whole
 
-    service.in_flight += 1
-    try:
-        sink = await service.take_up(state, mark, make_sink)
+    with service.in_flight.counted():
+        sink = await service.resumer.resume(state, cursor, make_sink)
         try:
             return await _respond(request, sink, formatter)
         finally:
-            service.recovery.leave(state, sink)
-    finally:
-        service.in_flight -= 1
+            service.readers.leave(state, sink)
 
 
 def _formatter(service: Service, state: RequestState) -> ResponseFormatter:
     """Return the formatter of a request. Raises `Conflict` if the vocabulary that its logprobs need is gone."""
-    endpoint = next(e for e in TEXT_ENDPOINTS if e.name == state.ask.endpoint)
-    pieces = service.relay.pieces.setdefault(state.vocabulary, TokenBytes())
-    if not pieces and state.outcome is Outcome.FINISHED and any(s.logprobs for s in state.sequences):
+    endpoint = next(e for e in TEXT_ENDPOINTS if e.name == state.spec.generation.endpoint)
+    vocabulary = service.relay.vocabularies.setdefault(state.spec.vocabulary, TokenBytes())
+    if not vocabulary and state.outcome is Outcome.FINISHED and any(s.logprobs for s in state.sequences):
         raise Conflict(f"the logprobs of {state.id} cannot be formatted: its vocabulary is no longer loaded")
-    return endpoint.formatter(state, pieces)
+    return endpoint.formatter(state, vocabulary)
 
 
 def _event_stream(request: web.Request, state: RequestState, formatter: ResponseFormatter) -> EventStream:

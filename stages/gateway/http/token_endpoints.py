@@ -8,22 +8,20 @@ from aiohttp import web
 
 from pipeline.api.generation_fields import MAX_PROMPT_IDS
 from pipeline.api.json_body import CONTENT_TYPE
+from stages.gateway.admission.prompts import check_range
 from stages.gateway.endpoints.tokenize import read_detokenize, read_tokenize, tokenize_response
 from stages.gateway.http.context import SERVICE, json_response
 from stages.gateway.http.request_body import read_body
-from stages.gateway.requests.prompts import check_range
 
 
 async def tokenize(request: web.Request) -> web.Response:
     """POST /v1/tokenize: the token ids of a text."""
     service = request.app[SERVICE]
-    service.refuse_new()
-    service.in_flight += 1
-    try:
+    with service.admission.slot():
         body = read_tokenize(await read_body(request, service.config))
-        model = service.model_name(body.model)
-        with service.using(model) as instance:
-            encoded = await service.questions.encode(
+        model = service.catalog.resolve(body.model)
+        with service.admission.serving_version(model) as instance:
+            encoded = await service.tokenizer.encode(
                 instance.id,
                 body.text,
                 add_bos=body.add_bos,
@@ -35,23 +33,17 @@ async def tokenize(request: web.Request) -> web.Response:
         for part in tokenize_response(model, encoded):
             slices.append(part)
             await asyncio.sleep(0)  # let other requests run
-    finally:
-        service.in_flight -= 1
     return web.Response(body=b"".join(slices), content_type=CONTENT_TYPE)
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """POST /v1/detokenize: the text of token ids."""
     service = request.app[SERVICE]
-    service.refuse_new()
-    service.in_flight += 1
-    try:
+    with service.admission.slot():
         body = read_detokenize(await read_body(request, service.config))
-        model = service.model_name(body.model)
-        with service.using(model) as instance:
-            described = await service.describe(instance)
+        model = service.catalog.resolve(body.model)
+        with service.admission.serving_version(model) as instance:
+            described = await service.readiness.describe(instance)
             check_range(body.tokens, "tokens[{}]", "tokens", described.vocab_size)
-            text = await service.questions.decode(instance.id, body.tokens, skip_special=body.skip_special)
-    finally:
-        service.in_flight -= 1
+            text = await service.tokenizer.decode(instance.id, body.tokens, skip_special=body.skip_special)
     return json_response({"model": model, "text": text})

@@ -1,18 +1,18 @@
-"""The journal of requests in flight: what a gateway that is killed leaves to its successor.
+"""The journal of requests in flight: what a killed gateway leaves to its successor.
 
     file     magic (8 bytes), records
     record   length u32, kind u32, XXH3-64 of (length, kind, payload), payload
-    kind 1   msgpack of `Opened`: written before the request's sequences are submitted
-    kind 2   msgpack of `Ended`: it will not be begun again, unless somebody asks for its answer
+    kind 1   msgpack of `RequestSpec`: written before the request's sequences are submitted
+    kind 2   msgpack of `RequestEnd`: the request is not started again unless a client asks for its answer
 
-Tokens are not in it: the answer is determined, so it is generated again from what is here.  A record is
-with the kernel when `open` returns, and outlives any process; `sync` makes it outlive the machine's power.
-What a crash or a bad disk has left is recognised by length and checksum: everything before the first
-damage is believed, nothing from there on.  Ended requests go when the file is rewritten: at its bound, and
-at every start; the new file takes the old one's place by a rename.  Never fatal: a full disk or a full
-journal leaves a request out of it, and that is counted.
+The journal has no tokens: an answer is determined by its `RequestSpec`, so it is generated again from that. When
+`open` returns, the kernel has the record, and it survives the death of any process; `sync` makes it survive a power
+failure. Length and checksum reveal what a crash or a bad disk has damaged: records before the first damage count,
+everything after it is dropped. The file is rewritten, without expired requests, when it reaches its bound and at
+every start; the new file replaces the old one by a rename. The journal is never fatal: when the disk or the journal
+is full, a request is left out, and that is counted.
 
-In memory are the records of requests in flight; of one that has ended only where its record stands in the file.
+In memory are the records of requests in flight. Of an ended request only the position of its record is in memory.
 """
 
 from __future__ import annotations
@@ -29,56 +29,22 @@ import xxhash
 
 from pipeline.faults import points
 from pipeline.files import DurableFile, append_all, write_all
-from pipeline.protocol.messages import Sampling
-from stages.gateway.endpoints.generation_request import GenerationRequest
+from stages.gateway.requests.spec import RequestSpec
 
 log = logging.getLogger("starling.gateway.journal")
 
 MAGIC = b"STRLJNL1"
-FILE, FRESH = "requests.journal", "requests.new"
-KEEP_S = 120.0  # an ended request may be asked for so long
-MAX_KEPT = 256  # ended requests, the latest; a reader comes soon or not at all
+FILE, NEW_FILE = "requests.journal", "requests.new"
+KEEP_S = 120.0  # how long a client may ask for the answer of an ended request
+MAX_ENDED = 256  # ended requests that are stored, the latest ones: readers reconnect soon or not at all
 
 _RECORD = struct.Struct("<IIQ")
-_SIGNED = struct.Struct("<II")
-_OPENED, _ENDED = 1, 2
+_CHECKED = struct.Struct("<II")  # what the checksum covers beside the payload
+_SPEC, _END = 1, 2  # kinds
 
 
-class Line(msgspec.Struct, array_like=True):
-    """A sequence as it was submitted. `prompt` counts in `Opened.prompts`."""
-
-    prompt: int  # as bytes: equal ones stand there once
-    prompt_index: int  # of the request
-    choice: int
-    max_tokens: int
-    sampling: Sampling  # with the drawn seed
-    stop_ids: tuple[int, ...]
-
-
-class Opened(msgspec.Struct, array_like=True):
-    """All that determines an answer, and how it is told. Times are s since 1970."""
-
-    id: str
-    tenant: str
-    model: str
-    digest: str  # of the model's GGUF file
-    numerics: int  # version of the arithmetic
-    ask: GenerationRequest  # without its prompts: they stand below as they were submitted
-    seed: int
-    created: int
-    fingerprint: str
-    deadline: float
-    priority: int
-    client_id: str
-    prompts: list[bytes]  # token ids, i32 little-endian
-    echoes: list[str]
-    lines: list[Line]
-    instance: str = ""  # the version of the model that it was begun on
-    tokenizer: str = ""  # digest of its tokenizer: a reader may come before the tokenizer has told it again
-
-
-class Ended(msgspec.Struct, array_like=True):
-    """`code` of the error that ended it; "" when it was answered; "ABANDONED" when nobody wanted it."""
+class RequestEnd(msgspec.Struct, array_like=True):
+    """How a request ended. `code`: of its error; "": it was answered; "ABANDONED": the client disconnected."""
 
     id: str
     when: float  # s since 1970
@@ -86,43 +52,43 @@ class Ended(msgspec.Struct, array_like=True):
     message: str = ""
 
 
-class Entry(NamedTuple):
-    """What the journal knows of a request."""
+class JournalEntry(NamedTuple):
+    """A request that was found in the journal; `end` is None if it was in flight."""
 
-    opened: Opened
-    ended: Ended | None
+    spec: RequestSpec
+    end: RequestEnd | None
 
 
-class _Place(msgspec.Struct, gc=False):
-    """Where in the file a request's records are."""
+class _Location(msgspec.Struct, gc=False):
+    """Where a request's records are in the file."""
 
-    at: int  # of `opened`
+    at: int  # offset of the `RequestSpec` record
     length: int
-    opened: bytes  # the whole record while the request is in flight; then b"", and it is read when it is wanted
-    ended: bytes = b""
+    spec_record: bytes  # the whole record while the request is in flight; then b"", and it is read from the file
+    end_record: bytes = b""
     ended_at: float = 0.0
 
     @property
     def size(self) -> int:
-        return self.length + len(self.ended)
+        return self.length + len(self.end_record)
 
 
 class Journal(DurableFile):
-    """One directory; its one writer is the gateway. `wall()` is s since 1970."""
+    """One directory with one writer, the gateway. `wall()` returns seconds since 1970."""
 
     def __init__(self, directory: Path, max_bytes: int, wall: Callable[[], float]) -> None:
-        """Read what is there and rewrite it. Raises `OSError` when there can be no journal."""
+        """Read the journal and rewrite it. Raises `OSError` if the directory can hold no journal."""
         super().__init__()
         self.directory = directory
         self.max_bytes = max_bytes
-        self.left_out = 0  # requests that are not in it, or whose end is not
-        self._entries: list[Entry] = []  # found at the start, in their order
+        self.left_out = 0  # requests that are not in the journal, or whose end is not
+        self._entries: list[JournalEntry] = []  # found at the start, in order
         self._wall = wall
         self._fault = points.fault_point("disk", "journal")
-        self._places: dict[str, _Place] = {}
-        self._ended: dict[str, None] = {}  # those of them that have ended, in that order
+        self._locations: dict[str, _Location] = {}
+        self._ended: dict[str, None] = {}  # ids of ended requests, in order of their end
         self._size = 0
-        self._live = 0  # bytes of what a rewriting would keep
+        self._live = 0  # bytes that a rewritten file would have
         self._has_complained = False
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         sound = self._read()
@@ -136,53 +102,54 @@ class Journal(DurableFile):
             self._size = sound
             os.ftruncate(self._fd, sound)
         for name in self._ended:
-            self._places[name].opened = b""
+            self._locations[name].spec_record = b""
 
     @property
     def path(self) -> Path:
+        """The journal's file."""
         return self.directory / FILE
 
-    def take_entries(self) -> list[Entry]:
-        """What was found at the start, in its order. Once: they are the caller's from then on."""
+    def take_entries(self) -> list[JournalEntry]:
+        """The entries found at the start, in order. A second call returns none."""
         entries, self._entries = self._entries, []
         return entries
 
     # -------------------------------------------------------------- writing
 
-    def open(self, opened: Opened) -> bool:
-        """Enter a request. False: it goes on without."""
+    def open(self, spec: RequestSpec) -> bool:
+        """Write a request. False: it could not be written, and the request continues without the journal."""
         try:
-            record = encode(_OPENED, opened)
+            record = encode(_SPEC, spec)
         except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
             return self._leave_out(f"it cannot be encoded: {error}")
         if not self._append(record):
             return False
-        self._forget(opened.id)
-        self._places[opened.id] = _Place(self._size - len(record), len(record), record)
+        self._forget(spec.id)
+        self._locations[spec.id] = _Location(self._size - len(record), len(record), record)
         self._live += len(record)
         return True
 
-    def end(self, ended: Ended, is_kept: bool) -> None:
-        """The request is over; `is_kept`: its answer may be asked for after a restart."""
-        place = self._places.get(ended.id)
-        if place is None or place.ended:
+    def end(self, end: RequestEnd, is_kept: bool) -> None:
+        """Write the end of a request. `is_kept`: clients may ask for its answer after a restart."""
+        location = self._locations.get(end.id)
+        if location is None or location.end_record:
             return
-        record = encode(_ENDED, ended)
-        # Entered first: a file that is rewritten on the way has it.
-        self._enter_end(ended, place, record)
+        record = encode(_END, end)
+        # Registered before it is written, so that `_append` includes it if it rewrites the file.
+        self._register_end(end, location, record)
         if not is_kept:
-            self._forget(ended.id)
+            self._forget(end.id)
         self._append(record)
-        place.opened = b""
+        location.spec_record = b""
         self._expire()
 
     def _append(self, record: bytes) -> bool:
         try:
             if self._size + len(record) > self.max_bytes:
                 self._expire()
-                # Rewriting what cannot shrink would be done again for every record.
+                # A file that cannot shrink below 3/4 of the bound would be rewritten for every record.
                 most = self.max_bytes * 3 // 4 - len(MAGIC) - len(record)
-                while self._live > most and self._ended:  # those in flight go first
+                while self._live > most and self._ended:  # requests in flight take precedence over ended ones
                     self._forget(next(iter(self._ended)))
                 if self._live > most:
                     return self._leave_out(f"{self._live} bytes of it are in use, the bound is {self.max_bytes}")
@@ -203,100 +170,101 @@ class Journal(DurableFile):
         self.left_out += 1
         if not self._has_complained:
             self._has_complained = True
-            log.error("requests go on without the journal %s: %s", self.path, reason)
+            log.error("requests continue without the journal %s: %s", self.path, reason)
         return False
 
     # -------------------------------------------------------------- rewriting
 
     def _forget(self, request_id: str) -> None:
-        place = self._places.pop(request_id, None)
-        if place is not None:
+        location = self._locations.pop(request_id, None)
+        if location is not None:
             self._ended.pop(request_id, None)
-            self._live -= place.size
+            self._live -= location.size
 
-    def _enter_end(self, ended: Ended, place: _Place, record: bytes) -> None:
-        place.ended, place.ended_at = record, ended.when
-        self._ended[ended.id] = None
+    def _register_end(self, end: RequestEnd, location: _Location, record: bytes) -> None:
+        location.end_record, location.ended_at = record, end.when
+        self._ended[end.id] = None
         self._live += len(record)
 
     def _expire(self) -> None:
         oldest = self._wall() - KEEP_S
         while self._ended:
             name = next(iter(self._ended))
-            if len(self._ended) <= MAX_KEPT and self._places[name].ended_at >= oldest:
+            if len(self._ended) <= MAX_ENDED and self._locations[name].ended_at >= oldest:
                 return
             self._forget(name)
 
-    def _record(self, place: _Place) -> bytes:
-        """`opened` from the file, of a request that has ended; b"" when it is damaged there."""
-        record = os.pread(self._fd, place.length, place.at)
+    def _read_spec_record(self, location: _Location) -> bytes:
+        """The record of an ended request from the file; b"" if it is damaged."""
+        record = os.pread(self._fd, location.length, location.at)
         return record if is_sound(record) else b""
 
     def _rewrite(self) -> None:
-        """What is still wanted into a new file. Raises `OSError`: then the old one is as it was."""
+        """Write all live records to a new file. Raises `OSError`; the old file is then unchanged."""
         self._expire()
-        fresh = self.directory / FRESH
-        places: dict[str, int] = {}
-        pieces, size = [MAGIC], len(MAGIC)
-        for name, place in self._places.items():
-            if record := place.opened or self._record(place):
-                places[name] = size
-                pieces += record, place.ended
-                size += len(record) + len(place.ended)
-        data = b"".join(pieces)
-        fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        new_path = self.directory / NEW_FILE
+        offsets: dict[str, int] = {}
+        parts, size = [MAGIC], len(MAGIC)
+        for name, location in self._locations.items():
+            if record := location.spec_record or self._read_spec_record(location):
+                offsets[name] = size
+                parts += record, location.end_record
+                size += len(record) + len(location.end_record)
+        data = b"".join(parts)
+        fd = os.open(new_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             write_all(fd, data, 0)
             os.fdatasync(fd)
-            os.rename(fresh, self.path)
+            os.rename(new_path, self.path)
         except OSError:
             os.close(fd)
-            fresh.unlink(missing_ok=True)
+            new_path.unlink(missing_ok=True)
             raise
         self.close()
         self._fd, self._size = fd, size
-        for name in [name for name in self._places if name not in places]:
+        for name in [name for name in self._locations if name not in offsets]:
             self._forget(name)
-        for name, at in places.items():
-            self._places[name].at = at
+        for name, at in offsets.items():
+            self._locations[name].at = at
 
     # -------------------------------------------------------------- reading
 
     def _read(self) -> int:
-        """Fill `_entries`; the bytes of the file that are sound."""
+        """Fill `_entries`. Returns the number of sound bytes."""
         try:
             raw = self.path.read_bytes()
         except FileNotFoundError:
             return 0
-        found: dict[str, Entry] = {}
+        found: dict[str, JournalEntry] = {}
         sound = len(MAGIC) if raw.startswith(MAGIC) else 0
         for record, value, end in parse(raw):
             sound = end
-            if isinstance(value, Opened):
+            if isinstance(value, RequestSpec):
                 self._forget(value.id)
-                found[value.id] = Entry(value, None)
-                self._places[value.id] = _Place(end - len(record), len(record), record)
+                found[value.id] = JournalEntry(value, None)
+                self._locations[value.id] = _Location(end - len(record), len(record), record)
                 self._live += len(record)
-            elif value.id in found and not self._places[value.id].ended:
-                found[value.id] = Entry(found[value.id].opened, value)
-                self._enter_end(value, self._places[value.id], record)
+            elif value.id in found and not self._locations[value.id].end_record:
+                found[value.id] = JournalEntry(found[value.id].spec, value)
+                self._register_end(value, self._locations[value.id], record)
                 if value.code == "ABANDONED":
                     self._forget(value.id)
                     del found[value.id]
         self._expire()
-        self._entries = [entry for name, entry in found.items() if name in self._places]
+        self._entries = [entry for name, entry in found.items() if name in self._locations]
         if sound < len(raw):
             log.warning("%s: the last %d bytes are damaged and were dropped", self.path, len(raw) - sound)
         return sound
 
 
-def encode(kind: int, value: Opened | Ended) -> bytes:
+def encode(kind: int, value: RequestSpec | RequestEnd) -> bytes:
+    """One record."""
     payload = msgspec.msgpack.encode(value)
-    return _RECORD.pack(len(payload), kind, _check(len(payload), kind, payload)) + payload
+    return _RECORD.pack(len(payload), kind, _checksum(len(payload), kind, payload)) + payload
 
 
-def parse(raw: bytes) -> Iterator[tuple[bytes, Opened | Ended, int]]:
-    """Each sound record up to the first damage: its bytes, its meaning, and where it ends."""
+def parse(raw: bytes) -> Iterator[tuple[bytes, RequestSpec | RequestEnd, int]]:
+    """Each sound record up to the first damage: its bytes, its value and the offset of its end."""
     if not raw.startswith(MAGIC):
         return
     at = len(MAGIC)
@@ -304,14 +272,14 @@ def parse(raw: bytes) -> Iterator[tuple[bytes, Opened | Ended, int]]:
         length, kind, check = _RECORD.unpack_from(raw, at)
         end = at + _RECORD.size + length
         payload = raw[at + _RECORD.size : end]
-        if end > len(raw) or _check(length, kind, payload) != check:
+        if end > len(raw) or _checksum(length, kind, payload) != check:
             return
-        value: Opened | Ended
+        value: RequestSpec | RequestEnd
         try:
-            if kind == _OPENED:
-                value = msgspec.msgpack.decode(payload, type=Opened)
-            elif kind == _ENDED:
-                value = msgspec.msgpack.decode(payload, type=Ended)
+            if kind == _SPEC:
+                value = msgspec.msgpack.decode(payload, type=RequestSpec)
+            elif kind == _END:
+                value = msgspec.msgpack.decode(payload, type=RequestEnd)
             else:
                 return
         except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -321,13 +289,13 @@ def parse(raw: bytes) -> Iterator[tuple[bytes, Opened | Ended, int]]:
 
 
 def is_sound(record: bytes) -> bool:
-    """Is it one whole record, with its checksum?"""
+    """Is it one whole record with a matching checksum?"""
     if len(record) < _RECORD.size:
         return False
     length, kind, check = _RECORD.unpack_from(record, 0)
     payload = record[_RECORD.size :]
-    return len(payload) == length and _check(length, kind, payload) == check
+    return len(payload) == length and _checksum(length, kind, payload) == check
 
 
-def _check(length: int, kind: int, payload: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(_SIGNED.pack(length, kind) + payload)
+def _checksum(length: int, kind: int, payload: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(_CHECKED.pack(length, kind) + payload)

@@ -1,16 +1,15 @@
-"""Tokens become text become events: the gateway's part of every step, and of every recovery.
+"""Tokens become text, and text becomes events: the gateway's part of every step and of every recovery.
 
-    scheduler --Tokens--> on_tokens --> a decoder for each sequence --> sinks
+    scheduler --Tokens--> on_tokens --> one decoder for each sequence --> the request's sink
 
-Pure: frames go out through the function it is given, text through each request's sink, time comes in.
-What makes it safe to lose anybody at any moment:
+Pure: frames leave through an injected function, text goes to each request's sink, and the clock is injected. Any
+process may be lost at any time, because:
 
-* Tokens are kept in order by output index.  What was delivered already is dropped by `start`; after
-  a gap, or when a scheduler has started afresh, the sequence is submitted again with `forced` = what is here.
-* Text is made here, of the vocabularies that the tokenizer has described (`token_bytes.py`): a stream that has
-  begun needs no tokenizer, and its text depends on its tokens alone, however they were grouped.
-* Every request ends once (`record.py`), and is gone from the tables with it: frames that come later are
-  counted and ignored.
+* Tokens are stored by output index. Tokens that were delivered before are dropped by `start`. After a gap, or when a
+  scheduler has restarted, the sequence is submitted again with `forced` = the tokens that are stored.
+* Text is made here, from the vocabularies that the tokenizer has described (`token_bytes.py`): a stream that has
+  begun needs no tokenizer, and its text depends on its tokens alone, however they were grouped into frames.
+* Every request ends once (`state.py`) and is then removed from the tables. Late frames are counted and ignored.
 """
 
 from __future__ import annotations
@@ -20,9 +19,11 @@ from array import array
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
+
 from pipeline.errors import CODES, InternalError, StarlingError
 from pipeline.protocol.messages import Cancel, Frame, Rejected, SequenceTokens, Tokens
-from stages.gateway.requests.response_cache import Line, fill
+from stages.gateway.requests.output import SequenceOutput, restore_output
 from stages.gateway.requests.state import (
     IllegalTransitionError,
     Outcome,
@@ -37,18 +38,18 @@ from stages.gateway.requests.token_bytes import TokenBytes
 
 log = logging.getLogger("starling.gateway.relay")
 
-RESUBMIT_AFTER_S = 1.0  # not more often for the same sequence
-MAX_PARTS = 512  # of a sequence's text: a string for each token takes ten times its characters
-OVERTIME_S = 0.3  # beyond its time a request is ended here; the scheduler, which has the same one, comes first
+RESUBMIT_AFTER_S = 1.0  # shortest time between two submissions of a sequence because of a gap
+MAX_TEXT_PARTS = 512  # of a sequence; one string for each token would take ten times the memory of its characters
+OVERTIME_S = 0.3  # the gateway ends a request so long after its deadline; the scheduler normally ends it before
 
 
 class Counts(NamedTuple):
-    """For the metrics; see `Relay.counts`."""
+    """Totals since the start, for the metrics."""
 
-    tokens: int
-    late: int
-    gaps: int
-    resubmitted: int
+    tokens: int  # received
+    late: int  # frames for unknown or ended sequences
+    gaps: int  # frames that came after a lost one
+    resubmitted: int  # submissions beyond the first of a sequence
 
 
 class Relay:
@@ -59,64 +60,71 @@ class Relay:
         send_scheduler: Callable[[Frame], bool],
         clock: Callable[[], float],
         on_end: Callable[[RequestState], None] = lambda request: None,
-        on_last: Callable[[RequestState], bool] = lambda request: False,
+        on_text_complete: Callable[[RequestState], bool] = lambda request: False,
     ) -> None:
-        """`on_last`: all text of a request is out. True: it ends when `complete` is called."""
+        """Callbacks: `on_end` is called when a request has its outcome.
+
+        `on_text_complete` is called when all text of a request has gone to its sink. If it returns True, the request
+        ends when `complete` is called.
+        """
         self.requests: dict[str, RequestState] = {}
         self.sequences: dict[str, SequenceState] = {}
-        self.pieces: dict[str, TokenBytes] = {}  # by vocabulary, see `RequestState.vocabulary`
+        self.vocabularies: dict[str, TokenBytes] = {}  # by `RequestSpec.vocabulary`, least recently used first
         self._send_scheduler = send_scheduler
         self._clock = clock
         self._on_end = on_end
-        self._on_last = on_last
+        self._on_text_complete = on_text_complete
         self._unsubmitted: dict[str, SequenceState] = {}
         self._tokens = self._late = self._gaps = self._resubmitted = 0
 
     @property
     def counts(self) -> Counts:
+        """Totals since the start."""
         return Counts(self._tokens, self._late, self._gaps, self._resubmitted)
 
     # ---------------------------------------------------------------- beginning and ending
 
     def open(self, request: RequestState) -> None:
-        """Take a request with its sequences and sink, and submit it."""
-        self._enter(request)
-        request.left = len(request.sequences)
+        """Register a request that has its sink, and submit its sequences."""
+        self._register(request)
+        request.n_open = len(request.sequences)
         for sequence in request.sequences:
             self.sequences[sequence.id] = sequence
             self._submit(sequence)
 
-    def _enter(self, request: RequestState) -> None:
+    def _register(self, request: RequestState) -> None:
         self.requests[request.id] = request
-        pieces = self.pieces.pop(request.vocabulary, None)
-        if pieces is not None:
-            pieces.is_used = True
-            self.pieces[request.vocabulary] = pieces  # the one used last is the last
+        vocabulary = self.vocabularies.pop(request.spec.vocabulary, None)
+        if vocabulary is not None:
+            vocabulary.is_used = True
+            self.vocabularies[request.spec.vocabulary] = vocabulary  # last: most recently used
 
-    def give(self, request: RequestState, lines: list[Line]) -> None:
-        """Take a request with its sequences and sink, and end it with an answer that was kept."""
+    def open_answered(self, request: RequestState, outputs: list[SequenceOutput]) -> None:
+        """Register a request that has its sink, and end it with an answer from the response cache."""
         now = self._clock()
-        self._enter(request)
-        request.left = 0
-        for sequence, line in zip(request.sequences, lines, strict=True):
+        self._register(request)
+        for sequence, output in zip(request.sequences, outputs, strict=True):
             self.sequences[sequence.id] = sequence
-            fill(sequence, line, now)
+            n_prompt = sequence.n_prompt  # nothing of the prompt is computed
+            restore_output(
+                sequence,
+                msgspec.structs.replace(output, n_prompt=n_prompt, cached_tokens=n_prompt, first_token_at=now),
+            )
         sink = request.sink
         for sequence in request.sequences:
-            sequence.move(SequencePhase.FINISHED)
             if sink is not None:
-                if sequence.end or sequence.text_length:
-                    sink.text(sequence, "".join(sequence.text), 0, sequence.end)
+                if sequence.n_emitted or sequence.text_length:
+                    sink.text(sequence, "".join(sequence.text), 0, sequence.n_emitted)
                 sink.ended(sequence)
         self.complete(request)
 
     def abandon(self, request: RequestState) -> None:
-        """The client has gone. Late calls are harmless."""
+        """The client has disconnected. Does nothing if the request has ended."""
         if request.outcome is Outcome.OPEN:
             self._end(request, Outcome.ABANDONED)
 
     def complete(self, request: RequestState) -> None:
-        """All its sequences are finished, and so is it. Late calls are harmless."""
+        """End a request whose sequences have finished. Does nothing if the request has ended."""
         if request.outcome is not Outcome.OPEN:
             return
         sink = request.sink
@@ -126,7 +134,7 @@ class Relay:
             sink.flush()
 
     def fail(self, request: RequestState, error: StarlingError) -> None:
-        """End the request with an error. Late calls are harmless."""
+        """End the request with an error. Does nothing if the request has ended."""
         if request.outcome is not Outcome.OPEN:
             return
         request.error = error
@@ -144,71 +152,71 @@ class Relay:
             self._unsubmitted.pop(sequence.id, None)
             sequence.decoder = None
             if not sequence.is_over:
-                sequence.used = len(sequence.tokens)
+                sequence.n_used = len(sequence.tokens)
                 sequence.move(SequencePhase.FAILED)
-                if sequence.is_submitted and not sequence.finish:
+                if sequence.is_submitted and not sequence.finish_reason:
                     self._send_scheduler(Cancel(sequence.id))
         self._on_end(request)
 
     # ---------------------------------------------------------------- from the scheduler
 
     def on_tokens(self, frame: Tokens) -> None:
-        """All sequences that moved in a step, or in several: a sequence may then be named several times."""
+        """New tokens of one step, or of several: a frame may have several entries of one sequence."""
         moved: dict[str, SequenceState] = {}
         for new in frame.sequences:
             sequence = self.sequences.get(new.sequence)
-            if sequence is None or sequence.finish:
+            if sequence is None or sequence.finish_reason:
                 self._late += 1
                 continue
-            if self._take(sequence, new):
+            if self._append(sequence, new):
                 moved[sequence.id] = sequence
         touched: dict[str, RequestState] = {}
         for sequence in moved.values():
-            # A request can have failed with a later entry of the same frame.
+            # A later entry of the same frame may have ended the request.
             if sequence.id in self.sequences and not sequence.is_over:
                 request = sequence.request
                 touched[request.id] = request
-                self._show(sequence)
+                self._emit_text(sequence)
         for request in touched.values():
             if request.sink is not None:
                 request.sink.flush()
 
-    def _take(self, sequence: SequenceState, new: SequenceTokens) -> bool:
-        """Add what is new to the record. False: nothing to show."""
+    def _append(self, sequence: SequenceState, new: SequenceTokens) -> bool:
+        """Store the tokens that are new. False: there is nothing to emit."""
         if new.finish and new.finish not in ("stop", "length"):
-            self._stopped_badly(sequence, new)
+            self._on_bad_finish(sequence, new)
             return False
         tokens = sequence.tokens
         have = len(tokens)
         if new.start > have:
             self._gaps += 1
-            self._begin_again(sequence)
+            self._resubmit(sequence)
             return False
         fresh = new.tokens[have - new.start :] if new.start < have else new.tokens
         if fresh:
             if not have:
-                sequence.begun_at = self._clock()
+                sequence.first_token_at = self._clock()
             tokens.extend(fresh)
             self._tokens += len(fresh)
             if new.logprobs:
                 sequence.logprobs.extend(new.logprobs[have - new.start :])
-        if new.cached_tokens and not sequence.resubmitted:
+        if new.cached_tokens and not sequence.n_resubmitted:
             sequence.cached_tokens = new.cached_tokens
-        if sequence.state is SequencePhase.PENDING and tokens:
+        if sequence.phase is SequencePhase.PENDING and tokens:
             sequence.move(SequencePhase.DECODING)
-        sequence.finish = new.finish
+        sequence.finish_reason = new.finish
         return bool(fresh) or bool(new.finish)
 
-    def _stopped_badly(self, sequence: SequenceState, new: SequenceTokens) -> None:
-        if new.finish == "cancelled" and (sequence.resubmitted or not sequence.is_submitted):
-            self._late += 1  # of the incarnation before: see `_begin_again`
+    def _on_bad_finish(self, sequence: SequenceState, new: SequenceTokens) -> None:
+        if new.finish == "cancelled" and (sequence.n_resubmitted or not sequence.is_submitted):
+            self._late += 1  # of the submission before, see `_resubmit`
             return
         if new.finish == "timeout":
             self._end_late(sequence.request)
             return
         message = new.message or {
             "cancelled": "the scheduler cancelled this request",
-        }.get(new.finish, "the scheduler ended this request without a reason")
+        }.get(new.finish, "the scheduler ended this request without giving a reason")
         self.fail(sequence.request, StarlingError(new.error or "INTERNAL", message))
 
     def _end_late(self, request: RequestState) -> None:
@@ -217,13 +225,13 @@ class Relay:
         self.fail(request, StarlingError("TIMEOUT", message))
 
     def on_rejected(self, frame: Rejected) -> None:
-        """Not admitted: an error for a new request; one that was running waits for its place."""
+        """The scheduler did not admit a sequence: a new request fails, one that was running before is retried."""
         sequence = self.sequences.get(frame.sequence)
-        if sequence is None or sequence.finish:
+        if sequence is None or sequence.finish_reason:
             self._late += 1
             return
         known = CODES.get(frame.code)
-        if known is not None and known.retry and (sequence.resubmitted or sequence.tokens):
+        if known is not None and known.retry and (sequence.n_resubmitted or sequence.tokens):
             sequence.is_submitted = False
             sequence.not_before = self._clock() + max(0.1, frame.retry_after_s)
             self._unsubmitted[sequence.id] = sequence
@@ -233,21 +241,21 @@ class Relay:
         self.fail(sequence.request, error)
 
     def on_scheduler_up(self) -> None:
-        """A scheduler that knows nothing of us: submit all that has not got its last token."""
+        """A new scheduler process: submit every sequence that does not have its last token."""
         for sequence in list(self.sequences.values()):
-            if not sequence.finish and not sequence.is_over:
+            if not sequence.finish_reason and not sequence.is_over:
                 if sequence.is_submitted:
-                    sequence.resubmitted += 1
+                    sequence.n_resubmitted += 1
                     self._resubmitted += 1
                 self._submit(sequence)
 
-    def _begin_again(self, sequence: SequenceState) -> None:
-        """Tokens are missing: cancel what runs and submit the rest. Its cancelled end is ignored."""
+    def _resubmit(self, sequence: SequenceState) -> None:
+        """Tokens were lost: cancel the sequence and submit the rest. Its "cancelled" end is then ignored."""
         now = self._clock()
         if now < sequence.not_before:
             return
         sequence.not_before = now + RESUBMIT_AFTER_S
-        sequence.resubmitted += 1
+        sequence.n_resubmitted += 1
         self._resubmitted += 1
         log.warning("tokens of %s are missing, submitting it again", sequence.id)
         self._send_scheduler(Cancel(sequence.id))
@@ -255,12 +263,12 @@ class Relay:
 
     def _submit(self, sequence: SequenceState) -> None:
         tokens = sequence.tokens
-        if tokens and (len(tokens) >= sequence.max_tokens or tokens[-1] in sequence.stop_ids):
-            # Its end was lost with the scheduler; what it must have been is plain.
-            sequence.finish = "stop" if tokens[-1] in sequence.stop_ids else "length"
+        if tokens and (len(tokens) >= sequence.spec.max_tokens or tokens[-1] in sequence.spec.stop_ids):
+            # The finish reason was lost with the scheduler; the tokens determine it.
+            sequence.finish_reason = "stop" if tokens[-1] in sequence.spec.stop_ids else "length"
             self._unsubmitted.pop(sequence.id, None)
             request = sequence.request
-            self._show(sequence)
+            self._emit_text(sequence)
             if request.sink is not None:
                 request.sink.flush()
             return
@@ -273,25 +281,26 @@ class Relay:
 
     # ---------------------------------------------------------------- tokens to text
 
-    def _show(self, sequence: SequenceState) -> None:
-        """Text of the tokens that its decoder has not seen, to its sink: a call for each token."""
+    def _emit_text(self, sequence: SequenceState) -> None:
+        """Decode the tokens that have no text yet and pass it to the sink, one call for each token."""
         request = sequence.request
         sink = request.sink
         if sink is None:
             raise IllegalTransitionError(f"{request.id} has no sink")
-        pieces = self.pieces.get(request.vocabulary)
-        if not pieces:
-            self.fail(request, InternalError(f"the vocabulary of {request.instance} is not known"))
+        vocabulary = self.vocabularies.get(request.spec.vocabulary)
+        if not vocabulary:
+            self.fail(request, InternalError(f"the vocabulary of {request.spec.version} is not loaded"))
             return
         decoder = sequence.decoder
         if decoder is None:
-            decoder = sequence.decoder = StreamDecoder(request.ask.stop)
-        skip_special = request.ask.skip_special
+            decoder = sequence.decoder = StreamDecoder(request.spec.generation.stop)
+        skip_special = request.spec.generation.skip_special
         tokens, visible = sequence.tokens, sequence.visible
-        # A limit comes with the token that reached it; a stop token may come alone: what it ends is always told alone.
-        last = visible if sequence.finish and visible == len(tokens) else -1
-        for end in range(sequence.end + 1, visible + 1):
-            text = decoder.push(pieces.shown(tokens[end - 1], skip_special))
+        # "length" comes with the token that reached the limit. A stop token may come in a frame of its own, so the text
+        # that it releases is always a separate call, however the frames were grouped.
+        last = visible if sequence.finish_reason and visible == len(tokens) else -1
+        for end in range(sequence.n_emitted + 1, visible + 1):
+            text = decoder.push(vocabulary.shown(tokens[end - 1], skip_special))
             if end == last and not decoder.stop_string:
                 text += decoder.finish()
             sequence.is_flushed = end == last or bool(decoder.stop_string)
@@ -299,7 +308,7 @@ class Relay:
             if decoder.stop_string:
                 self._stop(sequence, decoder.stop_string)
                 return
-        if not sequence.finish:
+        if not sequence.finish_reason:
             return
         if not sequence.is_flushed:
             text, sequence.is_flushed = decoder.finish(), True
@@ -311,29 +320,29 @@ class Relay:
         self._finish(sequence, len(tokens))
 
     def _stop(self, sequence: SequenceState, stop_string: str) -> None:
-        """A stop string: tokens past it were not used."""
-        if sequence.is_submitted and not sequence.finish:
-            self._send_scheduler(Cancel(sequence.id, at=sequence.end))
+        """A stop string was met: tokens past it do not count."""
+        if sequence.is_submitted and not sequence.finish_reason:
+            self._send_scheduler(Cancel(sequence.id, at=sequence.n_emitted))
         self._unsubmitted.pop(sequence.id, None)
-        sequence.finish = "stop"
+        sequence.finish_reason = "stop"
         sequence.stop_string = stop_string
-        self._finish(sequence, sequence.end)
+        self._finish(sequence, sequence.n_emitted)
 
     def _finish(self, sequence: SequenceState, used: int) -> None:
         request = sequence.request
         sink = request.sink
-        sequence.used = used
+        sequence.n_used = used
         sequence.move(SequencePhase.FINISHED)
         if sink is not None:
             sink.ended(sequence)
-        request.left -= 1
-        if request.left == 0 and not self._on_last(request):
+        request.n_open -= 1
+        if request.n_open == 0 and not self._on_text_complete(request):
             self.complete(request)
 
     # ---------------------------------------------------------------- time
 
     def tick(self) -> None:
-        """Every 100 ms: end what is over time, send what could not be sent."""
+        """Every 100 ms: end requests past their deadline, submit what could not be sent before."""
         now = self._clock()
         for request in [r for r in self.requests.values() if now >= r.deadline + OVERTIME_S]:
             self._end_late(request)
@@ -343,14 +352,14 @@ class Relay:
 
 
 def _emit(sequence: SequenceState, sink: Sink, text: str, end: int) -> None:
-    """`text` has become certain with the output tokens up to `end`."""
+    """Store and pass on the text that became certain with the output tokens before `end`."""
     if text:
         parts = sequence.text
         parts.append(text)
         sequence.text_length += len(text)
-        if len(parts) >= MAX_PARTS:
+        if len(parts) >= MAX_TEXT_PARTS:
             parts[:] = ["".join(parts)]
-    begin, sequence.end = sequence.end, end
+    begin, sequence.n_emitted = sequence.n_emitted, end
     sink.text(sequence, text, begin, end)
 
 

@@ -1,111 +1,77 @@
-"""Whole answers, kept by everything that determines their bytes (`cache.responses`; off by default).
+"""Answers, stored under everything that determines their bytes (`cache.responses`; off by default).
 
-Law 1 makes an answer a function of the model, the prompt's tokens, the sampling parameters and the seed, so
-it can be given again without computing it.  What is kept is the record's part of an answer (tokens, text,
-logprobs, how it ended), not a body: ids, times and the form of the endpoint are each request's own.
+The determinism guarantee makes an answer a function of the model, the prompt's tokens, the sampling parameters and
+the seed, so a repeated request can be answered without computing anything. The cache stores `SequenceOutput`, not
+response bodies: ids, times and the endpoint's format belong to each request.
 
-    determined   the client gave the seed, or the temperature is 0 and no seed matters
-    bypass       a drawn seed asks for a new answer; a turn of a session changes what the session holds
+    determined   the client gave the seed, or the temperature is 0 and the seed has no effect
+    bypass       the gateway draws the seed; or the request is a turn of a session, which changes the session
 
-Errors, cancelled and unfinished answers are never kept.  Bounded by entries and by bytes; when full, the
-entry goes that was used longest ago (lru), was used least (lfu), or came first (fifo).  One that is older
-than `ttl_s` goes whatever its use.  In the gateway's memory: it ends with the process.  Pure; the clock is given.
+Failed, cancelled and unfinished answers are never stored. The cache is bounded in entries and bytes. When it is full,
+the entry goes that is least recently used (lru), least frequently used (lfu) or oldest (fifo). Entries older than
+`ttl_s` go in any case. The cache is in the gateway's memory and ends with the process. Pure; the clock is injected.
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NewType
 
 import msgspec
 
 from pipeline.config.schema import ResponseCacheConfig
-from pipeline.protocol.messages import Logprob, Sampling
-from shm.pages import NUMERICS
-from stages.gateway.requests.state import RequestState, SequenceState
+from pipeline.protocol.messages import Sampling
+from stages.gateway.requests.output import SequenceOutput
+from stages.gateway.requests.spec import RequestSpec, ResponseKey
 
-ResponseKey = NewType("ResponseKey", bytes)
-
-HIT, MISS, BYPASS = "hit", "miss", "bypass"  # as the header X-Starling-Cache says it
-ENTRY_BYTES = 512  # what an entry takes beside its content
+HIT, MISS, BYPASS = "hit", "miss", "bypass"  # values of the header X-Starling-Cache
+ENTRY_BYTES = 512  # estimated overhead of an entry beside its content
 _VERSION = 1
 
 
-class Line(msgspec.Struct, array_like=True):
-    """One sequence's answer, as `record.Sequence` has it at the end."""
-
-    tokens: bytes  # i32 little-endian, those that count: up to and including a stop
-    logprobs: list[Logprob]
-    text: str
-    end: int  # output tokens that are text
-    finish: str
-    stop_string: str
-
-
-def is_determined(request: RequestState) -> bool:
+def is_determined(spec: RequestSpec) -> bool:
     """Would the same request, sent again, have the same answer?"""
-    ask = request.ask
-    return ask.turn is None and (ask.seed is not None or ask.sampling.temperature == 0)
+    generation = spec.generation
+    return generation.turn is None and (generation.seed is not None or generation.sampling.temperature == 0)
 
 
-def key_of(request: RequestState, digest: str, kv_type: str) -> ResponseKey:
-    """SHA-256 of all that determines the answer. `digest`: of the model; `kv_type`: of its pages.
+def key_of(spec: RequestSpec, kv_type: str) -> ResponseKey:
+    """SHA-256 of everything that determines the answer. `kv_type`: of the model's KV pages.
 
-    SHA-256 because prompts come from strangers: nobody may construct one that has another's key.  The salt
-    is in it, so that whoever shares no pages shares no answers.  Left out is what law 1 says has no effect:
-    priority, deadline, speculation, streaming, the endpoint.
+    SHA-256, because clients choose the prompts and must not be able to construct one with another's key. The cache
+    salt is included: clients that do not share cached pages do not share answers. Excluded is what has no effect on
+    the bytes: priority, deadline, speculation, streaming, the endpoint.
     """
-    ask = request.ask
-    lines = [
-        (s.prompt_index, s.choice, s.prompt, s.max_tokens, _drawn_from(s.sampling), s.stop_ids)
-        for s in request.sequences
+    generation = spec.generation
+    sequences = [
+        (s.prompt_index, s.choice, spec.prompt_of(s), s.max_tokens, _effective(s.sampling), s.stop_ids)
+        for s in spec.sequences
     ]
-    what = (_VERSION, NUMERICS, digest, kv_type, ask.cache_salt, ask.skip_special, ask.stop, lines)
-    return ResponseKey(hashlib.sha256(msgspec.msgpack.encode(what)).digest())
+    parts = (
+        _VERSION,
+        spec.numerics,
+        spec.digest,
+        kv_type,
+        generation.cache_salt,
+        generation.skip_special,
+        generation.stop,
+        sequences,
+    )
+    return ResponseKey(hashlib.sha256(msgspec.msgpack.encode(parts)).digest())
 
 
-def _drawn_from(sampling: Sampling) -> Sampling:
-    """At temperature 0 nothing is drawn: the first candidate is taken, whatever the seed."""
+def _effective(sampling: Sampling) -> Sampling:
+    """At temperature 0 the seed has no effect: the most likely token is taken."""
     return msgspec.structs.replace(sampling, seed=0) if sampling.temperature == 0 else sampling
 
 
-def lines_of(request: RequestState) -> list[Line]:
-    """What a finished request leaves."""
-    return [
-        Line(
-            array("i", s.tokens[: s.used]).tobytes(),
-            s.logprobs[: s.used],
-            "".join(s.text),
-            s.end,
-            s.finish,
-            s.stop_string,
-        )
-        for s in request.sequences
-    ]
-
-
-def fill(sequence: SequenceState, line: Line, now: float) -> None:
-    """Give a sequence that has not begun its whole answer. Nothing of its prompt is computed."""
-    tokens = array("i")
-    tokens.frombytes(line.tokens)
-    sequence.tokens = tokens.tolist()
-    sequence.logprobs = line.logprobs
-    sequence.cached_tokens = sequence.n_prompt
-    sequence.begun_at = now
-    sequence.text, sequence.text_length = [line.text], len(line.text)
-    sequence.end, sequence.used, sequence.is_flushed = line.end, len(sequence.tokens), True
-    sequence.finish, sequence.stop_string = line.finish, line.stop_string
-
-
 class _Entry(msgspec.Struct):
-    content: bytes  # msgpack of list[Line]
-    born: float
+    content: bytes  # msgpack of list[SequenceOutput]
+    created_at: float
     uses: int
-    tick: int  # of the last use; with the policy's rank, its place in the order of leaving
+    tick: int  # counts uses of the cache; at this entry's last one
 
     @property
     def size(self) -> int:
@@ -113,7 +79,7 @@ class _Entry(msgspec.Struct):
 
 
 class ResponseCache:
-    """One per gateway. All operations are O(log n). `clock`: s, monotonic."""
+    """One per gateway. All operations are O(log n). `clock` is monotonic, in s."""
 
     def __init__(self, config: ResponseCacheConfig, clock: Callable[[], float]) -> None:
         self.is_enabled = config.enabled
@@ -126,17 +92,17 @@ class ResponseCache:
         self._clock = clock
         self._ticks = 0
         self._entries: OrderedDict[ResponseKey, _Entry] = OrderedDict()  # by age
-        self._heap: list[tuple[int, int, ResponseKey]] = []  # (rank, tick, key); stale where tick differs
+        self._heap: list[tuple[int, int, ResponseKey]] = []  # (rank, tick, key); stale if the entry has another tick
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def order(self) -> list[ResponseKey]:
-        """The next to go first. O(n log n); for tests."""
+        """Keys in the order of eviction. O(n log n); for tests."""
         return [key for _, tick, key in sorted(self._heap) if self._is_live(key, tick)]
 
-    def get(self, key: ResponseKey) -> list[Line] | None:
-        """The answer, and it counts as used; None when there is none that is young enough."""
+    def get(self, key: ResponseKey) -> list[SequenceOutput] | None:
+        """The answer, which counts as a use of it; None if it is not in the cache."""
         self.expire()
         entry = self._entries.get(key)
         if entry is None:
@@ -144,13 +110,13 @@ class ResponseCache:
         entry.uses += 1
         if self._policy != "fifo":
             self._rank(key, entry)
-        return msgspec.msgpack.decode(entry.content, type=list[Line])
+        return msgspec.msgpack.decode(entry.content, type=list[SequenceOutput])
 
-    def put(self, key: ResponseKey, lines: list[Line]) -> bool:
-        """Keep an answer. False: it is larger than everything that may be kept. One that is there stays."""
+    def put(self, key: ResponseKey, outputs: list[SequenceOutput]) -> bool:
+        """Store an answer. False: it is larger than the whole cache. An existing entry stays."""
         if key in self._entries:
             return True
-        entry = _Entry(msgspec.msgpack.encode(lines), self._clock(), 1, 0)
+        entry = _Entry(msgspec.msgpack.encode(outputs), self._clock(), 1, 0)
         if entry.size > self.max_bytes:
             return False
         while len(self._entries) >= self.max_entries or self.bytes + entry.size > self.max_bytes:
@@ -161,13 +127,13 @@ class ResponseCache:
         return True
 
     def expire(self) -> None:
-        """Drop what is too old. Whoever is dropped is at the front: age does not change with use."""
+        """Drop entries older than `ttl_s`. `_entries` is ordered by age, which does not change with use."""
         if not self._ttl_s:
             return
         oldest = self._clock() - self._ttl_s
         while self._entries:
             key, entry = next(iter(self._entries.items()))
-            if entry.born > oldest:
+            if entry.created_at > oldest:
                 return
             self._drop(key)
             self.expired += 1

@@ -1,12 +1,12 @@
-"""Sessions as the gateway sees them: a turn begins at kv, is pinned there, and is kept or leaves nothing.
+"""Sessions, as the gateway handles them: a turn begins at the KV manager, is pinned there, and is committed or aborted.
 
-    begin   before the prompt is put together: kv answers with what the session holds
-    finish  when the last text is out: kv keeps the turn, and only then is the request's end told
-    ended   of a request that failed or lost its client: the session is what it was before the turn
+    begin    before the prompt is assembled: the KV manager answers with the tokens that the session holds
+    commit   when all text has been sent: the KV manager stores the turn; only then does the request end
+    ended    a request that failed or lost its client: the session stays as it was before the turn
 
-Frames go out through the function that it is given.  What kv has not answered it is asked again when it comes
-back: ids are made here and turns are numbered, so that asking twice is the same as asking once.  Two
-turns at once are refused here, and by kv where two gateways overlap (a handover).
+Frames leave through an injected function. After a restart of the KV manager, unanswered frames are sent again. The
+gateway assigns ids and turns are numbered, so that a repeated frame has no further effect. Two concurrent turns are
+refused here, and by the KV manager when two gateways overlap during a handover.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from pipeline.api.fields import Reader, read_fields, text
 from pipeline.errors import Conflict, InvalidRequest, ModelUnavailable, NotFound, Overloaded, StarlingError
 from pipeline.protocol import messages as m
-from pipeline.protocol.messages import MAX_SESSION_ID
-from stages.gateway.endpoints.generation_request import GenerationRequest, Turn
+from stages.gateway.requests.generation_request import GenerationRequest, SessionTurn
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.state import Outcome, RequestState
 
 log = logging.getLogger("starling.gateway.sessions")
 
-ANSWER_S = 10.0  # for one answer of kv, its coming back included
-RETRY_AFTER_S = 5.0  # what the 503 says
-MAX_ASKED = 512  # unanswered; the edge's queue holds more
+ANSWER_TIMEOUT_S = 10.0  # for one answer of the KV manager, its restart included
+RETRY_AFTER_S = 5.0  # in the 503
+MAX_PENDING = 512  # unanswered frames; the edge's queue is longer
 
 Key = tuple[str, str, str]  # model, tenant, session
-Asking = m.SessionBegin | m.SessionCommit | m.SessionClose
-_RESUME_MINE = -1  # SessionBegin.resume: whatever of this session is under way here, is this
+Command = m.SessionBegin | m.SessionCommit | m.SessionClose
+_RESUME_OWN = -1  # SessionBegin.resume: a turn of this session that this gateway has under way is this one
 
 
 def new_id() -> str:
+    """A random session id."""
     return "sess-" + secrets.token_urlsafe(18)
 
 
 @dataclass
-class _Asked:
-    frame: Asking
-    answered: Callable[[m.Frame], object]
+class _Pending:
+    """An unanswered frame and the function that gets the answer."""
+
+    frame: Command
+    on_answer: Callable[[m.Frame], object]
 
 
 class Sessions:
@@ -59,27 +59,27 @@ class Sessions:
         self._send_frame = send
         self._is_up = False
         self._next_id = 1
-        self._asked: dict[int, _Asked] = {}  # in the order of asking
-        self._outbox: deque[m.Frame] = deque()  # kv is up and its queue is full
-        self._busy: dict[Key, str] = {}  # a turn is under way: of that request, "" before there is one
-        self._commits: dict[str, int] = {}  # request -> what kv was asked
+        self._pending: dict[int, _Pending] = {}  # by frame id, in the order of sending
+        self._outbox: deque[m.Frame] = deque()  # frames that wait because the KV manager's queue is full
+        self._busy: dict[Key, str] = {}  # sessions with a turn under way: id of its request, "" before admission
+        self._commits: dict[str, int] = {}  # request id -> id of its `SessionCommit`
 
     # ---------------------------------------------------------------- a turn
 
     async def begin(
-        self, model: str, tenant: str, ask: GenerationRequest, salt: str, instance: str = ""
+        self, model: str, tenant: str, generation: GenerationRequest, salt: str, version: str = ""
     ) -> tuple[GenerationRequest, tuple[int, ...]]:
-        """`ask` with its `turn`, and the tokens that the session holds. `abort` it, or `open` its request.
+        """Begin a turn. Returns `generation` with its `turn`, and the tokens that the session holds.
 
-        `salt`: `ask`'s own with its tenant's, for a session that is new; a later turn has its session's.
-        `instance`: the version of the model that will compute the turn.
-        Raises `NotFound`, `Conflict`, `Overloaded`, `ResourceError`, `ModelUnavailable`.
+        The caller must then `bind` the admitted request or `abort` the turn. `salt`: the request's own cache salt
+        with its tenant's, for a new session; later turns have their session's. `version`: id of the loaded version
+        that will compute the turn. Raises `NotFound`, `Conflict`, `Overloaded`, `ResourceError`, `ModelUnavailable`.
         """
-        name = ask.session_id or new_id()
+        name = generation.session_id or new_id()
         key = model, tenant, name
         if key in self._busy:
             raise Conflict(f"session {name!r} has a turn under way; wait for it", "session_id")
-        is_new = ask.creates_session or not ask.session_id
+        is_new = generation.creates_session or not generation.session_id
         self._busy[key] = ""
         frame = m.SessionBegin(
             self._number(),
@@ -87,57 +87,58 @@ class Sessions:
             tenant,
             name,
             is_new,
-            ask.session_ttl_s or 0,
+            generation.session_ttl_s or 0,
             salt,
-            _RESUME_MINE,
-            instance,
+            _RESUME_OWN,
+            version,
         )
-        # Without an answer it may have begun all the same: then it is let go as soon as the answer is here.
-        held = await self._ask(frame, lambda answer: self._undo(key, answer))
+        # If the caller stops waiting, the turn may have begun: `_undo` aborts it when the answer arrives.
+        held = await self._request(frame, lambda answer: self._undo(key, answer))
         if isinstance(held, m.SessionRefused):
             del self._busy[key]
             raise StarlingError(held.code, held.message, held.param)
         assert isinstance(held, m.SessionHeld)
         tokens = array("i")
         tokens.frombytes(held.tokens)
-        turn = Turn(name, held.turn, len(tokens))
-        if ask.cache_salt and held.salt != salt:
+        turn = SessionTurn(name, held.turn, len(tokens))
+        if generation.cache_salt and held.salt != salt:
             self.abort(model, tenant, turn)
             raise InvalidRequest(
                 f"session {name!r} was begun with another cache_salt; leave it out in later turns", "cache_salt"
             )
-        return msgspec.structs.replace(ask, turn=turn, cache_salt=held.salt), tuple(tokens)
+        return msgspec.structs.replace(generation, turn=turn, cache_salt=held.salt), tuple(tokens)
 
     def _undo(self, key: Key, answer: m.Frame | None) -> None:
         self._busy.pop(key, None)
         if isinstance(answer, m.SessionHeld):
             self._send(m.SessionAbort(*key, answer.turn))
 
-    def abort(self, model: str, tenant: str, turn: Turn) -> None:
-        """A turn that `begin` began comes to nothing."""
+    def abort(self, model: str, tenant: str, turn: SessionTurn) -> None:
+        """Abort a turn that `begin` began."""
         self._busy.pop((model, tenant, turn.session), None)
         self._send(m.SessionAbort(model, tenant, turn.session, turn.number))
 
-    def open(self, request: RequestState) -> None:
-        """The turn is this request's from now on."""
-        if request.ask.turn is not None:
-            self._busy[_key(request, request.ask.turn)] = request.id
+    def bind(self, request: RequestState) -> None:
+        """The request owns its turn from now on."""
+        if request.spec.generation.turn is not None:
+            self._busy[_key(request, request.spec.generation.turn)] = request.id
 
-    def finish(self, request: RequestState) -> bool:
-        """All its text is out. True: the turn is being kept, and the request ends with the answer to that."""
-        turn = request.ask.turn
+    def commit(self, request: RequestState) -> bool:
+        """All text of a request is sent. True: its turn is being committed, and the answer to that ends the request."""
+        turn = request.spec.generation.turn
         if turn is None or not turn.number:
             return False
         (sequence,) = request.sequences
-        new = sequence.prompt[4 * turn.base :] + array("i", sequence.tokens[: sequence.end]).tobytes()
+        new = request.spec.prompt_of(sequence.spec)[4 * turn.base :]
+        new += array("i", sequence.tokens[: sequence.n_emitted]).tobytes()
         frame = m.SessionCommit(
-            self._number(), request.model, request.tenant, turn.session, turn.number, turn.base, new
+            self._number(), request.spec.model, request.spec.tenant, turn.session, turn.number, turn.base, new
         )
         self._commits[request.id] = frame.id
-        self._put(frame, lambda answer: self._kept(request, answer))
+        self._put(frame, lambda answer: self._on_committed(request, answer))
         return True
 
-    def _kept(self, request: RequestState, answer: m.Frame) -> None:
+    def _on_committed(self, request: RequestState, answer: m.Frame) -> None:
         self._commits.pop(request.id, None)
         if isinstance(answer, m.SessionRefused):
             self._relay.fail(request, StarlingError(answer.code, answer.message, answer.param))
@@ -145,11 +146,11 @@ class Sessions:
             self._relay.complete(request)
 
     def ended(self, request: RequestState) -> None:
-        """It has its outcome: without a finish, nothing of the turn is kept."""
-        turn = request.ask.turn
+        """The request has its outcome. If it did not finish, its turn is aborted."""
+        turn = request.spec.generation.turn
         if turn is None:
             return
-        self._asked.pop(self._commits.pop(request.id, 0), None)
+        self._pending.pop(self._commits.pop(request.id, 0), None)
         key = _key(request, turn)
         if self._busy.get(key) == request.id:
             del self._busy[key]
@@ -159,8 +160,8 @@ class Sessions:
     # ---------------------------------------------------------------- closing
 
     async def close(self, model: str, tenant: str, session_id: str) -> None:
-        """Tokens and pages go at once, and a turn under way ends with an error. Raises `NotFound`."""
-        answer = await self._ask(m.SessionClose(self._number(), model, tenant, session_id), lambda _: None)
+        """Delete a session with its tokens and pages; a turn under way fails. Raises `NotFound`."""
+        answer = await self._request(m.SessionClose(self._number(), model, tenant, session_id), lambda _: None)
         if isinstance(answer, m.SessionRefused):
             raise StarlingError(answer.code, answer.message, answer.param)
         request = self._relay.requests.get(self._busy.get((model, tenant, session_id), ""))
@@ -171,32 +172,34 @@ class Sessions:
     # ---------------------------------------------------------------- kv
 
     def on_frame(self, frame: m.Frame) -> None:
+        """A frame from the KV manager."""
         if isinstance(frame, m.SessionHeld | m.SessionDone | m.SessionRefused):
-            asked = self._asked.pop(frame.id, None)
-            if asked is not None:
-                asked.answered(frame)
+            pending = self._pending.pop(frame.id, None)
+            if pending is not None:
+                pending.on_answer(frame)
 
     def on_up(self, hello: m.Hello) -> None:
-        """A kv that knows of no turn: pin those under way, then ask what is open again."""
+        """A new KV manager process: pin the turns under way, then repeat the unanswered frames."""
         self._is_up = True
         self._outbox.clear()
         for request_id in self._busy.values():
             request = self._relay.requests.get(request_id)
             if request is not None:
                 self._pin(request)
-        for asked in list(self._asked.values()):
-            self._send(asked.frame)
+        for pending in list(self._pending.values()):
+            self._send(pending.frame)
 
     def on_down(self, hello: m.Hello) -> None:
+        """The KV manager has exited."""
         self._is_up = False
         self._outbox.clear()
 
     def tick(self) -> None:
-        """Every 100 ms: send what could not be sent; turns of requests that were recovered are pinned."""
+        """Every 100 ms: send frames that wait for the queue, pin the turns of recovered requests."""
         while self._outbox and self._send_frame(self._outbox[0]):
             self._outbox.popleft()
         for request in self._relay.requests.values():
-            turn = request.ask.turn
+            turn = request.spec.generation.turn
             if request.is_recovered and turn is not None and turn.number:
                 key = _key(request, turn)
                 if key not in self._busy:
@@ -204,78 +207,68 @@ class Sessions:
                     self._pin(request)
 
     def _pin(self, request: RequestState) -> None:
-        """Whatever the answer is: when the turn is kept, its number decides."""
-        turn = request.ask.turn
+        """Begin the turn again. The answer is ignored: the turn's number decides whether its commit is accepted."""
+        turn = request.spec.generation.turn
         if turn is not None and turn.number:
             self._send(
                 m.SessionBegin(
                     self._number(),
-                    request.model,
-                    request.tenant,
+                    request.spec.model,
+                    request.spec.tenant,
                     turn.session,
                     turn.number == 1,
-                    request.ask.session_ttl_s or 0,
-                    request.ask.cache_salt,
+                    request.spec.generation.session_ttl_s or 0,
+                    request.spec.generation.cache_salt,
                     turn.number,
-                    request.instance,
+                    request.spec.version,
                 )
             )
 
-    # ---------------------------------------------------------------- asking
+    # ---------------------------------------------------------------- frames
 
     def _number(self) -> int:
         self._next_id += 1
         return self._next_id
 
-    async def _ask(self, frame: Asking, unheard: Callable[[m.Frame | None], object]) -> m.Frame:
-        """The answer. Whoever asked and did not wait for it: `unheard` gets it, None if none will come.
+    async def _request(self, frame: Command, on_late_answer: Callable[[m.Frame | None], object]) -> m.Frame:
+        """Send a frame and return the answer. Raises `ModelUnavailable` or `Overloaded`.
 
-        Raises `ModelUnavailable`.
+        If the caller stops waiting, `on_late_answer` gets the answer, or None if there will be none.
         """
         future: asyncio.Future[m.Frame] = asyncio.get_running_loop().create_future()
         try:
-            if len(self._asked) >= MAX_ASKED:
-                raise Overloaded(f"{MAX_ASKED} turns of sessions wait for kv; try again", retry_after_s=1.0)
-            self._put(frame, future.set_result)  # who gives up takes its place: see below
-            async with asyncio.timeout(ANSWER_S):
+            if len(self._pending) >= MAX_PENDING:
+                raise Overloaded(
+                    f"{MAX_PENDING} turns of sessions wait for the KV manager; try again", retry_after_s=1.0
+                )
+            self._put(frame, future.set_result)  # replaced below if the caller stops waiting
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 return await future
         except BaseException as error:
             if future.done() and not future.cancelled():
-                unheard(future.result())
-            elif frame.id in self._asked and self._is_up:
-                self._asked[frame.id] = _Asked(frame, unheard)
+                on_late_answer(future.result())
+            elif frame.id in self._pending and self._is_up:
+                self._pending[frame.id] = _Pending(frame, on_late_answer)
             else:
-                self._asked.pop(frame.id, None)
-                unheard(None)
+                self._pending.pop(frame.id, None)
+                on_late_answer(None)
             if isinstance(error, TimeoutError):
                 raise ModelUnavailable(
-                    f"sessions are not available: kv has not answered within {ANSWER_S:.0f} s; try again",
+                    f"sessions are not available: no answer from kv within {ANSWER_TIMEOUT_S:.0f} s; try again",
                     "session_id",
                     retry_after_s=RETRY_AFTER_S,
                 ) from None
             raise
 
-    def _put(self, frame: Asking, answered: Callable[[m.Frame], object]) -> None:
-        self._asked[frame.id] = _Asked(frame, answered)
+    def _put(self, frame: Command, on_answer: Callable[[m.Frame], object]) -> None:
+        self._pending[frame.id] = _Pending(frame, on_answer)
         self._send(frame)
 
     def _send(self, frame: m.Frame) -> None:
-        """In order. To a kv that is down nothing is sent: it forgets turns, and is asked again."""
+        """Send in order. Nothing is sent while the KV manager is down: `on_up` repeats what is unanswered."""
         if self._is_up and (self._outbox or not self._send_frame(frame)):
             self._outbox.append(frame)
 
 
-def _key(request: RequestState, turn: Turn) -> Key:
-    return request.model, request.tenant, turn.session
-
-
-# ------------------------------------------------------------------ POST /v1/session/close
-
-
-_CLOSE: dict[str, Reader] = {"model": text(256, empty=False), "session_id": text(MAX_SESSION_ID, empty=False)}
-
-
-def read_close(body: dict[str, Any]) -> tuple[str, str]:
-    """(model, session id). Raises `InvalidRequest`."""
-    values = read_fields(body, _CLOSE, required=("session_id",))
-    return values.get("model", ""), values["session_id"]
+def _key(request: RequestState, turn: SessionTurn) -> Key:
+    return request.spec.model, request.spec.tenant, turn.session

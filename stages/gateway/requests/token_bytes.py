@@ -1,6 +1,6 @@
-"""What the tokens of a vocabulary read like, as the tokenizer has described it: a copy that outlives it.
+"""The bytes of each token of a vocabulary: the gateway's own copy, so that streams do not need the tokenizer.
 
-A few hundred KB for each vocabulary, one for all versions of a model that share it.
+A few hundred KB for each vocabulary; versions of a model that have the same tokenizer share one table.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from pipeline.protocol.messages import Described
 
 
 class TokenBytes:
-    """Empty, and false, until `fill`. `is_used`: requests have been answered with it."""
+    """Bytes by token id. Empty, and false, until `fill`. `is_used`: requests have been answered with it."""
 
     __slots__ = ("_data", "_ends", "control", "is_used")
 
     def __init__(self) -> None:
         self._data = b""
-        self._ends = array("I")  # ids count from 0: a token begins where the one before it ends
+        self._ends = array("I")  # end offset of each token in `_data`; it begins where the token before it ends
         self.is_used = False
-        self.control: frozenset[int] = frozenset()  # ids that are no text unless asked for
+        self.control: frozenset[int] = frozenset()  # ids that are not text unless the client asks for them
 
     def __bool__(self) -> bool:
         return bool(self._ends)
 
     def fill(self, described: Described) -> None:
-        """Raises `ValueError` for what is no table."""
+        """Take the table from the tokenizer's description. Raises `ValueError` if it is inconsistent."""
         ends, control = array("I"), array("i")
         ends.frombytes(described.piece_ends)
         control.frombytes(described.control)
         if len(ends) != described.vocab_size or (ends and ends[-1] != len(described.pieces)):
-            raise ValueError(f"{len(ends)} pieces in {len(described.pieces)} bytes for {described.vocab_size} tokens")
+            raise ValueError(f"{len(ends)} tokens in {len(described.pieces)} bytes, expected {described.vocab_size}")
         self._data, self._ends, self.control = described.pieces, ends, frozenset(control)
 
     def shown(self, token: int, skip_special: bool) -> bytes:
-        """What of the token is text."""
+        """The bytes of the token that are text: none of a control token if `skip_special`."""
         return b"" if skip_special and token in self.control else self.get(token)
 
     def get(self, token: int) -> bytes:
-        """The token's bytes; a special token's are its name. Ids outside the vocabulary have none."""
+        """The token's bytes; of a special token its name. b"" for an id outside the vocabulary."""
         ends = self._ends
         if not 0 <= token < len(ends):
             return b""

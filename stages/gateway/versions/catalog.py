@@ -14,6 +14,7 @@ except for the injected function that writes the table.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -51,6 +52,16 @@ class VersionCatalog:
     def serving(self, name: str) -> ModelVersion | None:
         """Return the version of a model that new requests go to."""
         return self.version_table.serving(name)
+
+    def resolve(self, name: str) -> str:
+        """The name of a model that has a version; "" is the first model. Raises `ModelNotFound`."""
+        names = self.names
+        found = name or (*names, *(one.name for one in self.all), "")[0]
+        if not self.versions(found):
+            close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}?" if close else "served: " + (", ".join(map(repr, names)) or "none")
+            raise ModelNotFound(f"there is no model {name!r}; {hint}", "model")
+        return found
 
     def versions(self, name: str) -> list[ModelVersion]:
         """Return all versions of a model, the serving one first."""

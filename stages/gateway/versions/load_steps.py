@@ -41,7 +41,7 @@ class LoadSteps:
         self, service: Service, measure: MeasureMemory, wall: Callable[[], float], report_phase: ReportPhase
     ) -> None:
         self._service = service
-        self._catalog = service.instances
+        self._catalog = service.catalog
         self._config = service.config
         self._measure = measure
         self._wall = wall
@@ -87,7 +87,7 @@ class LoadSteps:
             )
             self.drop(new.id, outcome)
             raise StarlingError(error.code, message, error.param) from None
-        self._service.notice_change()
+        self._service.readiness.notify()
         log.info(
             "serving a new version",
             extra={"model": new.name, "version": new.id, "previous": old.id if old is not None else None},
@@ -96,7 +96,7 @@ class LoadSteps:
     def drop(self, version_id: str, outcome: Outcome | None) -> None:
         """Remove a version from the catalog, with the outcome of its change. Raises `ResourceError`."""
         self._catalog.drop(version_id, outcome)
-        self._service.forget(version_id)
+        self._service.loaded.forget(version_id)
 
     async def _self_test(self, new: ModelVersion) -> None:
         """Run the self-test, again after an error that a restarted stage explains."""
@@ -114,8 +114,8 @@ class LoadSteps:
     async def _wait_until_ready(self, new: ModelVersion) -> None:
         """Wait until worker, pages and vocabulary are ready. Raises the error of the stage that failed."""
         service, run_dir = self._service, paths.run_dir(self._config)
-        while not service.is_ready(new):
-            state = service.states.get(new.id)
+        while not service.loaded.is_ready(new):
+            state = service.loaded.states.get(new.id)
             if state is not None and state.digest and not self._digest_of(new):
                 self._catalog.pin(new.id, state.digest)
             failure = versions.read_failure(run_dir, new.stage)
@@ -123,7 +123,7 @@ class LoadSteps:
                 raise InvalidRequest(failure.message, "path")  # the file is the caller's to change
             if failure is not None:
                 raise StarlingError(failure.code, failure.message, failure.param)
-            error = service.refused.get(new.id)
+            error = service.loaded.refused.get(new.id)
             if error is not None and error.code not in ("MODEL_UNAVAILABLE", "MODEL_NOT_FOUND"):
                 raise error
             reason = state.reason if state is not None else "its worker is starting"

@@ -51,7 +51,7 @@ class Loader:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._service = service
-        self._catalog = service.instances
+        self._catalog = service.catalog
         self._wall = wall
         self._steps = LoadSteps(service, measure, wall, self._set_phase)
         self._changes: dict[str, Change] = {}
@@ -90,8 +90,10 @@ class Loader:
         if self._catalog.loading(name):
             raise Conflict(f"model {name!r} is being reloaded; wait for that", "target")
         self._catalog.retire(serving.id, change, self._wall() + timeout_s)
-        self._service.notice_change()
-        log.info("unloading", extra={"version": serving.id, "in_flight": self._service.in_use(serving.id)})
+        self._service.readiness.notify()
+        log.info(
+            "unloading", extra={"version": serving.id, "in_flight": self._service.in_flight.on_version(serving.id)}
+        )
 
     def report(self, change: str) -> dict[str, Any]:
         """Return `done` and the outcome or the progress of a change. Raises the error of a change that failed."""
@@ -107,7 +109,7 @@ class Loader:
             return {"done": False, "phase": known.phase}
         retiring = next((version for version in self._catalog.retiring() if version.change == change), None)
         if retiring is not None:
-            return {"done": False, "phase": f"{self._service.in_use(retiring.id)} requests are in flight"}
+            return {"done": False, "phase": f"{self._service.in_flight.on_version(retiring.id)} requests are in flight"}
         raise ModelUnavailable(f"there is no change {change!r}, or its outcome is no longer stored")
 
     def state(self) -> list[dict[str, Any]]:
@@ -119,7 +121,7 @@ class Loader:
                 "state": version.state,
                 "digest": version.digest or None,
                 "path": version.settings.path or None,
-                "in_flight": self._service.in_use(version.id),
+                "in_flight": self._service.in_flight.on_version(version.id),
             }
             for version in self._catalog.all
         ]
@@ -204,7 +206,7 @@ class Loader:
         """Store the file digest of each configured version, once all stages have opened the same file."""
         service = self._service
         for version in self._catalog.all:
-            state, described = service.states.get(version.id), service.described.get(version.id)
+            state, described = service.loaded.states.get(version.id), service.loaded.described.get(version.id)
             if version.digest or state is None or described is None or not state.ready:
                 continue
             if state.digest == described.digest:
@@ -222,9 +224,9 @@ class Loader:
                 f"model {version.name} was unloaded before this request had finished; send it again",
                 retry_after_s=UNLOAD_RETRY_AFTER_S,
             )
-            ended = service.end_all(error, instance=version.id)
+            ended = service.lifecycle.end_all(error, version=version.id)
             self._ended[version.id] = self._ended.get(version.id, 0) + ended
-        if service.in_use(version.id):
+        if service.in_flight.on_version(version.id):
             return
         outcome = None
         if version.op == "unload" and version.change:

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 from pipeline.errors import InferenceError
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol.messages import Sampling
-from stages.gateway.endpoints.generation_request import GenerationRequest
+from shm.pages import NUMERICS
 from stages.gateway.http.sinks import WholeResponse
-from stages.gateway.requests.state import RequestState, SequenceState
+from stages.gateway.requests.generation_request import GenerationRequest
+from stages.gateway.requests.spec import RequestSpec, SequenceSpec
+from stages.gateway.requests.state import RequestState
 
 if TYPE_CHECKING:
     from stages.gateway.service import Service
@@ -34,9 +36,9 @@ async def check(service: Service, version: ModelVersion, reference: ModelVersion
     reference: the serving version; compared if it has the same file and KV type.
     """
     tokens = await _generate(service, version)
-    if reference is None or not service.is_ready(reference):
+    if reference is None or not service.loaded.is_ready(reference):
         return
-    new, old = service.described[version.id], service.described[reference.id]
+    new, old = service.loaded.described[version.id], service.loaded.described[reference.id]
     if (new.digest, version.settings.kv_type) != (old.digest, reference.settings.kv_type):
         return
     expected = await _generate(service, reference)
@@ -48,27 +50,32 @@ async def check(service: Service, version: ModelVersion, reference: ModelVersion
 
 
 async def _generate(service: Service, version: ModelVersion) -> tuple[int, ...]:
-    described, bounds = service.described[version.id], service.bounds(version)
-    prompt = (await service.questions.encode(version.id, TEXT)).tokens or (0,)
+    described, bounds = service.loaded.described[version.id], service.loaded.bounds(version)
+    prompt = (await service.tokenizer.encode(version.id, TEXT)).tokens or (0,)
     n = max(1, min(MAX_TOKENS, bounds.max_output_tokens or MAX_TOKENS, bounds.context // 2))
     max_prompt = min(bounds.context - n, bounds.max_prompt_tokens or bounds.context)
-    request = RequestState(
-        f"req-{secrets.token_hex(12)}",
-        # A random salt, so that no cached page is used.
-        GenerationRequest(endpoint="selftest", model=version.name, cache_salt=secrets.token_hex(12)),
-        version.name,
-        "",
-        service.clock() + TIMEOUT_S,
-        priority=PRIORITY,
-        started_at=service.clock(),
-        instance=version.id,
-    )
-    request.is_probe = True
-    request.tokenizer = described.tokenizer
     sampling = Sampling(temperature=0.0, logprobs=0, ignore_eos=True)
-    data = array("i", prompt[: max(1, max_prompt)]).tobytes()
-    sequence = SequenceState(request, 0, 0, 0, data, n, sampling, ())
-    request.sequences.append(sequence)
+    spec = RequestSpec(
+        id=f"req-{secrets.token_hex(12)}",
+        tenant="",
+        model=version.name,
+        digest=described.digest,
+        numerics=NUMERICS,
+        # A random salt, so that no cached page is used.
+        generation=GenerationRequest(endpoint="selftest", model=version.name, cache_salt=secrets.token_hex(12)),
+        seed=0,
+        created=0,
+        fingerprint="",
+        deadline=0.0,
+        priority=PRIORITY,
+        prompts=(array("i", prompt[: max(1, max_prompt)]).tobytes(),),
+        sequences=(SequenceSpec(0, 0, 0, n, sampling, ()),),
+        version=version.id,
+        tokenizer=described.tokenizer,
+    )
+    request = RequestState(spec, service.clock() + TIMEOUT_S, service.clock())
+    request.is_probe = True
+    (sequence,) = request.sequences
     request.sink = sink = WholeResponse()
     service.relay.open(request)
     try:

@@ -1,7 +1,8 @@
 """`GenerationRequest`: a valid request for text, the same for all generation endpoints.
 
 `chat.py`, `completions.py` and `generate.py` fill it in from a body; admission turns it into sequences.  It does not
-depend on a model: what does is checked at admission.
+depend on a model: what does is checked at admission.  The journal stores it by field name: a field may be added with
+a default, but never renamed or removed.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from pipeline.protocol.messages import Sampling
 TextOrIds = str | tuple[int, ...]
 
 
-class Turn(msgspec.Struct, array_like=True):
+class SessionTurn(msgspec.Struct, array_like=True, frozen=True):
     """A turn of a session that the KV manager has begun."""
 
     session: str
-    number: int  # 0: it is over and need not be kept again
+    number: int  # 0: it has been committed and must not be committed again
     base: int  # tokens that the session held before
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
+class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     """A valid request for text."""
 
     endpoint: str  # as in metrics and logs
@@ -50,7 +51,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     session_id: str | None = None  # "": a new session
     creates_session: bool = False  # if no session has this id
     session_ttl_s: int | None = None  # of a new session; 0: it never expires; None: as configured
-    turn: Turn | None = None  # set at admission
+    turn: SessionTurn | None = None  # set at admission
 
     @property
     def prompt_field(self) -> str:

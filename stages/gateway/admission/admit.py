@@ -1,0 +1,212 @@
+"""Admission: from a `GenerationRequest` to the state of a request that can be started.
+
+    1  the server takes requests, and fewer than `server.max_concurrent_requests` are in flight
+    2  the model is known and not drained; the tenant's request quota allows one more
+    3  the model is ready, or becomes ready in time; from here on the request belongs to the version that serves now
+    4  a session's turn is begun at the KV manager
+    5  prompts are tokenized; ids, lengths and the number of sequences are checked; the token quota is charged
+    6  everything that determines the answer is fixed in a `RequestSpec`
+
+Asynchronous, without sockets. Every wait is bounded by the request's deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import msgspec
+
+from pipeline.api.keys import Caller
+from pipeline.api.quotas import Quotas
+from pipeline.config.schema import Config
+from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
+from pipeline.models.versions import ModelVersion
+from pipeline.protocol import messages as m
+from shm.pages import NUMERICS
+from stages.gateway.admission.in_flight import InFlight
+from stages.gateway.admission.lengths import check_number, output_budget
+from stages.gateway.admission.prompts import check_ids, prompt_field, tokenize_prompts
+from stages.gateway.admission.server_readiness import READY_WAIT_S, ServerReadiness
+from stages.gateway.requests.generation_request import GenerationRequest
+from stages.gateway.requests.sessions import Sessions
+from stages.gateway.requests.spec import RequestSpec, SequenceSpec
+from stages.gateway.requests.state import RequestState
+from stages.gateway.tokenizer_client import RETRY_AFTER_S, TokenizerClient
+from stages.gateway.versions.catalog import VersionCatalog
+from stages.gateway.versions.loaded import LoadedVersions
+
+
+class _Call(NamedTuple):
+    """The HTTP call that a request came with."""
+
+    caller: Caller
+    started_at: float  # s, monotonic
+    client_id: str  # X-Request-Id
+
+
+class Admission:
+    """One per gateway. `clock` is monotonic, `wall` is s since 1970."""
+
+    def __init__(
+        self,
+        config: Config,
+        catalog: VersionCatalog,
+        loaded: LoadedVersions,
+        readiness: ServerReadiness,
+        in_flight: InFlight,
+        quotas: Quotas,
+        sessions: Sessions,
+        tokenizer: TokenizerClient,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        draw_seed: Callable[[], int],
+    ) -> None:
+        self._config = config
+        self._catalog = catalog
+        self._loaded = loaded
+        self._readiness = readiness
+        self._in_flight = in_flight
+        self._quotas = quotas
+        self._sessions = sessions
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._wall = wall
+        self._draw_seed = draw_seed
+        self._timeout_s = config.server.request_timeout_ms / 1000
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        """Count a new request among those in flight. Raises `Overloaded`, or why the server takes no requests."""
+        if refusal := self._readiness.refusal():
+            raise refusal
+        bound = self._config.server.max_concurrent_requests
+        if self._in_flight.count >= bound:
+            raise Overloaded(
+                f"{bound} requests are in flight, the most that are taken (server.max_concurrent_requests); try again",
+                retry_after_s=1.0,
+            )
+        with self._in_flight.counted():
+            yield
+
+    @contextmanager
+    def serving_version(self, model: str) -> Iterator[ModelVersion]:
+        """The version of the model that serves now; it stays loaded meanwhile. Raises `ModelUnavailable`."""
+        version = self._catalog.serving(model)
+        if version is None:
+            reason = self._readiness.problem(model) or f"model {model} is not loaded"
+            raise ModelUnavailable(reason, retry_after_s=RETRY_AFTER_S)
+        with self._in_flight.using(version.id):
+            yield version
+
+    async def admit(
+        self, generation: GenerationRequest, caller: Caller, started_at: float, client_id: str = ""
+    ) -> RequestState:
+        """The request, ready to be started. Raises `StarlingError`. The caller holds a `slot`."""
+        model = self._catalog.resolve(generation.model)
+        if refusal := self._readiness.drains.refusal(model) or self._readiness.unloading(model):
+            raise refusal
+        with self._in_flight.admitting(model):
+            self._quotas.take_request(caller.tenant)
+            left_s = started_at + self._timeout_s - self._clock()
+            await self._readiness.wait_ready(model, min(READY_WAIT_S, left_s))
+            try:
+                async with asyncio.timeout(started_at + self._timeout_s - self._clock()):
+                    with self.serving_version(model) as version:
+                        return await self._admit_to(version, generation, _Call(caller, started_at, client_id))
+            except TimeoutError:
+                raise StarlingError(
+                    "TIMEOUT",
+                    f"not begun after {self._timeout_s:.1f} s, the time a request may take "
+                    f"(server.request_timeout_ms); try again when it is less busy",
+                ) from None
+
+    async def _admit_to(self, version: ModelVersion, generation: GenerationRequest, call: _Call) -> RequestState:
+        """Begin the session's turn, if there is one, and abort it if the request is not admitted."""
+        caller = call.caller
+        salt = caller.salted(generation.cache_salt)
+        if generation.session_id is None:
+            generation = msgspec.structs.replace(generation, cache_salt=salt)
+            return await self._build(version, generation, (), call)
+        if generation.session_ttl_s is None:
+            generation = msgspec.structs.replace(generation, session_ttl_s=self._config.cache.session_ttl_s)
+        generation, held = await self._sessions.begin(version.name, caller.tenant, generation, salt, version.id)
+        try:
+            return await self._build(version, generation, held, call)
+        except BaseException:
+            if generation.turn is not None:
+                self._sessions.abort(version.name, caller.tenant, generation.turn)
+            raise
+
+    async def _build(
+        self, version: ModelVersion, generation: GenerationRequest, held: tuple[int, ...], call: _Call
+    ) -> RequestState:
+        """Check everything that depends on the model. `held`: the tokens of the session before the prompt."""
+        described = self._loaded.described[version.id]
+        check_number(max(1, len(generation.prompts)), generation.n, self._config, version.settings)
+        bounds = self._loaded.bounds(version)
+        prompts = await tokenize_prompts(generation, version, described, self._tokenizer, bounds, len(held))
+        check_ids(generation, prompts, described.vocab_size)
+        if held:
+            prompts = [held + prompt for prompt in prompts]
+        budgets = [
+            output_budget(
+                len(prompt), generation.max_tokens, bounds, prompt_field(generation, index), generation.max_tokens_field
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        echoes = [
+            given if isinstance(given, str) else await self._tokenizer.decode(version.id, given)
+            for given in (generation.prompts if generation.echo else [])
+        ]
+        self._quotas.take_prompt(call.caller.tenant, sum(map(len, prompts)))
+        return self._state(version, described, generation, prompts, budgets, echoes, call)
+
+    def _state(
+        self,
+        version: ModelVersion,
+        described: m.Described,
+        generation: GenerationRequest,
+        prompts: list[tuple[int, ...]],
+        budgets: list[int],
+        echoes: list[str],
+        call: _Call,
+    ) -> RequestState:
+        """Fix the specification. `budgets`: most output tokens of each prompt."""
+        seed = self._draw_seed() if generation.seed is None else generation.seed
+        sampling = msgspec.structs.replace(generation.sampling, seed=seed)
+        stops = generation.stop_token_ids
+        if not sampling.ignore_eos:
+            stops = (*described.eos_ids, *stops)
+        stop_ids = tuple(dict.fromkeys(stops))
+        distinct: dict[bytes, int] = {}
+        sequences = []
+        for index, (prompt, budget) in enumerate(zip(prompts, budgets)):
+            at = distinct.setdefault(array("i", prompt).tobytes(), len(distinct))
+            sequences += [SequenceSpec(at, index, choice, budget, sampling, stop_ids) for choice in range(generation.n)]
+        deadline = call.started_at + self._timeout_s
+        request_id = f"req-{secrets.token_hex(12)}"
+        spec = RequestSpec(
+            id=request_id,
+            tenant=call.caller.tenant,
+            model=version.name,
+            digest=described.digest,
+            numerics=NUMERICS,
+            generation=msgspec.structs.replace(generation, prompts=[], messages=None),
+            seed=seed,
+            created=int(self._wall()),
+            fingerprint=f"fp_{described.digest[:12]}",
+            deadline=self._wall() + deadline - self._clock(),
+            priority=call.caller.priority,
+            client_id=call.client_id or request_id,
+            prompts=tuple(distinct),
+            echoes=tuple(echoes),
+            sequences=tuple(sequences),
+            version=version.id,
+            tokenizer=described.tokenizer,
+        )
+        return RequestState(spec, deadline, call.started_at)

@@ -1,0 +1,58 @@
+"""How many requests are being admitted or served: in all, of each model, and on each loaded version."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from stages.gateway.requests.relay import Relay
+
+
+class InFlight:
+    """One per gateway. `waiting_on(version)`: recovered requests that will continue on that version."""
+
+    def __init__(self, relay: Relay, waiting_on: Callable[[str], int]) -> None:
+        self.count = 0  # HTTP requests for text or tokens, from admission to the end of their response
+        self._relay = relay
+        self._waiting_on = waiting_on
+        self._admitting: Counter[str] = Counter()  # by model: not in the relay yet
+        self._using: Counter[str] = Counter()  # by version: being admitted to it, or using its tokenizer
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count one HTTP request."""
+        self.count += 1
+        try:
+            yield
+        finally:
+            self.count -= 1
+
+    @contextmanager
+    def admitting(self, model: str) -> Iterator[None]:
+        """Count a request for text from the model until the relay has it."""
+        self._admitting[model] += 1
+        try:
+            yield
+        finally:
+            self._admitting[model] -= 1
+
+    @contextmanager
+    def using(self, version: str) -> Iterator[None]:
+        """Keep a version loaded."""
+        self._using[version] += 1
+        try:
+            yield
+        finally:
+            self._using[version] -= 1
+            if not self._using[version]:
+                del self._using[version]
+
+    def of_model(self, model: str) -> int:
+        """Requests for text from the model, being admitted or served."""
+        return self._admitting[model] + sum(r.spec.model == model for r in self._relay.requests.values())
+
+    def on_version(self, version: str) -> int:
+        """Requests that must end on that version: it stays loaded until there are none."""
+        served = sum(r.spec.version == version for r in self._relay.requests.values())
+        return self._using[version] + served + self._waiting_on(version)

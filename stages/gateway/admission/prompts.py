@@ -1,0 +1,71 @@
+"""The prompts of a request as token ids, and the check that all ids it names are in the vocabulary."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+
+from pipeline.errors import InvalidRequest
+from pipeline.models.versions import ModelVersion
+from pipeline.protocol import messages as m
+from stages.gateway.admission.lengths import Bounds, longest_prompt, too_long
+from stages.gateway.requests.generation_request import GenerationRequest
+from stages.gateway.tokenizer_client import TokenizerClient
+
+
+async def tokenize_prompts(
+    generation: GenerationRequest,
+    version: ModelVersion,
+    described: m.Described,
+    tokenizer: TokenizerClient,
+    bounds: Bounds,
+    n_held: int,
+) -> list[tuple[int, ...]]:
+    """Token ids of each prompt, or of the chat messages. Raises `InvalidRequest`, and the tokenizer's errors.
+
+    `n_held`: tokens that the session holds before the prompt. A prompt that is too long is refused with its number
+    of tokens.
+    """
+    limit = max(1, longest_prompt(bounds) - n_held)
+
+    def checked(encoded: m.Encoded, index: int = 0) -> tuple[int, ...]:
+        if encoded.too_many:
+            raise too_long(n_held + encoded.too_many, bounds, prompt_field(generation, index), encoded.is_exact)
+        return encoded.tokens
+
+    if generation.messages is not None:
+        if not described.chat:
+            raise InvalidRequest(f"model {version.name!r} has no chat template; use /v1/completions", "model")
+        return [checked(await tokenizer.render(version.id, generation.messages, limit))]
+    prompts: list[Awaitable[m.Encoded] | tuple[int, ...]] = [
+        tokenizer.encode(version.id, prompt, add_bos=not n_held, most=limit) if isinstance(prompt, str) else prompt
+        for prompt in generation.prompts
+    ]
+    # All at once: the tokenizer answers several requests in one round.
+    texts = iter(await asyncio.gather(*(prompt for prompt in prompts if not isinstance(prompt, tuple))))
+    return [
+        prompt if isinstance(prompt, tuple) else checked(next(texts), index) for index, prompt in enumerate(prompts)
+    ]
+
+
+def check_ids(generation: GenerationRequest, prompts: list[tuple[int, ...]], vocab_size: int) -> None:
+    """Raises `InvalidRequest` for the first token id that is not in the vocabulary."""
+    for given, prompt in zip(generation.prompts, prompts):
+        if not isinstance(given, str):
+            check_range(prompt, "prompt[{}]", "prompt", vocab_size)
+    bias_ids = [token for token, _ in generation.sampling.logit_bias]
+    check_range(bias_ids, "a key of logit_bias", "logit_bias", vocab_size)
+    check_range(generation.stop_token_ids, "an id in stop_token_ids", "stop_token_ids", vocab_size)
+
+
+def check_range(ids: Sequence[int], name: str, param: str, vocab_size: int) -> None:
+    """Raises `InvalidRequest` for the first id outside the vocabulary. `name`: how to call it, {} is its index."""
+    if ids and max(ids) >= vocab_size:
+        index = next(i for i, token in enumerate(ids) if token >= vocab_size)
+        known = f"the model's vocabulary has the ids from 0 to {vocab_size - 1}"
+        raise InvalidRequest(f"{name.format(index)} is {ids[index]}; {known}", param)
+
+
+def prompt_field(generation: GenerationRequest, index: int) -> str:
+    """The name of a prompt in error messages."""
+    return f"prompt[{index}]" if len(generation.prompts) > 1 else generation.prompt_field

@@ -1,0 +1,183 @@
+"""Can the server take a request for a model now? If not, why, and waiting until it can.
+
+Combines the health of the three stages that the gateway talks to, the state of each model's serving version, drains,
+and whether this process is stopping. Every wait is bounded. The clock is injected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from pipeline.config.schema import Config
+from pipeline.errors import ModelUnavailable, StarlingError
+from pipeline.models.versions import ModelVersion
+from pipeline.protocol import messages as m
+from stages.gateway.admission.drain import Drains
+from stages.gateway.admission.readiness import StageHealth, model_report
+from stages.gateway.tokenizer_client import RETRY_AFTER_S
+from stages.gateway.versions.catalog import VersionCatalog
+from stages.gateway.versions.loaded import LoadedVersions
+
+READY_WAIT_S = 10.0  # how long a request waits for a stage that is restarting before it gets 503
+
+
+class ChangeSignal:
+    """Wakes the coroutines that wait for a change of readiness."""
+
+    def __init__(self) -> None:
+        self._changed: asyncio.Future[None] | None = None
+
+    def notify(self) -> None:
+        """Readiness may have changed."""
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+        self._changed = None
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return at the next `notify`, or after `timeout_s`."""
+        if self._changed is None:
+            self._changed = asyncio.get_running_loop().create_future()
+        await asyncio.wait({self._changed}, timeout=timeout_s)
+
+
+class ServerReadiness:
+    """One per gateway. `clock` is monotonic, in s."""
+
+    def __init__(
+        self,
+        config: Config,
+        catalog: VersionCatalog,
+        loaded: LoadedVersions,
+        changes: ChangeSignal,
+        clock: Callable[[], float],
+    ) -> None:
+        heartbeat_s = config.server.heartbeat_ms / 1000
+        self.tokenizer = StageHealth("tokenizer", clock, heartbeat_s)
+        self.scheduler = StageHealth("scheduler", clock, heartbeat_s)
+        self.kv = StageHealth("kv", clock, heartbeat_s)
+        self.drains = Drains(clock)  # requested by an operator
+        self.is_stopping = False  # this process received SIGTERM: it takes no more requests for text
+        self.is_handing_over = False  # connections are closed after their response, for the successor
+        self._max_in_flight = config.server.max_concurrent_requests
+        self._catalog = catalog
+        self._loaded = loaded
+        self._changes = changes
+        self._clock = clock
+
+    def stop(self) -> None:
+        """Take no more requests for text."""
+        self.is_stopping = True
+        self.notify()
+
+    def notify(self) -> None:
+        """Readiness may have changed: wake the requests that wait for it."""
+        self._changes.notify()
+
+    def observe(self, tokenizer: m.Heartbeat | None, scheduler: m.Heartbeat | None, kv: m.Heartbeat | None) -> None:
+        """Every 100 ms: the last heartbeat of each stage."""
+        stages = (self.tokenizer, self.scheduler, self.kv)
+        before = [bool(stage.problem) for stage in stages]
+        for stage, beat in zip(stages, (tokenizer, scheduler, kv)):
+            stage.beat(beat)
+        if before != [bool(stage.problem) for stage in stages]:
+            self.notify()
+
+    # ---------------------------------------------------------------- now
+
+    def problem(self, model: str) -> str:
+        """Why the model cannot take a request now; "" if it can."""
+        if reason := self.drains.reason(model):
+            return reason
+        # When the KV manager is down the scheduler reports its models as not ready.
+        for health in (self.tokenizer, self.scheduler, *([self.kv] if self.kv.is_up else [])):
+            if problem := health.problem:
+                return f"{health.stage}: {problem}"
+        serving = self._catalog.serving(model)
+        if serving is None:
+            return f"model {model} is being {'unloaded' if self._catalog.is_unloading(model) else 'loaded'}"
+        if serving.id not in self._loaded.described:
+            return "tokenizer: the model is not described yet"
+        state = self._loaded.states.get(serving.id)
+        if state is None or not state.ready:
+            return f"model {model}: {model_report(state)['reason']}"
+        return ""
+
+    def refusal(self, model: str = "") -> StarlingError | None:
+        """Why no request for the model ("": for any model) is admitted, however long it waits; None if it is."""
+        if self.is_stopping:
+            message = "the server is being stopped and takes no more requests; try again"
+            return StarlingError("DRAINING", message, retry_after_s=RETRY_AFTER_S)
+        return self.drains.refusal(model)
+
+    def unloading(self, model: str) -> StarlingError | None:
+        """The refusal of a model that is being unloaded. Raises `ModelNotFound` if it is gone."""
+        if not self._catalog.is_unloading(self._catalog.resolve(model)):
+            return None
+        message = f"model {model} is being unloaded and takes no more requests"
+        return StarlingError("DRAINING", message, "model", retry_after_s=RETRY_AFTER_S)
+
+    def report(self, in_flight: int) -> dict[str, Any]:
+        """The body of /ready: the state of each stage and model, and the conclusion."""
+        models: dict[str, dict[str, Any]] = {}
+        for name in self._catalog.names:
+            serving = self._catalog.serving(name)
+            models[name] = model_report(self._loaded.states.get(serving.id) if serving is not None else None)
+            if serving is None:
+                models[name]["reason"] = "it is being loaded"
+            if drained := self.drains.reason(name):
+                models[name] |= {"ready": False, "reason": drained}
+        # A model that is being loaded for the first time does not make the others unready.
+        problems = [self.problem(name) for name in models if self._catalog.serving(name) is not None]
+        if not problems:
+            problems = [f"model {name} is being loaded" for name in models] or ["no model is loaded"]
+        is_overloaded = in_flight >= self._max_in_flight
+        closed = "draining" if self.is_stopping else self.drains.reason()
+        reason = closed or next(filter(None, problems), "")
+        if not reason and is_overloaded:
+            reason = f"{in_flight} requests are in flight, the most that are taken"
+        return {
+            "ready": not reason,
+            "reason": reason or None,
+            "stages": {
+                "gateway": {
+                    "ready": not closed and not is_overloaded,
+                    "reason": closed or ("overloaded" if is_overloaded else None),
+                    "in_flight": in_flight,
+                },
+                "tokenizer": self.tokenizer.report(),
+                "scheduler": self.scheduler.report(),
+                "kv": self.kv.report(),
+            },
+            "models": models,
+        }
+
+    # ---------------------------------------------------------------- waiting
+
+    async def wait_ready(self, model: str, wait_s: float = READY_WAIT_S) -> None:
+        """Wait until the model can take a request. Raises `ModelUnavailable` with the reason, or a refusal."""
+        await self._wait(lambda: self.problem(model), wait_s, model)
+
+    async def describe(self, version: ModelVersion) -> m.Described:
+        """The version's description. Raises `ModelUnavailable` if the tokenizer does not start in time."""
+        described = self._loaded.described
+        await self._wait(
+            lambda: "" if version.id in described else self.tokenizer.problem or "the model is not described",
+            READY_WAIT_S,
+            version.name,
+        )
+        return described[version.id]
+
+    async def _wait(self, problem: Callable[[], str], wait_s: float, model: str) -> None:
+        deadline = self._clock() + wait_s
+        while reason := problem():
+            if refusal := self.refusal(model) or self.unloading(model):
+                raise refusal
+            left = deadline - self._clock()
+            if left <= 0:
+                raise ModelUnavailable(
+                    f"the server is not ready ({reason}); try again in {RETRY_AFTER_S:.0f} s",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            await self._changes.wait(min(left, 0.5))

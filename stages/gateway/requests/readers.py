@@ -1,0 +1,145 @@
+"""The readers of a request: one HTTP connection at first, several after a client has resumed the stream elsewhere.
+
+The request of a client that disconnects is cancelled, unless it has another reader. A request that was recovered from
+the journal lost its client without the client's doing: it waits `CLAIM_S` for a reader before it is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from pipeline.errors import Conflict, StarlingError
+from stages.gateway.requests.event_cursor import EventCursor, is_reached
+from stages.gateway.requests.relay import Relay
+from stages.gateway.requests.state import Outcome, RequestState, SequenceState, Sink
+
+log = logging.getLogger("starling.gateway.recovery")
+
+CLAIM_S = 60.0  # how long a recovered request waits for a reader
+MAX_READERS = 8  # of one request
+
+
+class FanOutSink:
+    """The sink of a request with any number of readers, or with none for the time being."""
+
+    def __init__(self, *sinks: Sink) -> None:
+        self.sinks: list[Sink] = list(sinks)
+
+    def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None:
+        """See `Sink.text`."""
+        for sink in self.sinks:
+            sink.text(sequence, new, begin, end)
+
+    def ended(self, sequence: SequenceState) -> None:
+        """See `Sink.ended`."""
+        for sink in self.sinks:
+            sink.ended(sequence)
+
+    def finished(self) -> None:
+        """See `Sink.finished`."""
+        for sink in self.sinks:
+            sink.finished()
+
+    def failed(self, error: StarlingError) -> None:
+        """See `Sink.failed`."""
+        for sink in self.sinks:
+            sink.failed(error)
+
+    def flush(self) -> None:
+        """See `Sink.flush`."""
+        for sink in self.sinks:
+            sink.flush()
+
+
+class CatchUpWaiter:
+    """A sink that waits until a request has produced everything before a cursor again."""
+
+    def __init__(self, request: RequestState, cursor: EventCursor | None) -> None:
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._request = request
+        self._choices = cursor.choices if cursor is not None else ()
+        self.flush()
+
+    def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None:
+        """Ignored: `flush` looks at the state."""
+
+    def ended(self, sequence: SequenceState) -> None:
+        """Ignored: `flush` looks at the state."""
+
+    def finished(self) -> None:
+        """Ignored: `flush` looks at the state."""
+
+    def failed(self, error: StarlingError) -> None:
+        """Ignored: `flush` looks at the state."""
+
+    def flush(self) -> None:
+        """Resolve `over` if the request has ended or the cursor is reached."""
+        request = self._request
+        is_there = request.outcome is not Outcome.OPEN or all(
+            is_reached(sequence, cursor) for sequence, cursor in zip(request.sequences, self._choices)
+        )
+        if is_there and not self.over.done():
+            self.over.set_result(None)
+
+
+class Readers:
+    """One per gateway, beside its relay. `clock` is monotonic, in s."""
+
+    def __init__(self, relay: Relay, clock: Callable[[], float]) -> None:
+        self._relay = relay
+        self._clock = clock
+        self._unclaimed: dict[str, float] = {}  # recovered requests without a reader: when they are cancelled
+
+    def join(self, request: RequestState, sink: Sink) -> None:
+        """Add a reader. Raises `Conflict` if the request has `MAX_READERS`."""
+        fan_out = request.sink
+        if not isinstance(fan_out, FanOutSink):
+            fan_out = request.sink = FanOutSink(fan_out) if fan_out is not None else FanOutSink()
+        if len(fan_out.sinks) >= MAX_READERS:
+            raise Conflict(f"{request.id} has {MAX_READERS} readers, the most that a request may have")
+        fan_out.sinks.append(sink)
+        self._unclaimed.pop(request.id, None)
+
+    def replace(self, request: RequestState, sink: Sink, other: Sink) -> None:
+        """Put `other` in the place of the reader `sink`."""
+        fan_out = request.sink
+        if isinstance(fan_out, FanOutSink):
+            fan_out.sinks[fan_out.sinks.index(sink)] = other
+
+    def leave(self, request: RequestState, sink: Sink) -> None:
+        """Remove a reader that has disconnected or has everything it asked for."""
+        fan_out = request.sink
+        if isinstance(fan_out, FanOutSink):
+            fan_out.sinks = [other for other in fan_out.sinks if other is not sink]
+            if fan_out.sinks:
+                return
+        if request.outcome is not Outcome.OPEN:
+            request.sink = None
+            return
+        if request.is_recovered:
+            self.expect(request)
+        else:
+            self._relay.abandon(request)
+            request.sink = None
+
+    def expect(self, request: RequestState) -> None:
+        """Cancel a recovered request unless a reader joins it within `CLAIM_S`."""
+        fan_out = request.sink
+        if not (isinstance(fan_out, FanOutSink) and fan_out.sinks):
+            self._unclaimed[request.id] = self._clock() + CLAIM_S
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._unclaimed.pop(request_id, None)
+
+    def tick(self) -> None:
+        """Every 100 ms: cancel recovered requests that no reader has joined in time."""
+        now = self._clock()
+        for request_id in [r for r, until in self._unclaimed.items() if now >= until]:
+            del self._unclaimed[request_id]
+            request = self._relay.requests.get(request_id)
+            if request is not None:
+                log.info("a recovered request was cancelled: no client resumed it", extra={"id": request_id})
+                self._relay.abandon(request)

@@ -1,0 +1,74 @@
+"""What a request asks for, fixed at admission: everything that determines its answer and how it is sent.
+
+`RequestSpec` is the one description of an admitted request. The journal stores exactly this struct, `RequestState`
+is built from it, and the replay buffer stores it without the prompts. A new field of a request is added here, at
+the end and with a default, and nowhere else. Both structs are positional: fields are never reordered or removed.
+"""
+
+from __future__ import annotations
+
+from typing import NewType
+
+import msgspec
+
+from pipeline.protocol.messages import Sampling
+from stages.gateway.requests.generation_request import GenerationRequest
+
+ResponseKey = NewType("ResponseKey", bytes)  # SHA-256 over everything that determines an answer's bytes
+
+
+class SequenceSpec(msgspec.Struct, array_like=True, frozen=True):
+    """One sequence: a prompt and the number of a choice."""
+
+    prompt: int  # index in `RequestSpec.prompts`, which holds equal prompts once
+    prompt_index: int  # index of the prompt in the client's request
+    choice: int  # of this prompt, from 0; the sampler draws from (seed, choice, position)
+    max_tokens: int
+    sampling: Sampling  # with the final seed
+    stop_ids: tuple[int, ...]
+
+
+class RequestSpec(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """An admitted request. `created` and `deadline` are in seconds since 1970."""
+
+    id: str  # req-HEX
+    tenant: str
+    model: str  # the name that the client used
+    digest: str  # SHA-256 of the model's GGUF file, hex
+    numerics: int  # version of the arithmetic
+    generation: GenerationRequest  # without prompts and messages
+    seed: int
+    created: int
+    fingerprint: str
+    deadline: float
+    priority: int = 0
+    client_id: str = ""  # X-Request-Id; "": the client sent none
+    prompts: tuple[bytes, ...] = ()  # token ids, i32 little-endian
+    echoes: tuple[str, ...] = ()  # with `echo`: the text of each prompt
+    sequences: tuple[SequenceSpec, ...] = ()
+    version: str = ""  # id of the loaded version of the model
+    tokenizer: str = ""  # digest of the version's tokenizer
+
+    @property
+    def hex(self) -> str:
+        """The id without its prefix, for the ids of OpenAI's objects."""
+        return self.id.removeprefix("req-")
+
+    @property
+    def vocabulary(self) -> str:
+        """Key of the vocabulary of its token ids. Versions of a model may share one."""
+        return self.tokenizer or self.version
+
+    def prompt_of(self, sequence: SequenceSpec) -> bytes:
+        """Token ids of the sequence's prompt, i32 little-endian; b"" after `without_prompts`."""
+        return self.prompts[sequence.prompt] if self.prompts else b""
+
+    def without_prompts(self) -> RequestSpec:
+        """The part that readers of an ended request need: no prompts and no sampling parameters."""
+        sequences = tuple(
+            msgspec.structs.replace(sequence, sampling=_NO_SAMPLING, stop_ids=()) for sequence in self.sequences
+        )
+        return msgspec.structs.replace(self, prompts=(), sequences=sequences)
+
+
+_NO_SAMPLING = Sampling()
