@@ -31,6 +31,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,18 @@ def process_ticks(pid: int) -> int:
             return int(f.read().rsplit(b")", 1)[1].split()[19])
     except (FileNotFoundError, ProcessLookupError, IndexError, ValueError):
         return 0
+
+
+def remove_stale_arenas(directory: Path, suffix: str, kept: Collection[str]) -> None:
+    """Remove the arenas `NAME.suffix` whose names are not in `kept`, and partial ones that `create` left behind.
+
+    Only for the one stage that creates arenas with this suffix.
+    """
+    for path in directory.glob(f"*.{suffix}"):
+        if path.stem not in kept:
+            path.unlink(missing_ok=True)
+    for path in directory.glob(f".*.{suffix}.*"):
+        path.unlink(missing_ok=True)
 
 
 class Arena:

@@ -23,7 +23,7 @@ from pipeline.config.schema import Config
 from pipeline.models import versions
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
-from shm.arena import ArenaError
+from shm.arena import ArenaError, remove_stale_arenas
 from shm.checkpoint import CheckpointError
 from stages.kv.cache_metrics import RemovedVersions
 from stages.kv.manager import Manager
@@ -90,7 +90,9 @@ class LoadedVersions:
         self._thread = ThreadPoolExecutor(1, "arenas")
         self._follower = versions.VersionFollower(config)
         self._next_open = self._next_prune = float("-inf")
-        self._remove_old_arenas()
+        # Arenas of versions that were removed while no kv stage ran.
+        kept = {version.slug for version in self._follower.table.versions}
+        remove_stale_arenas(paths.arena_dir(config), "kv", kept)
         self._apply_record()
 
     def close(self) -> None:
@@ -151,16 +153,6 @@ class LoadedVersions:
         self.removed.add(loaded.pages)
         loaded.pages.close_files()  # at once: the next version opens them
         self._thread.submit(_remove_arena, loaded)
-
-    def _remove_old_arenas(self) -> None:
-        """Remove the arenas of versions that were removed while no kv stage ran."""
-        arenas = paths.arena_dir(self._config)
-        recorded = {version.slug for version in self._follower.table.versions}
-        for path in arenas.glob("*.kv"):
-            if path.stem not in recorded:
-                path.unlink(missing_ok=True)
-        for path in arenas.glob(".*.kv.*"):
-            path.unlink(missing_ok=True)  # a predecessor's partial arena: this stage holds the stage's lock
 
     def _set_older_versions(self) -> None:
         """Let each version copy missing pages from older versions of the same model."""

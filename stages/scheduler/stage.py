@@ -20,6 +20,7 @@ from pipeline.ipc.poll_loop import PollLoop
 from pipeline.models import versions
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
+from shm.arena import remove_stale_arenas
 from stages.scheduler.core.outbox import rejected_frame
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.core.version_runner import VersionRunner
@@ -117,14 +118,10 @@ class SchedulerStage:
     def _remove_stale_files(self) -> None:
         """Files of earlier processes of this stage, for versions that have been unloaded since."""
         wanted = {version.slug for version in self.follower.table.versions}
-        for path in paths.arena_dir(self.config).glob("*.steps"):
-            if path.stem not in wanted:
-                path.unlink(missing_ok=True)
+        remove_stale_arenas(paths.arena_dir(self.config), "steps", wanted)
         for path in paths.run_dir(self.config).glob("bell-*.sock"):
             if path.stem.removeprefix("bell-") not in wanted:
                 path.unlink(missing_ok=True)
-        for path in paths.arena_dir(self.config).glob(".*.steps.*"):
-            path.unlink(missing_ok=True)  # incomplete; no other process makes one while this stage holds its lock
 
     def _make_runner(self, version: ModelVersion, now: float) -> VersionRunner:
         c, s = self.config, self.config.scheduler

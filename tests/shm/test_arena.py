@@ -1,10 +1,12 @@
-"""`Arena.populate` maps the whole arena, measured by the resident memory of a separate process."""
+"""Arenas: `populate` maps all of it, measured in a separate process; stale files are removed."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+
+from shm.arena import Arena, remove_stale_arenas
 
 SCRIPT = """
 import sys, threading
@@ -27,8 +29,6 @@ arena.populate()  # a closed arena: no effect
 
 
 def test_a_populated_arena_is_mapped_whole_before_it_is_touched() -> None:
-    from shm.arena import Arena
-
     path = Path("/dev/shm") / f"starling-test-arena-{id(SCRIPT)}"
     arena = Arena.create(path, "test", 1, 10 << 20, {})
     try:
@@ -39,3 +39,11 @@ def test_a_populated_arena_is_mapped_whole_before_it_is_touched() -> None:
     finally:
         arena.close()
         arena.unlink()
+
+
+def test_stale_and_partial_arenas_are_removed(tmp_path: Path) -> None:
+    names = ["a.kv", "b.kv", ".b.kv.123", "b.steps", "notes.txt"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"")
+    remove_stale_arenas(tmp_path, "kv", {"a"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.kv", "b.steps", "notes.txt"]
