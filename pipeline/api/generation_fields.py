@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.api.fields import Reader, flag, integer, invalid_value, number, read_fields, strings, text, token_ids
+from pipeline.config.schema import MAX_DRAFT_TOKENS
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Sampling
 from shm.step_ring import DEFAULT_ORDER
@@ -20,7 +21,6 @@ MAX_STOP_STRINGS = 4  # OpenAI's bound
 MAX_STOP_CHARACTERS = 256
 MAX_BIASES = 300  # as in Sampling.logit_bias
 MAX_TOP_LOGPROBS = 20
-MAX_SPECULATE = 16  # draft tokens in a step, as in models.*.speculate
 MAX_PROMPT_IDS = 1_000_000  # in the field; the model's context is the actual bound
 MAX_SALT_CHARACTERS = 128
 MAX_MODEL_CHARACTERS = 256  # of a model's name
@@ -104,7 +104,7 @@ COMMON_FIELDS: dict[str, Reader] = {
     "stream": flag,
     "skip_special_tokens": flag,
     "cache_salt": read_salt,
-    "speculate": integer(0, MAX_SPECULATE, hint="0 switches it off"),
+    "speculate": integer(0, MAX_DRAFT_TOKENS, hint="0 switches it off"),
 }
 
 

@@ -25,6 +25,7 @@ SessionSeconds = Annotated[int, Meta(ge=0, le=2_592_000)]  # as a request may gi
 Weight = Annotated[float, Meta(ge=0.01, le=1000.0)]
 Policy = Literal["lru", "lfu", "fifo"]
 
+MAX_DRAFT_TOKENS = 16  # of a sequence in one step
 DEMO_MODEL = "smollm2-135m-instruct"  # what is served when no model is configured; see registry.py
 
 
@@ -68,7 +69,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     cpus: tuple[Annotated[int, Meta(ge=0, le=4095)], ...] = ()  # to pin ranks to; empty: any allowed
     device: str = "cpu"
     weight: Weight = 1.0  # share of the machine among models
-    speculate: Annotated[int, Meta(ge=0, le=16)] = 0  # most draft tokens in a step; 0: off
+    speculate: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] = 0  # most draft tokens in a step; 0: off
     draft_model: str = ""  # name of a smaller model of `models` that drafts where `speculate` is on; "": none
 
     @property

@@ -106,7 +106,7 @@ FAMILIES: dict[str, Family] = {
         Family("starling_step_seconds", "histogram", "A step on the worker.", ("model",), SECONDS),
         Family("starling_steps_total", "counter", "Steps.", ("model",)),
         Family("starling_steps_repeated_total", "counter", "Steps computed again after a worker's death.", ("model",)),
-        Family("starling_preemptions_total", "counter", "Running sequences set aside.", ("model",)),
+        Family("starling_preemptions_total", "counter", "Running sequences preempted.", ("model",)),
         Family("starling_finished_total", "counter", "Sequences ended, by finish reason.", ("model", "reason")),
         Family(
             "starling_draft_tokens_total",

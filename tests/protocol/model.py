@@ -1,20 +1,20 @@
-"""The protocol of steps and leases as a small machine, to be searched whole (breadth first).
+"""Model of the step and lease protocol: a state machine that is small enough for a complete search.
 
-Two sequences, two pages, one worker group, a ring of seven steps.  Anything may die at any moment.  What is
-modelled is who may write which page when, and who believes what; tokens are left out.
+Two sequences, two pages, one worker group, a ring of seven steps.  Every process may die at any time.  The model
+contains which process may write which page at what time, and what each process believes; it leaves out tokens.
 
-    scheduler   up or down; for each sequence the pages it holds; the unacknowledged steps; whether a
-                worker is attached, and whether it has declared its leases to kv
-    worker      down, ready (in no step), attached, or inside a step, writing that step's pages
-    kv          up or down; for each page its owner, which stands in the arena and survives;
-                whether the leases have been declared since its or the scheduler's start
+    scheduler   up or down; the pages that each sequence holds; the unacknowledged steps; whether a worker is
+                attached, and whether kv's leases have been reconciled with the scheduler's
+    worker      down, ready (in no step), attached, or in a step, writing that step's pages
+    kv          up or down; the owner of each page, which is stored in the arena and survives; whether the leases
+                have been reconciled since kv or the scheduler has started
 
-Rules that make it safe are named; a test takes each away and sees the machine go wrong:
+The rules that make the protocol safe have names.  The test leaves out each of them and finds a broken invariant:
 
-    ack         a page is given back only when no unacknowledged step names its sequence
-    ready       a scheduler that starts attaches and declares only once the worker says it is in no step
-    declare     kv grants nothing between a restart and the declaration
-    fence       what a dead worker had is passed on only when the group is gone
+    ack         a page is released only when no unacknowledged step contains its sequence
+    ready       a scheduler that starts attaches and reconciles only after the worker reports that it is in no step
+    reconcile   kv grants no page between a restart and the reconciliation
+    fence       a dead worker group's arenas are passed on only after all its processes have exited
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-RULES = frozenset({"ack", "ready", "declare", "fence"})
+RULES = frozenset({"ack", "ready", "reconcile", "fence"})
 SEQUENCES = (0, 1)
 PAGES = (0, 1)
 FREE = -1
@@ -35,20 +35,20 @@ DOWN, READY, ATTACHED, IN_STEP = "down", "ready", "attached", "in step"
 
 class State(NamedTuple):
     scheduler_up: bool
-    holds: tuple[frozenset[int], ...]  # by sequence: pages, as the scheduler knows them
+    holds: tuple[frozenset[int], ...]  # by sequence: pages, in the scheduler's state
     wants_out: tuple[bool, ...]  # by sequence: cancelled or finished, to be released
     steps: tuple[tuple[int, frozenset[int]], ...]  # unacknowledged: (sequence, pages it writes)
-    attached: bool  # the scheduler's belief
+    attached: bool  # as the scheduler believes
     worker: str
     writing: tuple[int, frozenset[int]]  # the step inside the worker: (sequence, pages)
-    zombie: tuple[int, frozenset[int]]  # a group that was given up and is not gone yet: it may still write
+    zombie: tuple[int, frozenset[int]]  # a killed group that has not exited yet: it may still write
     kv_up: bool
-    owner: tuple[int, ...]  # by page: sequence or FREE; stands in the arena
-    declared: bool
+    owner: tuple[int, ...]  # by page: sequence or FREE; stored in the arena
+    reconciled: bool
     deaths: int
 
 
-NOBODY: tuple[int, frozenset[int]] = (FREE, frozenset())
+NO_STEP: tuple[int, frozenset[int]] = (FREE, frozenset())
 START = State(
     True,
     (frozenset(), frozenset()),
@@ -56,8 +56,8 @@ START = State(
     (),
     False,
     READY,
-    NOBODY,
-    NOBODY,
+    NO_STEP,
+    NO_STEP,
     True,
     (FREE, FREE),
     True,
@@ -78,12 +78,12 @@ def successors(s: State, rules: frozenset[str]) -> Iterator[tuple[str, State]]:
 
 
 def _leases(s: State, rules: frozenset[str]) -> Iterator[tuple[str, State]]:
-    may_grant = s.declared or "declare" not in rules
+    may_grant = s.reconciled or "reconcile" not in rules
     for q in SEQUENCES:
         if may_grant and not s.wants_out[q]:
             for page in PAGES:
-                # A kv that has forgotten (no declaration) takes what nobody seems to hold.
-                seems_free = s.owner[page] == FREE or (not s.declared and "declare" not in rules)
+                # Without reconciliation kv grants pages that other sequences hold.
+                seems_free = s.owner[page] == FREE or (not s.reconciled and "reconcile" not in rules)
                 if seems_free and len(s.holds[q]) < 2 and page not in s.holds[q]:
                     yield (
                         f"grant {page} to {q}",
@@ -96,10 +96,10 @@ def _leases(s: State, rules: frozenset[str]) -> Iterator[tuple[str, State]]:
                 f"release {q}",
                 s._replace(holds=_put(s.holds, q, frozenset()), owner=freed, wants_out=_put(s.wants_out, q, False)),
             )
-    is_settled = s.worker != IN_STEP and s.zombie == NOBODY
-    if not s.declared and ("declare" in rules) and (s.attached or is_settled or "ready" not in rules):
+    is_settled = s.worker != IN_STEP and s.zombie == NO_STEP
+    if not s.reconciled and ("reconcile" in rules) and (s.attached or is_settled or "ready" not in rules):
         kept = tuple(o if o != FREE and p in s.holds[o] else FREE for p, o in enumerate(s.owner))
-        yield "declare", s._replace(owner=kept, declared=True)
+        yield "reconcile", s._replace(owner=kept, reconciled=True)
 
 
 def _steps(s: State, rules: frozenset[str]) -> Iterator[tuple[str, State]]:
@@ -109,7 +109,7 @@ def _steps(s: State, rules: frozenset[str]) -> Iterator[tuple[str, State]]:
                 yield f"publish {q}", s._replace(steps=(*s.steps, (q, s.holds[q])))
             yield f"cancel {q}", s._replace(wants_out=_put(s.wants_out, q, True))
     can_attach = s.worker == READY and not s.attached
-    if can_attach and (s.zombie == NOBODY or "fence" not in rules):
+    if can_attach and (s.zombie == NO_STEP or "fence" not in rules):
         yield "attach", s._replace(attached=True, worker=ATTACHED)
 
 
@@ -117,9 +117,9 @@ def _worker(s: State) -> Iterator[tuple[str, State]]:
     if s.worker == ATTACHED and s.steps and s.attached:
         yield "begin", s._replace(worker=IN_STEP, writing=s.steps[0])
     if s.worker == IN_STEP:
-        # The done counter stands in the arena: a scheduler that has started afresh ignores it.
+        # The done counter is stored in the arena: a scheduler that has just started ignores it.
         rest = s.steps[1:] if s.steps and s.steps[0] == s.writing else s.steps
-        yield "finish", s._replace(worker=ATTACHED if s.attached else READY, writing=NOBODY, steps=rest)
+        yield "finish", s._replace(worker=ATTACHED if s.attached else READY, writing=NO_STEP, steps=rest)
     if s.worker == ATTACHED and not s.attached:
         yield "detach", s._replace(worker=READY)
 
@@ -135,16 +135,16 @@ def _deaths(s: State, rules: frozenset[str]) -> Iterator[tuple[str, State]]:
                 wants_out=(False, False),
                 steps=(),
                 attached=False,
-                declared=False,
+                reconciled=False,
             ),
         )
     if s.worker != DOWN:
-        yield "worker dies", died._replace(worker=DOWN, writing=NOBODY, attached=False)
-        # Stalled, and given up: it is killed, and until it is gone it may wake up and write on.
-        if s.worker == IN_STEP and s.zombie == NOBODY:
-            yield "worker stalls", died._replace(worker=DOWN, writing=NOBODY, zombie=s.writing, attached=False)
+        yield "worker dies", died._replace(worker=DOWN, writing=NO_STEP, attached=False)
+        # A stalled group is killed; until it has exited it may continue to write.
+        if s.worker == IN_STEP and s.zombie == NO_STEP:
+            yield "worker stalls", died._replace(worker=DOWN, writing=NO_STEP, zombie=s.writing, attached=False)
     if s.kv_up:
-        yield "kv dies", died._replace(kv_up=False, declared=False)
+        yield "kv dies", died._replace(kv_up=False, reconciled=False)
 
 
 def _returns(s: State, rules: frozenset[str]) -> Iterator[tuple[str, State]]:
@@ -154,8 +154,8 @@ def _returns(s: State, rules: frozenset[str]) -> Iterator[tuple[str, State]]:
         yield "worker returns", s._replace(worker=READY)
     if not s.kv_up:
         yield "kv returns", s._replace(kv_up=True)
-    if s.zombie != NOBODY:
-        yield "zombie is gone", s._replace(zombie=NOBODY)
+    if s.zombie != NO_STEP:
+        yield "zombie has exited", s._replace(zombie=NO_STEP)
 
 
 def _put(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
@@ -163,13 +163,13 @@ def _put(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
 
 
 def broken(s: State) -> str:
-    """Which invariant does not hold; "" when all do."""
-    if s.worker == IN_STEP or s.zombie != NOBODY:
+    """The invariant that does not hold; "" if all hold."""
+    if s.worker == IN_STEP or s.zombie != NO_STEP:
         for sequence, pages in (s.writing, s.zombie):
             for page in pages:
                 if s.owner[page] not in (sequence, FREE):
                     return f"page {page} is written for {sequence} and leased to {s.owner[page]}"
-    if s.scheduler_up and s.declared:
+    if s.scheduler_up and s.reconciled:
         for q in SEQUENCES:
             for page in s.holds[q]:
                 if s.owner[page] != q:
@@ -178,7 +178,7 @@ def broken(s: State) -> str:
 
 
 def search(rules: frozenset[str] = RULES) -> tuple[int, list[str]]:
-    """(states seen, the shortest way to a broken one; empty when there is none)."""
+    """(number of reachable states, the shortest path to a broken one or an empty list)."""
     before: dict[State, tuple[State, str] | None] = {START: None}
     queue = deque([START])
     while queue:

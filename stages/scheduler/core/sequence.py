@@ -47,8 +47,8 @@ class IllegalTransitionError(RuntimeError):
 class SequenceState:
     """One submitted sequence.
 
-    `order` numbers submissions.  `key` orders a tenant's queue (lower first) and never changes, so a preempted
-    sequence stays older than every sequence that was submitted after it.
+    `key` orders a tenant's queue (lower first) and never changes, so a preempted sequence stays older than every
+    sequence that was submitted after it.
     """
 
     __slots__ = (
@@ -70,7 +70,6 @@ class SequenceState:
         "key",
         "max_draft_tokens",
         "max_tokens",
-        "order",
         "phase",
         "prompt_len",
         "request",
@@ -84,6 +83,7 @@ class SequenceState:
     )
 
     def __init__(self, frame: Submit, gateway: bytes, tenant: Tenant, now: float, order: int) -> None:
+        """`order` numbers the submissions of a model."""
         tokens = array("i")
         tokens.frombytes(frame.prompt)
         self.prompt_len = len(tokens)
@@ -101,7 +101,6 @@ class SequenceState:
         self.deadline = now + frame.deadline_ms / 1000 if frame.deadline_ms > 0 else math.inf
         self.arrived = now
         self.started = 0.0  # when its first step was published
-        self.order = order
         self.key = (now - head_start_s(frame.priority, self.deadline - now), order)
         self.phase = Phase.PENDING
         self.is_done = False  # finished or failed: no output is wanted any more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipeline.config.schema import MAX_DRAFT_TOKENS
 from pipeline.protocol.messages import Cancel, Submit
 from stages.scheduler.core.outbox import Outbox
 from stages.scheduler.core.row_scheduler import RowScheduler
@@ -13,7 +14,6 @@ from stages.scheduler.policy.queues import QueueFullError, TenantQueues
 from stages.scheduler.policy.wait_estimate import WaitEstimate
 from stages.scheduler.stats import Stats
 
-MAX_DRAFT_TOKENS = 16  # of a sequence in one step
 UNAVAILABLE_S = 60.0  # sequences are refused when no worker has been attached for so long
 MIN_STEPS = 32  # steps after which costs are known well enough to refuse for a deadline
 
