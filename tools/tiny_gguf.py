@@ -22,6 +22,8 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
+from tools.reference.blocks import BLOCKS, DENSE
+
 
 class Shape(NamedTuple):
     """Of a llama graph (qwen2: with biases on q, k, v).
@@ -55,22 +57,7 @@ SHAPES = {
 
 # Per tensor, by the last part of its name before ".weight"; "" is every other matrix.
 RECIPES = {
-    **{
-        t.name: {"": t}
-        for t in (
-            Type.F32,
-            Type.F16,
-            Type.BF16,
-            Type.Q4_0,
-            Type.Q4_1,
-            Type.Q5_0,
-            Type.Q5_1,
-            Type.Q8_0,
-            Type.Q4_K,
-            Type.Q5_K,
-            Type.Q6_K,
-        )
-    },
+    **{t.name: {"": t} for t in (*DENSE, *BLOCKS)},
     "Q4_K_M": {"": Type.Q4_K, "attn_v": Type.Q6_K, "ffn_down": Type.Q6_K, "token_embd": Type.Q6_K, "output": Type.Q6_K},
     "Q5_K_M": {"": Type.Q5_K, "attn_v": Type.Q6_K, "ffn_down": Type.Q6_K, "token_embd": Type.Q6_K, "output": Type.Q6_K},
     "Q4_0_M": {
@@ -83,9 +70,6 @@ RECIPES = {
     },
     "Q4_1_M": {"": Type.Q4_1, "token_embd": Type.Q6_K, "output": Type.Q6_K},
 }
-# What stands in where K is no multiple of 256 (as llama.cpp's quantizer does it).
-_NARROW = {Type.Q4_K: Type.Q5_0, Type.Q5_K: Type.Q5_1, Type.Q6_K: Type.Q8_0}
-
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']"
@@ -150,7 +134,7 @@ def random_tensor(kind: Type, rows: int, columns: int, rng: np.random.Generator,
 
     F32 and F16: (rows, columns); the others (rows, bytes of a row) u8.
     """
-    if kind in (Type.F32, Type.F16, Type.BF16):
+    if kind in DENSE:
         values = rng.standard_normal((rows, columns), np.float32) * np.float32(spread)
         return gguf.quantize(values, kind)
     values_per_block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -158,16 +142,7 @@ def random_tensor(kind: Type, rows: int, columns: int, rng: np.random.Generator,
     raw = np.frombuffer(rng.bytes(blocks * size), np.uint8).reshape(blocks, size).copy()
     vary = rng.uniform(0.5, 1.5, (2, blocks))
     # Uniform codes of n steps have deviation n / sqrt(12); of sub-scales up to s, about s / sqrt(3).
-    steps, sub_scale, d_at, m_at = {
-        Type.Q4_0: (16, 1, 0, None),
-        Type.Q4_1: (16, 1, 0, 2),
-        Type.Q5_0: (32, 1, 0, None),
-        Type.Q5_1: (32, 1, 0, 2),
-        Type.Q8_0: (256, 1, 0, None),
-        Type.Q4_K: (16, 63 / math.sqrt(3), 0, 2),
-        Type.Q5_K: (32, 63 / math.sqrt(3), 0, 2),
-        Type.Q6_K: (64, 127 / math.sqrt(3), 208, None),
-    }[kind]
+    _, steps, sub_scale, d_at, m_at, _ = BLOCKS[kind]
     d = spread * math.sqrt(12) / steps / sub_scale * vary[0]
     raw[:, d_at : d_at + 2] = d.astype(np.float16).view(np.uint8).reshape(-1, 2)
     if m_at is not None:
@@ -185,7 +160,7 @@ def tensor_plan(shape: Shape, recipe: str) -> list[tuple[str, Type, int, int]]:
     def matrix(name: str, rows: int, columns: int) -> tuple[str, Type, int, int]:
         kind = formats.get(name.rsplit(".", 1)[-1], formats[""])
         if columns % gguf.GGML_QUANT_SIZES[kind][0]:
-            kind = _NARROW[kind]
+            kind = BLOCKS[kind].narrow or kind
         return f"{name}.weight", kind, rows, columns
 
     def vector(name: str, columns: int) -> tuple[str, Type, int, int]:

@@ -1,12 +1,13 @@
-"""GGUF quantization blocks as integers and f32 scales, straight from the format's definition.
+"""GGUF quantization blocks as integers and f32 scales, straight from the format's definition: one entry per format.
 
 Layouts are those of ggml's `block_*` structures (ggml-common.h): a row of K values is K / 32 blocks, or
-K / 256 super-blocks for the K-quants.  No value changes: `scale * code + minimum` is what
-`gguf.dequantize` gives.
+K / 256 super-blocks for the K-quants.  No value changes: `scale * code + minimum` is what `gguf.dequantize` gives.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import gguf
@@ -30,13 +31,42 @@ class Matrix(NamedTuple):
 
     @property
     def width(self) -> int:
-        """16 (Q6_K) or 32."""
+        """16 or 32."""
         return self.codes.shape[2]
 
 
+class Parts(NamedTuple):
+    """Blocks of some rows: codes (rows, blocks, values) integers, scales and minimums (rows, blocks, pieces) f32."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    minimums: np.ndarray | None = None
+
+
+class BlockFormat(NamedTuple):
+    """How a format's blocks are read, and how random ones are drawn (tools/tiny_gguf.py).
+
+    read         (rows, blocks, bytes) u8 to `Parts`
+    steps        about how many even steps the codes span
+    sub_scale    the root mean square of uniformly drawn sub-scales; 1 without them
+    d_at, m_at   bytes of a block at which the f16 scale and the f16 minimum are; None without minimums
+    narrow       what llama.cpp's quantizer takes instead where K is no multiple of a super-block
+    """
+
+    read: Callable[[np.ndarray], Parts]
+    steps: int
+    sub_scale: float = 1.0
+    d_at: int = 0
+    m_at: int | None = None
+    narrow: Type | None = None
+
+
+# ------------------------------------------------------------------ fields
+
+
 def _f16(raw: np.ndarray, at: int) -> np.ndarray:
-    """(..., bytes) u8 to (...) f32: the half at byte `at`."""
-    return np.ascontiguousarray(raw[..., at : at + 2]).view(np.float16)[..., 0].astype(np.float32)
+    """(..., bytes) u8 to (..., 1) f32: the half at byte `at`."""
+    return np.ascontiguousarray(raw[..., at : at + 2]).view(np.float16).astype(np.float32)
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
@@ -44,9 +74,9 @@ def _nibbles(packed: np.ndarray) -> np.ndarray:
     return np.concatenate([packed & 15, packed >> 4], axis=-1)
 
 
-def _bits(packed: np.ndarray) -> np.ndarray:
-    """(..., 4) u8 to (..., 32) of 0 and 1, bit 0 of byte 0 first."""
-    return np.unpackbits(packed, axis=-1, bitorder="little")
+def _fifth_bits(packed: np.ndarray) -> np.ndarray:
+    """(..., 4) u8 to (..., 32) of 0 and 16, bit 0 of byte 0 first."""
+    return np.unpackbits(packed, axis=-1, bitorder="little") << 4
 
 
 def _scales_and_minimums(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -57,49 +87,71 @@ def _scales_and_minimums(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scales.astype(np.float32), minimums.astype(np.float32)
 
 
-def _matrix(codes: np.ndarray, scales: np.ndarray, minimums: np.ndarray | None = None) -> Matrix:
-    """codes (rows, pieces, width), scales and minimums (rows, pieces): pieces go first."""
-    return Matrix(
-        np.ascontiguousarray(codes.astype(np.int8).transpose(1, 0, 2)),
-        np.ascontiguousarray(scales.T),
-        None if minimums is None else np.ascontiguousarray(minimums.T),
-    )
+def _signed(codes: np.ndarray, zero: int) -> np.ndarray:
+    return codes.astype(np.int8) - np.int8(zero)
 
 
-def _small(raw: np.ndarray, kind: Type) -> Matrix:
-    """Formats of one block for 32 values; raw (rows, blocks, bytes)."""
-    d = _f16(raw, 0)
-    if kind == Type.Q8_0:
-        return _matrix(raw[..., 2:34].view(np.int8), d)
-    if kind == Type.Q4_0:
-        return _matrix(_nibbles(raw[..., 2:18]).astype(np.int8) - 8, d)
-    if kind == Type.Q4_1:
-        return _matrix(_nibbles(raw[..., 4:20]), d, _f16(raw, 2))
-    if kind == Type.Q5_0:
-        codes = _nibbles(raw[..., 6:22]) | _bits(raw[..., 2:6]) << 4
-        return _matrix(codes.astype(np.int8) - 16, d)
-    codes = _nibbles(raw[..., 8:24]) | _bits(raw[..., 4:8]) << 4  # Q5_1
-    return _matrix(codes, d, _f16(raw, 2))
+# ------------------------------------------------------------------ formats of one block for 32 values
 
 
-def _super(raw: np.ndarray, kind: Type) -> Matrix:
-    """K-quants: super-blocks of 256; raw (rows, super-blocks, bytes)."""
+def _q4_0(raw: np.ndarray) -> Parts:
+    return Parts(_signed(_nibbles(raw[..., 2:18]), 8), _f16(raw, 0))
+
+
+def _q4_1(raw: np.ndarray) -> Parts:
+    return Parts(_nibbles(raw[..., 4:20]), _f16(raw, 0), _f16(raw, 2))
+
+
+def _q5_0(raw: np.ndarray) -> Parts:
+    return Parts(_signed(_nibbles(raw[..., 6:22]) | _fifth_bits(raw[..., 2:6]), 16), _f16(raw, 0))
+
+
+def _q5_1(raw: np.ndarray) -> Parts:
+    return Parts(_nibbles(raw[..., 8:24]) | _fifth_bits(raw[..., 4:8]), _f16(raw, 0), _f16(raw, 2))
+
+
+def _q8_0(raw: np.ndarray) -> Parts:
+    return Parts(raw[..., 2:34].view(np.int8), _f16(raw, 0))
+
+
+# ------------------------------------------------------------------ K-quants: super-blocks of 256 values
+
+
+def _q45_k(raw: np.ndarray, fifth: np.ndarray | int) -> Parts:
+    scales, minimums = _scales_and_minimums(raw[..., 4:16])
+    codes = _nibbles(raw[..., -128:].reshape(*raw.shape[:2], 4, 32)).reshape(*raw.shape[:2], 256) | fifth
+    return Parts(codes, _f16(raw, 0) * scales, -(_f16(raw, 2) * minimums))
+
+
+def _q4_k(raw: np.ndarray) -> Parts:
+    return _q45_k(raw, 0)
+
+
+def _q5_k(raw: np.ndarray) -> Parts:
+    planes = np.arange(8, dtype=np.uint8)[:, None]
+    return _q45_k(raw, ((raw[..., None, 16:48] >> planes & 1) << 4).reshape(*raw.shape[:2], 256))
+
+
+def _q6_k(raw: np.ndarray) -> Parts:
     rows, n = raw.shape[:2]
-    if kind == Type.Q6_K:
-        low, high = raw[..., :128].reshape(rows, n, 2, 64), raw[..., 128:192].reshape(rows, n, 2, 1, 32)
-        shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-        # In each half of 128: four runs of 32, whose upper two bits are the bit pairs of the same 32 bytes.
-        codes = _nibbles(low).reshape(rows, n, 2, 4, 32) | (high >> shifts & 3) << 4
-        scales = _f16(raw, 208)[..., None] * raw[..., 192:208].view(np.int8).astype(np.float32)
-        return _matrix((codes.astype(np.int8) - 32).reshape(rows, n * 16, 16), scales.reshape(rows, n * 16))
-    sub_scales, sub_minimums = _scales_and_minimums(raw[..., 4:16])
-    codes = _nibbles(raw[..., -128:].reshape(rows, n, 4, 32)).reshape(rows, n, 8, 32)
-    if kind == Type.Q5_K:
-        planes = np.arange(8, dtype=np.uint8)[:, None]
-        codes = codes | (raw[..., 16:48].reshape(rows, n, 1, 32) >> planes & 1) << 4
-    scales = _f16(raw, 0)[..., None] * sub_scales
-    minimums = -(_f16(raw, 2)[..., None] * sub_minimums)
-    return _matrix(codes.reshape(rows, n * 8, 32), scales.reshape(rows, n * 8), minimums.reshape(rows, n * 8))
+    low, high = raw[..., :128].reshape(rows, n, 2, 64), raw[..., 128:192].reshape(rows, n, 2, 1, 32)
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    # In each half of 128: four runs of 32, whose upper two bits are the bit pairs of the same 32 bytes.
+    codes = _nibbles(low).reshape(rows, n, 2, 4, 32) | (high >> shifts & 3) << 4
+    scales = _f16(raw, 208) * raw[..., 192:208].view(np.int8).astype(np.float32)
+    return Parts(_signed(codes, 32).reshape(rows, n, 256), scales)
+
+
+BLOCKS: dict[Type, BlockFormat] = {
+    Type.Q4_0: BlockFormat(_q4_0, 16),
+    Type.Q4_1: BlockFormat(_q4_1, 16, m_at=2),
+    Type.Q5_0: BlockFormat(_q5_0, 32),
+    Type.Q5_1: BlockFormat(_q5_1, 32, m_at=2),
+    Type.Q8_0: BlockFormat(_q8_0, 256),
+    Type.Q4_K: BlockFormat(_q4_k, 16, 63 / math.sqrt(3), m_at=2, narrow=Type.Q5_0),
+    Type.Q5_K: BlockFormat(_q5_k, 32, 63 / math.sqrt(3), m_at=2, narrow=Type.Q5_1),
+    Type.Q6_K: BlockFormat(_q6_k, 64, 127 / math.sqrt(3), d_at=208, narrow=Type.Q8_0),
+}
 
 
 def unpack(data: np.ndarray, kind: Type) -> Matrix | np.ndarray:
@@ -110,12 +162,14 @@ def unpack(data: np.ndarray, kind: Type) -> Matrix | np.ndarray:
     if kind in DENSE:
         return gguf.dequantize(np.asarray(data), kind).astype(np.float32)
     values, size = gguf.GGML_QUANT_SIZES[kind]
-    raw = np.ascontiguousarray(data).view(np.uint8).reshape(data.shape[0], -1, size)
-    if kind in (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0):
-        return _small(raw, kind)
-    if kind in (Type.Q4_K, Type.Q5_K, Type.Q6_K):
-        return _super(raw, kind)
-    raise ValueError(f"format {kind.name} ({values} values in {size} bytes) is not supported")
+    if kind not in BLOCKS:
+        raise ValueError(f"format {kind.name} ({values} values in {size} bytes) is not supported")
+    rows = data.shape[0]
+    parts = BLOCKS[kind].read(np.ascontiguousarray(data).view(np.uint8).reshape(rows, -1, size))
+    scales = parts.scales.reshape(rows, -1)
+    codes = parts.codes.astype(np.int8).reshape(rows, scales.shape[1], -1).transpose(1, 0, 2)
+    minimums = None if parts.minimums is None else np.ascontiguousarray(parts.minimums.reshape(rows, -1).T)
+    return Matrix(np.ascontiguousarray(codes), np.ascontiguousarray(scales.T), minimums)
 
 
 def multiply_out(matrix: Matrix) -> np.ndarray:
