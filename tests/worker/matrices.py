@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 
 from stages.worker.checkpoint.layout import groups_of, pack
-from stages.worker.kernels.formats import FORMATS, GROUP, Format
+from stages.worker.kernels.formats import FORMATS, GROUP, Format, QuantizedFormat
 from stages.worker.kernels.matmul import SCRATCH_BYTES, matmul
 from stages.worker.kernels.quantize_activations import quantize_rows, row_bytes
 from tools.tiny_gguf import random_tensor
@@ -97,13 +97,13 @@ def awkward(tokens: int, columns: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def fill_codes(m: Packed) -> None:
-    """Give every value the largest code there is: where 16-bit sums would saturate."""
-    units = m.stream.reshape(-1, m.fmt.unit_bytes)
-    if m.fmt.name == "Q6_K":
-        for b in range(8):
-            units[:, 32 + 416 * b : 416 * (b + 1)] = 255
-    else:
-        units[:, :-32] = 255
+    """Give every value the largest stored code: where 16-bit sums would saturate. Sub-scales become all ones, too."""
+    fmt = m.fmt
+    assert isinstance(fmt, QuantizedFormat)
+    blocks = m.stream.reshape(-1, fmt.unit_bytes)[:, fmt.scales.head_bytes :]
+    for block in range(fmt.blocks):
+        at = block * fmt.block_bytes
+        blocks[:, at : at + (fmt.block_bytes if fmt.scales.sub else fmt.codes.nbytes)] = 255
 
 
 def digest_of_products() -> str:
@@ -119,7 +119,7 @@ def digest_of_products() -> str:
         more = awkward(50, m.columns, rng)
         for tokens in (15, 16, 17, 31, 33, 50):
             h.update(multiply(m, more[:tokens]).tobytes())
-        if name in ("Q4_0", "Q5_0", "Q8_0", "Q6_K"):
+        if not fmt.dense:
             fill_codes(m)
             h.update(multiply(m, x).tobytes())
             h.update(multiply(m, np.repeat(x[:1], 16, axis=0)).tobytes())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stages.worker.checkpoint.layout import groups_of
 from stages.worker.checkpoint.layout import unpack as layout_unpack
 from stages.worker.kernels.dots import STARTS_BIASED
-from stages.worker.kernels.formats import FORMATS
+from stages.worker.kernels.formats import FORMATS, QUANTIZED
 from stages.worker.kernels.quantize_activations import RECORD, SCALE, SSUM, row_bytes
 from tests.worker.instruction_sets import available_isas
 from tests.worker.matrices import (
@@ -128,9 +128,9 @@ def test_long_rows_and_many_tokens() -> None:
         assert multiply(m, x).tobytes() == exact_matmul(unpack(m.source, m.kind), x).tobytes()
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q6_K"])
+@pytest.mark.parametrize("name", [f.name for f in QUANTIZED if not f.scales.minimum])
 def test_the_largest_sums(name: str) -> None:
-    """Every code the largest, every activation -127: as f64 has it."""
+    """Every code the largest, every activation -127: equal to a sum in f64 but for rounding."""
     m = random_matrix(name, 16, 32 // FORMATS[name].unit or 1, np.random.default_rng(9))
     fill_codes(m)
     x = np.full((2, m.columns), -1, np.float32)
