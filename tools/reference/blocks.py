@@ -110,6 +110,11 @@ def _q5_1(raw: np.ndarray) -> Parts:
     return Parts(_nibbles(raw[..., 8:24]) | _fifth_bits(raw[..., 4:8]), _f16(raw, 0), _f16(raw, 2))
 
 
+def _iq4_nl(raw: np.ndarray) -> Parts:
+    steps = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+    return Parts(np.array(steps, np.int8)[_nibbles(raw[..., 2:18])], _f16(raw, 0))
+
+
 def _q8_0(raw: np.ndarray) -> Parts:
     return Parts(raw[..., 2:34].view(np.int8), _f16(raw, 0))
 
@@ -148,6 +153,7 @@ BLOCKS: dict[Type, BlockFormat] = {
     Type.Q5_0: BlockFormat(_q5_0, 32),
     Type.Q5_1: BlockFormat(_q5_1, 32, m_at=2),
     Type.Q8_0: BlockFormat(_q8_0, 256),
+    Type.IQ4_NL: BlockFormat(_iq4_nl, 256),
     Type.Q4_K: BlockFormat(_q4_k, 16, 63 / math.sqrt(3), m_at=2, narrow=Type.Q5_0),
     Type.Q5_K: BlockFormat(_q5_k, 32, 63 / math.sqrt(3), m_at=2, narrow=Type.Q5_1),
     Type.Q6_K: BlockFormat(_q6_k, 64, 127 / math.sqrt(3), d_at=208, narrow=Type.Q8_0),
