@@ -122,6 +122,17 @@ def _q8_0(raw: np.ndarray) -> Parts:
 # ------------------------------------------------------------------ K-quants: super-blocks of 256 values
 
 
+def _q3_k(raw: np.ndarray) -> Parts:
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    # In each half of 128: four runs of 32. The high bit of run i of all eight is bit i of the same 32 bytes.
+    low = raw[..., 32:96].reshape(*raw.shape[:2], 2, 1, 32) >> shifts & 3
+    high = raw[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    codes = low.reshape(*raw.shape[:2], 256) | high.reshape(*raw.shape[:2], 256) << 2
+    top = raw[..., None, 104:108] >> shifts & 3
+    scales = _nibbles(raw[..., 96:104]) | top.reshape(*raw.shape[:2], 16) << 4
+    return Parts(_signed(codes, 4), _f16(raw, 108) * _signed(scales, 32).astype(np.float32))
+
+
 def _q45_k(raw: np.ndarray, fifth: np.ndarray | int) -> Parts:
     scales, minimums = _scales_and_minimums(raw[..., 4:16])
     codes = _nibbles(raw[..., -128:].reshape(*raw.shape[:2], 4, 32)).reshape(*raw.shape[:2], 256) | fifth
@@ -154,6 +165,7 @@ BLOCKS: dict[Type, BlockFormat] = {
     Type.Q5_1: BlockFormat(_q5_1, 32, m_at=2),
     Type.Q8_0: BlockFormat(_q8_0, 256),
     Type.IQ4_NL: BlockFormat(_iq4_nl, 256),
+    Type.Q3_K: BlockFormat(_q3_k, 8, 32 / math.sqrt(3), d_at=108, narrow=Type.IQ4_NL),
     Type.Q4_K: BlockFormat(_q4_k, 16, 63 / math.sqrt(3), m_at=2, narrow=Type.Q5_0),
     Type.Q5_K: BlockFormat(_q5_k, 32, 63 / math.sqrt(3), m_at=2, narrow=Type.Q5_1),
     Type.Q6_K: BlockFormat(_q6_k, 64, 127 / math.sqrt(3), d_at=208, narrow=Type.Q8_0),
