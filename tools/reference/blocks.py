@@ -122,6 +122,13 @@ def _q8_0(raw: np.ndarray) -> Parts:
 # ------------------------------------------------------------------ K-quants: super-blocks of 256 values
 
 
+def _q2_k(raw: np.ndarray) -> Parts:
+    both, shifts = raw[..., :16], np.array([0, 2, 4, 6], np.uint8)[:, None]
+    codes = (raw[..., 16:80].reshape(*raw.shape[:2], 2, 1, 32) >> shifts & 3).reshape(*raw.shape[:2], 256)
+    scales, minimums = (both & 15).astype(np.float32), (both >> 4).astype(np.float32)
+    return Parts(codes, _f16(raw, 80) * scales, -(_f16(raw, 82) * minimums))
+
+
 def _q3_k(raw: np.ndarray) -> Parts:
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
     # In each half of 128: four runs of 32. The high bit of run i of all eight is bit i of the same 32 bytes.
@@ -165,6 +172,7 @@ BLOCKS: dict[Type, BlockFormat] = {
     Type.Q5_1: BlockFormat(_q5_1, 32, m_at=2),
     Type.Q8_0: BlockFormat(_q8_0, 256),
     Type.IQ4_NL: BlockFormat(_iq4_nl, 256),
+    Type.Q2_K: BlockFormat(_q2_k, 4, 15 / math.sqrt(3), d_at=80, m_at=82, narrow=Type.IQ4_NL),
     Type.Q3_K: BlockFormat(_q3_k, 8, 32 / math.sqrt(3), d_at=108, narrow=Type.IQ4_NL),
     Type.Q4_K: BlockFormat(_q4_k, 16, 63 / math.sqrt(3), m_at=2, narrow=Type.Q5_0),
     Type.Q5_K: BlockFormat(_q5_k, 32, 63 / math.sqrt(3), m_at=2, narrow=Type.Q5_1),

@@ -11,6 +11,7 @@ from stages.worker.kernels.formats.description import BLOCK, GROUP, DenseFormat,
 from stages.worker.kernels.formats.f16 import F16
 from stages.worker.kernels.formats.f32 import F32
 from stages.worker.kernels.formats.iq4_nl import IQ4_NL
+from stages.worker.kernels.formats.q2_k import Q2_K
 from stages.worker.kernels.formats.q3_k import Q3_K
 from stages.worker.kernels.formats.q4_0 import Q4_0
 from stages.worker.kernels.formats.q4_1 import Q4_1
@@ -44,6 +45,7 @@ QUANTIZED: tuple[QuantizedFormat, ...] = (
     Q5_K,
     Q6_K,
     IQ4_NL,
+    Q2_K,
     Q3_K,
 )
 FORMATS: dict[str, Format] = {f.name: f for f in (*DENSE, *QUANTIZED)}
