@@ -114,8 +114,8 @@ class Admin:
 
     def _drain(self, request: dict[str, Any]) -> None:
         target = self._target(request)
-        timeout_s, is_kept = _seconds(request, 0.0), _flag(request, "keep")
-        self._service.readiness.drains.begin(target, timeout_s, is_kept)
+        timeout_s, is_persistent = _seconds(request, 0.0), _flag(request, "keep")
+        self._service.readiness.drains.begin(target, timeout_s, is_persistent)
         self._changed()
         log.info("drained by an operator", extra={"target": target, "timeout_s": timeout_s})
 
@@ -138,7 +138,7 @@ class Admin:
 
     def _changed(self) -> None:
         self._service.readiness.notify()
-        kept = self._service.readiness.drains.kept
+        kept = self._service.readiness.drains.persistent
         new = self._kept.with_name(self._kept.name + ".new")
         try:
             if kept:

@@ -30,7 +30,7 @@ from pipeline.models.versions import initial
 from pipeline.observe.metrics import Metrics
 from pipeline.protocol import messages as m
 from stages.gateway.admission.admit import Admission
-from stages.gateway.admission.drain import ALL, too_late
+from stages.gateway.admission.drain import ALL, drain_timeout
 from stages.gateway.admission.in_flight import InFlight
 from stages.gateway.admission.server_readiness import ChangeSignal, ServerReadiness
 from stages.gateway.metrics import GatewayMetrics
@@ -117,9 +117,9 @@ class Service:
         match frame:
             case m.TokenizerFailed():
                 error = StarlingError(frame.code, frame.message, frame.param, retry_after_s=RETRY_AFTER_S)
-                self.tokenizer.answer(frame.id, error)
+                self.tokenizer.on_reply(frame.id, error)
             case m.Encoded() | m.Described() | m.Detokenized():
-                self.tokenizer.answer(frame.id, frame)
+                self.tokenizer.on_reply(frame.id, frame)
 
     def on_scheduler(self, frame: m.Frame) -> None:
         """A frame from the scheduler."""
@@ -180,7 +180,7 @@ class Service:
         self.sessions.tick()
         for drain in self.readiness.drains.due():
             model = "" if drain.target == ALL else drain.target
-            drain.ended += self.lifecycle.end_all(too_late(drain), model=model)
+            drain.ended += self.lifecycle.end_all(drain_timeout(drain), model=model)
         if not self.readiness.is_stopping:
             self.recovery.tick(self.loaded.described, self.catalog)
             self.readers.tick()

@@ -31,7 +31,7 @@ from pipeline.runtime.malloc_trim import MallocTrimmer
 from pipeline.supervise import listen_fd as listening
 from stages.gateway.admin import MAX_TIMEOUT_S, Admin
 from stages.gateway.http.app import make_app
-from stages.gateway.http.idle_connections import Connections
+from stages.gateway.http.idle_connections import IdleConnections
 from stages.gateway.requests.journal import Journal
 from stages.gateway.requests.recovery import sync_and_close
 from stages.gateway.service import Service
@@ -103,7 +103,7 @@ class GatewayStage:
         self.admin = Admin(self.service, paths.arena_dir(config) / "gateway.drains", self.loader)
         self.control = ControlServer(paths.run_dir(config), "gateway", self._operate)
         self.port = 0  # that it listens on
-        self._connections = Connections(self.service.clock)
+        self._connections = IdleConnections(self.service.clock)
         self._runner = web.AppRunner(
             self._connections.watch(make_app(config, self.service, self.admin)),
             handler_cancellation=True,

@@ -1,4 +1,4 @@
-"""Draining as operators ask for it: what is refused, what finishes, what is ended, and who may ask."""
+"""Drains by operators: which requests are rejected, finish or are ended, and who may drain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.errors import StarlingError
 from pipeline.ipc import control
-from stages.gateway.admission.drain import ALL, Drains, too_late
+from stages.gateway.admission.drain import ALL, Drains, drain_timeout
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 
@@ -28,32 +28,32 @@ class Clock:
         return self.now
 
 
-def test_a_drain_refuses_its_model_and_no_other() -> None:
+def test_a_drain_rejects_requests_of_its_model_only() -> None:
     drains = Drains(Clock())
     drains.begin("a", 5.0)
-    refusal = drains.refusal("a")
-    assert refusal is not None
-    assert (refusal.code, refusal.status, refusal.headers()) == ("DRAINING", 503, {"Retry-After": "5"})
-    assert "model a" in refusal.message
-    assert drains.refusal("b") is None
-    assert drains.refusal() is None
+    rejection = drains.rejection("a")
+    assert rejection is not None
+    assert (rejection.code, rejection.status, rejection.headers()) == ("DRAINING", 503, {"Retry-After": "5"})
+    assert "model a" in rejection.message
+    assert drains.rejection("b") is None
+    assert drains.rejection() is None
     assert (drains.reason("a"), drains.reason("b")) == ("model a is drained", "")
 
 
-def test_a_drain_of_all_refuses_everything_until_it_is_lifted() -> None:
+def test_a_drain_of_all_rejects_every_request_until_it_is_lifted() -> None:
     drains = Drains(Clock())
     drains.begin(ALL, 5.0)
     drains.begin("a", 5.0)
-    assert drains.refusal("b") is not None
-    assert drains.refusal() is not None
+    assert drains.rejection("b") is not None
+    assert drains.rejection() is not None
     assert drains.lift("b") == []
     assert drains.lift("a") == ["a"]
-    assert drains.refusal("a") is not None
+    assert drains.rejection("a") is not None
     assert drains.lift(ALL) == [ALL]
-    assert drains.refusal("a") is None
+    assert drains.rejection("a") is None
 
 
-def test_the_rest_is_due_when_the_time_is_up() -> None:
+def test_a_drain_is_due_at_its_deadline() -> None:
     clock = Clock()
     drains = Drains(clock)
     drains.begin("a", 5.0)
@@ -62,16 +62,16 @@ def test_the_rest_is_due_when_the_time_is_up() -> None:
     assert drains.report() == {"a": {"left_s": 0.1, "ended": 0}}
     clock.now += 0.1
     (due,) = drains.due()
-    assert "not finished within 5 s" in too_late(due).message
+    assert "did not finish within 5 s" in drain_timeout(due).message
 
 
-def test_what_an_operator_keeps_a_restart_does_not_lift() -> None:
+def test_a_persistent_drain_survives_a_restart() -> None:
     drains = Drains(Clock())
-    drains.begin(ALL, 1.0, is_kept=False)
-    assert drains.kept == {}
+    drains.begin(ALL, 1.0, is_persistent=False)
+    assert drains.persistent == {}
     drains.begin(ALL, 2.0)
-    drains.begin(ALL, 3.0, is_kept=False)
-    assert drains.kept == {ALL: 3.0}
+    drains.begin(ALL, 3.0, is_persistent=False)
+    assert drains.persistent == {ALL: 3.0}
 
 
 # ------------------------------------------------------------------ the process
@@ -81,8 +81,8 @@ def ask(server: Server, **request: Any) -> dict[str, Any]:
     return control.call(server.home / "run", "gateway", request, timeout_s=60)
 
 
-def test_a_drain_goes_with_its_model(make_server: MakeServer) -> None:
-    """What is loaded again under its name takes requests, in this gateway and in the next."""
+def test_unloading_a_model_lifts_its_drain(make_server: MakeServer) -> None:
+    """A model loaded again under the same name accepts requests, in this gateway and after a restart."""
     server = make_server()
     server.wait_ready()
     assert MODEL in ask(server, op="drain", target=MODEL, timeout_s=1.0)["draining"]
@@ -95,13 +95,13 @@ def test_a_drain_goes_with_its_model(make_server: MakeServer) -> None:
         try:
             state = ask(server, op="state")
             break
-        except control.Unreachable:  # it listens there a moment after it listens to clients
+        except control.Unreachable:  # the control socket listens a moment after the HTTP port
             assert time.monotonic() < deadline
     assert state["draining"] == {}
 
 
 @pytest.mark.parametrize("target", [ALL, MODEL])
-def test_streams_finish_and_new_requests_are_refused(server: Server, target: str) -> None:
+def test_streams_finish_and_new_requests_are_rejected(server: Server, target: str) -> None:
     peers = server.peers
     stream = server.stream("/v1/generate", TEXT)
     events = stream.events()
@@ -148,7 +148,7 @@ def test_the_rest_is_ended_with_an_error_that_says_so(server: Server) -> None:
         assert [error["error"]["code"] for error in last] == ["DRAINING"]
         waiting.join()
         assert (answers[0].status, answers[0].error["code"]) == (503, "DRAINING")
-        assert "not finished within 0 s" in answers[0].error["message"]
+        assert "did not finish within 0 s" in answers[0].error["message"]
         assert ask(server, op="state")["draining"][MODEL]["ended"] == 2
     finally:
         stream.close()

@@ -1,4 +1,4 @@
-"""The endpoints over real sockets: shapes, streams, refusals."""
+"""The endpoints over real sockets: whole responses, streams, rejections."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHAT: dict[str, Any] = {"model": MODEL, "seed": 7, "max_tokens": 30, "messages":
 CHAT_PROMPT = "user: Hi\n"
 
 
-# ------------------------------------------------------------------ whole answers
+# ------------------------------------------------------------------ whole responses
 
 
 def test_generate(server: Server) -> None:
@@ -54,7 +54,7 @@ def test_generate(server: Server) -> None:
     }
 
 
-def test_token_ids_as_a_prompt_and_a_drawn_seed_that_is_told(server: Server) -> None:
+def test_token_ids_as_a_prompt_and_a_random_seed_in_the_response(server: Server) -> None:
     first = server.post("/v1/generate", {"prompt": [1, 2, 3], "max_tokens": 20}).json
     again = server.post("/v1/generate", {"prompt": [1, 2, 3], "max_tokens": 20, "seed": first["seed"]}).json
     assert first["seed"] > 0
@@ -63,13 +63,13 @@ def test_token_ids_as_a_prompt_and_a_drawn_seed_that_is_told(server: Server) -> 
     assert other["seed"] != first["seed"]
 
 
-def test_without_max_tokens_the_configured_bound_holds(server: Server) -> None:
+def test_without_max_tokens_the_configured_bound_applies(server: Server) -> None:
     body = server.post("/v1/generate", {"prompt": "x", "ignore_eos": True}).json
     assert body["usage"]["completion_tokens"] == 300
     assert body["choices"][0]["finish_reason"] == "length"
 
 
-def test_the_end_token_counts_and_is_no_text(server: Server) -> None:
+def test_the_end_token_is_counted_but_is_not_text(server: Server) -> None:
     body = server.post("/v1/generate", {"prompt": "Hello", "seed": 7}).json
     tokens = expected("Hello", 300)
     assert tokens[-1] == EOS
@@ -91,7 +91,7 @@ def test_chat(server: Server) -> None:
     assert body["usage"]["prompt_tokens"] == len(CHAT_PROMPT)
 
 
-def test_chat_takes_parts_and_calls_developers_system(server: Server) -> None:
+def test_chat_accepts_text_parts_and_reads_developer_as_system(server: Server) -> None:
     messages = [
         {
             "role": "developer",
@@ -136,7 +136,7 @@ def test_a_stop_string_ends_the_text_before_it(server: Server, stop: Any) -> Non
     assert body["usage"]["completion_tokens"] == len(choice["tokens"])
 
 
-def test_logprobs_in_each_shape(server: Server) -> None:
+def test_logprobs_of_each_endpoint(server: Server) -> None:
     tokens = expected(CHAT_PROMPT, 4)
     body = server.post("/v1/chat/completions", {**CHAT, "max_tokens": 4, "logprobs": True, "top_logprobs": 2}).json
     content = body["choices"][0]["logprobs"]["content"]
@@ -181,7 +181,7 @@ def test_a_chat_stream_has_openais_events_in_order(server: Server) -> None:
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
 
 
-def test_a_stream_and_a_whole_answer_are_the_same_text(server: Server) -> None:
+def test_a_stream_and_a_whole_response_have_the_same_text(server: Server) -> None:
     body = {"prompt": "same", "max_tokens": 60, "seed": 9, "n": 3, "logprobs": 2}
     whole = server.post("/v1/generate", body).json
     events = [event.data for event in server.stream("/v1/generate", body).all()[:-1]]
@@ -198,7 +198,7 @@ def test_a_stream_and_a_whole_answer_are_the_same_text(server: Server) -> None:
     assert events[-1]["seed"] == 9
 
 
-def test_each_event_says_where_the_stream_could_be_taken_up(server: Server) -> None:
+def test_each_event_has_an_id_to_resume_from(server: Server) -> None:
     stream = server.stream("/v1/generate", {"prompt": "ids", "max_tokens": 12, "seed": 7, "n": 2})
     request_id = stream.response.headers["X-Request-Id"]
     events = stream.all()
@@ -219,8 +219,8 @@ def test_a_completion_stream(server: Server) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_words_arrive_one_by_one(server: Server) -> None:
-    """The first piece is there while the model is still stopped before the second."""
+def test_text_arrives_as_it_is_generated(server: Server) -> None:
+    """The first event arrives while the model is held before the second token."""
 
     def hold() -> None:
         server.peers.is_stepping = False
@@ -322,7 +322,7 @@ def test_curl(server: Server) -> None:
     assert done.stdout.count(b"data: ") >= 4
 
 
-# ------------------------------------------------------------------ the other endpoints
+# ------------------------------------------------------------------ other endpoints
 
 
 def test_tokenize_and_detokenize_are_inverse(server: Server) -> None:
@@ -390,7 +390,7 @@ BAD_BODIES = [
 
 
 @pytest.mark.parametrize(("body", "message"), BAD_BODIES)
-def test_bodies_that_are_no_json_object(server: Server, body: bytes, message: str) -> None:
+def test_bodies_that_are_not_a_json_object(server: Server, body: bytes, message: str) -> None:
     answer = server.post("/v1/generate", body)
     assert answer.status == 400
     assert message in answer.error["message"]
@@ -471,14 +471,14 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("change", "param", "message"), BAD_CHATS)
-def test_chats_that_are_refused(server: Server, change: dict[str, Any], param: str, message: str) -> None:
+def test_rejected_chats(server: Server, change: dict[str, Any], param: str, message: str) -> None:
     answer = server.post("/v1/chat/completions", {**CHAT, **change})
     assert answer.status == 400
     assert message in answer.error["message"]
     assert answer.error["param"] == param
 
 
-def test_neutral_values_of_what_is_not_supported_are_taken(server: Server) -> None:
+def test_neutral_values_of_unsupported_fields_are_accepted(server: Server) -> None:
     neutral = {
         "tools": [],
         "tool_choice": "none",
@@ -493,7 +493,7 @@ def test_neutral_values_of_what_is_not_supported_are_taken(server: Server) -> No
     assert server.post("/v1/chat/completions", {**CHAT, **neutral}).status == 200
 
 
-def test_completions_that_are_refused(server: Server) -> None:
+def test_rejected_completions(server: Server) -> None:
     for change, param in (
         ({"best_of": 3}, "best_of"),
         ({"suffix": "x"}, "suffix"),
@@ -508,7 +508,7 @@ def test_completions_that_are_refused(server: Server) -> None:
         assert (answer.status, answer.error["param"]) == (400, param)
 
 
-def test_many_tokens_are_told_in_full_and_too_many_are_refused(server: Server) -> None:
+def test_a_long_text_is_tokenized_in_full_and_one_over_the_limit_is_rejected(server: Server) -> None:
     text = "日1" * 30_000
     answer = server.post("/v1/tokenize", {"text": text}).json
     assert (answer["model"], answer["count"]) == (MODEL, 120_000)
@@ -547,7 +547,7 @@ def test_paths_methods_and_content_types(server: Server) -> None:
     assert "Content-Type: application/json" in form.error["message"]
 
 
-def test_request_ids_go_through(server: Server) -> None:
+def test_a_valid_request_id_is_returned(server: Server) -> None:
     body = {"prompt": "x", "max_tokens": 2}
     assert server.post("/v1/generate", body, {"X-Request-Id": "mine-1"}).headers["X-Request-Id"] == "mine-1"
     odd = server.post("/v1/generate", body, {"X-Request-Id": "a b"}).headers["X-Request-Id"]

@@ -1,4 +1,4 @@
-"""Every bound names itself, and what is left is what is given."""
+"""Length checks: each error names its bound, and the output budget is what the context leaves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPEN = Bounds(100, 0, 0)
         (10, 20, Bounds(100, 10, 20), 20),
     ],
 )
-def test_what_fits(n_prompt: int, max_tokens: int | None, bounds: Bounds, budget: int) -> None:
+def test_output_budget(n_prompt: int, max_tokens: int | None, bounds: Bounds, budget: int) -> None:
     assert output_budget(n_prompt, max_tokens, bounds, "prompt", "max_tokens") == budget
 
 
@@ -35,23 +35,23 @@ def test_what_fits(n_prompt: int, max_tokens: int | None, bounds: Bounds, budget
         (10, 21, Bounds(100, 0, 20), "max_tokens", "INVALID_REQUEST", "scheduler.max_output_tokens"),
     ],
 )
-def test_what_does_not(
+def test_lengths_over_a_bound_are_rejected(
     n_prompt: int, max_tokens: int | None, bounds: Bounds, param: str, code: str, message: str
 ) -> None:
-    with pytest.raises(InvalidRequest, match=message) as refused:
+    with pytest.raises(InvalidRequest, match=message) as rejected:
         output_budget(n_prompt, max_tokens, bounds, "prompt", "max_tokens")
-    assert (refused.value.param, refused.value.code) == (param, code)
+    assert (rejected.value.param, rejected.value.code) == (param, code)
 
 
 @pytest.mark.parametrize(
     "bounds", [OPEN, Bounds(100, 10, 0), Bounds(100, 99, 0), Bounds(100, 1000, 0), Bounds(2, 0, 0)]
 )
-def test_the_longest_prompt_is_the_bound_that_is_enforced(bounds: Bounds) -> None:
+def test_longest_prompt_is_the_enforced_bound(bounds: Bounds) -> None:
     longest = longest_prompt(bounds)
     assert output_budget(longest, None, bounds, "prompt", "max_tokens") > 0
     with pytest.raises(InvalidRequest) as exact:
         output_budget(longest + 1, None, bounds, "prompt", "max_tokens")
     assert str(exact.value) == str(too_long(longest + 1, bounds, "prompt"))
     at_least = too_long(longest + 7, bounds, "messages", is_exact=False)
-    assert at_least.message.startswith(f"messages has at least {longest + 7} tokens; at most {longest} are taken")
+    assert at_least.message.startswith(f"messages has at least {longest + 7} tokens; at most {longest} are allowed")
     assert (at_least.code, at_least.param) == ("CONTEXT_LENGTH_EXCEEDED", "messages")

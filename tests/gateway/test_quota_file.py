@@ -1,4 +1,4 @@
-"""What a tenant has used up is used up after a restart; a damaged record costs nobody anything but itself."""
+"""Quota levels survive a restart; a damaged record affects only its own tenant."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.gateway.server import Server
 from tests.gateway.test_stage import MakeServer
 
 
-class World:
-    """Lives of a gateway over one file. `now` is of both clocks; only the wall's goes on between lives."""
+class Restarts:
+    """Consecutive gateways with one quota file. `now` drives both clocks; the monotonic one restarts with a gateway."""
 
     def __init__(self, path: Path, **limits: int) -> None:
         self.path = path
@@ -38,65 +38,65 @@ class World:
         return 0.0
 
 
-def test_what_is_used_stays_used_and_time_gives_it_back(tmp_path: Path) -> None:
-    world = World(tmp_path / "q", tokens_per_minute=600, requests_per_minute=2)
-    assert world.wait_s("a", 400) == 0
-    world.quotas.charge_output("a", 500)
+def test_levels_survive_a_restart_and_refill_with_time(tmp_path: Path) -> None:
+    gateway = Restarts(tmp_path / "q", tokens_per_minute=600, requests_per_minute=2)
+    assert gateway.wait_s("a", 400) == 0
+    gateway.quotas.charge_output("a", 500)
     for _ in range(2):
-        world.quotas.take_request("a")
-    world.begin()
-    assert world.wait_s("a", 100) == pytest.approx(40.0)
-    assert world.wait_s("b", 600) == 0
+        gateway.quotas.take_request("a")
+    gateway.begin()
+    assert gateway.wait_s("a", 100) == pytest.approx(40.0)
+    assert gateway.wait_s("b", 600) == 0
     with pytest.raises(RateLimited):
-        world.quotas.take_request("a")
-    # While nobody serves the buckets fill as they always do.
-    world.now += 39.0
-    world.begin()
-    assert world.wait_s("a", 100) == pytest.approx(1.0)
-    world.now += 1.0
-    world.begin()
-    assert world.wait_s("a", 100) == 0
+        gateway.quotas.take_request("a")
+    # Buckets refill while no gateway runs.
+    gateway.now += 39.0
+    gateway.begin()
+    assert gateway.wait_s("a", 100) == pytest.approx(1.0)
+    gateway.now += 1.0
+    gateway.begin()
+    assert gateway.wait_s("a", 100) == 0
 
 
-def test_another_limit_takes_over_what_was_used(tmp_path: Path) -> None:
-    world = World(tmp_path / "q", tokens_per_minute=600)
-    assert world.wait_s("a", 300) == 0
-    world.begin(tokens_per_minute=1200)
-    assert world.wait_s("a", 901) == pytest.approx(0.05, abs=0.01)
-    assert world.wait_s("a", 900) == 0
+def test_a_changed_limit_keeps_the_used_amount(tmp_path: Path) -> None:
+    gateway = Restarts(tmp_path / "q", tokens_per_minute=600)
+    assert gateway.wait_s("a", 300) == 0
+    gateway.begin(tokens_per_minute=1200)
+    assert gateway.wait_s("a", 901) == pytest.approx(0.05, abs=0.01)
+    assert gateway.wait_s("a", 900) == 0
 
 
-def test_a_clock_that_was_set_back_takes_nothing_away(tmp_path: Path) -> None:
-    world = World(tmp_path / "q", tokens_per_minute=600)
-    assert world.wait_s("a", 600) == 0
-    world.now -= 86_400
-    world.begin()
-    assert world.wait_s("a", 60) == pytest.approx(6.0)
-    world.now += 6
-    assert world.wait_s("a", 60) == 0
+def test_a_clock_set_back_refills_nothing(tmp_path: Path) -> None:
+    gateway = Restarts(tmp_path / "q", tokens_per_minute=600)
+    assert gateway.wait_s("a", 600) == 0
+    gateway.now -= 86_400
+    gateway.begin()
+    assert gateway.wait_s("a", 60) == pytest.approx(6.0)
+    gateway.now += 6
+    assert gateway.wait_s("a", 60) == 0
 
 
-def test_a_damaged_record_is_as_if_it_had_never_been(tmp_path: Path) -> None:
-    world = World(tmp_path / "q", tokens_per_minute=600)
+def test_a_damaged_record_is_ignored(tmp_path: Path) -> None:
+    gateway = Restarts(tmp_path / "q", tokens_per_minute=600)
     for tenant in "ab":
-        assert world.wait_s(tenant, 600) == 0
+        assert gateway.wait_s(tenant, 600) == 0
     raw = bytearray((tmp_path / "q").read_bytes())
     raw[RECORD_BYTES + 20] ^= 1
     (tmp_path / "q").write_bytes(raw)
-    world.begin()
-    assert world.wait_s("a", 600) == 0
-    assert world.wait_s("b", 600) > 0
+    gateway.begin()
+    assert gateway.wait_s("a", 600) == 0
+    assert gateway.wait_s("b", 600) > 0
 
 
 @pytest.mark.parametrize(
     "raw", [b"", b"x", b"STRLQUO2" + bytes(200), b"STRLQUO1", b"STRLQUO1" + bytes(77), bytes(1 << 20)]
 )
-def test_whatever_is_there_it_begins(tmp_path: Path, raw: bytes) -> None:
+def test_any_file_content_is_accepted(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "q").write_bytes(raw)
-    world = World(tmp_path / "q", tokens_per_minute=600)
-    assert world.wait_s("a", 600) == 0
-    world.begin()
-    assert world.wait_s("a", 600) > 0
+    gateway = Restarts(tmp_path / "q", tokens_per_minute=600)
+    assert gateway.wait_s("a", 600) == 0
+    gateway.begin()
+    assert gateway.wait_s("a", 600) > 0
 
 
 def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,24 +105,24 @@ def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     keys = [bucket_key("tokens", f"tenant-{n}") for n in range(10)]
     for n, key in enumerate(keys):
         file.put(key, Level(600, 0.0, float(n)))
-        file.put(keys[0], Level(600, 1.0, float(n)))  # in use all the while
+        file.put(keys[0], Level(600, 1.0, float(n)))  # used after each of the others
     again = QuotaFile(tmp_path / "q")
     assert set(again.levels) == {keys[0], *keys[7:]}
     assert (tmp_path / "q").stat().st_size == 5 * RECORD_BYTES
 
 
-def test_without_a_disk_quotas_go_on_in_memory(
+def test_after_a_disk_error_quotas_stay_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("STARLING_FAULTS", "disk:enospc@quotas")
-    world = World(tmp_path / "q", tokens_per_minute=600)
+    gateway = Restarts(tmp_path / "q", tokens_per_minute=600)
     for _ in range(3):
-        assert world.wait_s("a", 200) == 0
-    assert world.wait_s("a", 200) > 0
+        assert gateway.wait_s("a", 200) == 0
+    assert gateway.wait_s("a", 200) > 0
     assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
 
 
-def test_a_gateway_that_is_killed_remembers(make_server: MakeServer) -> None:
+def test_levels_survive_a_kill(make_server: MakeServer) -> None:
     server: Server = make_server(rate_limits={"requests_per_minute": 3, "tokens_per_minute": 100_000})
     server.wait_ready()
     body = {"prompt": "x", "max_tokens": 5}

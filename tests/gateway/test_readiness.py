@@ -1,4 +1,4 @@
-"""Not ready is who stands still with work, or is silent, or says so; never who works for long."""
+"""A stage is unready without progress, without heartbeats or on its own report, but not during long work."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_stage_is_ready_from_its_first_good_heartbeat() -> None:
     assert health.report() == {"ready": False, "reason": "not running"}
 
 
-def test_work_without_progress_is_noticed_and_progress_clears_it() -> None:
+def test_work_without_progress_makes_unready_and_progress_clears_it() -> None:
     clock = Clock()
     health = StageHealth("kv", clock)
     health.up()
@@ -47,7 +47,7 @@ def test_work_without_progress_is_noticed_and_progress_clears_it() -> None:
     assert health.problem == ""
 
 
-def test_long_work_that_progresses_and_idleness_are_fine() -> None:
+def test_long_work_with_progress_and_idleness_stay_ready() -> None:
     clock = Clock()
     health = StageHealth("kv", clock)
     health.up()
@@ -59,7 +59,7 @@ def test_long_work_that_progresses_and_idleness_are_fine() -> None:
         health.beat(beat(99, busy=False))
         clock.now += 0.3
         assert health.problem == ""
-    # Work that has just come to an idle stage has its time.
+    # An idle stage that has just received work is not stuck.
     health.beat(beat(99, busy=True))
     assert health.problem == ""
 
@@ -74,7 +74,7 @@ def test_a_successor_with_the_same_counter_is_not_stuck() -> None:
     assert health.problem == ""
 
 
-def test_silence_is_noticed_although_there_is_no_work() -> None:
+def test_silence_makes_an_idle_stage_unready() -> None:
     clock = Clock()
     health = StageHealth("kv", clock)
     health.up()
@@ -91,8 +91,8 @@ def test_silence_is_noticed_although_there_is_no_work() -> None:
     assert health.problem == ""
 
 
-def test_both_are_known_within_a_second_of_the_last_sign() -> None:
-    """At the worst: the last sign came just after a beat, and the next beat but one is late."""
+def test_missing_progress_is_detected_within_a_second() -> None:
+    """Worst case: the last progress was just after a heartbeat, and the second heartbeat after it is late."""
     clock = Clock()
     health = StageHealth("kv", clock, 0.25)
     health.up()
@@ -106,7 +106,7 @@ def test_both_are_known_within_a_second_of_the_last_sign() -> None:
     assert clock.now - stood <= 1.0 + 1e-9
 
 
-def test_one_that_rests_beats_seldom_and_its_silence_is_known_within_a_second_too() -> None:
+def test_the_silence_of_an_idle_stage_is_detected_within_a_second() -> None:
     clock = Clock()
     health = StageHealth("kv", clock, 0.25)
     health.up()
@@ -116,14 +116,14 @@ def test_one_that_rests_beats_seldom_and_its_silence_is_known_within_a_second_to
         assert health.problem == ""
     silent = msgspec.structs.replace(beat(1, busy=False), idle=True)
     health.beat(silent)
-    heard = clock.now
+    received = clock.now
     while not health.problem:
-        clock.now += timer_coalescing.ALIGN_S  # so seldom the gateway looks, too
-        assert clock.now - heard <= 1.0 + 1e-9
+        clock.now += timer_coalescing.ALIGN_S  # the gateway checks as rarely
+        assert clock.now - received <= 1.0 + 1e-9
         health.beat(silent)
 
 
-def test_the_time_in_which_nobody_looked_is_not_the_peers_silence() -> None:
+def test_time_in_which_the_gateway_was_suspended_does_not_count() -> None:
     clock = Clock()
     health = StageHealth("kv", clock)
     health.up()
@@ -133,7 +133,7 @@ def test_the_time_in_which_nobody_looked_is_not_the_peers_silence() -> None:
     assert health.problem == ""
 
 
-def test_rare_heartbeats_are_waited_for() -> None:
+def test_a_long_heartbeat_interval_is_respected() -> None:
     clock = Clock()
     health = StageHealth("kv", clock, heartbeat_s=2.0)
     health.up()

@@ -1,4 +1,4 @@
-"""A question that the tokenizer cannot be sent just now is sent later: nobody is refused for its death."""
+"""A request that cannot be sent to the tokenizer now is sent later instead of failing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeline.protocol import messages as m
 from stages.gateway.service import Service
 
 
-def test_a_question_waits_for_its_way() -> None:
+def test_an_unsent_request_is_sent_later() -> None:
     async def run() -> tuple[int, ...]:
         sent: list[m.Frame] = []
         is_open = False
@@ -20,7 +20,7 @@ def test_a_question_waits_for_its_way() -> None:
             return is_open
 
         service = Service(Config(models=(ModelConfig(name="m", path="m.gguf"),)), lambda frame: True, send)
-        # It is up as far as anybody knows, and has just died.
+        # The tokenizer has connected and its process has just exited, unnoticed.
         service.on_tokenizer_up(m.Hello("tokenizer", 1, 1, 1))
         asked = asyncio.create_task(service.tokenizer.encode("m", "x"))
         await asyncio.sleep(0)

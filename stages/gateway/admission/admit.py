@@ -29,7 +29,7 @@ from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from shm.pages import NUMERICS
 from stages.gateway.admission.in_flight import InFlight
-from stages.gateway.admission.lengths import check_number, output_budget
+from stages.gateway.admission.lengths import check_text_count, output_budget
 from stages.gateway.admission.prompts import check_ids, prompt_field, tokenize_prompts
 from stages.gateway.admission.server_readiness import READY_WAIT_S, ServerReadiness
 from stages.gateway.requests.generation_request import GenerationRequest
@@ -108,7 +108,7 @@ class Admission:
     ) -> RequestState:
         """The request, ready to be started. Raises `StarlingError`. The caller holds a `slot`."""
         model = self._catalog.resolve(generation.model)
-        if refusal := self._readiness.drains.refusal(model) or self._readiness.unloading(model):
+        if refusal := self._readiness.drains.rejection(model) or self._readiness.unloading(model):
             raise refusal
         with self._in_flight.admitting(model):
             self._quotas.take_request(caller.tenant)
@@ -147,7 +147,7 @@ class Admission:
     ) -> RequestState:
         """Check everything that depends on the model. `held`: the tokens of the session before the prompt."""
         described = self._loaded.described[version.id]
-        check_number(max(1, len(generation.prompts)), generation.n, self._config, version.settings)
+        check_text_count(max(1, len(generation.prompts)), generation.n, self._config, version.settings)
         bounds = self._loaded.bounds(version)
         prompts = await tokenize_prompts(generation, version, described, self._tokenizer, bounds, len(held))
         check_ids(generation, prompts, described.vocab_size)

@@ -1,8 +1,7 @@
-"""Admission that has been stopped on purpose: of everything, or of a model. Pure; the clock is given.
+"""Drains: an operator stops admission, of all models or of one. Pure; the clock is injected.
 
-A drain refuses new requests at once, lets those in flight go on for its time, and says when the rest must
-be ended.  It stays until it is lifted.  `ALL` names the whole server; no model can have that name in a
-command.
+A drained target rejects new requests at once.  Requests in flight may finish until the drain's deadline, then they are
+ended.  A drain stays until it is lifted.  `ALL` names the whole server; no model can have that name.
 """
 
 from __future__ import annotations
@@ -15,70 +14,71 @@ import msgspec
 from pipeline.errors import StarlingError
 
 ALL = "all"
-RETRY_AFTER_S = 5.0  # what a refused request is told
+RETRY_AFTER_S = 5.0  # for rejected requests
 
 
-class Drain(msgspec.Struct):
-    """Of one target."""
+class ActiveDrain(msgspec.Struct):
+    """The drain of one target."""
 
     target: str  # a model, or ALL
     timeout_s: float
-    deadline: float  # of the injected clock: when the rest is ended
-    is_kept: bool  # a gateway that starts again drains as well
-    ended: int = 0  # requests that were not finished in time
+    deadline: float  # of the injected clock: remaining requests are ended then
+    is_persistent: bool  # survives a restart of the gateway
+    ended: int = 0  # requests that did not finish in time
 
 
 class Drains:
-    """What is drained now."""
+    """All drains in force, by target."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._drains: dict[str, Drain] = {}
+        self._drains: dict[str, ActiveDrain] = {}
 
     @property
     def targets(self) -> list[str]:
+        """The drained targets, sorted."""
         return sorted(self._drains)
 
     @property
-    def kept(self) -> dict[str, float]:
-        """Target and time (s) of those that a restart of the gateway must not lift."""
-        return {drain.target: drain.timeout_s for drain in self._drains.values() if drain.is_kept}
+    def persistent(self) -> dict[str, float]:
+        """Target and timeout (s) of the drains that survive a restart of the gateway."""
+        return {drain.target: drain.timeout_s for drain in self._drains.values() if drain.is_persistent}
 
-    def begin(self, target: str, timeout_s: float, is_kept: bool = True) -> None:
-        """Stop admission; a second call sets the time anew, and keeps what was to be kept."""
+    def begin(self, target: str, timeout_s: float, is_persistent: bool = True) -> None:
+        """Start a drain; a second call resets the timeout, and a persistent drain stays persistent."""
         before = self._drains.get(target)
-        is_kept = is_kept or (before is not None and before.is_kept)
-        self._drains[target] = Drain(target, timeout_s, self._clock() + timeout_s, is_kept)
+        is_persistent = is_persistent or (before is not None and before.is_persistent)
+        self._drains[target] = ActiveDrain(target, timeout_s, self._clock() + timeout_s, is_persistent)
 
     def lift(self, target: str) -> list[str]:
-        """Take requests again; what had been drained of it. `ALL` lifts everything."""
+        """End the drain of `target`, or all drains for `ALL`; return the targets that were drained."""
         lifted = [name for name in self.targets if target in (ALL, name)]
         for name in lifted:
             del self._drains[name]
         return lifted
 
-    def refusal(self, model: str = "") -> StarlingError | None:
-        """Why a request for `model` ("": for whatever it may be) is not taken; None when it is."""
+    def rejection(self, model: str = "") -> StarlingError | None:
+        """Return the error for a request for `model` ("": for any model), None if it is not drained."""
         for target in (ALL, model):
             if target in self._drains:
                 return StarlingError(
                     "DRAINING",
-                    f"{_what(target)} is being drained and takes no more requests; try again",
+                    f"{_name(target)} is draining and accepts no new requests; try again later",
                     retry_after_s=RETRY_AFTER_S,
                 )
         return None
 
     def reason(self, model: str = "") -> str:
-        """For readiness: "" when requests for `model` are taken."""
-        return next((f"{_what(target)} is drained" for target in (ALL, model) if target in self._drains), "")
+        """Return why requests for `model` are rejected, for readiness; "" if they are not."""
+        return next((f"{_name(target)} is drained" for target in (ALL, model) if target in self._drains), "")
 
-    def due(self) -> list[Drain]:
-        """Drains whose time is up: whatever of theirs is still in flight is to be ended."""
+    def due(self) -> list[ActiveDrain]:
+        """Return the drains past their deadline; their remaining requests are to be ended."""
         now = self._clock()
         return [drain for drain in self._drains.values() if now >= drain.deadline]
 
     def report(self) -> dict[str, Any]:
-        """Of each target: seconds left for those in flight, and how many were ended since."""
+        """Return for each target the seconds left for its requests and the number of requests ended."""
         now = self._clock()
         return {
             name: {"left_s": round(max(0.0, drain.deadline - now), 1), "ended": drain.ended}
@@ -86,14 +86,15 @@ class Drains:
         }
 
 
-def too_late(drain: Drain) -> StarlingError:
-    """What a request is told that was not finished in time."""
+def drain_timeout(drain: ActiveDrain) -> StarlingError:
+    """Return the error for a request that did not finish before the drain's deadline."""
     return StarlingError(
         "DRAINING",
-        f"{_what(drain.target)} was drained, and this was not finished within {drain.timeout_s:g} s; send it again",
+        f"{_name(drain.target)} was drained, and this request did not finish within "
+        f"{drain.timeout_s:g} s; send it again",
         retry_after_s=RETRY_AFTER_S,
     )
 
 
-def _what(target: str) -> str:
+def _name(target: str) -> str:
     return "the server" if target == ALL else f"model {target}"

@@ -38,7 +38,9 @@ async def tokenize_prompts(
             raise InvalidRequest(f"model {version.name!r} has no chat template; use /v1/completions", "model")
         return [checked(await tokenizer.render(version.id, generation.messages, limit))]
     prompts: list[Awaitable[m.Encoded] | tuple[int, ...]] = [
-        tokenizer.encode(version.id, prompt, add_bos=not n_held, most=limit) if isinstance(prompt, str) else prompt
+        tokenizer.encode(version.id, prompt, add_bos=not n_held, token_limit=limit)
+        if isinstance(prompt, str)
+        else prompt
         for prompt in generation.prompts
     ]
     # All at once: the tokenizer answers several requests in one round.

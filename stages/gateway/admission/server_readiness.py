@@ -109,7 +109,7 @@ class ServerReadiness:
         if self.is_stopping:
             message = "the server is being stopped and takes no more requests; try again"
             return StarlingError("DRAINING", message, retry_after_s=RETRY_AFTER_S)
-        return self.drains.refusal(model)
+        return self.drains.rejection(model)
 
     def unloading(self, model: str) -> StarlingError | None:
         """The refusal of a model that is being unloaded. Raises `ModelNotFound` if it is gone."""

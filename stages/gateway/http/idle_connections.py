@@ -1,7 +1,7 @@
-"""Connections on which nothing is ever asked: they would hold their places for ever.
+"""Closes connections that never send a request, so that they do not use up the connection limit.
 
-aiohttp closes one that stays idle after a request; one that never sends the head of its first request
-would stay.  It has `FIRST_HEAD_S`, then it is closed.  Looked at once a second, without a timer for each.
+aiohttp closes a connection that is idle after a request, but not one that never sends the head of its first request.
+Such a connection is closed after `FIRST_HEAD_S`.  All connections are checked once a second, without a timer for each.
 """
 
 from __future__ import annotations
@@ -16,37 +16,40 @@ FIRST_HEAD_S = 30.0
 SWEEP_S = 1.0
 
 
-class Connection(Protocol):
-    def force_close(self) -> None: ...
+class Closable(Protocol):
+    """A connection of aiohttp's server."""
+
+    def force_close(self) -> None:
+        """Close the connection now."""
 
 
-class Connections:
-    """`watch` the application, `sweep` often."""
+class IdleConnections:
+    """Call `watch` once for the application, and `sweep` often."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._since: dict[Any, float] = {}  # first seen; infinity once a head has come
+        self._since: dict[Any, float] = {}  # when first seen; infinity once a head has been received
         self._next_sweep = 0.0
 
     def watch(self, app: web.Application) -> web.Application:
-        """Before the application is set up."""
+        """Add a middleware that reports requests; before the application is set up."""
 
         @web.middleware
-        async def heard(
+        async def on_request(
             request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
         ) -> web.StreamResponse:
-            self.heard(request.protocol)
+            self.head_received(request.protocol)
             return await handler(request)
 
-        app.middlewares.insert(0, heard)
+        app.middlewares.insert(0, on_request)
         return app
 
-    def heard(self, connection: object) -> None:
-        """The head of a request has come."""
+    def head_received(self, connection: object) -> None:
+        """The connection has sent the head of a request."""
         self._since[connection] = math.inf
 
-    def sweep(self, live: Iterable[Connection]) -> int:
-        """Close the silent ones among those that are open; how many."""
+    def sweep(self, live: Iterable[Closable]) -> int:
+        """Close the silent connections among `live`, all open ones; return how many were closed."""
         now = self._clock()
         if now < self._next_sweep:
             return 0

@@ -27,7 +27,7 @@ async def tokenize(request: web.Request) -> web.Response:
                 add_bos=body.add_bos,
                 parse_special=body.parse_special,
                 offsets=True,
-                most=MAX_PROMPT_IDS,
+                token_limit=MAX_PROMPT_IDS,
             )
         slices = []
         for part in tokenize_response(model, encoded):

@@ -1,4 +1,4 @@
-"""What Python's json would take and the server must not; and that nothing else is refused."""
+"""The strict parser: it rejects what Python's json accepts beyond RFC 8259, and nothing else."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=5), st.booleans())
-def test_every_object_is_read_as_it_was_written(value: dict, escaped: bool) -> None:
+def test_every_object_survives_a_round_trip(value: dict, escaped: bool) -> None:
     body = json.dumps(value, ensure_ascii=escaped).encode()
     assert parse_object(body) == value
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_give_an_object_or_one_clear_error(body: bytes) -> None:
+def test_any_bytes_give_an_object_or_an_invalid_request(body: bytes) -> None:
     with contextlib.suppress(InvalidRequest):
         assert isinstance(parse_object(body), dict)
 
 
 @given(st.dictionaries(st.sampled_from(sorted({*chat.FIELDS, *completions.FIELDS, *generate.FIELDS})), JSON))
-def test_any_values_give_an_ask_or_one_clear_error(body: dict) -> None:
+def test_any_values_give_a_generation_request_or_an_invalid_request(body: dict) -> None:
     for module in (chat, completions, generate):
         with contextlib.suppress(InvalidRequest):
-            ask = module.read(body)
-            assert ask.sampling.temperature >= 0
-            assert math.isfinite(ask.sampling.temperature)
-            assert 1 <= ask.n <= 16
+            request = module.read(body)
+            assert request.sampling.temperature >= 0
+            assert math.isfinite(request.sampling.temperature)
+            assert 1 <= request.n <= 16
 
 
 @pytest.mark.parametrize("name", ["json", "text/plain", "", "application/jsonp"])
@@ -55,17 +55,17 @@ def test_content_types(name: str) -> None:
     assert parse_object(b"{}", "Application/JSON; charset=utf-8") == {}
 
 
-def test_a_place_is_named() -> None:
+def test_errors_name_the_position() -> None:
     with pytest.raises(InvalidRequest, match="line 3, column 5"):
         parse_object(b'{\n"a": 1\n    "b": 2}')
     with pytest.raises(InvalidRequest) as refused:
         parse_object(rb'{"messages": [{"content": "ok"}, {"content": "\udfff"}]}')
     assert refused.value.param == "messages[1].content"
-    # Both halves together are a character.
+    # A complete surrogate pair is a character.
     assert parse_object(rb'{"a": "\ud83d\udc26"}') == {"a": "🐦"}
 
 
-def test_null_is_leaving_out_and_bounds_are_inclusive() -> None:
+def test_null_means_missing_and_bounds_are_inclusive() -> None:
     table = {"a": integer(1, 5), "b": number(0, 1, above=True)}
     assert read_fields({"a": None, "b": 1}, table) == {"b": 1.0}
     assert read_fields({"a": 5.0, "b": 0.5}, table) == {"a": 5, "b": 0.5}

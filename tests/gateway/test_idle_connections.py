@@ -1,8 +1,8 @@
-"""A connection that says nothing is closed; one that has asked something never is."""
+"""Connections that never send a request are closed; those that have sent one are not."""
 
 from __future__ import annotations
 
-from stages.gateway.http.idle_connections import FIRST_HEAD_S, Connections
+from stages.gateway.http.idle_connections import FIRST_HEAD_S, IdleConnections
 
 
 class Connection:
@@ -13,26 +13,26 @@ class Connection:
         self.is_open = False
 
 
-def test_only_the_silent_ones_are_closed() -> None:
+def test_only_silent_connections_are_closed() -> None:
     now = 100.0
-    connections = Connections(lambda: now)
+    connections = IdleConnections(lambda: now)
     silent, talking, late = Connection(), Connection(), Connection()
-    connections.heard(talking)
+    connections.head_received(talking)
     assert connections.sweep([silent, talking]) == 0
     now += FIRST_HEAD_S
     assert connections.sweep([silent, talking, late]) == 0
     now += 1.5
     assert connections.sweep([silent, talking, late]) == 1
     assert [silent.is_open, talking.is_open, late.is_open] == [False, True, True]
-    connections.heard(late)
+    connections.head_received(late)
     now += 10 * FIRST_HEAD_S
     assert connections.sweep([talking, late]) == 0
 
 
-def test_what_is_closed_is_forgotten_and_sweeps_are_rare() -> None:
+def test_closed_connections_are_forgotten_and_sweeps_are_rare() -> None:
     now = 100.0
-    connections = Connections(lambda: now)
-    connections.heard(Connection())
+    connections = IdleConnections(lambda: now)
+    connections.head_received(Connection())
     connections.sweep([])
     assert not connections._since
     looked: list[int] = []

@@ -1,4 +1,4 @@
-"""Keys are compared whole, and no tenant gets more than its minute's worth."""
+"""API keys, and token buckets that give no tenant more than its rate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Clock:
         return self.now
 
 
-def test_without_keys_everyone_is_the_default_tenant() -> None:
+def test_without_keys_every_caller_is_the_default_tenant() -> None:
     keys = Keys(AuthConfig())
     assert keys.caller(None).tenant == "default"
     assert keys.caller("Bearer anything").tenant == "default"
@@ -33,7 +33,7 @@ def test_a_key_names_its_tenant() -> None:
 
 
 @pytest.mark.parametrize("header", [None, "", "sk-a", "Basic sk-a", "Bearer", "Bearer sk-", "Bearer sk-aa"])
-def test_what_is_no_key_is_refused(header: str | None) -> None:
+def test_an_invalid_key_is_rejected(header: str | None) -> None:
     with pytest.raises(Unauthenticated) as refused:
         Keys(AuthConfig(api_keys=(ApiKey(key="sk-a"),))).caller(header)
     assert "sk-a" not in refused.value.message
@@ -51,7 +51,7 @@ def test_a_bucket_never_gives_more_than_its_rate(steps: list[tuple[float, int]],
             bucket.take(amount)
             taken.append((clock.now, amount))
         else:
-            # After exactly the time it named, it gives.
+            # Exactly after the returned time the amount is available.
             probe = clock.now
             clock.now += needed + 1e-6
             assert bucket.wait_s(amount) == 0
@@ -60,12 +60,12 @@ def test_a_bucket_never_gives_more_than_its_rate(steps: list[tuple[float, int]],
         total = 0
         for at, amount in taken[start:]:
             total += amount
-            # A window may hold a full bucket, its refill, and one request larger than what was left.
+            # A window may contain a full bucket, its refill, and one request larger than the rest.
             refill = (at - taken[start][0]) * per_minute / 60
             assert total <= per_minute + refill + max(0, max(a for _, a in taken) - per_minute) + 1e-3
 
 
-def test_output_is_charged_at_the_end_and_waited_for() -> None:
+def test_output_is_charged_and_delays_later_requests() -> None:
     clock = Clock()
     quotas = Quotas(RateLimitsConfig(tokens_per_minute=60), clock)
     quotas.take_prompt("a", 10)
@@ -79,7 +79,7 @@ def test_output_is_charged_at_the_end_and_waited_for() -> None:
     quotas.take_prompt("a", 5)
 
 
-def test_a_prompt_larger_than_a_minute_goes_in_when_the_bucket_is_full() -> None:
+def test_a_prompt_above_the_rate_is_admitted_when_the_bucket_is_full() -> None:
     clock = Clock()
     quotas = Quotas(RateLimitsConfig(tokens_per_minute=60), clock)
     quotas.take_prompt("a", 100)
@@ -89,7 +89,7 @@ def test_a_prompt_larger_than_a_minute_goes_in_when_the_bucket_is_full() -> None
     quotas.take_prompt("a", 100)
 
 
-def test_a_refused_request_takes_nothing() -> None:
+def test_a_rejected_request_is_not_charged() -> None:
     clock = Clock()
     quotas = Quotas(RateLimitsConfig(requests_per_minute=2), clock)
     for _ in range(2):
@@ -101,7 +101,7 @@ def test_a_refused_request_takes_nothing() -> None:
     quotas.take_request("a")
 
 
-def test_tenants_that_went_quiet_are_forgotten() -> None:
+def test_full_buckets_are_dropped() -> None:
     clock = Clock()
     quotas = Quotas(RateLimitsConfig(requests_per_minute=60), clock)
     for index in range(Quotas.MAX_IDLE):

@@ -1,4 +1,4 @@
-"""Events as bytes: one chunk for a step, and a bound for readers that do not keep up."""
+"""Event streams as bytes: one chunk per step, and a bound for slow clients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make(n: int = 1) -> tuple[EventStream, RequestState, list[str]]:
     return EventStream(request, chat.ChatFormatter(request, {}), dropped.append), request, dropped
 
 
-async def test_what_comes_before_the_headers_goes_out_in_one_piece_after_them() -> None:
+async def test_events_before_the_headers_are_sent_in_one_write_after_them() -> None:
     stream, request, _ = make()
     transport = Transport()
     (sequence,) = request.sequences
@@ -55,7 +55,7 @@ async def test_what_comes_before_the_headers_goes_out_in_one_piece_after_them() 
     assert json.loads(data)["choices"][0]["delta"] == {"content": 'He said "Ä\n"'}
 
 
-async def test_a_step_is_one_write_whatever_the_number_of_choices() -> None:
+async def test_a_step_is_one_write_for_any_number_of_choices() -> None:
     stream, request, _ = make(3)
     transport = Transport()
     stream.attach(transport, is_chunked=False)  # type: ignore[arg-type]
@@ -67,7 +67,7 @@ async def test_a_step_is_one_write_whatever_the_number_of_choices() -> None:
     assert b"id: req-1:1.2.3\n" in write
 
 
-async def test_text_that_is_held_back_is_no_event() -> None:
+async def test_text_that_is_held_back_makes_no_event() -> None:
     stream, request, _ = make()
     transport = Transport()
     stream.attach(transport, is_chunked=False)  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ async def test_text_that_is_held_back_is_no_event() -> None:
     assert len(transport.writes) == 1  # the role
 
 
-async def test_the_reader_that_does_not_keep_up_is_dropped_once() -> None:
+async def test_a_slow_client_is_dropped_once() -> None:
     stream, request, dropped = make()
     transport = Transport()
     stream.attach(transport, is_chunked=True)  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ async def test_the_reader_that_does_not_keep_up_is_dropped_once() -> None:
     assert len(transport.writes) == 1
 
 
-async def test_an_error_before_the_first_event_is_raised_and_one_after_it_is_sent() -> None:
+async def test_an_error_before_the_first_event_is_raised_and_a_later_one_is_sent() -> None:
     error = StarlingError("INFERENCE", "no")
     stream, request, _ = make()
     stream.failed(error)
