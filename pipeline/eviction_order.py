@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from typing import Generic, TypeVar
 
 POLICIES = ("lru", "lfu", "fifo")
@@ -52,6 +52,12 @@ class PrunedHeap(Generic[Key]):
     def remove(self, key: Key) -> None:
         """Remove a key. Raises `KeyError` when it is not in the heap."""
         del self._tick_of[key]
+
+    def remove_all(self, keys: Collection[Key]) -> None:
+        """`remove` each of `keys`."""
+        tick_of = self._tick_of
+        for key in keys:
+            del tick_of[key]
 
     def pop(self) -> Key:
         """Remove and return the key of the lowest rank. Raises `IndexError` when the heap is empty."""
@@ -104,15 +110,13 @@ class EvictionOrder(Generic[Key]):
         if self._heap is not None:
             self._heap.remove(key)
 
-    def remove_all(self, keys: Iterable[Key]) -> None:
+    def remove_all(self, keys: Collection[Key]) -> None:
         """`remove` each of `keys`."""
-        if self._heap is None:
-            added_at = self._added_at
-            for key in keys:
-                del added_at[key]
-        else:
-            for key in keys:
-                self.remove(key)
+        added_at = self._added_at
+        for key in keys:
+            del added_at[key]
+        if self._heap is not None:
+            self._heap.remove_all(keys)
 
     def pop(self) -> Key:
         """Remove and return the entry to evict next. Raises `IndexError` when there is none."""
