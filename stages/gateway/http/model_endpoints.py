@@ -34,8 +34,8 @@ async def redirect_engines(request: web.Request) -> web.Response:
 
 
 def _model_object(service: Service, name: str) -> dict[str, Any]:
-    instance = service.catalog.serving(name)
-    described = service.loaded.described.get(instance.id) if instance is not None else None
+    version = service.catalog.serving(name)
+    described = service.loaded.described.get(version.id) if version is not None else None
     body: dict[str, Any] = {
         "id": name,
         "object": "model",
@@ -43,9 +43,9 @@ def _model_object(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "starling",
         "ready": not service.readiness.problem(name),
     }
-    if described is not None and instance is not None:
+    if described is not None and version is not None:
         body |= {
-            "context_length": service.loaded.bounds(instance).context,
+            "context_length": service.loaded.bounds(version).context,
             "vocab_size": described.vocab_size,
             "architecture": described.architecture,
             "parameters": described.parameters,

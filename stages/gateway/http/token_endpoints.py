@@ -20,9 +20,9 @@ async def tokenize(request: web.Request) -> web.Response:
     with service.admission.slot():
         body = read_tokenize(await read_body(request, service.config))
         model = service.catalog.resolve(body.model)
-        with service.admission.serving_version(model) as instance:
+        with service.admission.serving_version(model) as version:
             encoded = await service.tokenizer.encode(
-                instance.id,
+                version.id,
                 body.text,
                 add_bos=body.add_bos,
                 parse_special=body.parse_special,
@@ -42,8 +42,8 @@ async def detokenize(request: web.Request) -> web.Response:
     with service.admission.slot():
         body = read_detokenize(await read_body(request, service.config))
         model = service.catalog.resolve(body.model)
-        with service.admission.serving_version(model) as instance:
-            described = await service.readiness.describe(instance)
+        with service.admission.serving_version(model) as version:
+            described = await service.readiness.describe(version)
             check_range(body.tokens, "tokens[{}]", "tokens", described.vocab_size)
-            text = await service.tokenizer.decode(instance.id, body.tokens, skip_special=body.skip_special)
+            text = await service.tokenizer.decode(version.id, body.tokens, skip_special=body.skip_special)
     return json_response({"model": model, "text": text})

@@ -1,0 +1,194 @@
+"""Invalid HTTP requests over real sockets: the status, the field and the text of each error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gateway.peers import MODEL
+from tests.gateway.server import Server
+
+CHAT: dict[str, Any] = {"model": MODEL, "seed": 7, "max_tokens": 30, "messages": [{"role": "user", "content": "Hi"}]}
+
+BAD_BODIES = [
+    (b"", "the body is empty"),
+    (b"{", "not valid JSON"),
+    (b'{"prompt": "x",}', "line 1, column"),
+    (b"[1]", "an array; send a JSON object"),
+    (b"\xff\xfe", "not valid UTF-8"),
+    (b'{"prompt": "\xc3"}', "not valid UTF-8: invalid continuation byte at byte 12"),
+    (b'{"prompt": "x", "temperature": NaN}', "NaN, which is not a number in JSON"),
+    (b'{"prompt": "x", "temperature": -Infinity}', "-Infinity"),
+    (b'{"prompt": "x", "temperature": 1e999}', "too large"),
+    (b'{"prompt": "x", "seed": 1' + b"0" * 5000 + b"}", "a number of 5001 digits"),
+    (b'{"prompt": "x", "prompt": "y"}', "'prompt' twice"),
+    (b'{"prompt": "\\ud800"}', "prompt contains a lone surrogate"),
+    (b'{"prompt": ' + b"[" * 100_000, "nested too deeply"),
+    (b'{"prompt": "x"} trailing', "Extra data"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), BAD_BODIES)
+def test_bodies_that_are_not_a_json_object(server: Server, body: bytes, message: str) -> None:
+    answer = server.post("/v1/generate", body)
+    assert answer.status == 400
+    assert message in answer.error["message"]
+    assert answer.error["type"] == "invalid_request_error"
+    assert answer.error["code"] == "INVALID_REQUEST"
+
+
+BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "prompt", "missing"),
+    ({"prompt": 5}, "prompt", "a string or an array of token ids"),
+    ({"prompt": []}, "prompt", "empty"),
+    ({"prompt": [1, -1]}, "prompt[1]", "is -1"),
+    ({"prompt": [1, 258]}, "prompt", "vocabulary has the ids from 0 to 257"),
+    ({"prompt": [1, True]}, "prompt[1]", "is true"),
+    ({"prompt": ""}, "prompt", "at least one"),
+    ({"prompt": "x", "max_tokens": -1}, "max_tokens", "from 1 to"),
+    ({"prompt": "x", "max_tokens": 1.5}, "max_tokens", "is 1.5"),
+    ({"prompt": "x", "max_tokens": "10"}, "max_tokens", 'is "10"'),
+    ({"prompt": "x", "max_tokens": 10**30}, "max_tokens", "from 1 to"),
+    ({"prompt": "x", "max_tokens": 301}, "max_tokens", "at most 300"),
+    ({"prompt": "x", "temperature": -0.1}, "temperature", "from 0 to 2"),
+    ({"prompt": "x", "temperature": True}, "temperature", "is true"),
+    ({"prompt": "x", "top_p": 0}, "top_p", "greater than 0"),
+    ({"prompt": "x", "top_k": -5}, "top_k", "is -5"),
+    ({"prompt": "x", "n": 17}, "n", "from 1 to 16"),
+    ({"prompt": "x", "seed": 2**64}, "seed", "from -9223372036854775808"),
+    ({"prompt": "x", "stop": ["a", "b", "c", "d", "e"]}, "stop", "at most 4"),
+    ({"prompt": "x", "stop": ""}, "stop", "1 to 256"),
+    ({"prompt": "x", "stop": ["a", 5]}, "stop[1]", "is 5"),
+    ({"prompt": "x", "stream": "yes"}, "stream", "true or false"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs", "from 0 to 20"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+    ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias.5", "from -100 to 100"),
+    ({"prompt": "x", "logit_bias": {"999": 1}}, "logit_bias", "is 999"),
+    ({"prompt": "x", "min_tokens": 5, "max_tokens": 4}, "min_tokens", "larger"),
+    ({"prompt": "x", "order": ["top_k"]}, "order", "mask"),
+    ({"prompt": "x", "order": ["mask", "spin"]}, "order[1]", "one of"),
+    ({"prompt": "x", "temprature": 1}, "temprature", "did you mean temperature?"),
+    ({"prompt": "x", "zzz": 1}, "zzz", "unknown parameter zzz"),
+    ({"prompt": "x", "session_id": 5}, "session_id", "a string"),
+    ({"prompt": "x", "model": "byts"}, "model", "did you mean 'bytes'?"),
+    ({"prompt": "x" * 5000}, "prompt", "has 5000 tokens; at most 4095"),
+    ({"prompt": "x" * 4000, "max_tokens": 200}, "max_tokens", "at most 96"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), BAD_FIELDS)
+def test_fields_out_of_bounds(server: Server, body: dict[str, Any], param: str, message: str) -> None:
+    answer = server.post("/v1/generate", body)
+    assert answer.status in (400, 404)
+    assert message in answer.error["message"]
+    assert answer.error["param"] == param
+
+
+BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"model": None}, "model", "missing"),
+    ({"messages": []}, "messages", "empty"),
+    ({"messages": ["hi"]}, "messages[0]", "an object"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "one of system"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "tools are not supported"),
+    ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages[0].name", "not supported"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type",
+        "text only",
+    ),
+    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format", '{"type": "text"}'),
+    ({"max_completion_tokens": 5}, "max_tokens", "mean the same"),
+    ({"top_logprobs": 2}, "top_logprobs", "set logprobs"),
+    ({"logprobs": 2}, "logprobs", "true or false"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "include_usage"),
+    ({"store": True}, "store", "nothing is stored"),
+    ({"best_of": 2}, "best_of", "unknown parameter"),
+]
+
+
+@pytest.mark.parametrize(("change", "param", "message"), BAD_CHATS)
+def test_rejected_chats(server: Server, change: dict[str, Any], param: str, message: str) -> None:
+    answer = server.post("/v1/chat/completions", {**CHAT, **change})
+    assert answer.status == 400
+    assert message in answer.error["message"]
+    assert answer.error["param"] == param
+
+
+def test_neutral_values_of_unsupported_fields_are_accepted(server: Server) -> None:
+    neutral = {
+        "tools": [],
+        "tool_choice": "none",
+        "store": False,
+        "modalities": ["text"],
+        "metadata": None,
+        "response_format": {"type": "text"},
+        "user": "someone",
+        "service_tier": "auto",
+        "logit_bias": None,
+    }
+    assert server.post("/v1/chat/completions", {**CHAT, **neutral}).status == 200
+
+
+def test_rejected_completions(server: Server) -> None:
+    for change, param in (
+        ({"best_of": 3}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"prompt": ["a", [1]]}, "prompt[1]"),
+        ({"prompt": ["a"] * 65}, "prompt"),
+        ({"prompt": ["a"] * 20, "n": 16}, "n"),
+        ({"prompt": ["a", ""]}, "prompt[1]"),
+    ):
+        answer = server.post("/v1/completions", {"model": MODEL, "prompt": "ab", **change})
+        assert (answer.status, answer.error["param"]) == (400, param)
+
+
+def test_a_long_text_is_tokenized_in_full_and_one_over_the_limit_is_rejected(server: Server) -> None:
+    text = "日1" * 30_000
+    answer = server.post("/v1/tokenize", {"text": text}).json
+    assert (answer["model"], answer["count"]) == (MODEL, 120_000)
+    assert answer["tokens"] == list(text.encode())
+    assert answer["offsets"] == [[i, i + 1] for i in range(120_000)]
+    assert server.post("/v1/detokenize", {"tokens": answer["tokens"]}).json["text"] == text
+    assert server.post("/v1/tokenize", {"text": ""}).json == {"model": MODEL, "tokens": [], "offsets": [], "count": 0}
+    refused = server.post("/v1/tokenize", {"text": "x" * 1_000_001})
+    assert (refused.status, refused.error["param"]) == (400, "text")
+    assert "text has at least 1000001 tokens; at most 1000000 are allowed per request" in refused.error["message"]
+
+
+def test_a_body_of_ten_megabytes(server: Server) -> None:
+    answer = server.post("/v1/generate", b'{"prompt": "' + b"x" * (10 << 20) + b'"}')
+    assert answer.status == 413
+    assert "8 MiB (8388608 bytes, server.max_body_mb)" in answer.error["message"]
+
+
+def test_a_prompt_of_two_hundred_thousand_tokens(server: Server) -> None:
+    for prompt in ([65] * 200_000, "x" * 200_000):
+        answer = server.post("/v1/generate", {"prompt": prompt})
+        assert answer.status == 400
+        assert "200000 tokens; at most 4095" in answer.error["message"]
+        assert ("has at least" in answer.error["message"]) == isinstance(prompt, str)
+        assert answer.error["code"] == "CONTEXT_LENGTH_EXCEEDED"
+
+
+def test_paths_methods_and_content_types(server: Server) -> None:
+    nothing = server.get("/v1/embeddings")
+    assert (nothing.status, nothing.error["code"]) == (404, "NOT_FOUND")
+    wrong = server.get("/v1/generate")
+    assert (wrong.status, wrong.error["code"]) == (405, "METHOD_NOT_ALLOWED")
+    assert "use POST" in wrong.error["message"]
+    form = server.post("/v1/generate", b"prompt=x", {"Content-Type": "application/x-www-form-urlencoded"})
+    assert form.status == 400
+    assert "Content-Type: application/json" in form.error["message"]
+
+
+def test_a_valid_request_id_is_returned(server: Server) -> None:
+    body = {"prompt": "x", "max_tokens": 2}
+    assert server.post("/v1/generate", body, {"X-Request-Id": "mine-1"}).headers["X-Request-Id"] == "mine-1"
+    odd = server.post("/v1/generate", body, {"X-Request-Id": "a b"}).headers["X-Request-Id"]
+    assert odd.startswith("req-")
