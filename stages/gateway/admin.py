@@ -1,6 +1,6 @@
-"""What an operator may ask of the gateway: `state`, `drain`, `resume`, `load`, `reload`, `unload`.
+"""Operations for the operator: `state`, `drain`, `resume`, `load`, `reload`, `unload`.
 
-Over its control socket, or over HTTP with an admin's key (the same fields in the body, the op in the path):
+They come over the control socket, or over HTTP with an admin's key (the same fields in the body, the op in the path):
 
     {"op": "state"}
     {"op": "drain", "target": "all" or a model, "timeout_s": 30.0, "keep": true}
@@ -9,10 +9,11 @@ Over its control socket, or over HTTP with an admin's key (the same fields in th
     {"op": "reload", "target": model, "path": file, "timeout_s": 600.0, "change": id, "wait": true}
     {"op": "unload", "target": model, "timeout_s": 30.0, "change": id, "wait": true}
 
-Every answer is the state after it; of the last three with `change`: `done`, and how it ended or how far it
-is.  With `wait` false they answer at once; asked again with the same `change` (an id of the asker's) they
-begin nothing anew.  Drains outlive this process in a small file beside the arenas, which goes with the whole
-server; so do the loaded models, in the run directory.
+Every answer is the state after the operation. The answers to the last three also have `change`, which contains `done`
+and the outcome or the progress. With `wait` false they return at once. Repeating an operation with the same `change`
+(an id that the client chooses) starts nothing and returns the progress. Drains survive a restart of the gateway in a
+small file beside the arenas, which is removed when the whole server stops; the table of loaded models is in the run
+directory.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from stages.gateway.versions.loader import Loader, new_change_id
 log = logging.getLogger("starling.gateway.admin")
 
 MAX_TIMEOUT_S = 86_400.0
-POLL_S = 0.05  # for the end of a change
-LOAD_TIMEOUT_S, UNLOAD_TIMEOUT_S = 600.0, 30.0  # unless something else is asked for
+POLL_S = 0.05  # how often to check whether a change has ended
+LOAD_TIMEOUT_S, UNLOAD_TIMEOUT_S = 600.0, 30.0  # defaults of timeout_s
 MAX_KV_CACHE_MB = 16_777_216
 FIELDS = {
     "state": (),
@@ -47,21 +48,21 @@ FIELDS = {
 
 
 class Admin:
-    """Answers for `service`; `kept` is where drains are written."""
+    """One per gateway. `drains_file`: where drains are stored over a restart."""
 
-    def __init__(self, service: Service, kept: Path, loader: Loader | None = None) -> None:
+    def __init__(self, service: Service, drains_file: Path, loader: Loader | None = None) -> None:
         self._service = service
         self._loader = loader or Loader(service)
         self._loader.on_unloaded = self._forget
-        self._kept = kept
-        for target, timeout_s in self._read().items():
+        self._drains_file = drains_file
+        for target, timeout_s in self._read_drains().items():
             service.readiness.drains.begin(target, timeout_s)
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Raises `StarlingError`."""
+        """Perform an operation and return its answer. Raises `StarlingError`."""
         op = request.get("op")
         if not isinstance(op, str) or op not in FIELDS:
-            raise InvalidRequest(f"op is {op!r}; there are {', '.join(FIELDS)}", "op")
+            raise InvalidRequest(f"op is {op!r}; it must be one of {', '.join(FIELDS)}", "op")
         for name in request:
             if name != "op" and name not in FIELDS[op]:
                 known = ", ".join(FIELDS[op]) or "none"
@@ -76,6 +77,7 @@ class Admin:
         return self.state()
 
     def state(self) -> dict[str, Any]:
+        """The body of /v1/admin/state."""
         service = self._service
         return {
             "in_flight": service.in_flight.count,
@@ -86,11 +88,11 @@ class Admin:
         }
 
     def _names(self) -> list[str]:
-        """Models that are there, those that are about to go included."""
+        """All models, those that are being unloaded included."""
         return list(dict.fromkeys(one.name for one in self._service.catalog.all))
 
     async def _change(self, op: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Begin it, or look how far it is."""
+        """Start a change, or return the progress of one that was started before."""
         target, path = _text(request, "target", 128), _text(request, "path", 4096)
         if not target:
             raise InvalidRequest("target is missing: the model's name", "target")
@@ -105,7 +107,8 @@ class Admin:
             megabytes = request.get("kv_cache_mb", 0)
             if isinstance(megabytes, bool) or not isinstance(megabytes, int) or not 0 <= megabytes <= MAX_KV_CACHE_MB:
                 raise InvalidRequest(
-                    f"kv_cache_mb is {megabytes!r}; it is from 1 to {MAX_KV_CACHE_MB}, 0 as configured", "kv_cache_mb"
+                    f"kv_cache_mb is {megabytes!r}; it must be 1 to {MAX_KV_CACHE_MB}, 0: as configured",
+                    "kv_cache_mb",
                 )
             self._loader.load(target, path, change, timeout_s, megabytes)
         while not (report := self._loader.report(change))["done"] and waits:
@@ -126,57 +129,57 @@ class Admin:
         log.info("resumed by an operator", extra={"target": target, "lifted": lifted})
 
     def _forget(self, model: str) -> None:
-        """What is not there is not drained: under that name it takes requests once it is loaded again."""
+        """Lift the drain of a model that has been unloaded: when it is loaded again it takes requests."""
         if self._service.readiness.drains.lift(model):
             self._changed()
 
     def _target(self, request: dict[str, Any]) -> str:
         target = request.get("target", ALL)
         if not isinstance(target, str):
-            raise InvalidRequest(f"target is {target!r}; it is {ALL!r} or a model's name", "target")
+            raise InvalidRequest(f"target is {target!r}; it must be {ALL!r} or a model's name", "target")
         return ALL if target == ALL else self._service.catalog.resolve(target)
 
     def _changed(self) -> None:
         self._service.readiness.notify()
-        kept = self._service.readiness.drains.persistent
-        new = self._kept.with_name(self._kept.name + ".new")
+        persistent = self._service.readiness.drains.persistent
+        new = self._drains_file.with_name(self._drains_file.name + ".new")
         try:
-            if kept:
-                new.write_bytes(msgspec.json.encode(kept))
-                os.replace(new, self._kept)
+            if persistent:
+                new.write_bytes(msgspec.json.encode(persistent))
+                os.replace(new, self._drains_file)
             else:
-                self._kept.unlink(missing_ok=True)
-        except OSError as error:  # in force all the same, until this process ends
-            log.warning("a drain cannot be kept over a restart", extra={"error": str(error)})
+                self._drains_file.unlink(missing_ok=True)
+        except OSError as error:  # the drain stays in force until this process ends
+            log.warning("a drain cannot be stored and will end with this process", extra={"error": str(error)})
 
-    def _read(self) -> dict[str, float]:
+    def _read_drains(self) -> dict[str, float]:
         try:
-            kept = msgspec.json.decode(self._kept.read_bytes(), type=dict[str, float])
+            stored = msgspec.json.decode(self._drains_file.read_bytes(), type=dict[str, float])
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.DecodeError) as error:
-            log.error("drains that were kept cannot be read and are not in force: %s: %s", self._kept, error)
+            log.error("stored drains cannot be read and are not in force: %s: %s", self._drains_file, error)
             return {}
         names = {ALL, *self._names()}
-        return {target: timeout_s for target, timeout_s in kept.items() if target in names}
+        return {target: timeout_s for target, timeout_s in stored.items() if target in names}
 
 
 def _seconds(request: dict[str, Any], default: float) -> float:
     value = request.get("timeout_s", default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_TIMEOUT_S:
-        raise InvalidRequest(f"timeout_s is {value!r}; it is from 0 to {MAX_TIMEOUT_S:g}", "timeout_s")
+        raise InvalidRequest(f"timeout_s is {value!r}; it must be from 0 to {MAX_TIMEOUT_S:g}", "timeout_s")
     return float(value)
 
 
 def _flag(request: dict[str, Any], name: str) -> bool:
     value = request.get(name, True)
     if not isinstance(value, bool):
-        raise InvalidRequest(f"{name} is {value!r}; it is true or false", name)
+        raise InvalidRequest(f"{name} is {value!r}; it must be true or false", name)
     return value
 
 
 def _text(request: dict[str, Any], name: str, most: int) -> str:
     value = request.get(name, "")
     if not isinstance(value, str) or len(value) > most:
-        raise InvalidRequest(f"{name} is {str(value)[:100]!r}; it is a text of up to {most} characters", name)
+        raise InvalidRequest(f"{name} is {str(value)[:100]!r}; it must be a string of up to {most} characters", name)
     return value

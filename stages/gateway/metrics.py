@@ -1,7 +1,7 @@
-"""The gateway's own numbers, and the figures of /health.
+"""The gateway's own metrics, and the figures of /health.
 
-Touched once for a request, never for a token.  Names and labels are those of pipeline/observe/metrics.py;
-the other stages' numbers reach /metrics through their snapshots.
+Updated once for each request, never for each token. Names and labels are defined in pipeline/observe/metrics.py; the
+metrics of the other stages reach /metrics through their snapshots.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from stages.gateway.requests.state import RequestState
 
 
 class GatewayMetrics:
+    """One per gateway. `numbers` holds the series, `clock` is monotonic, in s."""
+
     def __init__(self, numbers: Metrics, clock: Callable[[], float]) -> None:
         self.numbers = numbers
         self.total_requests = 0
@@ -26,7 +28,7 @@ class GatewayMetrics:
         self._started = clock()
 
     def answered(self, endpoint: str, status: int, duration_s: float, code: str) -> None:
-        """An HTTP request is over; `code` is its error's, "" without one."""
+        """Count an HTTP request that has been answered. `code`: of its error; "": none."""
         self.total_requests += 1
         self.numbers.add("starling_requests_total", endpoint, str(status))
         self.numbers.observe("starling_request_duration_seconds", duration_s, endpoint)
@@ -34,7 +36,7 @@ class GatewayMetrics:
             self.numbers.add("starling_rejections_total", code)
 
     def ended(self, request: RequestState) -> None:
-        """A request for text is over."""
+        """Count a request for text that has ended."""
         self.prompt_tokens += request.prompt_tokens
         self.cached_tokens += request.cached_tokens
         begun = request.first_token_at
@@ -43,13 +45,13 @@ class GatewayMetrics:
             self.numbers.observe("starling_time_to_first_token_seconds", waited, request.spec.model)
 
     def looked_up(self, request: RequestState) -> None:
-        """In the response cache."""
+        """Count a look-up in the response cache."""
         found = "hits" if request.response_cache == HIT else "misses"
         self.numbers.add(f"starling_response_cache_{found}_total", request.spec.model)
 
     def sample_responses(self, cache: ResponseCache, models: Iterable[str]) -> None:
-        """Before the numbers are read, when there is one."""
-        for model in models:  # shown from the start: a rate needs its zero
+        """Update the response cache's metrics, if it is enabled."""
+        for model in models:  # from the start, because a rate needs a first value of zero
             for name in ("starling_response_cache_hits_total", "starling_response_cache_misses_total"):
                 self.numbers.add(name, model, amount=0.0)
         self.numbers.set("starling_response_cache_entries", len(cache))
@@ -58,13 +60,13 @@ class GatewayMetrics:
         self.numbers.set("starling_response_cache_evictions_total", cache.expired, "ttl")
 
     def sample(self, in_flight: int, counts: Counts, left_out: int) -> None:
-        """Before the numbers are read."""
+        """Update the metrics that are read from state. `left_out`: requests that could not be journaled."""
         self.numbers.set("starling_journal_left_out_total", left_out)
         self.numbers.set("starling_requests_in_flight", in_flight)
         self.numbers.set("starling_recoveries_total", counts.resubmitted)
 
     def health(self, status: str) -> dict[str, object]:
-        """As seed 003 draws it."""
+        """The body of /health."""
         rate = self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
         return {
             "status": status,
@@ -76,6 +78,6 @@ class GatewayMetrics:
 
 
 def _resident_mb() -> int:
-    """Of this process, in MiB."""
+    """Resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGESIZE") >> 20

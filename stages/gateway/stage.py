@@ -1,7 +1,7 @@
-"""The gateway process: the listening socket, the three edges, and an orderly end.
+"""The gateway process: the listening socket, the edges to tokenizer, scheduler and KV manager, and an orderly exit.
 
-SIGTERM drains: no request for text is taken any more (503, /ready says so), streams in flight go on up to
-`server.drain_timeout_ms`, then the rest end with an error that says why, and the process exits.
+On SIGTERM the gateway drains. New requests for text get 503, and /ready reports it. Requests in flight continue for up
+to `server.drain_timeout_ms`; the rest then fail with an error that gives the reason, and the process exits.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from stages.gateway.versions.loader import Loader
 
 log = logging.getLogger("starling.gateway")
 
-BACKLOG = 1024
-KEEPALIVE_S = 75.0
-SPARE_CONNECTIONS = 256  # idle ones, health checks and those to be refused, beside the requests in flight
-REFUSAL_S = 1.0  # for a refused connection to read why
-LAST_WORDS_S = 1.0  # for the handlers to send the end of what has been ended
+BACKLOG = 1024  # connections that the kernel queues while the event loop is busy
+KEEPALIVE_S = 75.0  # how long an idle connection stays open
+SPARE_CONNECTIONS = 256  # beyond one for each request in flight: idle connections, probes, requests that are refused
+REFUSAL_S = 1.0  # time for the client of a refused connection to read the response
+FINAL_EVENTS_S = 1.0  # time for the handlers to send the last events of requests that were ended at exit
 
 _FULL_BODY = error_response(Overloaded("the server has reached its connection limit; try again")).body
 _FULL = (
@@ -54,19 +54,20 @@ _FULL = (
 
 
 class _Refusal(asyncio.Protocol):
-    """One connection too many: told so and closed.
+    """Answers a connection beyond the limit with 503 and closes it after `REFUSAL_S`.
 
-    Not at once: what it sends meanwhile, unread, would make the kernel throw the answer away.
+    If it were closed at once, the kernel would discard the response as soon as unread data of the client arrived.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Send the response."""
         transport.write(_FULL)
         transport.write_eof()
         asyncio.get_running_loop().call_later(REFUSAL_S, transport.abort)
 
 
 class GatewayStage:
-    """Everything of the process; `run` in its loop."""
+    """The process. `run` in its event loop."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -102,43 +103,44 @@ class GatewayStage:
         self.endpoints.on_tick += [self._tick, MallocTrimmer(self.endpoints.clock).tick]
         self.admin = Admin(self.service, paths.arena_dir(config) / "gateway.drains", self.loader)
         self.control = ControlServer(paths.run_dir(config), "gateway", self._operate)
-        self.port = 0  # that it listens on
+        self.port = 0  # the port it listens on
         self._connections = IdleConnections(self.service.clock)
         self._runner = web.AppRunner(
             self._connections.watch(make_app(config, self.service, self.admin)),
             handler_cancellation=True,
             access_log=None,
             keepalive_timeout=KEEPALIVE_S,
-            shutdown_timeout=LAST_WORDS_S,
+            shutdown_timeout=FINAL_EVENTS_S,
         )
         self._was_ready = False
         self._server: asyncio.Server | None = None
-        self._lent = listening.claim()
-        self._leaving_until = 0.0  # of the clock; 0.0: nobody has asked for a handover
+        self._inherited = listening.claim()  # the supervisor's listening socket
+        self._handover_until = 0.0  # s, monotonic; 0.0: no handover is under way
         self._is_handed_over = False
 
-    async def run(self, listening: Callable[[int], Any] = lambda port: None) -> int:
-        """Serve until told to stop; returns the exit code. `listening(port)` is called once it accepts."""
+    async def run(self, on_listening: Callable[[int], Any] = lambda port: None) -> int:
+        """Serve until SIGTERM. Returns the exit code. `on_listening(port)` is called once it accepts connections."""
         try:
             await self._runner.setup()
             self._server = await self._listen()
             await self.control.start()
             log.info("listening", extra={"host": self.config.server.host, "port": self.port})
             self.endpoints.start()
-            # What stands now stands for ever: later collections need not look at it. They come when a quarter has
-            # been added to what the last one left: one more, of nothing, so that this is counted without it.
+            # Everything allocated so far lives until the end, so later collections need not traverse it. A full
+            # collection runs when the number of new objects reaches a quarter of those that the last one left: the
+            # second `collect` resets that number to exclude the frozen objects.
             gc.collect()
             gc.freeze()
             gc.collect()
-            listening(self.port)
+            on_listening(self.port)
             code = await self.endpoints.stopped()
-            await self._end_the_rest()
+            await self._end_remaining()
             return code
         finally:
             if self._server is not None:
                 self._server.close()
-            if self._lent is not None:
-                self._lent.close()
+            if self._inherited is not None:
+                self._inherited.close()
             await self.control.close()
             await self._runner.cleanup()
             if self.journal is not None:
@@ -161,13 +163,13 @@ class GatewayStage:
 
         loop = asyncio.get_running_loop()
         try:
-            if self._lent is not None:
-                server = await loop.create_server(accept, sock=self._lent.dup(), backlog=BACKLOG)
+            if self._inherited is not None:
+                server = await loop.create_server(accept, sock=self._inherited.dup(), backlog=BACKLOG)
             else:
                 server = await loop.create_server(accept, host, port, backlog=BACKLOG, reuse_address=True)
         except (OSError, socket.gaierror) as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror or error}; end what uses it, or set "
+                f"cannot listen on {host}:{port}: {error.strerror or error}; stop the process that uses it, or set "
                 f"server.host and server.port (STARLING_SERVER__PORT={port + 1 if port < 65535 else 8080})",
                 "server.port",
             ) from None
@@ -177,10 +179,11 @@ class GatewayStage:
     # -------------------------------------------------------------- handing over
 
     async def _operate(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The control socket's handler: what `Admin` knows, and `{"op": "handover", "timeout_s"}`.
+        """The control socket's handler: the operations of `Admin`, and `{"op": "handover", "timeout_s"}`.
 
-        A handover stops accepting: who connects now waits for the successor, in the queue of the socket
-        that the supervisor holds. What is in flight is finished. Without a successor in time it is over.
+        A handover stops accepting connections: new ones wait for the successor in the queue of the socket that the
+        supervisor holds. Requests in flight finish. If no successor has started after `timeout_s`, this process
+        accepts again.
         """
         if request.get("op") == "handover":
             self._hand_over(request.get("timeout_s"))
@@ -188,39 +191,41 @@ class GatewayStage:
         return {**await self.admin.answer(request), "handed_over": self._is_handed_over}
 
     def _hand_over(self, timeout_s: Any) -> None:
-        if self._lent is None:
-            raise Conflict("this gateway's listening socket is its own, nobody could take it over")
+        if self._inherited is None:
+            raise Conflict("this gateway opened its listening socket itself, so it cannot be handed over")
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise InvalidRequest(f"timeout_s is {timeout_s!r}; it is up to {MAX_TIMEOUT_S:g}", "timeout_s")
-        self._leaving_until = self.service.clock() + timeout_s
+            raise InvalidRequest(
+                f"timeout_s is {timeout_s!r}; it must be greater than 0 and at most {MAX_TIMEOUT_S:g}", "timeout_s"
+            )
+        self._handover_until = self.service.clock() + timeout_s
         self.service.readiness.is_handing_over = True
         if self._server is not None:
             self._server.close()
             self._server = None
         log.info("handing over", extra={"in_flight": self.service.in_flight.count})
 
-    async def _take_back(self) -> None:
-        log.warning("no successor has come: accepting again")
-        self._leaving_until = 0.0
+    async def _end_handover(self) -> None:
+        log.warning("no successor has started: accepting connections again")
+        self._handover_until = 0.0
         self._is_handed_over = self.service.readiness.is_handing_over = False
         self._server = await self._listen()
 
     def _tick_handover(self) -> None:
         if not self.service.in_flight.count and not self._is_handed_over:
             self._is_handed_over = True
-            # They are idle, all of them: their clients connect anew, and wait.
+            # All connections are idle: their clients connect again and wait for the successor.
             for connection in self._runner.server.connections if self._runner.server else ():
                 connection.force_close()
-        if self.service.clock() >= self._leaving_until and not self.endpoints.stopping:
-            self._leaving_until = float("inf")
-            self._taking_back = asyncio.get_running_loop().create_task(self._take_back())
+        if self.service.clock() >= self._handover_until and not self.endpoints.stopping:
+            self._handover_until = float("inf")
+            self._taking_back = asyncio.get_running_loop().create_task(self._end_handover())
 
     def _tick(self) -> None:
-        """Every 100 ms."""
-        if self._leaving_until:
+        """Every 100 ms: exit and handover, readiness, metrics."""
+        if self._handover_until:
             self._tick_handover()
         service, endpoints = self.service, self.endpoints
-        if service.in_flight.count or self._leaving_until:
+        if service.in_flight.count or self._handover_until:
             endpoints.mark_active()
         if endpoints.stopping and not service.readiness.is_stopping:
             log.info("draining", extra={"in_flight": service.in_flight.count})
@@ -235,9 +240,9 @@ class GatewayStage:
         if self._runner.server is not None:
             self._connections.sweep(self._runner.server.connections)
         endpoints.progress = service.relay.counts.tokens + service.metrics.total_requests
-        # Waiting for another stage is no work of this one.
+        # A gateway that waits for another stage is not busy, and so never counts as stuck.
         endpoints.busy = service.in_flight.count > 0 if endpoints.stopping else False
-        # The process can do its part; whether the server can is in /ready.
+        # This process is ready; whether the whole server is, /ready reports.
         endpoints.ready = True
         state = service.readiness.report(service.in_flight.count)
         is_ready = bool(state["ready"])
@@ -247,35 +252,35 @@ class GatewayStage:
             log.warning("not ready: %s", state["reason"])
         self._was_ready = is_ready
 
-    async def _end_the_rest(self) -> None:
+    async def _end_remaining(self) -> None:
         self.service.readiness.stop()
         limit_s = self.config.server.drain_timeout_ms / 1000
         error = StarlingError(
             "DRAINING",
-            f"the server is being stopped, and this was not finished within {limit_s:g} s; send it again",
+            f"the server is being stopped, and this request did not finish within {limit_s:g} s; send it again",
         )
         ended = self.service.lifecycle.end_all(error)
         if ended:
-            log.warning("ended requests that were not finished in time", extra={"requests": ended})
-            deadline = self.service.clock() + LAST_WORDS_S
+            log.warning("ended requests that did not finish in time", extra={"requests": ended})
+            deadline = self.service.clock() + FINAL_EVENTS_S
             while self.service.in_flight.count and self.service.clock() < deadline:
                 await asyncio.sleep(0.01)
 
 
 def _open_journal(config: Config) -> Journal | None:
-    """None: requests do not outlive this process."""
+    """None if it is off or cannot be opened: requests then end with this process."""
     if not config.server.journal_mb:
         return None
     directory = paths.state_dir(config) / "journal"
     try:
         return Journal(directory, config.server.journal_mb << 20, time.time)
     except OSError as error:
-        log.error("there is no journal: %s: %s", directory, error.strerror)
+        log.error("the journal cannot be opened: %s: %s", directory, error.strerror)
         return None
 
 
 def _open_quotas(config: Config) -> QuotaFile | None:
-    """None: there are none, or what has been used does not outlive this process."""
+    """None if there are no quotas or the file cannot be opened: used quotas are then forgotten at a restart."""
     if not (config.rate_limits.requests_per_minute or config.rate_limits.tokens_per_minute):
         return None
     path = paths.state_dir(config) / "quotas" / "levels.table"
@@ -287,7 +292,7 @@ def _open_quotas(config: Config) -> QuotaFile | None:
 
 
 def main(config: Config) -> int:
-    """Run until told to stop; returns the exit code. Raises `ConfigError` when it cannot listen."""
+    """Run until SIGTERM. Returns the exit code. Raises `ConfigError` if it cannot listen."""
     logs.setup("gateway", config)
 
     async def run() -> int:

@@ -229,7 +229,7 @@ class Server:
     def stream(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Stream:
         return Stream(self, path, {**body, "stream": True}, headers)
 
-    def take_up(self, path: str, headers: dict[str, str] | None = None) -> Stream:
+    def resume(self, path: str, headers: dict[str, str] | None = None) -> Stream:
         """GET of a stream."""
         return Stream(self, path, None, headers)
 

@@ -217,7 +217,7 @@ def test_a_handover_keeps_those_who_connect_waiting(homes: Callable[[], Path], m
             waiting = threading.Thread(target=lambda: answers.append(server.get("/health")))
             waiting.start()
             # Nobody comes: after its time the gateway serves whoever has waited.
-            server.wait_log("no successor has come: accepting again")
+            server.wait_log("no successor has started: accepting connections again")
             waiting.join()
             assert answers[0].status == 200
             kept.close()

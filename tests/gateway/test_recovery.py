@@ -82,9 +82,9 @@ def test_an_ended_stream_is_taken_up_at_every_event(server: Server, path: str, b
     for count in range(len(whole) - 1):
         if not ids[count]:
             continue  # of several first events only the last one has an id
-        rest = server.take_up(f"/v1/requests/{request_id}", {"Last-Event-ID": ids[count]}).all()
+        rest = server.resume(f"/v1/requests/{request_id}", {"Last-Event-ID": ids[count]}).all()
         assert joined(whole[: count + 1] + rest) == expected, ids[count]
-    assert joined(server.take_up(f"/v1/requests/{request_id}").all()) == expected
+    assert joined(server.resume(f"/v1/requests/{request_id}").all()) == expected
     assert joined(whole[:3] + server.stream(path, body, {"Last-Event-ID": whole[2].id}).all()) == expected
 
 
@@ -105,11 +105,11 @@ def test_a_stream_outlives_the_gateway(make_server: MakeServer, path: str, body:
     peers.do(peers.start_scheduler)
     peers.do(lambda: setattr(peers, "is_stepping", True))
     request_id = begun[-1].id.partition(":")[0]
-    rest = server.take_up(f"/v1/requests/{request_id}", {"Last-Event-ID": begun[-1].id}).all()
+    rest = server.resume(f"/v1/requests/{request_id}", {"Last-Event-ID": begun[-1].id}).all()
     assert joined(begun + rest) == expected
     # It has ended, and a gateway dies before its client has read the end.
     server.kill_and_restart()
-    rest = server.take_up(f"/v1/requests/{request_id}", {"Last-Event-ID": begun[-1].id}).all()
+    rest = server.resume(f"/v1/requests/{request_id}", {"Last-Event-ID": begun[-1].id}).all()
     assert joined(begun + rest) == expected
 
 
@@ -145,7 +145,7 @@ def test_another_reader_keeps_a_request_alive(server: Server) -> None:
     first = server.stream("/v1/generate", body)
     events = first.events()
     begun = [next(events) for _ in range(4)]
-    second = server.take_up(f"/v1/requests/{begun[0].id.partition(':')[0]}")
+    second = server.resume(f"/v1/requests/{begun[0].id.partition(':')[0]}")
     also = [next(second.events())]
     first.sock.shutdown(socket.SHUT_RDWR)
     first.close()

@@ -310,7 +310,7 @@ def test_streams_and_whole_answers_share_what_is_kept(make_server: Callable[...,
     assert server.post("/v1/generate", other).headers["X-Starling-Cache"] == "hit"
     hit = server.stream("/v1/generate", other).all()
     assert texts(hit) == texts(streamed)
-    rest = server.take_up(f"/v1/requests/{hit[0].id.partition(':')[0]}").all()
+    rest = server.resume(f"/v1/requests/{hit[0].id.partition(':')[0]}").all()
     assert texts(rest) == texts(streamed)
     assert rest[-1].data == "[DONE]"
 

@@ -74,7 +74,7 @@ def test_a_turn_outlives_the_gateway(make_server: Callable[..., Server], homes: 
         name = first.id.partition(":")[0]
         server.kill_and_restart()
         stream.close()
-        answer = server.take_up(f"/v1/requests/{name}", {}).all()
+        answer = server.resume(f"/v1/requests/{name}", {}).all()
         assert answer[-2].data["session_id"] == "s"
         tokens = list(b"x") + output(array("i", list(b"x")).tobytes(), 7, 0, 200)
         assert kv.held("s") == tokens
@@ -82,7 +82,7 @@ def test_a_turn_outlives_the_gateway(make_server: Callable[..., Server], homes: 
         more = server.post("/v1/generate", {"prompt": "y", "session_id": "s", "max_tokens": 1}).json
         tokens += [*b"y", *more["choices"][0]["tokens"]]
         server.kill_and_restart()
-        assert server.take_up(f"/v1/requests/{name}", {}).all()[-2].data["session_id"] == "s"
+        assert server.resume(f"/v1/requests/{name}", {}).all()[-2].data["session_id"] == "s"
         assert kv.held("s") == tokens
     finally:
         kv.stop()
