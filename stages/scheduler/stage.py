@@ -154,7 +154,7 @@ class SchedulerStage:
         return runner
 
     def run(self) -> int:
-        """Run until told to stop; returns the exit code."""
+        """Run until SIGTERM or SIGINT; returns the exit code."""
         try:
             return self.loop.run(self.work)
         finally:
@@ -354,5 +354,5 @@ class SchedulerStage:
 
 
 def main(config: Config) -> int:
-    """Run until told to stop; returns the exit code."""
+    """Run until SIGTERM or SIGINT; returns the exit code."""
     return SchedulerStage(config).run()

@@ -52,11 +52,11 @@ def test_a_short_prompt_of_a_quiet_tenant_is_a_step_of_its_own_every_other_step(
 
     assert found(100) == [("9", 100)]
     assert len(found(100, may_pause_streams=False)) == 5
-    assert len(found(200)) == 5, "takes more than such a step may"
+    assert len(found(200)) == 5, "it takes more time than such a step may"
     assert len(found(100, tenant=flood)) == 5
 
 
-def test_nothing_beyond_pages_the_last_token_or_a_verification():
+def test_no_position_beyond_pages_the_last_token_or_a_verification():
     done, dry, verifying, chunk = (
         scheduled("1", 10, 9, 1),
         scheduled("2", 10, 9),
@@ -71,7 +71,7 @@ def test_nothing_beyond_pages_the_last_token_or_a_verification():
     assert [(e.sequence.id, e.count, e.samples) for e in batch.entries] == [("4", 32, 0)]
 
 
-def test_places_go_to_the_tenant_that_has_had_least():
+def test_places_go_to_the_least_served_tenant():
     a, b = Tenant("a", 1.0), Tenant("b", 1.0)
     a.served = 100.0
     streams = [scheduled(str(i), 10, 9, tenant=a if i < 4 else b) for i in range(8)]

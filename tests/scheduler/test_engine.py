@@ -22,7 +22,7 @@ PACING = PacingPolicy()
 
 
 def prompt(rng: random.Random, most: int = 120) -> list[int]:
-    # Few distinct tokens and common beginnings: prefixes are shared, n-grams repeat.
+    # Few distinct tokens and common prefixes, so that prompts share pages and n-grams repeat.
     head = list(range(10, 10 + rng.choice([0, 8, 16, 40])))
     return head + [rng.randrange(90) for _ in range(rng.randrange(1, most))]
 
@@ -60,8 +60,8 @@ def test_tokens_past_a_stop_are_discarded_and_pages_wait_for_them():
         world.compute_step()
         world.run_round()
         world.collect()
-    assert world.engine.steps.unacknowledged, "a step ran ahead of the stop"
-    assert world.kv.leases == {"a": world.kv.leases["a"]}, "its pages are still written to"
+    assert world.engine.steps.unacknowledged, "a step was published ahead of the stop"
+    assert world.kv.leases == {"a": world.kv.leases["a"]}, "steps still write to its pages"
     world.run_until_idle()
     world.check_all()
     assert world.engine.stats.discarded == PACING.max_depth - 1
@@ -166,7 +166,7 @@ def test_a_deadline_ends_the_sequence_with_an_error_and_frees_its_pages():
 
 def test_a_cancel_for_an_unknown_sequence_is_counted_and_ignored():
     world = World()
-    world.engine.submissions.cancel(Cancel("nobody"))
+    world.engine.submissions.cancel(Cancel("unknown"))
     assert world.engine.stats.late == 1
 
 

@@ -31,45 +31,45 @@ def test_short_steps_run_ahead_for_a_few_milliseconds_and_wake_the_scheduler_onc
     world.submit(submission("a", [1, 2, 3], 40))
     world.run_round()
     world.exchange_with_kv()
-    assert world.run_round() == 2, "a first token is waited for"
+    assert world.run_round() == 2, "a step with a first token is not followed by further ones"
     assert engine.steps.wake_step == engine.steps.unacknowledged[0].number
     world.compute_step()
     assert world.run_round() == 3
-    assert len(engine.steps.unacknowledged) == 4, "while less than `wake_s` is under way"
+    assert len(engine.steps.unacknowledged) == 4, "steps are published ahead for less than `wake_s`"
     for _ in range(20):
         assert engine.steps.wake_step == engine.steps.unacknowledged[-2].number
         world.compute_step()
         world.run_round()
     world.submit(submission("b", [4, 5], 20))
     assert engine.steps.wake_step == engine.steps.unacknowledged[0].number, (
-        "who waits in a queue is looked after at each end"
+        "the scheduler is woken at the end of each step while a request waits"
     )
     world.run_until_idle()
     world.check_all()
 
 
 def test_commits_and_extends_of_all_streams_are_sent_together() -> None:
-    """Whatever the lengths of their prompts: it is woken once in some tens of steps, not for each stream."""
+    """kv is woken once in some tens of steps and not for each stream, whatever the lengths of their prompts."""
     world = World(batch=8, pages=256)
     engine = world.engine
     world.set_cost(12_000.0, 1.0, 0.001, is_fixed=True)
     for i in range(8):
         world.submit(submission(f"s{i}", list(range(3 + 5 * i)), 150))
     engine.leases.set_free_pages(256, 8)
-    rounds = told = asked = 0
+    rounds = commits = extends = 0
     while engine.is_busy:
         world.run_round()
         is_steady = len(engine.table.scheduled) == 8 and all(s.phase is Phase.DECODING for s in engine.table.scheduled)
         rounds += is_steady
-        told += is_steady and any(isinstance(frame, Commit) for frame in engine.leases.frames)
-        asked += is_steady and any(isinstance(frame, Extend) for frame in engine.leases.frames)
+        commits += is_steady and any(isinstance(frame, Commit) for frame in engine.leases.frames)
+        extends += is_steady and any(isinstance(frame, Extend) for frame in engine.leases.frames)
         for s in engine.table.scheduled:
             assert s.run.computed - (s.run.committed // 16 + 1) * 16 < PACING.commit_delay_tokens
         world.exchange_with_kv()
         world.compute_step()
     assert rounds > 100
-    assert 3 <= told <= 2 + rounds / PACING.commit_delay_tokens
-    assert 2 <= asked <= 2 + rounds / (engine.leases.stride * engine.leases.page_tokens // 2)
+    assert 3 <= commits <= 2 + rounds / PACING.commit_delay_tokens
+    assert 2 <= extends <= 2 + rounds / (engine.leases.stride * engine.leases.page_tokens // 2)
     world.run_until_idle()
     world.check_all()
 
@@ -92,7 +92,7 @@ def test_commits_and_extends_of_all_streams_are_sent_together() -> None:
     ],
 )
 def test_number_of_unacknowledged_steps(streams: int, step_us: float, at_most: int) -> None:
-    """The more streams there are to be told, the fewer words."""
+    """With more streams the scheduler is woken less often."""
     world = World(batch=24, pages=256)
     engine = world.engine
     world.set_cost(step_us, 1.0, 0.001, is_fixed=True)
@@ -134,7 +134,7 @@ def test_the_scheduler_is_woken_for_the_last_token_of_a_stream():
 
 
 def test_steps_run_ahead_only_while_no_draft_tokens_are_found():
-    world = World(speculate=4, period=3, batch=1)  # what is generated repeats itself
+    world = World(speculate=4, period=3, batch=1)  # the output repeats itself
     world.submit(submission("a", [1, 2, 3], 200))
     engine = world.engine
     ahead = []
@@ -165,18 +165,18 @@ def test_the_next_step_is_published_earlier_if_the_worker_had_to_wait():
         while len(engine.steps.unacknowledged) > 1:
             world.compute_step()
             world.run_round()
-        assert len(engine.steps.unacknowledged) == 1, "the next one waits for the end of this one"
+        assert len(engine.steps.unacknowledged) == 1, "the next step waits for the end of the current one"
         engine.steps.unacknowledged[0].expected_s = 0.04
         world.run_round()
         leads.append(engine.steps.lead.seconds)
-        world.now += 0.02  # it ends half way, and nobody was told
+        world.now += 0.02  # the step ends earlier than expected
         if engine.steps.publish_wait_s(world.now) > 0:
             world.compute_step()
         world.run_round()
     assert leads[:4] == pytest.approx(
         [PACING.min_lead_s, 2 * PACING.min_lead_s, 4 * PACING.min_lead_s, 8 * PACING.min_lead_s], rel=0.05
     )
-    assert max(leads) < 8.1 * PACING.min_lead_s, "24 ms before the end is early enough"
+    assert max(leads) < 8.1 * PACING.min_lead_s, "a lead of 24 ms is enough"
     world.run_until_idle()
     assert world.tokens["a"] == reference(submission("a", [1, 2, 3], 300))[0]
-    assert engine.steps.lead.seconds == pytest.approx(PACING.min_lead_s, rel=1.0), "and no earlier than need be"
+    assert engine.steps.lead.seconds == pytest.approx(PACING.min_lead_s, rel=1.0), "the lead shrinks again"

@@ -49,14 +49,14 @@ def test_other_contents_of_the_kv_arena_restart_all_sequences():
         world.exchange_with_kv()
         world.compute_step()
     world.collect()
-    # kv comes back with an arena of another generation: no page of the old one may be used again.
+    # kv restarts with an arena of another generation: no page of the old one may be used.
     world.engine.kv_down()
     world.to_kv.clear()
     world.kv.fresh()
     world.kv.generation += 1
     assert world.engine.kv_ready(world.kv.ready())
     world.engine.halt(world.now)
-    while world.compute_step():  # in the old arena, which it still has mapped
+    while world.compute_step():  # the worker still has the old arena mapped
         pass
     world.pages.states[:] = -1
     world.engine.detached(world.now)
@@ -122,7 +122,7 @@ def test_a_sequence_that_is_submitted_again_continues_from_its_known_tokens():
     world.engine.submissions.submit(GATEWAY, submission("a", [1, 2, 3], 60, forced=got), world.now)
     world.run_until_idle()
     assert world.tokens["a"] == reference(frame)[0]
-    assert world.engine.stats.prompt_computed == computed, "nothing was computed again"
+    assert world.engine.stats.prompt_computed == computed, "no position was computed again"
 
 
 def test_a_sequence_without_gateway_is_cancelled_after_a_while():

@@ -66,7 +66,7 @@ class VersionRunner:
         self.doorbell = ""  # path of the doorbell socket
         self.peer = b""  # the worker's connection, b"" while it is down
         self.stalled_s = 0.0  # seconds since the worker with a step has shown signs of computing it
-        self.progress = 0  # grows in each tick in which it is not this stage's turn to act
+        self.progress = 0  # grows in each tick in which this stage waits for the worker, kv or a batch
         self._settings = settings
         self._page_tokens = page_tokens
         self._max_context = max_context
