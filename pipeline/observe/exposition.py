@@ -1,7 +1,7 @@
-"""The text of `/metrics`: every stage's snapshot, merged (the gateway calls this).
+"""The text of `/metrics`: the merged snapshots of all stages. Called by the gateway.
 
-Series of the same name and labels are added up.  Of a stage whose process is gone, counters and
-histograms count on until its successor replaces the snapshot; its gauges say nothing any more.
+Series of the same name and labels are added.  Counters and histograms of a stage whose process has ended remain
+until its successor replaces the snapshot; its gauges are dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from prometheus_client.registry import Collector
 from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.observe import status
-from pipeline.observe.metrics import FAMILIES, Family, Metrics, Series, Snapshot
+from pipeline.observe.metric_families import FAMILIES, Family
+from pipeline.observe.metrics import Metrics, Series, Snapshot
 from shm.arena import process_ticks
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -36,14 +37,14 @@ def render(config: Config, own: Metrics | None = None) -> bytes:
     snapshots = list(read_snapshots(paths.arena_dir(config), skip=own.stage if own else ""))
     if own is not None:
         snapshots.append(own.snapshot())
-    snapshots.append(_stages(paths.run_dir(config)))
+    snapshots.append(_stage_families(paths.run_dir(config)))
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Once(merge(snapshots)))
+    registry.register(_MergedCollector(merge(snapshots)))
     return generate_latest(registry)
 
 
 def read_snapshots(directory: Path, skip: str = "") -> Iterator[Snapshot]:
-    """What stages have placed; a file that does not decode is passed over."""
+    """The snapshots of all stages; files that do not decode are skipped."""
     for path in sorted(directory.glob("*.metrics")):
         try:
             if path.stem == skip or path.stat().st_size > MAX_SNAPSHOT_BYTES:
@@ -61,7 +62,7 @@ def read_snapshots(directory: Path, skip: str = "") -> Iterator[Snapshot]:
 
 
 def merge(snapshots: Iterable[Snapshot]) -> dict[str, dict[tuple[str, ...], Series]]:
-    """Sum of the series of the same name and labels; unknown families are left out."""
+    """Add series of the same name and labels; unknown families are skipped."""
     merged: dict[str, dict[tuple[str, ...], Series]] = {}
     for snapshot in snapshots:
         for name, several in snapshot.families.items():
@@ -86,8 +87,8 @@ def _fits(family: Family, series: Series) -> bool:
     return len(series.labels) == len(family.labels) and len(series.counts) == expected
 
 
-def _stages(run_dir: Path) -> Snapshot:
-    """The stages themselves, from their status records."""
+def _stage_families(run_dir: Path) -> Snapshot:
+    """Families about the stages themselves, from their status records."""
     up = Metrics("", None)
     for record in status.read_all(run_dir):
         up.set("starling_stage_up", float(record.alive), record.stage)
@@ -96,13 +97,14 @@ def _stages(run_dir: Path) -> Snapshot:
     return up.snapshot()
 
 
-class _Once(Collector):
-    """Hands merged series to prometheus_client, which knows the text format."""
+class _MergedCollector(Collector):
+    """Passes merged series to prometheus_client, which writes the text format."""
 
     def __init__(self, merged: dict[str, dict[tuple[str, ...], Series]]) -> None:
         self._merged = merged
 
     def collect(self) -> Iterator[Metric]:
+        """In the order of the table."""
         for name in FAMILIES:
             if name in self._merged:
                 yield _metric(FAMILIES[name], self._merged[name].values())

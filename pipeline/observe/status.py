@@ -1,8 +1,8 @@
-"""`RUN_DIR/STAGE.status`: what a stage says of itself, one small JSON record placed by rename.
+"""Status records: `RUN_DIR/STAGE.status`, a small JSON file that each stage replaces atomically.
 
-For `starling status`, which also works when nothing answers.  Written when something has changed, at most
-every 500 ms: a server at rest writes nothing.  A record whose process (pid, ticks) is gone was left by a
-crash: `read_all` says so, the stage's next start replaces it.
+`starling status` reads them, so it works even when no stage answers.  A record is written when it has changed, at
+most every 500 ms: an idle server writes nothing.  A record whose process (pid, ticks) has ended was left by a
+crash: `read_all` marks it, and the next start of the stage replaces it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from pipeline.files import replace_file
 from pipeline.protocol.messages import Heartbeat
 from pipeline.runtime.process import process_epoch
 from shm.arena import process_ticks
@@ -36,65 +37,64 @@ class StageStatus(msgspec.Struct, frozen=True):
     written: float  # s since 1970
     restarts: int = 0  # by the supervisor
     parent: int = 0  # pid: the supervisor, if there is one
-    alive: bool = True  # set by the reader
-    progressed: float = 0.0  # s since 1970: when `progress` was seen to have grown; 0.0: never
+    alive: bool = True  # set by `read_all`: the process exists
+    progressed: float = 0.0  # s since 1970: the last time that `progress` grew; 0.0: never
 
 
 class StatusFile:
-    """The writer's side."""
+    """Writes the record of one stage."""
 
     def __init__(self, run_dir: Path, stage: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = run_dir / f"{stage}.status"
-        self._temporary = run_dir / f".{stage}.status.new"
         self._clock = clock
         self._started = clock()
         self._ticks = process_ticks(os.getpid())
         self._next = float("-inf")
-        self._last: tuple[object, ...] = ()  # what stands there
+        self._last: tuple[object, ...] = ()  # state in the last record written
         self._has_failed = False
         self._progress = 0
         self._progressed = 0.0
 
-    def write(self, beat: Heartbeat) -> None:
-        """At most every 500 ms, and at once when readiness changes. What a full disk refuses is written later."""
+    def write(self, heartbeat: Heartbeat) -> None:
+        """Write at most every 500 ms, and at once when readiness changes. After an error it is tried again later."""
         now = self._clock()
-        if beat.progress != self._progress:
-            self._progress, self._progressed = beat.progress, round(time.time(), 3)
-        urgent = (beat.ready, beat.reason)
-        state = (*urgent, beat.busy, beat.progress)
+        if heartbeat.progress != self._progress:
+            self._progress, self._progressed = heartbeat.progress, round(time.time(), 3)
+        urgent = (heartbeat.ready, heartbeat.reason)
+        state = (*urgent, heartbeat.busy, heartbeat.progress)
         if state == self._last or (now < self._next and (urgent == self._last[:2] or self._has_failed)):
             return
         self._next = now + INTERVAL_S
         record = StageStatus(
-            beat.stage,
+            heartbeat.stage,
             os.getpid(),
             self._ticks,
             process_epoch(),
             round(now - self._started, 3),
-            beat.progress,
-            beat.busy,
-            beat.ready,
-            beat.reason,
+            heartbeat.progress,
+            heartbeat.busy,
+            heartbeat.ready,
+            heartbeat.reason,
             round(time.time(), 3),
             int(os.environ.get("STARLING_RESTARTS", "0")),
             os.getppid(),
             progressed=self._progressed,
         )
         try:
-            self._temporary.write_bytes(msgspec.json.encode(record))
-            os.replace(self._temporary, self.path)
+            replace_file(self.path, msgspec.json.encode(record))
             self._last, self._has_failed = state, False
         except OSError:
             self._has_failed = True
 
     def remove(self) -> None:
+        """Remove the record, at an orderly stop."""
         self.path.unlink(missing_ok=True)
 
 
 def read_all(run_dir: Path) -> list[StageStatus]:
-    """Every stage's last record, by name; `alive` is False for one whose process is gone.
+    """The last record of every stage, by name; `alive` is False when its process has ended.
 
-    Raises `PermissionError` where the directory is another user's: none found is not none there.
+    Raises `PermissionError` when the directory belongs to another user: an empty list would be wrong.
     """
     records = []
     try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from pipeline.observe.metrics import Metrics, Rate
+from pipeline.observe.metrics import Metrics
+from pipeline.observe.rate import Rate
 from stages.scheduler.core.engine import Engine
 from stages.scheduler.stats import Stats
 

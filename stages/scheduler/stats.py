@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from pipeline.observe.metrics import BATCH, SECONDS
+from pipeline.observe.metric_families import BATCH, SECONDS
 
 
 class Histogram:

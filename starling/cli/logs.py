@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import click
 
 from pipeline.config import paths
-from pipeline.observe.logs import pretty
+from pipeline.observe.log_format import pretty
 from pipeline.runtime.process import EXIT_FATAL
 from starling.cli.stage import STAGES
 

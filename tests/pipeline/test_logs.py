@@ -14,16 +14,9 @@ import pytest
 
 from pipeline.config.schema import Config, LoggingConfig
 from pipeline.observe import logs
-from pipeline.observe.logs import (
-    BURST,
-    PER_SECOND,
-    Budget,
-    JsonFormatter,
-    LineHandler,
-    Output,
-    PrettyFormatter,
-    RotatingFile,
-)
+from pipeline.observe.log_format import JsonFormatter, PrettyFormatter
+from pipeline.observe.log_output import Output, RotatingFile
+from pipeline.observe.logs import BURST, PER_SECOND, Budget, LineHandler
 
 
 def record(message: str = "page dropped", level: int = logging.INFO, **extra: Any) -> logging.LogRecord:

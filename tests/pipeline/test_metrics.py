@@ -14,16 +14,9 @@ from pipeline.config import paths
 from pipeline.config.schema import Config, ServerConfig
 from pipeline.ipc.poll_loop import PollLoop
 from pipeline.observe import exposition
-from pipeline.observe.metrics import (
-    FAMILIES,
-    INTERVAL_S,
-    MAX_SERIES,
-    OTHER,
-    QUIET_INTERVAL_S,
-    QUIET_MOST_S,
-    Metrics,
-    Rate,
-)
+from pipeline.observe.metric_families import FAMILIES
+from pipeline.observe.metrics import IDLE_INTERVAL_S, IDLE_MAX_AGE_S, INTERVAL_S, MAX_SERIES, OTHER, Metrics
+from pipeline.observe.rate import Rate
 
 
 @pytest.fixture
@@ -219,9 +212,9 @@ def test_a_stage_at_rest_places_its_numbers_when_one_has_changed(tmp_path: Path)
     metrics.write()
     assert live(3.5) == pytest.approx([INTERVAL_S * i for i in range(1, 4)], abs=0.35)
     metrics.is_idle = True
-    assert len(live(2.2 * QUIET_MOST_S)) == 2, "what the process uses"
+    assert len(live(2.2 * IDLE_MAX_AGE_S)) == 2, "what the process uses"
     metrics.add("starling_kv_cache_evictions_total")
-    assert live(QUIET_MOST_S / 2)[0] <= QUIET_INTERVAL_S + 0.1
+    assert live(IDLE_MAX_AGE_S / 2)[0] <= IDLE_INTERVAL_S + 0.1
     metrics.is_idle = False
     assert len(live(5.0)) in (4, 5)
 

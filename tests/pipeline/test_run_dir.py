@@ -89,12 +89,12 @@ def test_a_dead_socket_is_removed_and_a_living_one_is_not(tmp_path: Path) -> Non
 def test_what_is_no_socket_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "x.sock"
     path.write_text("precious")
-    with pytest.raises(ConfigError, match="is no socket"):
+    with pytest.raises(ConfigError, match="is not a socket"):
         run_dir.clear_socket(f"ipc://{path}")
     assert path.read_text() == "precious"
     link = tmp_path / "link.sock"
     link.symlink_to(path)
-    with pytest.raises(ConfigError, match="is no socket"):
+    with pytest.raises(ConfigError, match="is not a socket"):
         run_dir.clear_socket(f"ipc://{link}")
 
 

@@ -1,0 +1,83 @@
+"""The form of a log line: JSON, or text for people."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import traceback
+from typing import Any
+
+MAX_VALUE_CHARS = 2_000  # longer strings are cut
+MAX_STACK_CHARS = 8_000  # the end of a stack trace, which shows where the error occurred
+
+_NOT_EXTRA = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "suppressed", "admitted"}
+
+
+def fields(record: logging.LogRecord, stage: str) -> dict[str, Any]:
+    """The line as a mapping: ts, level, stage, pid, event, then the fields of `extra`."""
+    line: dict[str, Any] = {
+        "ts": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
+        "level": record.levelname.lower(),
+        "stage": stage,
+        "pid": record.process,
+        "event": _short(record.getMessage()),
+    }
+    for key, value in vars(record).items():
+        if key not in _NOT_EXTRA:
+            line[key] = _short(value)
+    suppressed = getattr(record, "suppressed", 0)
+    if suppressed:
+        line["suppressed"] = suppressed
+    if record.exc_info and record.exc_info[1] is not None:
+        error = record.exc_info[1]
+        line["error"] = type(error).__name__
+        line["message"] = _short(str(error))
+        line["stack"] = "".join(traceback.format_exception(error))[-MAX_STACK_CHARS:]
+    return line
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > MAX_VALUE_CHARS:
+        return value[:MAX_VALUE_CHARS] + f"... ({len(value)} characters)"
+    return value
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def __init__(self, stage: str) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a line."""
+        return json.dumps(fields(record, self.stage), ensure_ascii=False, default=repr)
+
+
+class PrettyFormatter(logging.Formatter):
+    """`12:00:01.123 INFO  kv  event  key=value ...`, followed by the lines of a stack trace."""
+
+    def __init__(self, stage: str) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a line."""
+        return pretty(fields(record, self.stage))
+
+
+def pretty(line: dict[str, Any]) -> str:
+    """A line's fields as text. Any of them may be missing."""
+    shown = dict(line)
+    ts, level, stage, event = (str(shown.pop(key, "")) for key in ("ts", "level", "stage", "event"))
+    stack = str(shown.pop("stack", ""))
+    shown.pop("pid", None)
+    text = f"{ts[11:23]} {level.upper():<7} {stage}  {event}"
+    text += "".join(f"  {key}={value}" for key, value in shown.items())
+    # Text from clients must not reach a terminal as control characters.
+    return "\n".join(map(_printable, [text, *stack.splitlines()]))
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -1,0 +1,110 @@
+"""Destinations of log lines: a descriptor that never blocks, and a rotating file."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+
+class Output:
+    """A descriptor (stderr) that is written without blocking. `lost`: lines that did not fit."""
+
+    def __init__(self, fd: int) -> None:
+        self.lost = 0
+        self._rest = b""  # of a line that was written in part
+        self._socket: socket.socket | None = None
+        kind = os.fstat(fd).st_mode
+        if stat.S_ISSOCK(kind):  # systemd's journal
+            self._fd = os.dup(fd)
+            self._socket = socket.socket(fileno=self._fd)
+        elif stat.S_ISREG(kind):
+            self._fd = os.dup(fd)  # reopened it would have an offset of its own
+        else:
+            # O_NONBLOCK on the given descriptor would affect every process that shares it.
+            try:
+                self._fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+            except OSError:
+                self._fd = os.dup(fd)
+
+    def write(self, line: bytes) -> None:
+        """Write the whole line, or count it as lost."""
+        if self._rest:
+            self._rest = self._rest[self._put(self._rest) :]
+            if self._rest:
+                self.lost += 1
+                return
+        if self.lost:
+            line = b'{"event": "log lines lost", "lines": %d}\n' % self.lost + line
+        sent = self._put(line)
+        if sent == 0:
+            self.lost += 1
+            return
+        self.lost = 0
+        self._rest = line[sent:]
+
+    def _put(self, data: bytes) -> int:
+        try:
+            if self._socket is not None:
+                return self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            return os.write(self._fd, data)
+        except OSError:  # full, or closed by its reader
+            return 0
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._socket is not None:
+            self._socket.close()
+        elif self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+class RotatingFile:
+    """PATH, PATH.1, ...: `files` files of at most `max_bytes` each. Opened at the first line.
+
+    One process writes to a path at a time (the stage's lock ensures it).  A full or failing disk
+    costs lines, which are counted in `lost`.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, files: int) -> None:
+        self.path = path
+        self.lost = 0
+        self._max_bytes = max_bytes
+        self._files = files
+        self._fd = -1
+        self._size = 0
+
+    def write(self, line: bytes) -> None:
+        """Append one line; rotate first when it does not fit."""
+        try:
+            if self._fd < 0:
+                self._open()
+            if self._size and self._size + len(line) > self._max_bytes:
+                self._rotate()
+            self._size += os.write(self._fd, line)
+        except OSError:
+            self.lost += 1
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._size = os.fstat(self._fd).st_size
+
+    def _rotate(self) -> None:
+        os.close(self._fd)
+        self._fd = -1
+        names = [self.path, *(Path(f"{self.path}.{i}") for i in range(1, self._files))]
+        for older, newer in zip(reversed(names[1:]), reversed(names[:-1]), strict=True):
+            if newer.exists():
+                os.replace(newer, older)
+        if self._files == 1:
+            self.path.unlink(missing_ok=True)
+        self._open()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,155 @@
+"""The table of metric families: names, kinds, help texts, labels and histogram buckets.
+
+Names are public.  Every stage counts into these families, and `exposition.py` renders them in this order.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+BATCH = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128)
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+
+class Family(NamedTuple):
+    """One metric. Counters end in `_total`; `labels` are positional where values are given."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()  # histogram: upper bounds, ascending, without +Inf
+
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        # gateway
+        Family("starling_requests_total", "counter", "HTTP requests answered.", ("endpoint", "status")),
+        Family(
+            "starling_request_duration_seconds",
+            "histogram",
+            "Time from the first byte of the request to the last byte of the answer.",
+            ("endpoint",),
+            SECONDS,
+        ),
+        Family(
+            "starling_time_to_first_token_seconds",
+            "histogram",
+            "Time from the first byte of the request to its first token.",
+            ("model",),
+            SECONDS,
+        ),
+        Family("starling_requests_in_flight", "gauge", "HTTP requests being answered."),
+        Family("starling_recoveries_total", "counter", "Sequences submitted again after a stage died."),
+        Family("starling_journal_left_out_total", "counter", "Requests that the journal had no room for."),
+        Family("starling_rejections_total", "counter", "Requests refused, by error code.", ("code",)),
+        Family(
+            "starling_response_cache_hits_total", "counter", "Requests answered from the response cache.", ("model",)
+        ),
+        Family(
+            "starling_response_cache_misses_total",
+            "counter",
+            "Requests that missed the response cache.",
+            ("model",),
+        ),
+        Family(
+            "starling_response_cache_evictions_total",
+            "counter",
+            "Answers removed because the cache was full or their ttl had passed.",
+            ("reason",),
+        ),
+        Family("starling_response_cache_entries", "gauge", "Answers in the response cache."),
+        Family("starling_response_cache_bytes", "gauge", "Size of the response cache in bytes."),
+        # tokenizer
+        Family(
+            "starling_tokenizer_tokens_total",
+            "counter",
+            "Tokens encoded, and tokens decoded for /v1/detokenize.",
+            ("direction",),
+        ),
+        # scheduler
+        Family("starling_tokens_generated_total", "counter", "Output tokens.", ("model",)),
+        Family("starling_tokens_per_second", "gauge", "Output tokens per second over the last 5 s.", ("model",)),
+        Family("starling_prompt_tokens_total", "counter", "Prompt positions, by source.", ("model", "source")),
+        Family("starling_tenant_tokens_total", "counter", "Tokens computed for a tenant.", ("tenant",)),
+        Family("starling_queue_depth", "gauge", "Sequences that wait for their first step.", ("model",)),
+        Family("starling_running_sequences", "gauge", "Sequences being generated.", ("model",)),
+        Family("starling_queue_wait_seconds", "histogram", "Time from arrival to the first step.", ("model",), SECONDS),
+        Family("starling_batch_size", "histogram", "Sequences per step.", ("model",), BATCH),
+        Family("starling_step_seconds", "histogram", "Duration of a step on the worker.", ("model",), SECONDS),
+        Family("starling_steps_total", "counter", "Steps computed.", ("model",)),
+        Family("starling_steps_repeated_total", "counter", "Steps computed again after a worker's death.", ("model",)),
+        Family("starling_preemptions_total", "counter", "Running sequences preempted.", ("model",)),
+        Family("starling_finished_total", "counter", "Sequences ended, by finish reason.", ("model", "reason")),
+        Family(
+            "starling_draft_tokens_total",
+            "counter",
+            "Draft tokens, by outcome and by proposer: lookup (in the text itself) or model (a draft model).",
+            ("model", "outcome", "source"),
+        ),
+        # kv
+        Family(
+            "starling_kv_cache_bytes", "gauge", "KV pages, by state: allocated, resident, spilled, saved.", ("state",)
+        ),
+        Family(
+            "starling_kv_cache_fragmentation_ratio",
+            "gauge",
+            "Unused share of reserved space: positions of leased pages (arena), page slots of files (spilled, saved).",
+            ("model", "where"),
+        ),
+        Family(
+            "starling_kv_cache_compacted_bytes_total",
+            "counter",
+            "Bytes returned to the file system by compacting page files.",
+        ),
+        Family("starling_kv_cache_pages", "gauge", "KV pages, by state: free, cached, leased.", ("model", "state")),
+        Family("starling_kv_cache_evictions_total", "counter", "KV pages evicted."),
+        Family("starling_kv_cache_hits_total", "counter", "KV pages found in the prefix cache.", ("model",)),
+        Family(
+            "starling_kv_cache_misses_total",
+            "counter",
+            "KV pages not found in the prefix cache.",
+            ("model",),
+        ),
+        Family(
+            "starling_kv_cache_checksum_failures_total",
+            "counter",
+            "Pages dropped because of a wrong checksum.",
+        ),
+        Family(
+            "starling_kv_cache_disk_errors_total",
+            "counter",
+            "Page writes and reservations that failed because the disk was full or faulty.",
+        ),
+        Family("starling_kv_cache_spilled_pages_total", "counter", "Evicted pages written to the disk."),
+        Family(
+            "starling_kv_cache_restored_pages_total",
+            "counter",
+            "Pages read back from a disk, or copied from another version of the same model file.",
+        ),
+        Family("starling_kv_cache_restore_seconds", "histogram", "Time to restore a page.", (), SECONDS),
+        Family("starling_sessions", "gauge", "Open sessions.", ("model",)),
+        # every stage
+        Family("starling_stage_up", "gauge", "1 while the process of the stage runs.", ("stage",)),
+        Family("starling_stage_ready", "gauge", "1 while the stage accepts work.", ("stage",)),
+        Family("starling_stage_restarts_total", "counter", "Restarts by the supervisor.", ("stage",)),
+        Family(
+            "starling_frames_dropped_total",
+            "counter",
+            "Frames that did not decode or came from an unknown peer.",
+            ("stage", "edge"),
+        ),
+        Family(
+            "starling_frames_refused_total",
+            "counter",
+            "Frames not sent because the peer was not up or its queue was full.",
+            ("stage", "edge"),
+        ),
+        Family("starling_process_cpu_seconds_total", "counter", "CPU time of the stage's own process.", ("stage",)),
+        Family("starling_process_resident_bytes", "gauge", "Resident memory, shared pages included.", ("stage",)),
+        Family("starling_process_open_fds", "gauge", "Open file descriptors.", ("stage",)),
+    )
+}
