@@ -1,7 +1,7 @@
-"""Does a value fit the schema? Everything that does not, at once, in words.
+"""Compares values with the schema and collects every problem, in words.
 
-A `Findings` knows which environment variable set which key, so that a message can say where a value
-comes from.  Values of secrets are never shown.
+A `Findings` records which environment variable set which key, so that a message can name the source of a
+value.  Values of secrets are never shown.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ Key = tuple[str, ...]  # ("models", "0", "path")
 
 
 class Problem(NamedTuple):
+    """One line of the report."""
+
     key: str  # dotted
     text: str  # after the key: value, where it was set, reason
 
@@ -39,25 +41,26 @@ class Problem(NamedTuple):
 
 
 class Findings:
-    """What is wrong so far. `origins`: the environment variable that set a key."""
+    """The problems found so far. `origins`: the environment variable that set a key."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
         self.origins: dict[Key, str] = {}
 
     def add(self, key: Key, reason: str, shown: str = "") -> None:
-        """A problem with `key`; `shown` is its value as it may be printed, "" for none."""
+        """Add a problem with `key`; `shown` is its printable value, "" for none."""
         value = f" = {shown}" if shown else ""
         self.problems.append(Problem(".".join(key), f"{value}{self._origin(key)}: {reason}"))
 
     def refuse(self, key: Key, value: Any, reason: str) -> None:
+        """Add a problem with a value, shortened and masked where necessary."""
         shown = "***" if key[:2] == ("auth", "api_keys") else repr(value)
         if len(shown) > SHOWN_CHARACTERS:
             shown = shown[: SHOWN_CHARACTERS - 3] + "..."
         self.add(key, reason, shown)
 
     def _origin(self, key: Key) -> str:
-        """Which variable set the key, something in it, or the list or section that it is in."""
+        """The variable that set the key, a part of it, or the list or section that contains it."""
         for length in range(len(key), 0, -1):
             for other, variable in self.origins.items():
                 if other == key[:length] or (length == len(key) and other[:length] == key):
@@ -66,7 +69,7 @@ class Findings:
 
 
 def check(kind: Any, value: Any, key: Key, findings: Findings) -> None:
-    """Add unknown and missing keys, wrong types and values out of bounds to `findings`."""
+    """Add unknown and missing keys, wrong types and values out of bounds. `kind`: a type of the schema."""
     if is_section(kind):
         if isinstance(value, dict):
             _check_section(kind, value, key, findings)
@@ -87,7 +90,7 @@ def check(kind: Any, value: Any, key: Key, findings: Findings) -> None:
         except msgspec.ValidationError as error:
             findings.refuse(key, value, _reason(str(error), kind, value))
             return
-        if converted != converted:  # NaN, which is within any bounds
+        if converted != converted:  # NaN, which passes every bound
             findings.refuse(key, value, "expected a number")
 
 
@@ -104,7 +107,7 @@ def _check_section(kind: type[Section], value: dict[Any, Any], key: Key, finding
 
 
 def _reason(message: str, kind: Any, value: Any) -> str:
-    """msgspec's message in the words of this file."""
+    """Translates a message of msgspec."""
     if get_origin(kind) is Literal:
         allowed = [str(choice) for choice in get_args(kind)]
         return f"expected one of {', '.join(allowed)}" + did_you_mean(str(value), allowed)
@@ -114,7 +117,7 @@ def _reason(message: str, kind: Any, value: Any) -> str:
 
 
 def _hint(name: str, fields: Mapping[str, Any]) -> str:
-    """A neighbour of the name, or the section that has it."""
+    """Suggests a similar key, or the section that has this key."""
     near = did_you_mean(name, fields)
     if near:
         return near
@@ -125,23 +128,24 @@ def _hint(name: str, fields: Mapping[str, Any]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean X?" if one of the known words is near, else ""."""
+    """ "; did you mean X?" when a known word is similar, else ""."""
     names = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.7)
     return f"; did you mean {names[near[0]]}?" if near else ""
 
 
 def fields_of(kind: Any) -> dict[str, Any]:
-    """Name to type of a section's keys, in order; empty for what is no section."""
+    """Name to type of a section's keys, in order; empty for other types."""
     return {f.name: f.type for f in msgspec.structs.fields(kind)} if is_section(kind) else {}
 
 
 def is_section(kind: Any) -> bool:
+    """Whether `kind` is a section of the schema."""
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, in words."""
+    """The kind of a value, in words."""
     if value is None:
         return "nothing"
     names = {dict: "keys", list: "a list", str: "text", bool: "true or false", int: "a whole number"}

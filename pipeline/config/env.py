@@ -1,12 +1,12 @@
-"""Settings from the environment, set into a configuration's plain values.
+"""Settings from environment variables, written into the plain values of a configuration.
 
     STARLING_SERVER__PORT=9000              one key
-    STARLING_MODELS__0__PATH=/m/a.gguf      in a list by index; the next index appends
+    STARLING_MODELS__0__PATH=/m/a.gguf      an item of a list by its index; the next free index appends
     STARLING_MODEL__PATH=/m/a.gguf          the same: the first model
     STARLING_AUTH__API_KEYS=sk-one,sk-two   a list of simple values; or JSON
     LLM_ENGINE_PORT=9000                    names of another engine, see ALIASES
 
-A name without a double underscore (STARLING_HOME) is no setting, unless it looks like a typo of one.
+A name without a double underscore (STARLING_HOME) is not a setting; if it looks like a typo of one, it is reported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ALIASES = {
 
 
 def apply_environment(raw: dict[str, Any], env: Mapping[str, str], findings: Findings) -> None:
-    """Set every override in `raw`, aliases first, and note in `findings.origins` which variable set what."""
+    """Set every override in `raw`, aliases first, and record in `findings.origins` which variable set which key."""
     for variable in sorted(name for name in env if name.startswith(ALIAS_PREFIX)):
         if variable in ALIASES:
             _set(raw, tuple(ALIASES[variable].split(".")), env[variable], variable, findings)
@@ -56,12 +56,12 @@ def apply_environment(raw: dict[str, Any], env: Mapping[str, str], findings: Fin
 
 
 def _numeric_order(variable: str) -> list[tuple[bool, str]]:
-    """So that __10__ is appended after __9__."""
+    """Sort key by which __10__ comes after __9__."""
     return [(part.isdigit(), part.zfill(6)) for part in variable.split("__")]
 
 
 def _check_typo(variable: str, name: str, findings: Findings) -> None:
-    """STARLING_SERVER_PORT was meant to be STARLING_SERVER__PORT."""
+    """Report STARLING_SERVER_PORT, which should be STARLING_SERVER__PORT."""
     for section in sorted({section.upper() for section in fields_of(Config)} | {"MODEL"}):
         if f"{name}_".startswith(f"{section}_"):
             meant = f"{PREFIX}{section}__{name[len(section) + 1 :] or 'KEY'}"
@@ -70,7 +70,7 @@ def _check_typo(variable: str, name: str, findings: Findings) -> None:
 
 
 def _set(raw: dict[str, Any], key: Key, text: str, variable: str, findings: Findings) -> None:
-    """`raw[key] = text`, read as the type that the schema has for the key; unknown keys are set too."""
+    """`raw[key] = text`, parsed as the key's type in the schema; the check reports unknown keys."""
     findings.origins[key] = variable
     node: Any = raw
     kind: Any = Config
@@ -108,7 +108,7 @@ def _set(raw: dict[str, Any], key: Key, text: str, variable: str, findings: Find
 
 
 def _parse(text: str, kind: Any) -> Any:
-    """Text of a variable as a value of `kind`; what does not fit is refused later."""
+    """The text as a value of `kind`; the check reports values that do not fit."""
     bare = get_args(kind)[0] if hasattr(kind, "__metadata__") else kind  # without its bounds
     if bare is str or (get_origin(bare) is Literal and all(isinstance(a, str) for a in get_args(bare))):
         return text

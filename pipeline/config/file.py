@@ -1,6 +1,6 @@
-"""A configuration file, YAML or TOML, as plain values in the shape that the schema has.
+"""Reads a configuration file, YAML or TOML, into plain values of the schema's shape.
 
-Both notations of a model (`model:` and `models:`) and of its keys come out as one.
+Both notations of models (`model:` and `models:`) and the aliases of their keys are unified here.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ MODEL_ALIASES = {"model_path": "path", "threads": "ranks", "context": "max_seque
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice (YAML would silently take the last one)."""
+    """SafeLoader that refuses duplicate keys (YAML would silently use the last one)."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """As the base class; raises on a duplicate key."""
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -34,7 +35,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """A YAML or TOML (by its suffix) mapping. Raises `ConfigError` with the place of the mistake."""
+    """The mapping in a YAML or TOML file (by its suffix). Raises `ConfigError` with the position of the mistake."""
     try:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
@@ -62,9 +63,9 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def gather_models(raw: dict[str, Any], findings: Findings) -> None:
-    """One model or several become `models`; other names of a model's keys become the usual ones.
+    """Turn `model` into `models`, and replace aliases of a model's keys.
 
-    Drops sections whose keys are all commented out (`server:` and nothing): they are as good as absent.
+    Removes sections without keys (`server:` with all keys commented out).
     """
     for name in [name for name, value in raw.items() if value is None]:
         del raw[name]
@@ -85,7 +86,7 @@ def gather_models(raw: dict[str, Any], findings: Findings) -> None:
 
 
 def complete(raw: dict[str, Any]) -> None:
-    """Spell out what may be left out: names of models, keys as plain text, edges with underscores."""
+    """Complete short forms: missing model names, API keys given as text, edge names with underscores."""
     if not raw.get("models"):
         raw["models"] = [{"name": DEMO_MODEL}]
     for model in raw["models"] if isinstance(raw["models"], list) else ():
@@ -93,7 +94,7 @@ def complete(raw: dict[str, Any]) -> None:
             continue
         path = model.get("path", "")
         if isinstance(path, str):
-            # A model that only has a path is called after its file; one that has not even that is the demo.
+            # A model without a name is named after its file; without a path it is the demo model.
             model["name"] = path.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf") or DEMO_MODEL
     auth = raw.get("auth")
     if isinstance(auth, dict) and isinstance(auth.get("api_keys"), list):

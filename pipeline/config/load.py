@@ -1,11 +1,13 @@
-"""One configuration: file, then environment, checked as a whole, frozen.
+"""The resolved configuration: file, then environment, checked as a whole, frozen.
 
-Lowest to highest: the defaults (`config_schema.py`); one YAML or TOML file (`config_file.py`); the
-environment (`config_env.py`).  The file is the one asked for, else $STARLING_CONFIG, else starling.yaml,
-.yml or .toml in the working directory, else configs/default.yaml beside the package, else none.
+    file.py    reads the YAML or TOML file into plain values
+    env.py     sets overrides from environment variables
+    check.py   compares the values with schema.py: types, bounds, unknown keys
+    rules.py   checks what types cannot express
 
-Whatever is wrong (`config_check.py`, `config_rules.py`) is reported at once, a line for each problem,
-with the dotted key, the value, where it was set, the bound and what to do.  Creates nothing.
+The file is the one requested, else $STARLING_CONFIG, else starling.yaml, .yml or .toml in the working directory, else
+configs/default.yaml beside the package, else none.  All problems are reported at once, one line each, with the
+dotted key, the value, where it was set, the bound and the remedy.  Creates nothing.
 """
 
 from __future__ import annotations
@@ -22,10 +24,8 @@ from pipeline.config.check import Findings, check
 from pipeline.config.env import apply_environment
 from pipeline.config.file import complete, gather_models, read_file
 from pipeline.config.rules import check_rules
-from pipeline.config.schema import Config, ModelConfig, mask
+from pipeline.config.schema import Config, mask
 from pipeline.errors import ConfigError
-
-__all__ = ["Config", "ModelConfig", "find_file", "load", "render", "resolve"]
 
 FILE_NAMES = ("starling.yaml", "starling.yml", "starling.toml")
 
@@ -50,7 +50,7 @@ def load(path: str | Path | None = None, env: Env = os.environ, cwd: Path | None
 
 
 def resolve(raw: dict[str, Any], env: Env, source: str = "the configuration") -> Config:
-    """`raw` (as a file would give it; it is changed) and the environment, merged and checked."""
+    """Merge and check `raw` (the contents of a file; it is changed) and the environment. Raises `ConfigError`."""
     findings = Findings()
     gather_models(raw, findings)
     apply_environment(raw, env, findings)
@@ -67,7 +67,7 @@ def resolve(raw: dict[str, Any], env: Env, source: str = "the configuration") ->
 
 
 def render(config: Config, style: Literal["yaml", "json"] = "yaml") -> str:
-    """The configuration as it can be shown: API keys are masked."""
+    """The configuration as text, with API keys masked."""
     plain = msgspec.to_builtins(config)
     for key in plain["auth"]["api_keys"]:
         key["key"] = mask(key["key"])

@@ -1,8 +1,7 @@
-"""What the types cannot say: combinations that are impossible, and keys that are not available.
+"""Rules that the types cannot express: impossible combinations, and keys that are not available.
 
-Pure: a typed `Config` in, broken rules out.  A key in `UNAVAILABLE` is in the schema, because
-configurations of this family have it, and is refused at any value but the neutral one: no key is
-accepted that changes nothing.
+Pure: a typed `Config` in, broken rules out.  A key in `UNAVAILABLE` is in the schema because configurations of
+similar servers have it, and is refused at every value except the neutral one: no key is accepted without effect.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _RESERVED_PATHS = ("/v1", "/health", "/ready")
 
 
 class Rule(NamedTuple):
-    """A broken rule. `value` is as it may be shown, "" where there is none or it is a secret."""
+    """A broken rule. `value` is printable; "" where there is none or it is secret."""
 
     key: str  # dotted
     value: str
@@ -33,6 +32,8 @@ class Rule(NamedTuple):
 
 
 class Unavailable(NamedTuple):
+    """A key without effect, and the only value at which it is accepted."""
+
     neutral: Any
     reason: str
 
@@ -49,7 +50,7 @@ UNAVAILABLE = {
 
 
 def check_rules(config: Config) -> Iterator[Rule]:
-    """Every rule that is broken."""
+    """Every broken rule."""
     yield from _unavailable(config)
     yield from _models(config)
     yield from _limits(config)
@@ -66,7 +67,7 @@ def _unavailable(config: Config) -> Iterator[Rule]:
 
 
 def _values(node: Any, parts: list[str], key: str) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) for each place that a pattern with `*` for list items names."""
+    """(dotted key, value) for each match of a pattern, in which `*` matches every list item."""
     if not parts:
         yield key.removeprefix("."), node
     elif parts[0] == "*":
@@ -77,9 +78,9 @@ def _values(node: Any, parts: list[str], key: str) -> Iterator[tuple[str, Any]]:
 
 
 def check_name(name: str) -> str:
-    """Why it cannot be a model's name; "" when it can."""
+    """Why `name` is not a valid model name; "" when it is."""
     if name == "all":
-        return "for commands it means everything"
+        return "reserved: commands use it for all models"
     if len(name) <= 128 and _NAME.fullmatch(name):
         return ""
     return "expected up to 128 letters, digits, dots, dashes and underscores, in parts joined by single slashes"

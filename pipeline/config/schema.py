@@ -1,8 +1,8 @@
 """The shape of the configuration: every key, its type, its bounds and its default.
 
-Knows nothing of files, the environment or messages (`config.py` does).  Frozen: resolved once,
-printed by `starling config`.  Sizes are MiB (`_mb`), times milliseconds (`_ms`) or seconds (`_s`).
-A key that this version cannot honour is refused by `config_rules.py`, with the reason.
+Knows nothing of files, the environment or messages (load.py combines them).  Frozen: resolved once, and
+printed by `starling config`.  Sizes are in MiB (`_mb`), times in milliseconds (`_ms`) or seconds (`_s`).
+A key that this version cannot honour is refused by rules.py, with the reason.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Port = Annotated[int, Meta(ge=0, le=65535)]  # 0: any free one
+Port = Annotated[int, Meta(ge=0, le=65535)]  # 0: any free port
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
-CountOrNone = Annotated[int, Meta(ge=0, le=1_000_000)]  # 0: no bound of its own
+CountOrNone = Annotated[int, Meta(ge=0, le=1_000_000)]  # 0: no limit of its own
 Megabytes = Annotated[int, Meta(ge=1, le=16_777_216)]
 MegabytesOrNone = Annotated[int, Meta(ge=0, le=16_777_216)]
 Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
 MillisecondsOrNone = Annotated[int, Meta(ge=0, le=86_400_000)]
 Seconds = Annotated[int, Meta(ge=0, le=31_536_000)]
-SessionSeconds = Annotated[int, Meta(ge=0, le=2_592_000)]  # as a request may give it: up to 30 days
+SessionSeconds = Annotated[int, Meta(ge=0, le=2_592_000)]  # as in requests: up to 30 days
 Weight = Annotated[float, Meta(ge=0.01, le=1000.0)]
 Policy = Literal["lru", "lfu", "fifo"]
 
 MAX_DRAFT_TOKENS = 16  # of a sequence in one step
-DEMO_MODEL = "smollm2-135m-instruct"  # what is served when no model is configured; see registry.py
+DEMO_MODEL = "smollm2-135m-instruct"  # served when no model is configured, see pipeline/models/store.py
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,21 +34,22 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ServerConfig(Section, frozen=True, kw_only=True):
+    """Addresses, directories and limits of the server as a whole."""
+
     host: str = "127.0.0.1"
     port: Port = 8080
-    request_timeout_ms: Milliseconds = 300_000  # of one request, queueing included
+    request_timeout_ms: Milliseconds = 300_000  # of one request, including its time in queues
     max_concurrent_requests: Count = 256  # HTTP requests in flight; more get 429
-    max_body_mb: Annotated[int, Meta(ge=1, le=60)] = (
-        8  # larger bodies get 413; a frame holds 64 (pipeline/ipc/endpoint.py)
-    )
+    # Larger bodies get 413; a frame holds 64 MiB (pipeline/ipc/endpoint.py).
+    max_body_mb: Annotated[int, Meta(ge=1, le=60)] = 8
     enable_cors: bool = False
-    run_dir: str = ""  # sockets and readiness files; "": STARLING_HOME/run
+    run_dir: str = ""  # sockets, status records, locks; "": STARLING_HOME/run
     state_dir: str = ""  # journal, saved pages, sessions; "": STARLING_HOME/state
-    arena_dir: str = ""  # mapped arenas; "": a directory of its own in /dev/shm
-    journal_mb: MegabytesOrNone = 16  # of requests in flight, so that they outlive the gateway; 0: none
+    arena_dir: str = ""  # shared-memory arenas; "": a directory in /dev/shm
+    journal_mb: MegabytesOrNone = 16  # requests in flight survive a restart of the gateway; 0: none
     drain_timeout_ms: MillisecondsOrNone = 4_000  # honcho kills 5 s after SIGTERM
     heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)] = 250
-    remote_edges: bool = False  # tcp:// edges may leave this machine; frames are neither secret nor signed
+    remote_edges: bool = False  # allow tcp:// edges to other machines; frames are neither encrypted nor signed
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
@@ -60,31 +61,33 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     max_batch_size: Annotated[int, Meta(ge=0, le=1024)] = 0  # 0: performance.batch_size
     max_sessions: CountOrNone = 0  # 0: cache.max_sequences
     kv_cache_mb: MegabytesOrNone = 0  # 0: cache.max_size_mb
-    spill_path: str = ""  # directory for evicted pages; "": none are kept there
-    spill_mb: MegabytesOrNone = 0  # of them at most; 0: four times the arena
+    spill_path: str = ""  # directory for evicted pages; "": evicted pages are dropped
+    spill_mb: MegabytesOrNone = 0  # limit of that directory; 0: four times the arena
     kv_type: Literal["f16", "f32", "int8"] = "f16"  # part of the model's identity
     page_tokens: Literal[16, 32, 64, 128, 256] = 32  # positions in a KV page
     max_sequence_length: Annotated[int, Meta(ge=0, le=1_048_576)] = 0  # 0: the model's own
-    ranks: Annotated[int, Meta(ge=0, le=64)] = 0  # worker processes; 0: one for each core
-    cpus: tuple[Annotated[int, Meta(ge=0, le=4095)], ...] = ()  # to pin ranks to; empty: any allowed
+    ranks: Annotated[int, Meta(ge=0, le=64)] = 0  # worker processes; 0: one per core
+    cpus: tuple[Annotated[int, Meta(ge=0, le=4095)], ...] = ()  # cores to pin ranks to; empty: all allowed ones
     device: str = "cpu"
     weight: Weight = 1.0  # share of the machine among models
-    speculate: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] = 0  # most draft tokens in a step; 0: off
-    draft_model: str = ""  # name of a smaller model of `models` that drafts where `speculate` is on; "": none
+    speculate: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] = 0  # maximum draft tokens in a step; 0: off
+    draft_model: str = ""  # name of a smaller model in `models` that proposes draft tokens; "": none
 
     @property
     def slug(self) -> str:
-        """The name as a file name."""
+        """The name, usable as a file name."""
         return self.name.replace("/", "--")
 
 
 class SchedulerConfig(Section, frozen=True, kw_only=True):
+    """Queues, step sizes and shares."""
+
     max_queue_depth: Count = 1000  # waiting sequences of a model; more get 429
-    batch_timeout_ms: Annotated[int, Meta(ge=0, le=1000)] = 0  # wait for company when idle
-    max_prompt_tokens: CountOrNone = 0  # 0: what the context leaves
-    max_output_tokens: CountOrNone = 0  # 0: what the context leaves
+    batch_timeout_ms: Annotated[int, Meta(ge=0, le=1000)] = 0  # when idle, wait this long for more sequences
+    max_prompt_tokens: CountOrNone = 0  # 0: limited by the context only
+    max_output_tokens: CountOrNone = 0  # 0: limited by the context only
     max_step_tokens: Annotated[int, Meta(ge=16, le=16_384)] = 512  # positions computed in a step
-    stuck_step_ms: Annotated[int, Meta(ge=100, le=600_000)] = 10_000  # no progress: worker is killed
+    stuck_step_ms: Annotated[int, Meta(ge=100, le=600_000)] = 10_000  # a worker without progress is killed
     tenant_weights: dict[str, Weight] = {}  # tenants not named here have weight 1
 
 
@@ -104,7 +107,7 @@ class ApiKey(Section, frozen=True, kw_only=True):
     weight: Weight = 1.0  # of the tenant, as in scheduler.tenant_weights
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0  # within the tenant, higher first
     admin: bool = False
-    cache_salt: str = ""  # of the tenant: shares cached pages and answers with nobody of another salt
+    cache_salt: str = ""  # of the tenant: cached pages and answers are shared only with the same salt
 
     @property
     def owner(self) -> str:
@@ -116,41 +119,45 @@ class ApiKey(Section, frozen=True, kw_only=True):
 
 
 class AuthConfig(Section, frozen=True, kw_only=True):
-    """Without keys everyone is the tenant "default"."""
+    """Without keys all requests belong to the tenant "default"."""
 
     api_keys: tuple[ApiKey, ...] = ()
 
 
 class ResponseCacheConfig(Section, frozen=True, kw_only=True):
-    """Whole answers by everything that determines their bytes, in the gateway's memory."""
+    """Complete answers in the gateway's memory, by everything that determines their bytes."""
 
     enabled: bool = False
     max_size_mb: Megabytes = 64
     max_entries: Count = 10_000
     eviction_policy: Policy = "lru"
-    ttl_s: Seconds = 3600  # from when it was computed; 0: no limit
+    ttl_s: Seconds = 3600  # since the answer was computed; 0: no limit
 
 
 class CacheConfig(Section, frozen=True, kw_only=True):
-    """KV pages: what models take that do not say, and what goes first when the arena is full."""
+    """KV pages: defaults for models, and the eviction order."""
 
     enabled: bool = True  # keep the pages of ended requests as a prefix cache
     max_size_mb: Megabytes = 512  # of a model's KV arena, unless it gives kv_cache_mb
     eviction_policy: Policy = "lru"
     max_sequences: Count = 1000  # sessions of a model, unless it gives max_sessions
-    session_ttl_s: SessionSeconds = 3600  # of a session that gives none; 0: never closed by itself
-    ttl_s: Seconds = 0  # idle pages older than this go; 0: never
-    persist_mb: MegabytesOrNone = 512  # copies of a model's pages that survive a clean stop; 0: none
+    session_ttl_s: SessionSeconds = 3600  # default of sessions; 0: never closed automatically
+    ttl_s: Seconds = 0  # unused pages older than this are dropped; 0: never
+    persist_mb: MegabytesOrNone = 512  # per model: pages saved at an orderly stop; 0: none
     responses: ResponseCacheConfig = ResponseCacheConfig()
 
 
 class PerformanceConfig(Section, frozen=True, kw_only=True):
-    batch_size: Annotated[int, Meta(ge=1, le=1024)] = 32  # of a step, unless a model says otherwise
-    memory_pool_size_mb: MegabytesOrNone = 0  # most for a model's activations; 0: what it needs
+    """Batch and memory sizes."""
+
+    batch_size: Annotated[int, Meta(ge=1, le=1024)] = 32  # sequences in a step, unless the model has max_batch_size
+    memory_pool_size_mb: MegabytesOrNone = 0  # limit of a model's activations; 0: what it needs
     use_mmap: bool = True
 
 
 class LoggingConfig(Section, frozen=True, kw_only=True):
+    """Form and volume of logs."""
+
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["json", "pretty"] = "pretty"
     log_requests: bool = True
@@ -159,12 +166,14 @@ class LoggingConfig(Section, frozen=True, kw_only=True):
 
 
 class MetricsConfig(Section, frozen=True, kw_only=True):
+    """Prometheus metrics."""
+
     enabled: bool = True
     endpoint: str = "/metrics"
 
 
 class Config(Section, frozen=True, kw_only=True):
-    """The whole. `models` is never empty: without one, the demo model is served."""
+    """The whole configuration. `models` is never empty: by default the demo model is served."""
 
     server: ServerConfig = ServerConfig()
     models: tuple[ModelConfig, ...] = ()
@@ -178,36 +187,38 @@ class Config(Section, frozen=True, kw_only=True):
     edges: dict[str, str] = {}  # edge name (pipeline/protocol/topology.py) -> tcp:// or ipc:// address
 
     def model(self, name: str = "") -> ModelConfig | None:
-        """The model of that name; without a name the first one; None when there is none."""
+        """The model of that name (by default the first one); None when there is none."""
         if not name:
             return self.models[0] if self.models else None
         return next((model for model in self.models if model.name == name), None)
 
     def drafts(self, name: str) -> bool:
-        """Is the model of that name one that drafts for another, or has one that does?"""
+        """Whether the model drafts for another model or has a draft model."""
         return any(one.draft_model and name in (one.name, one.draft_model) for one in self.models)
 
     def max_batch_size(self, model: ModelConfig) -> int:
+        """Most sequences in a step of the model."""
         return model.max_batch_size or self.performance.batch_size
 
     def max_sessions(self, model: ModelConfig) -> int:
+        """Most open sessions of the model."""
         return model.max_sessions or self.cache.max_sequences
 
     def kv_cache_bytes(self, model: ModelConfig) -> int:
-        """The most bytes that the model's KV arena may have, headers included."""
+        """Maximum size of the model's KV arena in bytes, headers included."""
         return (model.kv_cache_mb or self.cache.max_size_mb) << 20
 
     def tenant_salt(self, tenant: str) -> str:
-        """`cache_salt` of the tenant's keys, "" without."""
+        """`cache_salt` of the tenant's keys; "" without one."""
         return next((key.cache_salt for key in self.auth.api_keys if key.owner == tenant), "")
 
     def tenant_weight(self, tenant: str) -> float:
-        """Share of a tenant: of `scheduler.tenant_weights`, else of its keys, else 1."""
+        """Share of a tenant: from `scheduler.tenant_weights`, else from its keys, else 1."""
         if tenant in self.scheduler.tenant_weights:
             return self.scheduler.tenant_weights[tenant]
         return next((key.weight for key in self.auth.api_keys if key.owner == tenant), 1.0)
 
 
 def mask(secret: str) -> str:
-    """A secret as it may be printed: at most 3 characters at either end, and only of long ones."""
+    """A printable form of a secret: three characters at the start and two at the end, and only of long ones."""
     return f"{secret[:3]}...{secret[-2:]}" if len(secret) >= 16 else "***"

@@ -1,4 +1,4 @@
-"""What a plan of faults says: `STARLING_FAULTS`, for tests, and what `starling chaos` gives a live server.
+"""Fault plans: `STARLING_FAULTS` for tests, and the plan that `starling chaos` installs in a running server.
 
     STARLING_FAULTS="worker:exit@step=17, kv:stop@page=3, wire:drop@gateway>scheduler:5, disk:enospc@spill"
 
@@ -7,13 +7,13 @@
     disk:ACTION@POINT        every time
     disk:slow@POINT=N        every time, N milliseconds
 
-Points: `worker@step`, `kv@page`, `wire@FROM>TO`; of disks `spill`, `saved` and `sessions` (kv writes),
-`spill_read`, `saved_read`, `journal` and `quotas` (the gateway writes) and `journal_sync`.
-Actions: `exit` (code 1), `kill` (SIGKILL), `segv`, `stop` (SIGSTOP), `drop` (the caller drops the thing),
-`enospc` and `eio` (an `OSError`; of a disk), `slow`.  A process that a supervisor has restarted reads the same plan:
-faults of the environment that end a process happen only in its first incarnation (`STARLING_RESTARTS` is 0).
+Points: `worker@step`, `kv@page`, `wire@FROM>TO`; of disks `spill`, `saved` and `sessions` (writes of kv),
+`spill_read`, `saved_read`, `journal` and `quotas` (writes of the gateway) and `journal_sync`.
+Actions: `exit` (code 1), `kill` (SIGKILL), `segv`, `stop` (SIGSTOP), `drop` (the caller drops the frame or record),
+`enospc` and `eio` (an `OSError`; disks only), `slow`.  A restarted process reads the same plan: faults of the
+environment that end a process happen only in its first run (`STARLING_RESTARTS` is 0).
 
-Imported when there is a plan, by pipeline/faults/points.py, and in no other run.
+Imported by pipeline/faults/points.py only when there is a plan.
 """
 
 from __future__ import annotations
@@ -29,31 +29,34 @@ from typing import NamedTuple
 
 from pipeline.errors import ConfigError
 from pipeline.faults.points import VARIABLE, Trigger
+from pipeline.files import replace_file
 from pipeline.protocol.topology import EDGES
 from shm.arena import process_ticks
 
 ACTIONS = ("exit", "kill", "segv", "stop", "drop", "enospc", "eio", "slow")
-MAX_PLAN = 4096  # bytes of a live server's plan
+MAX_PLAN = 4096  # bytes of the plan file
 POINTS = {
     "worker": ("step",),
     "kv": ("page",),
     "wire": tuple(way for e in EDGES.values() for way in (f"{e.connector}>{e.binder}", f"{e.binder}>{e.connector}")),
     "disk": ("spill", "saved", "sessions", "spill_read", "saved_read", "journal", "journal_sync", "quotas"),
 }
-_ONLY = {"drop": "wire", "enospc": "disk", "eio": "disk"}  # actions that mean nothing elsewhere
+_ONLY = {"drop": "wire", "enospc": "disk", "eio": "disk"}  # actions that have no meaning elsewhere
 _FATAL = ("exit", "kill", "segv", "stop")
 _PATTERN = re.compile(r"(\w+):(\w+)@([\w>]+)(?:[=:](\d+))?")
 
 
 class Fault(NamedTuple):
+    """One entry of a plan."""
+
     place: str
     action: str
     point: str
-    at: int  # 0: every time; of `slow`: milliseconds
+    at: int  # number of the event, 0: every one; for `slow`: milliseconds
 
 
 def parse(text: str) -> list[Fault]:
-    """The plan in `text`. Raises `ConfigError` naming the part that is wrong: one that never struck proves nothing."""
+    """Parse a plan. Raises `ConfigError` for an entry that could never happen: a test with it would prove nothing."""
     faults = []
     for part in filter(None, (p.strip() for p in text.split(","))):
         match = _PATTERN.fullmatch(part)
@@ -69,9 +72,9 @@ def parse(text: str) -> list[Fault]:
 
 
 def _wrong(fault: Fault, has_number: bool) -> str:
-    """Why it could never happen, or not as it is said; "" when it can."""
+    """Why the fault could never happen as written; "" when it can."""
     if fault.place not in POINTS:
-        return f"there is no place {fault.place!r}; there are {', '.join(POINTS)}"
+        return f"no place {fault.place!r}; there are {', '.join(POINTS)}"
     if fault.point not in POINTS[fault.place]:
         return f"{fault.place} has no point {fault.point!r}; it has {', '.join(POINTS[fault.place])}"
     if _ONLY.get(fault.action, fault.place) != fault.place:
@@ -85,7 +88,7 @@ def _wrong(fault: Fault, has_number: bool) -> str:
     return ""
 
 
-def hook(
+def build_trigger(
     place: str,
     point: str,
     planned: str,
@@ -93,26 +96,26 @@ def hook(
     env: Mapping[str, str] = os.environ,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Trigger | None:
-    """What to call at each event of `place:...@point`; None when neither plan has anything for it."""
+    """The function to call at each event of a point; None when neither plan has a fault for it."""
     restarted = env.get("STARLING_RESTARTS", "0") != "0"
     faults = [fault for fault in parse(planned) if not (restarted and fault.action in _FATAL)] + parse(live)
-    mine = [fault for fault in faults if (fault.place, fault.point) == (place, point)]
-    if not mine:
+    chosen = [fault for fault in faults if (fault.place, fault.point) == (place, point)]
+    if not chosen:
         return None
 
     def trigger(number: int) -> bool:
         is_dropped = False
-        for fault in mine:
+        for fault in chosen:
             if fault.action == "slow":
                 sleep(fault.at / 1000)
             elif fault.at in (0, number):
-                is_dropped |= _do(fault.action)
+                is_dropped |= _perform(fault.action)
         return is_dropped
 
     return trigger
 
 
-def _do(action: str) -> bool:
+def _perform(action: str) -> bool:
     if action == "exit":
         os._exit(1)
     if action in ("kill", "segv", "stop"):
@@ -123,19 +126,17 @@ def _do(action: str) -> bool:
     return action == "drop"
 
 
-# ------------------------------------------------------------------ a live server's
+# ------------------------------------------------------------------ the plan of a running server
 
 
-def give(path: Path, plan: str) -> None:
-    """Put `plan` in force while this process lives, or until `path` is removed. Raises `ConfigError`."""
+def install(path: Path, plan: str) -> None:
+    """Install `plan` while this process lives, or until `path` is removed. Raises `ConfigError`, `OSError`."""
     parse(plan)
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text(f"{os.getpid()} {process_ticks(os.getpid())}\n{plan}")
-    os.replace(fresh, path)
+    replace_file(path, f"{os.getpid()} {process_ticks(os.getpid())}\n{plan}".encode())
 
 
-def live(path: Path) -> str:
-    """The plan in force; "" when there is none, it cannot be read, or its author has ended."""
+def read_installed(path: Path) -> str:
+    """The installed plan; "" when there is none, it cannot be read, or the process that installed it has ended."""
     try:
         with open(path, "rb") as file:
             head, _, plan = file.read(MAX_PLAN).decode().partition("\n")

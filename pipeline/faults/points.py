@@ -1,12 +1,12 @@
-"""Points at which faults can be made to happen on purpose. Without a plan a point is one `None` to look at.
+"""Fault points: where a fault plan can inject faults. Without a plan a point costs one comparison with `None`.
 
     self._fault = points.fault_point("disk", "spill")
     ...
     if self._fault.trigger is not None: self._fault.trigger(number)
 
 A plan comes from the environment at the start (`STARLING_FAULTS`), or from the file `RUN_DIR/faults` while the
-server runs (`starling chaos`), for as long as the process that wrote it lives.  What a plan means is known
-to pipeline/faults/plan.py, which is imported when there is one and at no other time.
+server runs (`starling chaos`), for as long as the process that wrote the file lives.  The meaning of plans is in
+pipeline/faults/plan.py, which is imported only when there is one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 VARIABLE = "STARLING_FAULTS"
-FILE = "faults"  # in the run directory: "PID TICKS\n" of its author, then the plan
+FILE = "faults"  # in the run directory: "PID TICKS\n" of the writing process, then the plan
 
-Trigger = Callable[[int], bool]  # (number of the event) -> whether the caller is to drop the thing
+Trigger = Callable[[int], bool]  # (number of the event) -> whether the caller must drop the frame or record
 
 
 class FaultPoint:
-    """`strike(number)` at each event, if it is not None."""
+    """Call `trigger(number)` at each event, unless it is None."""
 
     __slots__ = ("name", "place", "trigger")
 
@@ -32,11 +32,11 @@ class FaultPoint:
 
 
 _points: dict[tuple[str, str], FaultPoint] = {}
-_live = ""  # the plan of the file
+_installed = ""  # the plan in the file
 
 
 def fault_point(place: str, name: str) -> FaultPoint:
-    """The process's one point of that name."""
+    """The point of that name; one object per process."""
     found = _points.get((place, name))
     if found is None:
         found = _points[place, name] = FaultPoint(place, name)
@@ -45,32 +45,33 @@ def fault_point(place: str, name: str) -> FaultPoint:
 
 
 class LivePlanFollower:
-    """Looks after `RUN_DIR/faults` for a process: call `poll` every 100 ms."""
+    """Follows `RUN_DIR/faults` for this process: call `poll` every 100 ms."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE
 
     def poll(self) -> None:
-        global _live
-        if not _live:
+        """Arm all points when the plan has changed."""
+        global _installed
+        if not _installed:
             try:
                 os.stat(self._path)
             except OSError:
                 return
-        from pipeline.faults import plan as faultplan
+        from pipeline.faults import plan as fault_plan
 
-        plan = faultplan.live(self._path)
-        if plan != _live:
-            _live = plan
+        plan = fault_plan.read_installed(self._path)
+        if plan != _installed:
+            _installed = plan
             for known in _points.values():
                 _arm(known)
 
 
 def _arm(point: FaultPoint) -> None:
     plan = os.environ.get(VARIABLE, "")
-    if not plan and not _live:
+    if not plan and not _installed:
         point.trigger = None
         return
-    from pipeline.faults import plan as faultplan
+    from pipeline.faults import plan as fault_plan
 
-    point.trigger = faultplan.hook(point.place, point.name, plan, _live)
+    point.trigger = fault_plan.build_trigger(point.place, point.name, plan, _installed)

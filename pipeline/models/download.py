@@ -1,7 +1,7 @@
-"""One file over HTTP, continued where the last attempt ended. Knows nothing of models.
+"""Downloads one file over HTTP and continues an interrupted download. Knows nothing of models.
 
-Beside `PART` stands `PART.tag`: the entity tag (or date) of what was begun.  A server that still has
-that version sends the rest (`If-Range`); any other answer starts from the first byte.
+`PART.tag` beside `PART` contains the entity tag (or date) of the partial file.  If the server still has that version
+it sends the rest (`If-Range`); otherwise the download starts again.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pathlib import Path
 
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError
 
-CHUNK = 1 << 20
-TIMEOUT_S = 30.0  # without a byte
+CHUNK = 1 << 20  # bytes read at a time
+TIMEOUT_S = 30.0  # without data
 
 
 def no_progress(what: str, done: int, total: int) -> None:
-    """For callers that show nothing."""
+    """A `progress` that shows nothing."""
 
 
 def download(url: str, part: Path, progress: Callable[[str, int, int], None], subject: str) -> None:
-    """Fetch `url` into `part`, which keeps what was received when this raises.
+    """Download `url` into `part`, which keeps the received bytes when this raises.
 
-    Raises `ConfigError` (the server says that there is no such thing), `ModelUnavailable` (network,
-    5xx, connection lost), `ResourceError` (no room).  `subject` begins the messages.
+    Raises `ConfigError` (the server refuses or lacks the file), `ModelUnavailable` (network, 5xx,
+    connection lost), `ResourceError` (not enough space).  Messages begin with `subject`.
     """
     tag_file = part.with_name(part.name + ".tag")
     have = part.stat().st_size if part.exists() and tag_file.exists() else 0
@@ -40,7 +40,7 @@ def download(url: str, part: Path, progress: Callable[[str, int, int], None], su
             _receive(response, part, tag_file, have, progress, subject)
     except urllib.error.HTTPError as error:
         error.close()
-        if error.code == 416:  # nothing is left to send, or the file has shrunk: begin again
+        if error.code == 416:  # the file has shrunk, or is complete: start again
             part.unlink(missing_ok=True)
             tag_file.unlink(missing_ok=True)
         kind = ConfigError if error.code in (400, 401, 403, 404, 405, 410) else ModelUnavailable
@@ -48,7 +48,7 @@ def download(url: str, part: Path, progress: Callable[[str, int, int], None], su
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise ModelUnavailable(
-            f"{subject}: {url} could not be fetched ({reason}); what has arrived is kept, try again"
+            f"{subject}: {url} could not be downloaded ({reason}); the received part is kept, try again"
         ) from None
     tag_file.unlink(missing_ok=True)
 
@@ -71,7 +71,7 @@ def _receive(
             "move STARLING_HOME"
         )
     tag = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
-    # A weak tag does not promise equal bytes, so it cannot join two halves.
+    # A weak tag does not guarantee equal bytes, so two parts cannot be joined by it.
     if tag and not tag.startswith("W/"):
         tag_file.write_text(tag)
     else:

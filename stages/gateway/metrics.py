@@ -1,6 +1,6 @@
 """The gateway's own metrics, and the figures of /health.
 
-Updated once for each request, never for each token. Names and labels are defined in pipeline/observe/metrics.py; the
+Updated once for each request, never for each token. Names and labels are defined in pipeline/observe/metric_families.py; the
 metrics of the other stages reach /metrics through their snapshots.
 """
 

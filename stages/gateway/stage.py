@@ -20,7 +20,7 @@ from aiohttp import web
 from pipeline.api.error_response import error_response
 from pipeline.api.quota_file import QuotaFile
 from pipeline.config import paths
-from pipeline.config.load import Config
+from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, Conflict, InvalidRequest, Overloaded, StarlingError
 from pipeline.ipc.asyncio_loop import AsyncioLoop
 from pipeline.ipc.control import ControlServer

@@ -1,4 +1,4 @@
-"""Metrics of the stage: values for the names in pipeline/observe/metrics.py, from `Stats` and the engines."""
+"""Metrics of the stage: values for the names in pipeline/observe/metric_families.py, from `Stats` and the engines."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 
 from pipeline.config import paths
-from pipeline.config.load import Config
+from pipeline.config.schema import Config
 from pipeline.ipc.doorbell import Doorbell
 from pipeline.ipc.liveness import IDLE_INTERVALS
 from pipeline.ipc.poll_loop import PollLoop

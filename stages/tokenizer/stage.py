@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.config import paths
-from pipeline.config.load import Config
+from pipeline.config.schema import Config
 from pipeline.errors import InternalError, ModelNotFound, ModelUnavailable, StarlingError
 from pipeline.ipc.poll_loop import PollLoop
 from pipeline.models import versions

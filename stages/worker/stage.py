@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from pipeline.config import paths
-from pipeline.config.load import Config
+from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, InternalError, ModelUnavailable, StarlingError
 from pipeline.faults import points
 from pipeline.ipc.poll_loop import MAX_WAIT_S, PollLoop

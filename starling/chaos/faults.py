@@ -20,7 +20,7 @@ from pipeline import procfs
 from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.faults import points
-from pipeline.faults.plan import give
+from pipeline.faults.plan import install
 from pipeline.observe.status import read_all
 from shm.arena import ArenaError, process_ticks
 from shm.pages import HEADER, PAGE_FULL, attach_kv
@@ -151,7 +151,7 @@ class SlowDisk:
         self._delay_ms = delay_ms
 
     def begin(self) -> str:
-        give(self._path, ", ".join(f"disk:slow@{point}={self._delay_ms}" for point in self.POINTS))
+        install(self._path, ", ".join(f"disk:slow@{point}={self._delay_ms}" for point in self.POINTS))
         return f"disk slow by {self._delay_ms} ms an access"
 
     def end(self) -> None:

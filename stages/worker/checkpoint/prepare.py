@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipeline.config.schema import ModelConfig
 from pipeline.models import store
+from pipeline.models.locks import lock
 from shm.checkpoint import CheckpointError, load_index
 from stages.worker.checkpoint.ingest import ingest
 
@@ -25,7 +26,7 @@ def prepare_checkpoint(
         return index_path
     located = store.fetch(model, models_dir, progress)
     index_path = models_dir / f"{located.digest}.idx"
-    with store.lock(models_dir, f"ingest-{located.digest[:16]}"):
+    with lock(models_dir, f"ingest-{located.digest[:16]}"):
         if not _is_usable(index_path):
             ingest(located.path, index_path, located.digest, progress)
     return index_path

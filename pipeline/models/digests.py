@@ -1,0 +1,68 @@
+"""Known SHA-256 digests of model files: `digests.json`, by path, size, mtime and inode.
+
+A file that has not changed is not hashed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from pipeline.errors import ResourceError
+from pipeline.files import replace_file
+from pipeline.models.locks import lock
+
+FILE = "digests.json"
+CHUNK = 1 << 20  # bytes read at a time
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """A digest, and the identity of the file it belongs to."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+    sha256: str
+
+
+def identity(info: os.stat_result) -> tuple[int, int, int]:
+    """What changes when a file's contents may have changed."""
+    return info.st_size, info.st_mtime_ns, info.st_ino
+
+
+def read_all(models_dir: Path) -> dict[str, Stamp]:
+    """Known digests by real path."""
+    try:
+        return msgspec.json.decode((models_dir / FILE).read_bytes(), type=dict[str, Stamp])
+    except (OSError, msgspec.DecodeError):  # missing or damaged: digests are computed again
+        return {}
+
+
+def remember(name: str, path: Path, sha256: str, models_dir: Path) -> None:
+    """Store the digest of a file. Raises `ResourceError` on a full disk."""
+    with lock(models_dir, "digests"):
+        stamps = {known: stamp for known, stamp in read_all(models_dir).items() if os.path.exists(known)}
+        stamps[os.path.realpath(path)] = Stamp(*identity(path.stat()), sha256)
+        try:
+            replace_file(models_dir / FILE, msgspec.json.encode(stamps))
+        except OSError as error:
+            raise ResourceError(
+                f"{models_dir}: the digest of model {name!r} cannot be written: {error.strerror}; free space "
+                f"there or move STARLING_HOME"
+            ) from None
+
+
+def compute(path: Path, progress: Callable[[str, int, int], None]) -> str:
+    """Hex SHA-256 of the file."""
+    digest, done = hashlib.sha256(), 0
+    total = path.stat().st_size
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+            done += len(chunk)
+            progress("checksum", done, total)
+    return digest.hexdigest()
