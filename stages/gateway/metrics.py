@@ -1,7 +1,7 @@
 """The gateway's own metrics, and the figures of /health.
 
-Updated once for each request, never for each token. Names and labels are defined in pipeline/observe/metric_families.py; the
-metrics of the other stages reach /metrics through their snapshots.
+Updated once for each request, never for each token. Names and labels are defined in
+pipeline/observe/metric_families.py; the metrics of the other stages reach /metrics through their snapshots.
 """
 
 from __future__ import annotations
