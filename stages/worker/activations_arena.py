@@ -1,16 +1,15 @@
-"""The activations arena: what the ranks of one group share while they compute a step.
+"""The activations arena: the buffers that the ranks of one group share while they compute a step.
 
-Created by rank 0 when it is told of the other arenas, mapped by the other ranks, worth nothing once the
-group is gone.  First `CONTROL_WORDS` words of control, each cache line with one writer:
+Rank 0 creates it when it attaches to the other arenas, the other ranks map it, and it has no use after the group's
+end.  It begins with `CONTROL_WORDS` control words; each cache line has one writer:
 
-    word 0    rank 0    barrier: epoch; word 8: the group is given up (shm/barrier.py)
-    word 16   rank 0    STEP: number of the last turn, twice, plus 1 when it is a word from Python
-    word 24   rank 0    what rank 0 was told is the step of this turn (for post-mortems)
-    word 64 + 8 r   rank r: barrier line; its third word says that it sleeps on STEP
+    word 0          rank 0: barrier epoch; word 8: the barrier is aborted (shm/barrier.py)
+    word 16         rank 0: STEP, the number announced last: even for a step, odd to return to Python
+    word 64 + 8 r   rank r: barrier line; its third word is set while the rank sleeps on STEP
 
-Then the buffers of kernels/context.py, each 64-aligned; rows of all ranks' tokens follow each other.  Which
-rank writes which rows or columns is decided in kernels/forward.py; between two barriers no value has
-two writers, or a writer and a reader of different ranks.
+The buffers of kernels/parameter_block.py follow, each aligned to 64 bytes.  kernels/forward.py decides which rank
+writes which rows or columns; between two barriers no value has two writers, or a writer and a reader of different
+ranks.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from stages.worker.kernels.quantize_activations import row_bytes
 
 KIND = "activations"
 LAYOUT = 1
-BARRIER, STEP, TURN, LINES = 0, 16, 24, 64  # words
-SLEEPS = 2  # word of a rank's line
+BARRIER, STEP, LINES = 0, 16, 64  # words
+SLEEPS = 2  # word of a rank's line: the rank sleeps on STEP
 CONTROL_WORDS = LINES + 8 * MAX_RANKS
 LEAST_PARTIALS = 2048
 
 
 class ActivationsGeometry(NamedTuple):
-    """The bounds that the buffers are made for; stands in the arena's header."""
+    """The bounds that determine the buffers' sizes; stored in the arena's header."""
 
     step_tokens: int  # positions computed in one step
     step_samples: int  # positions sampled in one step
@@ -46,10 +45,10 @@ class ActivationsGeometry(NamedTuple):
     ranks: int
 
     def check(self) -> None:
-        """Raises `ValueError` for a bound that cannot be."""
+        """Raises `ValueError` for a bound that is impossible."""
         for name, value in self._asdict().items():
             if value < 1:
-                raise ValueError(f"{name} is {value}, expected 1 or more")
+                raise ValueError(f"{name} is {value}, expected at least 1")
         if self.ranks > MAX_RANKS:
             raise ValueError(f"ranks is {self.ranks}, at most {MAX_RANKS}")
 
@@ -83,7 +82,7 @@ def n_partials(g: ActivationsGeometry, h: Hyper) -> int:
 
 
 def strides(h: Hyper) -> dict[int, int]:
-    """Bytes from one token (or sample) to the next, by word of the context."""
+    """Bytes from one token (or sample) to the next, by word of the parameter block."""
     heads = h.n_heads * h.head_dim
     return {
         c.NORM_Q_STRIDE: row_bytes(h.width),
@@ -97,7 +96,7 @@ def strides(h: Hyper) -> dict[int, int]:
 
 
 def _sizes(g: ActivationsGeometry, h: Hyper) -> dict[int, int]:
-    """Bytes of each buffer, by the word of the context that gives its address; in the order of the file."""
+    """Bytes of each buffer, by the word of the parameter block that holds its address; in the order of the file."""
     s = strides(h)
     rows = max(g.step_tokens, g.step_samples)
     return {
@@ -120,26 +119,27 @@ def _sizes(g: ActivationsGeometry, h: Hyper) -> dict[int, int]:
 
 
 def offsets(g: ActivationsGeometry, h: Hyper) -> tuple[dict[int, int], int]:
-    """Where each buffer begins (bytes), and the size of the whole."""
+    """The offset of each buffer in bytes, and the size of all."""
     at, found = align(8 * CONTROL_WORDS), {}
     for name, size in _sizes(g, h).items():
         found[name] = at
-        # A line more than needed: vectors are stored whole, and rows do not share cache sets.
+        # One cache line more than needed: whole vectors are stored, and rows do not share cache sets.
         at = align(at + size) + 64
     return found, at
 
 
 def activations_bytes(g: ActivationsGeometry, h: Hyper) -> int:
+    """Size of the arena's contents in bytes."""
     return offsets(g, h)[1]
 
 
 def create_activations(path: Path, g: ActivationsGeometry, h: Hyper, digest: bytes) -> Arena:
-    """Rank 0's call. Raises `ArenaError` when it does not fit, `ValueError` for an impossible geometry."""
+    """Create the arena; called by rank 0. Raises `ArenaError` when it does not fit, `ValueError` for a bad geometry."""
     g.check()
     return Arena.create(path, KIND, LAYOUT, activations_bytes(g, h), dict(g._asdict()), digest)
 
 
 def attach_activations(path: Path, digest: bytes) -> tuple[Arena, ActivationsGeometry]:
-    """The other ranks' call. Raises `FileNotFoundError`, `ArenaError`."""
+    """Map the arena; called by the other ranks. Raises `FileNotFoundError`, `ArenaError`."""
     arena = Arena.attach(path, KIND, LAYOUT, digest=digest)
     return arena, ActivationsGeometry(*(int(arena.meta[name]) for name in ActivationsGeometry._fields))

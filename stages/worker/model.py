@@ -1,7 +1,7 @@
-"""From a mapped checkpoint and mapped arenas to the offset table of a rank.
+"""A rank's kernel parameter block, made from a mapped checkpoint and mapped arenas.
 
-`Model` is the weights as kernels see them; `RankTable` joins it with one group's arenas and the rank's
-private scratch.  What it holds stays mapped as long as it lives: kernels work on bare addresses.
+`Model` holds the weights' addresses; `RankTable` joins them with one group's arenas and the rank's private buffers.
+Kernels work on plain addresses, so both objects must live as long as kernels use them.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def _bits(value: float) -> int:
 
 
 class Model:
-    """A checkpoint, mapped: `hyper`, `digest` (raw), `words` (the model's part of a context), `layers`."""
+    """A checkpoint, mapped: `hyper`, `digest` (raw), `words` (the model's part of a parameter block), `layers`."""
 
     def __init__(self, index_path: Path) -> None:
-        """Raises `FileNotFoundError`, `CheckpointError`, `ModelUnavailable` (kernels cannot run it)."""
+        """Raises `FileNotFoundError`, `CheckpointError`, `ModelUnavailable` (kernels do not support it)."""
         self.checkpoint = Checkpoint(index_path)
         self.index = self.checkpoint.index
         self.hyper = h = self.index.hyper
@@ -49,7 +49,7 @@ class Model:
         group = h.n_heads // h.n_kv_heads
         if group > attention.ROWS:
             raise ModelUnavailable(
-                f"{self.index.name}: {group} heads share a kv head, at most {attention.ROWS} are supported",
+                f"{self.index.name}: {group} query heads share a KV head; the kernels support at most {attention.ROWS}",
                 param="model",
             )
         self._base = self.checkpoint.data.ctypes.data
@@ -97,7 +97,7 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        """What one decode step reads of the checkpoint: all matrices but an untied embedding."""
+        """Bytes of the checkpoint that a decode step reads: all tensors but RoPE tables and an untied embedding."""
         tied = self.index.head_name == "token_embd.weight"
         return sum(
             t.nbytes
@@ -107,7 +107,7 @@ class Model:
 
 
 class Arenas(NamedTuple):
-    """What one group works on."""
+    """The arenas of one worker group: views, and the geometry of each."""
 
     steps: Steps
     steps_geometry: StepsGeometry
@@ -118,7 +118,7 @@ class Arenas(NamedTuple):
 
 
 def check_arenas(hyper: Hyper, arenas: Arenas) -> None:
-    """Raises `ValueError` when arenas and model do not belong together."""
+    """Raises `ValueError` when the arenas' geometries do not fit the model or each other."""
     kv, s, g = arenas.kv_geometry, arenas.steps_geometry, arenas.geometry
     for name, value, expected in (
         ("KV layers", kv.n_layers, hyper.n_layers),
@@ -133,12 +133,12 @@ def check_arenas(hyper: Hyper, arenas: Arenas) -> None:
 
 
 class RankTable:
-    """One rank's offset table, `address`, and all that it points at."""
+    """One rank's kernel parameter block at `address`, and everything that it points at."""
 
     def __init__(self, model: Model, arenas: Arenas, rank: int, profile: bool = False) -> None:
         check_arenas(model.hyper, arenas)
         self.model, self.arenas, self.rank = model, arenas, rank
-        self.phases = np.zeros(len(forward.PHASES), np.int64)  # cycles, when `profile`
+        self.phases = np.zeros(len(forward.PHASES), np.int64)  # cycles spent in each phase, counted with `profile`
         self._keep: list[np.ndarray] = []
         words = dict(model.words)
         words |= self._steps_words(arenas.steps, arenas.steps_geometry)
@@ -203,7 +203,7 @@ class RankTable:
         }
 
     def _scratch(self, h: Hyper, g: act.ActivationsGeometry) -> dict[int, int]:
-        """This rank's own buffers; nobody else sees them."""
+        """Addresses of this rank's private buffers, by word of the parameter block."""
         sizes = {
             c.OWN_NORM: 4 * c.FEW * h.width,
             c.OWN_NORM_Q: c.FEW * act.strides(h)[c.NORM_Q_STRIDE],

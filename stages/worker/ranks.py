@@ -1,10 +1,10 @@
-"""The ranks beyond the first: processes forked by rank 0, one a core, that compute what it announces.
+"""Ranks 1 and up: processes that rank 0 forks, one for each core, and that compute the steps it announces.
 
-A rank has the weights mapped and the kernels loaded already (it is a copy of rank 0 before that had any
-socket).  Python speaks to it through a pair of pipes: a message names the arenas, or none.  Between two
-messages it sits in jitted code, and comes back when rank 0 announces an odd turn.
+A rank starts with mapped weights and loaded kernels, as a copy of rank 0 from before that opened sockets.  Rank 0
+sends messages through a pair of pipes: each names the arenas to attach to, or none.  Between messages a rank stays in
+compiled code, and returns to Python when rank 0 announces an odd number.
 
-It dies with rank 0 (`PR_SET_PDEATHSIG`), and rank 0 ends when it dies (`watch`): a group lives whole.
+A rank dies with rank 0 (`PR_SET_PDEATHSIG`), and rank 0 exits when a rank dies (`watch`): a group lives as a whole.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from stages.worker.activations_arena import attach_activations
 from stages.worker.kernels import rank_loop
 from stages.worker.model import Arenas, Model, RankTable
 
-FOLLOW_NS = 60_000_000_000  # in jitted code without a turn; rank 0's death ends it even there
-ACK_S = 30.0  # mapping arenas takes milliseconds
+FOLLOW_NS = 60_000_000_000  # in compiled code without a step; rank 0's death ends it there, too
+ACK_S = 30.0  # for a rank to attach, which takes milliseconds
 
 
 class GroupError(RuntimeError):
-    """A rank has died or does not answer: the group is over."""
+    """A rank has died or does not answer: the group cannot go on."""
 
 
 class ArenaPaths(msgspec.Struct, frozen=True):
-    """What a group is attached to; "" in all: nothing."""
+    """The arenas that a group is attached to; "" in all fields: none."""
 
     steps: str = ""
     kv: str = ""
@@ -46,7 +46,7 @@ class ArenaPaths(msgspec.Struct, frozen=True):
 
 
 class Attachment:
-    """One rank's maps of a group's arenas, and its offset table. `close` lets go of them."""
+    """One rank's maps of a group's arenas and its kernel parameter block. `close` unmaps them."""
 
     def __init__(self, model: Model, paths: ArenaPaths, rank: int) -> None:
         """Raises `FileNotFoundError`, `ArenaError`, or `ValueError` for arenas of another model."""
@@ -70,6 +70,7 @@ class Attachment:
         self.timing = self.steps.timing.ctypes.data
 
     def close(self) -> None:
+        """Unmap the arenas. Idempotent."""
         for arena in self._arenas:
             arena.close()
         self._arenas = []
@@ -82,24 +83,27 @@ class Channel(NamedTuple):
     writer: int
 
     def send(self, message: bytes) -> None:
+        """Send one message. Raises `OSError` when the other end is closed."""
         os.write(self.writer, message)
 
     def receive(self) -> bytes:
-        """The next message; b"" when the other side is gone."""
+        """The next message; b"" when the other end is closed."""
         return os.read(self.reader, select.PIPE_BUF)
 
     def close(self) -> None:
+        """Close both pipes' ends."""
         os.close(self.reader)
         os.close(self.writer)
 
 
 def channel_pair() -> tuple[Channel, Channel]:
+    """The two ends of a new channel."""
     (a, b), (c, d) = os.pipe(), os.pipe()
     return Channel(a, d), Channel(c, b)
 
 
 class Rank(NamedTuple):
-    """Rank 0's handle of another one."""
+    """Rank 0's handle of another rank."""
 
     pid: int
     ticks: int
@@ -108,31 +112,31 @@ class Rank(NamedTuple):
 
 
 def pin(cpus: list[int], rank: int, ranks: int) -> None:
-    """This thread to its CPU; nowhere when there are more ranks than CPUs."""
+    """Pin this thread to its rank's CPU, unless there are more ranks than CPUs."""
     if ranks <= len(cpus):
         os.sched_setaffinity(0, {cpus[rank]})
 
 
 def spawn(model: Model, rank: int, ranks: int, cpus: list[int]) -> Rank:
-    """Fork one rank. To be called before this process has any thread or socket beyond its own."""
-    mine, its = channel_pair()
+    """Fork one rank. Call it before this process has other threads or sockets."""
+    leader_end, rank_end = channel_pair()
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid:
-        its.close()
-        return Rank(pid, process_ticks(pid), os.pidfd_open(pid), mine)
+        rank_end.close()
+        return Rank(pid, process_ticks(pid), os.pidfd_open(pid), leader_end)
     code = process.EXIT_FATAL
     try:
         process.die_with_parent(parent)
-        mine.close()
-        # A terminal's Ctrl-C and a unit's SIGTERM reach every process: rank 0 decides for all.
+        leader_end.close()
+        # Ctrl-C in a terminal and a unit's SIGTERM reach every process: rank 0 handles them for the group.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         gc.freeze()
         pin(cpus, rank, ranks)
-        code = _follow(model, rank, its)
+        code = _follow(model, rank, rank_end)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -140,7 +144,7 @@ def spawn(model: Model, rank: int, ranks: int, cpus: list[int]) -> Rank:
 
 
 def _follow(model: Model, rank: int, channel: Channel) -> int:
-    """A rank's life: messages, and turns between them."""
+    """The main loop of a rank: attach as messages say, and compute steps between them. Returns the exit code."""
     attachment: Attachment | None = None
     while True:
         raw = channel.receive()
@@ -155,31 +159,31 @@ def _follow(model: Model, rank: int, channel: Channel) -> int:
         channel.send(b"ok")
         if attachment is None:
             continue
-        turn = 0
-        while not turn & 1:
-            turn = rank_loop.take_turns(attachment.table.address, attachment.control, turn, 0, 0, FOLLOW_NS, 0, -1)
-            if turn == rank_loop.LOST:
+        number = 0
+        while not number & 1:
+            number = rank_loop.take_turns(attachment.table.address, attachment.control, number, 0, 0, FOLLOW_NS, 0, -1)
+            if number == rank_loop.LOST:
                 return process.EXIT_FATAL
 
 
-def tell(ranks: list[Rank], paths: ArenaPaths) -> None:
-    """Send all ranks to other arenas and wait until they have them. Raises `GroupError`."""
+def attach_ranks(ranks: list[Rank], paths: ArenaPaths) -> None:
+    """Attach all ranks to the arenas at `paths`, or to none, and wait until they are. Raises `GroupError`."""
     message = msgspec.msgpack.encode(paths)
     try:
         for rank in ranks:
             rank.channel.send(message)
         for rank in ranks:
             if not select.select([rank.channel.reader], [], [], ACK_S)[0] or rank.channel.receive() != b"ok":
-                raise GroupError(f"rank process {rank.pid} does not follow")
+                raise GroupError(f"rank process {rank.pid} did not attach within {ACK_S:g} s")
     except OSError as error:
-        raise GroupError(f"a rank process is gone: {error}") from None
+        raise GroupError(f"a rank process has ended: {error}") from None
 
 
 def watch(ranks: list[Rank]) -> None:
-    """End this process as soon as one of the ranks ends, even while it waits for it in jitted code.
+    """Exit as soon as one of the ranks ends, even while this process waits for it in compiled code.
 
-    Of one that is stopped its supervisor hears, by a SIGCHLD: it need not look for such often.  To be called in
-    the main thread, with no other ones than ZeroMQ's.
+    When a rank is stopped, the supervisor gets a SIGCHLD, so that it need not poll often.  Call it in the main thread,
+    while the only other threads are ZeroMQ's.
     """
     children = process.open_child_signal_fd()
 
@@ -195,14 +199,14 @@ def watch(ranks: list[Rank]) -> None:
                 os.kill(os.getppid(), signal.SIGCHLD)
         for pid in ended:
             os.write(2, f"rank process {pid} has ended; the worker group ends with it\n".encode())
-        # Not an exception: the main thread may be in a kernel that waits for the dead rank.
+        # An exception would not do: the main thread may be in a kernel that waits for the dead rank.
         os._exit(process.EXIT_FATAL)
 
     threading.Thread(target=wait, name="ranks", daemon=True).start()
 
 
 def _state(rank: Rank) -> str:
-    """ "ended", "stopped", or "" while it runs. A traced process (a debugger, a profiler) runs."""
+    """The rank's state: "ended", "stopped", or "" while it runs. A traced process (a debugger, a profiler) runs."""
     found = os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
     if found is None:
         return ""

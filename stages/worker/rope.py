@@ -1,11 +1,11 @@
-"""RoPE tables from integer arithmetic alone, so that their bits depend on no libm and no CPU.
+"""RoPE tables by integer arithmetic alone, so that their bits do not depend on a libm or a CPU.
 
-Angle of pair i at position p: `p * freq_i`, `freq_i = base^(-2i/n_rot) / (factor_i * scale)`.  Everything is
-computed in fixed point with `FRACTION_BITS` fractional bits: logarithm and exponential of the base by
-series, cosine and sine of `freq_i` by series, then rotations by it.  The error is below 2^-160, the one
-rounding is to f32 at the end (half to even).  docs/numerics.md says how kernels combine the two tables.
+Angle of pair i at position p: `p * freq_i`, `freq_i = base^(-2i/n_rot) / (factor_i * scale)`.  All
+computations are in fixed point with `FRACTION_BITS` fractional bits: logarithm and exponential of the base by
+series, cosine and sine of `freq_i` by series, then rotations by it.  The error is below 2^-160; the only rounding is
+to f32 at the end (half to even).  docs/numerics.md defines how kernels combine the two tables.
 
-Called once at ingest, and by the exact twin.  Knows nothing of models or files.
+Called once at ingest, and by the reference implementation.  Independent of models and files.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _round_f32(x: int) -> float:
     return -result if x < 0 else result
 
 
-def _turns(cosine: int, sine: int, n: int) -> tuple[list[float], list[float], tuple[int, int]]:
-    """Cosines and sines of 0, 1, ... n-1 times an angle in f32, and the fixed-point pair of n times it."""
+def _rotations(cosine: int, sine: int, n: int) -> tuple[list[float], list[float], tuple[int, int]]:
+    """Cosines and sines of 0, 1, ... n - 1 times an angle in f32, and of n times the angle in fixed point."""
     c, s = _ONE, 0
     cosines, sines = [], []
     for _ in range(n):
@@ -119,14 +119,14 @@ def rope_frequencies(base: float, n_rot: int, factors: np.ndarray | None = None,
     """Angle per position of each pair (n_rot / 2 of them), fixed point with `FRACTION_BITS`.
 
     `factors` are the f32 divisors of a `rope_freqs` tensor (n_rot / 2), `scale` the linear scaling factor.
-    Floats are taken at their exact value.  Raises `ValueError` for what has no frequency.
+    Floats count with their exact value.  Raises `ValueError` for values out of bounds.
     """
     if n_rot <= 0 or n_rot % 2:
-        raise ValueError(f"n_rot is {n_rot}, expected an even number above 0")
+        raise ValueError(f"n_rot is {n_rot}, expected an even number of at least 2")
     divisors = [1.0] * (n_rot // 2) if factors is None else [float(f) for f in np.asarray(factors).ravel()]
     if len(divisors) != n_rot // 2:
         raise ValueError(f"rope factors: {len(divisors)} values, expected {n_rot // 2}")
-    # The series of `_cos_sin` wants angles of a few turns at most: with these bounds they are below 16.
+    # The series of `_cos_sin` needs small angles: with these bounds they are below 16.
     given = [("base", base, 1.0), ("scale", scale, 0.25), *(("factor", f, 0.25) for f in divisors)]
     for name, value, least in given:
         if not least <= value < 1e30:
@@ -150,8 +150,8 @@ def rope_tables(
     frequencies = rope_frequencies(base, n_rot, factors, scale)
     tables = RopeTables(*(np.empty((n, n_rot // 2), np.float32) for n in (SPAN, SPAN, n_hi, n_hi)))
     for i, frequency in enumerate(frequencies):
-        low_cos, low_sin, by_span = _turns(*_cos_sin(frequency), SPAN)
-        high_cos, high_sin, _ = _turns(*by_span, n_hi)
+        low_cos, low_sin, by_span = _rotations(*_cos_sin(frequency), SPAN)
+        high_cos, high_sin, _ = _rotations(*by_span, n_hi)
         for table, column in zip(tables, (low_cos, low_sin, high_cos, high_sin), strict=True):
             table[:, i] = column
     return tables

@@ -1,10 +1,10 @@
-"""The worker process: rank 0 of a group, its leader, and the only one that speaks.
+"""The worker process: rank 0 of a worker group, which leads the other ranks and owns the group's only socket.
 
     prepare the checkpoint, load kernels -> map the model -> fork the other ranks -> WorkerReady
-      -> Attach: map the arenas -> steps, as the ring's head moves -> Detach -> WorkerReady ...
+      -> Attach: map the arenas -> compute steps as the ring's head moves -> Detach -> WorkerReady ...
 
-Between steps it looks at the head counter for a while, then asks for a doorbell and sleeps.  The
-control socket is read when nothing is published, and every 50 ms under load, or at the end of a step that takes longer.
+Between steps it polls the head counter for `SPIN_NS`, then requests a doorbell and sleeps.  The control socket is read
+when no step is published, and under load every `POLL_EVERY_NS` or at the end of a step that takes longer.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ from stages.worker.checkpoint.prepare import prepare
 from stages.worker.kernels import features, rank_loop
 from stages.worker.kernels.idle_wait import await_head
 from stages.worker.model import Model
-from stages.worker.ranks import ArenaPaths, Attachment, Rank, pin, spawn, tell, watch
+from stages.worker.ranks import ArenaPaths, Attachment, Rank, attach_ranks, pin, spawn, watch
 
 log = logging.getLogger("starling.worker")
 
-PREPARE_S = 3600.0  # a large download; progress is shown all the while
-SPIN_NS = 60_000  # looking at the head counter before sleeping
-POLL_EVERY_NS = 50_000_000  # control frames under load; between them no word of Python, if steps stand ready
+PREPARE_S = 3600.0  # longest preparation: a large download, during which heartbeats and progress go on
+SPIN_NS = 60_000  # polling of the head counter before sleeping
+POLL_EVERY_NS = 50_000_000  # between reads of the control socket under load; published steps need no Python between
 
 
 class WorkerStage:
+    """One worker group: the checkpoint, the ranks, the attachment to the scheduler's and kv's arenas."""
+
     def __init__(self, config: Config, instance: ModelVersion) -> None:
         self.config, self.instance = config, instance
         self.model_config = model_config = instance.model
@@ -53,9 +55,9 @@ class WorkerStage:
         self._attachment: Attachment | None = None
         self._activations: Arena | None = None
         self._generation = 0
-        self._turn = 0
+        self._announced = 0  # number announced to the ranks last: even for a step
         self._fault = points.fault_point("worker", "step")
-        self._steps = 0  # counted for the fault plan
+        self._steps = 0  # number of steps, for the fault plan
         self._next_poll = 0
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._bell_path = ""
@@ -70,7 +72,7 @@ class WorkerStage:
         cpus = [cpu for cpu in model_config.cpus if cpu in allowed] or allowed
         self.n_ranks = model_config.ranks or len(cpus)
         self.ranks: list[Rank] = [spawn(self.model, rank, self.n_ranks, cpus) for rank in range(1, self.n_ranks)]
-        # The descriptors' threads are free to run anywhere: only this one is pinned.
+        # ZeroMQ's threads are created before `pin`, which then pins this thread alone.
         self.link = self.loop.connect("scheduler-worker", self._on_frame)
         self.link.on_up = self._on_scheduler
         self.link.on_down = lambda hello: self._detach()
@@ -79,7 +81,7 @@ class WorkerStage:
         pin(cpus, 0, self.n_ranks)
 
     def _prepare(self) -> Path:
-        """Fetch, ingest and compile, as far as it has not been done."""
+        """Fetch, ingest and compile whatever is missing; returns the checkpoint's index."""
         shown = ""
 
         def progress(phase: str, done: int, total: int) -> None:
@@ -93,14 +95,14 @@ class WorkerStage:
         with self.loop.allow_stall(PREPARE_S):
             return prepare(self.model_config, paths.models_dir(), progress, self.instance.digest)
 
-    # -------------------------------------------------------------- the scheduler's word
+    # -------------------------------------------------------------- frames of the scheduler
 
     def _on_scheduler(self, hello: m.Hello) -> None:
-        """A scheduler is there, perhaps another one: let go of what the last one gave."""
+        """A scheduler has connected, perhaps a new one: release the arenas of the previous one."""
         self._detach()
-        self._say_ready()
+        self._send_ready()
 
-    def _say_ready(self) -> None:
+    def _send_ready(self) -> None:
         h = self.model.hyper
         pids = [(os.getpid(), process_ticks(os.getpid()))] + [(r.pid, r.ticks) for r in self.ranks]
         self.link.send(
@@ -123,16 +125,16 @@ class WorkerStage:
             try:
                 self._attach(frame)
             except (ArenaError, FileNotFoundError, ValueError) as error:
-                # Another generation of an arena, perhaps: whoever sent this will send a better one.
+                # The arena may be of an older generation: the scheduler attaches again after WorkerReady.
                 log.error("cannot attach", extra={"model": self.name, "reason": str(error)})
                 self._detach()
-                self._say_ready()
+                self._send_ready()
         elif isinstance(frame, m.Detach) and frame.generation == self._generation:
             self._detach()
-            self._say_ready()
+            self._send_ready()
 
     def _attach(self, frame: m.Attach) -> None:
-        """Make the activations arena, send every rank to the arenas, then say so."""
+        """Create the activations arena, attach every rank to the arenas, then acknowledge the generation."""
         where = paths.arena_dir(self.config) / f"{self.instance.slug}.act"
         steps_arena, _, s = attach_steps(Path(frame.steps_path), self.model.digest)
         steps_arena.close()
@@ -143,17 +145,17 @@ class WorkerStage:
         self._activations = act.create_activations(where, geometry, self.model.hyper, self.model.digest)
         control = self._activations.buffer.ctypes.data
         barrier.reset(control + 8 * act.BARRIER, control + 8 * act.LINES, self.n_ranks)
-        self._turn = 0
+        self._announced = 0  # number announced to the ranks last: even for a step
         arena_paths = ArenaPaths(frame.steps_path, frame.kv_path, str(where))
         self._attachment = Attachment(self.model, arena_paths, 0)
-        tell(self.ranks, arena_paths)
+        attach_ranks(self.ranks, arena_paths)
         self._generation = frame.generation
         self._connect_bell(frame.doorbell)
         words.store(self._attachment.steps.control, sh.WORKER_GENERATION, frame.generation)
         log.info("attached", extra={"model": self.name, "generation": frame.generation})
 
     def _connect_bell(self, path: str) -> None:
-        """The kernels ring it by themselves, and only need this loop when that fails."""
+        """Connect the doorbell that kernels ring by themselves; without it this loop rings."""
         self._bell_path = path
         try:
             if path:
@@ -163,11 +165,11 @@ class WorkerStage:
             self._is_bell_connected = False
 
     def _detach(self) -> None:
-        """Let go of the arenas, in all ranks. Idempotent."""
+        """Release the arenas in all ranks. Idempotent."""
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
-            rank_loop.announce(attachment.control, self._turn + 1, self.n_ranks)
-            tell(self.ranks, ArenaPaths())
+            rank_loop.announce(attachment.control, self._announced + 1, self.n_ranks)
+            attach_ranks(self.ranks, ArenaPaths())
             attachment.close()
         if self._activations is not None:
             self._activations.close()
@@ -178,13 +180,13 @@ class WorkerStage:
     # -------------------------------------------------------------- steps
 
     def run(self) -> int:
-        """Until told to stop; returns the exit code."""
+        """Compute steps until the stage is stopped; returns the exit code."""
         loop = self.loop
         loop.ready, loop.reason = True, ""
         try:
             while not (loop.ended or self._is_drained()):
                 if not self._compute():
-                    self._rest()
+                    self._sleep()
         finally:
             self._detach()
             self._bell.close()
@@ -192,14 +194,14 @@ class WorkerStage:
         return loop.exit_code
 
     def _is_drained(self) -> bool:
-        """Told to stop, and no scheduler has use for the group any more, or the time for it is up."""
+        """Whether the stage is stopping and no scheduler needs the group any more, or the drain time is over."""
         if not self.loop.stopping:
             return False
         self.loop.busy = self._attachment is not None and self.link.peer is not None
         return self.loop.drained
 
     def _compute(self) -> bool:
-        """One step, if one is published within the time of a spin."""
+        """Compute the published steps, if there is one within the time of a spin. Returns whether there was."""
         attachment = self._attachment
         if attachment is None:
             return False
@@ -213,14 +215,14 @@ class WorkerStage:
             self.loop.mark_active()
         limit_ns = max(0, self._next_poll - time.monotonic_ns())
         if self._fault.trigger is not None:
-            limit_ns = 0  # each step comes by here
+            limit_ns = 0  # return to Python after each step
             self._steps += 1
             self._fault.trigger(self._steps)
-        self._turn += 2
+        self._announced += 2
         refused = rank_loop.take_turns(
             attachment.table.address,
             attachment.control,
-            self._turn,
+            self._announced,
             step,
             attachment.timing,
             limit_ns,
@@ -228,11 +230,11 @@ class WorkerStage:
             self._bell.fileno() if self._is_bell_connected else -1,
         )
         if refused == rank_loop.LOST:
-            raise RuntimeError("the ranks did not meet")
+            raise RuntimeError("the ranks of the worker group did not reach a barrier: one of them has failed")
         done = int(control[sh.DONE])
-        self._turn += 2 * (done - step)
+        self._announced += 2 * (done - step)
         if 0 < control[sh.WAKE_AT] <= done:
-            self._ring(done)
+            self._wake_scheduler(done)
         if refused:
             log.error("entries of a step were refused", extra={"step": done, "entries": refused})
         self.loop.progress = int(control[sh.PROGRESS])
@@ -242,19 +244,19 @@ class WorkerStage:
             self.loop.poll(0)
         return True
 
-    def _ring(self, step: int) -> None:
-        """Wake the scheduler: by its doorbell (pipeline/ipc/doorbell.py), or else by a frame."""
+    def _wake_scheduler(self, step: int) -> None:
+        """Wake the scheduler by its doorbell (pipeline/ipc/doorbell.py), or else by a frame."""
         if self._bell_path:
             try:
                 self._bell.sendto(b"", self._bell_path)
                 return
             except BlockingIOError:
-                return  # full of rings that nobody has heard yet: one more says nothing new
+                return  # the scheduler has unread rings: another one adds nothing
             except OSError:
                 pass
         self.link.send(m.StepDone(self._generation, step))
 
-    def _rest(self) -> None:
+    def _sleep(self) -> None:
         """Sleep until a doorbell, a frame or the next tick."""
         loop = self.loop
         loop.busy = False
@@ -273,7 +275,7 @@ class WorkerStage:
 
 
 def preload(config: Config) -> None:
-    """Load compiled kernels before the stage is forked, if they are there: a restart then costs neither."""
+    """Load compiled kernels, if they are in the cache, before the stage is forked: restarts then start faster."""
     from stages.worker.kernels import build
 
     for kv_type in {model.kv_type for model in config.models}:
@@ -282,11 +284,11 @@ def preload(config: Config) -> None:
 
 
 def main(config: Config, instance_id: str = "") -> int:
-    """Run until told to stop; returns the exit code. `instance_id`: default the first that there is."""
+    """Run until stopped; returns the exit code. `instance_id`: a model version; default: the first one."""
     instances = versions.read(config).versions
     chosen = next((one for one in instances if not instance_id or one.id == instance_id), None)
     if chosen is None:
-        raise ConfigError(f"no model {instance_id!r} is configured")
+        raise ConfigError(f"no model {instance_id!r} is configured", param="models")
     run_dir = paths.run_dir(config)
     try:
         stage = WorkerStage(config, chosen)
@@ -302,7 +304,7 @@ def main(config: Config, instance_id: str = "") -> int:
     except RuntimeError:
         log.exception("the worker group ends")
         return EXIT_FATAL
-    except Exception as error:  # of a file that nobody has foreseen, perhaps: whoever loads it must hear of it
+    except Exception as error:  # perhaps an unforeseen model file: the command that loads it must get the reason
         problem = f"{type(error).__name__}: {error}; the worker's log has more (starling logs worker)"
         versions.write_failure(run_dir, chosen.stage, InternalError(problem))
         raise

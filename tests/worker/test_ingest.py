@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import struct
 from pathlib import Path
 
@@ -152,20 +153,23 @@ def tensor_field(name: str, field: int, value: int) -> object:
     return edit
 
 
+# How every message ends.
+REMEDY = re.compile(r"; (fetch|convert|quantize|this model cannot be served|use another model)[\w ,;]*$")
+
 BAD = {
     "magic": (lambda raw: b"GGML" + raw[4:], "magic is b'GGML'"),
-    "empty": (lambda raw: b"GGUF", "4 bytes, too short"),
+    "empty": (lambda raw: b"GGUF", "file size is 4 bytes, expected at least 24"),
     "version": (lambda raw: raw[:4] + struct.pack("<I", 9) + raw[8:], "version is 9, expected 2 or 3"),
     "big-endian": (lambda raw: raw[:4] + struct.pack(">I", 3) + raw[8:], "big-endian"),
-    "half-of-it": (lambda raw: raw[: len(raw) // 2], "truncated or corrupt: tensor"),
-    "metadata-cut": (lambda raw: raw[:200], "truncated"),
-    "tensor-count": (lambda raw: raw[:8] + b"\xff" * 8 + raw[16:], "tensor_count of 18446744073709551615"),
-    "key-count": (lambda raw: raw[:16] + b"\xff" * 7 + b"\0" + raw[24:], "metadata_kv_count of"),
-    "architecture": (replaced(b"llama", b"mamba"), "architecture is 'mamba'; supported: llama, qwen2"),
+    "half-of-it": (lambda raw: raw[: len(raw) // 2], ": truncated or corrupt; fetch or convert"),
+    "metadata-cut": (lambda raw: raw[:200], "tensor_count is 20, and only 176 bytes follow: truncated"),
+    "tensor-count": (lambda raw: raw[:8] + b"\xff" * 8 + raw[16:], "tensor_count is 18446744073709551615"),
+    "key-count": (lambda raw: raw[:16] + b"\xff" * 7 + b"\0" + raw[24:], "metadata_kv_count is"),
+    "architecture": (replaced(b"llama", b"mamba"), "general.architecture is 'mamba'; supported: llama, qwen2"),
     "heads": (number("llama.attention.head_count", 0), "head_count is 0, expected 1 to 4096"),
     "kv-heads": (number("llama.attention.head_count_kv", 9), "head_count_kv is 9, expected 1 to 6"),
     "blocks": (number("llama.block_count", 3), "tensor 'blk.2.attn_norm.weight' is missing"),
-    "fewer-blocks": (number("llama.block_count", 1), "'blk.1.attn_k.weight' has no place"),
+    "fewer-blocks": (number("llama.block_count", 1), "'blk.1.attn_k.weight' is not part of"),
     "width": (
         number("llama.embedding_length", 192),
         "token_embd.weight' has shape [515, 160], expected [515, 192]",
@@ -173,14 +177,17 @@ BAD = {
     "rotation": (number("llama.rope.dimension_count", 80), "dimension_count is 80, expected 2 to 64"),
     "format": (
         tensor_field("blk.1.ffn_up.weight", 2, 99),
-        "'blk.1.ffn_up.weight': format 99 is not supported",
+        "'blk.1.ffn_up.weight': format is 99; supported: F32 (0)",
     ),
-    "offset": (tensor_field("blk.1.ffn_up.weight", 3, 1 << 40), "tensor 'blk.1.ffn_up.weight' lies at bytes"),
-    "columns": (tensor_field("blk.1.ffn_up.weight", 0, 161), "rows of 161 values, expected a multiple of 32"),
+    "offset": (tensor_field("blk.1.ffn_up.weight", 3, 1 << 40), "tensor 'blk.1.ffn_up.weight' needs bytes"),
+    "columns": (tensor_field("blk.1.ffn_up.weight", 0, 161), "row length is 161, expected a multiple of 32"),
     "rows": (tensor_field("blk.1.ffn_up.weight", 1, 96), "has shape [96, 160], expected [224, 160]"),
-    "huge": (tensor_field("blk.1.ffn_up.weight", 1, 1 << 60), "empty or impossible"),
-    "nothing": (tensor_field("blk.1.ffn_up.weight", 1, 0), "empty or impossible"),
-    "duplicate": (replaced(b"blk.1.ffn_up", b"blk.0.ffn_up"), "tensor 'blk.0.ffn_up.weight' is there twice"),
+    "huge": (tensor_field("blk.1.ffn_up.weight", 1, 1 << 60), "expected 1 to 2^48 values"),
+    "nothing": (tensor_field("blk.1.ffn_up.weight", 1, 0), "shape is [0, 160], expected 1 to 2^48"),
+    "duplicate": (
+        replaced(b"blk.1.ffn_up", b"blk.0.ffn_up"),
+        "tensor 'blk.0.ffn_up.weight' is listed twice, expected once",
+    ),
 }
 
 
@@ -192,6 +199,7 @@ def test_bad_files_are_refused_with_the_reason(what: str, tiny_gguf, tmp_path: P
         ingest(bad, tmp_path / "bad.idx", DIGEST)
     assert message in str(caught.value)
     assert "bad.gguf" in str(caught.value)
+    assert REMEDY.search(str(caught.value))
     assert [p.name for p in tmp_path.iterdir()] == ["bad.gguf"]
 
 

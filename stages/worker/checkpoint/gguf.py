@@ -1,8 +1,8 @@
 """A bounded reader of GGUF files (versions 2 and 3, little endian): metadata and where tensors lie.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.  Every count, length and offset is
-checked against the file before it is believed, so that a truncated or corrupt file gives one clear error and
-never a crash or a huge allocation.
+checked against the file's size before it is used, so that a truncated or corrupt file gives one clear error and never
+a crash or a large allocation.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ _SCALARS = {
 _STRING, _ARRAY = 8, 9
 _MAX_NAME = 1 << 16
 _MAX_DIMENSIONS = 4
+AGAIN = "fetch or convert the file again"  # the remedy for a damaged file
 
 
 class GgufError(ValueError):
-    """The file is not a GGUF that can be used: file, field or tensor, value and bound."""
+    """A GGUF file cannot be used. The message names file, field or tensor, value, bound and remedy."""
 
 
 class TensorInfo(NamedTuple):
-    """`shape` is in NumPy's order (rows first); `start` counts from the beginning of the file."""
+    """`shape` is in NumPy's order (rows first); `start` is an offset from the beginning of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,27 +52,32 @@ class TensorInfo(NamedTuple):
 
 
 class GgufFile:
-    """`metadata` by key and `tensors` by name. Raises `GgufError`, `FileNotFoundError`."""
+    """An opened file: `metadata` by key, `tensors` by name, `data` as bytes."""
 
     def __init__(self, path: Path) -> None:
+        """Read header, metadata and tensor table. Raises `GgufError`, `OSError`."""
         self.path = path
         with open(path, "rb") as file:
             self.size = os.fstat(file.fileno()).st_size
             if self.size < 24:
-                raise GgufError(f"{path}: {self.size} bytes, too short for a GGUF header")
+                raise GgufError(
+                    f"{path}: file size is {self.size} bytes, expected at least 24 (a GGUF header); {AGAIN}"
+                )
             self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         self.data = np.frombuffer(self._map, np.uint8)
         self._at = 0
         self._what = "header"
         magic = self._take(4)
         if magic != MAGIC:
-            raise GgufError(f"{path}: magic is {magic!r}, expected {MAGIC!r}: not a GGUF file")
+            raise GgufError(
+                f"{path}: magic is {magic!r}, expected {MAGIC!r}: not a GGUF file; convert the model to GGUF"
+            )
         version = self._scalar("<I")
         if version not in (2, 3):
             hint = " (a big-endian file?)" if version in (0x02000000, 0x03000000) else ""
-            raise GgufError(f"{path}: GGUF version is {version}{hint}, expected 2 or 3")
+            raise GgufError(f"{path}: GGUF version is {version}{hint}, expected 2 or 3; convert the model again")
         n_tensors, n_keys = self._scalar("<Q"), self._scalar("<Q")
-        # The least that an entry takes: name length, dimension count, type, offset; name length, type, value.
+        # Smallest entries: name length, dimension count, type and offset; name length, type and value.
         self._count("tensor_count", n_tensors, 24)
         self._count("metadata_kv_count", n_keys, 13)
         self.metadata: dict[str, Any] = {}
@@ -83,7 +89,7 @@ class GgufFile:
         infos = [self._info(i) for i in range(n_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise GgufError(f"{path}: general.alignment is {alignment!r}, expected a power of two")
+            raise GgufError(f"{path}: general.alignment is {alignment!r}, expected a power of two; {AGAIN}")
         base = -(-self._at // alignment) * alignment
         self.tensors: dict[str, TensorInfo] = {}
         for info in infos:
@@ -94,7 +100,8 @@ class GgufFile:
     def _take(self, n: int) -> bytes:
         if n > self.size - self._at:
             raise GgufError(
-                f"{self.path}: truncated: {self._what} needs bytes {self._at}..{self._at + n} of {self.size}"
+                f"{self.path}: {self._what} needs bytes {self._at}..{self._at + n}, and the file has {self.size}: "
+                f"truncated; {AGAIN}"
             )
         self._at += n
         return self._map[self._at - n : self._at]
@@ -105,8 +112,8 @@ class GgufFile:
     def _count(self, name: str, count: int, least_bytes: int) -> None:
         if count * least_bytes > self.size - self._at:
             raise GgufError(
-                f"{self.path}: {name} of {count} cannot fit in the {self.size - self._at} bytes that follow: "
-                "truncated or corrupt"
+                f"{self.path}: {name} is {count}, and only {self.size - self._at} bytes follow: truncated or corrupt; "
+                f"{AGAIN}"
             )
 
     def _string(self) -> str:
@@ -120,7 +127,7 @@ class GgufFile:
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY or depth > 1:
-            raise GgufError(f"{self.path}: {self._what}: value type is {kind}, expected 0..12")
+            raise GgufError(f"{self.path}: {self._what}: value type is {kind}, expected 0 to 12; {AGAIN}")
         inner, length = self._scalar("<I"), self._scalar("<Q")
         if inner in _SCALARS:
             code = _SCALARS[inner]
@@ -136,22 +143,27 @@ class GgufFile:
         self._what = f"tensor {name!r}"
         n_dimensions = self._scalar("<I")
         if not 1 <= n_dimensions <= _MAX_DIMENSIONS:
-            raise GgufError(f"{self.path}: {self._what}: {n_dimensions} dimensions, expected 1 to {_MAX_DIMENSIONS}")
+            raise GgufError(
+                f"{self.path}: {self._what}: number of dimensions is {n_dimensions}, expected 1 to {_MAX_DIMENSIONS}; "
+                f"{AGAIN}"
+            )
         shape = tuple(self._scalar("<Q") for _ in range(n_dimensions))[::-1]
         kind, offset = self._scalar("<I"), self._scalar("<Q")
         if kind not in BY_ID:
             known = ", ".join(f"{f.name} ({f.id})" for f in BY_ID.values())
-            raise GgufError(f"{self.path}: {self._what}: format {kind} is not supported; supported: {known}")
+            raise GgufError(
+                f"{self.path}: {self._what}: format is {kind}; supported: {known}; quantize the model to one of them"
+            )
         fmt = BY_ID[kind]
         elements = 1
         for n in shape:
             elements *= n
         if not elements or elements > 1 << 48:
-            raise GgufError(f"{self.path}: {self._what}: shape {list(shape)} is empty or impossible")
+            raise GgufError(f"{self.path}: {self._what}: shape is {list(shape)}, expected 1 to 2^48 values; {AGAIN}")
         if shape[-1] % fmt.unit:
             raise GgufError(
-                f"{self.path}: {self._what}: rows of {shape[-1]} values, expected a multiple of {fmt.unit} "
-                f"for {fmt.name}"
+                f"{self.path}: {self._what}: row length is {shape[-1]}, expected a multiple of {fmt.unit} for "
+                f"{fmt.name}; quantize the model to another format"
             )
         return TensorInfo(name, shape, fmt, offset, elements // fmt.unit * fmt.source_bytes)
 
@@ -159,16 +171,16 @@ class GgufFile:
         start = base + info.start
         if start + info.nbytes > self.size:
             raise GgufError(
-                f"{self.path}: truncated or corrupt: tensor {info.name!r} lies at bytes {start}.."
-                f"{start + info.nbytes} of {self.size}"
+                f"{self.path}: tensor {info.name!r} needs bytes {start}..{start + info.nbytes}, and the file has "
+                f"{self.size}: truncated or corrupt; {AGAIN}"
             )
         if info.name in self.tensors:
-            raise GgufError(f"{self.path}: tensor {info.name!r} is there twice")
+            raise GgufError(f"{self.path}: tensor {info.name!r} is listed twice, expected once; {AGAIN}")
         self.tensors[info.name] = info._replace(start=start)
 
     # -------------------------------------------------------------- use
 
     def rows(self, info: TensorInfo) -> np.ndarray:
-        """The bytes of a tensor, (rows, bytes of a row) u8."""
+        """The bytes of a tensor, shape (rows, bytes of a row), u8; a view of the mapped file."""
         raw = self.data[info.start : info.start + info.nbytes]
         return raw.reshape(-1, info.shape[-1] // info.format.unit * info.format.source_bytes)

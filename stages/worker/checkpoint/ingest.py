@@ -1,8 +1,8 @@
-"""Makes a checkpoint of a GGUF file, once: checks it whole, then writes tensors in the order of use.
+"""Converts a GGUF file to a checkpoint, once: checks all of it, then writes the tensors in the order of use.
 
 Supported graphs: `llama` (and Mistral, which is the same) and `qwen2` (biases on q, k, v).  Everything
-that a forward pass relies on is checked here, with the tensor's name, the value and the bound; a rank that
-maps a checkpoint checks nothing again.
+that the forward pass relies on is checked here; a rank that maps a checkpoint checks nothing again.  Errors name the
+key or tensor, its value, the bound and a remedy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeline.errors import ConfigError, ResourceError
 from shm.checkpoint import CheckpointWriter, Hyper, Index, TokenizerData
-from stages.worker.checkpoint.gguf import GgufError, GgufFile, TensorInfo
+from stages.worker.checkpoint.gguf import AGAIN, GgufError, GgufFile, TensorInfo
 from stages.worker.checkpoint.layout import pack
 from stages.worker.rope import rope_tables
 
@@ -25,14 +25,15 @@ Progress = Callable[[str, int, int], None]  # phase, done, total (bytes)
 NEIGHBOURS, HALVES = "neighbours", "halves"
 _PAIRING = {"llama": NEIGHBOURS, "qwen2": HALVES}
 _MAX_DIMENSION = 1 << 24
+UNSUPPORTED = "this model cannot be served; use another one"
 _ROPE = ("rope.cos_lo", "rope.sin_lo", "rope.cos_hi", "rope.sin_hi")
 
 
 def ingest(source: Path, index_path: Path, digest: str, progress: Progress = lambda phase, done, total: None) -> Index:
     """Write `index_path` and its `.bin` from the GGUF `source`, whose SHA-256 is `digest` (hex).
 
-    Raises `ConfigError` when the file cannot be used, `ResourceError` when there is no room for the
-    checkpoint; nothing is left behind then.
+    Raises `ConfigError` when the file cannot be used, `ResourceError` when the disk is too small for the
+    checkpoint.  After an error no file is left.
     """
     try:
         return _ingest(source, index_path, digest, progress)
@@ -44,7 +45,7 @@ def ingest(source: Path, index_path: Path, digest: str, progress: Progress = lam
         free = shutil.disk_usage(index_path.parent).free
         raise ResourceError(
             f"{index_path.parent}: no room for the checkpoint of {source} ({source.stat().st_size:,} bytes needed, "
-            f"{free:,} free); free space there or move STARLING_HOME"
+            f"{free:,} free); free space there, or set STARLING_HOME to another disk"
         ) from None
 
 
@@ -119,20 +120,23 @@ def _plan(file: GgufFile, h: Hyper) -> Iterator[TensorInfo]:
         info = file.tensors.get(name)
         if info is None:
             if required:
-                raise GgufError(f"{file.path}: tensor {name!r} is missing")
+                raise GgufError(
+                    f"{file.path}: tensor {name!r} is missing, expected {list(shape)} (rows first); {AGAIN}"
+                )
             continue
         if info.shape != shape:
             raise GgufError(
-                f"{file.path}: tensor {name!r} has shape {list(info.shape)}, expected {list(shape)} (rows first)"
+                f"{file.path}: tensor {name!r} has shape {list(info.shape)}, expected {list(shape)} (rows first); "
+                f"{AGAIN}"
             )
         if len(shape) == 1 and not info.format.dense:
-            raise GgufError(f"{file.path}: tensor {name!r} is {info.format.name}, expected F32, F16 or BF16")
+            raise GgufError(f"{file.path}: tensor {name!r} is {info.format.name}, expected F32, F16 or BF16; {AGAIN}")
         yield info
     extra = sorted(file.tensors.keys() - known)
     if extra:
         raise GgufError(
-            f"{file.path}: tensor {extra[0]!r} has no place in this architecture's graph "
-            f"({len(extra)} such tensors): its output would be wrong without it"
+            f"{file.path}: tensor {extra[0]!r} is not part of this architecture's graph ({len(extra)} such tensors), "
+            "and outputs would be wrong without it; use another model"
         )
 
 
@@ -140,49 +144,59 @@ def _plan(file: GgufFile, h: Hyper) -> Iterator[TensorInfo]:
 
 
 class _Reader:
-    """Typed access to the metadata of one file, with errors that name key, value and bound."""
+    """Typed access to the metadata of one file."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file, self.metadata = file, file.metadata
         self.architecture = self._get("general.architecture", str)
         if self.architecture not in _PAIRING:
             raise GgufError(
-                f"{file.path}: architecture is {self.architecture!r}; supported: {', '.join(sorted(_PAIRING))}"
+                f"{file.path}: general.architecture is {self.architecture!r}; supported: "
+                f"{', '.join(sorted(_PAIRING))}; use another model"
             )
 
     def _get(self, key: str, kind: Any, default: Any = None) -> Any:
         value = self.metadata.get(key, default)
         if value is None:
-            raise GgufError(f"{self.file.path}: metadata key {key!r} is missing")
+            raise GgufError(f"{self.file.path}: metadata key {key!r} is missing; {AGAIN}")
         kinds = (int, float) if kind is float else kind
         if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
-            raise GgufError(f"{self.file.path}: {key} is {str(value)[:60]!r}, expected {kind.__name__}")
+            raise GgufError(f"{self.file.path}: {key} is {str(value)[:60]!r}, expected {kind.__name__}; {AGAIN}")
         return value
 
     def _int(self, key: str, low: int, high: int = _MAX_DIMENSION, default: int | None = None) -> int:
         key = f"{self.architecture}.{key}"
         value: int = self._get(key, int, default)
         if not low <= value <= high:
-            raise GgufError(f"{self.file.path}: {key} is {value}, expected {low} to {high}")
+            raise GgufError(f"{self.file.path}: {key} is {value}, expected {low} to {high}; {UNSUPPORTED}")
         return value
 
     def _multiple(self, key: str, value: int, of: int) -> None:
         if value % of:
-            raise GgufError(f"{self.file.path}: {self.architecture}.{key} is {value}, expected a multiple of {of}")
+            raise GgufError(
+                f"{self.file.path}: {self.architecture}.{key} is {value}, expected a multiple of {of}; {UNSUPPORTED}"
+            )
 
     def hyper(self) -> Hyper:
         path, arch = self.file.path, self.architecture
         experts = self._int("expert_count", 0, default=0)
         if experts:
-            raise GgufError(f"{path}: {arch}.expert_count is {experts}: mixtures of experts are not supported")
+            raise GgufError(
+                f"{path}: {arch}.expert_count is {experts}, expected 0 (no mixture of experts); {UNSUPPORTED}"
+            )
         width = self._int("embedding_length", 32)
         n_heads = self._int("attention.head_count", 1, 4096)
         n_kv_heads = self._int("attention.head_count_kv", 1, n_heads, default=n_heads)
         if n_heads % n_kv_heads:
-            raise GgufError(f"{path}: {n_heads} heads cannot be shared out to {n_kv_heads} kv heads")
+            raise GgufError(
+                f"{path}: {arch}.attention.head_count is {n_heads}, expected a multiple of head_count_kv "
+                f"({n_kv_heads}); {UNSUPPORTED}"
+            )
         head_dim = self._int("attention.key_length", 1, 1024, default=width // n_heads)
         if self._int("attention.value_length", 1, 1024, default=head_dim) != head_dim:
-            raise GgufError(f"{path}: {arch}.attention.value_length differs from key_length ({head_dim})")
+            raise GgufError(
+                f"{path}: {arch}.attention.value_length differs from key_length, expected {head_dim}; {UNSUPPORTED}"
+            )
         n_rot = self._int("rope.dimension_count", 2, head_dim, default=head_dim)
         ffn_width = self._int("feed_forward_length", 32)
         self._multiple("embedding_length", width, 32)
@@ -190,19 +204,23 @@ class _Reader:
         self._multiple("attention.key_length", head_dim, 16)
         self._multiple("rope.dimension_count", n_rot, 2)
         if (n_heads * head_dim) % 32:
-            raise GgufError(f"{path}: {n_heads} heads of {head_dim} are no multiple of 32 values")
+            raise GgufError(
+                f"{path}: {n_heads} heads of {head_dim} values are {n_heads * head_dim}, expected a multiple of 32; "
+                f"{UNSUPPORTED}"
+            )
         window = self._int("attention.sliding_window", 0, 1 << 31, default=0)
         context = self._int("context_length", 1)
         if 0 < window < context:
             raise GgufError(
-                f"{path}: {arch}.attention.sliding_window is {window}, below the context of {context}: not supported"
+                f"{path}: {arch}.attention.sliding_window is {window}, expected 0 or at least the context length "
+                f"({context}); {UNSUPPORTED}"
             )
         eps = float(self._get(f"{arch}.attention.layer_norm_rms_epsilon", float))
         if not 0 <= eps < 1:
-            raise GgufError(f"{path}: {arch}.attention.layer_norm_rms_epsilon is {eps}, expected 0 to 1")
+            raise GgufError(f"{path}: {arch}.attention.layer_norm_rms_epsilon is {eps}, expected 0 to below 1; {AGAIN}")
         embedding = self.file.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
-            raise GgufError(f"{path}: tensor 'token_embd.weight' is missing or no matrix")
+            raise GgufError(f"{path}: tensor 'token_embd.weight' is missing or not a matrix; {AGAIN}")
         return Hyper(
             n_layers=self._int("block_count", 1, 4096),
             width=width,
@@ -227,7 +245,7 @@ class _Reader:
         if kind not in ("none", "linear"):
             raise GgufError(
                 f"{self.file.path}: {arch}.rope.scaling.type is {kind!r}; supported: 'none', 'linear' "
-                "(and rope_freqs factors)"
+                f"and rope_freqs factors; {UNSUPPORTED}"
             )
         old = self.metadata.get(f"{arch}.rope.scale_linear")
         if old is not None and kind == "none":
@@ -235,27 +253,27 @@ class _Reader:
         return float(self._get(f"{arch}.rope.scaling.factor", float, 1.0)) if kind == "linear" else 1.0
 
     def rope(self, h: Hyper) -> tuple[np.ndarray, ...]:
-        """The four tables, in the order of `_ROPE`."""
+        """The four RoPE tables, in the order of `_ROPE`."""
         factors = None
         info = self.file.tensors.get("rope_freqs.weight")
         if info is not None:
             if info.shape != (h.n_rot // 2,) or not info.format.dense:
                 raise GgufError(
                     f"{self.file.path}: tensor 'rope_freqs.weight' is {info.format.name} {list(info.shape)}, "
-                    f"expected F32 [{h.n_rot // 2}]"
+                    f"expected F32 [{h.n_rot // 2}]; {AGAIN}"
                 )
             factors = _vector(self.file, info)
         try:
             tables = rope_tables(h.rope_base, h.n_rot, h.context_length, factors, h.rope_scale)
         except ValueError as error:
-            raise GgufError(f"{self.file.path}: {error}") from None
+            raise GgufError(f"{self.file.path}: {error}; {UNSUPPORTED}") from None
         return tables.cos_lo, tables.sin_lo, tables.cos_hi, tables.sin_hi
 
     def tokenizer(self) -> TokenizerData:
         def listed(key: str, kind: Any) -> list[Any]:
             value = self.metadata.get(f"tokenizer.ggml.{key}", [])
             if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-                raise GgufError(f"{self.file.path}: tokenizer.ggml.{key} is no list of {kind.__name__}")
+                raise GgufError(f"{self.file.path}: tokenizer.ggml.{key} is not a list of {kind.__name__}; {AGAIN}")
             return value
 
         def number(key: str) -> int:
@@ -264,12 +282,16 @@ class _Reader:
         tokens = listed("tokens", str)
         embedding = self.file.tensors["token_embd.weight"].shape[0]
         if len(tokens) > embedding:
-            raise GgufError(f"{self.file.path}: {len(tokens)} tokens, but 'token_embd.weight' has {embedding} rows")
+            raise GgufError(
+                f"{self.file.path}: tokenizer.ggml.tokens has {len(tokens)} entries, expected at most {embedding} "
+                f"(rows of 'token_embd.weight'); {AGAIN}"
+            )
         for key in ("bos", "eos", "eot", "unknown", "padding"):
-            # -1 and its unsigned form both mean "none" in files in the wild.
+            # Published files write "none" as -1 or as its unsigned form.
             if number(key) >= embedding and number(key) != 0xFFFFFFFF:
                 raise GgufError(
-                    f"{self.file.path}: tokenizer.ggml.{key}_token_id is {number(key)}, expected below {embedding}"
+                    f"{self.file.path}: tokenizer.ggml.{key}_token_id is {number(key)}, expected less than "
+                    f"{embedding}; {AGAIN}"
                 )
         bos, eos, eot, unknown, padding = (
             -1 if number(key) == 0xFFFFFFFF else number(key) for key in ("bos", "eos", "eot", "unknown", "padding")

@@ -1,7 +1,7 @@
-"""From a configured model to a checkpoint that can be mapped: fetch, ingest, compile.
+"""From a configured model to a checkpoint and kernels that can be used: fetch, ingest, compile.
 
-Idempotent.  One process does the work (`flock`), others wait for it and find the result; what is there
-already costs a look at a file.
+Idempotent.  One process does the work under a file lock; others wait for it and use its result.  A model that is
+prepared already costs one read of its index.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from stages.worker.checkpoint.ingest import ingest
 def prepare_checkpoint(
     model: ModelConfig, models_dir: Path, progress: store.Progress = store.no_progress, digest: str = ""
 ) -> Path:
-    """The model's `.idx`, made if need be. Raises `StarlingError` with what is wrong and what to do.
+    """Fetch and ingest the model as far as necessary; returns its `.idx`.
 
-    `digest`: of the version that is wanted, when it has been made: the file may be another by now.
+    digest: SHA-256 of the file that the checkpoint must be of, if one exists already; the configured file may have
+        changed since.
+
+    Raises `StarlingError`, which says what is wrong and what to do.
     """
     if digest and _is_usable(index_path := models_dir / f"{digest}.idx"):
         return index_path
@@ -35,16 +38,26 @@ def prepare_checkpoint(
 def prepare(
     model: ModelConfig, models_dir: Path, progress: store.Progress = store.no_progress, digest: str = ""
 ) -> Path:
-    """As `prepare_checkpoint`, and compile the kernels into the cache. Returns the `.idx`."""
-    index_path = prepare_checkpoint(model, models_dir, progress, digest)
-    from stages.worker.checkpoint.warmup import compile_kernels
+    """As `prepare_checkpoint`; then compile the kernels of the model's KV type into the cache.
 
+    Raises `StarlingError`, or `RuntimeError` with the compiler's last output.
+    """
+    index_path = prepare_checkpoint(model, models_dir, progress, digest)
     compile_kernels(model, progress)
     return index_path
 
 
+def compile_kernels(model: ModelConfig, progress: store.Progress) -> None:
+    """Compile the kernels that the cache lacks for the model's KV type. Raises `RuntimeError`."""
+    from stages.worker.kernels import build  # imports numba: only processes that need kernels pay for it
+
+    if not build.is_compiled(model.kv_type):
+        progress("compile kernels", 0, len(build.ENTRIES))
+        build.build(model.kv_type, progress=lambda name, done, total: progress("compile kernels", done, total))
+
+
 def _is_usable(index_path: Path) -> bool:
-    """Is it there, of this version, and its `.bin` beside it whole in size?"""
+    """Whether the index exists in this version's format and its `.bin` has the size that it names."""
     try:
         index = load_index(index_path)
         return index_path.with_suffix(".bin").stat().st_size == index.bin_bytes
