@@ -2,11 +2,11 @@
 
     python -m tools.tiny_gguf model.gguf --shape grouped --format Q4_K_M --seed 7
 
-The weights are noise, everything else is real: valid blocks of every quantization, a byte-level BPE
-vocabulary whose merges were counted on a text, special tokens, a chat template.  The same arguments give the
-same bytes.  Quantized blocks are drawn as such (random codes, sane scales) and not quantized from floats:
-that is fast enough for a billion parameters, reaches every code, and works for the formats that the `gguf`
-package can read but not write.
+The weights are noise; everything else is valid: blocks of every quantization, a byte-level BPE vocabulary whose
+merges were counted on a text, special tokens, a chat template.  The same arguments give the
+same bytes.  Quantized blocks are drawn directly (random codes, plausible scales) instead of quantizing floats:
+that is fast enough for a billion parameters, reaches every code, and works for formats that the `gguf` package can
+read but not write.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.reference.blocks import BLOCKS, DENSE
 
 
 class Shape(NamedTuple):
-    """Of a llama graph (qwen2: with biases on q, k, v).
+    """Hyper-parameters of a llama graph (qwen2: with biases on q, k, v).
 
     Widths are multiples of 32; `head_dim * n_heads` need not be `width`.
     """

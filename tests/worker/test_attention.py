@@ -1,4 +1,4 @@
-"""Attention and elementwise kernels equal the exact twin byte for byte, whatever the pages and blocks."""
+"""Attention and elementwise kernels equal the exact reference byte for byte, for any pages and blocks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_rotation_equals_the_twin(n_rot: int, pairs: str, turn: Kernel) -> None:
         rows = (tables.cos_hi[high], tables.sin_hi[high], tables.cos_lo[low], tables.sin_lo[low])
         ew.turn(*(at(r) for r in rows), at(cosine[i]), at(sine[i]), n_rot // 2)
         turn(at(x[i]), at(y[i]), at(cosine[i]), at(sine[i]), n_rot, 96)
-    expected = exact_forward.turns(tables, positions)
+    expected = exact_forward.rotations(tables, positions)
     same(cosine, expected[0])
     same(y, exact_forward.rotate(x, *expected, pairs))
 

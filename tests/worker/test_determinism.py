@@ -1,7 +1,7 @@
 """The determinism guarantee: the bytes of a request, logits included, depend on the request alone.
 
-Alone, among 17, in chunks, on one rank or two, over pages of any size in any order, repeated, on the
-portable instruction path, with NumPy's own dispatch switched off: the same.
+The bytes are the same alone and among 17, in chunks, on one to three ranks, over pages of any size in any order,
+repeated, with portable instructions, and with NumPy's CPU dispatch switched off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 SHAPE, RECIPE = "grouped", "Q4_0_M"  # seven formats, dense ones too; records that are whole per group
 VOCAB = SHAPES[SHAPE].vocab_size
-PROMPT = 263  # crosses a segment of attention
+PROMPT = 263  # crosses a KV split of attention
 MORE = 6
 SAMPLING = {
     "seed": 2**63 - 5,
@@ -52,7 +52,7 @@ def fill(runner: StepRunner, row: int, chunk: int) -> list[np.ndarray]:
 
 
 def answer(runner: StepRunner, row: int, first: list[np.ndarray], others: tuple[int, ...] = ()) -> str:
-    """Digest of the row's logits, tokens and logprobs; `others` decode in the same steps, from where they are."""
+    """Digest of the row's logits, tokens and logprobs; `others` decode in the same steps."""
     h = hashlib.sha256()
     for logits in first:
         h.update(logits.tobytes())
@@ -105,7 +105,7 @@ def test_among_seventeen(index: Path, tmp_path: Path, expected: str, ranks: int)
         runner.write_row(0, prompt(0), **SAMPLING)
         for row in others:
             runner.write_row(row, prompt(row), seed=row, temperature=1.0)
-        # All prompts grow together, in chunks of different lengths, prompts and samples in one step.
+        # All prompts are computed together, in chunks of different lengths, with prompts and samples in one step.
         first: list[np.ndarray] = []
         at = [0] * 17
         while any(n < PROMPT for n in at):
@@ -150,7 +150,7 @@ def test_steps_that_follow_each_other_equal_single_ones(index: Path, tmp_path: P
             followed += runner.run_all(steps[begin:end])
         assert followed == singles
         assert (runner.steps.tokens[0].tobytes(), runner.logits(0).tobytes()) == (tokens, logits)
-        # It stops where the scheduler wants to hear of it, and goes on from there.
+        # It stops at the step for which the scheduler asked to be woken.
         done = int(runner.steps.control[DONE])
         runner.steps.control[WAKE_AT] = done + 2
         with pytest.raises(RuntimeError, match=f"stopped after step {done + 2} of {done + 4}: 0 entries"):

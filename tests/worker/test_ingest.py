@@ -105,7 +105,7 @@ def test_qwen2_pairs_halves(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[
     assert (index.architecture, index.hyper.rope_pairing, index.hyper.attention_bias) == ("qwen2", "halves", False)
 
 
-def test_a_full_disk_is_said_so(tiny_gguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_full_disk_is_reported(tiny_gguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -1,7 +1,7 @@
-"""The kernels' logits equal the exact twin's, byte for byte: every format, shape and type of cache.
+"""The kernels' logits equal the exact reference's, byte for byte: every format, shape and type of cache.
 
-Two programs that share no layout and no order of work but the numerics contract.  On the demo model the
-kernels are also held to the independent engine, over the whole reference text.
+The two programs share the numerics contract, and neither layout nor order of work.  On the demo model the kernels are
+also compared with an independent engine, over the whole reference text.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def kernel_logits(
     chunk: int = 7,
     ranks: int = 1,
 ) -> np.ndarray:
-    """Of all positions: (len(tokens), vocab) f32."""
+    """Logits of all positions: (len(tokens), vocab) f32."""
     n, found = len(tokens), []
     bounds = {"max_rows": 1, "max_tokens": n, "step_tokens": 64, "max_samples": 64}
     with StepRunner(index_path, directory, ranks=ranks, kv_type=kv_type, **bounds) as runner:
         for start in range(0, n, chunk):
             count = min(chunk, n - start)
-            runner.write_row(0, tokens)  # anew: an entry with one sample writes it behind its position
+            runner.write_row(0, tokens)  # again: an entry with one sample has overwritten the token after its position
             runner.run([(0, start, count, count)])
             found += [runner.logits(i) for i in range(count)]
     return np.array(found)
@@ -66,10 +66,10 @@ def test_every_shape_and_cache(
 
 @pytest.mark.parametrize(("chunk", "ranks"), [(1, 2), (64, 1)])
 @pytest.mark.parametrize("kv_type", ["f16", "int8"])
-def test_over_segments(
+def test_across_kv_splits(
     tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path, kv_type: str, chunk: int, ranks: int
 ) -> None:
-    """530 positions are three segments; by single positions, segments are units of their own."""
+    """530 positions are three KV splits; by single positions, splits are separate units of work."""
     path = tiny_gguf("grouped", "Q4_1")
     tokens = np.random.default_rng(3).integers(0, 515, 530)
     expected = ExactSequence(ExactModel(path), kv_type).extend(tokens)
@@ -79,7 +79,7 @@ def test_over_segments(
 # ------------------------------------------------------------------ the demo model
 
 
-def test_demo_model_equals_the_twin(demo_gguf: Path, ingested: Ingested, tmp_path: Path) -> None:
+def test_demo_model_equals_the_exact_reference(demo_gguf: Path, ingested: Ingested, tmp_path: Path) -> None:
     tokens = reference.load().tokens[:24]
     expected = ExactSequence(ExactModel(demo_gguf)).extend(tokens)
     assert same_bytes(kernel_logits(ingested(demo_gguf), tmp_path, tokens, chunk=17), expected)
@@ -95,8 +95,8 @@ def test_demo_model_is_near_the_reference(demo_gguf: Path, ingested: Ingested, t
 
 
 def test_demo_model_follows_the_reference_greedily(demo_gguf: Path, ingested: Ingested, tmp_path: Path) -> None:
-    """Given the reference's text, its next token is the best one, or a near tie (its own two engines
-    part at such a tie)."""
+    """Given the engine's text, its next token has the highest logit, or nearly: its own two builds differ at such a
+    tie."""
     greedy = reference.facts()["greedy"]["F32"]
     prompt, continuation = greedy["prompt_ids"], np.array(greedy["greedy_ids"])
     tokens = np.array([*prompt, *continuation[:-1]])

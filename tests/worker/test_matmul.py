@@ -1,4 +1,4 @@
-"""Every format's kernels equal the exact twin byte for byte, whatever the batch, the split and the CPU."""
+"""Every format's kernels equal the exact reference byte for byte, for every batch, split and CPU."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_every_odd_size(name: str) -> None:
     data=st.data(),
 )
 def test_batches_and_splits_do_not_matter(name, rows, units, cuts, seed, data) -> None:  # type: ignore[no-untyped-def]
-    """Law 1: tokens computed together, in any chunks, with rows split over ranks anywhere."""
+    """Determinism: tokens computed together, in any chunks, with rows split over ranks anywhere."""
     rng = np.random.default_rng(seed)
     m = random_matrix(name, rows, units, rng)
     x = awkward(sum(cuts), m.columns, rng)

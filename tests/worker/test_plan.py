@@ -1,4 +1,4 @@
-"""Nothing in a slot is believed: every bad number ends its entry, and only that."""
+"""Every number in a slot is checked: one out of bounds ends its entry, and only that entry."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_entry_out_of_bounds_is_left_out(runner: StepRunner, bad: tuple[int, 
 
 
 @pytest.mark.parametrize("base", [-1, 8, BIG, -BIG])
-def test_a_sample_without_a_place_is_left_out(runner: StepRunner, base: int) -> None:
+def test_a_sample_outside_the_outputs_is_left_out(runner: StepRunner, base: int) -> None:
     fresh(runner)
     runner.publish([(0, 0, 4, 1)])
     runner.steps.entries[runner.slot, 0, sh.SAMPLE_BASE] = base
@@ -72,15 +72,15 @@ def test_a_sample_without_a_place_is_left_out(runner: StepRunner, base: int) -> 
 
 
 @pytest.mark.parametrize("page", [-1, 10**6, BIG, -BIG])
-def test_a_page_that_is_not_there(runner: StepRunner, page: int) -> None:
+def test_a_page_that_does_not_exist(runner: StepRunner, page: int) -> None:
     fresh(runner)
     runner.steps.tables[1, 1] = page
     assert runner.run([(1, 0, 40, 1), (0, 0, 4, 1)])[0] == BAD_ENTRY
-    assert runner.run([(1, 0, 30, 1)])[0] >= 0  # does not reach the second page
+    assert runner.run([(1, 0, 30, 1)])[0] >= 0  # these positions are in the first page
 
 
 @pytest.mark.parametrize("token", [-1, -2, 300, BIG, -BIG])
-def test_a_token_of_no_vocabulary(runner: StepRunner, token: int) -> None:
+def test_a_token_outside_the_vocabulary(runner: StepRunner, token: int) -> None:
     fresh(runner)
     runner.steps.tokens[1, 7] = token
     assert runner.run([(1, 0, 8, 1)]) == [BAD_ENTRY]
@@ -96,7 +96,7 @@ def test_more_tokens_than_a_step_holds(runner: StepRunner) -> None:
 
 
 @pytest.mark.parametrize("entries", [-1, 7, 2**40])
-def test_a_count_of_entries_that_cannot_be(runner: StepRunner, entries: int) -> None:
+def test_an_impossible_count_of_entries(runner: StepRunner, entries: int) -> None:
     fresh(runner)
     runner.publish([(row, 0, 2, 1) for row in range(6)])
     runner.steps.slot_head[runner.slot, sh.SLOT_ENTRIES] = entries
@@ -109,7 +109,7 @@ def test_a_count_of_entries_that_cannot_be(runner: StepRunner, entries: int) -> 
 
 
 def test_history_and_parameters_out_of_range(runner: StepRunner) -> None:
-    """Of a row that is otherwise sound: nothing is read or written outside of it."""
+    """In a row that is valid otherwise: nothing outside it is read or written."""
     fresh(runner)
     runner.write_row(0, np.arange(8), repetition=1.5, frequency=0.5, mask_ids=(1, 2), bias=((5, 1.0),))
     ints = runner.steps.row_ints[0]

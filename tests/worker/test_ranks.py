@@ -1,4 +1,4 @@
-"""A group lives whole: rank 0 ends as soon as one of its ranks does; its parent hears of one that is stopped."""
+"""A group lives as a whole: rank 0 exits when one of its ranks ends; its parent gets a signal when one is stopped."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ signal.pause()
 
 @contextlib.contextmanager
 def group() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A leader and the process ids of its ranks."""
+    """Start a leader; yields it and the process ids of its ranks."""
     with subprocess.Popen(
         [sys.executable, "-c", LEADER],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # as supervisors set it: its threads would take signals
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # as supervisors set it: BLAS threads would receive signals
     ) as leader:
         assert leader.stdout is not None
         pids = [int(pid) for pid in leader.stdout.readline().split()]
@@ -60,15 +60,15 @@ def test_a_rank_that_ends_ends_the_group() -> None:
 
 def test_of_a_rank_that_is_stopped_the_parent_hears() -> None:
     # By a handler: a signal that is blocked here would go to any other thread, and be ignored there.
-    heard, told = socket.socketpair()
-    told.setblocking(False)
-    heard.settimeout(LONG_S)
+    signals, wakeup = socket.socketpair()
+    wakeup.setblocking(False)
+    signals.settimeout(LONG_S)
     handler = signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    before = signal.set_wakeup_fd(told.fileno())
+    before = signal.set_wakeup_fd(wakeup.fileno())
     try:
         with group() as (leader, pids):
             os.kill(pids[0], signal.SIGSTOP)
-            assert heard.recv(1) == bytes([signal.SIGCHLD])
+            assert signals.recv(1) == bytes([signal.SIGCHLD])
             assert leader.poll() is None
             os.kill(pids[0], signal.SIGCONT)
             os.kill(pids[0], signal.SIGKILL)
@@ -76,5 +76,5 @@ def test_of_a_rank_that_is_stopped_the_parent_hears() -> None:
     finally:
         signal.set_wakeup_fd(before)
         signal.signal(signal.SIGCHLD, handler)
-        heard.close()
-        told.close()
+        signals.close()
+        wakeup.close()

@@ -1,4 +1,4 @@
-"""The demo model against an independent engine: the graph is right, and int8 activations cost little."""
+"""The reference implementation and an independent engine on the demo model: same graph, little loss by int8."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def facts() -> reference.Reference:
     return reference.load()
 
 
-def test_float_twin_agrees_in_every_listed_logit(demo_gguf: Path, facts: reference.Reference) -> None:
+def test_float_reference_agrees_in_every_listed_logit(demo_gguf: Path, facts: reference.Reference) -> None:
     logits = FloatModel(demo_gguf).logits(facts.tokens)
     assert np.abs(np.take_along_axis(logits, facts.top_ids, axis=1) - facts.top_logits).max() < 2e-2
     found = reference.distance(logits, facts)
@@ -27,7 +27,7 @@ def test_float_twin_agrees_in_every_listed_logit(demo_gguf: Path, facts: referen
     assert abs(found.mean_nll - found.reference_nll) < 1e-4
 
 
-def test_float_twin_continues_greedily_as_the_reference(demo_gguf: Path) -> None:
+def test_float_reference_continues_greedily_as_the_engine(demo_gguf: Path) -> None:
     """One pass over prompt and continuation: each token is the argmax after those before it."""
     greedy = reference.facts()["greedy"]["F32"]
     prompt, continuation = greedy["prompt_ids"], greedy["greedy_ids"]
@@ -36,16 +36,16 @@ def test_float_twin_continues_greedily_as_the_reference(demo_gguf: Path) -> None
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "int8"])
-def test_exact_twin_is_near(demo_gguf: Path, facts: reference.Reference, kv_type: str) -> None:
-    """On the first positions only, where the mean NLL is noise; the kernels are held to the whole text."""
+def test_exact_reference_is_near_the_engine(demo_gguf: Path, facts: reference.Reference, kv_type: str) -> None:
+    """On the first positions only, where the mean NLL is noise; the kernels are compared over the whole text."""
     logits = ExactSequence(ExactModel(demo_gguf), kv_type).extend(facts.tokens[:72])
     found = reference.distance(logits, facts)
     assert found.mean_kl <= 0.004
 
 
 def test_int8_cache_costs_little(demo_gguf: Path, facts: reference.Reference) -> None:
-    """With f32 activations: int8 ones answer any change of their input, however small, with new rounding
-    noise, and the divergence of two such noises (0.004 here) says nothing about the cache."""
+    """With f32 activations: any change of the input, however small, gives int8 activations new rounding noise, and
+    the divergence of two such noises (0.004 here) does not measure the cache."""
     p_log, q_log = (
         reference.log_softmax(FloatModel(demo_gguf, kv_type).logits(facts.tokens)) for kv_type in ("f16", "int8")
     )

@@ -1,4 +1,4 @@
-"""RoPE tables: right to the last bit of f32 where f64 can tell, and combined within a few units."""
+"""RoPE tables: correct to the last bit of f32 where f64 can decide it, and within a few units when combined."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stages.worker.rope import FRACTION_BITS, rope_frequencies, rope_tables
-from tools.reference.exact_forward import turns
+from tools.reference.exact_forward import rotations
 
 
 @pytest.mark.parametrize(("base", "n_rot"), [(10000.0, 32), (100000.0, 64), (500000.0, 128), (1.0, 2)])
@@ -39,7 +39,7 @@ def test_position_zero_is_no_turn() -> None:
 def test_far_positions_combine_from_both_tables() -> None:
     positions = np.array([0, 255, 256, 8191, 100_000, 131_071])
     factors = np.linspace(1, 32, 64).astype(np.float32)
-    cosine, sine = turns(rope_tables(500000.0, 128, 131072, factors, 2.0), positions)
+    cosine, sine = rotations(rope_tables(500000.0, 128, 131072, factors, 2.0), positions)
     angles = positions[:, None] * np.array([500000.0 ** (-2 * i / 128) / float(f) / 2 for i, f in enumerate(factors)])
     assert np.abs(cosine - np.cos(angles)).max() < 2e-7
     assert np.abs(sine - np.sin(angles)).max() < 2e-7

@@ -1,4 +1,4 @@
-"""The sampler kernel draws what its twin draws, for any order of steps."""
+"""The sampler kernel draws the token that the reference draws, for any order of steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shm import step_ring
 from stages.worker.kernels import sampler
-from tools.reference import sampling as twin
+from tools.reference import sampling as reference
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 class Row:
     """A row of the steps arena, and the kernel's scratch."""
 
-    def __init__(self, p: twin.Parameters) -> None:
+    def __init__(self, p: reference.Parameters) -> None:
         self.ints = np.zeros(step_ring.ROW_INTS, np.int64)
         self.floats = np.zeros(step_ring.ROW_FLOATS, np.float32)
         self.mask = np.zeros(step_ring.MAX_MASK, np.int32)
@@ -51,7 +51,7 @@ class Sampler:
     def __init__(self, vocab: int) -> None:
         self.scratch = np.zeros(sampler.scratch_bytes(vocab), np.uint8)
 
-    def __call__(self, logits: np.ndarray, tokens: np.ndarray, start: int, p: twin.Parameters) -> int:
+    def __call__(self, logits: np.ndarray, tokens: np.ndarray, start: int, p: reference.Parameters) -> int:
         row = Row(p)
         before = logits.copy()
         arrays = (row.ints, row.floats, row.mask, row.bias_ids, row.bias, self.scratch)
@@ -71,7 +71,7 @@ def logits_of(rng: np.random.Generator, vocab: int, kind: str) -> np.ndarray:
 
 
 PARAMETERS = st.builds(
-    twin.Parameters,
+    reference.Parameters,
     seed=st.integers(0, 2**64 - 1),
     choice=st.integers(0, 7),
     temperature=st.sampled_from([0.0, 0.2, 1.0, 1.7, 1e-30]).map(lambda t: float(np.float32(t))),
@@ -95,28 +95,28 @@ PARAMETERS = st.builds(
     st.sampled_from(["normal", "ties", "flat"]),
     st.integers(0, 1000),
 )
-def test_kernel_equals_twin(p: twin.Parameters, vocab: int, kind: str, seed: int) -> None:
+def test_kernel_equals_reference(p: reference.Parameters, vocab: int, kind: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     logits = logits_of(rng, vocab, kind)
     tokens = rng.integers(0, vocab, int(rng.integers(1, 30))).astype(np.int32)
     start = int(rng.integers(0, len(tokens) + 1))
     kernel = Sampler(vocab)
     for _ in range(2):  # the scratch is as it was
-        assert kernel(logits, tokens, start, p) == twin.sample(logits, tokens, start, p)
+        assert kernel(logits, tokens, start, p) == reference.sample(logits, tokens, start, p)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_logits_that_are_not_finite_draw_nothing(bad: float) -> None:
     logits = np.zeros(99, np.float32)
     logits[98] = bad
-    assert Sampler(99)(logits, np.zeros(1, np.int32), 1, twin.Parameters()) == -1
+    assert Sampler(99)(logits, np.zeros(1, np.int32), 1, reference.Parameters()) == -1
 
 
 def test_everything_masked_draws_the_first() -> None:
-    p = twin.Parameters(ignore_eos=True, mask_ids=(0, 1, 2), top_p=0.5)
+    p = reference.Parameters(ignore_eos=True, mask_ids=(0, 1, 2), top_p=0.5)
     logits = np.array([1, 2, 3], np.float32)
     tokens = np.zeros(1, np.int32)
-    assert Sampler(3)(logits, tokens, 1, p) == twin.sample(logits, tokens, 1, p) == 0
+    assert Sampler(3)(logits, tokens, 1, p) == reference.sample(logits, tokens, 1, p) == 0
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -127,17 +127,17 @@ def test_draws_follow_the_distribution() -> None:
     tokens = np.zeros(1, np.int32)
     counts = np.zeros(4)
     for seed in range(n):
-        counts[kernel(logits, tokens, 1, twin.Parameters(seed=seed))] += 1
+        counts[kernel(logits, tokens, 1, reference.Parameters(seed=seed))] += 1
     sigma = np.sqrt(probabilities * (1 - probabilities) / n)
     assert (np.abs(counts / n - probabilities) < 5 * sigma).all()
 
 
 def test_philox_known_answers() -> None:
     """Random123's kat_vectors: philox4x32 10, counter and key of zeros."""
-    assert twin.philox(0, 0, 0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    assert reference.philox(0, 0, 0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     for seed, position, choice in ((0, 0, 0), (2**64 - 1, 7, 3), (1 << 63, 2**31, 0)):
         signed = int(np.array(seed, np.uint64).astype(np.int64))
-        assert sampler.uniform(signed, position, choice) == twin.uniform(seed, position, choice)
+        assert sampler.uniform(signed, position, choice) == reference.uniform(seed, position, choice)
 
 
 @pytest.mark.parametrize("vocab", [1, 16, 33, 2000])
@@ -148,7 +148,7 @@ def test_logprobs_equal_the_twin(vocab: int) -> None:
     out, ids, best = np.zeros(1, np.float32), np.zeros(20, np.int32), np.zeros(20, np.float32)
     addresses = [a.ctypes.data for a in (out, ids, best, scratch)]
     sampler.logprobs(logits.ctypes.data, vocab, vocab // 2, n, *addresses)
-    values, top, top_values = twin.logprobs(logits, n)
+    values, top, top_values = reference.logprobs(logits, n)
     assert out[0] == values[vocab // 2]
     np.testing.assert_array_equal(ids[:n], top)
     np.testing.assert_array_equal(best[:n], top_values)

@@ -1,4 +1,4 @@
-"""The vector vocabulary against NumPy and the exact twin's arithmetic."""
+"""The vector operations against NumPy and the exact reference's arithmetic."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""NumPy twins of the forward pass: what the kernels are held against.
+"""The reference implementation of the forward pass in NumPy, which the kernels are tested against.
 
-`float.py` computes in floats (tolerances against an independent engine), `exact.py` computes what
-docs/numerics.md defines (the kernels equal it byte for byte).  Both read the GGUF itself and know nothing
-of the layouts the kernels use.
+`float_forward.py` computes in floats (compared with an independent engine, within a tolerance), `exact_forward.py`
+computes what docs/numerics.md defines (the kernels equal it byte for byte).  Both read the GGUF file itself and are
+independent of checkpoints and their layout.
 """

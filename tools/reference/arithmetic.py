@@ -1,7 +1,7 @@
 """The elementwise half of docs/numerics.md on f32 arrays.
 
-No NumPy transcendental: their bits depend on the CPU.  Every function takes and gives f32 and works along
-the last axis; a value is rounded where the page says so and nowhere else (NumPy's f32 add, multiply,
+It uses no transcendental function of NumPy, whose bits depend on the CPU.  Every function takes and returns f32 and
+works along the last axis; values are rounded where the page defines it and nowhere else (NumPy's f32 add, multiply,
 divide and square root are correctly rounded).
 """
 
@@ -39,7 +39,7 @@ def _power_of_two(k: np.ndarray) -> np.ndarray:
 
 
 def exp(x: np.ndarray) -> np.ndarray:
-    """The project's exponential."""
+    """The exponential function of docs/numerics.md."""
     x = np.asarray(x, np.float32)
     clamped = np.minimum(np.maximum(x, _EXP_LOW), _EXP_HIGH)
     k = np.rint(clamped * _INV_LN2)

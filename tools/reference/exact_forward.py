@@ -1,4 +1,4 @@
-"""The exact twin: the forward pass of a llama or qwen2 GGUF, bit for bit as docs/numerics.md defines it.
+"""The exact reference: the forward pass of a llama or qwen2 GGUF, bit for bit as docs/numerics.md defines it.
 
     model = ExactModel(path)
     logits = ExactSequence(model, kv_type="f16").extend(tokens)      # (len(tokens), vocab) f32
@@ -21,7 +21,7 @@ from tools.reference.fma import fma
 from tools.reference.source import Source, pair_slices
 
 SEGMENT = 256
-_CHUNK = 1 << 16  # f32 elements worked on at once: they and their f64 stay in the cache
+_CHUNK = 1 << 16  # f32 elements of a piece of work: they and their f64 fit into the CPU's cache
 
 
 def matmul(weights: Matrix | np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -66,7 +66,7 @@ def _quantized(matrix: Matrix, rows: slice, prepared: tuple[np.ndarray, np.ndarr
     return acc
 
 
-def turns(tables: RopeTables, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def rotations(tables: RopeTables, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Cosine and sine (n, n_rot / 2) f32 of some positions, combined from the two tables."""
     low, high = positions % SPAN, positions // SPAN
     cl, sl = tables.cos_lo[low], tables.sin_lo[low]
@@ -176,7 +176,7 @@ class ExactSequence:
         """Compute more positions: logits (len(tokens), vocab) f32, or (1, vocab) of the last one."""
         m = self.model
         positions = np.arange(self.length, self.length + len(tokens))
-        cosine, sine = turns(m.rope, positions)
+        cosine, sine = rotations(m.rope, positions)
         x = m.source.rows("token_embd.weight", np.asarray(tokens, np.int64))
         for layer in range(m.hyper.n_layers):
             block = f"blk.{layer}"

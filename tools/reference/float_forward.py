@@ -1,7 +1,7 @@
-"""The float twin: the forward pass of a llama or qwen2 GGUF with its weights dequantized and f32 activations.
+"""The float reference: the forward pass of a llama or qwen2 GGUF with dequantized weights and f32 activations.
 
-Nothing here is part of the numerics contract: it says that the graph is right (a tolerance against an
-independent engine), not which bits come out.
+It is not part of the numerics contract: it checks that the graph is right, within a tolerance of an independent
+engine, and does not define bits.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tools.reference.source import Source, pair_slices
 
 
 class FloatModel:
-    """Reads a layer's tensors when it computes the layer; keeps none.
+    """Reads a layer's tensors when it computes the layer and keeps none.
 
-    With a `kv_type` other than f32, what that type does to K and V, apart from everything else.
+    A `kv_type` other than f32 applies the rounding of that type to K and V, and nothing else.
     """
 
     def __init__(self, path: Path, kv_type: str = "f32") -> None:
@@ -31,7 +31,7 @@ class FloatModel:
         self._frequencies = np.array([f / (1 << FRACTION_BITS) for f in fixed])
 
     def logits(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Of all positions of one sequence: (len(tokens), vocab) f32."""
+        """Logits of all positions of one sequence: (len(tokens), vocab) f32."""
         source, h = self.source, self.source.hyper
         angles = np.arange(len(tokens))[:, None] * self._frequencies
         x = source.rows("token_embd.weight", np.asarray(tokens, np.int64))

@@ -1,6 +1,6 @@
-"""The sampler in NumPy and plain Python, as docs/numerics.md defines it; `kernels/sampling.py` equals it.
+"""The sampler in NumPy and plain Python, as docs/numerics.md defines it; `stages/worker/kernels/sampler.py` equals it.
 
-Written to be read: every sum is a loop in the order of the page.  Knows nothing of arenas.
+Written to be read: every sum is a loop in the order that the page defines.  Independent of arenas.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOG_TERMS = 12
 
 @dataclass
 class Parameters:
-    """Of one sequence, as a row of the steps arena holds them; the defaults switch each step off."""
+    """Sampling parameters of one sequence, as a row of the steps arena holds them; the defaults have no effect."""
 
     seed: int = 0
     choice: int = 0

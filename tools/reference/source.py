@@ -1,4 +1,4 @@
-"""What both twins read from a GGUF: hyper-parameters and tensors. Independent of ingest and its files."""
+"""Hyper-parameters and tensors of a GGUF file for both references. Independent of ingest and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from tools.reference.blocks import Matrix, unpack
 
 
 class Hyper(NamedTuple):
-    """Of a llama graph; counts, but for the two floats of RoPE, `eps` (f32) and `pairs`."""
+    """Hyper-parameters of a llama graph. Counts, except RoPE's base and scale, `eps` and `pairs`."""
 
     n_layers: int
     width: int  # of the residual stream
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    n_rot: int  # leading values of a head that RoPE turns
+    n_rot: int  # leading values of a head that RoPE rotates
     eps: np.float32
     rope_base: float
     rope_scale: float
     context_length: int
-    pairs: str  # "neighbours": RoPE turns values (2i, 2i+1) together; "halves": (i, i + n_rot / 2)
+    pairs: str  # "neighbours": RoPE rotates values (2i, 2i+1) together; "halves": (i, i + n_rot / 2)
 
 
 def pair_slices(n_rot: int, pairs: str) -> tuple[slice, slice]:
-    """Where the first and the second values of the pairs that RoPE turns stand in a head."""
+    """Positions in a head of the first and of the second values of the pairs that RoPE rotates."""
     if pairs == "neighbours":
         return slice(0, n_rot, 2), slice(1, n_rot, 2)
     return slice(0, n_rot // 2), slice(n_rot // 2, n_rot)

@@ -1,4 +1,4 @@
-"""A rank without a turn sleeps, and an announcement wakes it: no time-out of the sleep is needed for that."""
+"""A rank without work sleeps until an announcement wakes it, and kernels ring the scheduler's doorbell."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tools.step_runner import StepRunner
 pytestmark = pytest.mark.slow
 
 
-def test_a_rank_at_rest_sleeps_and_wakes_for_its_turn(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path) -> None:
+def test_an_idle_rank_sleeps_and_wakes_for_a_step(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path) -> None:
     slice_s = rank_loop.SLICE_NS / 1e9
-    assert 0.5 <= slice_s < 1.0  # more often costs an idle server; a futex takes less than a second
+    assert 0.5 <= slice_s < 1.0  # shorter would cost an idle server CPU time; a futex takes less than a second
     with StepRunner(ingested(tiny_gguf()), tmp_path, ranks=2, max_rows=1, max_tokens=64, step_tokens=8) as runner:
         runner.write_row(0, [1, 2, 3, 4])
         runner.prefill(0, 4, 4)
@@ -36,10 +36,10 @@ def test_a_rank_at_rest_sleeps_and_wakes_for_its_turn(tiny_gguf: TinyGguf, inges
         assert worst < slice_s / 2
 
 
-def test_the_bell_is_rung_between_two_steps(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path) -> None:
-    """And the steps go on; whoever cannot be woken that way is left to the caller."""
-    ear, clapper = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    ear.setblocking(False)
+def test_the_doorbell_is_rung_between_two_steps(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path) -> None:
+    """Steps go on after ringing; without a working doorbell they stop, and the caller wakes the scheduler."""
+    receiver, doorbell = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    receiver.setblocking(False)
     with StepRunner(ingested(tiny_gguf()), tmp_path, ranks=2, max_rows=1, max_tokens=64, step_tokens=8) as runner:
 
         def follow(start: int, bell: int) -> list[list[int]]:
@@ -48,13 +48,13 @@ def test_the_bell_is_rung_between_two_steps(tiny_gguf: TinyGguf, ingested: Inges
 
         runner.write_row(0, [1, 2, 3, 4])
         runner.prefill(0, 4, 4)
-        assert len(follow(4, clapper.fileno())) == 3
-        assert ear.recv(1) == b""
+        assert len(follow(4, doorbell.fileno())) == 3
+        assert receiver.recv(1) == b""
         with pytest.raises(BlockingIOError):
-            ear.recv(1)  # of the last step the caller hears by itself
+            receiver.recv(1)  # the last step needs no ring: the call returns
         with pytest.raises(RuntimeError, match="stopped after step 6 of 7: 0 entries"):
             follow(7, -1)
-        ear.close()
+        receiver.close()
         with pytest.raises(RuntimeError, match="stopped after step 8 of 10: 0 entries"):
-            follow(7, clapper.fileno())
-    clapper.close()
+            follow(7, doorbell.fileno())
+    doorbell.close()

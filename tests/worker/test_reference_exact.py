@@ -1,4 +1,4 @@
-"""The exact twin against the definition, spelt out number by number, and against itself in pieces."""
+"""The exact reference against the definition, number by number, and against itself in pieces."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_exp_at_its_ends() -> None:
 
 
 @given(st.integers(1, 70), st.integers(0, 2**32 - 1))
-def test_lane_sums_add_in_the_order_of_the_page(n: int, seed: int) -> None:
+def test_lane_sums_add_in_the_defined_order(n: int, seed: int) -> None:
     x = np.random.default_rng(seed).standard_normal(n).astype(F)
     plain, squares = np.zeros(16, F), np.zeros(16, F)
     for i, value in enumerate(x):
@@ -90,7 +90,7 @@ def test_short_rows_are_padded_with_zeros() -> None:
     assert scales.tolist() == [[float(F(3) * F(1 / 127))] * 2] * 2
 
 
-def test_what_the_cache_gives_back() -> None:
+def test_values_read_from_the_kv_cache() -> None:
     x = np.zeros((1, 32), F)
     x[0, :4] = [1e6, -1e6, 1 + 2.0**-11, 2.0**-24]
     assert arithmetic.stored(x, "f32") is x
@@ -115,7 +115,7 @@ def test_gates() -> None:
 
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda t: t.name)
 @pytest.mark.parametrize("rows", [1, 3, 17])
-def test_blocks_are_what_gguf_dequantizes(kind: Type, rows: int) -> None:
+def test_blocks_equal_gguf_dequantize(kind: Type, rows: int) -> None:
     data = random_tensor(kind, rows, 512, np.random.default_rng(rows), 0.05)
     matrix = unpack(data, kind)
     values = multiply_out(matrix) if isinstance(matrix, Matrix) else matrix
@@ -131,7 +131,7 @@ def test_an_unknown_format_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda t: t.name)
 def test_matmul_number_by_number(kind: Type) -> None:
-    """The page's table in plain Python, from dequantized facts, one output at a time."""
+    """The table of docs/numerics.md in plain Python, one output at a time."""
     rng = np.random.default_rng(5)
     weights = unpack(random_tensor(kind, 3, 256, rng, 0.1), kind)
     x = rng.standard_normal((2, 256)).astype(F)
@@ -159,14 +159,14 @@ def test_matmul_number_by_number(kind: Type) -> None:
 # ------------------------------------------------------------------ attention
 
 
-def test_attention_number_by_number_over_a_segment_border() -> None:
+def test_attention_number_by_number_across_a_kv_split() -> None:
     rng = np.random.default_rng(9)
     first, head_dim, kv_heads, heads = 257, 32, 1, 2
     q = (2 * rng.standard_normal((2, heads, head_dim))).astype(F)
     k = rng.standard_normal((first + 2, kv_heads, head_dim)).astype(F)
     v = rng.standard_normal((first + 2, kv_heads, head_dim)).astype(F)
     got = exact_forward.attention(q, k, v, first).reshape(2, heads, head_dim)
-    t, h = 1, 1  # the second query sees positions 0 .. 258: a whole segment and three positions
+    t, h = 1, 1  # the second query sees positions 0 .. 258: a whole KV split and three positions
     parts = []
     for begin, end in ((0, 256), (256, first + t + 1)):
         scores = []
@@ -194,7 +194,7 @@ def test_attention_number_by_number_over_a_segment_border() -> None:
 
 @pytest.mark.parametrize("kv_type", ["f16", "f32", "int8"])
 @pytest.mark.parametrize("shape", ["small", "odd", "grouped", "super", "wide", "biased"])
-def test_pieces_do_not_matter(tiny_gguf: TinyGguf, shape: str, kv_type: str) -> None:
+def test_chunked_prompts_give_the_same_bytes(tiny_gguf: TinyGguf, shape: str, kv_type: str) -> None:
     model = ExactModel(tiny_gguf(shape))
     tokens = np.random.default_rng(1).integers(0, 260, 20)
     whole = ExactSequence(model, kv_type).extend(tokens)
@@ -205,7 +205,7 @@ def test_pieces_do_not_matter(tiny_gguf: TinyGguf, shape: str, kv_type: str) -> 
     assert last.tobytes() == whole[-1:].tobytes()
 
 
-def test_pieces_do_not_matter_over_segments(tiny_gguf: TinyGguf) -> None:
+def test_chunked_prompts_give_the_same_bytes_across_splits(tiny_gguf: TinyGguf) -> None:
     model = ExactModel(tiny_gguf("small"))
     tokens = np.random.default_rng(2).integers(0, 300, 530)
     whole = ExactSequence(model).extend(tokens)
@@ -215,8 +215,8 @@ def test_pieces_do_not_matter_over_segments(tiny_gguf: TinyGguf) -> None:
 
 
 @pytest.mark.parametrize("recipe", list(RECIPES))
-def test_the_twins_agree(tiny_gguf: TinyGguf, recipe: str) -> None:
-    """Logits of deviation 3: int8 activations move them by a tenth, f16 weights (f32 activations) hardly."""
+def test_exact_and_float_reference_agree(tiny_gguf: TinyGguf, recipe: str) -> None:
+    """Logits have deviation 3: int8 activations change them by 0.1, dense weights (f32 activations) hardly at all."""
     path = tiny_gguf("super", recipe, seed=3)
     tokens = np.random.default_rng(3).integers(0, 300, 24)
     exact_logits = ExactSequence(ExactModel(path), "f32").extend(tokens)
@@ -226,15 +226,15 @@ def test_the_twins_agree(tiny_gguf: TinyGguf, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ["small", "odd", "grouped", "wide", "biased"])
-def test_the_twins_agree_in_every_shape(tiny_gguf: TinyGguf, shape: str) -> None:
+def test_exact_and_float_reference_agree_in_every_shape(tiny_gguf: TinyGguf, shape: str) -> None:
     path = tiny_gguf(shape, "F32")
     tokens = np.random.default_rng(4).integers(0, 261, 24)
     exact_logits = ExactSequence(ExactModel(path), "f32").extend(tokens)
     assert np.abs(exact_logits - FloatModel(path).logits(tokens)).max() < 1e-3
 
 
-def test_numpy_dispatch_does_not_matter(tiny_gguf: TinyGguf) -> None:
-    """NumPy picks loops by CPU feature: with all of them switched off, the same bytes."""
+def test_bytes_do_not_depend_on_numpy_dispatch(tiny_gguf: TinyGguf) -> None:
+    """NumPy chooses loops by CPU feature; with all features off the bytes are the same."""
     path = tiny_gguf("grouped", "Q5_K_M")
     program = (
         "import sys, hashlib; from pathlib import Path\n"

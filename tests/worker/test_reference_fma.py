@@ -1,4 +1,4 @@
-"""fma rounds once: against exact rational arithmetic, at random and where two roundings go wrong."""
+"""The reference fma rounds once: compared with rational arithmetic, at random and where two roundings would err."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_any_three_numbers(a: float, b: float, c: float) -> None:
     st.booleans(),
 )
 def test_just_beside_a_midpoint(significand: int, exponent: int, side: int, distance: int, odd: bool) -> None:
-    """The addend is half a unit away, the product a hair: f64 rounds the hair off and then ties wrongly."""
+    """The addend is half a unit away, the product a hair: f64 drops the hair and then breaks the tie wrongly."""
     c = float(significand | odd) * 2.0**exponent
     half = 2.0 ** (exponent - 1)
     # (half + hair) as a product of two f32: half * (1 + k 2^-23) squared is beyond f64's reach of c.
