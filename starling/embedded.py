@@ -18,72 +18,34 @@ One thread at a time may use an engine.  A request's result is kept until `relea
 
 from __future__ import annotations
 
-import os
 import secrets
-import tempfile
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import msgspec
 
 from pipeline.config import paths
-from pipeline.config.load import load as load_config
-from pipeline.config.load import resolve
 from pipeline.config.schema import Config, ModelConfig
-from pipeline.errors import ConfigError, InternalError, InvalidRequest, ModelNotFound, NotFound, StarlingError
+from pipeline.errors import InternalError, InvalidRequest, NotFound, StarlingError
 from pipeline.models.store import Progress, no_progress
-from pipeline.protocol.messages import Cancel, Denied, Granted, Logprob, Sampling, SequenceTokens, Submit
-from shm.arena import Arena
-from shm.pages import KvGeometry
-from shm.step_ring import StepsGeometry, create_steps
+from pipeline.protocol.messages import Cancel, Denied, Granted, Sampling, Submit
 from stages.gateway.admission.lengths import Bounds, output_budget
 from stages.gateway.admission.prompts import check_ids
 from stages.gateway.endpoints import generate
 from stages.gateway.requests.generation_request import GenerationRequest
-from stages.gateway.requests.text_decoder import StreamDecoder
-from stages.scheduler.core.engine import Engine
-from stages.scheduler.core.ring import Ring
-from stages.scheduler.core.settings import Settings
-from stages.tokenizer.service import TokenizerModel
 from stages.tokenizer.stage import open_model
-from stages.worker import activations_arena as act
 from stages.worker.checkpoint.prepare import prepare
-from stages.worker.model import Arenas, Model
-from starling.local_kv import LocalKv
-from starling.worker_group import WorkerGroup
+from stages.worker.model import Model
+from starling.assembly import Parts, assemble, choose_model
+from starling.generation import Generation, LocalRequest
 
 OWNER = b"embedded"  # in place of the gateway's address
 MAX_REQUESTS = 100_000  # running and finished ones that have not been released
 MAX_IDLE_STEPS = 100  # calls of `step` in a row that change nothing, before it is an error
-# Settings of a model that mean nothing without the server's other parts.
-SERVER_SETTINGS = ("spill_path", "spill_mb", "max_sessions", "draft_model", "cpus", "weight", "device")
 SERVER_FIELDS = ("model", "stream", "session_id", "create_session", "session_ttl_s")
-
-
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request has produced so far.
-
-    `text` only grows: characters that a later token could still change are left out until it is known.
-    """
-
-    id: str
-    text: str
-    tokens: tuple[int, ...]  # a stop token that ended the request is left out
-    logprobs: tuple[Logprob, ...]  # one for each token, when `logprobs` was given
-    finish_reason: str  # "" while it runs; "stop", "length", "cancelled", "error"
-    stop_string: str  # the one that ended it, or ""
-    seed: int
-    prompt_tokens: int
-    cached_tokens: int  # of the prompt: computed for an earlier request
-    error: StarlingError | None  # with finish_reason "error"
-
-    @property
-    def is_finished(self) -> bool:
-        return bool(self.finish_reason)
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,85 +65,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_pages_leased: int
 
 
-class _Request:
-    """A submitted request and the text made of its tokens."""
-
-    def __init__(self, frame: Submit, ask: GenerationRequest, model: TokenizerModel) -> None:
-        self.id = frame.request
-        self.sequence = frame.sequence
-        self.seed = frame.sampling.seed
-        self.prompt_tokens = len(frame.prompt) // 4
-        self.cached_tokens = 0
-        self.finish_reason = ""
-        self.error: StarlingError | None = None
-        self._tokens: list[int] = []
-        self._logprobs: list[Logprob] = []
-        self._text: list[str] = []
-        self._end = 0  # tokens whose text is in `_text`
-        self._stop_ids = frozenset(frame.stop_ids)
-        self._decoder = StreamDecoder(ask.stop)
-        self._vocabulary = model.vocabulary
-        self._hidden = model.vocabulary.control if ask.skip_special else frozenset()
-
-    def take(self, new: SequenceTokens) -> bool:
-        """Add tokens from the scheduler. Returns True when a stop string has ended the request before its sequence."""
-        if self.finish_reason:
-            return False
-        self._tokens.extend(new.tokens)
-        self._logprobs.extend(new.logprobs)
-        self.cached_tokens = new.cached_tokens or self.cached_tokens
-        if new.error:
-            self.fail(StarlingError(new.error, new.message))
-            return False
-        is_stop_token = new.finish == "stop" and bool(self._tokens) and self._tokens[-1] in self._stop_ids
-        visible = len(self._tokens) - is_stop_token
-        decoder = self._decoder
-        while self._end < visible and not decoder.stop_string:
-            token = self._tokens[self._end]
-            self._text.append(decoder.push(b"" if token in self._hidden else self._vocabulary.token_bytes(token)))
-            self._end += 1
-        if new.finish and not decoder.stop_string:
-            self._text.append(decoder.finish())
-        self.finish_reason = "stop" if decoder.stop_string else new.finish
-        return bool(decoder.stop_string) and not new.finish
-
-    def fail(self, error: StarlingError) -> None:
-        """End the request with an error."""
-        self.error, self.finish_reason = error, "error"
-
-    @property
-    def used(self) -> int:
-        """Output tokens up to the end of the text."""
-        return self._end
-
-    def snapshot(self) -> Generation:
-        """The request as `Embedded.poll` shows it."""
-        self._text = ["".join(self._text)]
-        return Generation(
-            id=self.id,
-            text=self._text[0],
-            tokens=tuple(self._tokens[: self._end]),
-            logprobs=tuple(self._logprobs[: self._end]),
-            finish_reason=self.finish_reason,
-            stop_string=self._decoder.stop_string,
-            seed=self.seed,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            error=self.error,
-        )
-
-
-class _Parts(NamedTuple):
-    """What an engine is made of; closed in reverse order by `stack`."""
-
-    stack: ExitStack
-    scheduler: Engine
-    ring: Ring
-    kv: LocalKv
-    group: WorkerGroup
-    bounds: Bounds
-
-
 class Embedded:
     """An engine for one model in this process. Use `load` to make one; a context manager."""
 
@@ -189,8 +72,8 @@ class Embedded:
         """`index_path`: the model's prepared checkpoint; its kernels must be compiled."""
         self.config, self.model = config, model
         self._tokenizer = open_model(index_path)
-        self._requests: dict[str, _Request] = {}  # by request id
-        self._parts: _Parts | None = _assemble(config, model, Model(index_path))
+        self._requests: dict[str, LocalRequest] = {}  # by request id
+        self._parts: Parts | None = assemble(config, model, Model(index_path))
         self._idle_steps = 0
         self._clock = time.monotonic
 
@@ -214,7 +97,7 @@ class Embedded:
 
         Raises `ModelNotFound`, `ConfigError` (a setting or the file is wrong) or `ResourceError` (it does not fit).
         """
-        resolved, chosen = _resolve(model, config, settings)
+        resolved, chosen = choose_model(model, config, settings)
         index_path = prepare(chosen, paths.models_dir(), progress)
         return cls(resolved, chosen, index_path)
 
@@ -240,10 +123,10 @@ class Embedded:
             if name in fields:
                 raise InvalidRequest(f"{name} is a field of the HTTP server; leave it out of submit", name)
         given = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
-        ask = generate.read({"prompt": given, **fields})
-        if ask.n != 1:
-            raise InvalidRequest(f"n is {ask.n}; one submit makes one text: submit {ask.n} times", "n")
-        request, frame = self._new_request(ask, parts.bounds)
+        parsed = generate.read({"prompt": given, **fields})
+        if parsed.n != 1:
+            raise InvalidRequest(f"n is {parsed.n}; one submit makes one text: submit {parsed.n} times", "n")
+        request, frame = self._new_request(parsed, parts.bounds)
         parts.scheduler.submissions.submit(OWNER, frame, self._clock())
         self._requests[request.id] = request
         self._deliver(parts)
@@ -252,15 +135,15 @@ class Embedded:
             raise request.error
         return request.id
 
-    def _new_request(self, ask: GenerationRequest, bounds: Bounds) -> tuple[_Request, Submit]:
+    def _new_request(self, parsed: GenerationRequest, bounds: Bounds) -> tuple[LocalRequest, Submit]:
         """As the gateway admits one."""
         vocabulary = self._tokenizer.vocabulary
-        [given] = ask.prompts
+        [given] = parsed.prompts
         tokens = vocabulary.encode(given, parse_special=False, add_bos=True) if isinstance(given, str) else given
-        check_ids(ask, [tuple(tokens)], vocabulary.size)
-        budget = output_budget(len(tokens), ask.max_tokens, bounds, "prompt", "max_tokens")
-        seed = secrets.randbits(53) if ask.seed is None else ask.seed
-        sampling: Sampling = msgspec.structs.replace(ask.sampling, seed=seed)
+        check_ids(parsed, [tuple(tokens)], vocabulary.size)
+        budget = output_budget(len(tokens), parsed.max_tokens, bounds, "prompt", "max_tokens")
+        seed = secrets.randbits(53) if parsed.seed is None else parsed.seed
+        sampling: Sampling = msgspec.structs.replace(parsed.sampling, seed=seed)
         eos_ids = () if sampling.ignore_eos else vocabulary.eos_ids
         request_id = f"req-{secrets.token_hex(12)}"
         frame = Submit(
@@ -271,11 +154,11 @@ class Embedded:
             prompt=array("i", tokens).tobytes(),
             max_tokens=budget,
             sampling=sampling,
-            stop_ids=tuple(dict.fromkeys((*eos_ids, *ask.stop_token_ids))),
-            cache_salt=ask.cache_salt,
-            speculate=ask.speculate,
+            stop_ids=tuple(dict.fromkeys((*eos_ids, *parsed.stop_token_ids))),
+            cache_salt=parsed.cache_salt,
+            speculate=parsed.speculate,
         )
-        return _Request(frame, ask, self._tokenizer), frame
+        return LocalRequest(frame, parsed, self._tokenizer), frame
 
     def poll(self, request_id: str) -> Generation:
         """What the request has produced so far. Raises `NotFound` for an unknown or released id."""
@@ -306,7 +189,7 @@ class Embedded:
             raise result.error
         return result
 
-    def _request(self, request_id: str) -> _Request:
+    def _request(self, request_id: str) -> LocalRequest:
         request = self._requests.get(request_id)
         if request is None:
             raise NotFound(f"no request {request_id!r} is kept here; it was never submitted or has been released")
@@ -345,7 +228,7 @@ class Embedded:
             pass
 
     @staticmethod
-    def _exchange_pages(parts: _Parts) -> None:
+    def _exchange_pages(parts: Parts) -> None:
         """Let the KV manager answer what the scheduler has asked for."""
         scheduler = parts.scheduler
         while scheduler.leases.frames:
@@ -357,7 +240,7 @@ class Embedded:
                 elif isinstance(answer, Denied):
                     scheduler.pages.denied(answer)
 
-    def _deliver(self, parts: _Parts) -> bool:
+    def _deliver(self, parts: Parts) -> bool:
         """Pass what the scheduler has produced to the requests. Returns whether one has ended."""
         outbox = parts.scheduler.outbox
         has_ended = False
@@ -418,7 +301,7 @@ class Embedded:
             kv_pages_leased=pool.leased,
         )
 
-    def _open_parts(self) -> _Parts:
+    def _open_parts(self) -> Parts:
         if self._parts is None:
             raise RuntimeError("the engine is closed")
         return self._parts
@@ -435,94 +318,3 @@ class Embedded:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-# ------------------------------------------------------------------ loading
-
-
-def _resolve(
-    model: str | Path, config: Config | str | Path | None, settings: dict[str, Any]
-) -> tuple[Config, ModelConfig]:
-    """The configuration with `settings` applied to the chosen model, and that model."""
-    for key in SERVER_SETTINGS:
-        if key in settings:
-            raise ConfigError(f"{key} has no effect inside one process; leave it out", param=key)
-    name = str(model)
-    is_file = isinstance(model, Path) or name.endswith(".gguf") or "://" in name
-    if is_file and not isinstance(model, Path) and "://" in name:
-        path = name
-    else:
-        path = str(Path(name).expanduser().absolute())
-    if isinstance(config, Config):
-        given = config
-    else:
-        given = resolve({}, {}) if is_file and config is None else load_config(config)
-    raw: dict[str, Any] = msgspec.to_builtins(given)
-    if is_file:
-        entry: dict[str, Any] = {"path": path, **settings}
-    else:
-        found = given.model(name)
-        if found is None:
-            known = ", ".join(one.name for one in given.models)
-            raise ModelNotFound(f"no model {name!r} is configured; configured: {known}", param="model")
-        entry = {**msgspec.to_builtins(found), "draft_model": "", **settings}
-    raw["models"] = [entry]
-    resolved = resolve(raw, {})
-    return resolved, resolved.models[0]
-
-
-def _assemble(config: Config, model: ModelConfig, weights: Model) -> _Parts:
-    """Arenas, scheduler, KV manager and worker group for mapped weights, joined to each other."""
-    hyper, digest = weights.hyper, weights.digest
-    context = min(hyper.context_length, model.max_sequence_length or hyper.context_length)
-    scheduling = config.scheduler
-    settings = Settings(
-        model=model.name,
-        max_batch_size=config.max_batch_size(model),
-        max_queue_depth=scheduling.max_queue_depth,
-        max_step_tokens=scheduling.max_step_tokens,
-        max_prompt_tokens=scheduling.max_prompt_tokens,
-        max_output_tokens=scheduling.max_output_tokens,
-        speculate=model.speculate,
-        run_ahead=False,  # nothing computes while the next step is composed
-        prefix_cache=config.cache.enabled,
-    )
-    steps_geometry = StepsGeometry(
-        settings.n_rows, settings.max_batch_size, settings.max_samples, context, -(-context // model.page_tokens) + 1
-    )
-    kv_geometry = KvGeometry(hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, model.page_tokens, model.kv_type)
-    ranks = model.ranks or len(os.sched_getaffinity(0))
-    geometry = act.geometry_for(steps_geometry, hyper, scheduling.max_step_tokens, ranks)
-    act.check_size(geometry, hyper, config.performance.memory_pool_size_mb, model.name)
-    with ExitStack() as stack:
-        # Everything is mapped once and the files are removed at once: a killed process leaves nothing behind.
-        directory = Path(
-            stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="starling-", dir=config.server.arena_dir or "/dev/shm")
-            )
-        )
-        keep = ExitStack()
-        stack.push(keep.__exit__)
-        steps_arena, steps = create_steps(directory / "steps", steps_geometry, digest)
-        keep.callback(steps_arena.close)
-        kv = LocalKv(
-            directory / "kv",
-            kv_geometry,
-            digest,
-            config.kv_cache_bytes(model),
-            policy=config.cache.eviction_policy,
-            caching=config.cache.enabled,
-        )
-        keep.callback(kv.close)
-        kv.attach_rows(directory / "steps", digest)
-        activations: Arena = act.create_activations(directory / "activations", geometry, hyper, digest)
-        keep.callback(activations.close)
-        group = WorkerGroup(weights, Arenas(steps, steps_geometry, kv.views, kv_geometry, activations, geometry))
-        keep.callback(group.close)
-        scheduler = Engine(settings, time.monotonic())
-        ring = scheduler.worker.ring = Ring(steps, steps_geometry, time.time_ns())
-        ring.start(1)
-        scheduler.kv_ready(kv.ready(model.name, weights.index.digest))
-        scheduler.attach(context, hyper.vocab_size)
-        bounds = Bounds(context, scheduling.max_prompt_tokens, scheduling.max_output_tokens)
-        return _Parts(keep.pop_all(), scheduler, ring, kv, group, bounds)

@@ -18,7 +18,8 @@ import pytest
 import starling
 from pipeline.config.load import resolve
 from pipeline.errors import ConfigError, InvalidRequest, ModelNotFound, NotFound, StarlingError
-from starling.embedded import Embedded, Generation
+from starling.embedded import Embedded
+from starling.generation import Generation
 from tools.reference.exact_forward import ExactModel, ExactSequence
 from tools.reference.sampling import Parameters, logprobs, sample
 from tools.tiny_gguf import SHAPES, write_model

@@ -1,0 +1,130 @@
+"""What an in-process engine is made of: the chosen model, and the scheduler, KV manager and worker group for it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pipeline.config.load import load as load_config
+from pipeline.config.load import resolve
+from pipeline.config.schema import Config, ModelConfig
+from pipeline.errors import ConfigError, ModelNotFound
+from shm.arena import Arena
+from shm.pages import KvGeometry
+from shm.step_ring import StepsGeometry, create_steps
+from stages.gateway.admission.lengths import Bounds
+from stages.scheduler.core.engine import Engine
+from stages.scheduler.core.ring import Ring
+from stages.scheduler.core.settings import Settings
+from stages.worker import activations_arena as act
+from stages.worker.model import Arenas, Model
+from starling.local_kv import LocalKv
+from starling.worker_group import WorkerGroup
+
+# Settings of a model that mean nothing without the server's other parts.
+SERVER_SETTINGS = ("spill_path", "spill_mb", "max_sessions", "draft_model", "cpus", "weight", "device")
+
+
+class Parts(NamedTuple):
+    """The parts of an engine; `stack` closes them in reverse order."""
+
+    stack: ExitStack
+    scheduler: Engine
+    ring: Ring
+    kv: LocalKv
+    group: WorkerGroup
+    bounds: Bounds
+
+
+def choose_model(
+    model: str | Path, config: Config | str | Path | None, settings: dict[str, Any]
+) -> tuple[Config, ModelConfig]:
+    """The configuration with `settings` applied to the chosen model, and that model."""
+    for key in SERVER_SETTINGS:
+        if key in settings:
+            raise ConfigError(f"{key} has no effect inside one process; leave it out", param=key)
+    name = str(model)
+    is_file = isinstance(model, Path) or name.endswith(".gguf") or "://" in name
+    if is_file and not isinstance(model, Path) and "://" in name:
+        path = name
+    else:
+        path = str(Path(name).expanduser().absolute())
+    if isinstance(config, Config):
+        given = config
+    else:
+        given = resolve({}, {}) if is_file and config is None else load_config(config)
+    raw: dict[str, Any] = msgspec.to_builtins(given)
+    if is_file:
+        entry: dict[str, Any] = {"path": path, **settings}
+    else:
+        found = given.model(name)
+        if found is None:
+            known = ", ".join(one.name for one in given.models)
+            raise ModelNotFound(f"no model {name!r} is configured; configured: {known}", param="model")
+        entry = {**msgspec.to_builtins(found), "draft_model": "", **settings}
+    raw["models"] = [entry]
+    resolved = resolve(raw, {})
+    return resolved, resolved.models[0]
+
+
+def assemble(config: Config, model: ModelConfig, weights: Model) -> Parts:
+    """Arenas, scheduler, KV manager and worker group for mapped weights, joined to each other."""
+    hyper, digest = weights.hyper, weights.digest
+    context = min(hyper.context_length, model.max_sequence_length or hyper.context_length)
+    scheduling = config.scheduler
+    settings = Settings(
+        model=model.name,
+        max_batch_size=config.max_batch_size(model),
+        max_queue_depth=scheduling.max_queue_depth,
+        max_step_tokens=scheduling.max_step_tokens,
+        max_prompt_tokens=scheduling.max_prompt_tokens,
+        max_output_tokens=scheduling.max_output_tokens,
+        speculate=model.speculate,
+        run_ahead=False,  # nothing computes while the next step is composed
+        prefix_cache=config.cache.enabled,
+    )
+    steps_geometry = StepsGeometry(
+        settings.n_rows, settings.max_batch_size, settings.max_samples, context, -(-context // model.page_tokens) + 1
+    )
+    kv_geometry = KvGeometry(hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, model.page_tokens, model.kv_type)
+    ranks = model.ranks or len(os.sched_getaffinity(0))
+    geometry = act.geometry_for(steps_geometry, hyper, scheduling.max_step_tokens, ranks)
+    act.check_size(geometry, hyper, config.performance.memory_pool_size_mb, model.name)
+    with ExitStack() as stack:
+        # Everything is mapped once and the files are removed at once: a killed process leaves nothing behind.
+        directory = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="starling-", dir=config.server.arena_dir or "/dev/shm")
+            )
+        )
+        keep = ExitStack()
+        stack.push(keep.__exit__)
+        steps_arena, steps = create_steps(directory / "steps", steps_geometry, digest)
+        keep.callback(steps_arena.close)
+        kv = LocalKv(
+            directory / "kv",
+            kv_geometry,
+            digest,
+            config.kv_cache_bytes(model),
+            policy=config.cache.eviction_policy,
+            caching=config.cache.enabled,
+        )
+        keep.callback(kv.close)
+        kv.attach_rows(directory / "steps", digest)
+        activations: Arena = act.create_activations(directory / "activations", geometry, hyper, digest)
+        keep.callback(activations.close)
+        group = WorkerGroup(weights, Arenas(steps, steps_geometry, kv.views, kv_geometry, activations, geometry))
+        keep.callback(group.close)
+        scheduler = Engine(settings, time.monotonic())
+        ring = scheduler.worker.ring = Ring(steps, steps_geometry, time.time_ns())
+        ring.start(1)
+        scheduler.kv_ready(kv.ready(model.name, weights.index.digest))
+        scheduler.attach(context, hyper.vocab_size)
+        bounds = Bounds(context, scheduling.max_prompt_tokens, scheduling.max_output_tokens)
+        return Parts(keep.pop_all(), scheduler, ring, kv, group, bounds)
