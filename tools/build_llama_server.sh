@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Compile llama.cpp's own server for this CPU, for `make bench` to stand beside: one binary without libraries of
-# its own.  The source is that of llama-cpp-python, whose sdist carries all of llama.cpp; its hash is checked.
-# Usage: build_llama_server.sh PYTHON LOCKFILE OUT.  Needs cmake and a C++ compiler (CC and CXX name one);
-# CMAKE_ARGS is added to what cmake is told.  At low priority, for it takes minutes of every core.
+# Compile llama.cpp's server for this CPU, as the baseline of `make bench`: one binary without libraries of its own.
+# The source is the sdist of llama-cpp-python, which contains llama.cpp; its hash is checked.
+# Usage: build_llama_server.sh PYTHON LOCKFILE OUT.  Needs cmake and a C++ compiler (CC and CXX name one); CMAKE_ARGS
+# are added to cmake's arguments.  Runs at low priority, because it takes minutes of every core.
 set -euo pipefail
 python=$1 lock=$2 out=$3
 
@@ -15,7 +15,7 @@ fail() {
 
 cxx=${CXX:-c++}
 for tool in cmake "$cxx"; do
-    command -v "$tool" >/dev/null || fail "$tool is needed to compile llama-server, and is not there." \
+    command -v "$tool" >/dev/null || fail "$tool is needed to compile llama-server, and is not installed." \
         "On Debian and Ubuntu: apt install cmake g++. A wheel for AVX2 needs neither: make peers."
 done
 

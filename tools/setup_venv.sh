@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Make (or bring up to date) a virtual environment: locked packages, hashes checked, then the project
-# itself.  Usage: setup_venv.sh VENV LOCKFILE.  Needs Python 3.11 or newer and a package index; PYTHON
-# names the interpreter.  Ends with one clear message when something is missing.
+# Create or update a virtual environment: locked packages with checked hashes, then the project itself.
+# Usage: setup_venv.sh VENV LOCKFILE.  Needs Python 3.11 or newer and a package index; PYTHON names the interpreter.
+# Ends with one clear message when something is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1 lock=$2
@@ -30,7 +30,7 @@ find_python() {
         fi
     done
     fail "Python 3.11 or newer is needed; python3 here is $(python3 -V 2>&1 || echo absent)." \
-        "Install one, or name it: make PYTHON=/path/to/python3.12 ..."
+        "Install one, or name one: make PYTHON=/path/to/python3.12 ..."
 }
 
 if ! new_enough "$venv/bin/python"; then
@@ -44,7 +44,7 @@ if ! new_enough "$venv/bin/python"; then
     }
 fi
 
-# One moving line on a terminal, one line a package elsewhere; everything goes into the log.
+# On a terminal one line that is overwritten, elsewhere a line for each package; all output goes into the log.
 total=$(grep -cE '^[A-Za-z0-9]' "$lock")
 show() {
     local live=0
@@ -69,7 +69,7 @@ if ! "${pip[@]}" install --no-deps --require-hashes --only-binary :all: -r "$loc
     tail -n 8 "$log" >&2
     if grep -q 'DO NOT MATCH THE HASHES' "$log"; then
         fail "The package index has other files than $lock names (full log: $log)." \
-            "Take another index (PIP_INDEX_URL), or resolve anew with make lock."
+            "Use another index (PIP_INDEX_URL), or resolve again with make lock."
     fi
     fail "Packages could not be fetched (full log: $log)." \
         "Is there a network and a package index? PIP_INDEX_URL names an index, HTTPS_PROXY a proxy."

@@ -1,4 +1,4 @@
-"""What a newcomer meets first: the lock files, `make`, and the messages when something is missing."""
+"""Setting up: the lock files, `make`, and the messages when something is missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOCKS = (
 
 
 def pinned(lock: str) -> dict[str, str]:
-    """Name to version."""
+    """Versions in a lock file, by package name."""
     return dict(re.findall(r"^([a-z0-9-]+)==([^\s;]+)", (ROOT / lock).read_text(), re.M))
 
 
@@ -39,7 +39,7 @@ def test_locks_are_pinned_hashed_and_name_no_index(lock: str) -> None:
     assert "--index" not in text
 
 
-def test_locks_hold_what_the_project_asks_for() -> None:
+def test_locks_contain_every_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
     def names(requirements: list[str]) -> set[str]:
@@ -56,7 +56,7 @@ def test_locks_agree(lock: str) -> None:
     assert pinned("locks/requirements.lock").items() <= pinned(lock).items()
 
 
-def test_make_alone_lists_every_target() -> None:
+def test_make_without_a_target_lists_every_target() -> None:
     listing = subprocess.run(["make", "-s"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.M)
     assert {"serve", "test", "check", "bench", "clean"} <= set(targets)
@@ -66,7 +66,7 @@ def test_make_alone_lists_every_target() -> None:
 
 
 def setup(tmp_path: Path, python: str) -> subprocess.CompletedProcess[str]:
-    """The set-up with an interpreter that is this shell script."""
+    """Run the set-up with the shell script `python` as its interpreter."""
     fake = tmp_path / "python"
     fake.write_text(f"#!/bin/bash\n{python}\n")
     fake.chmod(0o755)
@@ -85,7 +85,7 @@ def test_an_old_python_is_refused(tmp_path: Path) -> None:
     assert f"PYTHON={tmp_path}/python is Python 3.9.1; Python 3.11 or newer is needed." in result.stderr
 
 
-def test_a_python_without_venv_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_without_the_venv_module_the_error_names_the_package(tmp_path: Path) -> None:
     result = setup(tmp_path, '[ "$1" = -V ] && echo "Python 3.11.2"; [ "$1" != -m ]')
     assert result.returncode != 0
     assert "cannot create a virtual environment" in result.stderr
@@ -100,8 +100,8 @@ def test_a_python_without_venv_is_refused_with_the_way_out(tmp_path: Path) -> No
         ("ERROR: No matching distribution found for aiohttp", "Is there a network and a package index?"),
     ],
 )
-def test_packages_that_do_not_come(tmp_path: Path, log: str, message: str) -> None:
-    # "Creates" an environment whose pip says what is given, and fails.
+def test_packages_that_cannot_be_fetched(tmp_path: Path, log: str, message: str) -> None:
+    # "Creates" an environment whose pip prints `log` and fails.
     venv_python = f'[ "$1" = -c ] && exit 0; echo "{log}"; exit 1'
     result = setup(
         tmp_path,
