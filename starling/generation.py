@@ -30,6 +30,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_finished(self) -> bool:
+        """Whether the request has ended."""
         return bool(self.finish_reason)
 
 

@@ -145,7 +145,7 @@ class WorkerStage:
         self._activations = act.create_activations(where, geometry, self.model.hyper, self.model.digest)
         control = self._activations.buffer.ctypes.data
         barrier.reset(control + 8 * act.BARRIER, control + 8 * act.LINES, self.n_ranks)
-        self._announced = 0  # number announced to the ranks last: even for a step
+        self._announced = 0
         arena_paths = ArenaPaths(frame.steps_path, frame.kv_path, str(where))
         self._attachment = Attachment(self.model, arena_paths, 0)
         attach_ranks(self.ranks, arena_paths)

@@ -98,6 +98,7 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: np.float32) -> np.ndarray:
 
 
 def silu(g: np.ndarray) -> np.ndarray:
+    """x / (1 + exp(-x)) with the exponential of docs/numerics.md."""
     return g / (_F(1) + exp(-g))
 
 

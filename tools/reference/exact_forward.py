@@ -150,6 +150,7 @@ class ExactModel:
         self._matrices: dict[str, Matrix | np.ndarray] = {}
 
     def matmul(self, name: str, x: np.ndarray) -> np.ndarray:
+        """x (n, K) times the matrix `name`: (n, rows) f32."""
         if name not in self._matrices:
             self._matrices[name] = self.source.matrix(name)
         return matmul(self._matrices[name], x)
@@ -160,6 +161,7 @@ class ExactModel:
         return y + self.source.values(f"{name}.bias") if f"{name}.bias" in self.source else y
 
     def norm(self, name: str, x: np.ndarray) -> np.ndarray:
+        """RMS norm of x with the weights `name`."""
         return rms_norm(x, self.source.values(name), self.hyper.eps)
 
 

@@ -49,10 +49,12 @@ class Candidates:
     logits: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
 
     def sort(self) -> None:
+        """Order by value, descending, then by id."""
         order = np.lexsort((self.ids, -self.values.astype(np.float64)))
         self.ids, self.values, self.whole = self.ids[order], self.values[order], False
 
     def keep(self, n: int) -> None:
+        """Drop all but the first `n`."""
         self.ids, self.values = self.ids[:n], self.values[:n]
 
     def weights(self) -> np.ndarray:
@@ -95,6 +97,7 @@ def block_sums(weights: np.ndarray) -> list[float]:
 
 
 def running(values: list[float]) -> float:
+    """Sum in order, in f64."""
     total = 0.0
     for value in values:
         total += value

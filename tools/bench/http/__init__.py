@@ -1,0 +1,1 @@
+"""The benchmark over HTTP: the server under test, the baseline, clients, workloads and scenarios."""

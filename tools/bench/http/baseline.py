@@ -95,6 +95,7 @@ class BaselineServer:
 
     @property
     def pids(self) -> list[int]:
+        """The server's process."""
         return [self._process.pid]
 
     def __enter__(self) -> Self:

@@ -28,6 +28,7 @@ class ClientRequest(NamedTuple):
     path: str = "/v1/completions"
 
     def encode(self, host: str) -> bytes:
+        """The bytes of the HTTP request."""
         body = json.dumps(self.body).encode()
         key = f"Authorization: Bearer {self.key}\r\n" if self.key else ""
         head = (
@@ -53,10 +54,12 @@ class Response:
 
     @property
     def is_good(self) -> bool:
+        """Whether the stream brought text and ended with a stop or at its limit."""
         return self.status == 200 and not self.error and bool(self.times) and self.finish in ("stop", "length")
 
     @property
     def first_s(self) -> float:
+        """Seconds from the request to the first text."""
         return self.times[0] - self.sent
 
     @property
@@ -200,6 +203,7 @@ class Run(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """Duration of the run."""
         return self.ended - self.began
 
 

@@ -36,6 +36,7 @@ BATCHES = (1, 16, 32)  # streams of the runs that measure pauses between steps
 
 
 def describe(model: ModelConfig) -> dict[str, Any]:
+    """The model's entry in a server's configuration."""
     return {"name": model.name, **({"path": model.path} if model.path else {})}
 
 
@@ -49,6 +50,7 @@ class Bench:
         self.prompts = Prompts(index, int.from_bytes(os.urandom(4)))
 
     def server_under_test(self, slots: int) -> ServerUnderTest:
+        """Start a server with `slots` sequences in a step, and a key for each tenant."""
         keys = {tenant: f"sk-bench-tenant-{tenant}" for tenant in TENANTS}
         settings = {"performance": {"batch_size": slots}}
         return self.stack.enter_context(ServerUnderTest(describe(self.model), self.cores, settings, keys))

@@ -42,6 +42,7 @@ class StepWatch:
         self.missed = 0
 
     def look(self, _now: float = 0.0) -> None:
+        """Take in the steps that have finished since the last call."""
         steps = self._steps
         done = int(steps.control[sh.DONE])
         for number in range(self._last + 1, done + 1):
@@ -72,6 +73,7 @@ class StepWatch:
         }
 
     def close(self) -> None:
+        """Unmap the arena."""
         self._arena.close()
 
 

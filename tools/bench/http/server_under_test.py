@@ -36,6 +36,7 @@ CONTROL_PLANE = ("gateway", "tokenizer", "scheduler", "kv")
 
 
 def free_port() -> int:
+    """A TCP port of 127.0.0.1 that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -147,6 +148,7 @@ class ServerUnderTest:
 
     @property
     def pids(self) -> list[int]:
+        """All processes of the server."""
         return procfs.process_tree(self._process.pid)
 
     def kill_and_start(self) -> float:

@@ -56,6 +56,7 @@ class Work(NamedTuple):
 
     @property
     def title(self) -> str:
+        """The workload as a table shows it."""
         who = f"{self.clients} client" + "s" * (self.clients > 1)
         return f"{who}, {self.prompt} tokens" + (f" after {self.shared} shared" if self.shared else "")
 
@@ -139,6 +140,7 @@ def percentile(values: list[float], part: float) -> float:
 
 
 def outcome(work: Work, run: Run) -> Outcome:
+    """The figures of one run of a workload."""
     good = [response for response in run.responses if response.is_good]
     ended = max((a.times[-1] for a in good), default=run.ended)
     firsts = [1e3 * a.first_s for a in good]
@@ -190,6 +192,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: list[float]) -> Spread:
+        """Median and range of `values`."""
         return cls(round(statistics.median(values), 2), min(values), max(values))
 
     def __str__(self) -> str:
@@ -211,6 +214,7 @@ class ServerFigures(msgspec.Struct):
 
     @classmethod
     def of(cls, outcomes: list[Outcome]) -> ServerFigures:
+        """The figures over all rounds of a workload."""
         last = outcomes[-1]
         return cls(
             Spread.of([o.tokens_per_s for o in outcomes]),
@@ -234,15 +238,18 @@ class Row(msgspec.Struct):
 
     @property
     def ratio(self) -> float | None:
+        """Throughput of the server under test, divided by that of the baseline."""
         return (
             round(self.candidate.tokens_per_s.median / self.baseline.tokens_per_s.median, 2) if self.baseline else None
         )
 
     @property
     def ratio_to_strongest(self) -> float | None:
+        """Throughput of the server under test, divided by `Work.strongest`."""
         return round(self.candidate.tokens_per_s.median / self.work.strongest, 2) if self.work.strongest else None
 
     def plain(self) -> dict[str, Any]:
+        """The row as it stands in the JSON report."""
         ratios = {"ratio": self.ratio, "ratio_to_strongest": self.ratio_to_strongest}
         return {**msgspec.to_builtins(self), "work": self.work._asdict(), **ratios}
 

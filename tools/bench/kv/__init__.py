@@ -1,0 +1,1 @@
+"""The benchmark of the KV cache: the manager alone, and over HTTP."""

@@ -42,28 +42,33 @@ RESTORED = 2048
 
 
 def new_manager(n_pages: int, page_bytes: int, **options: object) -> Manager:
+    """A manager of an arena of `n_pages` pages in private memory."""
     arena = KvArena(np.zeros((n_pages, PAGE_HEADER), np.uint8), np.zeros((n_pages, page_bytes), np.uint8))
     pool = PagePool(arena, **options)  # type: ignore[arg-type]
     return Manager(pool, GEOMETRY.page_tokens, prefix_hash.root_hasher(DIGEST, GEOMETRY), lambda *_: None)
 
 
 def tokens(seed: int, count: int) -> np.ndarray:
+    """Random token ids: (count,) i32."""
     return np.random.default_rng(seed).integers(0, 49152, count, np.int32)
 
 
 def timed(do: Callable[[], object]) -> float:
+    """Seconds that one call takes."""
     begun = time.perf_counter()
     do()
     return time.perf_counter() - begun
 
 
 def grant(manager: Manager, who: str, prompt: np.ndarray) -> int:
+    """Acquire pages for a prompt; returns the number of cached tokens."""
     response = manager.acquire(who, prompt, len(prompt) + 32, serial=1)
     assert isinstance(response, Grant)
     return response.cached_tokens
 
 
 def spread(values: list[float], scale: float) -> dict[str, float]:
+    """Median and range, scaled."""
     return {
         "median": round(statistics.median(values) * scale, 2),
         "low": round(min(values) * scale, 2),
@@ -183,6 +188,7 @@ def measure_restore(directory: Path, rounds: int) -> dict[str, dict[str, float]]
 
 
 def drop_from_cache(path: Path) -> None:
+    """Remove a file from the operating system's page cache."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -33,6 +33,7 @@ class Cached:
         self._rng = np.random.default_rng(seed)
 
     def ids(self, count: int) -> list[int]:
+        """Random token ids."""
         found: list[int] = self._rng.integers(300, 40_000, count).tolist()
         return found
 
@@ -64,11 +65,13 @@ def first_ms(response: Response) -> float:
 
 
 def spread(values: list[float]) -> dict[str, float]:
+    """Median and range of `values`."""
     middle = statistics.median(values)
     return {"median": round(middle, 2), "low": round(min(values), 2), "high": round(max(values), 2)}
 
 
 def ratio(part: list[float], whole: list[float]) -> float:
+    """Median of `part` divided by median of `whole`."""
     return round(statistics.median(part) / statistics.median(whole), 3)
 
 

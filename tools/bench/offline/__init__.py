@@ -1,0 +1,1 @@
+"""The benchmark of the kernels: Starling and llama.cpp in processes on this machine, without servers."""

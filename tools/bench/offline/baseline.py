@@ -30,6 +30,7 @@ from tools.bench.offline.native_baseline import NativeBaseline, resident_mb
 
 
 def available() -> bool:
+    """Whether a build of llama.cpp is installed."""
     return any(importlib.util.find_spec(name) is not None for name in ("llama_cpp", "xllamacpp"))
 
 
@@ -76,6 +77,7 @@ class Baseline:
         return self._request(decode=batch, cached=cached, n=n_tokens)
 
     def close(self) -> None:
+        """End the child process."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.wait()

@@ -148,4 +148,5 @@ def resident_mb(name: str) -> float:
 
 
 def about() -> dict[str, Any]:
+    """What the kernels are compiled for."""
     return {"isa": isa()}

@@ -50,6 +50,7 @@ BUSY = 0.1  # share of the cores used by other programs, above which figures are
 
 
 def works(quick: bool) -> list[Work]:
+    """The units of work, in the order of the table."""
     prompts = [Work("prefill", tokens=n) for n in PROMPTS if not (quick and n > 512)]
     batches = [Work("decode", batch=n, cached=SHORT) for n in BATCHES]
     return prompts + batches + [Work("decode", batch=1, cached=n) for n in CACHED if not (quick and n > 512)]
@@ -92,6 +93,7 @@ class Engines:
             stack.callback(self.baselines[-1].close)
 
     def measure(self, work: Work, engines: list[starling.Candidate] | list[Baseline]) -> float:
+        """Tokens per second of one unit of work on one engine."""
         if work.kind == "prefill":
             return engines[1].prefill(work.tokens)
         return engines[int(work.cached > SHORT)].decode(work.batch, work.cached, decode_tokens(work))
@@ -128,6 +130,7 @@ class Rounds:
         self.others_share = quiet.others_share()
 
     def figure(self, engines: Engines, work: Work, compare_with_strongest: bool) -> Figure:
+        """The table's row for one unit of work."""
         candidate, baseline = self.candidate[work], self.baseline[work]
         figure = Figure(work, Rate.of(candidate), Rate.of(baseline) if baseline else None)
         if work.kind == "decode":
@@ -142,6 +145,7 @@ class Rounds:
         return figure
 
     def bandwidth_gb_s(self, work: Work) -> float:
+        """Median speed of the plain read beside `work`."""
         return statistics.median(self.read[work]) / 1e9
 
 

@@ -22,6 +22,7 @@ class Work(NamedTuple):
 
     @property
     def title(self) -> str:
+        """The unit of work as a table shows it."""
         if self.kind == "prefill":
             return f"prefill {self.tokens:,}"
         return f"decode, batch {self.batch}" + (f", {self.cached:,} cached" if self.cached > 64 else "")
@@ -36,6 +37,7 @@ class Rate(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: list[float]) -> Rate:
+        """Median and range of `values`."""
         return cls(*(round(v, 1) for v in (statistics.median(values), min(values), max(values))))
 
     def __str__(self) -> str:
@@ -70,10 +72,12 @@ class Figure(msgspec.Struct):
 
     @property
     def ratio(self) -> float | None:
+        """Rate of the candidate divided by that of the baseline."""
         return round(self.candidate.median / self.baseline.median, 2) if self.baseline else None
 
     @property
     def ratio_to_strongest(self) -> float | None:
+        """Rate of the candidate divided by `strongest`."""
         return round(self.candidate.median / self.strongest, 2) if self.strongest else None
 
 
@@ -89,6 +93,7 @@ class Report(msgspec.Struct):
     kv: dict[str, Any] | None = None  # figures of tools.bench.kv
 
     def as_json(self) -> bytes:
+        """The report as one line of JSON."""
         value = msgspec.to_builtins(self)
         for row, figure in zip(value["figures"], self.figures, strict=True):
             row["work"] = {k: v for k, v in figure.work._asdict().items() if v}
@@ -97,6 +102,7 @@ class Report(msgspec.Struct):
         return msgspec.json.encode(value)
 
     def lines(self) -> list[str]:
+        """The report's table."""
         head = ("work", "starling tokens/s", "llama.cpp tokens/s", "ratio", "strongest build", "ratio")
         rows = [(*head, "read GB/s", "of bandwidth")]
         for f in self.figures:
@@ -128,6 +134,7 @@ class Quiet:
         return sum(fields), sum(fields) - fields[3] - fields[4], own
 
     def others_share(self) -> float:
+        """Share of the cores that other programs have used since the object was made."""
         total, busy, own = (b - a for a, b in zip(self._begun, self._now(), strict=True))
         return round(max(0, busy - own) / max(1, total), 3)
 
