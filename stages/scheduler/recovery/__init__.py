@@ -1,0 +1,1 @@
+"""Recovery from failures: fencing, poison-request quarantine, stall detection, reconnect backoff."""
