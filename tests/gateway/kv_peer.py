@@ -1,4 +1,4 @@
-"""A kv on a real socket: the sessions of the kv stage without pages."""
+"""A KV manager on a real socket: sessions without pages."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class KvPeer(Threaded):
         super().__init__(config, 0.02)
         self.directory = directory
         self.late_s = 0.0  # added to the clock of the sessions
-        self.held_back: type[m.Frame] | None = None  # frames of that kind are lost
+        self.held_back: type[m.Frame] | None = None  # frames of that type are dropped
         self.lost: queue.SimpleQueue[m.Frame] = queue.SimpleQueue()
         self.sessions: SessionStore | None = None
         self._hub: Hub | None = None
         self.start()
-        self.do(lambda: None)  # it has begun
+        self.do(lambda: None)  # waits until the thread runs
 
     def held(self, session_id: str, tenant: str = "default") -> list[int]:
-        """Tokens of a session."""
+        """Return the tokens of a session."""
 
         def read() -> list[int]:
             assert self.sessions is not None
@@ -64,7 +64,7 @@ class KvPeer(Threaded):
     def hubs(self) -> list[Hub]:
         return [] if self._hub is None else [self._hub]
 
-    def turn(self) -> None:
+    def serve_round(self) -> None:
         for hub in self.hubs():
             self._round(hub)
 

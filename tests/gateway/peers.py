@@ -24,7 +24,7 @@ from stages.tokenizer.vocabulary import TooManyTokens
 EOS, BOS = 256, 257
 VOCAB_SIZE = 258
 CONTEXT = 4096
-LONG = 100_000  # tokens of a text of which too many are not counted to the end
+LONG = 100_000  # tokens up to which a text over the limit is counted exactly
 MODEL = "bytes"
 TEXT = "Ein Käfig ging, 一只鸟 zu suchen 🐦. "
 
@@ -89,7 +89,7 @@ def make_pieces() -> TokenBytes:
 
 
 def output(prompt: bytes, seed: int, choice: int, n: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
-    """The tokens that a submission generates: bytes of TEXT from a drawn place, EOS now and then."""
+    """Return the tokens that a submission generates: bytes of TEXT from a random position, sometimes EOS."""
     digest = hashlib.sha256(prompt + seed.to_bytes(8, "little") + bytes([choice])).digest()
     text = TEXT.encode()
     start, ends_at = digest[0] % len(text), 5 + digest[1]
@@ -102,7 +102,7 @@ def output(prompt: bytes, seed: int, choice: int, n: int, stop_ids: tuple[int, .
 
 
 class Generator:
-    """Answers `Submit` and `Cancel`; `step(n)` gives each running sequence up to n tokens."""
+    """A scheduler: handles `Submit` and `Cancel`; `step(n)` generates up to n tokens of each running sequence."""
 
     def __init__(self) -> None:
         self.running: dict[str, tuple[m.Submit, int]] = {}  # tokens sent
@@ -158,6 +158,6 @@ def expected_tokens(frame: m.Submit) -> list[int]:
 
 
 def text_of(tokens: list[int], stop: str = "") -> str:
-    """What a client must have been sent."""
+    """Return the text that a client must receive."""
     text = bytes(t for t in tokens if t < 256).decode("utf-8", "replace")
     return text[: text.index(stop)] if stop and stop in text else text

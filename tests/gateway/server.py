@@ -71,7 +71,7 @@ class Peers(Threaded):
     def hubs(self) -> list[Hub]:
         return [hub for hub in (self.tokenizer_hub, self.scheduler_hub) if hub is not None]
 
-    def turn(self) -> None:
+    def serve_round(self) -> None:
         now = time.monotonic()
         is_due = now >= self._next_tick
         if is_due:

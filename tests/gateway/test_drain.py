@@ -15,9 +15,8 @@ from pipeline.errors import StarlingError
 from pipeline.ipc import control
 from stages.gateway.admission.drain import ALL, Drains, drain_timeout
 from tests.gateway.peers import MODEL
-from tests.gateway.server import Server
+from tests.gateway.server import MakeServer, Server
 
-MakeServer = Callable[..., Server]
 TEXT = {"prompt": "words", "max_tokens": 290, "seed": 7, "ignore_eos": True}
 
 
@@ -131,7 +130,7 @@ def test_streams_finish_and_new_requests_are_rejected(server: Server, target: st
     assert server.post("/v1/generate", TEXT).status == 200
 
 
-def test_the_rest_is_ended_with_an_error_that_says_so(server: Server) -> None:
+def test_requests_past_the_deadline_end_with_an_error_that_says_so(server: Server) -> None:
     peers = server.peers
     stream = server.stream("/v1/generate", TEXT)
     events = stream.events()
@@ -169,14 +168,14 @@ def test_the_rest_is_ended_with_an_error_that_says_so(server: Server) -> None:
         ({"op": "drain", "keep": 1}, "keep"),
     ],
 )
-def test_wrong_words_change_nothing(server: Server, request_: dict[str, Any], param: str) -> None:
+def test_invalid_commands_change_nothing(server: Server, request_: dict[str, Any], param: str) -> None:
     with pytest.raises(StarlingError) as caught:
         control.call(server.home / "run", "gateway", request_)
     assert caught.value.param == param
     assert ask(server, op="state")["draining"] == {}
 
 
-def test_over_http_it_takes_the_key_of_an_admin(make_server: MakeServer) -> None:
+def test_http_needs_the_key_of_an_admin(make_server: MakeServer) -> None:
     keys = [{"key": "sk-admin", "admin": True}, {"key": "sk-user"}]
     server = make_server(auth={"api_keys": keys})
     server.wait_ready()
@@ -193,14 +192,14 @@ def test_over_http_it_takes_the_key_of_an_admin(make_server: MakeServer) -> None
     assert server.post("/v1/generate", TEXT, user).status == 200
 
 
-def test_a_gateway_without_a_lent_socket_cannot_hand_over(server: Server) -> None:
+def test_a_gateway_without_an_inherited_socket_cannot_hand_over(server: Server) -> None:
     with pytest.raises(StarlingError) as caught:
         ask(server, op="handover", timeout_s=1)
     assert caught.value.code == "CONFLICT"
     assert server.get("/ready").status == 200
 
 
-def test_a_handover_keeps_those_who_connect_waiting(homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_connections_wait_during_a_handover(homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         held.set_inheritable(True)
         monkeypatch.setenv("STARLING_LISTEN_FD", str(held.fileno()))
@@ -212,11 +211,11 @@ def test_a_handover_keeps_those_who_connect_waiting(homes: Callable[[], Path], m
             kept.request("GET", "/health")
             assert kept.getresponse().read()
             assert ask(server, op="handover", timeout_s=1.0)["in_flight"] == 0
-            assert kept.sock.recv(1) == b""  # told to connect anew
+            assert kept.sock.recv(1) == b""  # closed, so that the client reconnects
             answers: list[Any] = []
             waiting = threading.Thread(target=lambda: answers.append(server.get("/health")))
             waiting.start()
-            # Nobody comes: after its time the gateway serves whoever has waited.
+            # Without a successor the gateway serves the waiting connections after the timeout.
             server.wait_log("no successor has started: accepting connections again")
             waiting.join()
             assert answers[0].status == 200
@@ -229,7 +228,7 @@ def test_a_server_without_keys_has_no_admin(server: Server) -> None:
     assert server.post("/v1/admin/drain", {}).error["code"] == "FORBIDDEN"
 
 
-def test_the_control_socket_is_its_users_alone_and_goes_with_it(homes: Callable[[], Path]) -> None:
+def test_the_control_socket_is_private_and_removed_at_the_end(homes: Callable[[], Path]) -> None:
     server = Server(homes())
     server.wait_ready()
     path: Path = server.home / "run" / "gateway.control.sock"

@@ -1,4 +1,4 @@
-"""The gateway's process after thousands of requests of every kind: as large as after the first hundreds."""
+"""The memory of the gateway process does not grow with the number of requests."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 
 PROMPT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 8
-SETTLED, MORE = 1000, 1500  # requests
-MOST_KB = 1500  # a request that stayed would be some KB
+WARM_UP, MEASURED = 1000, 1500  # requests
+MAX_GROWTH_KB = 1500  # a leaked request would have some KB
 
 
-def ask(server: Server, number: int) -> None:
-    """One of eight kinds."""
+def send_request(server: Server, number: int) -> None:
+    """Send a request of one of eight kinds."""
     body = {"prompt": PROMPT, "max_tokens": 12, "seed": number, "logprobs": 3}
     match number % 8:
         case 0:
             assert server.post("/v1/generate", body).status == 200
         case 1:
             server.stream("/v1/generate", {**body, "n": 2}).all()
-        case 2 | 3:  # the client goes away, and may come again
+        case 2 | 3:  # the client disconnects, and may resume
             stream = server.stream("/v1/generate", {**body, "max_tokens": 60})
             event = next(stream.events())
             stream.close()
@@ -46,8 +46,8 @@ def test_memory_is_flat(make_server: Callable[..., Server]) -> None:
     server = make_server()
     server.wait_ready()
     with ThreadPoolExecutor(4) as clients:
-        list(clients.map(lambda number: ask(server, number), range(SETTLED)))
+        list(clients.map(lambda number: send_request(server, number), range(WARM_UP)))
         before = procfs.memory_bytes(server.process.pid)
-        list(clients.map(lambda number: ask(server, number), range(MORE)))
+        list(clients.map(lambda number: send_request(server, number), range(MEASURED)))
     after = procfs.memory_bytes(server.process.pid)
-    assert after - before < MOST_KB << 10
+    assert after - before < MAX_GROWTH_KB << 10

@@ -11,8 +11,7 @@ from pipeline.api.quota_file import RECORD_BYTES, Level, QuotaFile, bucket_key
 from pipeline.api.quotas import Quotas
 from pipeline.config.schema import RateLimitsConfig
 from pipeline.errors import RateLimited
-from tests.gateway.server import Server
-from tests.gateway.test_stage import MakeServer
+from tests.gateway.server import MakeServer, Server
 
 
 class Restarts:

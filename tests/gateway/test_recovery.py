@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.gateway.peers import MODEL
-from tests.gateway.server import Event, Server
-
-MakeServer = Callable[..., Server]
+from tests.gateway.server import Event, MakeServer, Server
 
 GENERATE = {"prompt": "again", "max_tokens": 60, "seed": 7, "n": 2, "logprobs": 2, "ignore_eos": True}
 CHAT = {

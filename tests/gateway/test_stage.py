@@ -1,4 +1,4 @@
-"""The process as a whole: recoveries, disconnects, bounds, keys, and an orderly end."""
+"""The gateway process: recoveries, disconnects, bounds, keys, and an orderly end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text(events: list[Any]) -> str:
 
 
 def wait_until(server: Server, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Looked at after each round of the peers."""
+    """Wait for a condition, checked after each round of the peers."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -61,7 +61,7 @@ def test_a_stream_outlives_its_peers(server: Server, victims: list[str]) -> None
     assert starts == sorted(set(starts))
 
 
-def test_what_a_submission_carries(server: Server) -> None:
+def test_the_content_of_a_submission(server: Server) -> None:
     body = {
         "prompt": "x",
         "max_tokens": 5,
@@ -83,7 +83,7 @@ def test_what_a_submission_carries(server: Server) -> None:
     assert 0 < sent.deadline_ms <= 300_000
 
 
-def test_a_client_that_goes_away_cancels_its_request(server: Server) -> None:
+def test_a_disconnect_cancels_the_request(server: Server) -> None:
     generator = server.peers.generator
     stream = server.stream("/v1/generate", {**LONG, "n": 3, "max_tokens": 300})
     next(stream.events())
@@ -92,7 +92,7 @@ def test_a_client_that_goes_away_cancels_its_request(server: Server) -> None:
     stream.close()
     wait_until(server, lambda: {c.sequence for c in generator.cancelled} >= {f"{mine}/{choice}" for choice in range(3)})
     assert not [s for s in generator.running if s.startswith(mine)]
-    # The same for one that waits for a whole answer.
+    # The same for a client that waits for a whole response.
     server.peers.do(lambda: setattr(server.peers, "is_stepping", False))
     try:
         connection = server.connect()
@@ -105,7 +105,7 @@ def test_a_client_that_goes_away_cancels_its_request(server: Server) -> None:
         server.peers.do(lambda: setattr(server.peers, "is_stepping", True))
 
 
-def test_a_refusal_of_the_scheduler_has_a_status_also_when_streaming(server: Server) -> None:
+def test_a_rejection_by_the_scheduler_has_its_status_even_for_a_stream(server: Server) -> None:
     def refuse(frame: m.Submit) -> m.Rejected:
         return m.Rejected(frame.sequence, "OVERLOADED", "the queue is full", "", 2.5)
 
@@ -119,7 +119,7 @@ def test_a_refusal_of_the_scheduler_has_a_status_also_when_streaming(server: Ser
         server.peers.do(lambda: setattr(server.peers.generator, "refuse", lambda frame: None))
 
 
-def test_an_error_in_the_middle_ends_the_stream_with_it(server: Server) -> None:
+def test_an_error_during_a_stream_ends_it_with_an_error_event(server: Server) -> None:
     stream = server.stream(
         "/v1/chat/completions",
         {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 300, "ignore_eos": True},
@@ -151,10 +151,10 @@ def test_bad_input_leaves_the_server_serving(server: Server) -> None:
     assert server.get("/health").status == 200
 
 
-# ------------------------------------------------------------------ servers of their own
+# ------------------------------------------------------------------ servers with other settings
 
 
-def test_until_its_peers_are_ready_it_says_who_is_missing(make_server: MakeServer) -> None:
+def test_readiness_names_the_missing_stage(make_server: MakeServer) -> None:
     server = make_server(server={"request_timeout_ms": 60_000})
     server.wait_ready()
     server.peers.do(lambda: setattr(server.peers, "model_ready", False))
@@ -195,7 +195,7 @@ def test_keys_quotas_and_cors(make_server: MakeServer) -> None:
     assert "Authorization" in flight.headers["Access-Control-Allow-Headers"]
 
 
-def test_the_bound_of_requests_in_flight(make_server: MakeServer) -> None:
+def test_the_limit_of_requests_in_flight(make_server: MakeServer) -> None:
     server = make_server(server={"max_concurrent_requests": 2})
     server.wait_ready()
     server.peers.do(lambda: setattr(server.peers, "is_stepping", False))
@@ -217,7 +217,7 @@ def test_the_bound_of_requests_in_flight(make_server: MakeServer) -> None:
     wait_until(server, lambda: server.get("/ready").status == 200)
 
 
-def test_the_time_of_a_request(make_server: MakeServer) -> None:
+def test_the_timeout_of_a_request(make_server: MakeServer) -> None:
     server = make_server(server={"request_timeout_ms": 600})
     server.wait_ready()
     server.peers.do(lambda: setattr(server.peers, "is_stepping", False))
@@ -226,7 +226,7 @@ def test_the_time_of_a_request(make_server: MakeServer) -> None:
     wait_until(server, lambda: len(server.peers.generator.cancelled) == 1)
 
 
-def test_a_stream_over_its_time_ends_with_a_finish_reason_and_an_error(make_server: MakeServer) -> None:
+def test_a_stream_that_times_out_ends_with_a_finish_reason_and_an_error(make_server: MakeServer) -> None:
     server = make_server(server={"request_timeout_ms": 1500})
     server.wait_ready()
     stream = server.stream("/v1/generate", {**LONG, "n": 2})
@@ -241,12 +241,12 @@ def test_a_stream_over_its_time_ends_with_a_finish_reason_and_an_error(make_serv
 
 
 @pytest.mark.parametrize(("asked", "sent"), [({}, 0), ({"speculate": 0}, -1), ({"speculate": 3}, 3)])
-def test_speculation_can_be_left_as_it_is_or_switched_off(server: Server, asked: dict[str, int], sent: int) -> None:
+def test_speculation_is_set_per_request(server: Server, asked: dict[str, int], sent: int) -> None:
     assert server.post("/v1/generate", {"prompt": "x", "max_tokens": 1, **asked}).status == 200
     assert server.peers.do(lambda: server.peers.generator.submitted[-1]).speculate == sent
 
 
-def test_a_model_that_is_not_ready_is_waited_for_no_longer_than_a_request_may_take(make_server: MakeServer) -> None:
+def test_waiting_for_a_model_is_bounded_by_the_request_timeout(make_server: MakeServer) -> None:
     server = make_server(server={"request_timeout_ms": 600})
     server.wait_ready()
     server.peers.do(lambda: setattr(server.peers, "model_ready", False))
@@ -260,7 +260,7 @@ def test_a_model_that_is_not_ready_is_waited_for_no_longer_than_a_request_may_ta
         assert "its worker is compiling" in refused.error["message"]
 
 
-def test_a_tokenizer_that_does_not_answer_is_waited_for_no_longer_than_a_request_may_take(
+def test_waiting_for_the_tokenizer_is_bounded_by_the_request_timeout(
     make_server: MakeServer,
 ) -> None:
     server = make_server(server={"request_timeout_ms": 600})
@@ -274,7 +274,7 @@ def test_a_tokenizer_that_does_not_answer_is_waited_for_no_longer_than_a_request
     assert not server.peers.generator.submitted
 
 
-def test_more_texts_than_can_ever_wait_are_refused_by_name(make_server: MakeServer) -> None:
+def test_more_texts_than_the_queue_holds_are_rejected(make_server: MakeServer) -> None:
     server = make_server(
         scheduler={"max_queue_depth": 6}, performance={"batch_size": 2}, rate_limits={"max_queue_depth": 4}
     )
@@ -290,7 +290,7 @@ def test_more_texts_than_can_ever_wait_are_refused_by_name(make_server: MakeServ
     assert "7 prompts" in many.error["message"]
 
 
-def test_a_reader_too_slow_is_dropped_and_nobody_else_waits(make_server: MakeServer) -> None:
+def test_a_slow_client_is_dropped_and_does_not_delay_others(make_server: MakeServer) -> None:
     server = make_server()
     server.wait_ready()
     server.peers.do(lambda: setattr(server.peers, "tokens_per_step", 200))
@@ -302,7 +302,7 @@ def test_a_reader_too_slow_is_dropped_and_nobody_else_waits(make_server: MakeSer
     assert server.post("/v1/generate", {"prompt": "x", "max_tokens": 5}).status == 200
 
 
-def test_sigterm_lets_streams_finish_and_takes_no_new_ones(make_server: MakeServer) -> None:
+def test_sigterm_lets_streams_finish_and_rejects_new_requests(make_server: MakeServer) -> None:
     server = make_server()
     server.wait_ready()
     stream = server.stream("/v1/generate", LONG)
@@ -321,7 +321,7 @@ def test_sigterm_lets_streams_finish_and_takes_no_new_ones(make_server: MakeServ
     assert server.process.wait(10) == 0
 
 
-def test_what_is_not_finished_in_time_ends_with_an_error_that_says_so(make_server: MakeServer) -> None:
+def test_requests_past_the_drain_timeout_end_with_an_error_that_says_so(make_server: MakeServer) -> None:
     server = make_server(server={"drain_timeout_ms": 300})
     server.wait_ready()
     stream = server.stream("/v1/generate", LONG)
@@ -337,7 +337,7 @@ def test_what_is_not_finished_in_time_ends_with_an_error_that_says_so(make_serve
     assert server.process.wait(10) == 0
 
 
-def test_a_port_in_use_is_one_clear_line(make_server: MakeServer) -> None:
+def test_a_port_in_use_is_reported_in_one_line(make_server: MakeServer) -> None:
     server = make_server()
     (server.home / "2").mkdir(mode=0o700)
     second = subprocess.run(
@@ -359,7 +359,7 @@ def test_a_port_in_use_is_one_clear_line(make_server: MakeServer) -> None:
     assert "Traceback" not in second.stderr
 
 
-def test_more_connections_than_are_taken_are_told_so(make_server: MakeServer) -> None:
+def test_connections_over_the_limit_get_a_503(make_server: MakeServer) -> None:
     server = make_server(server={"max_concurrent_requests": 1})
     server.wait_ready()
     idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(1 + SPARE_CONNECTIONS)]

@@ -1,6 +1,6 @@
-"""Whatever comes and goes, and whoever dies: a request ends on the version it began on, or on one of the same file.
+"""A request ends on the version it began on, or on one of the same file, for any sequence of loads and crashes.
 
-The gateway's own service, record, journal and loader, without sockets; stages are numbers in a dictionary.
+The gateway's service, version table, journal and loader are real, without sockets; the stages are simulated.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_config(home: Path) -> Config:
 
 
 class Versions(RuleBasedStateMachine):
-    """`files` says which file an instance is of: what a stage would find in it."""
+    """`files` has the file digest of each version, as a stage would find it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ class Versions(RuleBasedStateMachine):
         self.now = 0.0
         self.files: dict[str, str] = {}
         self.numerics = recovery.NUMERICS
-        self.begun_on: dict[str, tuple[str, int]] = {}  # sequence -> (file, numerics) that it was submitted to first
-        self.running: dict[str, tuple[str, int]] = {}  # at the scheduler: sequence -> (instance, tokens out)
+        self.begun_on: dict[str, tuple[str, int]] = {}  # sequence -> (file, numerics) of its first submission
+        self.running: dict[str, tuple[str, int]] = {}  # at the scheduler: sequence -> (version, tokens generated)
         self.ended: set[str] = set()
         self.changes = 0
 
@@ -70,7 +70,7 @@ class Versions(RuleBasedStateMachine):
     def start(self, digest: str) -> None:
         self.files[NAME] = digest
         self._gateway()
-        self._tell()
+        self._report_versions()
 
     def teardown(self) -> None:
         recovery.NUMERICS = admit.NUMERICS = shm.pages.NUMERICS
@@ -78,12 +78,12 @@ class Versions(RuleBasedStateMachine):
         self.loop.close()
         shutil.rmtree(self.home)
 
-    # ---------------------------------------------------------------- the world
+    # ---------------------------------------------------------------- the simulated server
 
     def _gateway(self) -> None:
-        """A gateway that knows what is on disk, and hears of every stage."""
+        """Start a gateway from the state on disk, connected to every stage."""
         self.journal = Journal(self.home, 1 << 20, lambda: 1e9 + self.now)
-        self.instances = VersionCatalog(
+        self.catalog = VersionCatalog(
             self.config, versions.read(self.config), lambda fresh: versions.write(self.config, fresh)
         )
         self.service = Service(
@@ -93,17 +93,17 @@ class Versions(RuleBasedStateMachine):
             clock=lambda: self.now,
             journal=self.journal,
             wall=lambda: 1e9 + self.now,
-            catalog=self.instances,
+            catalog=self.catalog,
         )
         self.loader = Loader(self.service, wall=lambda: 1e9 + self.now)
         for stage in ("tokenizer", "scheduler"):
             hello = m.Hello(stage, 1, 1, 1)
             getattr(self.service, f"on_{stage}_up")(hello)
 
-    def _tell(self) -> None:
-        """What tokenizer and scheduler say of every version that is not just being loaded."""
+    def _report_versions(self) -> None:
+        """Report every version to the gateway, except loading ones, as tokenizer and scheduler do."""
         states = []
-        for one in self.instances.all:
+        for one in self.catalog.all:
             digest = self.files[one.id]
             described = m.Described(
                 "",
@@ -125,7 +125,7 @@ class Versions(RuleBasedStateMachine):
 
     def _to_scheduler(self, frame: m.Frame) -> bool:
         if isinstance(frame, m.Submit):
-            assert self.instances.get(frame.model) is not None, "submitted to a version that is gone"
+            assert self.catalog.get(frame.model) is not None, "submitted to a version that is gone"
             version = self.files[frame.model], self.numerics
             assert self.begun_on.setdefault(frame.sequence, version) == version, "went on on another version"
             self.running[frame.sequence] = (frame.model, len(frame.forced) // 4)
@@ -141,7 +141,7 @@ class Versions(RuleBasedStateMachine):
         self.loader.tick()
         await asyncio.sleep(0)
 
-    # ---------------------------------------------------------------- what can happen
+    # ---------------------------------------------------------------- rules
 
     @rule(seed=st.integers(0, 9))
     def ask(self, seed: int) -> None:
@@ -152,25 +152,25 @@ class Versions(RuleBasedStateMachine):
             except StarlingError as error:
                 refusals.append(error.code)
                 return
-            serving = self.instances.serving(NAME)
+            serving = self.catalog.serving(NAME)
             assert serving is not None
             assert request.spec.version == serving.id
             request.sink = FanOutSink()
             self.service.lifecycle.start(request)
 
         refusals: list[str] = []
-        self._tell()
-        if self.instances.serving(NAME) is not None:
+        self._report_versions()
+        if self.catalog.serving(NAME) is not None:
             self._run(admit())
             assert refusals == []
-        elif not self.instances.loading(NAME):
+        elif not self.catalog.loading(NAME):
             self._run(admit())
-            assert refusals == [("DRAINING" if self.instances.all else "MODEL_NOT_FOUND")]
+            assert refusals == [("DRAINING" if self.catalog.all else "MODEL_NOT_FOUND")]
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
-        """A token of one sequence; the last one ends it."""
+        """Generate a token of one sequence; the last token ends it."""
         name = list(self.running)[data.draw(st.integers(0, len(self.running) - 1))]
         instance, out = self.running[name]
         finish = "length" if out + 1 == TOKENS else ""
@@ -180,37 +180,37 @@ class Versions(RuleBasedStateMachine):
             del self.running[name]
             self.ended.add(name)
 
-    @precondition(lambda self: len(self.instances.all) < 4)
+    @precondition(lambda self: len(self.catalog.all) < 4)
     @rule(digest=st.sampled_from(DIGESTS))
     def load(self, digest: str) -> None:
-        """A version begins beside what is there."""
+        """Start loading a version."""
         self.changes += 1
         model = self.config.models[0]
-        op: Any = "reload" if self.instances.serving(NAME) else "load"
-        new = self.instances.begin(model, f"c{self.changes}", op, 2e9)
+        op: Any = "reload" if self.catalog.serving(NAME) else "load"
+        new = self.catalog.begin(model, f"c{self.changes}", op, 2e9)
         self.files[new.id] = digest
-        # What follows is done by hand here: the loader must not go on with it by itself.
+        # The test takes the next steps itself, so the loader must not continue the load.
         self.loader._changes[new.change] = None  # type: ignore[assignment]
 
-    @precondition(lambda self: self.instances.loading())
+    @precondition(lambda self: self.catalog.loading())
     @rule(passes=st.booleans(), data=st.data())
     def judge(self, passes: bool, data: st.DataObject) -> None:
-        new = data.draw(st.sampled_from(self.instances.loading()))
-        before = self.instances.serving(NAME)
+        new = data.draw(st.sampled_from(self.catalog.loading()))
+        before = self.catalog.serving(NAME)
         if passes:
-            self.instances.pin(new.id, self.files[new.id])
-            old = self.instances.switch(new.id)
+            self.catalog.pin(new.id, self.files[new.id])
+            old = self.catalog.switch(new.id)
             assert old == before
-            serving = self.instances.serving(NAME)
+            serving = self.catalog.serving(NAME)
             assert serving is not None
             assert serving.id == new.id
         else:
-            self.instances.drop(new.id, Outcome(new.change, new.op, NAME, code="INFERENCE"))
+            self.catalog.drop(new.id, Outcome(new.change, new.op, NAME, code="INFERENCE"))
             self.service.loaded.forget(new.id)
-            assert self.instances.serving(NAME) == before
-        assert self.instances.outcome(new.change) is not None
+            assert self.catalog.serving(NAME) == before
+        assert self.catalog.outcome(new.change) is not None
 
-    @precondition(lambda self: self.instances.serving(NAME) and not self.instances.loading())
+    @precondition(lambda self: self.catalog.serving(NAME) and not self.catalog.loading())
     @rule()
     def unload(self) -> None:
         self.changes += 1
@@ -219,7 +219,7 @@ class Versions(RuleBasedStateMachine):
     @rule(seconds=st.floats(0.1, 5.0))
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        self._tell()
+        self._report_versions()
         self._run(self._ticks())
 
     @rule()
@@ -227,24 +227,24 @@ class Versions(RuleBasedStateMachine):
         self.running.clear()
         self.service.on_scheduler_down(m.Hello("scheduler", 1, 1, 1))
         self.service.on_scheduler_up(m.Hello("scheduler", 2, 2, 2))
-        self._tell()
+        self._report_versions()
 
     @rule(late=st.booleans())
     def the_gateway_dies(self, late: bool) -> None:
-        """Its successor has the journal and the record; what the stages say may come `late`."""
+        """The next gateway has the journal and the version table; `late`: the stages have not reported yet."""
         self.journal.close()
         self.running.clear()
         self._gateway()
-        for one in self.instances.loading():
+        for one in self.catalog.loading():
             self.loader._changes[one.change] = None  # type: ignore[assignment]
         if not late:
-            self._tell()
+            self._report_versions()
         self._run(self._ticks())
 
     @rule(digest=st.sampled_from(DIGESTS), numerics=st.sampled_from((1, 2)), late=st.booleans())
     def the_server_is_replaced(self, digest: str, numerics: int, late: bool) -> None:
-        """All of it ends in order, so that the record goes and the journal stays; the model's file may be another
-        one when it starts again, and so may the server."""
+        """An orderly restart removes the version table and keeps the journal; the model's file and the server's
+        numerics may have changed."""
         self.journal.close()
         self.running.clear()
         versions.table_path(self.config).unlink(missing_ok=True)
@@ -252,23 +252,23 @@ class Versions(RuleBasedStateMachine):
         self.numerics = recovery.NUMERICS = admit.NUMERICS = numerics
         self._gateway()
         if not late:
-            self._tell()
+            self._report_versions()
         self._run(self._ticks())
 
-    # ---------------------------------------------------------------- what must hold
+    # ---------------------------------------------------------------- invariants
 
     @invariant()
     def one_serves(self) -> None:
-        if hasattr(self, "instances"):
-            states = [one.state for one in self.instances.all if one.name == NAME]
+        if hasattr(self, "catalog"):
+            states = [one.state for one in self.catalog.all if one.name == NAME]
             assert states.count("serving") <= 1
-            assert versions.read(self.config) == self.instances.version_table
+            assert versions.read(self.config) == self.catalog.version_table
 
     @invariant()
     def who_is_in_use_is_there(self) -> None:
-        if hasattr(self, "instances"):
+        if hasattr(self, "catalog"):
             for request in self.service.relay.requests.values():
-                assert self.instances.get(request.spec.version) is not None
+                assert self.catalog.get(request.spec.version) is not None
             for name, (instance, _) in self.running.items():
                 assert (self.files[instance], self.numerics) == self.begun_on[name]
 
@@ -277,23 +277,23 @@ Versions.TestCase.settings = settings(max_examples=60, stateful_step_count=40, d
 TestVersions = Versions.TestCase
 
 
-def test_the_record_outlives_whoever_wrote_it(tmp_path: Path) -> None:
+def test_the_table_survives_its_writer(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    instances = VersionCatalog(config, versions.read(config), lambda fresh: versions.write(config, fresh))
+    catalog = VersionCatalog(config, versions.read(config), lambda fresh: versions.write(config, fresh))
     follower = versions.VersionFollower(config)
     assert follower.table == versions.initial(config)
     assert [one.id for one in follower.table.versions] == [NAME]
-    new = instances.begin(config.models[0], "c", "reload", 5.0)
+    new = catalog.begin(config.models[0], "c", "reload", 5.0)
     assert follower.poll()
     assert not follower.poll()
     assert follower.table.find(new.id) == new
     assert (new.id, new.model.name, new.stage) == ("model@1", "model@1", "worker-model@1")
-    instances.switch(new.id)
+    catalog.switch(new.id)
     assert versions.read(config).names == [NAME]
-    # Other models are configured: what was loaded before counts for nothing.
+    # With other configured models the table is ignored.
     other = resolve({**_plain(config), "models": [{"name": "x", "path": "/x"}]}, {})
     assert [one.id for one in versions.read(other).versions] == ["x"]
-    # Nor does a record that is not understood.
+    # So is a table that cannot be decoded.
     versions.table_path(config).write_bytes(b'{"versions": 1}')
     assert versions.read(config) == versions.initial(config)
 
@@ -302,27 +302,27 @@ def _plain(config: Config) -> dict[str, Any]:
     return {"server": {"run_dir": config.server.run_dir, "state_dir": config.server.state_dir}}
 
 
-def test_a_record_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_of_the_table_changes_nothing(tmp_path: Path) -> None:
     config = make_config(tmp_path)
 
     def full(fresh: versions.VersionTable) -> None:
         raise OSError(28, "No space left on device")
 
-    instances = VersionCatalog(config, versions.initial(config), full)
+    catalog = VersionCatalog(config, versions.initial(config), full)
     with pytest.raises(StarlingError, match="No space left on device") as raised:
-        instances.begin(config.models[0], "c", "reload", 5.0)
+        catalog.begin(config.models[0], "c", "reload", 5.0)
     assert raised.value.code == "INSUFFICIENT_RESOURCES"
-    assert instances.version_table == versions.initial(config)
+    assert catalog.version_table == versions.initial(config)
 
 
-def test_a_new_version_takes_the_place_of_the_old_one_in_the_order(tmp_path: Path) -> None:
+def test_a_new_version_keeps_the_position_of_the_old_one(tmp_path: Path) -> None:
     config = resolve({"models": [{"name": "a", "path": "/a"}, {"name": "b", "path": "/b"}]}, {})
-    instances = VersionCatalog(config, versions.initial(config), lambda fresh: None)
-    new = instances.begin(config.models[0], "c", "reload", 5.0)
-    assert instances.names == ["a", "b"]
-    assert instances.switch(new.id) == ModelVersion(name="a", serial=0, settings=config.models[0])
-    assert instances.names == ["a", "b"]
-    assert [one.id for one in instances.versions("a")] == ["a@1", "a"]
-    instances.drop("a")
-    instances.retire("a@1", "d", 1.0)
-    assert (instances.names, instances.is_unloading("a"), instances.is_unloading("b")) == (["b"], True, False)
+    catalog = VersionCatalog(config, versions.initial(config), lambda fresh: None)
+    new = catalog.begin(config.models[0], "c", "reload", 5.0)
+    assert catalog.names == ["a", "b"]
+    assert catalog.switch(new.id) == ModelVersion(name="a", serial=0, settings=config.models[0])
+    assert catalog.names == ["a", "b"]
+    assert [one.id for one in catalog.versions("a")] == ["a@1", "a"]
+    catalog.drop("a")
+    catalog.retire("a@1", "d", 1.0)
+    assert (catalog.names, catalog.is_unloading("a"), catalog.is_unloading("b")) == (["b"], True, False)

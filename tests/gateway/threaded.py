@@ -1,4 +1,4 @@
-"""A scripted peer of the gateway: hubs on real sockets, turned in a thread."""
+"""A scripted peer of the gateway: hubs on real sockets, served by a thread."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pipeline.protocol.topology import EDGES
 
 
 class Threaded(threading.Thread, abc.ABC):
-    """`begin`, `hubs` and `turn` run in the thread; so does what is given to `do`, between two turns."""
+    """`begin`, `hubs` and `serve_round` run in the thread, and so do functions given to `do`, between two rounds."""
 
     def __init__(self, config: Config, pause_s: float) -> None:
-        """A turn comes at least every `pause_s`."""
+        """`pause_s`: longest time between two rounds."""
         super().__init__(daemon=True)
         self.config = config
         self._pause_s = pause_s
@@ -37,7 +37,7 @@ class Threaded(threading.Thread, abc.ABC):
     def hubs(self) -> list[Hub]: ...
 
     @abc.abstractmethod
-    def turn(self) -> None: ...
+    def serve_round(self) -> None: ...
 
     def do(self, function: Callable[[], Any]) -> Any:
         done: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -54,7 +54,7 @@ class Threaded(threading.Thread, abc.ABC):
         os.close(self._wake)
 
     def bind(self, edge: str, stage: str) -> Hub:
-        """A hub of a stage that has just been started."""
+        """Return the hub of a new process of a stage."""
         self._epoch += 1
         return Hub(
             EDGES[edge],
@@ -75,6 +75,6 @@ class Threaded(threading.Thread, abc.ABC):
             while not self._todo.empty():
                 function, done = self._todo.get()
                 done.put(function())
-            self.turn()
+            self.serve_round()
         for hub in self.hubs():
             hub.close(0)
