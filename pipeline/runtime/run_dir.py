@@ -87,8 +87,8 @@ class StageLock:
             holder = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             os.close(self._fd)
             raise ConfigError(
-                f"stage {stage} already runs in {run_dir} (pid {holder}): stop it first, or give "
-                f"this server another server.run_dir"
+                f"stage {stage} already runs in {run_dir} (pid {holder}): stop it first, or give this server "
+                f"its own server.run_dir and server.state_dir"
             ) from None
         os.ftruncate(self._fd, 0)
         # On a full disk the lock holds all the same; only the holder's pid is missing.
