@@ -17,7 +17,7 @@ from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ConfigError, ModelNotFound
 from shm.arena import Arena
 from shm.pages import KvGeometry
-from shm.step_ring import StepsGeometry, create_steps
+from shm.step_ring import create_steps
 from stages.gateway.admission.lengths import Bounds
 from stages.scheduler.core.engine import Engine
 from stages.scheduler.core.ring import Ring
@@ -50,11 +50,9 @@ def choose_model(
         if key in settings:
             raise ConfigError(f"{key} has no effect inside one process; leave it out", param=key)
     name = str(model)
-    is_file = isinstance(model, Path) or name.endswith(".gguf") or "://" in name
-    if is_file and not isinstance(model, Path) and "://" in name:
-        path = name
-    else:
-        path = str(Path(name).expanduser().absolute())
+    is_url = not isinstance(model, Path) and "://" in name
+    is_file = is_url or isinstance(model, Path) or name.endswith(".gguf")
+    path = name if is_url else str(Path(name).expanduser().absolute())
     if isinstance(config, Config):
         given = config
     else:
@@ -89,9 +87,7 @@ def assemble(config: Config, model: ModelConfig, weights: Model) -> Parts:
         run_ahead=False,  # nothing computes while the next step is composed
         prefix_cache=config.cache.enabled,
     )
-    steps_geometry = StepsGeometry(
-        settings.n_rows, settings.max_batch_size, settings.max_samples, context, -(-context // model.page_tokens) + 1
-    )
+    steps_geometry = settings.steps_geometry(context, model.page_tokens)
     kv_geometry = KvGeometry(hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, model.page_tokens, model.kv_type)
     ranks = model.ranks or len(os.sched_getaffinity(0))
     geometry = act.geometry_for(steps_geometry, hyper, scheduling.max_step_tokens, ranks)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from pipeline.protocol.messages import Acquire, Denied, Extend, Granted, KvReady, Release, Sampling, Submit
 from shm import step_ring as sh
-from shm.step_ring import StepsGeometry, blank_steps
+from shm.step_ring import blank_steps
 from stages.scheduler.core.engine import Engine
 from stages.scheduler.core.ring import Ring
 from stages.scheduler.core.settings import Settings
@@ -94,13 +94,7 @@ class Simulation:
         self._page_tokens, self._free_pages, self._total = page_tokens, pages, pages
         self._leased: dict[str, int] = {}
         self.engine = Engine(settings, 0.0, lambda name: (weights or {}).get(name, 1.0))
-        geometry = StepsGeometry(
-            settings.n_rows,
-            settings.max_batch_size,
-            settings.max_samples,
-            context,
-            -(-context // page_tokens) + 1,
-        )
+        geometry = settings.steps_geometry(context, page_tokens)
         self._steps = blank_steps(geometry)
         ring = self.engine.worker.ring = Ring(self._steps, geometry, 1)
         ring.start(1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shm.step_ring import StepsGeometry
+
 SPARE_SAMPLES = 64  # samples of a step for draft tokens, in addition to one for each sequence
 LATE_TENANT_ROWS = 8  # rows beyond twice the batch, so that a small batch has some as well
 
@@ -33,3 +35,8 @@ class Settings(NamedTuple):
     def max_samples(self) -> int:
         """Samples of one step."""
         return self.max_batch_size + SPARE_SAMPLES
+
+    def steps_geometry(self, context: int, page_tokens: int) -> StepsGeometry:
+        """Size of the step arena for sequences of up to `context` positions; a page table has one entry to spare."""
+        max_pages = -(-context // page_tokens) + 1
+        return StepsGeometry(self.n_rows, self.max_batch_size, self.max_samples, context, max_pages)

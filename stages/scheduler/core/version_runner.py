@@ -176,10 +176,7 @@ class VersionRunner:
 
     def _ensure_arena(self, ready: m.WorkerReady) -> bool:
         """Create the step arena that this checkpoint needs, unless it exists, and report a new one to kv."""
-        context, s = self._context(ready), self._settings
-        geometry = StepsGeometry(
-            s.n_rows, s.max_batch_size, s.max_samples, context, -(-context // self._page_tokens) + 1
-        )
+        geometry = self._settings.steps_geometry(self._context(ready), self._page_tokens)
         if self._arena is not None and geometry == self._geometry and ready.digest == self.digest:
             return True
         self.close()
