@@ -2,8 +2,8 @@
 
 There is one union of frames per edge and direction, and `FRAMES` maps an edge's name to its two unions;
 `topology.py` says which stage binds the edge and what happens when its queue is full.  Structs are
-`array_like`: fields are appended with a default, never reordered or removed.  Frames carry descriptors; tokens'
-logits, weights and KV pages stay in arenas.  This module does not use sockets.
+`array_like`: fields are appended with a default; removing or reordering one needs a new `PROTOCOL_VERSION`.
+Frames carry descriptors; logits, weights and KV pages stay in arenas.  This module does not use sockets.
 
 Ids: a *request* id is the public one (`req-...`, unique everywhere).  A *sequence* id is `request/choice`;
 a sequence is the unit of scheduling and leasing.

@@ -34,6 +34,8 @@ DOWN, READY, ATTACHED, IN_STEP = "down", "ready", "attached", "in step"
 
 
 class State(NamedTuple):
+    """One state of the machine."""
+
     scheduler_up: bool
     holds: tuple[frozenset[int], ...]  # by sequence: pages, in the scheduler's state
     wants_out: tuple[bool, ...]  # by sequence: cancelled or finished, to be released

@@ -37,6 +37,7 @@ MASK = (1 << 61) - 1
 
 
 def mix(state: int, value: int) -> int:
+    """The hash of a state and the next value."""
     return ((state ^ (value + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 + 0x1234567) & MASK
 
 
@@ -80,6 +81,7 @@ def submission(
     model: str = "m",
     **fields,
 ) -> Submit:
+    """A frame with a request of one sequence."""
     return Submit(
         sequence=name,
         request=name,
@@ -123,10 +125,12 @@ class Worker:
         self.in_batch: list[int] = []  # entries of each step done
 
     def attach(self, generation: int) -> None:
+        """Compute the steps of this generation from now on."""
         self.generation = generation
 
     @property
     def waiting(self) -> int:
+        """Published steps that are not acknowledged."""
         return int(self.s.control[sh.HEAD]) - int(self.s.control[sh.DONE])
 
     def step(self) -> bool:
@@ -212,6 +216,7 @@ class Kv:
         self.reconciled = False
 
     def ready(self) -> KvReady:
+        """The frame that reports the arena."""
         pages = self.pages
         return KvReady(
             self.model,
@@ -226,12 +231,14 @@ class Kv:
         )
 
     def check(self) -> None:
+        """Check that reference counts equal the leases."""
         leased = {p for pages in self.leases.values() for p in pages}
         assert leased == {p for p in range(self.pages.total) if self.refs[p]}
         for page in leased:
             assert self.refs[page] == sum(pages.count(page) for pages in self.leases.values())
 
     def handle(self, frame: Frame) -> Frame | None:
+        """Process a frame; returns the answer, if there is one."""
         answer = self._handle(frame)
         self.check()
         return answer
@@ -278,7 +285,7 @@ class Kv:
                 self.refs[page] -= 1
         return answer
 
-    def _grow(self, ask: int, lease: str, want: int, cached: int) -> Frame:
+    def _grow(self, request_id: int, lease: str, want: int, cached: int) -> Frame:
         pages = self.leases[lease]
         need = -(-want // self.pages.page_tokens) - len(pages)
         indexed = set(self.index.values())
@@ -286,14 +293,14 @@ class Kv:
         evictable = [(chain, p) for chain, p in self.index.items() if not self.refs[p]]
         if need > len(free) + len(evictable):
             fits = -(-want // self.pages.page_tokens) <= self.pages.total
-            return Denied(ask, lease, fits, need, len(free) + len(evictable), self.pages.total, self.model)
+            return Denied(request_id, lease, fits, need, len(free) + len(evictable), self.pages.total, self.model)
         for chain, page in evictable[: max(0, need - len(free))]:
             del self.index[chain]
             free.append(page)
         for page in free[: max(0, need)]:
             self.refs[page] += 1
             pages.append(page)
-        return Granted(ask, lease, tuple(pages), cached, self.model)
+        return Granted(request_id, lease, tuple(pages), cached, self.model)
 
     def _index(self, lease: str, n_tokens: int) -> None:
         size = self.pages.page_tokens

@@ -27,6 +27,7 @@ CONTEXT = 400
 
 
 def main(run_dir: str, model: str, digest: str, poison: int, stall: int) -> None:
+    """Connect to the scheduler and compute steps until the process is killed."""
     address = f"ipc://{run_dir}/scheduler-worker.sock"
     link = Link(EDGES["scheduler-worker"], address, f"worker:{model}", heartbeat_ms=50)
     me = (os.getpid(), process_ticks(os.getpid()))

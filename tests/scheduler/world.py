@@ -23,6 +23,8 @@ GATEWAY = b"gateway"
 
 
 class World:
+    """One engine, worker and kv; frames are delivered when the test says so."""
+
     def __init__(
         self,
         *,
@@ -58,7 +60,6 @@ class World:
         self.ends: dict[str, str] = {}
         self.errors: dict[str, str] = {}
         self.cancelled: set[str] = set()
-        self.frames = 0
         self.attach()
         self.kv_up()
 
@@ -73,21 +74,25 @@ class World:
     # -------------------------------------------------------------- events
 
     def attach(self) -> None:
+        """Attach a worker with a new generation."""
         self.generation += 1
         self.ring.start(self.generation)
         self.worker.attach(self.generation)
         self.engine.attach(self.context, VOCAB)
 
     def kv_up(self) -> None:
+        """kv reports its arena."""
         self.engine.kv_ready(self.kv.ready())
 
     def submit(self, frame: Submit) -> None:
+        """Submit a sequence, for the first time or again."""
         if frame.sequence not in self.submitted:
             self.submitted[frame.sequence] = frame
             self.tokens[frame.sequence] = []
         self.engine.submissions.submit(GATEWAY, frame, self.now)
 
     def cancel(self, name: str) -> None:
+        """Cancel a sequence."""
         self.cancelled.add(name)
         self.engine.submissions.cancel(Cancel(name))
 
@@ -143,6 +148,7 @@ class World:
                 self.engine.kv_ready(frame)
 
     def advance(self, seconds: float) -> None:
+        """Let time pass; then the engine ticks and repeats denied requests."""
         self.now += seconds
         self.engine.tick(self.now)
         self.engine.pages.retry()
@@ -172,6 +178,7 @@ class World:
         self.engine.outbox.rejected.clear()
 
     def check_bounds(self) -> None:
+        """Check the invariants of rows, positions, queues and published steps."""
         engine, table = self.engine, self.engine.table
         pacing, unacknowledged = engine.steps.pacing, engine.steps.unacknowledged
         steps = [step for step in unacknowledged if step.entries]
