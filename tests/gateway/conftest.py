@@ -1,4 +1,4 @@
-"""One gateway process for a module's tests; tests that stop, starve or configure it make their own."""
+"""One gateway process for the tests of a module; tests that stop or configure it start their own."""
 
 from __future__ import annotations
 

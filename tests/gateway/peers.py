@@ -80,7 +80,7 @@ def make_tokenizer() -> TokenizerService:
     return TokenizerService(load)
 
 
-def make_pieces() -> TokenBytes:
+def make_token_bytes() -> TokenBytes:
     described = make_tokenizer().reply(m.Describe("", MODEL))
     assert isinstance(described, m.Described)
     pieces = TokenBytes()

@@ -1,4 +1,4 @@
-"""A real gateway process between scripted peers on real sockets, and a small HTTP client for it."""
+"""A gateway process between scripted peers on real sockets, and a small HTTP client for it."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Server:
         self._reader.start()
 
     def kill_and_restart(self) -> None:
-        """SIGKILL and a successor, as a supervisor would have it; on another port."""
+        """Kill the gateway and start a successor, as a supervisor does; on another port."""
         self.process.kill()
         self.process.wait()
         self._reader.join()
@@ -193,7 +193,7 @@ class Server:
         self.wait_log("ready")
 
     def close(self) -> int:
-        """Stop orderly; the exit code."""
+        """Send SIGTERM. Returns the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(20)
@@ -209,7 +209,7 @@ class Server:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
 
     def request(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
-        """`body`: bytes as they are, anything else as JSON."""
+        """Send a request. `body`: bytes are sent as they are, anything else as JSON."""
         connection = self.connect()
         try:
             data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
@@ -230,7 +230,7 @@ class Server:
         return Stream(self, path, {**body, "stream": True}, headers)
 
     def resume(self, path: str, headers: dict[str, str] | None = None) -> Stream:
-        """GET of a stream."""
+        """Resume a stream with GET."""
         return Stream(self, path, None, headers)
 
 
@@ -244,7 +244,7 @@ class Stream:
         else:
             kind = {"Content-Type": "application/json", **(headers or {})}
             self._connection.request("POST", path, json.dumps(body).encode(), kind)
-        sock = self._connection.sock  # before the response: `Connection: close` would take it away
+        sock = self._connection.sock  # before the response: with `Connection: close` the attribute is cleared
         assert isinstance(sock, socket.socket)
         self.sock = sock
         self.response = self._connection.getresponse()
@@ -255,7 +255,7 @@ class Stream:
         assert self.response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
 
     def events(self) -> Iterator[Event]:
-        """Until the stream ends."""
+        """The events until the stream ends."""
         where = ""
         while line := self.response.readline():
             name, _, value = line.decode().rstrip("\n").partition(": ")

@@ -1,4 +1,4 @@
-"""The journal: what stands before the damage is believed, what comes after it never is."""
+"""The journal: records before a damaged one are recovered, records after it never are."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def expected(records: list[RequestSpec | RequestEnd]) -> dict[str, RequestEnd | 
 
 
 def play(target: Journal, actions: list[tuple[str, int]]) -> list[RequestSpec | RequestEnd]:
-    """What was written, in order."""
+    """Perform the actions. Returns the records that were written, in order."""
     written: list[RequestSpec | RequestEnd] = []
     live: set[str] = set()
     for action, number in actions:
@@ -59,7 +59,7 @@ def play(target: Journal, actions: list[tuple[str, int]]) -> list[RequestSpec | 
 
 @settings(deadline=None, max_examples=60)
 @given(Actions, st.data())
-def test_a_crash_at_any_byte_loses_only_what_was_being_written(
+def test_a_crash_at_any_byte_loses_only_the_record_that_was_being_written(
     actions: list[tuple[str, int]], data: st.DataObject
 ) -> None:
     with TemporaryDirectory() as name:
@@ -75,12 +75,12 @@ def test_a_crash_at_any_byte_loses_only_what_was_being_written(
         target.path.write_bytes(raw[:cut] + rest)
         whole = sum(end <= cut for end in ends) - 1
         assert recovered(directory) == expected(written[: max(0, whole)])
-        assert recovered(directory) == expected(written[: max(0, whole)])  # it was made whole
+        assert recovered(directory) == expected(written[: max(0, whole)])  # the first start repaired the file
 
 
 @settings(deadline=None, max_examples=60)
 @given(Actions.filter(lambda a: any(kind == "open" for kind, _ in a)), st.data())
-def test_a_flipped_bit_is_never_believed(actions: list[tuple[str, int]], data: st.DataObject) -> None:
+def test_a_record_with_a_flipped_bit_is_dropped(actions: list[tuple[str, int]], data: st.DataObject) -> None:
     with TemporaryDirectory() as name:
         directory = Path(name)
         target = open_journal(directory)
@@ -94,7 +94,7 @@ def test_a_flipped_bit_is_never_believed(actions: list[tuple[str, int]], data: s
         assert recovered(directory) == expected(written[: max(0, sum(end <= at for end in ends) - 1)])
 
 
-def test_the_file_keeps_its_bound_and_the_living(tmp_path: Path) -> None:
+def test_the_file_stays_within_its_bound_and_keeps_requests_in_flight(tmp_path: Path) -> None:
     target = open_journal(tmp_path, max_bytes=8192)
     assert target.open(make_spec("req-0"))
     for number in range(1, 200):
@@ -106,7 +106,7 @@ def test_the_file_keeps_its_bound_and_the_living(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
-def test_what_does_not_fit_goes_on_without_it(tmp_path: Path) -> None:
+def test_requests_that_do_not_fit_are_counted_and_continue(tmp_path: Path) -> None:
     target = open_journal(tmp_path, max_bytes=4096)
     taken = [number for number in range(100) if target.open(make_spec(f"req-{number}"))]
     assert 0 < len(taken) < 100
@@ -118,7 +118,7 @@ def test_what_does_not_fit_goes_on_without_it(tmp_path: Path) -> None:
     assert recovered(tmp_path) == {"req-7": None}
 
 
-def test_ended_requests_are_kept_for_their_time(tmp_path: Path) -> None:
+def test_ended_requests_expire(tmp_path: Path) -> None:
     target = open_journal(tmp_path)
     target.open(make_spec("req-a"))
     target.end(RequestEnd("req-a", NOW), is_kept=True)
@@ -127,7 +127,7 @@ def test_ended_requests_are_kept_for_their_time(tmp_path: Path) -> None:
     assert recovered(tmp_path, lambda: NOW + KEEP_S + 1) == {}
 
 
-def test_a_full_disk_is_not_fatal_and_leaves_no_half_record(
+def test_a_full_disk_is_not_fatal_and_leaves_no_partial_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = open_journal(tmp_path)
@@ -154,7 +154,7 @@ def test_a_full_disk_is_not_fatal_and_leaves_no_half_record(
     assert set(recovered(tmp_path)) == {"req-a", "req-c"}
 
 
-def test_a_planned_fault_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_injected_disk_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STARLING_FAULTS", "disk:enospc@journal")
     target = open_journal(tmp_path)
     assert not target.open(make_spec("req-a"))
@@ -162,7 +162,7 @@ def test_a_planned_fault_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert recovered(tmp_path) == {}
 
 
-def test_a_rewriting_that_was_cut_short_is_not_looked_at(tmp_path: Path) -> None:
+def test_an_interrupted_rewrite_is_ignored(tmp_path: Path) -> None:
     target = open_journal(tmp_path)
     target.open(make_spec("req-a"))
     target.close()

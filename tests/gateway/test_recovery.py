@@ -1,4 +1,4 @@
-"""Streams taken up again: wherever they broke, before and after together are the undisturbed stream."""
+"""Resumed streams: the parts before and after any interruption together equal the uninterrupted stream."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CASES = [
 
 
 def joined(events: list[Event]) -> str:
-    """All that a client is owed, whatever the grouping of tokens into events."""
+    """The content of a stream, independent of how tokens were grouped into events."""
     assert events[-1].data == "[DONE]"
     choices: dict[int, dict[str, Any]] = {}
     rest: list[Any] = []
@@ -63,7 +63,7 @@ def joined(events: list[Event]) -> str:
 
 
 def cut(stream: Any, count: int) -> list[Event]:
-    """The first events; then the connection is lost."""
+    """Read the first events, then close the connection."""
     events: Iterator[Event] = stream.events()
     first = [next(events) for _ in range(count)]
     stream.sock.shutdown(socket.SHUT_RDWR)
@@ -72,14 +72,14 @@ def cut(stream: Any, count: int) -> list[Event]:
 
 
 @pytest.mark.parametrize(("path", "body"), CASES)
-def test_an_ended_stream_is_taken_up_at_every_event(server: Server, path: str, body: Any) -> None:
+def test_an_ended_stream_is_resumed_at_every_event(server: Server, path: str, body: Any) -> None:
     whole = server.stream(path, body).all()
     expected = joined(whole)
     request_id = whole[-1].id.partition(":")[0]
     ids = [event.id for event in whole[:-1]]
     for count in range(len(whole) - 1):
         if not ids[count]:
-            continue  # of several first events only the last one has an id
+            continue  # of the events before the first text only the last one has an id
         rest = server.resume(f"/v1/requests/{request_id}", {"Last-Event-ID": ids[count]}).all()
         assert joined(whole[: count + 1] + rest) == expected, ids[count]
     assert joined(server.resume(f"/v1/requests/{request_id}").all()) == expected
@@ -96,7 +96,7 @@ def test_a_stream_outlives_the_gateway(make_server: MakeServer, path: str, body:
     events = stream.events()
     begun = [next(events) for _ in range(7)]
     peers.do(lambda: setattr(peers, "is_stepping", False))
-    peers.do(lambda: setattr(peers, "tokens_per_step", 7))  # other events from here on
+    peers.do(lambda: setattr(peers, "tokens_per_step", 7))  # so that tokens are grouped differently from here on
     server.kill_and_restart()
     stream.close()
     peers.do(peers.kill_scheduler)
@@ -105,13 +105,13 @@ def test_a_stream_outlives_the_gateway(make_server: MakeServer, path: str, body:
     request_id = begun[-1].id.partition(":")[0]
     rest = server.resume(f"/v1/requests/{request_id}", {"Last-Event-ID": begun[-1].id}).all()
     assert joined(begun + rest) == expected
-    # It has ended, and a gateway dies before its client has read the end.
+    # The request has ended, and the gateway is killed before its client has read the end.
     server.kill_and_restart()
     rest = server.resume(f"/v1/requests/{request_id}", {"Last-Event-ID": begun[-1].id}).all()
     assert joined(begun + rest) == expected
 
 
-def test_a_whole_answer_outlives_the_gateway(make_server: MakeServer) -> None:
+def test_a_whole_response_outlives_the_gateway(make_server: MakeServer) -> None:
     server = make_server()
     server.wait_ready()
     expected = server.post("/v1/generate", GENERATE)
@@ -122,7 +122,7 @@ def test_a_whole_answer_outlives_the_gateway(make_server: MakeServer) -> None:
     assert again.json["id"] == request_id
 
 
-def test_only_its_tenant_may_read_a_request(make_server: MakeServer) -> None:
+def test_a_request_can_be_read_only_by_its_tenant(make_server: MakeServer) -> None:
     keys = [{"key": f"sk-{name}", "tenant": name} for name in ("mine", "other")]
     mine, other = ({"Authorization": f"Bearer {key['key']}"} for key in keys)
     server = make_server(auth={"api_keys": keys})
@@ -137,7 +137,7 @@ def test_only_its_tenant_may_read_a_request(make_server: MakeServer) -> None:
         server.kill_and_restart()
 
 
-def test_another_reader_keeps_a_request_alive(server: Server) -> None:
+def test_a_request_continues_while_it_has_another_reader(server: Server) -> None:
     body = {**GENERATE, "max_tokens": 290}
     expected = joined(server.stream("/v1/generate", body).all())
     first = server.stream("/v1/generate", body)
@@ -150,7 +150,7 @@ def test_another_reader_keeps_a_request_alive(server: Server) -> None:
     assert joined(also + second.all()) == expected
 
 
-def test_a_stream_that_its_only_client_left_is_gone(server: Server) -> None:
+def test_a_request_without_a_reader_is_cancelled(server: Server) -> None:
     generator = server.peers.generator
     begun = cut(server.stream("/v1/generate", {**GENERATE, "max_tokens": 290}), 3)
     request_id = begun[0].id.partition(":")[0]
@@ -160,12 +160,12 @@ def test_a_stream_that_its_only_client_left_is_gone(server: Server) -> None:
 
 
 @pytest.mark.parametrize("given", ["x", "req-1", "req-0a:", "req-0a:1x", "req-0a:1.", "req-0a:-1"])
-def test_what_is_no_events_id_is_refused(server: Server, given: str) -> None:
+def test_an_invalid_event_id_is_rejected(server: Server, given: str) -> None:
     answer = server.get("/v1/requests/req-0a", {"Last-Event-ID": given})
     assert (answer.status, answer.error["param"]) == (400, "Last-Event-ID")
 
 
-def test_an_id_of_another_shape_or_place_is_refused(server: Server) -> None:
+def test_an_event_id_of_another_endpoint_or_number_of_choices_is_rejected(server: Server) -> None:
     request_id = server.post("/v1/generate", GENERATE).headers["X-Request-Id"]
     for path, mark in ((request_id, f"{request_id}:1"), ("req-0a", f"{request_id}:1.1")):
         answer = server.get(f"/v1/requests/{path}", {"Last-Event-ID": mark})

@@ -1,4 +1,4 @@
-"""What a gateway's successor does with what it finds in the journal; by a clock of the test's own."""
+"""What a gateway does with the requests that it finds in the journal. The clock belongs to the test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INSTANCES = VersionCatalog(_CONFIG, initial(_CONFIG), lambda version_table: None
 
 
 class World:
-    """A gateway without sockets; `restart` is another one over the same directory."""
+    """A gateway without sockets; `restart` replaces it by a successor with the same directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -104,27 +104,27 @@ async def test_a_successor_submits_what_its_predecessor_had_submitted(world: Wor
         }
 
 
-async def test_what_cannot_be_the_same_answer_ends_with_an_error(world: World) -> None:
+async def test_a_request_whose_answer_would_differ_fails(world: World) -> None:
     world.open()
     world.open("req-2", "gone")
     world.restart()
     other = {MODEL: m.Described("", MODEL, "cd" * 32, 258, 4096, (256,), True)}
-    watch = CatchUpWaiter(world.find(), None)
-    world.readers.join(world.find(), watch)
+    waiter = CatchUpWaiter(world.find(), None)
+    world.readers.join(world.find(), waiter)
     await world.tick(described=other)
     for name, code in (("req-1", "CONFLICT"), ("req-2", "MODEL_NOT_FOUND")):
         error = world.find(name).error
         assert error is not None
         assert error.code == code
-    assert watch.over.done()
+    assert waiter.over.done()
     assert world.sent == []
-    world.restart()  # the error is what it ended with
+    world.restart()  # the successor returns the recorded error
     error = world.find().error
     assert error is not None
     assert error.code == "CONFLICT"
 
 
-async def test_a_request_whose_time_is_over_is_not_begun(world: World) -> None:
+async def test_a_request_past_its_deadline_is_not_submitted(world: World) -> None:
     world.open()
     world.restart(after_s=301)
     await world.tick()
@@ -134,17 +134,17 @@ async def test_a_request_whose_time_is_over_is_not_begun(world: World) -> None:
     assert world.sent == []
 
 
-async def test_what_nobody_takes_up_is_cancelled(world: World) -> None:
+async def test_a_recovered_request_without_a_reader_is_cancelled(world: World) -> None:
     world.open()
     world.restart()
     await world.tick()
     await world.tick(CLAIM_S - 1)
     request = world.find()
-    watch = CatchUpWaiter(request, None)
-    world.readers.join(request, watch)
+    waiter = CatchUpWaiter(request, None)
+    world.readers.join(request, waiter)
     await world.tick(CLAIM_S)
     assert request.outcome is Outcome.OPEN
-    world.readers.leave(request, watch)  # its client is lost again
+    world.readers.leave(request, waiter)  # the client disconnects again
     await world.tick(CLAIM_S - 1)
     assert request.outcome is Outcome.OPEN
     await world.tick(1)
@@ -155,7 +155,7 @@ async def test_what_nobody_takes_up_is_cancelled(world: World) -> None:
     assert world.recovery.find("req-1", "mine") is None
 
 
-async def test_ended_requests_are_kept_for_a_time_and_up_to_a_number(world: World) -> None:
+async def test_ended_requests_expire_and_are_bounded_in_number(world: World) -> None:
     for number in range(MAX_ENDED + 5):
         request = world.open(f"req-{number}")
         request.sink = None
@@ -166,10 +166,10 @@ async def test_ended_requests_are_kept_for_a_time_and_up_to_a_number(world: Worl
     assert world.recovery.find("req-5", "mine") is None
 
 
-async def test_a_client_that_leaves_cancels_what_was_not_recovered(world: World) -> None:
+async def test_a_disconnect_cancels_a_request_that_was_not_recovered(world: World) -> None:
     request = world.open()
-    request.sink = watch = CatchUpWaiter(request, None)
-    world.readers.leave(request, watch)
+    request.sink = waiter = CatchUpWaiter(request, None)
+    world.readers.leave(request, waiter)
     assert request.outcome is Outcome.ABANDONED
 
 

@@ -1,4 +1,4 @@
-"""Whatever dies whenever: the text is the undisturbed one, and every request ends exactly once."""
+"""The relay: crashes and lost frames change no character of the text, and every request ends exactly once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pipeline.protocol import messages as m
 from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.relay import OVERTIME_S, RESUBMIT_AFTER_S, Relay
 from stages.gateway.requests.state import Outcome, RequestState, SequencePhase, SequenceState
-from tests.gateway.peers import EOS, MODEL, Generator, make_pieces, output, text_of
+from tests.gateway.peers import EOS, MODEL, Generator, make_token_bytes, output, text_of
 from tests.gateway.request_states import make_state
 
-PIECES = make_pieces()
+VOCABULARY = make_token_bytes()
 
 
 class Recorder:
-    """A sink that checks order as it goes."""
+    """A sink that checks the order of calls."""
 
     def __init__(self) -> None:
         self.pieces: dict[int, list[str]] = {}
@@ -55,7 +55,7 @@ class Recorder:
 
 
 class World:
-    """The relay between two peers, with queues that a test empties, cuts and loses."""
+    """The relay and a scheduler, connected by queues from which a test can drop frames."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -64,7 +64,7 @@ class World:
         self.scheduler_is_up = True
         self.ended: list[RequestState] = []
         self.relay = Relay(self._to_scheduler, lambda: self.now, self.ended.append)
-        self.relay.vocabularies[MODEL] = PIECES
+        self.relay.vocabularies[MODEL] = VOCABULARY
 
     def _to_scheduler(self, frame: m.Frame) -> bool:
         if self.scheduler_is_up:
@@ -93,7 +93,7 @@ class World:
         self.relay.open(request)
         return request
 
-    # What may happen, one at a time.
+    # Events that the test applies one at a time.
 
     def scheduler_reads(self) -> None:
         while self.to_scheduler:
@@ -121,7 +121,7 @@ class World:
     def frame_of_scheduler_is_lost(self) -> None:
         if self.generator.outbox and isinstance(self.generator.outbox[0], m.Tokens):
             lost = self.generator.outbox.pop(0)
-            # A terminal event that is lost with nothing after it is found by the deadline alone.
+            # Only the deadline reveals the loss of a last frame, so the finish is kept.
             kept = [s for s in lost.sequences if s.finish]
             if kept:
                 self.generator.outbox.insert(0, m.Tokens(lost.model, lost.step, kept))
@@ -131,7 +131,7 @@ class World:
             self.relay.on_tokens(self.generator.outbox[0])
 
     def steps_come_in_one_frame(self) -> None:
-        """A scheduler that has two steps to tell sends one frame, and names a sequence twice in it."""
+        """The scheduler merges two steps into one frame, which then names a sequence twice."""
         box = self.generator.outbox
         if len(box) > 1 and isinstance(box[0], m.Tokens) and isinstance(box[1], m.Tokens):
             first, second = box.pop(0), box.pop(0)
@@ -191,7 +191,7 @@ def check_finished(request: RequestState) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, len(ACTIONS) - 1), max_size=150), st.integers(1, 60))
-def test_recoveries_in_any_order_do_not_change_a_character(actions: list[int], max_tokens: int) -> None:
+def test_recoveries_in_any_order_change_no_character(actions: list[int], max_tokens: int) -> None:
     world = World()
     requests = [
         world.request("plain", max_tokens=max_tokens),
@@ -212,7 +212,7 @@ def test_recoveries_in_any_order_do_not_change_a_character(actions: list[int], m
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, len(ACTIONS)), max_size=80), st.integers(0, 2))
-def test_an_abandoned_or_overdue_request_ends_once_and_leaves_nothing(actions: list[int], how: int) -> None:
+def test_an_abandoned_or_late_request_ends_once_and_leaves_nothing(actions: list[int], how: int) -> None:
     world = World()
     request = world.request("first", n=2, deadline=5.0)
     other = world.request("second")
@@ -252,7 +252,7 @@ def test_a_stop_string_cancels_past_its_last_token() -> None:
     assert sequence.stop_string == "ging"
 
 
-def test_a_missing_frame_is_asked_for_at_most_once_a_second() -> None:
+def test_a_gap_causes_at_most_one_submission_a_second() -> None:
     world = World()
     world.request("gap")
     world.scheduler_reads()
@@ -270,7 +270,7 @@ def test_a_missing_frame_is_asked_for_at_most_once_a_second() -> None:
     check_finished(world.ended[0])
 
 
-def test_a_resubmission_carries_what_was_delivered_and_what_is_left_of_the_time() -> None:
+def test_a_resubmission_has_the_delivered_tokens_and_the_remaining_time() -> None:
     world = World()
     request = world.request("again", deadline=60.0)
     world.scheduler_reads()
@@ -289,7 +289,7 @@ def test_a_resubmission_carries_what_was_delivered_and_what_is_left_of_the_time(
     assert request.cached_tokens == 3
 
 
-def test_the_end_that_died_with_the_scheduler_is_known_from_the_tokens() -> None:
+def test_a_finish_reason_lost_with_the_scheduler_follows_from_the_tokens() -> None:
     world = World()
     request = world.request("short", max_tokens=3)
     world.scheduler_reads()
@@ -304,7 +304,7 @@ def test_the_end_that_died_with_the_scheduler_is_known_from_the_tokens() -> None
     check_finished(request)
 
 
-def test_a_new_request_that_is_rejected_fails_and_its_siblings_are_cancelled() -> None:
+def test_a_rejected_new_request_fails_and_its_other_sequences_are_cancelled() -> None:
     world = World()
     world.generator.refuse = lambda frame: (
         m.Rejected(frame.sequence, "OVERLOADED", "full", "", 3.0) if frame.choice == 1 else None
@@ -320,7 +320,7 @@ def test_a_new_request_that_is_rejected_fails_and_its_siblings_are_cancelled() -
     assert request.sink.terminal == [request.error]
 
 
-def test_a_running_request_that_is_rejected_after_a_restart_waits_for_its_place() -> None:
+def test_a_running_request_that_is_rejected_after_a_restart_is_submitted_again() -> None:
     world = World()
     request = world.request("running")
     world.scheduler_reads()
@@ -340,7 +340,7 @@ def test_a_running_request_that_is_rejected_after_a_restart_waits_for_its_place(
     check_finished(request)
 
 
-def test_a_sequence_named_twice_in_a_frame_is_shown_once() -> None:
+def test_a_sequence_named_twice_in_a_frame_is_emitted_once() -> None:
     world = World()
     request = world.request("r")
     world.scheduler_reads()
@@ -354,7 +354,7 @@ def test_a_sequence_named_twice_in_a_frame_is_shown_once() -> None:
     check_finished(request)
 
 
-def test_a_long_text_is_not_kept_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_stored_in_few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stages.gateway.requests.relay.MAX_TEXT_PARTS", 4)
     world = World()
     request = world.request("long", max_tokens=100)
@@ -363,7 +363,7 @@ def test_a_long_text_is_not_kept_token_by_token(monkeypatch: pytest.MonkeyPatch)
     assert len(request.sequences[0].text) < 4 < len(request.sequences[0].tokens)
 
 
-def test_a_request_whose_vocabulary_is_not_known_fails() -> None:
+def test_a_request_whose_vocabulary_is_not_loaded_fails() -> None:
     world = World()
     request = world.request("broken", n=2)
     del world.relay.vocabularies[MODEL]
@@ -387,8 +387,8 @@ def test_errors_and_timeouts_of_the_scheduler_are_terminal() -> None:
         assert len(request.sink.terminal) == 1
 
 
-def test_the_scheduler_has_the_first_word_on_a_request_that_is_over_its_time() -> None:
-    """It has the same deadline: ended by both at once, the request would be counted as cancelled there."""
+def test_the_scheduler_ends_a_late_request_before_the_gateway_does() -> None:
+    """Both have the same deadline. If both ended it at once, the scheduler would count it as cancelled."""
     world = World()
     request = world.request("late", deadline=5.0)
     world.now = 5.0 + 0.5 * OVERTIME_S
@@ -408,7 +408,7 @@ def test_the_scheduler_has_the_first_word_on_a_request_that_is_over_its_time() -
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), stop=st.sampled_from([(), ("e",), ("ab", "the"), ("zzzz",)]), logprobs=st.sampled_from([-1, 2]))
-def test_a_reader_sees_the_same_events_however_many_tokens_come_at_once(data, stop, logprobs):
+def test_events_do_not_depend_on_how_tokens_are_grouped(data, stop, logprobs):
     calls = []
     for is_grouped in (False, True):
         world = World()

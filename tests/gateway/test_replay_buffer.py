@@ -1,4 +1,4 @@
-"""What is kept for readers: within its bounds whatever comes, and the same bytes as when it ended."""
+"""The replay buffer: it stays within its bounds, and an answer has the same bytes as when the request ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stages.gateway.requests.spec import RequestSpec
 from stages.gateway.requests.state import Outcome, RequestState, SequencePhase, SequenceState
 from tests.gateway.journal_records import make_spec as make_journal_spec
 from tests.gateway.journal_records import open_journal, recovered
-from tests.gateway.peers import Generator, make_pieces
+from tests.gateway.peers import Generator, make_token_bytes
 from tests.gateway.request_states import make_state
 
 BYTES = {token: bytes([token]) for token in range(256)}
@@ -52,7 +52,7 @@ def generation_of(endpoint: str, n: int, logprobs: int) -> GenerationRequest:
 
 @st.composite
 def requests(draw: st.DrawFn) -> RequestState:
-    """One that has ended, with tokens past its text, or in the middle of it by an error."""
+    """A request that finished, or failed in the middle of its text."""
     endpoint = draw(st.sampled_from(sorted(FORMATTERS)))
     n, top = draw(st.integers(1, 3)), draw(st.integers(0, 3))
     request = make_state(
@@ -92,7 +92,7 @@ def requests(draw: st.DrawFn) -> RequestState:
 
 
 class Wire:
-    """Takes what a stream writes."""
+    """A transport that stores what a stream writes."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -107,28 +107,28 @@ class Wire:
         return 0
 
 
-def told(request: RequestState, mark: EventCursor | None) -> bytes:
-    """What a reader gets that takes it up at `mark`."""
+def resumed(request: RequestState, cursor: EventCursor | None) -> bytes:
+    """The bytes that a client receives which resumes at `cursor`."""
     stream = EventStream(request, FORMATTERS[request.spec.generation.endpoint](request, BYTES), lambda reason: None)
-    received = [place.tokens for place in mark.choices] if mark is not None else []
+    received = [place.tokens for place in cursor.choices] if cursor is not None else []
     wire = Wire()
-    stream.resume(request, mark.choices if mark is not None else (), received)
+    stream.resume(request, cursor.choices if cursor is not None else (), received)
     stream.attach(wire, is_chunked=False)  # type: ignore[arg-type]
     if stream.begun.done() and stream.begun.exception() is not None:
         return repr(stream.begun.exception()).encode()
     return wire.data
 
 
-async def test_the_answer_is_the_same() -> None:
+async def test_a_restored_request_gives_the_same_bytes() -> None:
     @settings(deadline=None, max_examples=150)
     @given(requests(), st.data())
     def check(request: RequestState, data: st.DataObject) -> None:
-        kept = ReplayBuffer(lambda: 0.0)
-        assert kept.put(request)
-        found = kept.find(request.id)
+        buffer = ReplayBuffer(lambda: 0.0)
+        assert buffer.put(request)
+        found = buffer.find(request.id)
         assert found is not None
         assert found is not request
-        marks: list[EventCursor | None] = [None]
+        cursors: list[EventCursor | None] = [None]
         places = tuple(
             ChoiceCursor(
                 data.draw(st.integers(0, s.n_emitted)),
@@ -136,9 +136,9 @@ async def test_the_answer_is_the_same() -> None:
             )
             for s in request.sequences
         )
-        marks.append(EventCursor(request.id, places))
-        for mark in marks:
-            assert told(found, mark) == told(request, mark)
+        cursors.append(EventCursor(request.id, places))
+        for cursor in cursors:
+            assert resumed(found, cursor) == resumed(request, cursor)
         formatter = FORMATTERS[request.spec.generation.endpoint]
         assert formatter(found, BYTES).whole_response() == formatter(request, BYTES).whole_response()
         for name in (
@@ -162,43 +162,45 @@ async def test_the_answer_is_the_same() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(requests(), max_size=30), st.integers(1, 5000), st.integers(1, 8))
-def test_the_bounds_hold_and_the_oldest_go_first(several: list[RequestState], max_bytes: int, most: int) -> None:
-    kept = ReplayBuffer(lambda: 0.0, max_bytes, most)
+def test_the_bounds_hold_and_the_oldest_entries_are_dropped_first(
+    several: list[RequestState], max_bytes: int, most: int
+) -> None:
+    buffer = ReplayBuffer(lambda: 0.0, max_bytes, most)
     model: dict[str, int] = {}
     for request in several:
         size = len(to_record(request)) + ENTRY_BYTES
         model.pop(request.id, None)
-        assert kept.put(request) == (size <= max_bytes)
+        assert buffer.put(request) == (size <= max_bytes)
         if size <= max_bytes:
             model[request.id] = size
             while len(model) > most or sum(model.values()) > max_bytes:
                 del model[next(iter(model))]
-        assert kept.bytes == sum(model.values()) <= max_bytes
-        assert len(kept) == len(model) <= most
-        assert [name for name in (r.id for r in several) if kept.find(name) is None] == [
+        assert buffer.bytes == sum(model.values()) <= max_bytes
+        assert len(buffer) == len(model) <= most
+        assert [name for name in (r.id for r in several) if buffer.find(name) is None] == [
             r.id for r in several if r.id not in model
         ]
 
 
-def test_those_who_read_at_the_same_time_read_the_same_one() -> None:
+def test_concurrent_readers_share_one_restored_request() -> None:
     now = [0.0]
-    kept = ReplayBuffer(lambda: now[0])
+    buffer = ReplayBuffer(lambda: now[0])
     request = make_state("req-1", generation_of("generate", 1, 0))
     request.sequences[0].move(SequencePhase.FAILED)
     request.end(Outcome.FINISHED)
-    kept.put(request)
-    first = kept.find("req-1")
-    assert first is kept.find("req-1")
+    buffer.put(request)
+    first = buffer.find("req-1")
+    assert first is buffer.find("req-1")
     now[0] = KEEP_S
-    kept.expire()
-    assert (kept.find("req-1"), len(kept), kept.bytes) == (None, 0, 0)
+    buffer.expire()
+    assert (buffer.find("req-1"), len(buffer), buffer.bytes) == (None, 0, 0)
 
 
-PIECES = make_pieces()
+VOCABULARY = make_token_bytes()
 
 
 class Life:
-    """Requests from their opening to whatever end, through journal, relay and recovery."""
+    """Requests from start to end, through journal, relay and recovery."""
 
     def __init__(self, directory: Path) -> None:
         self.now = 0.0
@@ -208,14 +210,14 @@ class Life:
         self.readers = Readers(self.relay, lambda: self.now)
         self.recovery = Recovery(self.relay, self.readers, self.journal, lambda: self.now, lambda: 1e9 + self.now, 300)
         self._number = 0
-        self.relay.vocabularies["bytes"] = PIECES
+        self.relay.vocabularies["bytes"] = VOCABULARY
 
     def _submit(self, frame: Any) -> bool:
         self.generator.receive(frame)
         return True
 
     def live(self, end: str) -> None:
-        """One more request."""
+        """Run one request to its end. `end`: how it ends."""
         self._number += 1
         request = make_state(
             f"req-{self._number:x}",
@@ -226,7 +228,7 @@ class Life:
             max_tokens=8,
             sampling=Sampling(seed=self._number, logprobs=2),
         )
-        reader = EventStream(request, generate.GenerateFormatter(request, PIECES), lambda reason: None)
+        reader = EventStream(request, generate.GenerateFormatter(request, VOCABULARY), lambda reason: None)
         request.sink = reader
         self.recovery.record_start(request.spec)
         self.relay.open(request)
@@ -264,8 +266,8 @@ class Life:
 ENDS = ("finished", "abandoned", "failed", "taken over", "scheduler lost")
 
 
-async def test_thousands_of_requests_leave_nothing(tmp_path: Path) -> None:
-    """Not even for the collector, which comes late where most of what lives stands for ever."""
+async def test_thousands_of_requests_leave_no_objects(tmp_path: Path) -> None:
+    """Not even cycles for the garbage collector, which rarely runs in a process with many long-lived objects."""
     life = Life(tmp_path)
     gc.collect()
     gc.disable()
@@ -287,8 +289,8 @@ async def test_thousands_of_requests_leave_nothing(tmp_path: Path) -> None:
         life.journal.close()
 
 
-def test_the_journal_keeps_as_many_ended_requests_and_all_in_flight(tmp_path: Path) -> None:
-    """However fast they come: those in flight have their place, and a successor finds what is kept."""
+def test_the_journal_keeps_max_ended_requests_and_all_in_flight(tmp_path: Path) -> None:
+    """At any rate of requests."""
     target = open_journal(tmp_path, max_bytes=400_000)
     assert target.open(make_journal_spec("req-first"))
     for number in range(3 * MAX_ENDED):
@@ -313,8 +315,8 @@ def test_ended_requests_make_room_for_those_in_flight(tmp_path: Path) -> None:
     assert set(recovered(tmp_path)) >= set(names)
 
 
-def test_what_is_damaged_in_the_file_is_not_taken_along(tmp_path: Path) -> None:
-    """Of ended requests; of one in flight the record is in memory, and whole again in the new file."""
+def test_damaged_records_are_not_copied_into_the_new_file(tmp_path: Path) -> None:
+    """A damaged record of a request in flight is written again from memory."""
     target = open_journal(tmp_path, max_bytes=16_384)
     for name in ("req-a", "req-b", "req-c"):
         assert target.open(make_journal_spec(name, name.encode() * 4))
@@ -327,7 +329,7 @@ def test_what_is_damaged_in_the_file_is_not_taken_along(tmp_path: Path) -> None:
     with target.path.open("r+b") as file:
         file.write(raw)
     size = target.path.stat().st_size
-    while target.path.stat().st_size >= size:  # until it has been written anew
+    while target.path.stat().st_size >= size:  # until the file has been rewritten
         size = target.path.stat().st_size
         assert target.open(make_journal_spec("req-d"))
         target.end(RequestEnd("req-d", 1e9, "ABANDONED"), is_kept=False)
@@ -336,7 +338,7 @@ def test_what_is_damaged_in_the_file_is_not_taken_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", ["", "TIMEOUT"])
-async def test_a_successor_tells_an_end_as_often_as_it_is_asked(tmp_path: Path, code: str) -> None:
+async def test_a_successor_returns_an_end_on_every_call(tmp_path: Path, code: str) -> None:
     life = Life(tmp_path)
     life.live("failed" if code else "finished")
     life.journal.close()

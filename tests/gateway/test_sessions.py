@@ -1,4 +1,4 @@
-"""Turns of sessions: what is kept, what leaves nothing, and kv dying at every place."""
+"""Turns of sessions: commits, aborts, and a KV manager that exits at any point."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HELLO = m.Hello("kv", 1, 1, 1)
 
 
 class World:
-    """The gateway's sessions and kv's, with queues that kv's death empties."""
+    """The gateway's sessions and those of the KV manager, connected by queues that are lost when it exits."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -102,10 +102,10 @@ STEPS = st.sampled_from(["kv_reads", "gateway_reads", "kv_dies", "kv_comes", "fi
 
 
 @given(st.lists(STEPS, max_size=60))
-@example(["kv_reads", "gateway_reads", "finish", "kv_reads", "kv_dies"])  # kept, and nobody heard so
+@example(["kv_reads", "gateway_reads", "finish", "kv_reads", "kv_dies"])  # committed, and the answer is lost
 @settings(max_examples=150, deadline=None)
-def test_every_finished_turn_is_held_and_no_other(steps: list[str]) -> None:
-    """Whatever dies whenever; a turn whose client left while it was being kept may be either."""
+def test_the_session_holds_exactly_the_finished_turns(steps: list[str]) -> None:
+    """A turn whose client disconnected during the commit may be held or not."""
 
     async def run(world: World) -> None:
         held: list[int] = []
@@ -138,7 +138,7 @@ def test_every_finished_turn_is_held_and_no_other(steps: list[str]) -> None:
                 await asyncio.sleep(0)
             if turn is not None and turn.done():
                 if turn.cancelled() or turn.exception() is not None:
-                    if not turn.cancelled():  # let go a moment ago, and kv has not said so yet
+                    if not turn.cancelled():  # aborted a moment ago, and the KV manager has not answered yet
                         error = turn.exception()
                         assert isinstance(error, StarlingError)
                         assert error.code == "CONFLICT"
@@ -205,7 +205,7 @@ def ids(text: str) -> list[int]:
     return list(text.encode())
 
 
-def test_a_turn_goes_after_what_the_session_holds(server: Server, kv: KvPeer) -> None:
+def test_a_turn_continues_the_session(server: Server, kv: KvPeer) -> None:
     first = turn(server, "One. ", "")
     name = first["session_id"]
     assert name.startswith("sess-")
@@ -229,7 +229,7 @@ def test_a_turn_goes_after_what_the_session_holds(server: Server, kv: KvPeer) ->
     assert kv.count() == 0
 
 
-def test_a_name_of_ones_own_and_what_ends_the_text_is_not_held(server: Server, kv: KvPeer) -> None:
+def test_a_session_can_be_named_and_does_not_hold_the_stop(server: Server, kv: KvPeer) -> None:
     assert turn(server, "x", "mine", 404)["param"] == "session_id"
     first = turn(server, "x", "mine", create_session=True, stop=["zu"], ignore_eos=False, max_tokens=200)
     assert first["session_id"] == "mine"
@@ -257,14 +257,14 @@ def test_a_name_of_ones_own_and_what_ends_the_text_is_not_held(server: Server, k
 def test_refused_turns_leave_nothing(server: Server, kv: KvPeer, more: dict[str, Any], param: str) -> None:
     got = server.post("/v1/generate", {"prompt": "x", "max_tokens": 20, **more})
     assert (got.status, got.error["param"]) == (400, param)
-    # The refusal may overtake the word to kv that the turn came to nothing.
+    # The error response may arrive before the KV manager has received the abort.
     deadline = time.monotonic() + 10
     while kv.count() and time.monotonic() < deadline:
         threading.Event().wait(0.01)
     assert kv.count() == 0
 
 
-def test_the_bound_of_sessions(server: Server, kv: KvPeer) -> None:
+def test_the_number_of_sessions_is_bounded(server: Server, kv: KvPeer) -> None:
     names = [turn(server, "x", "", session_ttl_s=0)["session_id"] for _ in range(MAX_SESSIONS)]
     refused = server.post("/v1/generate", {"prompt": "x", "session_id": "", "max_tokens": 1})
     assert (refused.status, refused.error["code"]) == (429, "OVERLOADED")
@@ -278,7 +278,7 @@ def test_the_bound_of_sessions(server: Server, kv: KvPeer) -> None:
     close(server, name)
 
 
-def test_two_turns_at_once_a_client_that_leaves_and_a_close(server: Server, kv: KvPeer) -> None:
+def test_concurrent_turns_disconnects_and_closing(server: Server, kv: KvPeer) -> None:
     name = turn(server, "x", "")["session_id"]
     before = kv.held(name)
     body = {"prompt": "y", "session_id": name, "ignore_eos": True, "max_tokens": 300}
@@ -296,7 +296,7 @@ def test_two_turns_at_once_a_client_that_leaves_and_a_close(server: Server, kv: 
     assert turn(server, "z", name, 409)["code"] == "CONFLICT"
     stream.close()
     while server.peers.do(lambda: bool(server.peers.generator.running)):
-        pass  # each round of the peer is waited for
+        pass  # wait for one round of the peer
     server.peers.do(go_on)
     assert kv.held(name) == before
     turn(server, "z", name)
@@ -311,7 +311,7 @@ def test_two_turns_at_once_a_client_that_leaves_and_a_close(server: Server, kv: 
     assert kv.count() == 0
 
 
-def test_a_kv_that_dies_loses_nothing(server: Server, kv: KvPeer) -> None:
+def test_an_exit_of_the_kv_manager_loses_nothing(server: Server, kv: KvPeer) -> None:
     first = turn(server, "x", "")
     name = first["session_id"]
     stream = server.stream(
@@ -325,7 +325,7 @@ def test_a_kv_that_dies_loses_nothing(server: Server, kv: KvPeer) -> None:
     assert tokens == output(array("i", history).tobytes(), 7, 0, 40)
     assert kv.held(name) == history + tokens
 
-    # The turn is over, and kv dies before it has heard so: the end of the stream waits for its return.
+    # The KV manager exits before it receives the commit: the end of the stream waits for its restart.
     kv.do(lambda: setattr(kv, "held_back", m.SessionCommit))
     stream = server.stream("/v1/generate", {"prompt": "", "session_id": name, "max_tokens": 3})
     lost = kv.lost.get(timeout=10)

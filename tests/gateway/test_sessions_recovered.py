@@ -1,4 +1,4 @@
-"""A gateway that is killed in the middle of a turn: its successor keeps the turn, once."""
+"""A gateway that is killed in the middle of a turn: its successor commits the turn exactly once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from tests.gateway.peers import output
 from tests.gateway.server import Server
 
 
-def test_a_tenant_s_salt_and_the_configured_time(make_server: Callable[..., Server], homes: Callable[[], Path]) -> None:
+def test_a_tenants_cache_salt_and_the_configured_time_to_live(
+    make_server: Callable[..., Server], homes: Callable[[], Path]
+) -> None:
     keys = [
         {"key": "sk-a", "tenant": "a", "cache_salt": "blue"},
         {"key": "sk-a2", "tenant": "a", "cache_salt": "blue"},
@@ -41,7 +43,7 @@ def test_a_tenant_s_salt_and_the_configured_time(make_server: Callable[..., Serv
         assert len(set(salts())) == 5
         assert salts()[1] == ""
         assert ask("sk-a2").headers["X-Starling-Cache"] == "hit"
-        # A session keeps its salt: left out later, or the same, but no other.
+        # Later turns may omit the session's salt or repeat it, but not change it.
         name = ask("sk-a", session_id="", cache_salt="own").json["session_id"]
         assert ask("sk-a2", session_id=name).status == 200
         assert ask("sk-a", session_id=name, cache_salt="own").status == 200
@@ -78,7 +80,7 @@ def test_a_turn_outlives_the_gateway(make_server: Callable[..., Server], homes: 
         assert answer[-2].data["session_id"] == "s"
         tokens = list(b"x") + output(array("i", list(b"x")).tobytes(), 7, 0, 200)
         assert kv.held("s") == tokens
-        # Its answer is asked for once more, from a third gateway: the session is not touched.
+        # A third gateway generates the answer again without changing the session.
         more = server.post("/v1/generate", {"prompt": "y", "session_id": "s", "max_tokens": 1}).json
         tokens += [*b"y", *more["choices"][0]["tokens"]]
         server.kill_and_restart()

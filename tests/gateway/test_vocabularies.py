@@ -1,4 +1,4 @@
-"""Which vocabularies the gateway keeps: those of its versions, and those that answers were written in last."""
+"""The gateway keeps the vocabularies of loaded versions and the most recently used ones of unloaded versions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def answer(service: Service, instance: str, tokenizer: str) -> None:
     assert request.outcome is Outcome.FINISHED
 
 
-def test_versions_that_never_answered_leave_nothing(service: Service) -> None:
+def test_a_vocabulary_that_was_never_used_goes_with_its_version(service: Service) -> None:
     describe(service, "m", "a")
     answer(service, "m", "a")
     for instance, tokenizer in (("m@1", "b"), ("m@2", "c"), ("m@3", "d")):
@@ -41,10 +41,10 @@ def test_versions_that_never_answered_leave_nothing(service: Service) -> None:
     service.loaded.forget("m@2")
     assert list(service.relay.vocabularies) == ["a", "d"]
     service.loaded.forget("m")
-    assert list(service.relay.vocabularies) == ["a", "d"], "answers in it are still kept"
+    assert list(service.relay.vocabularies) == ["a", "d"], "answers in it can still be read"
 
 
-def test_the_vocabularies_used_last_are_kept(service: Service) -> None:
+def test_the_most_recently_used_vocabularies_stay(service: Service) -> None:
     for i in range(5):
         describe(service, f"m@{i}", f"v{i}")
         answer(service, f"m@{i}", f"v{i}")
@@ -56,14 +56,14 @@ def test_the_vocabularies_used_last_are_kept(service: Service) -> None:
 
 def test_versions_share_a_vocabulary(service: Service) -> None:
     describe(service, "m", "a")
-    pieces = service.relay.vocabularies["a"]
+    vocabulary = service.relay.vocabularies["a"]
     describe(service, "m@1", "a", bare=True)
     service.loaded.forget("m")
-    assert service.relay.vocabularies["a"] is pieces
+    assert service.relay.vocabularies["a"] is vocabulary
     assert service.loaded.described["m@1"].pieces == b""
 
 
-def test_a_vocabulary_that_went_while_its_version_was_described_is_asked_for_again(service: Service) -> None:
+def test_a_description_without_its_vocabulary_is_dropped(service: Service) -> None:
     describe(service, "m", "a")
     service.loaded.forget("m")
     describe(service, "m@1", "a", bare=True)
@@ -73,7 +73,7 @@ def test_a_vocabulary_that_went_while_its_version_was_described_is_asked_for_aga
     assert service.relay.vocabularies["a"]
 
 
-def test_a_reader_that_waits_for_a_vocabulary_gets_it(service: Service) -> None:
+def test_a_reader_that_waits_for_a_vocabulary_receives_it(service: Service) -> None:
     waited = [service.relay.vocabularies.setdefault(name, TokenBytes()) for name in ("a", "b", "c", "d")]
     describe(service, "m", "z")
     service.loaded.forget("m")

@@ -1,4 +1,4 @@
-"""The response cache: its key, its bounds and its order, and the same bytes from a real gateway."""
+"""The response cache: its key, bounds and eviction order, and the same bytes from a gateway process."""
 
 from __future__ import annotations
 
@@ -53,24 +53,24 @@ def order(cache: ResponseCache) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "leaving"),
+    ("policy", "expected"),
     [("lru", [1, 3, 2, 0]), ("lfu", [1, 3, 2, 0]), ("fifo", [0, 1, 2, 3])],
 )
-def test_the_order_of_leaving(policy: str, leaving: list[int]) -> None:
-    """0 is used twice more, 2 and 3 once more (3 before 2), 1 never; what is new is never used."""
+def test_the_order_of_eviction(policy: str, expected: list[int]) -> None:
+    """Entry 0 is used twice more, 2 and 3 once more (3 before 2), 1 never; new entries are not used."""
     cache, _ = make(max_entries=4, eviction_policy=policy)
     for i in range(4):
         assert cache.put(name(i), [line()])
     for i in (0, 3, 2, 0):
         assert cache.get(name(i)) == [line()]
-    assert order(cache) == leaving
+    assert order(cache) == expected
     gone = []
     for i in range(10, 13):
         before = order(cache)
         cache.put(name(i), [line()])
         gone += sorted(set(before) - set(order(cache)))
-    # Used least: a new answer leaves before one that was used once more.
-    assert gone == ([1, 10, 11] if policy == "lfu" else leaving[:3])
+    # lfu: a new entry goes before one that was used once more.
+    assert gone == ([1, 10, 11] if policy == "lfu" else expected[:3])
     assert (len(cache), cache.evicted) == (4, 3)
 
 
@@ -85,14 +85,14 @@ def test_bytes_are_bounded_and_counted() -> None:
     assert order(cache) == list(range(40, 50))
 
 
-def test_an_answer_larger_than_everything_is_not_kept_and_costs_no_other() -> None:
+def test_an_answer_larger_than_the_cache_is_not_stored_and_evicts_nothing() -> None:
     cache, _ = make(max_size_mb=1)
     cache.put(name(1), [line()])
     assert not cache.put(name(2), [line("x" * (1 << 20))])
     assert order(cache) == [1]
 
 
-def test_time_is_counted_from_the_computation_not_from_the_use() -> None:
+def test_the_time_to_live_starts_when_an_answer_is_stored() -> None:
     cache, clock = make(ttl_s=60)
     cache.put(name(1), [line()])
     clock.now += 30
@@ -108,14 +108,14 @@ def test_time_is_counted_from_the_computation_not_from_the_use() -> None:
     assert (len(cache), cache.bytes) == (0, 0)
 
 
-def test_without_a_time_to_live_an_answer_stays() -> None:
+def test_without_a_time_to_live_entries_do_not_expire() -> None:
     cache, clock = make(ttl_s=0)
     cache.put(name(1), [line()])
     clock.now += 1e9
     assert cache.get(name(1)) == [line()]
 
 
-def test_an_entry_that_is_used_a_million_times_costs_no_memory() -> None:
+def test_uses_of_an_entry_cost_no_memory() -> None:
     cache, _ = make(eviction_policy="lfu")
     cache.put(name(1), [line()])
     for _ in range(10_000):
@@ -216,7 +216,7 @@ def test_an_output_has_the_tokens_that_count_and_is_restored() -> None:
     assert other.phase is SequencePhase.FINISHED
 
 
-# ------------------------------------------------------------------ a real gateway
+# ------------------------------------------------------------------ a gateway process
 
 ON = {"cache": {"responses": {"enabled": True, "max_entries": 8}}}
 NEW = ("id", "created", "usage", "seed")
@@ -282,7 +282,7 @@ def test_the_same_request_again_is_answered_without_the_scheduler(
 
 
 def texts(events: list[Any]) -> dict[int, str]:
-    """By choice, of /v1/generate."""
+    """The logprobs of each choice of /v1/generate."""
     found: dict[int, str] = {}
     for event in events:
         if event.data != "[DONE]" and "text" in event.data:
@@ -290,7 +290,7 @@ def texts(events: list[Any]) -> dict[int, str]:
     return found
 
 
-def test_streams_and_whole_answers_share_what_is_kept(make_server: Callable[..., Server]) -> None:
+def test_streams_and_whole_responses_share_entries(make_server: Callable[..., Server]) -> None:
     server = make_server(**ON)
     server.wait_ready()
     body = {"prompt": "Hello", "max_tokens": 40, "seed": 7, "n": 2}
@@ -304,7 +304,7 @@ def test_streams_and_whole_answers_share_what_is_kept(make_server: Callable[...,
     assert {i: e["finish_reason"] for i, e in ends.items()} == {
         c["index"]: c["finish_reason"] for c in whole.json["choices"]
     }
-    # The other way round, and the stream can be read again from any of its events.
+    # The other way round, and the stream can be resumed at any event.
     other = {**body, "prompt": "Other"}
     streamed = server.stream("/v1/generate", other).all()
     assert server.post("/v1/generate", other).headers["X-Starling-Cache"] == "hit"
@@ -315,7 +315,7 @@ def test_streams_and_whole_answers_share_what_is_kept(make_server: Callable[...,
     assert rest[-1].data == "[DONE]"
 
 
-def test_a_drawn_seed_asks_for_another_answer(make_server: Callable[..., Server]) -> None:
+def test_a_request_without_a_seed_bypasses_the_cache(make_server: Callable[..., Server]) -> None:
     server = make_server(**ON)
     server.wait_ready()
     answers = [server.post("/v1/generate", {"prompt": "Hello", "max_tokens": 40}) for _ in range(3)]
@@ -325,7 +325,7 @@ def test_a_drawn_seed_asks_for_another_answer(make_server: Callable[..., Server]
     assert counts(server)["entries"] == 0
 
 
-def test_what_failed_or_was_left_is_not_kept(make_server: Callable[..., Server]) -> None:
+def test_failed_and_abandoned_answers_are_not_stored(make_server: Callable[..., Server]) -> None:
     server = make_server(**ON)
     server.wait_ready()
     body = {"prompt": "Hello", "max_tokens": 2000, "seed": 7, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Law: the text does not depend on how tokens were grouped, and nothing leaks past a stop string."""
+"""The text decoder: the grouping of tokens does not change the text, and no text past a stop string is released."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ def cut(data: bytes, sizes: list[int]) -> list[bytes]:
 
 
 @given(texts, st.lists(st.integers(0, 5), max_size=40))
-def test_text_comes_out_whole_whatever_the_tokens(text: str, sizes: list[int]) -> None:
+def test_text_does_not_depend_on_the_boundaries_of_tokens(text: str, sizes: list[int]) -> None:
     decoder = StreamDecoder()
     shown = [decoder.push(piece) for piece in cut(text.encode(), sizes)]
     assert all("�" not in s for s in shown)
@@ -26,7 +26,7 @@ def test_text_comes_out_whole_whatever_the_tokens(text: str, sizes: list[int]) -
 
 
 @given(st.binary(max_size=30), st.lists(st.integers(0, 3), max_size=30))
-def test_invalid_bytes_are_replaced_as_python_does(data: bytes, sizes: list[int]) -> None:
+def test_invalid_utf8_is_replaced_as_python_replaces_it(data: bytes, sizes: list[int]) -> None:
     decoder = StreamDecoder()
     shown = "".join(decoder.push(piece) for piece in cut(data, sizes)) + decoder.finish()
     assert shown == data.decode("utf-8", "replace")
@@ -46,14 +46,14 @@ def test_stop_string_ends_the_text_at_its_first_completion(text: str, stop: list
             assert decoder.stop_string == first
             assert shown == whole[:at]
             return
-        # What is held back is only the beginning of a stop string.
+        # Only the beginning of a stop string is held back.
         held = whole[len(shown) :]
         assert whole.startswith(shown)
         assert not held or any(s.startswith(held) and s != held for s in stop)
     assert shown + decoder.finish() == text
 
 
-def test_of_two_stop_strings_that_begin_together_the_longer_is_named() -> None:
+def test_the_longer_of_two_stop_strings_with_the_same_start_is_reported() -> None:
     decoder = StreamDecoder(["ab", "abc"])
     assert decoder.push(b"xabcd") == "x"
     assert decoder.stop_string == "abc"
