@@ -1,24 +1,23 @@
-"""Everything that can go wrong, by name: one tree of exceptions, one table of codes.
+"""All errors: one tree of exceptions and one table of codes.
 
-    StarlingError                any code; what crosses a wire is (code, message, param)
+    StarlingError                any code; (code, message, param) is what crosses process boundaries
     ├── ConfigError              CONFIG                 500  a setting is wrong; the server does not start
     ├── InvalidRequest           INVALID_REQUEST        400  the request is wrong; `param` names the field
-    ├── Unauthenticated          INVALID_API_KEY        401  no key, or one that is not known
-    ├── Forbidden                FORBIDDEN              403  the key is known and may not do this
-    ├── NotFound                 NOT_FOUND              404  no such thing (any more)
+    ├── Unauthenticated          INVALID_API_KEY        401  no API key, or an unknown one
+    ├── Forbidden                FORBIDDEN              403  the key is known and lacks the permission
+    ├── NotFound                 NOT_FOUND              404  the object does not exist (any more)
     │   └── ModelNotFound        MODEL_NOT_FOUND        404
-    ├── Conflict                 CONFLICT               409  it is in use by another request
+    ├── Conflict                 CONFLICT               409  in use by another request
     ├── TooLarge                 REQUEST_TOO_LARGE      413  the body exceeds `server.max_body_mb`
-    ├── RateLimited              RATE_LIMITED           429  the tenant's quota is used up
+    ├── RateLimited              RATE_LIMITED           429  the tenant's quota is exhausted
     ├── Overloaded               OVERLOADED             429  a queue is full
     ├── ModelUnavailable         MODEL_UNAVAILABLE      503  loading, draining, or its workers are down
     ├── ResourceError            INSUFFICIENT_RESOURCES 507  it can never fit (memory, disk, pages)
     ├── InferenceError           INFERENCE              500  the computation failed
-    ├── CacheError               CACHE                  500  the KV manager failed
     └── InternalError            INTERNAL               500  a fault of the server
 
-`CODES` has the HTTP status and the OpenAI-style `type` of each code, and some that need no class of
-their own.  Messages name the field, the value, the bound and what to do.
+`CODES` has the HTTP status and the OpenAI-style `type` of each code, including codes without a class of their own.
+Messages name the field, the value, the bound and the remedy.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ from typing import Any, NamedTuple
 
 
 class Code(NamedTuple):
+    """How a code appears over HTTP."""
+
     status: int  # HTTP
     type: str  # the `type` of the HTTP error body
     retry: bool = False  # the same request may succeed later: send Retry-After
@@ -61,7 +62,7 @@ class StarlingError(Exception):
 
     `param` is the dotted name of the field at fault, "" when there is none.  `status` overrides the
     code's HTTP status (0: does not).  `retry_after_s` goes into `Retry-After`; 0: unknown.
-    An unknown code (a newer peer) is treated as INTERNAL.
+    An unknown code (from a newer peer) is treated as INTERNAL.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class StarlingError(Exception):
         }
 
     def headers(self) -> dict[str, str]:
-        """`Retry-After` in whole seconds (at least 1) where trying again makes sense."""
+        """`Retry-After` in whole seconds (at least 1) when the same request may succeed later."""
         retry = CODES.get(self.code, CODES["INTERNAL"]).retry
         if not retry and not self.retry_after_s:
             return {}
@@ -100,7 +101,7 @@ class StarlingError(Exception):
 
 
 class _Kind(StarlingError):
-    """A category with a code of its own; `code` may name a finer one."""
+    """A category with a default code; `code` may be a more specific one."""
 
     CODE = "INTERNAL"
 
@@ -111,60 +112,84 @@ class _Kind(StarlingError):
 
 
 class ConfigError(_Kind):
+    """A setting is wrong, and the server does not start."""
+
     CODE = "CONFIG"
 
 
 class InvalidRequest(_Kind):
+    """The request is wrong; `param` names the field."""
+
     CODE = "INVALID_REQUEST"
 
 
 class Unauthenticated(_Kind):
+    """No API key, or an unknown one."""
+
     CODE = "INVALID_API_KEY"
 
 
 class Forbidden(_Kind):
+    """The API key lacks the permission."""
+
     CODE = "FORBIDDEN"
 
 
 class NotFound(_Kind):
+    """The object does not exist."""
+
     CODE = "NOT_FOUND"
 
 
 class ModelNotFound(NotFound):
+    """No model of that name is loaded."""
+
     CODE = "MODEL_NOT_FOUND"
 
 
 class Conflict(_Kind):
+    """The object is in use by another request."""
+
     CODE = "CONFLICT"
 
 
 class TooLarge(_Kind):
+    """The body exceeds `server.max_body_mb`."""
+
     CODE = "REQUEST_TOO_LARGE"
 
 
 class RateLimited(_Kind):
+    """The tenant's quota is exhausted."""
+
     CODE = "RATE_LIMITED"
 
 
 class Overloaded(_Kind):
+    """A queue is full."""
+
     CODE = "OVERLOADED"
 
 
 class ModelUnavailable(_Kind):
+    """The model is loading or draining, or its workers are down."""
+
     CODE = "MODEL_UNAVAILABLE"
 
 
 class ResourceError(_Kind):
+    """It can never fit into memory, disk or pages."""
+
     CODE = "INSUFFICIENT_RESOURCES"
 
 
 class InferenceError(_Kind):
+    """The computation failed."""
+
     CODE = "INFERENCE"
 
 
-class CacheError(_Kind):
-    CODE = "CACHE"
-
-
 class InternalError(_Kind):
+    """A fault of the server."""
+
     CODE = "INTERNAL"

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.errors import ConfigError
-from pipeline.faults.points import VARIABLE, Trigger
+from pipeline.faults import VARIABLE
 from pipeline.files import replace_file
 from pipeline.protocol.topology import EDGES
 from shm.arena import process_ticks
@@ -95,7 +95,7 @@ def build_trigger(
     live: str = "",
     env: Mapping[str, str] = os.environ,
     sleep: Callable[[float], None] = time.sleep,
-) -> Trigger | None:
+) -> Callable[[int], bool] | None:
     """The function to call at each event of a point; None when neither plan has a fault for it."""
     restarted = env.get("STARLING_RESTARTS", "0") != "0"
     faults = [fault for fault in parse(planned) if not (restarted and fault.action in _FATAL)] + parse(live)
@@ -104,6 +104,7 @@ def build_trigger(
         return None
 
     def trigger(number: int) -> bool:
+        """Perform the faults of event `number`; whether the caller must drop the frame or record."""
         is_dropped = False
         for fault in chosen:
             if fault.action == "slow":

@@ -15,7 +15,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-VARIABLE = "STARLING_FAULTS"
+from pipeline.faults import VARIABLE
+
 FILE = "faults"  # in the run directory: "PID TICKS\n" of the writing process, then the plan
 
 Trigger = Callable[[int], bool]  # (number of the event) -> whether the caller must drop the frame or record

@@ -38,11 +38,13 @@ def attach(
     loop = asyncio.get_running_loop()
 
     def items() -> list[tuple[Any, ...]]:
+        """Arguments of the handler, one tuple per frame."""
         if isinstance(endpoint, Hub):
             return list(endpoint.receive())
         return [(frame,) for frame in endpoint.receive()]
 
     def read() -> None:
+        """Handle all received frames."""
         for item in items():
             try:
                 handler(*item)
@@ -54,6 +56,7 @@ def attach(
     loop.add_reader(endpoint.fd, read)
 
     def detach() -> None:
+        """Stop reading."""
         loop.remove_reader(endpoint.fd)
 
     return detach
@@ -116,11 +119,13 @@ class AsyncioLoop(StageRuntime):
         self._stopped.set()
 
     def tick(self) -> None:
+        """As the base class; ends `stopped` when the stage is drained."""
         super().tick()
         if self.drained:
             self._stopped.set()
 
     def mark_active(self) -> None:
+        """As the base class; the next tick comes within 100 ms."""
         super().mark_active()
         self._next_tick = min(self._next_tick, self.clock() + TICK_S)
         self._set_timer()

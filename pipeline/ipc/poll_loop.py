@@ -74,10 +74,12 @@ class PollLoop(StageRuntime):
         """Read `endpoint` in this loop, tick it, close it at the end."""
 
         def read_hub(hub: Hub) -> None:
+            """Handle all received frames."""
             for peer, frame in hub.receive():
                 handler(peer, frame)
 
         def read_link(link: Link) -> None:
+            """Handle all received frames."""
             for frame in link.receive():
                 handler(frame)
 
@@ -142,6 +144,7 @@ class PollLoop(StageRuntime):
                 callback()
 
     def mark_active(self) -> None:
+        """As the base class; the next tick comes within 100 ms."""
         super().mark_active()
         self._next_tick = min(self._next_tick, self.clock() + TICK_S)
 

@@ -109,6 +109,7 @@ class LineHandler(logging.Handler):
         self.setFormatter(formatter)
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write the record, cut at `MAX_LINE_BYTES`."""
         try:
             line = self.format(record).encode("utf-8", "replace")
         except Exception:  # a value whose repr fails: still log that there was an event
@@ -118,5 +119,6 @@ class LineHandler(logging.Handler):
         self._output.write(line + b"\n")
 
     def close(self) -> None:
+        """Close the output."""
         self._output.close()
         super().close()

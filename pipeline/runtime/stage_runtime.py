@@ -227,8 +227,8 @@ class StageRuntime:
         """
         if self.is_awaiting_heartbeats:
             return bool(hub.peers)
-        beats = hub.last_heartbeat
-        return any(peer in beats and beats[peer].reason == "stopping" for peer in hub.peers)
+        heartbeats = hub.last_heartbeat
+        return any(peer in heartbeats and heartbeats[peer].reason == "stopping" for peer in hub.peers)
 
     def close(self) -> None:
         """Flush and close the edges, remove the records, release the lock. Idempotent."""

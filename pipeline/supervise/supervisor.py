@@ -111,6 +111,7 @@ def start_program(command: list[str]) -> Start:
     """Start the stage as a new program in its own process group."""
 
     def start(keepalive_fd: int, restarts: int) -> int:
+        """Start the stage; its pid."""
         env = {**os.environ, **_environment(keepalive_fd, restarts), process.PARENT_VARIABLE: str(os.getpid())}
         child = subprocess.Popen(command, env=env, pass_fds=(keepalive_fd, *listen_fd.inherited_fds()), process_group=0)
         child.returncode = 0  # this module waits by pid: Popen must neither wait nor warn
@@ -123,9 +124,11 @@ def start_fork(run: Callable[[], int], stage: str, config: Config) -> Start:
     """Start the stage as a copy of this process in its own process group."""
 
     def start(keepalive_fd: int, restarts: int) -> int:
+        """Start the stage; its pid."""
         environment = _environment(keepalive_fd, restarts)
 
         def body() -> int:
+            """The stage's process."""
             os.environ.update(environment)
             logs.setup(stage, config)
             return guarded(run)

@@ -288,6 +288,7 @@ def run_worker_pool(
     watched_ancestors = ancestors.open_watched_ancestors()
 
     def fork(version: ModelVersion) -> int:
+        """Start a supervisor; its pid."""
         # Preload for every member: kernels that an earlier group has compiled are then loaded for this one.
         body = run(version) if preloaded(preload) else None
         return base.fork(lambda: _supervise_version(config, body, command(version)))

@@ -1,4 +1,4 @@
-"""A crew whose members do as they are told by their model's path; for test_worker_pool.py.
+"""A worker pool whose members behave as their model's path says; for test_worker_pool.py.
 
 python -m tests.pipeline.pool_process CONFIG_FILE
     stay     until SIGTERM
@@ -24,9 +24,9 @@ from pipeline.supervise.worker_pool import WorkerPool
 def main() -> int:
     config = load(sys.argv[1])
     process.become_subreaper()
-    told = paths.run_dir(config) / "told"
+    report = paths.run_dir(config) / "report"
 
-    def fork(instance: ModelVersion) -> int:
+    def fork(version: ModelVersion) -> int:
         parent = os.getpid()
         pid = os.fork()
         if pid:
@@ -35,14 +35,14 @@ def main() -> int:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-        behaviour = Path(instance.settings.path).name
+        behaviour = Path(version.settings.path).name
         below = 0
         if behaviour == "parent" and not (below := os.fork()):
             os.setpgid(0, 0)
             while True:
                 signal.pause()
-        with told.open("a") as lines:
-            lines.write(f"{instance.id} {os.getpid()} {below}\n")
+        with report.open("a") as lines:
+            lines.write(f"{version.id} {os.getpid()} {below}\n")
         if behaviour.startswith("exit:"):
             os._exit(int(behaviour.removeprefix("exit:")))
         while True:

@@ -1,11 +1,11 @@
-"""A supervisor and a stage to torment (a program: `python -m tests.pipeline.supervised_stage ...`).
+"""A supervisor and a stage for tests of failures (a program: `python -m tests.pipeline.supervised_stage ...`).
 
-Each life of the stage writes one JSON line to the FIFO REPORT: pid, its helper's pid (a process of its
-own, in a session of its own), restarts, pid of the supervisor.  What then happens is said by BEHAVIOUR:
+Each process of the stage writes one JSON line to the FIFO REPORT: pid, its helper's pid (a process of its
+own, in a session of its own), restarts, pid of the supervisor.  BEHAVIOUR then is one of:
 
-    wait      a `PollLoop`, until told to stop
+    wait      a `PollLoop`, until a stop is requested
     stubborn  ignores SIGTERM
-    silent    beats once, then does nothing for ever
+    silent    sends one keepalive, then does nothing
     crash     exits with code 3 at once
     config    exits with 78
     leave     exits with 0 at once
@@ -35,7 +35,7 @@ def stage(report: str, behaviour: str, config: Config) -> int:
     if behaviour == "wait":
         loop = PollLoop("kv", config)
         loop.ready = True
-        loop.tick()  # the supervisor knows before the report
+        loop.tick()  # the keepalive is sent before the report
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     keepalive_fd = process.claim_keepalive_fd() if behaviour == "silent" else -1
@@ -82,7 +82,7 @@ def main(report: str, behaviour: str, how: str, run_dir: str) -> int:
     if how == "stage":
         return stage(report, behaviour, config)
     if how == "program":
-        # What cannot be imported beforehand is started as a program.
+        # A stage that cannot be preloaded is started as a program.
         def preload() -> None:
             raise ImportError("not here")
 

@@ -1,4 +1,4 @@
-"""After the end nothing of ours is left; of a living server nothing is touched."""
+"""A stopped server's files are removed; those of a running server are untouched."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
     return run, arenas
 
 
-def test_what_a_killed_server_left_is_removed(places: tuple[Path, Path]) -> None:
+def test_files_of_a_killed_server_are_removed(places: tuple[Path, Path]) -> None:
     run, arenas = places
     assert sweep(run, arenas) == ""
     assert [path.name for path in run.iterdir()] == ["kv.lock"]
@@ -35,7 +35,7 @@ def test_what_a_killed_server_left_is_removed(places: tuple[Path, Path]) -> None
     assert sweep(run, arenas) == ""
 
 
-def test_a_living_stage_keeps_everything(places: tuple[Path, Path]) -> None:
+def test_a_running_stage_prevents_removal(places: tuple[Path, Path]) -> None:
     run, arenas = places
     before = sorted([*run.iterdir(), *arenas.iterdir()])
     lock = StageLock(run, "kv")
@@ -45,13 +45,13 @@ def test_a_living_stage_keeps_everything(places: tuple[Path, Path]) -> None:
     assert sweep(run, arenas) == ""
 
 
-def test_it_waits_for_a_stage_that_is_going(places: tuple[Path, Path]) -> None:
+def test_it_waits_for_a_stage_that_is_stopping(places: tuple[Path, Path]) -> None:
     run, arenas = places
     lock = StageLock(run, "kv")
     assert sweep(run, arenas, wait_s=60.0, pause=lambda seconds: lock.release()) == ""
 
 
-def test_of_two_at_once_one_succeeds(places: tuple[Path, Path]) -> None:
+def test_one_of_two_concurrent_sweeps_succeeds(places: tuple[Path, Path]) -> None:
     run, arenas = places
     for name in "abcdefgh":
         (run / f"{name}.lock").touch()
@@ -65,7 +65,7 @@ def test_of_two_at_once_one_succeeds(places: tuple[Path, Path]) -> None:
     assert not arenas.exists()
 
 
-def test_what_is_not_ours_stays(places: tuple[Path, Path], tmp_path: Path) -> None:
+def test_foreign_files_stay(places: tuple[Path, Path], tmp_path: Path) -> None:
     run, arenas = places
     (run / "notes.sock").write_text("no socket")
     (arenas / "folder").mkdir()

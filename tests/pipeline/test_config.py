@@ -1,4 +1,4 @@
-"""One schema: what is accepted resolves to what was meant, what is refused names key, value and reason."""
+"""The configuration: accepted input resolves as documented; errors name key, value and reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refused(raw: dict[str, Any], env: dict[str, str] | None = None) -> str:
 # ------------------------------------------------------------------ what is accepted
 
 
-def test_nothing_at_all_serves_the_demo_model() -> None:
+def test_an_empty_configuration_serves_the_demo_model() -> None:
     config = resolve({}, {})
     assert [model.name for model in config.models] == [DEMO_MODEL]
     assert (config.server.host, config.server.port) == ("127.0.0.1", 8080)
@@ -129,21 +129,21 @@ def test_toml_with_one_model(tmp_path: Path) -> None:
     assert config.max_sessions(model) == 1000
 
 
-def test_a_model_without_a_name_is_called_after_its_file() -> None:
+def test_a_model_without_a_name_is_named_after_its_file() -> None:
     assert resolve({"model": {"path": "/m/Tiny-Q8.gguf"}}, {}).models[0].name == "Tiny-Q8"
 
 
-def test_other_names_of_model_keys() -> None:
+def test_aliases_of_model_keys() -> None:
     raw = {"models": [{"name": "a", "model_path": "/a.gguf", "threads": 2, "context": 512}]}
     model = resolve(raw, {}).models[0]
     assert (model.path, model.ranks, model.max_sequence_length) == ("/a.gguf", 2, 512)
 
 
-def test_a_section_with_everything_commented_out_is_absent() -> None:
+def test_a_section_without_keys_is_ignored() -> None:
     assert resolve({"server": None, "models": None}, {}) == resolve({}, {})
 
 
-def test_plain_keys_are_tenants_of_their_own() -> None:
+def test_plain_keys_get_a_tenant_each() -> None:
     raw = {"auth": {"api_keys": ["sk-one", {"key": "sk-two", "tenant": "acme", "weight": 3, "admin": True}]}}
     one, two = resolve(raw, {}).auth.api_keys
     assert re.fullmatch(r"key-[0-9a-f]{8}", one.owner)
@@ -195,7 +195,7 @@ def test_lists_by_index_append_in_numeric_order() -> None:
     assert [model.path for model in resolve({}, env).models] == [f"/m/{i}.gguf" for i in range(12)]
 
 
-def test_lists_whole() -> None:
+def test_whole_lists() -> None:
     env = {
         "STARLING_AUTH__API_KEYS": "sk-a, sk-b",
         "STARLING_MODELS__0__PATH": "/m/a.gguf",
@@ -207,12 +207,12 @@ def test_lists_whole() -> None:
     assert config.models[0].cpus == (0, 2)
 
 
-def test_part_of_a_key_that_was_plain_text() -> None:
+def test_a_field_of_an_api_key_given_as_text() -> None:
     config = resolve({"auth": {"api_keys": ["sk-a"]}}, {"STARLING_AUTH__API_KEYS__0__TENANT": "acme"})
     assert (config.auth.api_keys[0].key, config.auth.api_keys[0].tenant) == ("sk-a", "acme")
 
 
-def test_one_model_by_environment() -> None:
+def test_one_model_from_the_environment() -> None:
     model = resolve({}, {"STARLING_MODEL__PATH": "/m/a.gguf", "STARLING_MODEL__THREADS": "2"}).models[0]
     assert (model.name, model.path, model.ranks) == ("a", "/m/a.gguf", 2)
 
@@ -222,7 +222,7 @@ def test_the_demo_model_can_be_tuned_without_naming_it() -> None:
     assert (model.name, model.path, model.ranks) == (DEMO_MODEL, "", 1)
 
 
-def test_text_stays_text() -> None:
+def test_text_is_not_converted() -> None:
     env = {"STARLING_MODELS__0__NAME": "007", "STARLING_MODELS__0__PATH": "1e3"}
     model = resolve({}, env).models[0]
     assert (model.name, model.path) == ("007", "1e3")
@@ -238,12 +238,12 @@ def test_booleans(text: str) -> None:
     assert resolve({}, {"STARLING_SERVER__ENABLE_CORS": text}).server.enable_cors is True
 
 
-def test_variables_that_are_no_settings_are_left_alone() -> None:
+def test_variables_that_are_not_settings_are_ignored() -> None:
     assert resolve({}, {"STARLING_HOME": "/x", "STARLING_ISA": "portable", "PATH": "/bin"}) == resolve({}, {})
 
 
 @given(st.integers(0, 65535), st.booleans(), st.integers(1, 1000), st.sampled_from(["lru", "lfu", "fifo"]))
-def test_file_and_environment_say_the_same(port: int, cors: bool, depth: int, policy: str) -> None:
+def test_file_and_environment_give_the_same_configuration(port: int, cors: bool, depth: int, policy: str) -> None:
     raw = {
         "server": {"port": port, "enable_cors": cors},
         "scheduler": {"max_queue_depth": depth},
@@ -276,7 +276,7 @@ def test_file_and_environment_say_the_same(port: int, cors: bool, depth: int, po
         ({"logging": {"format": "jsn"}}, ["logging.format = 'jsn'", "json, pretty", "did you mean json?"]),
         ({"models": [{"name": "x", "path": "y", "kv_type": "f8"}]}, ["models.0.kv_type = 'f8'", "f16, f32"]),
         ({"models": [{"path": 3}]}, ["models.0.path = 3", "models.0.name: missing"]),
-        ({"models": [{"name": "nobody"}]}, ["models.0.path: missing", DEMO_MODEL]),
+        ({"models": [{"name": "unknown"}]}, ["models.0.path: missing", DEMO_MODEL]),
         ({"models": ["x"]}, ["models.0 = 'x'", "expected keys"]),
         ({"models": [{"name": "../x", "path": "p"}]}, ["models.0.name = '../x'"]),
         ({"models": [{"name": "a", "path": "p"}] * 2}, ["models.1.name = 'a'", "models.0 has this name"]),
@@ -329,7 +329,7 @@ def test_file_and_environment_say_the_same(port: int, cors: bool, depth: int, po
         ({"scheduler": {"tenant_weights": {1: 1.0}}}, ["scheduler.tenant_weights.1", "put it in quotes"]),
     ],
 )
-def test_refusals_name_key_value_and_reason(raw: dict[str, Any], parts: list[str]) -> None:
+def test_errors_name_key_value_and_reason(raw: dict[str, Any], parts: list[str]) -> None:
     message = refused(raw)
     for part in parts:
         assert part in message
@@ -351,20 +351,20 @@ def test_refusals_name_key_value_and_reason(raw: dict[str, Any], parts: list[str
         ({"STARLING_SERVER": "{}"}, ["did you mean STARLING_SERVER__KEY?"]),
     ],
 )
-def test_refusals_name_the_variable(env: dict[str, str], parts: list[str]) -> None:
+def test_errors_name_the_variable(env: dict[str, str], parts: list[str]) -> None:
     message = refused({}, env)
     for part in parts:
         assert part in message
 
 
-def test_all_problems_come_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     message = refused({"server": {"port": -1, "hots": "x"}, "logging": {"level": 3}}, {"LLM_ENGINE_X": ""})
     for part in ("server.port", "server.hots", "logging.level", "LLM_ENGINE_X"):
         assert f"\n  {part}" in message
 
 
 @pytest.mark.parametrize("key", sorted(UNAVAILABLE))
-def test_what_is_not_available_is_refused_unless_neutral(key: str) -> None:
+def test_unavailable_keys_are_refused_unless_neutral(key: str) -> None:
     neutral = UNAVAILABLE[key].neutral
     other = not neutral if isinstance(neutral, bool) else "x" if isinstance(neutral, str) else neutral + 1
 
@@ -394,7 +394,7 @@ def test_secrets_are_not_in_messages_or_prints() -> None:
 # ------------------------------------------------------------------ files
 
 
-def test_where_the_file_is_looked_for(tmp_path: Path) -> None:
+def test_search_order_of_the_file(tmp_path: Path) -> None:
     shipped = ROOT / "configs" / "default.yaml"
     assert find_file(None, {}, tmp_path) == shipped
     (tmp_path / "starling.toml").touch()
@@ -429,12 +429,12 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | N
     assert reason in caught.value.message
 
 
-def test_a_directory_is_no_configuration(tmp_path: Path) -> None:
+def test_a_directory_is_refused_as_configuration(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Is a directory"):
         load(tmp_path, {})
 
 
-def test_printing_gives_a_file_that_says_the_same(tmp_path: Path) -> None:
+def test_printing_gives_an_equivalent_file(tmp_path: Path) -> None:
     raw = {"models": [{"name": "a", "path": "/a.gguf", "cpus": [0, 1]}], "server": {"port": 0}}
     config = resolve(raw, {})
     file = tmp_path / "printed.yaml"
@@ -463,7 +463,7 @@ settings_ = st.dictionaries(variables, st.text(max_size=6), max_size=3)
 
 @given(st.dictionaries(sections, plain, max_size=4), settings_)
 @example({"auth": {"api_keys": [[]]}}, {"STARLING_AUTH__API_KEYS__0__KEY": "x"})
-def test_anything_is_accepted_or_refused_in_words(raw: dict[str, Any], env: dict[str, str]) -> None:
+def test_any_input_is_accepted_or_refused_with_a_message(raw: dict[str, Any], env: dict[str, str]) -> None:
     config, refusal = None, None
     try:
         config = resolve(raw, env)
@@ -478,8 +478,8 @@ def test_anything_is_accepted_or_refused_in_words(raw: dict[str, Any], env: dict
         assert refusal.message.startswith("the configuration cannot be used:\n  ")
 
 
-def test_every_key_is_read_by_somebody() -> None:
-    """A key that nobody reads is accepted and not honoured; what is not available is refused by name."""
+def test_every_key_is_read() -> None:
+    """A key that no module reads would be accepted without effect; unavailable keys are refused by name."""
     schema_text = (ROOT / "pipeline" / "config" / "schema.py").read_text()
     readers = schema_text[schema_text.index("class Config(") :]  # its methods answer for some
     for folder in ("starling", "pipeline", "stages", "shm"):

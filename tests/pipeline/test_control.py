@@ -1,4 +1,4 @@
-"""A control socket: one line each way, errors by name, bounds, and nobody else's business."""
+"""A control socket: one line each way, errors by code, bounds, and access by this user only."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ async def test_a_successor_takes_the_place_of_a_dead_one(tmp_path: Path) -> None
     await server.close()
 
 
-async def test_another_user_is_sent_away(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_user_is_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "is_ours", lambda fd: False)
     reader, writer = await asyncio.open_unix_connection(control.socket_path(run_dir, "kv"))
     assert await reader.read() == b""
     writer.close()
 
 
-def test_users_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_users_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert control.is_ours(ours.fileno())
@@ -96,12 +96,12 @@ def test_users_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         assert control.is_ours(ours.fileno()) == (me == 0)  # root may
 
 
-def test_nobody_there(tmp_path: Path) -> None:
+def test_an_absent_stage_is_unreachable(tmp_path: Path) -> None:
     with pytest.raises(Unreachable, match="the kv does not answer"):
         control.call(tmp_path, "kv", {"op": "echo"})
 
 
-def test_silence_ends(tmp_path: Path) -> None:
+def test_an_idle_connection_is_closed(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(control.socket_path(tmp_path, "kv")))
         silent.listen()

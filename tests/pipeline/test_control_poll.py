@@ -1,4 +1,4 @@
-"""The control socket of a stage that polls: it answers as the other one does, and nobody can make it wait."""
+"""The control socket of a stage that polls: same answers, and no client can block it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[Path]:
-    """Of a loop that runs on a thread with such a socket."""
+    """A loop on a thread, with such a socket."""
     directories = {"run_dir": str(tmp_path / "run"), "arena_dir": str(tmp_path / "shm")}
     config = Config(models=(ModelConfig(name="m"),), server=ServerConfig(**directories))  # type: ignore[arg-type]
     loop = PollLoop("kv", config)
@@ -65,7 +65,7 @@ def call(run_dir: Path, **request: Any) -> dict[str, Any]:
     return control.call(run_dir, "kv", request, WAIT_S)
 
 
-def test_answers_and_errors_by_their_code(run_dir: Path) -> None:
+def test_answers_and_errors_arrive_with_their_code(run_dir: Path) -> None:
     assert call(run_dir, op="echo", value="ä\n") == {"value": "ä\n"}
     with pytest.raises(StarlingError, match="it is taken") as caught:
         call(run_dir, op="conflict")
@@ -75,24 +75,24 @@ def test_answers_and_errors_by_their_code(run_dir: Path) -> None:
     assert call(run_dir, op="echo", value=1) == {"value": 1}
 
 
-def test_several_lines_and_pieces_of_lines(run_dir: Path) -> None:
+def test_several_and_partial_lines_are_handled(run_dir: Path) -> None:
     with connect(run_dir) as client, client.makefile("rb") as lines:
         client.sendall(b'{"op": "echo", "value": 1}\n[]\nwords\n{"op": "echo", ')
         assert b'"value": 1' in lines.readline()
         assert b"INVALID_REQUEST" in lines.readline()
         assert b"INVALID_REQUEST" in lines.readline()
-        assert call(run_dir, op="echo", value=2) == {"value": 2}  # half a line holds nobody up
+        assert call(run_dir, op="echo", value=2) == {"value": 2}  # an incomplete line blocks no other client
         client.sendall(b'"value": 3}\n')
         assert b'"value": 3' in lines.readline()
 
 
-def test_a_line_without_an_end_is_left(run_dir: Path) -> None:
+def test_a_line_that_is_too_long_closes_the_connection(run_dir: Path) -> None:
     with connect(run_dir) as client:
         client.sendall(b"x" * (control.MAX_LINE + 2))
         assert client.recv(1) == b""
 
 
-def test_who_takes_no_answers_is_left(run_dir: Path) -> None:
+def test_a_client_that_reads_no_answers_is_disconnected(run_dir: Path) -> None:
     with connect(run_dir) as client:
         line = b'{"op": "echo", "value": "' + b"x" * 60_000 + b'"}\n'
         with pytest.raises(OSError, match="Broken pipe|reset"):
@@ -108,7 +108,7 @@ def test_clients_are_bounded(run_dir: Path) -> None:
         with connect(run_dir) as one_more:
             assert one_more.recv(1) == b""
         clients.pop().close()
-        _echo(clients[0])  # the loop has heard of both, or has both still before it
+        _echo(clients[0])  # the loop has accepted both, or will
         assert call(run_dir, op="echo", value=5) == {"value": 5}
 
 
@@ -117,13 +117,13 @@ def _echo(client: socket.socket) -> None:
     assert client.recv(100).endswith(b"\n")
 
 
-def test_the_silent_are_left(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_clients_are_disconnected(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_poll, "IDLE_S", 0.01)
     with connect(run_dir) as client:
         assert client.recv(1) == b""
 
 
-def test_another_user_is_sent_away(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_is_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_poll, "is_ours", lambda fd: False)
     with connect(run_dir) as client:
         assert client.recv(1) == b""

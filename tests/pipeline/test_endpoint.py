@@ -50,7 +50,7 @@ def test_frames_arrive_in_order_both_ways(pair: Pair) -> None:
 
 def test_sending_to_an_absent_peer_is_refused(pair: Pair) -> None:
     assert not pair.link.send(m.Extend(1, "m", "s", 1))
-    assert not pair.hub.send(b"nobody", m.Granted(1, "s", ()))
+    assert not pair.hub.send(b"absent", m.Granted(1, "s", ()))
     assert (pair.link.refused, pair.hub.refused) == (1, 1)
 
 

@@ -37,13 +37,13 @@ def test_body_of_a_bad_request() -> None:
     }
 
 
-def test_statuses_are_those_that_are_documented() -> None:
+def test_statuses_match_the_documentation() -> None:
     documented = {400, 401, 403, 404, 405, 409, 413, 429, 500, 503, 507}
     assert {code.status for code in CODES.values()} == documented
 
 
 @pytest.mark.parametrize("kind", CATEGORIES, ids=lambda kind: kind.__name__)
-def test_a_category_is_its_code_and_is_in_the_tree(kind: type[StarlingError]) -> None:
+def test_every_category_has_its_code_and_is_in_the_docstring(kind: type[StarlingError]) -> None:
     error = kind("what happened", "field", retry_after_s=0.2)  # type: ignore[call-arg, arg-type]
     assert error.code in CODES
     assert error.status == CODES[error.code].status
@@ -54,20 +54,20 @@ def test_a_category_is_its_code_and_is_in_the_tree(kind: type[StarlingError]) ->
     assert (same.body(), same.headers(), same.status) == (error.body(), error.headers(), error.status)
 
 
-def test_retry_after_is_whole_seconds_where_trying_again_makes_sense() -> None:
+def test_retry_after_is_in_whole_seconds() -> None:
     assert Overloaded("full").headers() == {"Retry-After": "1"}
     assert Overloaded("full", retry_after_s=2.1).headers() == {"Retry-After": "3"}
     assert StarlingError("DRAINING", "going down").headers() == {"Retry-After": "1"}
     assert StarlingError("TIMEOUT", "too slow").headers() == {}
 
 
-def test_a_finer_code_keeps_the_category() -> None:
+def test_a_more_specific_code_keeps_the_category() -> None:
     error = InvalidRequest("too long", "prompt", code="CONTEXT_LENGTH_EXCEEDED")
     assert (error.code, error.status, error.type) == ("CONTEXT_LENGTH_EXCEEDED", 400, "invalid_request_error")
     assert isinstance(ModelNotFound("x"), NotFound)
 
 
-def test_a_code_of_a_newer_peer_is_a_fault_of_the_server() -> None:
+def test_an_unknown_code_counts_as_internal() -> None:
     error = StarlingError("SOMETHING_NEW", "who knows")
     assert (error.code, error.status, error.type) == ("SOMETHING_NEW", 500, "internal_error")
 
@@ -76,5 +76,5 @@ def test_a_status_of_its_own() -> None:
     assert Overloaded("model queue is full", status=503).status == 503
 
 
-def test_repr_says_what_and_where() -> None:
+def test_repr_has_code_message_and_param() -> None:
     assert repr(ConfigError("bad", "server.port")) == "ConfigError(CONFIG: bad, param='server.port')"

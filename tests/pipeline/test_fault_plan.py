@@ -15,7 +15,7 @@ from pipeline.faults import points
 from pipeline.faults.plan import POINTS, Fault, build_trigger, install, parse, read_installed
 
 
-def test_the_documented_plan_is_understood() -> None:
+def test_the_documented_plan_is_parsed() -> None:
     text = "worker:exit@step=17, kv:stop@page=3, wire:drop@gateway>scheduler:5, disk:enospc@spill"
     assert parse(text) == [
         Fault("worker", "exit", "step", 17),
@@ -54,7 +54,7 @@ def test_a_fault_that_could_never_happen_is_refused(text: str, reason: str) -> N
     assert text.rpartition(", ")[2] in refused.value.message
 
 
-def test_the_points_of_plans_are_those_of_the_program() -> None:
+def test_the_documented_points_exist_in_the_code() -> None:
     root = Path(points.__file__).parents[2]
     source = "".join(path.read_text() for part in ("pipeline", "stages") for path in (root / part).rglob("*.py"))
     named = set(re.findall(r'= points\.fault_point\("(\w+)", "(\w+)"\)|fault=points\.fault_point', source)) - {("", "")}
@@ -71,7 +71,7 @@ def test_without_a_fault_there_is_no_trigger() -> None:
     assert build_trigger("worker", "step", "worker:exit@step=1", env={"STARLING_RESTARTS": "2"}) is None
 
 
-def test_drops_strike_once_and_disks_always() -> None:
+def test_drops_happen_once_and_disk_faults_always() -> None:
     drop = build_trigger("wire", "gateway>scheduler", "wire:drop@gateway>scheduler:2", env={})
     assert drop is not None
     assert [drop(n) for n in (1, 2, 3)] == [False, True, False]
@@ -101,7 +101,7 @@ def test_fatal_faults_end_the_process_at_their_event(action: str, code: int) -> 
     assert ended.stdout.split() == ["1", "2"]
 
 
-def test_a_slow_disk_takes_its_time_and_works() -> None:
+def test_a_slow_disk_waits_and_works() -> None:
     slept: list[float] = []
     slow = build_trigger("disk", "spill_read", "disk:slow@spill_read=250", env={}, sleep=slept.append)
     assert slow is not None
@@ -140,7 +140,7 @@ def test_a_running_server_follows_the_plan_while_its_installer_lives(tmp_path: P
         follower.poll()
 
 
-def test_what_is_no_plan_is_none(tmp_path: Path) -> None:
+def test_an_invalid_installed_plan_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / points.FILE
     for raw in (b"", b"x", b"1", b"\xff\xfe\n", f"{os.getpid()} 1\ndisk:enospc@spill".encode()):
         path.write_bytes(raw)
@@ -149,7 +149,7 @@ def test_what_is_no_plan_is_none(tmp_path: Path) -> None:
         install(path, "disk:melt@spill")
 
 
-def test_without_a_plan_the_module_is_not_there() -> None:
+def test_without_a_plan_the_plan_module_is_not_imported() -> None:
     script = (
         "import sys\n"
         "import pipeline.ipc.endpoint, pipeline.runtime.stage_runtime\n"

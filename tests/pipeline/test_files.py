@@ -1,4 +1,4 @@
-"""Bytes that must survive: all of them are written, or the file is as it was."""
+"""Complete writes: all bytes are written, or the file is as before."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def at_most(monkeypatch: pytest.MonkeyPatch, nbytes: int, calls: int) -> None:
     monkeypatch.setattr(os, "pwrite", pwrite)
 
 
-def test_what_is_taken_in_pieces_is_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_writes_are_continued(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_most(monkeypatch, 3, 4)
     with open(path, "r+b") as file:
         write_all(file.fileno(), b"0123456789", 4)
     assert path.read_bytes() == b"befo0123456789"
 
 
-def test_an_end_that_is_not_taken_is_cut_off(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_append_is_truncated(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_most(monkeypatch, 3, 2)
     with open(path, "r+b") as file, pytest.raises(OSError, match="No space left"):
         append_all(file.fileno(), b"0123456789", 6)
     assert path.read_bytes() == b"before"
 
 
-def test_the_disk_is_asked_once_for_what_was_written(path: Path) -> None:
+def test_written_bytes_are_synchronized_once(path: Path) -> None:
     file = DurableFile(os.open(path, os.O_RDWR))
     assert file.unsynced() is None
     file._is_dirty = True

@@ -1,4 +1,4 @@
-"""Where a command finds the gateway, for every host that it may be configured to listen on."""
+"""The URL of the gateway for every host that it may listen on, and the passed socket."""
 
 import http.client
 import socket
@@ -12,7 +12,7 @@ from pipeline.supervise import listen_fd
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
-def test_what_listens_is_reached(host: str) -> None:
+def test_the_listener_is_reachable_at_its_url(host: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(listen_fd.VARIABLE, raising=False)
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:

@@ -1,4 +1,4 @@
-"""Log lines: their form, their bound, and that nobody waits for a reader."""
+"""Log lines: form, bounds, and that no stage waits for a reader."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_json_line() -> None:
     }
 
 
-def test_an_error_says_what_and_where() -> None:
+def test_an_error_has_message_and_stack() -> None:
     try:
         raise ValueError("no such page")
     except ValueError as error:
@@ -57,7 +57,7 @@ def test_an_error_says_what_and_where() -> None:
     assert "Traceback" in pretty.splitlines()[1]
 
 
-def test_a_pretty_line_holds_no_control_characters() -> None:
+def test_a_pretty_line_has_no_control_characters() -> None:
     text = PrettyFormatter("kv").format(record(user="\x1b[31mred\r\nforged line"))
     assert text == r"22:13:20.250 INFO    kv  page dropped  user=\x1b[31mred\r\nforged line"
 
@@ -71,7 +71,7 @@ def test_values_and_lines_are_bounded(tmp_path: Path) -> None:
     assert len((tmp_path / "kv.log").read_bytes()) < logs.MAX_LINE_BYTES + 100
 
 
-def test_what_cannot_be_formatted_is_still_an_event(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_formatted_is_still_logged(tmp_path: Path) -> None:
     class Broken:
         def __repr__(self) -> str:
             raise RuntimeError("no")
@@ -85,7 +85,7 @@ def test_what_cannot_be_formatted_is_still_an_event(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ volume
 
 
-def test_an_event_has_a_budget_and_says_what_it_held_back() -> None:
+def test_an_event_has_a_budget_and_reports_suppressed_lines() -> None:
     now = [0.0]
     budget = Budget(lambda: now[0])
     admitted = [budget.admits(record()) for _ in range(BURST * 3)]
@@ -116,7 +116,7 @@ def test_the_number_of_budgets_is_bounded() -> None:
 # ------------------------------------------------------------------ where it goes
 
 
-def test_a_reader_that_sleeps_costs_lines_and_no_time() -> None:
+def test_a_stopped_reader_costs_lines_and_no_time() -> None:
     read_end, write_end = os.pipe()
     output = Output(write_end)
     for i in range(20_000):
@@ -139,7 +139,7 @@ def test_a_reader_that_sleeps_costs_lines_and_no_time() -> None:
     os.close(write_end)
 
 
-def test_a_reader_that_is_gone_is_no_error() -> None:
+def test_a_closed_reader_is_no_error() -> None:
     read_end, write_end = os.pipe()
     output = Output(write_end)
     os.close(read_end)
@@ -149,7 +149,7 @@ def test_a_reader_that_is_gone_is_no_error() -> None:
     os.close(write_end)
 
 
-def test_a_socket_as_of_the_journal() -> None:
+def test_output_to_a_socket() -> None:
     journal, ours = socket.socketpair()
     output = Output(ours.fileno())
     for _ in range(100_000):
@@ -161,7 +161,7 @@ def test_a_socket_as_of_the_journal() -> None:
     ours.close()
 
 
-def test_a_file_is_appended_to_where_it_is(tmp_path: Path) -> None:
+def test_output_to_a_file_appends(tmp_path: Path) -> None:
     with open(tmp_path / "out", "wb", buffering=0) as file:
         file.write(b"before\n")
         output = Output(file.fileno())
@@ -186,7 +186,7 @@ def test_files_are_rotated_and_bounded(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "kv.log").read_bytes() == b"next\n"
 
 
-def test_a_single_file_starts_afresh(tmp_path: Path) -> None:
+def test_a_single_file_is_replaced(tmp_path: Path) -> None:
     file = RotatingFile(tmp_path / "kv.log", 20, 1)
     for i in range(5):
         file.write(b"%09d\n" % i)
@@ -195,7 +195,7 @@ def test_a_single_file_starts_afresh(tmp_path: Path) -> None:
     assert (tmp_path / "kv.log").read_bytes() == b"%09d\n" % 4
 
 
-def test_a_directory_that_cannot_be_is_no_error(tmp_path: Path) -> None:
+def test_an_impossible_directory_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("a file")
     file = RotatingFile(tmp_path / "logs" / "kv.log", 100, 3)
     file.write(b"line\n")

@@ -1,4 +1,4 @@
-"""Memory that is free goes back to the system, within a minute and not at every look."""
+"""Free memory returns to the system within a minute, and not at every check."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.runtime.malloc_trim import CHECK_S, RETRIM_S, SLACK_BYTES, MallocT
 MB = 1 << 20
 
 
-def test_free_memory_in_the_middle_of_the_heap_goes_back() -> None:
+def test_free_memory_in_the_middle_of_the_heap_is_returned() -> None:
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.free.argtypes = (ctypes.c_void_p,)
@@ -33,8 +33,8 @@ def test_free_memory_in_the_middle_of_the_heap_goes_back() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 30)), max_size=60))
-def test_what_is_free_never_stays(bursts: list[tuple[int, int]]) -> None:
-    """Whatever comes and goes: nothing stays for much longer than a minute but the slack."""
+def test_free_memory_is_returned_within_a_minute(bursts: list[tuple[int, int]]) -> None:
+    """For any sequence of bursts, only the slack stays for much longer than a minute."""
     now, needed, free = 0.0, 50 * MB, 0
 
     def give_back() -> None:
@@ -54,7 +54,7 @@ def test_what_is_free_never_stays(bursts: list[tuple[int, int]]) -> None:
             assert needed + free <= max(needed, base + SLACK_BYTES)
 
 
-def test_at_rest_it_trims_seldom() -> None:
+def test_an_idle_process_rarely_trims() -> None:
     now, trims = 0.0, 0
 
     def count() -> None:

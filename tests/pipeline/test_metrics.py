@@ -44,7 +44,7 @@ def scrape(config: Config, own: Metrics | None = None) -> dict[Sample, float]:
     }
 
 
-def test_the_names_that_were_asked_for_are_there() -> None:
+def test_public_names_exist() -> None:
     asked = {
         "starling_requests_total": ("endpoint", "status"),
         "starling_request_duration_seconds": ("endpoint",),
@@ -72,7 +72,7 @@ def test_families_are_well_formed(family: exposition.Family) -> None:
     assert list(family.bounds) == sorted(set(family.bounds))
 
 
-def test_a_stage_is_merged_with_the_gateways_own(config: Config, directory: Path) -> None:
+def test_snapshots_are_merged_with_the_gateways_metrics(config: Config, directory: Path) -> None:
     scheduler = Metrics("scheduler", directory)
     scheduler.add("starling_tokens_generated_total", "m", amount=12)
     scheduler.set("starling_queue_depth", 3, "m")
@@ -104,7 +104,7 @@ def test_series_of_several_stages_are_added_up(config: Config, directory: Path) 
     assert found["starling_kv_cache_restore_seconds_sum", ()] == 5
 
 
-def test_of_a_dead_stage_only_what_counts_remains(config: Config, directory: Path) -> None:
+def test_gauges_of_a_dead_stage_are_dropped(config: Config, directory: Path) -> None:
     stage = Metrics("kv", directory)
     stage.set("starling_kv_cache_bytes", 10, "resident")
     stage.add("starling_kv_cache_evictions_total")
@@ -115,7 +115,7 @@ def test_of_a_dead_stage_only_what_counts_remains(config: Config, directory: Pat
     assert ("starling_kv_cache_bytes", (("state", "resident"),)) not in found
 
 
-def test_a_snapshot_that_is_not_one_is_passed_over(config: Config, directory: Path) -> None:
+def test_an_invalid_snapshot_is_skipped(config: Config, directory: Path) -> None:
     (directory / "a.metrics").write_bytes(b"")
     (directory / "b.metrics").write_bytes(b"\x94\xa1b\x01\x01\x81\xa7unknown\x90")
     (directory / "c.metrics").write_bytes(os.urandom(100))
@@ -142,7 +142,7 @@ def test_label_sets_are_bounded() -> None:
     assert sum(series.values()) == MAX_SERIES * 3
 
 
-def test_mistakes_are_seen() -> None:
+def test_wrong_names_and_labels_raise() -> None:
     metrics = Metrics("kv", None)
     with pytest.raises(KeyError):
         metrics.add("starling_no_such_thing_total")
@@ -151,7 +151,7 @@ def test_mistakes_are_seen() -> None:
 
 
 @given(st.lists(st.floats(0, 300), max_size=50))
-def test_a_histogram_kept_elsewhere_is_poured_in(values: list[float]) -> None:
+def test_a_histogram_of_the_stage_is_converted(values: list[float]) -> None:
     bounds = FAMILIES["starling_batch_size"].bounds
     counts = [0] * (len(bounds) + 1)
     kept, poured = Metrics("a", None), Metrics("b", None)
@@ -165,7 +165,7 @@ def test_a_histogram_kept_elsewhere_is_poured_in(values: list[float]) -> None:
         assert one.value == pytest.approx(other.value)
 
 
-def test_stages_show_up_with_what_they_use(config: Config) -> None:
+def test_stages_report_readiness_and_resource_use(config: Config) -> None:
     loop = PollLoop("kv", config)
     loop.ready = True
     loop.bind("scheduler-kv", lambda peer, frame: None)
@@ -181,7 +181,7 @@ def test_stages_show_up_with_what_they_use(config: Config) -> None:
     assert ("starling_stage_up", (kv,)) not in scrape(config)
 
 
-def test_a_full_disk_keeps_the_snapshot_before(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_previous_snapshot(tmp_path: Path) -> None:
     now = [0.0]
     stage = Metrics("kv", tmp_path, clock=lambda: now[0])
     stage.write()
@@ -193,7 +193,7 @@ def test_a_full_disk_keeps_the_snapshot_before(tmp_path: Path) -> None:
     assert (tmp_path / "kv.metrics").read_bytes() == before
 
 
-def test_a_stage_at_rest_places_its_numbers_when_one_has_changed(tmp_path: Path) -> None:
+def test_an_idle_stage_writes_when_a_value_has_changed(tmp_path: Path) -> None:
     now = 100.0
     metrics = Metrics("kv", tmp_path, clock=lambda: now)
     files: list[tuple[float, int]] = []  # when, and which

@@ -21,7 +21,7 @@ def test_home() -> None:
     assert paths.home({"STARLING_HOME": "here"}) == Path.cwd() / "here"
 
 
-def test_what_is_below_home() -> None:
+def test_directories_below_home() -> None:
     assert paths.models_dir(ENV) == Path("/data/starling/models")
     assert paths.run_dir(DEFAULT, ENV) == Path("/data/starling/run")
     assert paths.state_dir(DEFAULT, ENV) == Path("/data/starling/state")
@@ -36,7 +36,7 @@ def test_configured_directories_win() -> None:
     assert paths.arena_dir(config, ENV).parent == Path("/a")
 
 
-def test_arenas_are_found_again_and_never_shared() -> None:
+def test_arena_directories_are_stable_and_unique() -> None:
     first = paths.arena_dir(DEFAULT, ENV)
     assert first == paths.arena_dir(DEFAULT, ENV)
     assert first.parent == Path("/dev/shm")

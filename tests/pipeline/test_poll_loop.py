@@ -1,4 +1,4 @@
-"""The stage loop: what peers, the supervisor and systemd hear from it, and how it ends."""
+"""The stage loop: what peers, the supervisor and systemd receive from it, and how it ends."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def record(config: Config, stage: str) -> StageStatus:
     return {found.stage: found for found in status.read_all(paths.run_dir(config))}[stage]
 
 
-def test_frames_reach_their_handlers_and_beats_their_peers(loops: dict[str, PollLoop]) -> None:
+def test_frames_reach_handlers_and_heartbeats_reach_peers(loops: dict[str, PollLoop]) -> None:
     kv, scheduler = loops["kv"], loops["scheduler"]
     got: list[m.Frame] = []
 
@@ -73,7 +73,7 @@ def test_frames_reach_their_handlers_and_beats_their_peers(loops: dict[str, Poll
     assert link.last_heartbeat is None  # closed, and with it what it knew
 
 
-def test_what_is_said_depends_on_ready_and_stopping(loops: dict[str, PollLoop]) -> None:
+def test_the_heartbeat_depends_on_ready_and_stopping(loops: dict[str, PollLoop]) -> None:
     loop = loops["kv"]
     assert (loop.heartbeat().ready, loop.heartbeat().reason) == (False, "starting")
     loop.ready = True
@@ -100,7 +100,7 @@ def test_a_signal_ends_the_wait_and_the_loop(config: Config, number: signal.Sign
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
-def test_it_drains_while_busy_but_not_for_ever(config: Config) -> None:
+def test_draining_is_bounded(config: Config) -> None:
     now = [0.0]
     loop = PollLoop("kv", config, clock=lambda: now[0])
     loop.busy = True
@@ -116,13 +116,13 @@ def test_it_drains_while_busy_but_not_for_ever(config: Config) -> None:
     assert seen == pytest.approx([0.0, 0.05, 0.1, 0.15])
 
 
-def test_a_signal_after_the_work_is_thought_about_before_it_ends(config: Config) -> None:
+def test_work_runs_once_more_after_a_signal(config: Config) -> None:
     loop = PollLoop("kv", config)
     told: list[bool] = []
 
     def work() -> float | None:
         told.append(loop.stopping)
-        loop.busy = told == [False, True]  # others still need it, as it finds once it is told
+        loop.busy = told == [False, True]  # others still need it, as it finds after the stop request
         if len(told) == 1:
             loop.stop()  # as a handler does at any moment: here when `busy` has been decided on
         return 0.0
@@ -152,7 +152,7 @@ def test_a_fatal_error_is_not_exit_code_0(config: Config, caplog: pytest.LogCapt
     assert loop.run(lambda: loop.quit(7)) == 7
 
 
-def test_status_is_there_while_it_lives_and_gone_after(config: Config) -> None:
+def test_the_status_record_exists_while_the_stage_runs(config: Config) -> None:
     loop = PollLoop("kv", config)
     loop.progress = 5
     loop.poll(0)
@@ -167,7 +167,7 @@ def test_status_is_there_while_it_lives_and_gone_after(config: Config) -> None:
     assert list(paths.arena_dir(config).glob("*")) == []
 
 
-def test_a_status_of_the_dead_is_told_from_one_of_the_living(config: Config) -> None:
+def test_the_status_record_of_a_dead_process_is_marked(config: Config) -> None:
     loop = PollLoop("kv", config)
     loop.poll(0)
     path = paths.run_dir(config) / "kv.status"
@@ -178,14 +178,14 @@ def test_a_status_of_the_dead_is_told_from_one_of_the_living(config: Config) -> 
     loop.close()
 
 
-def test_a_second_one_of_the_same_stage_is_refused(config: Config) -> None:
+def test_a_second_process_of_a_stage_is_refused(config: Config) -> None:
     loop = PollLoop("kv", config)
     with pytest.raises(ConfigError, match="already runs"):
         PollLoop("kv", config)
     loop.close()
 
 
-def test_the_supervisor_hears_beats_and_allowances(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_supervisor_receives_keepalives_and_allowances(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe2(os.O_NONBLOCK)
     monkeypatch.setenv(process.KEEPALIVE_FD_VARIABLE, str(write_end))
     loop = PollLoop("kv", config)
@@ -202,7 +202,7 @@ def test_the_supervisor_hears_beats_and_allowances(config: Config, monkeypatch: 
     os.close(write_end)
 
 
-def test_systemd_hears_when_it_is_ready_and_that_it_lives(
+def test_systemd_is_notified_of_readiness_and_liveness(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = str(tmp_path / "notify")
@@ -236,7 +236,7 @@ def test_systemd_hears_when_it_is_ready_and_that_it_lives(
         loop.close()
 
 
-def test_descriptors_of_the_stages_own(config: Config) -> None:
+def test_descriptors_added_by_the_stage(config: Config) -> None:
     loop = PollLoop("kv", config)
     read_end, write_end = os.pipe()
     got: list[bytes] = []
@@ -255,7 +255,7 @@ def test_descriptors_of_the_stages_own(config: Config) -> None:
     os.close(write_end)
 
 
-def test_nothing_is_left_open(config: Config) -> None:
+def test_close_leaves_no_descriptor_open(config: Config) -> None:
     PollLoop("kv", config).close()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
@@ -266,7 +266,7 @@ def test_nothing_is_left_open(config: Config) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_stage_without_work_is_quiet_until_something_moves(config: Config) -> None:
+def test_a_stage_without_work_is_idle_until_it_progresses(config: Config) -> None:
     now = 100.0
     loop = PollLoop("kv", config, clock=lambda: now)
     try:
@@ -279,7 +279,7 @@ def test_a_stage_without_work_is_quiet_until_something_moves(config: Config) -> 
         assert loop.tick_s == timer_coalescing.until_aligned(now, timer_coalescing.IDLE_HEARTBEAT_S)
         loop.bind("gateway-kv", lambda peer, frame: None)
         assert loop.tick_s == timer_coalescing.until_aligned(now, timer_coalescing.ALIGN_S), (
-            "the gateway, who tells, hears of it in time"
+            "the gateway, which derives readiness, receives it in time"
         )
         loop.mark_active()
         assert not loop.is_idle

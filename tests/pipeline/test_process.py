@@ -1,4 +1,4 @@
-"""A process and its parent, with real ones."""
+"""Parent death, keepalives, descendants and watches, with real processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ signal.pause()
 """
 
 
-def test_a_killed_parent_takes_its_child_along() -> None:
+def test_a_child_dies_with_its_killed_parent() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as parent:
@@ -48,20 +48,20 @@ def test_a_killed_parent_takes_its_child_along() -> None:
     os.close(pidfd)
 
 
-def test_a_parent_that_is_gone_before_the_call_is_noticed() -> None:
+def test_a_parent_that_died_before_the_call_is_detected() -> None:
     code = "from pipeline.runtime import process; process.die_with_parent(); print('alive')"
     env = {**os.environ, process.PARENT_VARIABLE: "1"}
     done = subprocess.run([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, check=False)
     assert (done.returncode, done.stdout) == (process.EXIT_ORPHANED, b"")
 
 
-def test_the_parents_death_can_be_watched() -> None:
+def test_the_death_of_the_parent_can_be_watched() -> None:
     fd = process.watch_parent()
     assert not select.select([fd], [], [], 0)[0]
     os.close(fd)
 
 
-def test_beats_are_read_whole_and_the_last_one_counts() -> None:
+def test_keepalives_are_read_whole_and_the_last_one_counts() -> None:
     read_end, write_end = os.pipe2(os.O_NONBLOCK)
     assert process.read_keepalives(read_end) is None
     for allowance_ms in range(3000):
@@ -99,7 +99,7 @@ def test_the_pipe_is_claimed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_systemd_nothing_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     assert not process.sd_notify("READY=1")
-    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "absent"))
     assert not process.sd_notify("READY=1")
     monkeypatch.setenv("WATCHDOG_USEC", "1000000")
     assert process.watchdog_interval_s() == 0.5
@@ -107,7 +107,7 @@ def test_without_systemd_nothing_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert process.watchdog_interval_s() == 0.0
 
 
-# ------------------------------------------------------------------ kinship
+# ------------------------------------------------------------------ descendants and ancestors
 
 TREE = """
 import subprocess, sys
@@ -141,14 +141,14 @@ def test_a_stopped_grandchild_is_found() -> None:
     assert procfs.children(child.pid) == []
 
 
-def test_the_guardian_of_a_child_is_its_parent() -> None:
+def test_the_watched_ancestor_of_a_child_is_its_parent() -> None:
     code = "from pipeline.supervise import ancestors; import os; print(*ancestors.watched_ancestors(os.getpid()))"
     mine = [sys.executable, "-c", code]
     plain = subprocess.run(mine, stdout=subprocess.PIPE, check=True)
     assert plain.stdout.split() == [str(os.getpid()).encode()]
 
 
-def test_a_shell_that_only_runs_us_is_looked_through() -> None:
+def test_a_shell_that_only_runs_the_command_is_watched_with_its_parent() -> None:
     code = "from pipeline.supervise import ancestors; import os; print(*ancestors.watched_ancestors(os.getpid()))"
     found = subprocess.run(
         ["/bin/sh", "-c", f"{sys.executable} -c '{code}'; echo $$"], stdout=subprocess.PIPE, check=True
@@ -169,11 +169,11 @@ def test_a_shell_that_only_runs_us_is_looked_through() -> None:
         ([], False),
     ],
 )
-def test_what_honcho_looks_like(command: list[str], expected: bool) -> None:
+def test_honcho_is_recognised_by_its_command(command: list[str], expected: bool) -> None:
     assert ancestors._is_honcho(command) == expected
 
 
-def test_a_thread_that_runs_briefly_keeps_its_policy_and_priority() -> None:
+def test_a_short_time_slice_keeps_policy_and_priority() -> None:
     import ctypes
     import struct
     import threading
@@ -196,7 +196,7 @@ def test_a_thread_that_runs_briefly_keeps_its_policy_and_priority() -> None:
         assert done and runtime == 200_000
 
 
-def test_moves_into_a_directory_are_heard_of(tmp_path: Path) -> None:
+def test_renames_into_a_directory_are_signalled(tmp_path: Path) -> None:
     fd = process.open_rename_watch(tmp_path)
     (tmp_path / "new").write_text("written, not moved")
     assert not select.select([fd], [], [], 0)[0]
@@ -224,5 +224,5 @@ child.wait()
 """
 
 
-def test_stops_of_children_are_heard_of() -> None:
+def test_stops_of_children_are_signalled() -> None:
     subprocess.run([sys.executable, "-c", CHILDREN], check=True, timeout=4 * LONG_S)

@@ -1,4 +1,4 @@
-"""The restart policy, as laws over any history of lives."""
+"""The restart policy: properties over any history of runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_waits_are_bounded_and_the_bucket_never_overflows(ran_s: list[float], ch
 
 
 @given(chances)
-def test_a_crash_loop_waits_ever_longer_and_is_given_up(chance: float) -> None:
+def test_a_crash_loop_waits_longer_each_time_and_ends(chance: float) -> None:
     found = waits([0.0] * LIMITS.most, chance)
     assert found[-1] is None
     assert found[: LIMITS.immediate] == [0.0] * LIMITS.immediate
@@ -40,7 +40,7 @@ def test_a_crash_loop_waits_ever_longer_and_is_given_up(chance: float) -> None:
 
 
 @given(lives.filter(bool), chances)
-def test_a_stable_run_makes_good_all_deaths(ran_s: list[float], chance: float) -> None:
+def test_a_stable_run_empties_the_bucket(ran_s: list[float], chance: float) -> None:
     policy = RestartPolicy(lambda: chance)
     for ran in ran_s:
         policy.after_death(ran)
@@ -49,7 +49,7 @@ def test_a_stable_run_makes_good_all_deaths(ran_s: list[float], chance: float) -
 
 
 @given(st.integers(1, 1000))
-def test_one_that_had_been_ready_may_die_each_second_for_ever(count: int) -> None:
+def test_a_stage_that_had_been_ready_may_die_each_second_for_ever(count: int) -> None:
     policy = RestartPolicy(lambda: 0.0)
     assert {policy.after_death(1.0, was_ready=True) for _ in range(count)} == {0.0}
 
@@ -70,7 +70,7 @@ def test_deaths_far_enough_apart_cost_no_wait_however_many(ran_s: list[float]) -
 
 
 @given(lives, chances, chances)
-def test_jitter_takes_away_at_most_half(ran_s: list[float], one: float, other: float) -> None:
+def test_jitter_is_at_most_half(ran_s: list[float], one: float, other: float) -> None:
     for a, b in zip(waits(ran_s, one), waits(ran_s, other), strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:
@@ -79,7 +79,7 @@ def test_jitter_takes_away_at_most_half(ran_s: list[float], one: float, other: f
 
 
 @given(lives, st.integers(0, 59), st.floats(0.0, 100.0))
-def test_a_longer_life_never_makes_the_next_wait_longer(ran_s: list[float], at: int, more: float) -> None:
+def test_a_longer_run_never_makes_the_next_wait_longer(ran_s: list[float], at: int, more: float) -> None:
     longer = [ran + more if i == at else ran for i, ran in enumerate(ran_s)]
     for short, long in zip(waits(ran_s), waits(longer), strict=True):
         if short is None:

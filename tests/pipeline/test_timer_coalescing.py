@@ -1,4 +1,4 @@
-"""Who is at rest wakes on the beat: all processes at the same moments, and nobody twice for one of them."""
+"""Idle processes wake at the same moments, and no process wakes twice for one of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeline.runtime import timer_coalescing
 
 
 def beats(wait_s: float, early_s: float) -> list[float]:
-    """When one wakes that is always woken `early_s` before its time, or after it."""
+    """Wake-up times of a process that always wakes `early_s` early (or late)."""
     now, times = 1234.321, []
     for _ in range(50):
         now += timer_coalescing.until_aligned(now, wait_s) - early_s
@@ -23,7 +23,7 @@ def beats(wait_s: float, early_s: float) -> list[float]:
     "wait_s", [timer_coalescing.ALIGN_S, timer_coalescing.IDLE_HEARTBEAT_S, 10 * timer_coalescing.ALIGN_S]
 )
 @pytest.mark.parametrize("early_s", [0.0, 0.001, 0.04, -0.001, -0.04])
-def test_all_wake_together_and_once(wait_s: float, early_s: float) -> None:
+def test_all_processes_wake_together_and_once(wait_s: float, early_s: float) -> None:
     times = beats(wait_s, early_s)
     assert [b - a for a, b in pairwise(times)] == pytest.approx([wait_s] * 49)
     assert all(
@@ -32,14 +32,14 @@ def test_all_wake_together_and_once(wait_s: float, early_s: float) -> None:
     )
 
 
-def test_a_wait_is_no_longer_than_it_may_be() -> None:
+def test_a_wait_is_bounded() -> None:
     chance = random.Random(5)
     for _ in range(1000):
         now, wait_s = chance.uniform(0, 1e6), chance.uniform(timer_coalescing.ALIGN_S, 10)
         assert 0 < timer_coalescing.until_aligned(now, wait_s) <= wait_s + timer_coalescing.ALIGN_S / 8 + 1e-6
 
 
-def test_a_period_turns_once_for_whoever_looks_on_the_beat() -> None:
+def test_a_period_elapses_once_for_every_aligned_process() -> None:
     for early_s in (0.0, 0.001, 0.04, -0.04):
         before, turned = float("-inf"), []
         for time in beats(timer_coalescing.ALIGN_S, early_s):

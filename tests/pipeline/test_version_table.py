@@ -1,4 +1,4 @@
-"""The record of loaded models as its readers see it: what cannot be read is not taken for what is configured."""
+"""The table of model versions and its followers: an unreadable table changes nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def second(config: Config) -> versions.VersionTable:
     return msgspec.structs.replace(known, versions=(msgspec.structs.replace(known.versions[0], serial=1),))
 
 
-def test_without_a_record_there_is_what_is_configured(config: Config) -> None:
+def test_without_a_table_the_configured_models_are_used(config: Config) -> None:
     assert versions.read(config) == versions.initial(config)
     follower = versions.VersionFollower(config)
     versions.write(config, second(config))
@@ -34,7 +34,7 @@ def test_without_a_record_there_is_what_is_configured(config: Config) -> None:
     assert follower.poll() and follower.table == versions.initial(config)
 
 
-def test_a_record_that_cannot_be_read_changes_nothing(config: Config, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_table_changes_nothing(config: Config, caplog: pytest.LogCaptureFixture) -> None:
     versions.write(config, second(config))
     follower = versions.VersionFollower(config)
     path = versions.table_path(config)

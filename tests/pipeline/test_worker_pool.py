@@ -1,4 +1,4 @@
-"""The parent of all worker groups: follows the record, and nothing survives its end. Real processes."""
+"""The worker pool follows the table of versions, and nothing survives its end. Real processes."""
 
 from __future__ import annotations
 
@@ -46,37 +46,37 @@ class World:
         self.config = load(file, {})
         self.run_dir = prepare(paths.run_dir(self.config))
         self.arenas = prepare(paths.arena_dir(self.config))
-        self.crew: subprocess.Popen[bytes] | None = None
+        self.pool: subprocess.Popen[bytes] | None = None
 
     def start(self, **environment: str) -> subprocess.Popen[bytes]:
-        self.crew = subprocess.Popen(
+        self.pool = subprocess.Popen(
             [sys.executable, "-m", "tests.pipeline.pool_process", str(self.file)],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         )
-        return self.crew
+        return self.pool
 
-    def write(self, *instances: ModelVersion) -> None:
+    def write(self, *several: ModelVersion) -> None:
         known = versions.initial(self.config)
-        versions.write(self.config, VersionTable(known.configured, 9, instances))
+        versions.write(self.config, VersionTable(known.configured, 9, several))
 
     def lives(self, name: str) -> list[tuple[int, int]]:
-        """(pid, pid below it) of each life of an instance."""
+        """(pid, pid below it) of each process of a version."""
         try:
-            lines = (self.run_dir / "told").read_text().splitlines()
+            lines = (self.run_dir / "report").read_text().splitlines()
         except FileNotFoundError:
             return []
         return [(int(pid), int(below)) for one, pid, below in map(str.split, lines) if one == name]
 
     def wait(self, condition: Callable[[], Any]) -> None:
-        """The crew looks every 100 ms; it is running meanwhile."""
+        """Until `condition()`, while the pool runs."""
         deadline = time.monotonic() + WAIT_S
-        assert self.crew is not None
-        fd = os.pidfd_open(self.crew.pid)
+        assert self.pool is not None
+        fd = os.pidfd_open(self.pool.pid)
         try:
             while not condition():
                 assert time.monotonic() < deadline
-                if self.crew.poll() is None:
+                if self.pool.poll() is None:
                     signal.pidfd_send_signal(fd, 0)
         finally:
             os.close(fd)
@@ -94,13 +94,13 @@ def make(behaviour: str, serial: int, state: Any = "serving") -> ModelVersion:
 def world(tmp_path: Path) -> Iterator[World]:
     world = World(tmp_path)
     yield world
-    if world.crew is not None and world.crew.poll() is None:
-        world.crew.kill()
-        world.crew.wait()
+    if world.pool is not None and world.pool.poll() is None:
+        world.pool.kill()
+        world.pool.wait()
 
 
-def test_it_follows_the_record(world: World) -> None:
-    crew = world.start()
+def test_the_pool_follows_the_table(world: World) -> None:
+    pool = world.start()
     first, _ = world.wait_begun("m")
     world.write(make("stay", 0), make("stay", 1, "loading"))
     second, _ = world.wait_begun("m@1")
@@ -110,54 +110,54 @@ def test_it_follows_the_record(world: World) -> None:
         (world.arenas / name).write_bytes(b"")
     world.write(make("stay", 1))
     assert wait_gone(first)
-    # Nothing of it is left, and the other one has not been touched.
+    # Its files are removed, and those of the other version are untouched.
     world.wait(lambda: not list(world.run_dir.glob("worker-m.*")) and not list(world.arenas.iterdir()))
     assert world.lives("m@1") == [(second, 0)]
-    crew.terminate()
-    assert crew.wait(WAIT_S) == 0
+    pool.terminate()
+    assert pool.wait(WAIT_S) == 0
     assert wait_gone(second)
 
 
-def test_a_killed_member_is_fenced_and_begins_again(world: World) -> None:
+def test_a_killed_member_is_fenced_and_restarted(world: World) -> None:
     world.write(make("parent", 1))
-    crew = world.start()
+    pool = world.start()
     member, below = world.wait_begun("m@1")
     os.kill(member, signal.SIGKILL)
     _, other = world.wait_begun("m@1", lives=2)
-    assert wait_gone(below, 0)  # before its successor began
+    assert wait_gone(below, 0)  # before its successor started
     assert other != below
-    crew.terminate()
-    assert crew.wait(WAIT_S) == 0
+    pool.terminate()
+    assert pool.wait(WAIT_S) == 0
     assert wait_gone(other)
 
 
-def test_who_gives_up_while_loading_is_noted_and_left(world: World) -> None:
+def test_a_failure_while_loading_is_recorded(world: World) -> None:
     world.write(make("stay", 0), make("exit:1", 1, "loading"), make("exit:78", 2, "loading"))
-    crew = world.start()
+    pool = world.start()
     for name in ("worker-m@1", "worker-m@2"):
         world.wait(lambda: versions.read_failure(world.run_dir, name))  # noqa: B023
     failure = versions.read_failure(world.run_dir, "worker-m@1")
     assert failure is not None
     assert (failure.code, "code 1" in failure.message) == ("MODEL_UNAVAILABLE", True)
     assert len(world.lives("m@1")) == 1
-    assert crew.poll() is None
+    assert pool.poll() is None
     world.write(make("stay", 0))
     world.wait(lambda: not list(world.run_dir.glob("worker-m@*")))
-    crew.terminate()
-    assert crew.wait(WAIT_S) == 0
+    pool.terminate()
+    assert pool.wait(WAIT_S) == 0
 
 
-def test_who_gives_up_while_serving_ends_all(world: World) -> None:
+def test_a_failure_while_serving_stops_the_pool(world: World) -> None:
     world.write(make("stay", 0), make("stay", 1, "retiring"))
-    crew = world.start()
+    pool = world.start()
     other, _ = world.wait_begun("m@1")
     world.write(make("exit:78", 2), make("stay", 1, "retiring"))
-    assert crew.wait(WAIT_S) == 78
+    assert pool.wait(WAIT_S) == 78
     assert wait_gone(other)
 
 
-def test_what_another_crew_has_is_left_alone(world: World) -> None:
-    """A second server is started beside one that runs: it gives up, and takes nothing with it."""
+def test_files_of_another_pool_are_kept(world: World) -> None:
+    """A second server that is started beside a running one gives up and removes nothing."""
     lock = StageLock(world.run_dir, "worker-m")
     theirs = [world.run_dir / "worker-m.lock", world.run_dir / "worker-m.status", world.arenas / "m.act"]
     for path in theirs[1:]:
@@ -171,8 +171,8 @@ def test_what_another_crew_has_is_left_alone(world: World) -> None:
     assert not any(path.exists() for path in theirs)
 
 
-def test_who_only_sweeps_does_not_keep_it_from_removing(world: World) -> None:
-    """A sweeper holds the lock of a stage that is gone, for a moment."""
+def test_a_concurrent_sweep_does_not_prevent_removal(world: World) -> None:
+    """`cleanup.sweep` holds the lock of an ended stage for a moment."""
     with subprocess.Popen(["true"]) as ended:
         pass
     path = world.run_dir / "worker-m.lock"
@@ -184,25 +184,25 @@ def test_who_only_sweeps_does_not_keep_it_from_removing(world: World) -> None:
     assert not path.exists()
 
 
-def test_all_die_with_it(world: World) -> None:
+def test_all_members_die_with_the_pool(world: World) -> None:
     world.write(make("stay", 0), make("stay", 1))
-    crew = world.start()
+    pool = world.start()
     members = [world.wait_begun(name)[0] for name in ("m", "m@1")]
-    crew.kill()
-    crew.wait()
+    pool.kill()
+    pool.wait()
     assert all(wait_gone(member) for member in members)
 
 
-def test_systemd_hears_when_all_who_serve_are_ready(world: World, tmp_path: Path) -> None:
+def test_systemd_is_notified_when_all_serving_versions_are_ready(world: World, tmp_path: Path) -> None:
     address = str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(address)
         systemd.settimeout(WAIT_S)
         world.write(make("stay", 1), make("stay", 2, "loading"))
-        crew = world.start(NOTIFY_SOCKET=address, WATCHDOG_USEC="200000")
+        pool = world.start(NOTIFY_SOCKET=address, WATCHDOG_USEC="200000")
         pid, _ = world.wait_begun("m@1")
-        heard = {systemd.recv(100) for _ in range(3)}
-        assert heard == {b"WATCHDOG=1"}
+        received = {systemd.recv(100) for _ in range(3)}
+        assert received == {b"WATCHDOG=1"}
         status = {
             "stage": "worker-m@1",
             "pid": pid,
@@ -218,10 +218,10 @@ def test_systemd_hears_when_all_who_serve_are_ready(world: World, tmp_path: Path
         (world.run_dir / "worker-m@1.status").write_bytes(msgspec.json.encode(status))
         while systemd.recv(100) != b"READY=1":
             pass
-        crew.terminate()
+        pool.terminate()
         while systemd.recv(100) != b"STOPPING=1":
             pass
-        assert crew.wait(WAIT_S) == 0
+        assert pool.wait(WAIT_S) == 0
 
 
 def _ticks(pid: int) -> int:
