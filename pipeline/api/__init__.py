@@ -1,5 +1,11 @@
-"""The HTTP API's stateless parts: fields, JSON bodies, errors, keys, quotas and server-sent events.
+"""The stateless parts of the HTTP API, for every process that serves it. Without sockets.
 
-The gateway uses them, and so can any other process that serves the same API.  Nothing here has a socket or
-imports a stage.
+json_body.py           strict JSON bodies
+fields.py              field tables and their readers
+generation_fields.py   the fields that the text endpoints have in common
+error_response.py      errors as responses and as events
+keys.py                API keys and tenants
+quotas.py              token buckets per tenant
+quota_file.py          the buckets' levels on disk
+sse.py                 encoding of server-sent events
 """

@@ -1,7 +1,7 @@
 """The gateway without sockets: constructs its objects, connects them, and passes on frames and ticks.
 
     catalog     which loaded version of a model serves                      versions/catalog.py
-    loaded      what tokenizer and scheduler report of each version         versions/loaded.py
+    loaded      what tokenizer and scheduler report of each version         versions/loaded_versions.py
     readiness   can a model take requests, and if not, why                  admission/server_readiness.py
     in_flight   counts of requests                                          admission/in_flight.py
     admission   from a validated body to the state of a request             admission/admit.py
@@ -44,7 +44,7 @@ from stages.gateway.requests.resume import Resumer
 from stages.gateway.requests.sessions import Sessions
 from stages.gateway.tokenizer_client import RETRY_AFTER_S, TokenizerClient
 from stages.gateway.versions.catalog import VersionCatalog
-from stages.gateway.versions.loaded import LoadedVersions
+from stages.gateway.versions.loaded_versions import LoadedVersions
 
 
 class Service:

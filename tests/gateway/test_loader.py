@@ -86,7 +86,7 @@ def test_without_a_path_the_configured_file_is_loaded_again(
 
 
 def test_the_name_all_is_rejected(tmp_path: Path, file: Path) -> None:
-    with pytest.raises(InvalidRequest, match="'all' cannot be used: for commands it means everything"):
+    with pytest.raises(InvalidRequest, match="'all' cannot be used: reserved: commands use it for all models"):
         make_loader(tmp_path, str(file)).load("all", str(file), "change", SECONDS)
 
 

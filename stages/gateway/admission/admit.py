@@ -38,7 +38,7 @@ from stages.gateway.requests.spec import RequestSpec, SequenceSpec
 from stages.gateway.requests.state import RequestState
 from stages.gateway.tokenizer_client import RETRY_AFTER_S, TokenizerClient
 from stages.gateway.versions.catalog import VersionCatalog
-from stages.gateway.versions.loaded import LoadedVersions
+from stages.gateway.versions.loaded_versions import LoadedVersions
 
 
 class _Call(NamedTuple):

@@ -15,10 +15,10 @@ from pipeline.errors import ModelUnavailable, StarlingError
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from stages.gateway.admission.drain import Drains
-from stages.gateway.admission.readiness import StageHealth, model_report
+from stages.gateway.admission.stage_health import StageHealth, model_report
 from stages.gateway.tokenizer_client import RETRY_AFTER_S
 from stages.gateway.versions.catalog import VersionCatalog
-from stages.gateway.versions.loaded import LoadedVersions
+from stages.gateway.versions.loaded_versions import LoadedVersions
 
 READY_WAIT_S = 10.0  # how long a request waits for a stage that is restarting before it gets 503
 

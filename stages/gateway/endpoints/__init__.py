@@ -1,0 +1,9 @@
+"""The endpoints' formats, without HTTP: from the fields of a body to a request, and from its state to JSON.
+
+chat.py, completions.py   OpenAI's text endpoints
+generate.py               the server's own text endpoint
+response_formatter.py     the interface of their formatters
+openai_formatter.py       what the formatters of chat and completions have in common
+tokenize.py               /v1/tokenize and /v1/detokenize
+session_close.py          /v1/session/close
+"""

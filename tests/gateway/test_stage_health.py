@@ -6,7 +6,7 @@ import msgspec
 
 from pipeline.protocol.messages import Heartbeat
 from pipeline.runtime import timer_coalescing
-from stages.gateway.admission.readiness import STUCK_S, StageHealth
+from stages.gateway.admission.stage_health import STUCK_S, StageHealth
 
 
 class Clock:
