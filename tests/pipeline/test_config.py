@@ -16,16 +16,10 @@ from pipeline.config import schema
 from pipeline.config.env import ALIASES
 from pipeline.config.load import find_file, load, render, resolve
 from pipeline.config.rules import UNAVAILABLE
-from pipeline.config.schema import DEMO_MODEL, Config, mask
+from pipeline.config.schema import DEMO_MODEL, Config
 from pipeline.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def refused(raw: dict[str, Any], env: dict[str, str] | None = None) -> str:
-    with pytest.raises(ConfigError) as caught:
-        resolve(raw, env or {})
-    return caught.value.message
 
 
 # ------------------------------------------------------------------ what is accepted
@@ -255,140 +249,6 @@ def test_file_and_environment_give_the_same_configuration(port: int, cors: bool,
         for key, value in keys.items()
     }
     assert resolve(raw, {}) == resolve({}, env)
-
-
-# ------------------------------------------------------------------ what is refused
-
-
-@pytest.mark.parametrize(
-    ("raw", "parts"),
-    [
-        ({"server": {"prot": 1}}, ["server.prot", "no such key", "did you mean port?"]),
-        ({"sever": {}}, ["sever", "did you mean server?"]),
-        ({"cache": {"port": 1}}, ["cache.port", "belongs to server"]),
-        ({"server": {"port": 99999}}, ["server.port = 99999", "a whole number of at most 65535"]),
-        ({"server": {"port": "8080"}}, ["server.port = '8080'", "expected a whole number, got text"]),
-        ({"server": {"port": True}}, ["server.port = True", "expected a whole number, got true or false"]),
-        ({"server": {"host": 3}}, ["server.host = 3", "expected text"]),
-        ({"server": 3}, ["server = 3", "expected keys (host, port"]),
-        ({"server": {"request_timeout_ms": 0}}, ["server.request_timeout_ms = 0", "at least 1"]),
-        ({"server": {"host": "a b"}}, ["server.host = 'a b'"]),
-        ({"logging": {"format": "jsn"}}, ["logging.format = 'jsn'", "json, pretty", "did you mean json?"]),
-        ({"models": [{"name": "x", "path": "y", "kv_type": "f8"}]}, ["models.0.kv_type = 'f8'", "f16, f32"]),
-        ({"models": [{"path": 3}]}, ["models.0.path = 3", "models.0.name: missing"]),
-        ({"models": [{"name": "unknown"}]}, ["models.0.path: missing", DEMO_MODEL]),
-        ({"models": ["x"]}, ["models.0 = 'x'", "expected keys"]),
-        ({"models": [{"name": "../x", "path": "p"}]}, ["models.0.name = '../x'"]),
-        ({"models": [{"name": "a", "path": "p"}] * 2}, ["models.1.name = 'a'", "models.0 has this name"]),
-        ({"models": [{"name": "a", "path": "p", "sha256": "12"}]}, ["models.0.sha256", "64 hexadecimal"]),
-        ({"models": [{"name": "a", "path": "p", "cpus": [1, 1]}]}, ["models.0.cpus = [1, 1]", "twice"]),
-        ({"models": [{"name": "a", "path": "p", "cpus": [1], "ranks": 2}]}, ["models.0.ranks = 2"]),
-        ({"models": [{"path": "p", "spill_mb": 9}]}, ["models.0.spill_mb = 9", "set spill_path too"]),
-        (
-            {"models": [{"name": "a", "path": "p", "draft_model": "c"}, {"name": "b", "path": "p"}]},
-            ["models.0.draft_model = 'c'", "no model of this name", "(b)"],
-        ),
-        ({"models": [{"name": "a", "path": "p", "draft_model": "a"}]}, ["models.0.draft_model = 'a'", "itself"]),
-        (
-            {
-                "models": [
-                    {"name": "a", "path": "p", "draft_model": "b"},
-                    {"name": "b", "path": "p", "draft_model": "a"},
-                ]
-            },
-            ["models.0.draft_model = 'b'", "models.1.draft_model = 'a'", "drop one of the keys"],
-        ),
-        ({"models": [{"name": "a", "path": "p", "model_path": "q"}]}, ["models.0.model_path", "the same as"]),
-        ({"model": {"name": "a"}, "models": []}, ["model: given beside models"]),
-        ({"model": {"name": "a", "path": "p", "page_tokens": 48}}, ["models.0.page_tokens = 48", "16, 32"]),
-        ({"performance": {"use_mmap": False}}, ["performance.use_mmap = False", "always mapped"]),
-        ({"performance": {"batch_size": 600}}, ["scheduler.max_step_tokens = 512", "performance.batch_size"]),
-        ({"model": {"path": "p", "device": "cuda"}}, ["models.0.device = 'cuda'", "the only device is cpu"]),
-        ({"metrics": {"endpoint": "/v1/x"}}, ["metrics.endpoint = '/v1/x'", "taken"]),
-        ({"metrics": {"endpoint": "metrics"}}, ["metrics.endpoint = 'metrics'", "a path like"]),
-        ({"edges": {"a-b": "tcp://h:1"}}, ["edges.a-b", "no such edge", "scheduler-kv"]),
-        ({"edges": {"scheduler-kv": "udp://x"}}, ["edges.scheduler-kv", "'udp://x'"]),
-        ({"edges": {"scheduler-kv": "tcp://*:70"}}, ["edges.scheduler-kv", "loopback"]),
-        (
-            {"edges": {"scheduler-kv": "ipc:///a", "scheduler-worker": "ipc:///a"}},
-            ["edges.scheduler-worker = 'ipc:///a'", "edges.scheduler-kv has this address already"],
-        ),
-        ({"server": {"run_dir": "/a", "state_dir": "/a"}}, ["server.state_dir = '/a'"]),
-        (
-            {"model": {"path": "p", "max_sequence_length": 100}, "scheduler": {"max_prompt_tokens": 100}},
-            ["scheduler.max_prompt_tokens = 100", "max_sequence_length = 100"],
-        ),
-        ({"auth": {"api_keys": "sk"}}, ["auth.api_keys", "expected a list"]),
-        ({"auth": {"api_keys": ["a b"]}}, ["auth.api_keys.0.key", "without spaces"]),
-        ({"auth": {"api_keys": ["abc", "abc"]}}, ["auth.api_keys.1.key", "the same key as auth.api_keys.0"]),
-        (
-            {"auth": {"api_keys": [{"key": f"k{w}", "tenant": "t", "weight": w} for w in (1, 2)]}},
-            ["auth.api_keys.1.weight = 2.0", "tenant 't'"],
-        ),
-        ({"scheduler": {"tenant_weights": {"a": 0}}}, ["scheduler.tenant_weights.a = 0", "at least 0.01"]),
-        ({"scheduler": {"tenant_weights": {1: 1.0}}}, ["scheduler.tenant_weights.1", "put it in quotes"]),
-    ],
-)
-def test_errors_name_key_value_and_reason(raw: dict[str, Any], parts: list[str]) -> None:
-    message = refused(raw)
-    for part in parts:
-        assert part in message
-
-
-@pytest.mark.parametrize(
-    ("env", "parts"),
-    [
-        ({"STARLING_SERVER__PORT": "abc"}, ["server.port = 'abc' (STARLING_SERVER__PORT)", "got text"]),
-        ({"STARLING_SERVER__PROT": "1"}, ["server.prot (STARLING_SERVER__PROT)", "did you mean port?"]),
-        ({"STARLING_SERVER_PORT": "1"}, ["STARLING_SERVER_PORT", "did you mean STARLING_SERVER__PORT?"]),
-        ({"STARLING_SERVRE__PORT": "1"}, ["servre", "did you mean server?"]),
-        ({"LLM_ENGINE_PROT": "1"}, ["LLM_ENGINE_PROT", "did you mean LLM_ENGINE_PORT?"]),
-        ({"STARLING_MODELS__1__PATH": "x"}, ["models.1.path", "an index from 0 to 0"]),
-        ({"STARLING_MODELS__X__PATH": "x"}, ["models.x.path", "an index from 0 to 0"]),
-        ({"STARLING_SERVER__PORT__X": "1"}, ["server.port = {'x': 1} (STARLING_SERVER__PORT__X)"]),
-        ({"STARLING_SCHEDULER__TENANT_WEIGHTS__A": ".nan"}, ["scheduler.tenant_weights.a = nan"]),
-        ({"STARLING_RATE_LIMITS__TOKENS_PER_MINUTE": "-1"}, ["at least 0"]),
-        ({"STARLING_SERVER": "{}"}, ["did you mean STARLING_SERVER__KEY?"]),
-    ],
-)
-def test_errors_name_the_variable(env: dict[str, str], parts: list[str]) -> None:
-    message = refused({}, env)
-    for part in parts:
-        assert part in message
-
-
-def test_all_problems_are_reported_at_once() -> None:
-    message = refused({"server": {"port": -1, "hots": "x"}, "logging": {"level": 3}}, {"LLM_ENGINE_X": ""})
-    for part in ("server.port", "server.hots", "logging.level", "LLM_ENGINE_X"):
-        assert f"\n  {part}" in message
-
-
-@pytest.mark.parametrize("key", sorted(UNAVAILABLE))
-def test_unavailable_keys_are_refused_unless_neutral(key: str) -> None:
-    neutral = UNAVAILABLE[key].neutral
-    other = not neutral if isinstance(neutral, bool) else "x" if isinstance(neutral, str) else neutral + 1
-
-    def with_value(value: Any) -> dict[str, Any]:
-        section, *path = key.split(".")
-        if section == "models":
-            return {"models": [{"name": DEMO_MODEL, path[-1]: value}]}
-        tree: Any = value
-        for part in reversed([section, *path]):
-            tree = {part: tree}
-        return dict(tree)
-
-    resolve(with_value(neutral), {})
-    assert UNAVAILABLE[key].reason in refused(with_value(other))
-
-
-def test_secrets_are_not_in_messages_or_prints() -> None:
-    secret = "sk-abcdefghijklmnop"
-    config = resolve({"auth": {"api_keys": [secret]}}, {})
-    assert secret not in render(config) + render(config, "json") + repr(config)
-    assert mask(secret) in render(config)
-    message = refused({"auth": {"api_keys": [{"key": secret, "tennant": "x"}, [secret]]}})
-    assert secret not in message
-    assert "auth.api_keys.0.tennant: no such key; did you mean tenant?" in message
 
 
 # ------------------------------------------------------------------ files
