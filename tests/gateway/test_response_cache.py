@@ -120,7 +120,7 @@ def test_uses_of_an_entry_cost_no_memory() -> None:
     cache.put(name(1), [line()])
     for _ in range(10_000):
         cache.get(name(1))
-    assert len(cache._heap) <= 64 + 4 + 1
+    assert cache._order.n_items <= 64 + 4 + 1
 
 
 # ------------------------------------------------------------------ the key

@@ -1,0 +1,19 @@
+"""Requests from their admission until their answers expire.
+
+generation_request.py   a validated body, the same for all endpoints
+spec.py                 what an admitted request asks for; what the journal stores
+state.py                what changes while it is in flight: tokens, text, outcome; the interface of sinks
+output.py               the output of an ended sequence; what replay buffer and response cache store
+lifecycle.py            start and end of a request
+relay.py                requests in flight: submits them to the scheduler and turns tokens into text
+text_decoder.py         tokens to text, with stop strings
+token_bytes.py          the bytes of each token of a vocabulary
+sessions.py             turns of sessions at the KV manager
+response_cache.py       answers by everything that determines them
+journal.py              the file that survives this process
+replay_buffer.py        answers of ended requests
+recovery.py             continues the journal's requests after a restart
+readers.py              several sinks of one request, or none for the time being
+event_cursor.py         the id of an event
+resume.py               finds a request and attaches a reader at an event
+"""

@@ -19,16 +19,15 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import xxhash
 
 from pipeline.faults import points
 from pipeline.files import DurableFile, append_all, write_all
+from pipeline.record_file import HEAD_CHECKED
 from stages.gateway.requests.spec import RequestSpec
 
 log = logging.getLogger("starling.gateway.journal")
@@ -38,9 +37,7 @@ FILE, NEW_FILE = "requests.journal", "requests.new"
 KEEP_S = 120.0  # how long a client may ask for the answer of an ended request
 MAX_ENDED = 256  # ended requests that are stored, the latest ones: readers reconnect soon or not at all
 
-_RECORD = struct.Struct("<IIQ")
-_CHECKED = struct.Struct("<II")  # what the checksum covers beside the payload
-_SPEC, _END = 1, 2  # kinds
+_SPEC, _END = 1, 2  # kinds of records
 
 
 class RequestEnd(msgspec.Struct, array_like=True):
@@ -70,6 +67,7 @@ class _Location(msgspec.Struct, gc=False):
 
     @property
     def size(self) -> int:
+        """Bytes of both records."""
         return self.length + len(self.end_record)
 
 
@@ -259,43 +257,27 @@ class Journal(DurableFile):
 
 def encode(kind: int, value: RequestSpec | RequestEnd) -> bytes:
     """One record."""
-    payload = msgspec.msgpack.encode(value)
-    return _RECORD.pack(len(payload), kind, _checksum(len(payload), kind, payload)) + payload
+    return HEAD_CHECKED.encode(kind, msgspec.msgpack.encode(value))
 
 
 def parse(raw: bytes) -> Iterator[tuple[bytes, RequestSpec | RequestEnd, int]]:
     """Each sound record up to the first damage: its bytes, its value and the offset of its end."""
     if not raw.startswith(MAGIC):
         return
-    at = len(MAGIC)
-    while at + _RECORD.size <= len(raw):
-        length, kind, check = _RECORD.unpack_from(raw, at)
-        end = at + _RECORD.size + length
-        payload = raw[at + _RECORD.size : end]
-        if end > len(raw) or _checksum(length, kind, payload) != check:
-            return
+    for record in HEAD_CHECKED.decode(raw, len(MAGIC)):
         value: RequestSpec | RequestEnd
         try:
-            if kind == _SPEC:
-                value = msgspec.msgpack.decode(payload, type=RequestSpec)
-            elif kind == _END:
-                value = msgspec.msgpack.decode(payload, type=RequestEnd)
+            if record.kind == _SPEC:
+                value = msgspec.msgpack.decode(record.payload, type=RequestSpec)
+            elif record.kind == _END:
+                value = msgspec.msgpack.decode(record.payload, type=RequestEnd)
             else:
                 return
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return
-        yield raw[at:end], value, end
-        at = end
+        yield raw[record.begin : record.end], value, record.end
 
 
 def is_sound(record: bytes) -> bool:
     """Is it one whole record with a matching checksum?"""
-    if len(record) < _RECORD.size:
-        return False
-    length, kind, check = _RECORD.unpack_from(record, 0)
-    payload = record[_RECORD.size :]
-    return len(payload) == length and _checksum(length, kind, payload) == check
-
-
-def _checksum(length: int, kind: int, payload: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(_CHECKED.pack(length, kind) + payload)
+    return any(found.end == len(record) for found in HEAD_CHECKED.decode(record))

@@ -42,6 +42,7 @@ class _Entry(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Bytes."""
         return len(self.record) + ENTRY_BYTES
 
 

@@ -15,13 +15,13 @@ the entry goes that is least recently used (lru), least frequently used (lfu) or
 from __future__ import annotations
 
 import hashlib
-import heapq
 from collections import OrderedDict
 from collections.abc import Callable
 
 import msgspec
 
 from pipeline.config.schema import ResponseCacheConfig
+from pipeline.eviction_order import EvictionOrder
 from pipeline.protocol.messages import Sampling
 from stages.gateway.requests.output import SequenceOutput
 from stages.gateway.requests.spec import RequestSpec, ResponseKey
@@ -69,12 +69,13 @@ def _effective(sampling: Sampling) -> Sampling:
 
 class _Entry(msgspec.Struct):
     content: bytes  # msgpack of list[SequenceOutput]
-    created_at: float
-    uses: int
-    tick: int  # counts uses of the cache; at this entry's last one
+    created_at: float  # s
+    number: int  # entries are counted from the start
+    uses: int = 1
 
     @property
     def size(self) -> int:
+        """Bytes."""
         return len(self.content) + ENTRY_BYTES
 
 
@@ -87,19 +88,19 @@ class ResponseCache:
         self.max_entries = config.max_entries
         self.bytes = 0
         self.evicted = self.expired = 0  # since the start
-        self._policy = config.eviction_policy
         self._ttl_s = config.ttl_s
         self._clock = clock
-        self._ticks = 0
+        self._n_stored = 0  # since the start
+        self._n_uses = 0
         self._entries: OrderedDict[ResponseKey, _Entry] = OrderedDict()  # by age
-        self._heap: list[tuple[int, int, ResponseKey]] = []  # (rank, tick, key); stale if the entry has another tick
+        self._order: EvictionOrder[ResponseKey] = EvictionOrder(config.eviction_policy)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def order(self) -> list[ResponseKey]:
         """Keys in the order of eviction. O(n log n); for tests."""
-        return [key for _, tick, key in sorted(self._heap) if self._is_live(key, tick)]
+        return list(self._order.order())
 
     def get(self, key: ResponseKey) -> list[SequenceOutput] | None:
         """The answer, which counts as a use of it; None if it is not in the cache."""
@@ -108,15 +109,16 @@ class ResponseCache:
         if entry is None:
             return None
         entry.uses += 1
-        if self._policy != "fifo":
-            self._rank(key, entry)
+        self._order.remove(key)
+        self._rank(key, entry)
         return msgspec.msgpack.decode(entry.content, type=list[SequenceOutput])
 
     def put(self, key: ResponseKey, outputs: list[SequenceOutput]) -> bool:
         """Store an answer. False: it is larger than the whole cache. An existing entry stays."""
         if key in self._entries:
             return True
-        entry = _Entry(msgspec.msgpack.encode(outputs), self._clock(), 1, 0)
+        self._n_stored += 1
+        entry = _Entry(msgspec.msgpack.encode(outputs), self._clock(), self._n_stored)
         if entry.size > self.max_bytes:
             return False
         while len(self._entries) >= self.max_entries or self.bytes + entry.size > self.max_bytes:
@@ -139,25 +141,16 @@ class ResponseCache:
             self.expired += 1
 
     def _evict(self) -> None:
-        while True:
-            _, tick, key = heapq.heappop(self._heap)
-            if self._is_live(key, tick):
-                break
-        self._drop(key)
+        self._forget(self._order.pop())
         self.evicted += 1
 
     def _drop(self, key: ResponseKey) -> None:
+        self._order.remove(key)
+        self._forget(key)
+
+    def _forget(self, key: ResponseKey) -> None:
         self.bytes -= self._entries.pop(key).size
 
-    def _is_live(self, key: ResponseKey, tick: int) -> bool:
-        entry = self._entries.get(key)
-        return entry is not None and entry.tick == tick
-
     def _rank(self, key: ResponseKey, entry: _Entry) -> None:
-        self._ticks += 1
-        entry.tick = self._ticks
-        rank = entry.uses if self._policy == "lfu" else entry.tick
-        heapq.heappush(self._heap, (rank, entry.tick, key))
-        if len(self._heap) > 64 + 4 * len(self._entries):
-            self._heap = [e for e in self._heap if self._is_live(e[2], e[1])]
-            heapq.heapify(self._heap)
+        self._n_uses += 1
+        self._order.add(key, now=self._n_uses, uses=entry.uses, born=entry.number)
