@@ -55,7 +55,7 @@ PAGE_HEADER = 256
 KV_TYPES = {"f16": 2, "f32": 4, "int8": 1}
 PAGE_FREE, PAGE_LEASED, PAGE_FULL = range(3)
 PAGE_RECORD = 128  # bytes of a header that the kv stage writes, and of a page's record on disk
-SEGMENT = 256  # positions of an attention segment; page_tokens divides it
+KV_SPLIT = 256  # positions of a KV split: attention combines splits in order; page_tokens divides it
 
 # The fields of a header, as strided views over all headers: `headers.view(HEADER)[:, 0]["state"]`.
 HEADER = np.dtype(

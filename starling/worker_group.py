@@ -23,10 +23,6 @@ FOLLOW_NS = 60_000_000_000  # how long a rank stays in compiled code without a s
 NO_LIMIT_NS = 3_600_000_000_000  # for `compute_ready`: effectively until the last published step
 
 
-class GroupLostError(RuntimeError):
-    """The ranks did not all reach a barrier: the group cannot compute any more."""
-
-
 class WorkerGroup:
     """Computes the steps of one model. Not thread-safe: one thread calls it, always the same. A context manager.
 
@@ -57,7 +53,7 @@ class WorkerGroup:
         """Compute one published step (again, if it is computed already) and acknowledge it.
 
         Returns how many of its entries were refused because a number in them was out of bounds.
-        Raises `GroupLostError`.
+
         """
         refused = self._lead(step, 0, 0, -1)
         words.store(self.arenas.steps.control, sh.DONE, step)
@@ -68,7 +64,7 @@ class WorkerGroup:
 
         `bell`: a connected datagram socket that is rung after the step that `WAKE_AT` names; without one (-1),
         or when ringing fails, computing stops there.  Returns the last step computed and how many of its entries
-        were refused, which ends the run.  Raises `GroupLostError`.
+        were refused, which ends the run.
         """
         control = self.arenas.steps.control
         refused = self._lead(first, NO_LIMIT_NS, control.ctypes.data, bell)
@@ -79,19 +75,17 @@ class WorkerGroup:
     def _lead(self, step: int, limit_ns: int, ring: int, bell: int) -> int:
         self._number += 2
         timing = self.arenas.steps.timing.ctypes.data
-        refused = rank_loop.take_turns(
+        refused = rank_loop.run_steps(
             self.tables[0].address, self._control, self._number, step, timing, limit_ns, ring, bell
         )
-        if refused == rank_loop.LOST:
-            raise GroupLostError(f"the {self.ranks} ranks of {self.model.index.name} did not meet in step {step}")
         return int(refused)
 
     def _follow(self, table: RankTable) -> None:
         """The thread of a rank other than 0."""
         number = 0
         while not self._is_closing:
-            number = rank_loop.take_turns(table.address, self._control, number, 0, 0, FOLLOW_NS, 0, -1)
-            if number == rank_loop.LOST or number & 1:
+            number = rank_loop.run_steps(table.address, self._control, number, 0, 0, FOLLOW_NS, 0, -1)
+            if number & 1:
                 return
 
     def close(self) -> None:

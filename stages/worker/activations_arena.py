@@ -20,7 +20,7 @@ from typing import NamedTuple
 from pipeline.errors import ResourceError
 from shm.arena import Arena, align
 from shm.checkpoint import Hyper
-from shm.pages import SEGMENT
+from shm.pages import KV_SPLIT
 from shm.step_ring import MAX_RANKS, StepsGeometry
 from stages.worker.kernels import parameter_block as c
 from stages.worker.kernels.plan import SPLIT_UNITS, plan_words
@@ -31,7 +31,7 @@ LAYOUT = 1
 BARRIER, STEP, LINES = 0, 16, 64  # words
 SLEEPS = 2  # word of a rank's line: the rank sleeps on STEP
 CONTROL_WORDS = LINES + 8 * MAX_RANKS
-LEAST_PARTIALS = 2048
+MIN_SPLIT_RESULTS = 2048
 
 
 class ActivationsGeometry(NamedTuple):
@@ -76,9 +76,9 @@ def check_size(g: ActivationsGeometry, h: Hyper, bound_mb: int, model: str) -> N
         )
 
 
-def n_partials(g: ActivationsGeometry, h: Hyper) -> int:
+def n_split_results(g: ActivationsGeometry, h: Hyper) -> int:
     """Places for partial results of attention: one sequence of any length always has room."""
-    return max(LEAST_PARTIALS, -(-g.max_positions // SEGMENT) * h.n_heads)
+    return max(MIN_SPLIT_RESULTS, -(-g.max_positions // KV_SPLIT) * h.n_heads)
 
 
 def strides(h: Hyper) -> dict[int, int]:
@@ -87,10 +87,10 @@ def strides(h: Hyper) -> dict[int, int]:
     return {
         c.NORM_Q_STRIDE: row_bytes(h.width),
         c.QKV_STRIDE: align(4 * (heads + 2 * h.n_kv_heads * h.head_dim)),
-        c.MIXED_STRIDE: 4 * heads,
-        c.MIXED_Q_STRIDE: row_bytes(heads),
+        c.ATTN_OUT_STRIDE: 4 * heads,
+        c.ATTN_OUT_Q_STRIDE: row_bytes(heads),
         c.HIDDEN_Q_STRIDE: row_bytes(h.ffn_width),
-        c.TURNS_STRIDE: 2 * align(2 * h.n_rot),
+        c.ROPE_STRIDE: 2 * align(2 * h.n_rot),
         c.LOGITS_STRIDE: 4 * align(h.vocab_size),
     }
 
@@ -102,19 +102,19 @@ def _sizes(g: ActivationsGeometry, h: Hyper) -> dict[int, int]:
     return {
         c.PLAN: 8 * plan_words(g.max_entries, g.step_tokens, g.step_samples),
         c.PLAN_TABLES: 4 * g.max_pages * g.max_entries,
-        c.ARRIVALS: 64 * SPLIT_UNITS,
+        c.SPLITS_DONE: 64 * SPLIT_UNITS,
         c.X: 4 * g.step_tokens * h.width,
         c.Y: 4 * g.step_tokens * h.width,
         c.NORM: 4 * rows * h.width,
         c.NORM_Q: rows * s[c.NORM_Q_STRIDE],
         c.QKV: g.step_tokens * s[c.QKV_STRIDE],
-        c.MIXED: g.step_tokens * s[c.MIXED_STRIDE],
-        c.MIXED_Q: g.step_tokens * s[c.MIXED_Q_STRIDE],
+        c.ATTN_OUT: g.step_tokens * s[c.ATTN_OUT_STRIDE],
+        c.ATTN_OUT_Q: g.step_tokens * s[c.ATTN_OUT_Q_STRIDE],
         c.HIDDEN: 4 * g.step_tokens * h.ffn_width,
         c.HIDDEN_Q: g.step_tokens * s[c.HIDDEN_Q_STRIDE],
-        c.TURNS: g.step_tokens * s[c.TURNS_STRIDE],
+        c.ROPE: g.step_tokens * s[c.ROPE_STRIDE],
         c.LOGITS: g.step_samples * s[c.LOGITS_STRIDE],
-        c.PARTIALS: 4 * (h.head_dim + 16) * n_partials(g, h),
+        c.SPLIT_RESULTS: 4 * (h.head_dim + 16) * n_split_results(g, h),
     }
 
 

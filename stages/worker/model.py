@@ -17,7 +17,7 @@ from shm.checkpoint import Checkpoint, Hyper
 from shm.pages import KV_TYPES, KvArena, KvGeometry
 from shm.step_ring import PROGRESS, Steps, StepsGeometry
 from stages.worker import activations_arena as act
-from stages.worker.kernels import attention, build, forward, matmul, sampler
+from stages.worker.kernels import attention, build, matmul, projections, rank_sync, sampler_vocabulary
 from stages.worker.kernels import parameter_block as c
 from stages.worker.kernels.formats import FORMATS
 
@@ -79,7 +79,7 @@ class Model:
             c.FFN: h.ffn_width,
             c.VOCAB: h.vocab_size,
             c.N_ROT: h.n_rot,
-            c.HALVES: int(h.rope_pairing == "halves"),
+            c.NEOX_ROPE: int(h.rope_pairing == "halves"),
             c.GELU: int(h.activation == "gelu"),
             c.EPS: _bits(h.norm_eps),
             c.SCORE_SCALE: _bits(1.0 / h.head_dim**0.5),
@@ -138,7 +138,7 @@ class RankTable:
     def __init__(self, model: Model, arenas: Arenas, rank: int, profile: bool = False) -> None:
         check_arenas(model.hyper, arenas)
         self.model, self.arenas, self.rank = model, arenas, rank
-        self.phases = np.zeros(len(forward.PHASES), np.int64)  # cycles spent in each phase, counted with `profile`
+        self.phases = np.zeros(len(rank_sync.PHASES), np.int64)  # cycles spent in each phase, counted with `profile`
         self._keep: list[np.ndarray] = []
         words = dict(model.words)
         words |= self._steps_words(arenas.steps, arenas.steps_geometry)
@@ -155,7 +155,7 @@ class RankTable:
         words |= {name: base + at for name, at in act.offsets(g, model.hyper)[0].items()}
         words |= act.strides(model.hyper)
         words |= {
-            c.N_PARTIALS: act.n_partials(g, model.hyper),
+            c.N_SPLIT_RESULTS: act.n_split_results(g, model.hyper),
             c.STEP_TOKENS: g.step_tokens,
             c.STEP_SAMPLES: g.step_samples,
             c.RANK: rank,
@@ -208,8 +208,8 @@ class RankTable:
             c.OWN_NORM: 4 * c.FEW * h.width,
             c.OWN_NORM_Q: c.FEW * act.strides(h)[c.NORM_Q_STRIDE],
             c.ATTENTION: 4 * attention.scratch_words(h.head_dim),
-            c.GATED: forward.gated_bytes(g.step_tokens),
-            c.SAMPLER: sampler.scratch_bytes(h.vocab_size),
+            c.GATED: projections.gated_bytes(g.step_tokens),
+            c.SAMPLER: sampler_vocabulary.scratch_bytes(h.vocab_size),
             c.MULTIPLY: matmul.SCRATCH_BYTES,
         }
         addresses = {}

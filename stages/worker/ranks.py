@@ -161,9 +161,7 @@ def _follow(model: Model, rank: int, channel: Channel) -> int:
             continue
         number = 0
         while not number & 1:
-            number = rank_loop.take_turns(attachment.table.address, attachment.control, number, 0, 0, FOLLOW_NS, 0, -1)
-            if number == rank_loop.LOST:
-                return process.EXIT_FATAL
+            number = rank_loop.run_steps(attachment.table.address, attachment.control, number, 0, 0, FOLLOW_NS, 0, -1)
 
 
 def attach_ranks(ranks: list[Rank], paths: ArenaPaths) -> None:

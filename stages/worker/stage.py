@@ -33,7 +33,6 @@ from shm.step_ring import attach_steps
 from stages.worker import activations_arena as act
 from stages.worker.checkpoint.prepare import prepare
 from stages.worker.kernels import features, rank_loop
-from stages.worker.kernels.idle_wait import await_head
 from stages.worker.model import Model
 from stages.worker.ranks import ArenaPaths, Attachment, Rank, attach_ranks, pin, spawn, watch
 
@@ -208,7 +207,7 @@ class WorkerStage:
         control = attachment.steps.control
         step = int(control[sh.DONE]) + 1
         base = attachment.ring
-        if not await_head(base, step, 0 if self.loop.is_idle else SPIN_NS):
+        if not rank_loop.wait_for_head(base, step, 0 if self.loop.is_idle else SPIN_NS):
             return False
         self.loop.busy = True
         if self.loop.is_idle:
@@ -219,7 +218,7 @@ class WorkerStage:
             self._steps += 1
             self._fault.trigger(self._steps)
         self._announced += 2
-        refused = rank_loop.take_turns(
+        refused = rank_loop.run_steps(
             attachment.table.address,
             attachment.control,
             self._announced,
@@ -229,8 +228,6 @@ class WorkerStage:
             base,
             self._bell.fileno() if self._is_bell_connected else -1,
         )
-        if refused == rank_loop.LOST:
-            raise RuntimeError("the ranks of the worker group did not reach a barrier: one of them has failed")
         done = int(control[sh.DONE])
         self._announced += 2 * (done - step)
         if 0 < control[sh.WAKE_AT] <= done:

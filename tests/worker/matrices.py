@@ -61,7 +61,7 @@ def activations(x: np.ndarray, fmt: Format) -> tuple[np.ndarray, int]:
 
 
 def multiply(matrix: Packed, x: np.ndarray, split: int = 0) -> np.ndarray:
-    """y (tokens, rows) f32, by the kernels, in two calls that meet at row group `split`."""
+    """y (tokens, rows) f32, by the kernels, in two calls: row groups before `split`, and from it on."""
     tokens, groups = x.shape[0], groups_of(matrix.rows)
     given, stride = activations(x, matrix.fmt)
     out = np.full((tokens, groups * GROUP), np.nan, np.float32)

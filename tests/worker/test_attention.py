@@ -53,9 +53,9 @@ def test_elementwise_equals_the_twin(n: int) -> None:
     assert y[n] == 7  # nothing past the end
 
 
-@pytest.mark.parametrize(("pairs", "turn"), [("neighbours", ew.rotate), ("halves", ew.rotate_halves)])
+@pytest.mark.parametrize(("pairs", "kernel"), [("neighbours", ew.rotate), ("halves", ew.rotate_neox)])
 @pytest.mark.parametrize("n_rot", [2, 16, 30, 32, 64, 80])
-def test_rotation_equals_the_twin(n_rot: int, pairs: str, turn: Kernel) -> None:
+def test_rope_equals_the_reference_implementation(n_rot: int, pairs: str, kernel: Kernel) -> None:
     rng = np.random.default_rng(n_rot)
     tables = rope_tables(10000.0, n_rot, 4096)
     x, y = values(rng, 3, 1, 96), np.zeros((3, 1, 96), np.float32)
@@ -64,8 +64,8 @@ def test_rotation_equals_the_twin(n_rot: int, pairs: str, turn: Kernel) -> None:
     for i, p in enumerate(positions):
         high, low = p // 256, p % 256
         rows = (tables.cos_hi[high], tables.sin_hi[high], tables.cos_lo[low], tables.sin_lo[low])
-        ew.turn(*(at(r) for r in rows), at(cosine[i]), at(sine[i]), n_rot // 2)
-        turn(at(x[i]), at(y[i]), at(cosine[i]), at(sine[i]), n_rot, 96)
+        ew.rope_angles(*(at(r) for r in rows), at(cosine[i]), at(sine[i]), n_rot // 2)
+        kernel(at(x[i]), at(y[i]), at(cosine[i]), at(sine[i]), n_rot, 96)
     expected = exact_forward.rotations(tables, positions)
     same(cosine, expected[0])
     same(y, exact_forward.rotate(x, *expected, pairs))

@@ -37,7 +37,7 @@ def has_ended(pidfd: int) -> bool:
     return ended
 
 
-def test_compilers_die_with_who_started_them(tmp_path: Path) -> None:
+def test_compilers_end_with_their_parent(tmp_path: Path) -> None:
     parent = start(tmp_path)
     pidfds = compilers(parent)
     parent.kill()
@@ -45,7 +45,7 @@ def test_compilers_die_with_who_started_them(tmp_path: Path) -> None:
     assert all(map(has_ended, pidfds))
 
 
-def test_one_that_dies_ends_the_others_and_is_told_of(tmp_path: Path) -> None:
+def test_a_compiler_that_dies_ends_the_others_and_raises(tmp_path: Path) -> None:
     parent = start(tmp_path)
     pidfds = compilers(parent)
     signal.pidfd_send_signal(pidfds[0], signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Which CPUs are refused and why; what the key of the kernel cache depends on."""
+"""Which CPUs are refused and why, and what the key of the kernel cache depends on."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def test_amx_that_is_not_permitted_is_not_used(tmp_path: Path, monkeypatch: pyte
         ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "ended with -4"),
     ],
 )
-def test_amx_proves_itself_in_a_process_of_its_own(
+def test_amx_is_probed_in_a_process_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, verdict: str
 ) -> None:
-    """A CPU may report tiles that it cannot run: whatever becomes of the probe, an instruction set is chosen."""
+    """A CPU may report tiles that it cannot run: an instruction set is chosen even when the probe is killed."""
 
     class Host(dict[str, bool]):
         def flatten(self) -> str:
@@ -77,7 +77,7 @@ def test_cpus_below_the_minimum_are_refused(missing: str) -> None:
         choose_isa(HASWELL | {missing: False}, "native")
 
 
-def test_wishes_are_checked() -> None:
+def test_isa_restrictions_are_checked() -> None:
     with pytest.raises(UnsupportedCpu, match="'sse', expected one of portable, vnni, amx, native, tiles"):
         choose_isa(SERVER, "sse")
     with pytest.raises(UnsupportedCpu, match="lacks avx512vnni"):
@@ -105,7 +105,7 @@ def test_the_cache_has_a_directory_for_each_target(tmp_path: Path) -> None:
 
 
 def test_a_restriction_that_comes_too_late_is_refused(tmp_path: Path) -> None:
-    """Jitted functions of another CPU must not pass for portable ones."""
+    """Functions that were jitted for another CPU must not be used as portable ones."""
     code = "import numba; numba.njit(lambda x: x); import stages.worker"
     environment = {**os.environ, "STARLING_ISA": "portable", "STARLING_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

@@ -33,7 +33,7 @@ from tools.reference.exact_forward import matmul as exact_matmul
 SIZES = (1, 2, 3, 15, 16, 17, 31, 33, 63, 65)
 
 
-def test_records_hold_the_twins_blocks() -> None:
+def test_records_hold_the_reference_blocks() -> None:
     rng = np.random.default_rng(3)
     for columns in (*SIZES, 32, 64, 576):
         x = awkward(3, columns, rng)
@@ -60,7 +60,7 @@ def test_records_hold_the_twins_blocks() -> None:
             assert starts.tolist() == np.stack(expected, axis=1).tolist()
 
 
-def test_a_fault_in_an_activation_stays_one() -> None:
+def test_non_finite_activations_stay_non_finite() -> None:
     for bad in (np.nan, np.inf, -np.inf):
         x = np.ones((1, 64), np.float32)
         x[0, 40] = bad
@@ -72,7 +72,7 @@ def test_a_fault_in_an_activation_stays_one() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_kernels_equal_the_exact_twin(name: str) -> None:
+def test_kernels_equal_the_reference_implementation(name: str) -> None:
     rng = np.random.default_rng(4)
     unit = FORMATS[name].unit
     most = {1: 400, 32: 40, 256: 5}[unit]

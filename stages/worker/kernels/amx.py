@@ -1,8 +1,8 @@
 """Matrix products of 16 tokens x 16 rows by AMX tiles, over the same unpacked chunks as tiles.py.
 
-A tile product takes a block of 16 records (s8) and of 8 code vectors (u8) to 16 x 16 exact i32 sums, which are
-stored and then scaled as in every other path: the same operations in the same order, so the same bytes.  The
-tile of a block is computed two blocks before it is scaled, so that the store has reached the cache when it is read.
+A tile product multiplies 16 records (s8) by 8 code vectors (u8) of a block to 16 x 16 exact i32 sums, which are stored
+and then scaled as in every other path: the same operations in the same order, so the same bytes.  The product of a
+block is computed two blocks before it is scaled, so that the store has reached the cache when it is read.
 
 `STARLING_ISA=tiles` computes the tile products with VNNI instead: for tests of everything around them on a CPU
 without AMX.  The instructions (Intel SDM volume 1, chapter 18) are LLVM's `llvm.x86.tile*`, which name tiles by number.
@@ -135,7 +135,7 @@ def _load_configuration(typingctx: Any, at: Any) -> Any:
 
 @intrinsic
 def release(typingctx: Any) -> Any:
-    """Give the tiles up: a thread that holds none is cheaper to switch."""
+    """Release the tiles: a thread without tiles is cheaper to switch."""
 
     def codegen(context: Any, builder: Builder, sig: Any, values: Any) -> Any:
         if not EMULATED:

@@ -108,6 +108,7 @@ def compare(rounds: int = ROUNDS) -> tuple[bool, float]:
 
 
 def main() -> int:
+    """Print the reason against AMX, if there is one; returns the exit code."""
     same, ratio = compare()
     if not same:
         print("AMX tiles do not give the bytes that VNNI gives")

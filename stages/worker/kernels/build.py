@@ -1,8 +1,8 @@
-"""Compiles the entries of a model, in parallel the first time, and gives their addresses.
+"""The list of entries (entries.py), their compilation in parallel processes, and their addresses.
 
-    python -m stages.worker.kernels.build f16 PID      compile the entries whose names come on stdin, a line each
+    python -m stages.worker.kernels.build f16 PID      compile the entries named on stdin, one a line
 
-Knows which entries there are; `linkage.py` says what an entry is.
+PID is the parent process, with which the compiler ends.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pipeline.runtime import process
-from stages.worker.kernels import attention, dequantize_row, features, forward, matmul, rank_loop, sampler
-from stages.worker.kernels import parameter_block as c
+from stages.worker.kernels import attention, dequantize_row, features, matmul, rank_loop, sampler
+from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels.entries import entry_address
 
 Progress = Callable[[str, int, int], None]  # entry, done, of
 
 
 class Entry(NamedTuple):
+    """A jitted function that is compiled apart."""
+
     name: str
-    word: int  # of the context; -1: called from Python
+    word: int  # of the parameter block; -1: called from Python
     arguments: int
     get: Callable[[str], Any]  # the jitted function for a kv type
 
 
-# The longest to compile first.
+# Those that take longest to compile come first.
 ENTRIES = (
-    Entry("matmul", c.MATMUL, matmul.ENTRY_ARGUMENTS, lambda kv_type: matmul.matmul),
-    Entry("attend", c.ATTEND, attention.ENTRY_ARGUMENTS, lambda kv_type: attention.ENTRIES[kv_type]),
-    Entry("turns", -1, rank_loop.ENTRY_ARGUMENTS, lambda kv_type: rank_loop.take_turns),
-    Entry("draw", c.DRAW, sampler.ENTRY_ARGUMENTS, lambda kv_type: sampler.draw),
-    Entry("embed", c.EMBED_ROW, dequantize_row.ENTRY_ARGUMENTS, lambda kv_type: dequantize_row.dequantize_row),
+    Entry("matmul", pb.MATMUL, matmul.ENTRY_ARGUMENTS, lambda kv_type: matmul.matmul),
+    Entry("attend", pb.ATTEND, attention.ENTRY_ARGUMENTS, lambda kv_type: attention.ENTRIES[kv_type]),
+    Entry("steps", -1, rank_loop.ENTRY_ARGUMENTS, lambda kv_type: rank_loop.run_steps),
+    Entry("draw", pb.DRAW, sampler.ENTRY_ARGUMENTS, lambda kv_type: sampler.draw),
+    Entry("embed", pb.EMBED_ROW, dequantize_row.ENTRY_ARGUMENTS, lambda kv_type: dequantize_row.dequantize_row),
 )
-PHASES = forward.PHASES
-# Kernels spell out their vectors and unrolled loops: what LLVM does beyond this takes a tenth of the time for nothing.
+# Kernels write out vectors and unrolled loops: LLVM's further passes take a tenth of the time and gain nothing.
 COMPILER = {"NUMBA_OPT": "2", "NUMBA_LOOP_VECTORIZE": "0"}
 
 
@@ -51,19 +52,19 @@ def _marker(entry: Entry, kv_type: str) -> Any:
 
 
 def compile_entry(entry: Entry, kv_type: str) -> int:
-    """Compile (or load) one entry in this process; its address."""
+    """Compile one entry in this process, or load it from the cache; returns its address."""
     address = entry_address(entry.get(kv_type), entry.arguments)
     _marker(entry, kv_type).touch()
     return address
 
 
 def is_compiled(kv_type: str) -> bool:
-    """Whether everything is in the cache."""
+    """Whether all entries for a type of KV cache are in the cache."""
     return all(_marker(e, kv_type).exists() for e in ENTRIES)
 
 
 class _Compiler:
-    """A process that compiles one entry after the other: what they have in common is made once."""
+    """A process that compiles one entry after the other: shared callees are typed once."""
 
     def __init__(self, kv_type: str) -> None:
         self._words = tempfile.TemporaryFile()  # noqa: SIM115
@@ -85,7 +86,7 @@ class _Compiler:
         self._stdin.flush()
 
     def finish(self) -> None:
-        """Its answer has come, or its end."""
+        """Read the answer to `begin`. Raises `RuntimeError` when the process has ended instead."""
         if self.answers.readline().strip() != self.entry:
             code = self._process.wait()
             self._words.seek(0)
@@ -93,7 +94,7 @@ class _Compiler:
             raise RuntimeError(f"compiling kernel {self.entry!r} failed ({code}): {words[-2000:]}")
 
     def close(self) -> None:
-        """Also in the middle of its work."""
+        """Kill the process, whatever it is doing."""
         self._process.kill()
         self._process.wait()
         self._stdin.close()
@@ -102,9 +103,9 @@ class _Compiler:
 
 
 def build(kv_type: str, jobs: int = 0, progress: Progress = lambda name, done, of: None) -> None:
-    """Compile what the cache lacks, `jobs` at a time (0: as many as there are CPUs) in processes of their own.
+    """Compile the entries that the cache lacks in `jobs` processes (0: one a CPU).
 
-    Raises `RuntimeError` with a compiler's last words when one fails.
+    Raises `RuntimeError` with the end of a compiler's stderr when one fails.
     """
     waiting = [e.name for e in ENTRIES if not _marker(e, kv_type).exists()]
     done = len(ENTRIES) - len(waiting)
@@ -128,12 +129,12 @@ def build(kv_type: str, jobs: int = 0, progress: Progress = lambda name, done, o
 
 
 def addresses(kv_type: str) -> dict[int, int]:
-    """The entries' addresses in this process, by word of the context."""
+    """The entries' addresses in this process, by word of the parameter block."""
     return {e.word: compile_entry(e, kv_type) for e in ENTRIES if e.word >= 0}
 
 
 def main(arguments: list[str]) -> None:
-    """Looking for cycles among a compiler's objects while it works costs an eighth of the time."""
+    """Compile entries until stdin ends, without garbage collection, which would cost an eighth of the time."""
     kv_type, parent = arguments
     process.die_with_parent(int(parent))
     gc.disable()

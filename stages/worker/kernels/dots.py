@@ -1,8 +1,8 @@
 """The integer dot product of bytes: four products to a lane, added to i32; exact on every CPU.
 
-Codes are unsigned (weights), values signed (activations, -127 .. 127).  With VNNI one instruction does it.
-Without, `vpmaddubsw` does, which adds two products in 16 bits and would saturate above codes of 127: codes
-of 8 bits (value + 128) are therefore multiplied as the signed values they stand for.
+Codes are unsigned (weights), values signed (activations, -127 .. 127).  With VNNI this is one instruction.  Without it,
+`vpmaddubsw` adds two products in 16 bits, which saturates for codes above 127: codes of 8 bits (value + 128) are
+therefore multiplied as signed values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _joined(builder: Builder, acc: Any, sums: list[Any]) -> Any:
 
 
 def begin_pairs() -> list[Any]:
-    """Sums of `add_pairs` that stand at zero."""
+    """Zero sums for `add_pairs`."""
     return [ir.Constant(_WORDS, None)] * 2
 
 
@@ -73,8 +73,8 @@ def _signed(builder: Builder, acc: Any, codes: Any, values: Any) -> Any:
     return _joined(builder, acc, sums)
 
 
-# Emitters, for those who unroll. Sums of 8-bit codes start at -128 times the sum of the values where
-# `STARTS_BIASED`, and at 0 where the bias is taken off on the way.
+# Emitters for unrolled code. With `STARTS_BIASED`, sums of 8-bit codes start at -128 times the sum of the values;
+# without it they start at 0 and the dot product subtracts the bias.
 STARTS_BIASED = VNNI
 emit_dot4 = _vnni if VNNI else _narrow
 emit_dot4_u8 = _vnni if VNNI else _signed

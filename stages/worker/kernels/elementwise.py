@@ -1,7 +1,7 @@
-"""Norm, rotation, gate, residual and the writing of K and V, on rows of f32 named by their addresses.
+"""Norm, RoPE, gate, residual and the writing of K and V: one row of f32 at a time.
 
-Arithmetic as in docs/numerics.md; any number of values in a row.  Every function works on one row, takes
-byte addresses and returns nothing (or a scalar); who splits rows over ranks is `forward.py`.
+Arithmetic as in docs/numerics.md, for any number of values in a row.  Every function takes byte addresses and returns
+nothing, or a scalar; the modules of the forward pass distribute rows over ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import numpy as np
 
 from stages.worker.kernels.simd import (
     JIT,
+    LANES,
     absolute,
     exp,
     f32_to_half,
@@ -37,9 +38,8 @@ from stages.worker.kernels.simd import (
 )
 from stages.worker.kernels.simd.vectors import operation, pick
 
-LANES = 16
 F16_MAX = 65504.0
-_TINY = float(2.0**-100)
+_TINY = float(2.0**-100)  # blocks with a smaller maximum are stored as zeros
 _BY_127 = float(np.float32(1.0 / 127.0))
 
 # 32 values as 16 pairs: the first of each, the second of each, and back.
@@ -128,8 +128,8 @@ def gelu_times(gate, up, y, n):
 
 
 @numba.njit(**JIT)
-def turn(cos_hi, sin_hi, cos_lo, sin_lo, cosine, sine, n):
-    """Cosines and sines of one position (n pairs) from its rows of the two tables."""
+def rope_angles(cos_hi, sin_hi, cos_lo, sin_lo, cosine, sine, n):
+    """Cosines and sines (n f32 each) of one position's n pairs, from its rows of the two RoPE tables."""
     for i in range(0, n, LANES):
         rest = min(n - i, LANES)
         ch = load_f32_part(cos_hi + 4 * i, rest, np.float32(0.0))
@@ -142,7 +142,7 @@ def turn(cos_hi, sin_hi, cos_lo, sin_lo, cosine, sine, n):
 
 @numba.njit(**JIT)
 def rotate(x, y, cosine, sine, n_rot, n):
-    """y = RoPE of a head x (n values): neighbours (2i, 2i+1) of the first n_rot turn, the rest is copied."""
+    """y = RoPE of a head x (n f32): pairs (2i, 2i+1) of the first n_rot values are rotated, the rest is copied."""
     for i in range(0, n_rot, 32):
         first = min(n_rot - i, 16)
         second = max(min(n_rot - i - 16, 16), 0)
@@ -152,17 +152,17 @@ def rotate(x, y, cosine, sine, n_rot, n):
         a, b = evens(low, high), odds(low, high)
         c = load_f32_part(cosine + 2 * i, pairs, np.float32(0.0))
         s = load_f32_part(sine + 2 * i, pairs, np.float32(0.0))
-        a_turned, b_turned = fma(a, c, -(b * s)), fma(a, s, b * c)
-        store_f32_part(y + 4 * i, zip_low(a_turned, b_turned), first)
-        store_f32_part(y + 4 * i + 64, zip_high(a_turned, b_turned), second)
+        a_rotated, b_rotated = fma(a, c, -(b * s)), fma(a, s, b * c)
+        store_f32_part(y + 4 * i, zip_low(a_rotated, b_rotated), first)
+        store_f32_part(y + 4 * i + 64, zip_high(a_rotated, b_rotated), second)
     for i in range(n_rot, n, LANES):
         rest = min(n - i, LANES)
         store_f32_part(y + 4 * i, load_f32_part(x + 4 * i, rest, np.float32(0.0)), rest)
 
 
 @numba.njit(**JIT)
-def rotate_halves(x, y, cosine, sine, n_rot, n):
-    """As `rotate`, for architectures that pair (i, i + n_rot / 2)."""
+def rotate_neox(x, y, cosine, sine, n_rot, n):
+    """As `rotate`, with NEOX pairs (i, i + n_rot / 2)."""
     half = n_rot // 2
     for i in range(0, half, LANES):
         rest = min(half - i, LANES)
@@ -184,24 +184,24 @@ def quantize_block(x, codes):
     amax = reduce_max(maximum(absolute(low), absolute(high)))
     tiny = amax < np.float32(_TINY)
     inverse = splat_f32(np.float32(0.0) if tiny else np.float32(127.0) / amax)
-    least, most = splat_f32(np.float32(-127.0)), splat_f32(np.float32(127.0))
-    store_low8(codes, to_i32(maximum(minimum(round_even(low * inverse), most), least)))
-    store_low8(codes + 16, to_i32(maximum(minimum(round_even(high * inverse), most), least)))
+    smallest, largest = splat_f32(np.float32(-127.0)), splat_f32(np.float32(127.0))
+    store_low8(codes, to_i32(maximum(minimum(round_even(low * inverse), largest), smallest)))
+    store_low8(codes + 16, to_i32(maximum(minimum(round_even(high * inverse), largest), smallest)))
     return np.float32(0.0) if tiny else amax * np.float32(_BY_127)
 
 
 @numba.njit(**JIT)
 def narrow(x, y, n):
     """n f32 at x to f16 at y: half to even, overflow to +-65504, NaN stays. y has room for 16 * k values."""
-    least, most = splat_f32(np.float32(-F16_MAX)), splat_f32(np.float32(F16_MAX))
+    smallest, largest = splat_f32(np.float32(-F16_MAX)), splat_f32(np.float32(F16_MAX))
     for i in range(0, n, LANES):
         v = load_f32_part(x + 4 * i, min(n - i, LANES), np.float32(0.0))
-        store_f16(y + 2 * i, f32_to_half(minimum(most, maximum(least, v))))
+        store_f16(y + 2 * i, f32_to_half(minimum(largest, maximum(smallest, v))))
 
 
 @numba.njit(**JIT)
 def put_half(y, value, scratch):
-    """One f32 as f16 at y: half to even, at most 65504. `scratch`: 32 bytes."""
+    """One f32 as f16 at y: half to even, at high 65504. `scratch`: 32 bytes."""
     v = splat_f32(value)
     store_f16(scratch, f32_to_half(minimum(splat_f32(np.float32(F16_MAX)), v)))
     put_16(y, get_u16(scratch))

@@ -1,14 +1,14 @@
-"""Entries: jitted functions that others call by address, so that each is compiled by itself, once.
+"""Entries: jitted functions that are called by address, so that each is compiled apart, once.
 
-Numba copies a callee's code into its caller and optimizes both again, at every level.  What is large
-(a matrix product, attention, the sampler) is therefore an entry: compiled alone, cached alone, in
-parallel if need be, and called through a word of the context that holds its address.
+Numba copies a callee's code into its caller and optimizes both again, at every level.  A large function (a matrix
+product, attention, the sampler) is therefore an entry: compiled and cached apart, in parallel with others, and called
+through the word of the parameter block that holds its address.
 
     run_entry(address, (a, b, c))       an entry of three int64
     call_entry(address, (a, b, c))      one that returns an int64
 
-`INNER` is for functions that entries are made of,
-`MERGED` for those with one or two callers, which are merged into them before anything is compiled.
+`INNER` is for the functions of an entry, `MERGED` for those with one or two callers, into which numba inlines them
+before it compiles anything.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ run_entry = _caller(types.none)
 
 
 def entry_address(function: Any, n: int) -> int:
-    """Address of a jitted function for n int64 arguments: compiled now, or taken from the cache.
+    """Address of a jitted function for n int64 arguments: compiled now, or loaded from the cache.
 
-    The function must stay alive as long as the address is used.  Raises `TypeError` when it returns
+    The caller keeps the function alive as long as the address is used.  Raises `TypeError` when it returns
     anything but an int64 or nothing.
     """
     signature = (types.int64,) * n

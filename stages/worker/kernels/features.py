@@ -1,15 +1,15 @@
 """Which instructions the kernels may use, and where compiled kernels are kept.
 
-`settle` tells numba its cache directory and target CPU, which numba takes up once: the package
-`stages.worker` calls it when it is imported, before anything is jitted.  `STARLING_ISA` restricts:
+`settle` sets numba's cache directory and target CPU, which numba reads once: the package `stages.worker` calls it when
+it is imported, before anything is jitted.  `STARLING_ISA` restricts the choice:
 
     portable   x86-64-v3 (AVX2, FMA, F16C), the minimum
     vnni       512-bit AVX-512 with VNNI
     amx        the same with AMX tiles for 16 tokens and more
-    native     the best of these that the CPU has (default); AMX if it has proved itself here (amx_probe.py)
+    native     the best of these that the CPU has (default); AMX only after amx_probe.py has passed on this machine
     tiles      the kernels of `amx` with VNNI in place of its instructions, for tests where there is no AMX
 
-All of them give the same bytes (docs/numerics.md); a restriction is for tests and for comparing.
+All give the same bytes (docs/numerics.md); restrictions are for tests and comparisons.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ VNNI_NEEDS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
 AMX_NEEDS = ("amx-tile", "amx-int8")
 KEPT_CACHES = 4
 ISAS = ("portable", "vnni", "amx", "native", "tiles")
-PROBE = ["-m", "stages.worker.kernels.amx_probe"]  # arguments of a Python that tells by its exit code
-PROBE_S = 300  # until a probe of AMX that does not end counts as failed
+PROBE = ["-m", "stages.worker.kernels.amx_probe"]  # arguments of a Python whose exit code is the verdict
+PROBE_S = 300  # time limit of the AMX probe; a longer one counts as failed
 _PORTABLE_CPU = "x86-64-v3"
 _PORTABLE_FEATURES = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse4.2,+ssse3"
 
 
 class UnsupportedCpu(ConfigError):
-    """This CPU cannot run the kernels (or not the ones asked for); the message says what it lacks."""
+    """This CPU cannot run the kernels, or not those that STARLING_ISA names; the message lists what it lacks."""
 
 
 def starling_home() -> Path:
@@ -84,7 +84,7 @@ def permit_amx() -> None:
 
 @functools.cache
 def isa() -> str:
-    """The instruction set of this process's kernels; asks for the permission and the proof that AMX needs."""
+    """The instruction set of this process's kernels. For AMX, requests permission and runs the probe."""
     wanted = os.environ.get("STARLING_ISA") or "native"
     chosen = choose_isa(dict(llvm.get_host_cpu_features()), wanted)
     if chosen != "amx":
@@ -101,7 +101,7 @@ def isa() -> str:
 
 
 def amx_verdict() -> str:
-    """Why AMX is not used on this machine: "" if it gives equal bytes in less time. Probed once and kept."""
+    """Why AMX is not used on this machine: "" if it gives equal bytes in less time. Probed once and stored."""
     directory = _cache_dir("amx")
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "amx.verdict"
@@ -115,7 +115,7 @@ def amx_verdict() -> str:
 
 
 def _probe() -> str:
-    """In a process of its own, which an instruction that does not work may end."""
+    """The verdict of a probe process: an instruction that is not implemented may kill it."""
     environment = {**os.environ, "STARLING_ISA": "amx"}
     command = [sys.executable, *PROBE]
     try:
@@ -145,7 +145,7 @@ def cache_key(name: str) -> str:
     """
     h = hashlib.sha256()
     here = Path(__file__).parent
-    # What kernels call and the constants that are compiled into them, wherever these stand.
+    # Modules outside of this package that kernels call, or whose constants are compiled into them.
     outside = [here.parents[2] / "shm" / f"{name}.py" for name in ("atomics", "barrier", "pages", "step_ring")]
     for path in [
         *sorted(here.rglob("*.py")),
@@ -153,7 +153,7 @@ def cache_key(name: str) -> str:
         *outside,
     ]:
         h.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    # Numba finds its files by the path of the source: another checkout has nothing of this one's.
+    # Numba names cache files by the path of the source: another checkout cannot use this one's.
     h.update("|".join((str(here.resolve()), name, *target(name), sys.version)).encode())
     for package in ("numba", "llvmlite", "numpy"):
         h.update(f"|{package} {importlib.metadata.version(package)}".encode())
@@ -189,7 +189,7 @@ def settle() -> str:
 
 
 def _reload(name: str) -> None:
-    """Make a numba that was imported already take up the environment."""
+    """Make numba read the environment again when it was imported before."""
     import numba
     from numba.core import registry
 

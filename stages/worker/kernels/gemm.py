@@ -40,7 +40,7 @@ from stages.worker.kernels.simd import (
 )
 from stages.worker.kernels.unpack import unpack
 
-CHUNK = 18  # most blocks of a row group unpacked at a time: 11 KB of scratch
+CHUNK = 18  # bound of the blocks of a row group that are unpacked at a time: 11 KB of scratch
 DENSE_CHUNK = 160  # K values of a dense row group unpacked at a time
 TOKENS_BYTES = 640 << 10  # activations that a pass over the weights keeps in the second-level cache
 

@@ -9,7 +9,7 @@ from numba import njit
 from stages.worker.kernels.block_codegen import AHEAD, block_operations
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.format_traits import by_format
-from stages.worker.kernels.formats import BLOCK, DENSE, QUANTIZED, DenseFormat, QuantizedFormat
+from stages.worker.kernels.formats import DENSE, QUANTIZED, DenseFormat, QuantizedFormat
 from stages.worker.kernels.quantize_activations import RECORD
 from stages.worker.kernels.simd import (
     f32_tile,
@@ -74,5 +74,3 @@ def _dense(fmt: DenseFormat) -> Any:
 
 # (kind, w, columns, first, end, x, out): see matmul.py
 gemv = by_format({fmt.id: _quantized(fmt) for fmt in QUANTIZED} | {fmt.id: _dense(fmt) for fmt in DENSE}, 6)
-
-assert BLOCK * 2 == RECORD

@@ -1,7 +1,7 @@
-"""The offset table of a step: one row of i64 words that tells a rank where everything is.
+"""The kernel parameter block: i64 words with the model's sizes and the addresses of weights, arenas and scratch.
 
-`stages/worker/model.py` fills it when arenas are attached; kernels only read it.  Addresses are of this
-process's maps, so each rank has its own table.  Knows nothing of who allocates.
+`stages/worker/model.py` fills it when arenas are attached; kernels only read it.  Addresses are those of one process's
+maps, so each rank has a block of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numba.extending import intrinsic
     FFN,
     VOCAB,
     N_ROT,
-    HALVES,
+    NEOX_ROPE,
     GELU,
     EPS,
     SCORE_SCALE,
@@ -70,7 +70,7 @@ from numba.extending import intrinsic
     MAX_PAGES,
 ) = range(32, 55)
 
-# The KV arena; the width of a value in bytes tells the type (int8: 1)
+# The KV arena; KV_WIDTH is the bytes of a stored value: 1 int8, 2 f16, 4 f32
 PAGES, PAGE_BYTES, N_PAGES, PAGE_TOKENS, HEAD_BYTES, KV_WIDTH = range(64, 70)
 
 # The activations arena: addresses, and bytes from one token (or sample) to the next
@@ -84,25 +84,25 @@ PAGES, PAGE_BYTES, N_PAGES, PAGE_TOKENS, HEAD_BYTES, KV_WIDTH = range(64, 70)
     NORM_Q_STRIDE,
     QKV,
     QKV_STRIDE,
-    MIXED,
-    MIXED_STRIDE,
-    MIXED_Q,
-    MIXED_Q_STRIDE,
+    ATTN_OUT,
+    ATTN_OUT_STRIDE,
+    ATTN_OUT_Q,
+    ATTN_OUT_Q_STRIDE,
     HIDDEN,
     HIDDEN_Q,
     HIDDEN_Q_STRIDE,
-    TURNS,
-    TURNS_STRIDE,
+    ROPE,
+    ROPE_STRIDE,
     LOGITS,
     LOGITS_STRIDE,
-    PARTIALS,
-    N_PARTIALS,
-    ARRIVALS,
+    SPLIT_RESULTS,
+    N_SPLIT_RESULTS,
+    SPLITS_DONE,
     STEP_TOKENS,
     STEP_SAMPLES,
 ) = range(72, 97)
 
-# This rank: its number, how many there are, and its private scratch (addresses)
+# This rank: its number, the number of ranks, and its private scratch (addresses)
 (
     RANK,
     RANKS,
@@ -117,7 +117,7 @@ PAGES, PAGE_BYTES, N_PAGES, PAGE_TOKENS, HEAD_BYTES, KV_WIDTH = range(64, 70)
     PHASES,
 ) = range(100, 111)
 
-# Entries (linkage.py): addresses
+# Entries (entries.py): addresses
 MATMUL, EMBED_ROW, ATTEND, DRAW = range(112, 116)
 
 WORDS = 128
@@ -146,12 +146,12 @@ WORDS = 128
 ) = range(19)
 LAYER_WORDS = 24
 
-FEW = 4  # tokens up to which every rank norms and quantizes all of them itself, and spares a barrier
+FEW = 4  # up to so many tokens every rank norms and quantizes all of them itself, which saves a barrier
 
 
 @intrinsic
-def word(typingctx: Any, table: Any, i: Any) -> Any:
-    """Word i of a table at an address."""
+def param(typingctx: Any, block: Any, i: Any) -> Any:
+    """Word i (int64) of a parameter block, a layer's row or an entry's plan at an address."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         at = builder.add(args[0], builder.mul(args[1], ir.Constant(args[1].type, 8)))

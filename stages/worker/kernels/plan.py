@@ -1,15 +1,14 @@
-"""The plan of a step: rank 0 reads the slot, checks every number in it, and writes what all ranks then use.
+"""The plan of a step: rank 0 reads the step's slot, checks every number in it, and writes the plan that all ranks use.
 
-Nothing that the scheduler wrote is used unchecked: rows, positions, counts, sample places, page
-numbers and token ids are compared with their bounds, and the page tables are copied, so that no later change
-can lead a kernel astray.  An entry that fails gets `BAD_ENTRY` as its tokens and is left out.
+Rows, positions, counts, sample places, page numbers and token ids are compared with their bounds, and the page tables
+are copied, so that a number that the scheduler changes later has no effect.  An entry with a number out of bounds gets
+`BAD_ENTRY` as its tokens and is left out.
 
 In i64 words at PLAN:
 
-    0   entries kept   1  tokens   2  samples   3  whether any entry computes more than one position
-    4   slot           5  whether any partial results of attention are used
-    8   entries: ENTRY_PLAN words each: row, start, count, samples, sample_base, first token, first partial
-        (-1: none), byte of its page table at PLAN_TABLES
+    0   entries kept   1  tokens   2  samples   3  whether any entry computes more than one position   4  slot
+    8   entries: ENTRY_PLAN words each: row, start, count, samples, sample_base, first token, first place at
+        SPLIT_RESULTS (-1: KV splits are not computed apart), byte of its page table at PLAN_TABLES
     then tokens: position, id, entry (3 words each), then samples: token, place in the outputs, entry.
 """
 
@@ -18,20 +17,20 @@ from __future__ import annotations
 from numba import njit
 
 from shm import step_ring
-from shm.pages import SEGMENT
-from stages.worker.kernels import parameter_block as c
+from shm.pages import KV_SPLIT
+from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels.entries import INNER
-from stages.worker.kernels.parameter_block import word
+from stages.worker.kernels.parameter_block import param
 from stages.worker.kernels.simd import get_i32, get_i64, put_i32, put_i64
 
 BAD_ENTRY = -2
-ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, SLOT, HAS_PARTIALS = range(6)
+ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, SLOT = range(5)
 HEAD = 8
-(P_ROW, P_START, P_COUNT, P_SAMPLES, P_SAMPLE_BASE, P_TOKEN, P_PARTIAL, P_TABLE) = range(8)
+(P_ROW, P_START, P_COUNT, P_SAMPLES, P_SAMPLE_BASE, P_TOKEN, P_SPLIT, P_TABLE) = range(8)
 ENTRY_PLAN = 8
 TOKEN_PLAN = 3
 SAMPLE_PLAN = 3
-SPLIT_UNITS = 16  # with fewer (entry, kv head) units than this, segments are units of their own
+SPLIT_UNITS = 16  # with fewer (entry, kv head) units than this, KV splits are units of their own
 
 _SLOTS, _SLOT_WORDS, _ENTRY_WORDS = step_ring.SLOTS, step_ring.SLOT_WORDS, step_ring.ENTRY_WORDS
 _N_ENTRIES, _STEP = step_ring.SLOT_ENTRIES, step_ring.SLOT_STEP
@@ -45,48 +44,52 @@ _ROW, _START, _COUNT, _SAMPLES, _BASE = (
 
 
 def plan_words(max_entries: int, max_tokens: int, max_samples: int) -> int:
+    """i64 words of a plan."""
     return HEAD + ENTRY_PLAN * max_entries + TOKEN_PLAN * max_tokens + SAMPLE_PLAN * max_samples
 
 
 @njit(**INNER)
-def entry_at(ctx, entry):
-    return word(ctx, c.PLAN) + 8 * (HEAD + ENTRY_PLAN * entry)
+def entry_at(params, entry):
+    """Address of the plan of entry number `entry`."""
+    return param(params, pb.PLAN) + 8 * (HEAD + ENTRY_PLAN * entry)
 
 
 @njit(**INNER)
-def token_at(ctx, token):
-    return word(ctx, c.PLAN) + 8 * (HEAD + ENTRY_PLAN * word(ctx, c.MAX_ENTRIES) + TOKEN_PLAN * token)
+def token_at(params, token):
+    """Address of the plan of token number `token` of the step."""
+    return param(params, pb.PLAN) + 8 * (HEAD + ENTRY_PLAN * param(params, pb.MAX_ENTRIES) + TOKEN_PLAN * token)
 
 
 @njit(**INNER)
-def sample_at(ctx, sample):
-    words = HEAD + ENTRY_PLAN * word(ctx, c.MAX_ENTRIES) + TOKEN_PLAN * word(ctx, c.STEP_TOKENS)
-    return word(ctx, c.PLAN) + 8 * (words + SAMPLE_PLAN * sample)
+def sample_at(params, sample):
+    """Address of the plan of sample number `sample` of the step."""
+    words = HEAD + ENTRY_PLAN * param(params, pb.MAX_ENTRIES) + TOKEN_PLAN * param(params, pb.STEP_TOKENS)
+    return param(params, pb.PLAN) + 8 * (words + SAMPLE_PLAN * sample)
 
 
 @njit(**INNER)
-def _is_sound(ctx, row, start, count, samples, base, n_tokens, n_samples):
-    """Whether the numbers of an entry are within their bounds; pages and ids are looked at later."""
+def _is_sound(params, row, start, count, samples, base, n_tokens, n_samples):
+    """Whether the numbers of an entry are within their bounds; pages and token ids are checked apart."""
     return (
-        0 <= row < word(ctx, c.MAX_ROWS)
+        0 <= row < param(params, pb.MAX_ROWS)
         and start >= 0
-        and 1 <= count <= word(ctx, c.STEP_TOKENS) - n_tokens
-        and start + count <= min(word(ctx, c.MAX_POSITIONS), word(ctx, c.MAX_TOKENS))
-        and 0 <= samples <= min(count, word(ctx, c.STEP_SAMPLES) - n_samples)
-        and (samples == 0 or 0 <= base <= word(ctx, c.MAX_SAMPLES) - samples)
+        and 1 <= count <= param(params, pb.STEP_TOKENS) - n_tokens
+        and start + count <= min(param(params, pb.MAX_POSITIONS), param(params, pb.MAX_TOKENS))
+        and 0 <= samples <= min(count, param(params, pb.STEP_SAMPLES) - n_samples)
+        and (samples == 0 or 0 <= base <= param(params, pb.MAX_SAMPLES) - samples)
     )
 
 
 @njit(**INNER)
-def _copy_table(ctx, row, entry, positions):
+def _copy_table(params, row, entry, positions):
     """Copy the page table that `positions` positions need; False when a page does not exist."""
-    page_tokens = word(ctx, c.PAGE_TOKENS)
+    page_tokens = param(params, pb.PAGE_TOKENS)
     n = (positions + page_tokens - 1) // page_tokens
-    if n > word(ctx, c.MAX_PAGES):
+    if n > param(params, pb.MAX_PAGES):
         return False
-    source = word(ctx, c.TABLES) + row * word(ctx, c.TABLES_STRIDE)
-    target = word(ctx, c.PLAN_TABLES) + entry * word(ctx, c.TABLES_STRIDE)
-    n_pages = word(ctx, c.N_PAGES)
+    source = param(params, pb.TABLES) + row * param(params, pb.TABLES_STRIDE)
+    target = param(params, pb.PLAN_TABLES) + entry * param(params, pb.TABLES_STRIDE)
+    n_pages = param(params, pb.N_PAGES)
     for i in range(n):
         page = get_i32(source + 4 * i)
         if page < 0 or page >= n_pages:
@@ -96,15 +99,15 @@ def _copy_table(ctx, row, entry, positions):
 
 
 @njit(**INNER)
-def _copy_tokens(ctx, row, start, count, entry, first):
-    """Plan the entry's tokens; False when an id is none of the vocabulary's."""
-    source = word(ctx, c.TOKENS) + row * word(ctx, c.TOKENS_STRIDE)
-    vocab = word(ctx, c.VOCAB)
+def _copy_tokens(params, row, start, count, entry, first):
+    """Plan the entry's tokens; False when an id is not in the vocabulary."""
+    source = param(params, pb.TOKENS) + row * param(params, pb.TOKENS_STRIDE)
+    vocab = param(params, pb.VOCAB)
     for i in range(count):
         token = get_i32(source + 4 * (start + i))
         if token < 0 or token >= vocab:
             return False
-        at = token_at(ctx, first + i)
+        at = token_at(params, first + i)
         put_i64(at, start + i)
         put_i64(at + 8, token)
         put_i64(at + 16, entry)
@@ -112,51 +115,51 @@ def _copy_tokens(ctx, row, start, count, entry, first):
 
 
 @njit(**INNER)
-def _refuse(ctx, slot, samples, base):
-    """Say so in the places of the entry's samples, as far as these exist."""
+def _refuse(params, slot, samples, base):
+    """Write BAD_ENTRY to the places of the entry's samples, as far as these exist."""
     if base < 0 or samples < 1:
         return
-    out = word(ctx, c.OUT_TOKEN) + slot * word(ctx, c.OUT_STRIDE)
-    for i in range(base, min(base + samples, word(ctx, c.MAX_SAMPLES))):
+    out = param(params, pb.OUT_TOKEN) + slot * param(params, pb.OUT_STRIDE)
+    for i in range(base, min(base + samples, param(params, pb.MAX_SAMPLES))):
         put_i32(out + 4 * i, BAD_ENTRY)
 
 
 @njit(**INNER)
-def make_plan(ctx, step):
-    """The plan of `step`, for rank 0; returns how many entries were refused, -1 for a slot of another step."""
+def make_plan(params, step):
+    """Write the plan of `step`; only rank 0. Returns how many entries were refused, -1 for a slot of another step."""
     slot = step % _SLOTS
-    head = word(ctx, c.SLOT_HEAD) + 8 * _SLOT_WORDS * slot
-    plan = word(ctx, c.PLAN)
+    head = param(params, pb.SLOT_HEAD) + 8 * _SLOT_WORDS * slot
+    plan = param(params, pb.PLAN)
     put_i64(plan + 8 * SLOT, slot)
-    for i in (ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, HAS_PARTIALS):
+    for i in (ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS):
         put_i64(plan + 8 * i, 0)
     if get_i64(head + 8 * _STEP) != step:
         return -1
-    entries = word(ctx, c.ENTRIES) + slot * word(ctx, c.ENTRIES_STRIDE)
+    entries = param(params, pb.ENTRIES) + slot * param(params, pb.ENTRIES_STRIDE)
     kept = n_tokens = n_samples = refused = chunks = 0
-    for i in range(min(max(get_i64(head + 8 * _N_ENTRIES), 0), word(ctx, c.MAX_ENTRIES))):
+    for i in range(min(max(get_i64(head + 8 * _N_ENTRIES), 0), param(params, pb.MAX_ENTRIES))):
         at = entries + 4 * _ENTRY_WORDS * i
         row, start, count = get_i32(at + 4 * _ROW), get_i32(at + 4 * _START), get_i32(at + 4 * _COUNT)
         samples, base = get_i32(at + 4 * _SAMPLES), get_i32(at + 4 * _BASE)
         if not (
-            _is_sound(ctx, row, start, count, samples, base, n_tokens, n_samples)
-            and _copy_table(ctx, row, kept, start + count)
-            and _copy_tokens(ctx, row, start, count, kept, n_tokens)
+            _is_sound(params, row, start, count, samples, base, n_tokens, n_samples)
+            and _copy_table(params, row, kept, start + count)
+            and _copy_tokens(params, row, start, count, kept, n_tokens)
         ):
-            _refuse(ctx, slot, samples, base)
+            _refuse(params, slot, samples, base)
             refused += 1
             continue
-        entry = entry_at(ctx, kept)
+        entry = entry_at(params, kept)
         put_i64(entry + 8 * P_ROW, row)
         put_i64(entry + 8 * P_START, start)
         put_i64(entry + 8 * P_COUNT, count)
         put_i64(entry + 8 * P_SAMPLES, samples)
         put_i64(entry + 8 * P_SAMPLE_BASE, base)
         put_i64(entry + 8 * P_TOKEN, n_tokens)
-        put_i64(entry + 8 * P_PARTIAL, -1)
-        put_i64(entry + 8 * P_TABLE, kept * word(ctx, c.TABLES_STRIDE))
+        put_i64(entry + 8 * P_SPLIT, -1)
+        put_i64(entry + 8 * P_TABLE, kept * param(params, pb.TABLES_STRIDE))
         for j in range(samples):
-            sample = sample_at(ctx, n_samples + j)
+            sample = sample_at(params, n_samples + j)
             put_i64(sample, n_tokens + count - samples + j)
             put_i64(sample + 8, base + j)
             put_i64(sample + 16, kept)
@@ -169,20 +172,19 @@ def make_plan(ctx, step):
     put_i64(plan + 8 * TOKENS, n_tokens)
     put_i64(plan + 8 * SAMPLES, n_samples)
     put_i64(plan + 8 * HAS_CHUNKS, chunks)
-    if kept * word(ctx, c.N_KV_HEADS) < SPLIT_UNITS:
-        _share_segments(ctx, kept)
+    if kept * param(params, pb.N_KV_HEADS) < SPLIT_UNITS:
+        _assign_split_results(params, kept)
     return refused
 
 
 @njit(**INNER)
-def _share_segments(ctx, kept):
-    """Give entries of one query and several segments places for partial results, while there are any."""
+def _assign_split_results(params, kept):
+    """Assign places at SPLIT_RESULTS to entries of one query and several KV splits, until all places are used."""
     used = 0
-    heads = word(ctx, c.N_HEADS)
+    heads = param(params, pb.N_HEADS)
     for i in range(kept):
-        entry = entry_at(ctx, i)
-        segments = word(entry, P_START) // SEGMENT + 1
-        if word(entry, P_COUNT) == 1 and segments > 1 and used + segments * heads <= word(ctx, c.N_PARTIALS):
-            put_i64(entry + 8 * P_PARTIAL, used)
-            used += segments * heads
-    put_i64(word(ctx, c.PLAN) + 8 * HAS_PARTIALS, 1 if used else 0)
+        entry = entry_at(params, i)
+        splits = param(entry, P_START) // KV_SPLIT + 1
+        if param(entry, P_COUNT) == 1 and splits > 1 and used + splits * heads <= param(params, pb.N_SPLIT_RESULTS):
+            put_i64(entry + 8 * P_SPLIT, used)
+            used += splits * heads

@@ -5,13 +5,14 @@ A record (32 values, 64 bytes = one cache line, 64-byte aligned):
     0   q        32 x s8
     32  scale    f32
     36  ssum     f32    scale * f32(h0 + h1)
-    40  start4   i32    -8 (h0 + h1): where the integer sum of Q4_0 starts, so that zero points cost nothing
-    44  start5   i32    -16 (h0 + h1), for Q5_0
-    48  start8   i32    -128 (h0 + h1), for Q8_0 (dots.py: or 0)
-    52  start6   i32    -32 h0 and, at 56, -32 h1, for Q6_K
-    60  zero     i32    where all other sums start
+    40  start4   i32    -8 (h0 + h1): the start of integer sums for codes with zero point 8 (Q4_0)
+    44  start5   i32    -16 (h0 + h1), for zero point 16 (Q5_0)
+    48  start8   i32    -128 (h0 + h1), for zero point 128 (Q8_0, IQ4_NL); 0 where dots.py subtracts it
+    52  start6   i32    -32 h0 and, at 56, -32 h1, for zero point 32 and two scales a block (Q6_K, Q3_K)
+    60  zero     i32    0, for all other codes
 
-h0 and h1 are the exact sums of q over each half of 16.  A row of K values is ceil(K / 32) records.
+A sum of products of unsigned codes that begins there needs no further correction.  h0 and h1 are the exact sums of q
+over each half of 16.  A row of K values is ceil(K / 32) records.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def quantize_block(low, high, to):
     largest = reduce_max(maximum(absolute(low), absolute(high)))
     inverse, scale = np.float32(0), np.float32(0)
     if lanes_set((low == low) & (high == high)) != 0xFFFF:
-        scale = np.float32(np.nan)  # a fault must not become a plausible number
+        scale = np.float32(np.nan)  # NaN must not become a plausible number
     elif largest >= _TINY:
         inverse = _TOP / largest
         scale = largest * _INVERSE_TOP

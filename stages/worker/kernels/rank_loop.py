@@ -1,9 +1,8 @@
-"""What a rank calls from Python: rank 0 leads steps, the others follow until there is a word for them.
+"""The loop of a rank in jitted code: rank 0 leads steps, the others follow its announcements.
 
-Rank 0 plans a step, stores a new even number at STEP and computes; a rank that sees the number change
-computes too.  Steps that stand ready follow each other without a word of Python between them.  An odd
-number sends the others back to Python, where a message is waiting.  One jitted function for both roles,
-because the whole forward pass is compiled into it.
+Rank 0 plans a step, stores a new even number at STEP and computes; a rank that sees the number change computes too.
+Published steps follow each other without a return to Python.  An odd number sends the other ranks back to Python, where
+a message waits for them.  Both roles are one jitted function, because the whole forward pass is compiled into it.
 """
 
 from __future__ import annotations
@@ -14,24 +13,36 @@ from shm import step_ring
 from shm.atomics import exchange, futex_wait, futex_wake, load_acquire, monotonic_ns, pause, send_nothing
 from stages.worker import activations_arena as act
 from stages.worker.kernels import forward
-from stages.worker.kernels import parameter_block as c
+from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels.entries import INNER
-from stages.worker.kernels.parameter_block import word
+from stages.worker.kernels.parameter_block import param
 from stages.worker.kernels.plan import make_plan
 from stages.worker.kernels.simd import JIT, put_i64
 
-SPIN_NS = 60_000
-SLICE_NS = 900_000_000  # a futex waits for less than a second; an announcement wakes it, rank 0's death ends it
-LOST = -1  # the group was given up
-_STEP, _SLEEPS, _ABORT = 8 * act.STEP, 8 * act.SLEEPS, 8 * (act.BARRIER + 8)
+SPIN_NS = 60_000  # until a rank that waits for an announcement sleeps
+SLICE_NS = 900_000_000  # of one futex wait, below the 1 s that the call takes; an announcement ends it at once
+_STEP, _SLEEPS = 8 * act.STEP, 8 * act.SLEEPS
 _BEGUN, _FINISHED, _SLOTS = 8, 16, step_ring.SLOTS
 _HEAD, _DONE, _WAKE_AT = 8 * step_ring.HEAD, 8 * step_ring.DONE, 8 * step_ring.WAKE_AT
 
 
 @njit(**JIT)
-def announce(control, turn, ranks):
-    """Rank 0: tell the others. `control`: address of the activations arena's first word."""
-    exchange(control + _STEP, turn)
+def wait_for_head(control, step, limit_ns):
+    """Whether step `step` is published within `limit_ns`. `control`: address of the steps arena's first word."""
+    begun = monotonic_ns()
+    while True:
+        for _ in range(64):
+            if load_acquire(control + _HEAD) >= step:
+                return True
+            pause()
+        if monotonic_ns() - begun > limit_ns:
+            return False
+
+
+@njit(**JIT)
+def announce(control, number, ranks):
+    """Rank 0: store `number` at STEP and wake the ranks. `control`: address of the activations arena's first word."""
+    exchange(control + _STEP, number)
     for rank in range(1, ranks):
         if load_acquire(control + 8 * (act.LINES + 8 * rank) + _SLEEPS) != 0:
             futex_wake(control + _STEP)
@@ -39,18 +50,18 @@ def announce(control, turn, ranks):
 
 
 @njit(**INNER)
-def _await_turn(control, seen, rank, limit_ns):
-    """Until STEP differs from `seen`, at most `limit_ns`: spin, then sleep. What stands there."""
+def _wait_for_announcement(control, seen, rank, limit_ns):
+    """Spin, then sleep, until STEP differs from `seen` or `limit_ns` have passed; returns STEP."""
     line = control + 8 * (act.LINES + 8 * rank)
     begun = monotonic_ns()
     while True:
         for _ in range(256):
-            turn = load_acquire(control + _STEP)
-            if turn != seen:
-                return turn
+            number = load_acquire(control + _STEP)
+            if number != seen:
+                return number
             pause()
         waited = monotonic_ns() - begun
-        if waited > limit_ns or load_acquire(control + _ABORT) != 0:
+        if waited > limit_ns:
             return seen
         if waited > SPIN_NS:
             exchange(line + _SLEEPS, 1)
@@ -60,27 +71,32 @@ def _await_turn(control, seen, rank, limit_ns):
 
 
 @njit(**JIT)
-def take_turns(ctx, control, turn, step, timing, limit_ns, ring, bell):
-    """Rank 0: run step `step` as turn `turn` (even, larger than the last); its begin and end go to the
-    slot's row at `timing` (4 i64 a slot).  With `ring`, the address of the steps arena's first word, the
-    step is acknowledged, and those that stand ready behind it are run as the turns after it (two more each),
-    until entries are refused, `limit_ns` have passed, or the scheduler is to be woken and that cannot be done by a
-    datagram to `bell`, a connected socket (-1: there is none).  Returns how many entries of the last step were
-    refused, or LOST; whether the last step is one to wake the scheduler for is the caller's to see.
+def run_steps(params, control, number, step, timing, limit_ns, ring, bell):
+    """Rank 0: run step `step`, announced as `number` (even, larger than the last).
 
-    Others: run every turn after `turn`, until one is odd or `limit_ns` have passed without any.  Returns
-    the last turn seen, or LOST.
+    params   address of the rank's parameter block
+    control  address of the activations arena's first word
+    timing   address of 4 i64 a slot: begin and end of the step are stored at 1 and 2, in ns
+    ring     address of the steps arena's first word, or 0.  With it the step is acknowledged, and the published steps
+             behind it are run, each announced by the next even number, until entries are refused, `limit_ns` have
+             passed, or the scheduler has to be woken and `bell` cannot do it
+    bell     a connected datagram socket to wake the scheduler by; -1: none
+
+    Returns how many entries of the last step were refused.  Whether the scheduler has to be woken for the last step is
+    left to the caller.
+
+    Others: run every step announced after `number`; returns the first odd number, or the last number seen when
+    `limit_ns` have passed without an announcement.
     """
-    if word(ctx, c.RANK) == 0:
+    if param(params, pb.RANK) == 0:
         begun = monotonic_ns()
         now = begun
         while True:
             at = timing + 32 * (step % _SLOTS)
             put_i64(at + _BEGUN, now)
-            refused = make_plan(ctx, step)
-            announce(control, turn, word(ctx, c.RANKS))
-            if not forward.run_step(ctx):
-                return LOST
+            refused = make_plan(params, step)
+            announce(control, number, param(params, pb.RANKS))
+            forward.run_step(params)
             now = monotonic_ns()
             put_i64(at + _FINISHED, now)
             if ring == 0:
@@ -93,14 +109,13 @@ def take_turns(ctx, control, turn, step, timing, limit_ns, ring, bell):
                     return 0
                 now = monotonic_ns()
             step += 1
-            turn += 2
+            number += 2
     while True:
-        seen = turn
-        turn = _await_turn(control, seen, word(ctx, c.RANK), limit_ns)
-        if turn == seen or turn & 1:
-            return LOST if load_acquire(control + _ABORT) else turn
-        if not forward.run_step(ctx):
-            return LOST
+        seen = number
+        number = _wait_for_announcement(control, seen, param(params, pb.RANK), limit_ns)
+        if number == seen or number & 1:
+            return number
+        forward.run_step(params)
 
 
 ENTRY_ARGUMENTS = 8

@@ -1,8 +1,8 @@
 """Register tiles of n tokens x 2 row groups (32 rows): the inner operations of a batch's matrix product.
 
-A tile has 2n vectors; vector 2t + g belongs to token t and row group g.  Tokens are `stride` bytes apart at
-address `x`.  A token's 4 bytes (or f32) are read once and spread over the lanes for both groups, so that a
-block costs n + 2 loads for 2n dot products.  Each operation unrolls completely.
+A tile has 2n vectors; vector 2t + g belongs to token t and row group g.  Tokens are `stride` bytes apart at address
+`x`.  A token's 4 bytes (or f32) are read once and broadcast for both groups, so that a block costs n + 2 loads for 2n
+dot products.  Each operation is completely unrolled.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ SPLIT = 8  # vectors of a tile up to which sums go in two chains
 
 
 def spread(builder: Builder, addr: Any, lane: ir.Type) -> Any:
+    """The value of type `lane` at an address, in all 16 lanes."""
     return splat(builder, load(builder, addr, lane))
 
 

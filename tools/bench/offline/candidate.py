@@ -17,7 +17,7 @@ import numpy as np
 
 from stages.scheduler.policy.pacing import PacingPolicy
 from stages.worker.kernels.features import isa
-from stages.worker.kernels.forward import PHASES
+from stages.worker.kernels.rank_sync import PHASES
 from tools.step_runner import StepRunner
 
 STEP_TOKENS = 512

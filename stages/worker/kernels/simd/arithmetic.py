@@ -78,6 +78,7 @@ def math(name: str) -> Callable[..., Any]:
 
 
 def extreme(sign: str) -> Callable[[Builder, Any, Any], Any]:
+    """Emits `a < b ? a : b` ("<") or `a > b ? a : b` (">")."""
     return lambda builder, a, b: builder.select(builder.fcmp_ordered(sign, a, b), a, b)
 
 

@@ -1,0 +1,298 @@
+"""Scores and weighted values of attention: register tiles of query rows against K and V of one split.
+
+K and V are read as f32 from pages of f16, f32 or int8.  Scores are chains over ascending d (16 positions side by
+side), values chains over ascending j (16 dims side by side), as docs/numerics.md orders them.
+
+A single query is bound by memory: while K or V of 64 positions is multiplied, the next 64 positions are prefetched line
+by line, evenly, so that computing and fetching overlap.  TABLE and NEXT are in the scratch that attention.py draws.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from shm.pages import KV_SPLIT
+from stages.worker.kernels.entries import INNER, MERGED
+from stages.worker.kernels.simd import (
+    LANES,
+    Tile,
+    f16x16,
+    f32_tile,
+    f32x16,
+    get_i64,
+    i32x16,
+    prefetch,
+    splat_f32,
+    tile_load,
+    tile_put,
+    tile_store,
+)
+from stages.worker.kernels.simd.register_tiles import tile_operation
+from stages.worker.kernels.simd.vectors import FLOAT, call, load, splat
+
+VECTORS = 4  # of 16 positions (scores) or 16 dims (values) that a register tile spans
+NEXT, AFTER = 512, 544  # bytes from TABLE
+ALONE = 4  # rows up to which a tile is a single query's, and reads K and V from far away
+
+
+@intrinsic(prefer_literal=True)
+def outer_fma(typingctx: Any, acc: Any, rows: Any, stride: Any, columns: Any) -> Any:
+    """acc[m][n] = fma(f32 at rows + m * stride, columns[n], acc[m][n]), for a tile of m * n vectors."""
+    if not (isinstance(acc, Tile) and isinstance(columns, Tile)):
+        return None
+    n_columns = columns.n
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        result, address, step, vectors = args
+        for m in range(acc.n // n_columns):
+            scalar = builder.load(builder.inttoptr(address, FLOAT.as_pointer()), align=4)
+            row = splat(builder, scalar)
+            for n in range(n_columns):
+                i = m * n_columns + n
+                arguments = [row, builder.extract_value(vectors, n), builder.extract_value(result, i)]
+                result = builder.insert_value(result, call(builder, "llvm.fma.v16f32", f32x16.ir, arguments), i)
+            address = builder.add(address, step)
+        return result
+
+    return acc(acc, numba.types.int64, numba.types.int64, columns), codegen
+
+
+def _emit_scale(builder: Any, vectors: list[Any], factor: Any) -> None:
+    vectors[:] = [builder.fmul(vector, factor) for vector in vectors]
+
+
+tile_scale = tile_operation("tile_scale", (f32x16,), _emit_scale, "Every vector of a tile times one vector.")
+
+
+# ------------------------------------------------------------------ loading K and V as f32
+
+# The type of a cache is a numba type, carried by an argument without a meaningful value: one source, one
+# compilation for each.
+F16, F32, INT8 = np.uint16(0), np.float32(0), np.int8(0)
+
+
+@intrinsic
+def code_bytes(typingctx: Any, kv: Any) -> Any:
+    """Bytes of a value in this type of cache."""
+    width = kv.bitwidth // 8
+    return types.int64(kv), lambda context, builder, sig, args: ir.Constant(ir.IntType(64), width)
+
+
+@intrinsic
+def scale_bytes(typingctx: Any, kv: Any) -> Any:
+    """Bytes of a scale, 0 where there are none."""
+    width = 2 if kv == types.int8 else 0
+    return types.int64(kv), lambda context, builder, sig, args: ir.Constant(ir.IntType(64), width)
+
+
+def _reader(over_keys: bool) -> Any:
+    def implementation(typingctx: Any, kv: Any, at: Any, scales: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            _, place, factors = args
+            if kv == types.float32:
+                return load(builder, place, f32x16.ir)
+            if kv == types.uint16:
+                return builder.fpext(load(builder, place, f16x16.ir), f32x16.ir)
+            codes = builder.sext(load(builder, place, ir.VectorType(ir.IntType(8), LANES)), i32x16.ir)
+            if over_keys:
+                factor = builder.fpext(load(builder, factors, f16x16.ir), f32x16.ir)
+            else:
+                factor = splat(builder, builder.fpext(load(builder, factors, ir.HalfType()), FLOAT))
+            return builder.fmul(factor, builder.sitofp(codes, f32x16.ir))
+
+        return f32x16(kv, types.int64, types.int64), codegen
+
+    return intrinsic(implementation)
+
+
+read_key = _reader(True)  # (kv, address of 16 codes, of their 16 scales): 16 positions of one dim
+read_value = _reader(False)  # (kv, address of 16 codes, of their one scale): 16 dims of one position
+
+
+def _make_scores(rows: int) -> Any:
+    """Scores of `rows` rows at 64 positions."""
+    n_tile, columns, alone = rows * VECTORS, VECTORS, rows <= ALONE
+
+    @numba.njit(**INNER)
+    def scores(kv, q, s, table, group, head_dim, page_tokens, scale):
+        """q: rows of head_dim f32; s: rows of 256 f32, written from 16 * group on; table: TABLE."""
+        acc = f32_tile(n_tile)
+        b = f32_tile(columns)
+        at = table + 8 * group
+        k0, k1, k2, k3 = get_i64(at), get_i64(at + 8), get_i64(at + 16), get_i64(at + 24)
+        step = code_bytes(kv) * page_tokens
+        # With so few rows memory is what takes time: ahead_step for what comes next, a little with each dim.
+        # A place that repeats the first is past the end: V comes next.
+        a0 = a1 = a2 = a3 = ahead_step = np.int64(0)
+        if alone:
+            if group + VECTORS < KV_SPLIT // LANES and get_i64(at + 32) != get_i64(table):
+                a0, a1, a2, a3, ahead_step = (
+                    get_i64(at + 32),
+                    get_i64(at + 40),
+                    get_i64(at + 48),
+                    get_i64(at + 56),
+                    step,
+                )
+            else:
+                v = table + 256
+                a0, a1, a2, a3 = get_i64(v), get_i64(v + 8), get_i64(v + 16), get_i64(v + 24)
+                ahead_step = code_bytes(kv) * LANES
+        if scale_bytes(kv):
+            e0, e1, e2, e3 = get_i64(at + 128), get_i64(at + 136), get_i64(at + 144), get_i64(at + 152)
+            for d in range(head_dim):
+                e = d // 32 * 2 * page_tokens
+                if alone:
+                    prefetch(a0 + d * ahead_step)
+                    prefetch(a1 + d * ahead_step)
+                    prefetch(a2 + d * ahead_step)
+                    prefetch(a3 + d * ahead_step)
+                b = tile_put(b, 0, read_key(kv, k0 + d * step, e0 + e))
+                b = tile_put(b, 1, read_key(kv, k1 + d * step, e1 + e))
+                b = tile_put(b, 2, read_key(kv, k2 + d * step, e2 + e))
+                b = tile_put(b, 3, read_key(kv, k3 + d * step, e3 + e))
+                acc = outer_fma(acc, q + 4 * d, 4 * head_dim, b)
+        else:
+            for d in range(head_dim):
+                if alone:
+                    prefetch(a0 + d * ahead_step)
+                    prefetch(a1 + d * ahead_step)
+                    prefetch(a2 + d * ahead_step)
+                    prefetch(a3 + d * ahead_step)
+                b = tile_put(b, 0, read_key(kv, k0 + d * step, 0))
+                b = tile_put(b, 1, read_key(kv, k1 + d * step, 0))
+                b = tile_put(b, 2, read_key(kv, k2 + d * step, 0))
+                b = tile_put(b, 3, read_key(kv, k3 + d * step, 0))
+                acc = outer_fma(acc, q + 4 * d, 4 * head_dim, b)
+        tile_store(tile_scale(acc, splat_f32(scale)), s + 64 * group, 4 * KV_SPLIT, 64, columns)
+
+    return scores
+
+
+@numba.njit(**MERGED)
+def prefetch_keys(table, i, head_dim, step):
+    """Prefetch part i of 64 of the K of NEXT; rows of a dim are `step` bytes apart."""
+    at = table + NEXT
+    k0, k1, k2, k3 = get_i64(at), get_i64(at + 8), get_i64(at + 16), get_i64(at + 24)
+    for d in range(i * head_dim // 64, (i + 1) * head_dim // 64):
+        prefetch(k0 + d * step)
+        prefetch(k1 + d * step)
+        prefetch(k2 + d * step)
+        prefetch(k3 + d * step)
+
+
+def _make_values(rows: int, columns: int) -> Any:
+    """Weighted values of `rows` rows in 16 * `columns` dims."""
+    n_tile, wide, alone = rows * columns, columns == VECTORS, rows <= ALONE
+
+    @numba.njit(**INNER)
+    def values(kv, s, o, table, dim, begin, end, head_dim, page_tokens):
+        """o: rows of head_dim f32; adds positions begin .. end-1 of the split to dims from `dim` on."""
+        width, scaled = code_bytes(kv), scale_bytes(kv) > 0
+        b = f32_tile(columns)
+        acc = tile_load(f32_tile(n_tile), o + 4 * dim, 4 * head_dim, 64, columns)
+        j = begin
+        while j < end:
+            group = j // LANES
+            stop = min(end, LANES * (group + 1))
+            v = get_i64(table + 256 + 8 * group) + width * ((j % LANES) * head_dim + dim)
+            e = np.int64(0)
+            if scaled:
+                e = get_i64(table + 384 + 8 * group) + 2 * ((j % LANES) * (head_dim // 32))
+            # Prefetched with each position: V 64 positions ahead, or K of what follows the split.
+            ahead, row_bytes, rest = np.int64(0), width * head_dim, False
+            if alone:
+                if group + VECTORS < KV_SPLIT // LANES and get_i64(table + 288 + 8 * group) != get_i64(table + 256):
+                    ahead = get_i64(table + 288 + 8 * group) + (j % LANES) * row_bytes if dim == 0 else np.int64(0)
+                else:
+                    rest = dim + LANES * columns >= head_dim and get_i64(table + NEXT) != 0
+            for i in range(j, stop):
+                if alone:
+                    if ahead != 0:
+                        for line in range(0, row_bytes, 64):
+                            prefetch(ahead + line)
+                        ahead += row_bytes
+                    elif rest:
+                        prefetch_keys(table, i % (VECTORS * LANES), head_dim, width * page_tokens)
+                # A block of 32 dims has one scale.
+                b = tile_put(b, 0, read_value(kv, v, e + 2 * (dim // 32)))
+                if wide:
+                    b = tile_put(b, 1, read_value(kv, v + 16 * width, e + 2 * ((dim + 16) // 32)))
+                    b = tile_put(b, 2, read_value(kv, v + 32 * width, e + 2 * ((dim + 32) // 32)))
+                    b = tile_put(b, 3, read_value(kv, v + 48 * width, e + 2 * ((dim + 48) // 32)))
+                acc = outer_fma(acc, s + 4 * i, 4 * KV_SPLIT, b)
+                v += width * head_dim
+                if scaled:
+                    e += 2 * (head_dim // 32)
+            j = stop
+        tile_store(acc, o + 4 * dim, 4 * head_dim, 64, columns)
+
+    return values
+
+
+scores_1, scores_2, scores_3, scores_4, scores_6 = (_make_scores(n) for n in (1, 2, 3, 4, 6))
+wide_1, wide_2, wide_3, wide_4, wide_6 = (_make_values(n, VECTORS) for n in (1, 2, 3, 4, 6))
+thin_1, thin_3, thin_6 = (_make_values(n, 1) for n in (1, 3, 6))
+
+
+@numba.njit(**MERGED)
+def all_scores(kv, q, s, table, group, rows, head_dim, page_tokens, scale):
+    """Scores of all rows at the 64 positions from 16 * group of the split on."""
+    r = 0
+    while r < rows:
+        left = rows - r
+        at_q, at_s = q + 4 * r * head_dim, s + 4 * r * KV_SPLIT
+        if left >= 6:
+            scores_6(kv, at_q, at_s, table, group, head_dim, page_tokens, scale)
+            r += 6
+        elif left >= 4:
+            scores_4(kv, at_q, at_s, table, group, head_dim, page_tokens, scale)
+            r += 4
+        elif left == 3:
+            scores_3(kv, at_q, at_s, table, group, head_dim, page_tokens, scale)
+            r += 3
+        elif left == 2:
+            scores_2(kv, at_q, at_s, table, group, head_dim, page_tokens, scale)
+            r += 2
+        else:
+            scores_1(kv, at_q, at_s, table, group, head_dim, page_tokens, scale)
+            r += 1
+
+
+@numba.njit(**INNER)
+def all_values(kv, s, o, table, rows, begin, end, head_dim, page_tokens):
+    """Add positions begin .. end-1 of the split to O of all rows."""
+    r = 0
+    while r < rows:
+        left = rows - r
+        n = 6 if left >= 6 else (4 if left >= 4 else left)
+        at_s, at_o = s + 4 * r * KV_SPLIT, o + 4 * r * head_dim
+        dim = 0
+        while dim + 64 <= head_dim:
+            if n == 6:
+                wide_6(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
+            elif n == 4:
+                wide_4(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
+            elif n == 3:
+                wide_3(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
+            elif n == 2:
+                wide_2(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
+            else:
+                wide_1(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
+            dim += 64
+        while dim < head_dim:
+            if n == 6:
+                thin_6(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
+            elif n == 3:
+                thin_3(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
+            else:
+                for i in range(n):
+                    at_si, at_oi = at_s + 4 * i * KV_SPLIT, at_o + 4 * i * head_dim
+                    thin_1(kv, at_si, at_oi, table, dim, begin, end, head_dim, page_tokens)
+            dim += LANES
+        r += n

@@ -1,0 +1,265 @@
+"""Attention of a step: which rank computes which unit, where its K and V are, and where the results go.
+
+A unit is a block of queries of one sequence and one kv head, or one KV split of a single query.  Units are numbered
+alike on every rank, and unit u belongs to rank u modulo the number of ranks.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from shm.atomics import atomic_add, store_release
+from shm.pages import KV_SPLIT
+from stages.worker.kernels import attention, attention_tiles, split_combine
+from stages.worker.kernels import elementwise as ew
+from stages.worker.kernels import parameter_block as pb
+from stages.worker.kernels import plan as p
+from stages.worker.kernels.entries import INNER, MERGED, run_entry
+from stages.worker.kernels.formats.description import GROUP
+from stages.worker.kernels.parameter_block import param
+from stages.worker.kernels.quantize_activations import RECORD, quantize_row
+from stages.worker.kernels.rank_sync import share, wait_for_ranks
+from stages.worker.kernels.simd import get_f32, get_i32, get_i64, prefetch, put_f32
+
+
+@njit(**INNER)
+def _rotate(params, token, x, y):
+    angles = param(params, pb.ROPE) + token * param(params, pb.ROPE_STRIDE)
+    sine = angles + param(params, pb.ROPE_STRIDE) // 2
+    if param(params, pb.NEOX_ROPE):
+        ew.rotate_neox(x, y, angles, sine, param(params, pb.N_ROT), param(params, pb.HEAD_DIM))
+    else:
+        ew.rotate(x, y, angles, sine, param(params, pb.N_ROT), param(params, pb.HEAD_DIM))
+
+
+@njit(**INNER)
+def _pack_queries(params, token, queries, kv_head, scratch):
+    """The rotated queries of a block into Q of the attention scratch: rows (query, head of the group)."""
+    dim = param(params, pb.HEAD_DIM)
+    group = param(params, pb.N_HEADS) // param(params, pb.N_KV_HEADS)
+    to = scratch
+    for t in range(token, token + queries):
+        x = param(params, pb.QKV) + t * param(params, pb.QKV_STRIDE) + 4 * kv_head * group * dim
+        for g in range(group):
+            _rotate(params, t, x + 4 * g * dim, to)
+            to += 4 * dim
+
+
+@njit(**INNER)
+def _table(params, entry):
+    return param(params, pb.PLAN_TABLES) + param(entry, p.P_TABLE)
+
+
+@njit(**INNER)
+def quantize_attn_out(params, token, kv_head):
+    """ATTN_OUT_Q of a group of heads, when its values are whole records."""
+    n = param(params, pb.N_HEADS) // param(params, pb.N_KV_HEADS) * param(params, pb.HEAD_DIM)
+    if n % 32 == 0:
+        x = param(params, pb.ATTN_OUT) + token * param(params, pb.ATTN_OUT_STRIDE) + 4 * kv_head * n
+        to = param(params, pb.ATTN_OUT_Q) + token * param(params, pb.ATTN_OUT_Q_STRIDE) + kv_head * n // 32 * RECORD
+        quantize_row(x, n, to)
+
+
+@njit(**INNER)
+def write_kv(params, entry, token, kv_head, head_at, scratch):
+    """K and V of one token and kv head into its page."""
+    dim, page_tokens = param(params, pb.HEAD_DIM), param(params, pb.PAGE_TOKENS)
+    position = get_i64(p.token_at(params, token))
+    number = get_i32(_table(params, entry) + 4 * (position // page_tokens))
+    at = param(params, pb.PAGES) + number * param(params, pb.PAGE_BYTES) + head_at
+    k = param(params, pb.QKV) + token * param(params, pb.QKV_STRIDE) + 4 * (param(params, pb.N_HEADS) + kv_head) * dim
+    v = k + 4 * param(params, pb.N_KV_HEADS) * dim
+    _rotate(params, token, k, scratch)
+    half = param(params, pb.HEAD_BYTES) // 2
+    slot, width = position % page_tokens, param(params, pb.KV_WIDTH)
+    if width == 2:
+        ew.write_kv_f16(scratch, v, at, at + half, slot, page_tokens, dim, scratch + 4 * dim)
+    elif width == 4:
+        ew.write_kv_f32(scratch, v, at, at + half, slot, page_tokens, dim, scratch + 4 * dim)
+    else:
+        ew.write_kv_int8(scratch, v, at, at + half, slot, page_tokens, dim, scratch + 4 * dim)
+
+
+@njit(**INNER)
+def prefetch_page(params, entry, head_at):
+    """Prefetch the cache lines of the page that a single query's K is written to, and read from."""
+    position, page_tokens = param(entry, p.P_START), param(params, pb.PAGE_TOKENS)
+    number = get_i32(_table(params, entry) + 4 * (position // page_tokens))
+    at = param(params, pb.PAGES) + number * param(params, pb.PAGE_BYTES) + head_at
+    step = param(params, pb.KV_WIDTH) * page_tokens
+    at += position % page_tokens * param(params, pb.KV_WIDTH)
+    for d in range(param(params, pb.HEAD_DIM)):
+        prefetch(at + d * step)
+
+
+@njit(**MERGED)
+def write_kv_of_chunks(params, layer):
+    """K and V of this rank's share of the tokens of entries with several tokens."""
+    heads = param(params, pb.N_KV_HEADS)
+    first, end = share(params, param(param(params, pb.PLAN), p.TOKENS))
+    for t in range(first, end):
+        entry = p.entry_at(params, get_i64(p.token_at(params, t) + 16))
+        if param(entry, p.P_COUNT) > 1:
+            for head in range(heads):
+                at = (layer * heads + head) * param(params, pb.HEAD_BYTES)
+                write_kv(params, entry, t, head, at, param(params, pb.ATTENTION))
+
+
+@njit(**MERGED)
+def combine_splits(params, entry, token, kv_head, splits, scratch):
+    """Combine the split results of a query's group of heads, in ascending order, into ATTN_OUT."""
+    dim, heads = param(params, pb.HEAD_DIM), param(params, pb.N_HEADS)
+    group = heads // param(params, pb.N_KV_HEADS)
+    size = 4 * (dim + GROUP)
+    for g in range(group):
+        head = kv_head * group + g
+        for s in range(splits):
+            at = param(params, pb.SPLIT_RESULTS) + size * (param(entry, p.P_SPLIT) + s * heads + head)
+            split_combine.combine(scratch + 64, scratch, at + 64, get_f32(at), get_f32(at + 4), dim, s == 0)
+        out = param(params, pb.ATTN_OUT) + token * param(params, pb.ATTN_OUT_STRIDE) + 4 * head * dim
+        split_combine.finish(scratch + 64, scratch, out, dim)
+
+
+@njit(**INNER)
+def set_next_unit(params, layer, entry, head, split):
+    """Set what attention prefetches at the end of a unit: K of a split of a single query, or nothing (split -1)."""
+    dim, kv_heads = param(params, pb.HEAD_DIM), param(params, pb.N_KV_HEADS)
+    head_at = (layer * kv_heads + head) * param(params, pb.HEAD_BYTES)
+    attention.set_next_prefetch(
+        attention.table_at(param(params, pb.ATTENTION), dim) + attention_tiles.AFTER,
+        param(params, pb.PAGES),
+        head_at,
+        param(params, pb.PAGE_BYTES),
+        _table(params, entry),
+        split,
+        param(entry, p.P_START),
+        param(params, pb.PAGE_TOKENS),
+        param(params, pb.KV_WIDTH),
+    )
+
+
+@njit(**MERGED)
+def attend_split(params, entry, token, kv_head, head_at, index, splits, splits_done):
+    """One split of a single query; the rank that finishes the last of its splits combines them."""
+    dim, heads = param(params, pb.HEAD_DIM), param(params, pb.N_HEADS)
+    group = heads // param(params, pb.N_KV_HEADS)
+    scratch = param(params, pb.ATTENTION)
+    _pack_queries(params, token, 1, kv_head, scratch)
+    run_entry(
+        param(params, pb.ATTEND),
+        (
+            scratch,
+            param(params, pb.PAGES),
+            head_at,
+            param(params, pb.PAGE_BYTES),
+            _table(params, entry),
+            param(entry, p.P_START),
+            1,
+            group,
+            dim,
+            param(params, pb.PAGE_TOKENS),
+            params + 8 * pb.SCORE_SCALE,
+            0,
+            0,
+            index,
+        ),
+    )
+    o = scratch + 4 * attention.ROWS * (dim + KV_SPLIT)
+    state = o + 8 * attention.ROWS * dim
+    for g in range(group):
+        at = param(entry, p.P_SPLIT) + index * heads + kv_head * group + g
+        at = param(params, pb.SPLIT_RESULTS) + 4 * (dim + GROUP) * at
+        put_f32(at, get_f32(state + 16 * g + 8))
+        put_f32(at + 4, get_f32(state + 16 * g + 12))
+        split_combine.copy(o + 4 * g * dim, at + 64, dim)
+    if atomic_add(splits_done, 1) == splits - 1:
+        store_release(splits_done, 0)
+        combine_splits(params, entry, token, kv_head, splits, scratch)
+        quantize_attn_out(params, token, kv_head)
+
+
+@njit(**MERGED)
+def attend_queries(params, entry, token, first, queries, kv_head, head_at):
+    """A block of queries of one sequence from position `first` on."""
+    dim, group = param(params, pb.HEAD_DIM), param(params, pb.N_HEADS) // param(params, pb.N_KV_HEADS)
+    scratch = param(params, pb.ATTENTION)
+    _pack_queries(params, token, queries, kv_head, scratch)
+    out = param(params, pb.ATTN_OUT) + token * param(params, pb.ATTN_OUT_STRIDE) + 4 * kv_head * group * dim
+    run_entry(
+        param(params, pb.ATTEND),
+        (
+            scratch,
+            param(params, pb.PAGES),
+            head_at,
+            param(params, pb.PAGE_BYTES),
+            _table(params, entry),
+            first,
+            queries,
+            group,
+            dim,
+            param(params, pb.PAGE_TOKENS),
+            params + 8 * pb.SCORE_SCALE,
+            out,
+            param(params, pb.ATTN_OUT_STRIDE),
+            -1,
+        ),
+    )
+    for t in range(token, token + queries):
+        quantize_attn_out(params, t, kv_head)
+
+
+@njit(**MERGED)
+def attend(params, layer):
+    """This rank's units of the layer."""
+    rank, ranks = param(params, pb.RANK), param(params, pb.RANKS)
+    kv_heads = param(params, pb.N_KV_HEADS)
+    block = attention.ROWS // (param(params, pb.N_HEADS) // kv_heads)
+    unit, entries = 0, param(param(params, pb.PLAN), p.ENTRIES_KEPT)
+    for e in range(entries):
+        entry = p.entry_at(params, e)
+        start, count, token = param(entry, p.P_START), param(entry, p.P_COUNT), param(entry, p.P_TOKEN)
+        splits = start // KV_SPLIT + 1
+        for head in range(kv_heads):
+            head_at = (layer * kv_heads + head) * param(params, pb.HEAD_BYTES)
+            if param(entry, p.P_SPLIT) >= 0:
+                for index in range(splits):
+                    if unit % ranks == rank:
+                        if index == splits - 1:
+                            prefetch_page(params, entry, head_at)
+                            write_kv(params, entry, token, head, head_at, param(params, pb.ATTENTION))
+                        after = index + ranks
+                        if head + after // splits < kv_heads:
+                            set_next_unit(params, layer, entry, head + after // splits, after % splits)
+                        else:
+                            set_next_unit(params, layer, entry, head, -1)
+                        splits_done = param(params, pb.SPLITS_DONE) + 64 * (e * kv_heads + head)
+                        attend_split(params, entry, token, head, head_at, index, splits, splits_done)
+                    unit += 1
+                continue
+            for begin in range(0, count, block):
+                if unit % ranks == rank:
+                    if count == 1:
+                        prefetch_page(params, entry, head_at)
+                        write_kv(params, entry, token, head, head_at, param(params, pb.ATTENTION))
+                        after, following = head + ranks, entry
+                        if after >= kv_heads and e + 1 < entries:
+                            after, following = after - kv_heads, p.entry_at(params, e + 1)
+                        if after < kv_heads and param(following, p.P_COUNT) == 1:
+                            set_next_unit(params, layer, following, after, 0)
+                        else:
+                            set_next_unit(params, layer, entry, head, -1)
+                    queries = min(block, count - begin)
+                    attend_queries(params, entry, token + begin, start + begin, queries, head, head_at)
+                unit += 1
+
+
+@njit(**MERGED)
+def quantize_straddling(params, tokens):
+    """ATTN_OUT_Q where records span groups of heads: they can only be made when all heads are done."""
+    heads, dim = param(params, pb.N_HEADS), param(params, pb.HEAD_DIM)
+    if heads // param(params, pb.N_KV_HEADS) * dim % 32 != 0:
+        first, end = share(params, tokens)
+        for t in range(first, end):
+            x = param(params, pb.ATTN_OUT) + t * param(params, pb.ATTN_OUT_STRIDE)
+            quantize_row(x, heads * dim, param(params, pb.ATTN_OUT_Q) + t * param(params, pb.ATTN_OUT_Q_STRIDE))
+        wait_for_ranks(params)

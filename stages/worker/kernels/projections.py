@@ -1,0 +1,231 @@
+"""The matrix products of a layer, and what belongs to them: norm before, bias, gate and residual after.
+
+Each function computes this rank's share of row groups for all tokens of the step.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from stages.worker.kernels import elementwise as ew
+from stages.worker.kernels import parameter_block as pb
+from stages.worker.kernels import plan as p
+from stages.worker.kernels.entries import INNER, MERGED, run_entry
+from stages.worker.kernels.format_traits import IS_DENSE, trait
+from stages.worker.kernels.formats.description import GROUP
+from stages.worker.kernels.parameter_block import param
+from stages.worker.kernels.quantize_activations import RECORD, quantize_row
+from stages.worker.kernels.rank_sync import MIN_CHUNK, hidden_share, share, wait_for_ranks
+from stages.worker.kernels.simd import get_f32, get_i64
+
+GATED_BYTES = 64 * 1024  # of gate, and of up: what is computed at once before the two are multiplied
+
+
+def gated_bytes(max_tokens: int) -> int:
+    """Scratch for gate and up of one chunk of rows."""
+    return 2 * max(GATED_BYTES, max_tokens * MIN_CHUNK * GROUP * 4)
+
+
+@njit(**MERGED)
+def norm_and_quantize(params, weight, rows, of_samples):
+    """RMSNorm of `rows` rows of X (`of_samples`: of the samples' rows) and their records: `normed`, `normed_q`."""
+    few = rows <= pb.FEW
+    first, end = (0, rows) if few else share(params, rows)
+    width = param(params, pb.WIDTH)
+    eps = get_f32(params + 8 * pb.EPS)
+    floats, records = normed(params, rows), normed_q(params, rows)
+    for i in range(first, end):
+        t = get_i64(p.sample_at(params, i)) if of_samples else i
+        y = floats + 4 * i * width
+        ew.rms_norm(param(params, pb.X) + 4 * t * width, weight, y, width, eps)
+        quantize_row(y, width, records + i * param(params, pb.NORM_Q_STRIDE))
+    if not few:
+        wait_for_ranks(params)
+
+
+@njit(**INNER)
+def normed(params, rows):
+    """Address of the normed rows, f32 (rows, width)."""
+    return param(params, pb.OWN_NORM) if rows <= pb.FEW else param(params, pb.NORM)
+
+
+@njit(**INNER)
+def normed_q(params, rows):
+    """Address of the normed rows' records, NORM_Q_STRIDE bytes apart."""
+    return param(params, pb.OWN_NORM_Q) if rows <= pb.FEW else param(params, pb.NORM_Q)
+
+
+@njit(**INNER)
+def project(params, kind, w, columns, rows, floats, records, records_stride, tokens, out, out_stride, first, end):
+    """Groups first .. end-1 of a matrix times what its format wants: f32 rows or records."""
+    x, stride = records, records_stride
+    if trait(kind, IS_DENSE):
+        x, stride = floats, 4 * columns
+    scratch = param(params, pb.MULTIPLY)
+    run_entry(param(params, pb.MATMUL), (kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch))
+
+
+@njit(**INNER)
+def _project_normed(params, kind, w, bias, rows, tokens, out):
+    """This rank's groups of q, k or v, with their bias, for all tokens, into QKV at `out`."""
+    width = param(params, pb.WIDTH)
+    stride = param(params, pb.QKV_STRIDE)
+    first, end = share(params, rows // GROUP)
+    project(
+        params,
+        kind,
+        w,
+        width,
+        rows,
+        normed(params, tokens),
+        normed_q(params, tokens),
+        param(params, pb.NORM_Q_STRIDE),
+        tokens,
+        out,
+        stride,
+        first,
+        end,
+    )
+    if bias:
+        for t in range(tokens):
+            ew.add(out + t * stride + 64 * first, bias + 64 * first, GROUP * (end - first))
+
+
+@njit(**MERGED)
+def project_qkv(params, layer, tokens):
+    """QKV of this rank's rows: the projections of the normed X."""
+    dim = param(params, pb.HEAD_DIM)
+    q_rows, kv_rows = param(params, pb.N_HEADS) * dim, param(params, pb.N_KV_HEADS) * dim
+    out = param(params, pb.QKV)
+    kind, w, bias = param(layer, pb.Q_FORMAT), param(layer, pb.Q), param(layer, pb.Q_BIAS)
+    _project_normed(params, kind, w, bias, q_rows, tokens, out)
+    out += 4 * q_rows
+    _project_normed(
+        params, param(layer, pb.K_FORMAT), param(layer, pb.K), param(layer, pb.K_BIAS), kv_rows, tokens, out
+    )
+    out += 4 * kv_rows
+    _project_normed(
+        params, param(layer, pb.V_FORMAT), param(layer, pb.V), param(layer, pb.V_BIAS), kv_rows, tokens, out
+    )
+
+
+@njit(**MERGED)
+def project_output(params, layer, tokens):
+    """X += W_o attn_out, this rank's rows."""
+    columns = param(params, pb.N_HEADS) * param(params, pb.HEAD_DIM)
+    residual(
+        params,
+        param(layer, pb.O_FORMAT),
+        param(layer, pb.O),
+        columns,
+        param(params, pb.ATTN_OUT),
+        param(params, pb.ATTN_OUT_Q),
+        param(params, pb.ATTN_OUT_Q_STRIDE),
+        tokens,
+    )
+
+
+@njit(**INNER)
+def residual(params, kind, w, columns, floats, records, records_stride, tokens):
+    """X += W y, this rank's rows."""
+    width = param(params, pb.WIDTH)
+    first, end = share(params, width // GROUP)
+    x, y = param(params, pb.X), param(params, pb.Y)
+    project(params, kind, w, columns, width, floats, records, records_stride, tokens, y, 4 * width, first, end)
+    for t in range(tokens):
+        at = 4 * t * width + 64 * first
+        ew.add(x + at, y + at, GROUP * (end - first))
+
+
+@njit(**MERGED)
+def project_gate_up(params, layer, tokens):
+    """HIDDEN of this rank's rows: act(W_gate x) * (W_up x), and its records."""
+    width, ffn = param(params, pb.WIDTH), param(params, pb.FFN)
+    floats, records, stride = normed(params, tokens), normed_q(params, tokens), param(params, pb.NORM_Q_STRIDE)
+    first, end = hidden_share(params)
+    at_once = max(MIN_CHUNK, GATED_BYTES // (64 * tokens) // MIN_CHUNK * MIN_CHUNK)
+    gate = param(params, pb.GATED)
+    keep = trait(param(layer, pb.DOWN_FORMAT), IS_DENSE) != 0
+    while first < end:
+        n = min(at_once, end - first)
+        up = gate + 64 * tokens * n
+        # matmul writes group g at 64 * g: let the first one land at the start.
+        project(
+            params,
+            param(layer, pb.GATE_FORMAT),
+            param(layer, pb.GATE),
+            width,
+            ffn,
+            floats,
+            records,
+            stride,
+            tokens,
+            gate - 64 * first,
+            64 * n,
+            first,
+            first + n,
+        )
+        project(
+            params,
+            param(layer, pb.UP_FORMAT),
+            param(layer, pb.UP),
+            width,
+            ffn,
+            floats,
+            records,
+            stride,
+            tokens,
+            up - 64 * first,
+            64 * n,
+            first,
+            first + n,
+        )
+        for t in range(tokens):
+            y = up + t * 64 * n
+            if keep:
+                y = param(params, pb.HIDDEN) + 4 * t * ffn + 64 * first
+            if param(params, pb.GELU):
+                ew.gelu_times(gate + t * 64 * n, up + t * 64 * n, y, GROUP * n)
+            else:
+                ew.silu_times(gate + t * 64 * n, up + t * 64 * n, y, GROUP * n)
+            if not keep:
+                to = param(params, pb.HIDDEN_Q) + t * param(params, pb.HIDDEN_Q_STRIDE) + first // 2 * RECORD
+                quantize_row(y, GROUP * n, to)
+        first += n
+
+
+@njit(**MERGED)
+def project_down(params, layer, tokens):
+    """X += W_down hidden, this rank's rows."""
+    residual(
+        params,
+        param(layer, pb.DOWN_FORMAT),
+        param(layer, pb.DOWN),
+        param(params, pb.FFN),
+        param(params, pb.HIDDEN),
+        param(params, pb.HIDDEN_Q),
+        param(params, pb.HIDDEN_Q_STRIDE),
+        tokens,
+    )
+
+
+@njit(**MERGED)
+def project_head(params, samples):
+    """LOGITS of this rank's rows of the vocabulary, for all samples."""
+    vocab, width = param(params, pb.VOCAB), param(params, pb.WIDTH)
+    first, end = share(params, (vocab + GROUP - 1) // GROUP)
+    project(
+        params,
+        param(params, pb.HEAD_FORMAT),
+        param(params, pb.HEAD),
+        width,
+        vocab,
+        normed(params, samples),
+        normed_q(params, samples),
+        param(params, pb.NORM_Q_STRIDE),
+        samples,
+        param(params, pb.LOGITS),
+        param(params, pb.LOGITS_STRIDE),
+        first,
+        end,
+    )

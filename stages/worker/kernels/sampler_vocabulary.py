@@ -1,0 +1,149 @@
+"""The sampler's scratch, and its passes over the logits of the whole vocabulary.
+
+Scratch of one rank (`scratch_bytes`), n = vocabulary rounded up to SUM_BLOCK, in this order:
+
+    VAL    n f32        the whole vocabulary's values, while nothing is selected
+    W      n f32        weights exp(v - v_max), of VAL or of the list
+    COUNT  n i32        how often an id was seen; zero whenever no step is using it
+    CV     n f32        values of the listed candidates
+    ID     n i32        their ids
+    K1, K2 n i32 each   keys while sorting
+    I2     n i32        ids while sorting
+    HIST   2048 i32     digit counts
+    SUM    n / 1024 f64 block sums
+    BEST   n / 64 f32   block maxima
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from stages.worker.kernels.entries import INNER
+from stages.worker.kernels.simd import (
+    LANES,
+    bits_of,
+    exp,
+    f32_to_f64,
+    first_lanes,
+    get_f32,
+    lanes_set,
+    load_f32,
+    load_f32_part,
+    maximum,
+    put_f32,
+    put_i32,
+    put_i64,
+    reduce_add_f64,
+    reduce_max,
+    splat_f32,
+    splat_f64,
+    splat_i32,
+    store_f32,
+)
+
+SUM_BLOCK = 1024  # ids of which the weights are summed apart
+MAX_BLOCK = 64  # ids of which the maximum is taken apart
+DIGIT = 11  # bits of one pass of the radix sort
+_F = np.float32
+
+
+def scratch_bytes(vocab_size: int) -> int:
+    """Of one rank; zeroed when it is made."""
+    n = -(-vocab_size // SUM_BLOCK) * SUM_BLOCK
+    return 8 * 4 * n + 4 * (1 << DIGIT) + 8 * (n // SUM_BLOCK) + 4 * (n // MAX_BLOCK)
+
+
+@numba.njit(**INNER)
+def padded(vocab):
+    """`vocab` rounded up to SUM_BLOCK: elements of each array of the scratch."""
+    return (vocab + SUM_BLOCK - 1) // SUM_BLOCK * SUM_BLOCK
+
+
+@numba.njit(**INNER)
+def largest(x, n):
+    """Maximum of n f32."""
+    low = _F(-np.inf)
+    a, b = splat_f32(low), splat_f32(low)
+    whole = n // 32 * 32
+    for i in range(0, 4 * whole, 128):
+        a = maximum(load_f32(x + i), a)
+        b = maximum(load_f32(x + i + 64), b)
+    for i in range(whole, n, LANES):
+        a = maximum(load_f32_part(x + 4 * i, min(n - i, LANES), low), a)
+    return reduce_max(maximum(a, b))
+
+
+@numba.njit(**INNER)
+def is_finite(x, n):
+    """Whether none of n f32 is infinite or NaN."""
+    magnitude, largest = splat_i32(0x7FFFFFFF), splat_i32(0x7F7FFFFF)
+    bad = first_lanes(0)
+    whole = n // LANES * LANES
+    for i in range(0, 4 * whole, 64):
+        bad = bad | ((bits_of(load_f32(x + i)) & magnitude) > largest)
+    if whole < n:
+        v = load_f32_part(x + 4 * whole, n - whole, _F(0.0))
+        bad = bad | ((bits_of(v) & magnitude) > largest)
+    return lanes_set(bad) == 0
+
+
+@numba.njit(**INNER)
+def _lowest_bit(bits):
+    i = 0
+    while (bits >> i) & 1 == 0:
+        i += 1
+    return i
+
+
+@numba.njit(**INNER)
+def first_largest(x, n):
+    """The lowest index of the maximum of n f32."""
+    top = splat_f32(largest(x, n))
+    for i in range(0, n, LANES):
+        found = lanes_set(load_f32_part(x + 4 * i, min(n - i, LANES), _F(-np.inf)) == top)
+        found &= (1 << min(n - i, LANES)) - 1
+        if found:
+            return i + _lowest_bit(found)
+    return 0
+
+
+@numba.njit(**INNER)
+def weigh_vocabulary(x, w, sums, n, top):
+    """w = exp(x - top) over n f32, f64 sums of blocks at `sums`; returns the sequential sum of these."""
+    m = splat_f32(top)
+    low = _F(-np.inf)
+    total = 0.0
+    for start in range(0, n, SUM_BLOCK):
+        lanes = splat_f64(0.0)
+        stop = min(start + SUM_BLOCK, n)
+        for i in range(start, stop, LANES):
+            e = exp(load_f32_part(x + 4 * i, min(stop - i, LANES), low) - m)
+            store_f32(w + 4 * i, e)
+            lanes = lanes + f32_to_f64(e)
+        block = reduce_add_f64(lanes)
+        _put_f64(sums + start // SUM_BLOCK * 8, block)
+        total += block
+    return total
+
+
+@numba.njit(**INNER)
+def _put_f64(address, value):
+    put_i64(address, np.float64(value).view(np.int64))
+
+
+@numba.njit(**INNER)
+def gather_above(x, n, threshold, values, ids):
+    """Values and ids of those of n f32 that are `threshold` or more, by ascending id; returns how many."""
+    bound = splat_f32(threshold)
+    count = 0
+    for i in range(0, n, LANES):
+        rest = min(n - i, LANES)
+        found = lanes_set(load_f32_part(x + 4 * i, rest, _F(-np.inf)) >= bound)
+        if found:
+            for lane in range(rest):
+                if (found >> lane) & 1:
+                    put_f32(values + 4 * count, get_f32(x + 4 * (i + lane)))
+                    put_i32(ids + 4 * count, i + lane)
+                    count += 1
+    return count
