@@ -1,0 +1,1 @@
+"""Tools of the repository: benchmarks, the reference implementation, checks, and writers of test models."""

@@ -1,0 +1,1 @@
+"""Model files and versions: where a model's files are, how they arrive, and which versions are loaded."""

@@ -1,0 +1,1 @@
+"""What a stage reports: log lines, metrics, and its status record."""

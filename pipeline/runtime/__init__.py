@@ -1,0 +1,8 @@
+"""What every stage process does beside its work.
+
+stage_runtime.py     readiness, heartbeats, status, signals
+run_dir.py           sockets, records and locks of one server
+process.py           death with the parent, child signals, systemd notification
+timer_coalescing.py  idle processes wake at the same moments
+malloc_trim.py       free memory goes back to the system after a burst
+"""

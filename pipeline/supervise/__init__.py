@@ -1,0 +1,10 @@
+"""The processes that keep stages running.
+
+base.py            what supervisors share: signals, children, log lines
+supervisor.py      keeps one stage running
+worker_pool.py     keeps a supervised worker group per model version
+restart_policy.py  when to restart, and when to give up
+ancestors.py       processes above a supervisor whose death ends it
+listen_fd.py       the gateway's listening socket, kept over its restarts
+cleanup.py         removes sockets, records and arenas after the last stage has exited
+"""

@@ -1,0 +1,10 @@
+"""The kernels: the forward pass of one step, compiled by Numba for this CPU.
+
+formats/             one module per quantization format; packing, unpacking and products are generated from it
+simd/                vector types and operations that emit LLVM IR
+gemv.py, gemm.py     matrix products for one token and for several; amx.py the latter with AMX tiles
+attention            attention over KV pages, with elementwise.py for norms and rotations
+forward.py           a whole step in one jitted function
+sampler              one token from a row of logits
+build.py             compiles what a model needs, in parallel, into the kernel cache (features.py)
+"""
