@@ -129,8 +129,10 @@ class Event(NamedTuple):
 class Server:
     """The gateway's process and its peers."""
 
-    def __init__(self, home: Path, *, pass_fds: tuple[int, ...] = (), **sections: Any) -> None:
+    def __init__(self, home: Path, *, pass_fds: tuple[int, ...] = (), preamble: str = "", **sections: Any) -> None:
+        """`preamble`: Python that runs in the gateway's process before the gateway, to change a constant."""
         self.home = home
+        self._preamble = preamble
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         server = {"port": 0, "arena_dir": str(home / "shm"), **sections.pop("server", {})}
         file = home / "starling.yaml"
@@ -147,8 +149,12 @@ class Server:
         self.port = int(self.wait_log("listening")["port"])
 
     def _start(self, pass_fds: tuple[int, ...] = ()) -> None:
+        command = ["-m", "starling", "stage", "gateway"]
+        if self._preamble:
+            run = "import runpy; runpy.run_module('starling', run_name='__main__')"
+            command = ["-c", f"{self._preamble}\n{run}", *command[2:]]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "starling", "stage", "gateway"],
+            [sys.executable, *command],
             env=self.env,
             stderr=subprocess.PIPE,
             text=True,

@@ -20,6 +20,8 @@ CLIENT_ID = web.RequestKey("client_id", str)  # a valid X-Request-Id, or ""
 STARTED_AT = web.RequestKey("started_at", float)  # of the service's clock
 # Set by a handler of text.
 STATE = web.RequestKey("state", RequestState)
+# Set when the headers of a response are about to be written: no other response can be sent for the request.
+BEGUN = web.RequestKey("begun", web.StreamResponse)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -1,7 +1,8 @@
 """What happens to every HTTP request before and after its handler.
 
 Before: the start time, the request id and the API key.  After: errors become JSON bodies, headers are added, and the
-request is counted and logged.
+request is counted and logged.  An error after a response has begun aborts the connection: a second response would be
+read as the answer to the client's next request.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from aiohttp.typedefs import Middleware
 from pipeline.api.keys import Keys
 from pipeline.config.schema import Config
 from pipeline.errors import StarlingError
-from stages.gateway.http.context import CALLER, CLIENT_ID, SERVICE, STARTED_AT, STATE, Handler, request_id
+from stages.gateway.http.context import BEGUN, CALLER, CLIENT_ID, SERVICE, STARTED_AT, STATE, Handler, request_id
 from stages.gateway.http.errors import error_of, to_response
 from stages.gateway.service import Service
 
@@ -55,19 +56,19 @@ def make_middleware(config: Config, service: Service) -> Middleware:
         except web.HTTPException as rejected:
             error = error_of(request, rejected, config)
             status = error.status
-            return to_response(error)
+            return _report(request, error)
         except StarlingError as raised:
             # The traceback refers to this frame and the frame to the error: the cycle would stay until a collection.
             error = raised.with_traceback(None)
             status = error.status
-            return to_response(error)
+            return _report(request, error)
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception:
             log.exception("internal error", extra={"path": request.path, "request_id": request_id(request)})
             error = StarlingError("INTERNAL", "internal error of the server; the server's log has the details")
             status = error.status
-            return to_response(error)
+            return _report(request, error)
         finally:
             took = service.clock() - started
             endpoint = _endpoint(request)
@@ -78,11 +79,23 @@ def make_middleware(config: Config, service: Service) -> Middleware:
     return middleware
 
 
+def _report(request: web.Request, error: StarlingError) -> web.StreamResponse:
+    """Return the response that reports `error`; abort the connection if another response has begun."""
+    begun = request.get(BEGUN)
+    if begun is None:
+        return to_response(error)
+    log.info("a response was cut off: %s", error.message, extra={"request_id": request_id(request)})
+    if request.transport is not None:
+        request.transport.abort()
+    return begun  # aiohttp cannot write its end to the aborted connection, and closes it
+
+
 def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
     """Return the handler of `on_response_prepare`, which adds the headers that every response has."""
     has_cors = config.server.enable_cors
 
     async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
+        request[BEGUN] = response
         response.headers["Server"] = "starling"
         if request.app[SERVICE].readiness.is_handing_over:
             response.force_close()

@@ -174,6 +174,10 @@ class EventStream:
         self._max_backlog += sum(map(len, self._pending))
         self.flush()
 
+    def detach(self) -> None:
+        """Write nothing more: the connection is free for another response."""
+        self._transport = None
+
     # ----------------------------------------------------------------
 
     def _open(self) -> None:

@@ -14,11 +14,12 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from aiohttp import HttpVersion11, web
+from aiohttp.hdrs import METH_HEAD
 
 from pipeline.api import sse
 from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.config.schema import Config
-from pipeline.errors import Conflict, InvalidRequest
+from pipeline.errors import Conflict, InvalidRequest, StarlingError
 from stages.gateway.endpoints import chat, completions, generate
 from stages.gateway.endpoints.response_formatter import ResponseFormatter
 from stages.gateway.http.context import CALLER, CLIENT_ID, SERVICE, STARTED_AT, STATE, Handler
@@ -84,6 +85,9 @@ async def get_request(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     cursor = _last_event_id(request)
     name = request.match_info["id"]
+    if request.method == METH_HEAD:
+        state = service.resumer.find(name, request[CALLER].tenant, cursor)
+        return web.Response(headers=sse.HEADERS if state.spec.generation.stream else {"Content-Type": CONTENT_TYPE})
     if cursor is not None and cursor.request != name:
         raise InvalidRequest(f"Last-Event-ID is of request {cursor.request}, not of this one", "Last-Event-ID")
     state = service.resumer.find(name, request[CALLER].tenant, cursor)
@@ -149,13 +153,28 @@ async def _respond(
         return web.Response(body=formatter.whole_response(), content_type=CONTENT_TYPE)
     await sink.begun  # raises an error that precedes the first event, for a response with its status
     response = web.StreamResponse(headers=sse.HEADERS)
+    is_chunked = request.version >= HttpVersion11
+    if not is_chunked:
+        response.force_close()  # only the end of the connection ends the body
     await response.prepare(request)
     if request.transport is None:
         raise ConnectionResetError("the client has disconnected")
-    sink.attach(request.transport, request.version >= HttpVersion11)
-    await sink.over
-    sink.flush()
-    with suppress(ConnectionResetError):  # the client has disconnected: it needs no end of the stream
-        async with asyncio.timeout(LAST_BYTES_TIMEOUT_S):
-            await response.write_eof()
+    sink.attach(request.transport, is_chunked)
+    try:
+        await sink.over
+        sink.flush()
+    finally:
+        sink.detach()
+    await _write_end(response)
     return response
+
+
+async def _write_end(response: web.StreamResponse) -> None:
+    """Write the end of a stream. Raises a TIMEOUT if the client does not read it in time."""
+    try:
+        async with asyncio.timeout(LAST_BYTES_TIMEOUT_S):
+            with suppress(ConnectionResetError):  # the client has disconnected: it needs no end of the stream
+                await response.write_eof()
+    except TimeoutError:
+        message = f"the client did not read the end of its stream within {LAST_BYTES_TIMEOUT_S:g} s"
+        raise StarlingError("TIMEOUT", message) from None
