@@ -37,7 +37,7 @@ check: $(VENV)/.locked-dev ## format, lint, types, layers, docs
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/python tools/check_imports.py
+	@$(BIN)/python -m tools.checks
 
 format: $(VENV)/.locked-dev ## what ruff can mend by itself
 	@$(BIN)/ruff check --fix .

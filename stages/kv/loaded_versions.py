@@ -43,13 +43,18 @@ class Loop(Protocol):
     ready: bool
     reason: str
 
-    def mark_active(self) -> None: ...
+    def mark_active(self) -> None:
+        """The stage has work."""
 
-    def report_progress(self) -> None: ...
+    def report_progress(self) -> None:
+        """The stage's work has progressed."""
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Run the next iteration at once."""
 
-    def allow_stall(self, seconds: float) -> AbstractContextManager[None]: ...
+    def allow_stall(self, seconds: float) -> AbstractContextManager[None]:
+        """Inside the context, up to `seconds` without progress are expected."""
+        ...
 
 
 class LoadedVersion:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tools.checks import commands, cycles, diagrams, length, links, prose
+from tools.checks import commands, cycles, diagrams, layers, length, links, prose
 
 CHECKS = {
+    "import layers": layers.problems,
     "import cycles": cycles.problems,
     "file length": length.problems,
     "links": links.problems,

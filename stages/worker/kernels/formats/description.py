@@ -42,6 +42,7 @@ class Plane:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the plane for a block of 16 rows."""
         return LINE * self.bits
 
     @property
@@ -102,6 +103,7 @@ class Codes:
 
     @cached_property
     def largest(self) -> int:
+        """The largest code."""
         return max(self.table) if self.table else sum(plane.mask for plane in self.planes)
 
     def pack(self, codes: np.ndarray) -> np.ndarray:
@@ -140,6 +142,7 @@ class Scales:
 
     @property
     def head_bytes(self) -> int:
+        """Bytes of d and dmin at the head of a unit of 16 rows; 0 without sub-scales."""
         return 2 * GROUP * (1 + self.minimum) if self.sub else 0
 
     @property
@@ -194,10 +197,12 @@ class DenseFormat(Format):
 
     @property
     def dense(self) -> bool:
+        """Always true."""
         return True
 
     @property
     def unit_bytes(self) -> int:
+        """Bytes of a unit of 16 rows in `.bin`."""
         return GROUP * self.source_bytes
 
     def values(self, raw: np.ndarray) -> np.ndarray:
@@ -217,6 +222,7 @@ class QuantizedFormat(Format):
 
     @property
     def dense(self) -> bool:
+        """Always false."""
         return False
 
     @property
@@ -226,8 +232,10 @@ class QuantizedFormat(Format):
 
     @property
     def block_bytes(self) -> int:
+        """Bytes of a block of 16 rows: codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
     @property
     def unit_bytes(self) -> int:
+        """Bytes of a unit of 16 rows in `.bin`."""
         return self.scales.head_bytes + self.blocks * self.block_bytes

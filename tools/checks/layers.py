@@ -1,6 +1,4 @@
-"""Check the import rules.
-
-    python tools/check_imports.py [ROOT]
+"""Import rules between layers, between stages, and around sockets.
 
 - Layers: starling -> stages -> pipeline -> shm. A stage imports no other stage.
 - Within a stage only stage.py uses sockets. aiohttp may be imported for its requests and responses; its listeners and
@@ -8,13 +6,12 @@
 - No `importlib.import_module` and no `__import__`: they would hide an import from the first rule. A lazy import is an
   import statement inside a function.
 
-Reads the source only. Prints one line for each violation and exits with 1 if there is one.
+The check reads the source only.
 """
 
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,12 +84,8 @@ def violations(path: Path, root: Path) -> Iterator[str]:
             yield f"{where}:{line}: {rule}"
 
 
-def main(root: Path) -> int:
-    files = [path for layer in MAY_IMPORT for path in sorted((root / layer).rglob("*.py"))]
-    broken = [line for path in files for line in violations(path, root)]
-    print("\n".join(broken) if broken else f"import layers: {len(files)} files keep it")
-    return 1 if broken else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent))
+def problems(root: Path) -> Iterator[str]:
+    """One line per broken rule in the product's packages."""
+    for layer in MAY_IMPORT:
+        for path in sorted((root / layer).rglob("*.py")):
+            yield from violations(path, root)
