@@ -10,13 +10,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import ROOT, Server
+from tests.e2e.up_server import Up
 from tools.checks import markdown
 
 pytestmark = pytest.mark.slow
@@ -24,26 +24,12 @@ pytestmark = pytest.mark.slow
 TIMEOUT_S = 120
 
 
-class ServeBlock(Server):
-    """A server that a shell block of the documentation starts."""
+class ServeBlock(Up):
+    """A server that a shell block of the documentation starts, in a shell of its own."""
 
-    def __init__(self, home: Path, command: str) -> None:
+    def __init__(self, home: Path, text: str) -> None:
         super().__init__(home, {})
-        self.command = command
-
-    def start(self) -> ServeBlock:
-        """Start the block in a shell and a process group of its own; its port comes from the configuration."""
-        self.process = subprocess.Popen(
-            ["bash", "-euc", self.command],
-            cwd=ROOT,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        threading.Thread(target=self._read, args=(self.process, self._lines), daemon=True).start()
-        return self
+        self.command = ["bash", "-euc", text]
 
 
 def tagged(tag: str) -> dict[str, list[markdown.Block]]:

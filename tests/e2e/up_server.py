@@ -5,16 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 
 from tests.e2e.server import ROOT, Server
 
 
 class Up(Server):
-    """A server started with `starling up` instead of `honcho start`."""
+    """A server started with `starling up` instead of `honcho start`; `command` may name another way to it."""
+
+    command: Sequence[str] = (sys.executable, "-m", "starling", "up")
 
     def start(self) -> Up:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "starling", "up"],
+            self.command,
             cwd=ROOT,
             env=self.environment,
             stdout=subprocess.PIPE,
