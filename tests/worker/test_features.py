@@ -43,6 +43,22 @@ def test_amx_that_is_not_permitted_is_not_used(tmp_path: Path, monkeypatch: pyte
         features.isa.__wrapped__()
 
 
+class Host(dict[str, bool]):
+    """CPU features as llvmlite returns them."""
+
+    def flatten(self) -> str:
+        return ",".join(f"+{name}" for name in self)
+
+
+def emulate_amx(monkeypatch: pytest.MonkeyPatch, home: Path, probe: str) -> None:
+    """Report a CPU with AMX that Linux permits; its probe is a Python process that runs the code `probe`."""
+    monkeypatch.setattr(features.llvm, "get_host_cpu_features", lambda: Host(NEWER))
+    monkeypatch.setattr(features, "permit_amx", lambda: None)
+    monkeypatch.setattr(features, "PROBE", ["-c", probe])
+    monkeypatch.setenv("STARLING_HOME", str(home))
+    monkeypatch.setenv("STARLING_ISA", "native")
+
+
 @pytest.mark.parametrize(
     ("code", "verdict"),
     [
@@ -56,15 +72,7 @@ def test_amx_is_probed_in_a_process_of_its_own(
 ) -> None:
     """A CPU may report tiles that it cannot run: an instruction set is chosen even when the probe is killed."""
 
-    class Host(dict[str, bool]):
-        def flatten(self) -> str:
-            return ",".join(f"+{name}" for name in self)
-
-    monkeypatch.setattr(features.llvm, "get_host_cpu_features", lambda: Host(NEWER))
-    monkeypatch.setattr(features, "permit_amx", lambda: None)
-    monkeypatch.setattr(features, "PROBE", ["-c", f"open({str(tmp_path / 'runs')!r}, 'a').write('x'); {code}"])
-    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
-    monkeypatch.setenv("STARLING_ISA", "native")
+    emulate_amx(monkeypatch, tmp_path, f"open({str(tmp_path / 'runs')!r}, 'a').write('x'); {code}")
     for _ in range(2):
         assert features.isa.__wrapped__() == ("vnni" if verdict else "amx")
         assert verdict in features.amx_verdict()
@@ -113,14 +121,35 @@ def test_a_restriction_that_comes_too_late_is_refused(tmp_path: Path) -> None:
     assert "import it first" in done.stderr
 
 
-def test_old_caches_are_removed(tmp_path: Path) -> None:
+def make_old_caches(home: Path) -> None:
+    """Eight caches of other sources; `kernels-N` was last used N days ago."""
     for days in range(8):
-        old = tmp_path / "cache" / f"kernels-{days}"
+        old = home / "cache" / f"kernels-{days}"
         old.mkdir(parents=True)
         os.utime(old, (time.time() - 86400 * days, time.time() - 86400 * days))
-    environment = {**os.environ, "STARLING_HOME": str(tmp_path)}
+
+
+def test_old_caches_are_removed(tmp_path: Path) -> None:
+    """With `portable`, which uses one cache on every CPU: a CPU with AMX has another one for the probe."""
+    make_old_caches(tmp_path)
+    environment = {**os.environ, "STARLING_HOME": str(tmp_path), "STARLING_ISA": "portable"}
     code = "import stages.worker; print(stages.worker.settle.__module__)"
     subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
     left = {path.name for path in (tmp_path / "cache").iterdir()}
     assert {"kernels-0", "kernels-1", "kernels-2"} <= left
     assert len(left) == 4
+
+
+def test_the_cache_of_a_failed_amx_probe_counts_as_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU whose AMX fails the probe two caches are in use: the probe's and that of VNNI."""
+    make_old_caches(tmp_path)
+    emulate_amx(monkeypatch, tmp_path, "raise SystemExit(1)")
+    assert features.isa.__wrapped__() == "vnni"
+    used = {features._cache_dir(isa) for isa in ("amx", "vnni")}
+    features._cache_dir("vnni").mkdir()
+    features._prune(tmp_path / "cache")
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {
+        "kernels-0",
+        "kernels-1",
+        *(path.name for path in used),
+    }
