@@ -1,1 +1,1 @@
-"""Faults on purpose, against a live server, and a comparison of every byte (`starling chaos`)."""
+"""Fault injection against a running server, with a comparison of every byte (`starling chaos`)."""

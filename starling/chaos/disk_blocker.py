@@ -1,10 +1,10 @@
-"""Who keeps processes from writing files, and lets them again: `python -m starling.chaos.disk_blocker`, for faults.py.
+"""Stops processes from writing files until its stdin ends: `python -m starling.chaos.disk_blocker`, for disks.py.
 
-    stdin    a line: PID:TICKS of each process; then nothing, until its end
-    stdout   a line: of how many the limit is 0 now (RLIMIT_FSIZE: what would grow or be written is refused, EFBIG)
+    stdin    one line: PID:TICKS (start time) of each process; then end of file
+    stdout   one line: the number of processes that were limited (RLIMIT_FSIZE 0: the kernel refuses writes, EFBIG)
 
-A process of its own because the limits must be lifted whatever becomes of the command that wanted them: the end of
-stdin is that command's end, also by SIGKILL.  Nothing else would give a server its disk back.
+This is a separate process because the limits must be lifted even if `starling chaos` is killed: then its end of the
+pipe closes, and this process lifts them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shm.arena import process_ticks
 Limits = dict[tuple[int, int], tuple[int, int]]  # (pid, ticks): limits before
 
 
-def take(processes: Iterable[tuple[int, int]]) -> Limits:
-    """Of those that are there and let their limits be changed."""
+def limit(processes: Iterable[tuple[int, int]]) -> Limits:
+    """Set the limit to 0 and return the former limits. Skips processes that have ended or cannot be changed."""
     limited: Limits = {}
     for pid, ticks in processes:
         if process_ticks(pid) != ticks:
@@ -34,11 +34,11 @@ def take(processes: Iterable[tuple[int, int]]) -> Limits:
     return limited
 
 
-def give_back(limited: Limits) -> None:
-    """Whoever has been started meanwhile has inherited the limit from its supervisor."""
+def restore(limited: Limits) -> None:
+    """Restore the limits, also of processes that were started meanwhile and inherited 0 from their supervisor."""
     limits = {pid: limit for (pid, ticks), limit in limited.items() if process_ticks(pid) == ticks}
-    heirs = {child: limit for pid, limit in limits.items() for child in procfs.process_tree(pid)}
-    for pid, limit in {**heirs, **limits}.items():
+    inherited = {child: limit for pid, limit in limits.items() for child in procfs.process_tree(pid)}
+    for pid, limit in {**inherited, **limits}.items():
         try:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
         except (OSError, ValueError):
@@ -46,13 +46,14 @@ def give_back(limited: Limits) -> None:
 
 
 def main() -> None:
+    """Limit the processes on stdin and restore their limits at its end."""
     named = [entry.split(":") for entry in sys.stdin.readline().split()]
-    limited = take((int(pid), int(ticks)) for pid, ticks in named)
+    limited = limit((int(pid), int(ticks)) for pid, ticks in named)
     try:
         print(len(limited), flush=True)
         sys.stdin.read()
     finally:
-        give_back(limited)
+        restore(limited)
 
 
 if __name__ == "__main__":

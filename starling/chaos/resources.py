@@ -1,7 +1,7 @@
-"""What the server uses while it is tormented: memory, descriptors and shared memory must not grow.
+"""Resources of the server during a run: memory, descriptors, and files in shared memory and on disk must not grow.
 
-A stage that is killed starts afresh, so what is watched for growth is each stage's name, whoever lives under
-it, and the supervisors and the gateway, which outlive everything.
+They are recorded by the name of the stage, because a killed stage has a successor with another pid. Supervisors and the
+gateway live through the whole run.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Use:
-    """Of a stage with its ranks, of its supervisor, or of a directory. Unknown numbers are 0."""
+    """Resources of a stage with its ranks, of its supervisor, or of a directory. Unknown numbers are 0."""
 
-    rss_bytes: int = 0  # pages that several map count in each
-    pss_bytes: int = 0  # or by their share
-    descriptors: int = 0
+    rss_bytes: int = 0  # resident set size: shared pages count in full
+    pss_bytes: int = 0  # proportional set size: shared pages count by their share
+    descriptors: int = 0  # of a directory: its files
     processes: int = 0
-    file_bytes: int = 0  # of a directory: what its files occupy
+    file_bytes: int = 0  # of a directory: allocated bytes of its files
 
     def __add__(self, other: Use) -> Use:
         return Use(*(a + b for a, b in zip(self.numbers(), other.numbers())))
 
     def numbers(self) -> tuple[int, int, int, int, int]:
+        """The fields in order."""
         return self.rss_bytes, self.pss_bytes, self.descriptors, self.processes, self.file_bytes
 
 
 def of_process(pid: int) -> Use:
+    """Resources of one process; zeros if it has ended."""
     try:
         descriptors = len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
@@ -44,6 +46,7 @@ def of_process(pid: int) -> Use:
 
 
 def of_directory(directory: Path) -> Use:
+    """Files and bytes below a directory."""
     total = files = 0
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -55,13 +58,13 @@ def of_directory(directory: Path) -> Use:
     return Use(descriptors=files, file_bytes=total)
 
 
-def look(config: Config) -> dict[str, Use]:
-    """By name: stages, `STAGE, parent` (its supervisor), and directories (files in place of descriptors)."""
+def measure(config: Config) -> dict[str, Use]:
+    """Resources by name: stages, `STAGE, parent` (its supervisor), "shared memory" and "state" (directories)."""
     found: dict[str, Use] = {}
     for record in read_all(paths.run_dir(config)):
         if not record.alive:
             continue
-        # A worker's name changes with the version of its model: all of them are one line.
+        # A worker's name changes with the version of its model: all workers share one line.
         name = "workers" if record.stage.startswith("worker") else record.stage
         use = sum((of_process(pid) for pid in procfs.process_tree(record.pid)), Use())
         found[name] = found.get(name, Use()) + use
@@ -72,8 +75,8 @@ def look(config: Config) -> dict[str, Use]:
     return found
 
 
-class Vitals:
-    """First, last and largest of everything that is looked at. `look` every few seconds."""
+class UsageHistory:
+    """First, last and largest value of every resource. Call `sample` every few seconds."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -81,15 +84,16 @@ class Vitals:
         self.last: dict[str, Use] = {}
         self.most: dict[str, Use] = {}
 
-    def look(self) -> None:
-        """A stage that is just being restarted keeps what it had."""
-        for name, use in look(self._config).items():
+    def sample(self) -> None:
+        """Record the present values. A stage that is being restarted keeps its last ones."""
+        for name, use in measure(self._config).items():
             self.first.setdefault(name, use)
             self.last[name] = use
             most = self.most.get(name, use)
             self.most[name] = Use(*map(max, most.numbers(), use.numbers()))
 
     def rows(self) -> list[dict[str, object]]:
+        """A row for each name, with `_start`, `_end` and `_most` of each resource (MiB)."""
         rows: list[dict[str, object]] = []
         for name in sorted(self.last):
             row: dict[str, object] = {"name": name}

@@ -1,4 +1,4 @@
-"""`starling chaos`: break a live server on purpose and compare every stream with the undisturbed one."""
+"""`starling chaos`: inject faults into a running server and compare every stream with an undisturbed one."""
 
 from __future__ import annotations
 
@@ -16,32 +16,53 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.runtime.process import EXIT_FATAL
 from pipeline.supervise import listen_fd
-from starling.chaos.resources import Vitals
-from starling.chaos.scenario import SCENARIOS, Row, run
-from starling.chaos.traffic import CLIENT_TIMEOUT_S, Client, Traffic, plan
+from starling.chaos.client import CLIENT_TIMEOUT_S, Client
+from starling.chaos.report import Row
+from starling.chaos.requests import plan
+from starling.chaos.resources import UsageHistory
+from starling.chaos.runner import run
+from starling.chaos.scenario import SCENARIOS
+from starling.chaos.traffic import Traffic
+from starling.cli.options import exit_codes, json_option
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    """Seconds of a duration such as 90s, 10m or 1h."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", value)
     if match is None or not float(match[1]):
-        raise click.BadParameter(f"{value!r} is no duration; write 90s, 10m or 1h")
+        raise click.BadParameter(f"{value!r} is not a duration; write 90s, 10m or 1h")
     return float(match[1]) * UNITS[match[2] or "s"]
 
 
-EPILOG = "Exit codes: 0 every stream had its bytes; 1 one was lost or different, or no server is ready; 2 usage."
+EPILOG = exit_codes(
+    {
+        0: "every stream had the expected bytes",
+        1: "a stream was lost or had other bytes, or no server is ready",
+        2: "wrong usage",
+    }
+)
 
 
 @click.command(epilog=EPILOG)
-@click.option("--scenario", type=click.Choice(SCENARIOS), default="mixed", show_default=True)
-@click.option("--duration", default="60s", callback=_seconds, show_default=True, help="90s, 10m, 1h.")
-@click.option("--streams", type=click.IntRange(1, 256), default=8, show_default=True)
-@click.option("--tokens", type=click.IntRange(2, 4096), default=160, show_default=True, help="Of an answer.")
-@click.option("--requests", type=click.IntRange(1, 1000), default=24, show_default=True, help="In the plan.")
-@click.option("--seed", type=int, default=1, show_default=True, help="Draws requests and faults.")
-@click.option("--key", default="", help="API key, when the server wants one.")
-@click.option("--json", "as_json", is_flag=True, help="The table as JSON.")
+@click.option(
+    "--scenario", type=click.Choice(SCENARIOS), default="mixed", show_default=True, help="Which faults to inject."
+)
+@click.option(
+    "--duration",
+    default="60s",
+    callback=_seconds,
+    show_default=True,
+    metavar="TIME",
+    help="How long to inject faults, more than 0: a number with s, m or h (90s, 10m, 1h).",
+)
+@click.option("--streams", type=click.IntRange(1, 256), default=8, show_default=True, help="Streams in flight.")
+@click.option("--tokens", type=click.IntRange(2, 4096), default=160, show_default=True, help="Tokens of an answer.")
+@click.option("--requests", type=click.IntRange(1, 1000), default=24, show_default=True, help="Different requests.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Seed for drawing requests and faults.")
+@click.option("--key", default="", metavar="KEY", help="API key, if the server requires one.")
+@json_option("Print the tables as JSON.")
 def chaos(
     scenario: str,
     duration: float,
@@ -52,36 +73,37 @@ def chaos(
     key: str,
     as_json: bool,
 ) -> int:
-    """Break the running server (this home's) under traffic and compare every byte.
+    """Inject faults into the running server and compare every byte.
 
     \b
-    kill-each   SIGKILL to each stage and rank in turn
-    zombie      SIGSTOP to each
-    disk-full   no file of the server can be written for some seconds
-    slow-disk   every access takes some ms more
-    bit-flip    a bit of a cached page changes
-    memory      long prompts that press each other out of the arena
-    reload      `starling reload` of each model, again and again
-    mixed       every one of these, in an order drawn by --seed
+    kill-each   SIGKILL each stage and rank in turn
+    zombie      SIGSTOP each stage and rank in turn
+    disk-full   refuse every write to the server's files for some seconds
+    slow-disk   delay every access to the server's files by some milliseconds
+    bit-flip    change one bit of a cached page
+    memory      send long prompts that evict each other from the arena
+    reload      `starling reload` each model, again and again
+    mixed       all of these, in an order drawn with --seed
 
-    A model for which there is not memory twice is not reloaded in the mixed scenario, and that is said.
+    The command first records the answers of the undisturbed server. In the mixed scenario it does not reload a model
+    that does not fit into memory twice, and reports that.
     """
     config = load()
     console = Console(stderr=as_json)
     begun = time.monotonic()
-    rows, vitals = asyncio.run(_run(config, scenario, duration, streams, tokens, requests, seed, key, console.print))
+    rows, usage = asyncio.run(_run(config, scenario, duration, streams, tokens, requests, seed, key, console.print))
     if as_json:
         report = {
             "scenario": scenario,
             "seed": seed,
             "duration_s": round(time.monotonic() - begun, 1),
             "rows": [row.as_dict() for row in rows],
-            "use": vitals.rows(),
+            "use": usage.rows(),
         }
         click.echo(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
         console.print(_table(rows))
-        console.print(_use_table(vitals))
+        console.print(_use_table(usage))
     total = rows[-1]
     return EXIT_FATAL if total.lost or total.different else 0
 
@@ -95,8 +117,8 @@ async def _run(
     requests: int,
     seed: int,
     key: str,
-    say: object,
-) -> tuple[list[Row], Vitals]:
+    report: object,
+) -> tuple[list[Row], UsageHistory]:
     url = listen_fd.url(config)
     timeout = aiohttp.ClientTimeout(total=CLIENT_TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0)
@@ -106,7 +128,7 @@ async def _run(
             raise click.ClickException(f"no server is ready at {url}; start one first")
         long_prompts = scenario == "memory"
         if config.cache.responses.enabled:
-            raise click.ClickException("cache.responses answers without computing: switch it off to prove anything")
+            raise click.ClickException("cache.responses is enabled: cached answers would prove nothing, so disable it")
         try:
             models = await client.models()
             tokens = min(tokens, config.scheduler.max_output_tokens or tokens)
@@ -114,12 +136,13 @@ async def _run(
             asked = plan(requests, seed, tokens, models, long_prompts, most)
             heavy = plan(-(-requests // 3), seed + 1, tokens, models, True, most) if scenario == "mixed" else []
             traffic = Traffic(client, asked, streams, seed, heavy)
-            return await run(scenario, config, traffic, duration, seed, say)  # type: ignore[arg-type]
+            return await run(scenario, config, traffic, duration, seed, report)  # type: ignore[arg-type]
         except RuntimeError as error:
             raise click.ClickException(str(error)) from None
 
 
 def _table(rows: list[Row]) -> Table:
+    """A line for each kind of fault."""
     table = Table("fault", "n", "streams", "same", "diff", "lost", "pause p50", "p95", "max ms")
     for row in rows:
         d = row.as_dict()
@@ -135,10 +158,10 @@ def _table(rows: list[Row]) -> Table:
     return table
 
 
-def _use_table(vitals: Vitals) -> Table:
-    """What the server used: at the first look, at the end, and at most. Shared memory counts by its share."""
+def _use_table(usage: UsageHistory) -> Table:
+    """Resources of the server: first, last and largest value. A shared page counts by its share."""
     table = Table("start > end (most)", "memory MB", "descriptors", "files MB")
-    for row in vitals.rows():
+    for row in usage.rows():
         cells = []
         for what in ("pss_mb", "descriptors", "file_mb"):
             start, end, most = (row[f"{what}_{when}"] for when in ("start", "end", "most"))

@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from pipeline.observe.status import read_all
-from starling.chaos.faults import children
+from pipeline.procfs import children
 
 ROOT = Path(__file__).parents[2]
 START_S = 120  # kernels may have to be compiled

@@ -18,8 +18,10 @@ import pytest
 
 from pipeline.config import load as config_module
 from pipeline.faults import points
+from starling.chaos.client import Client
+from starling.chaos.requests import ChaosRequest
 from starling.chaos.scenario import actions, targets
-from starling.chaos.traffic import Ask, Client, Traffic
+from starling.chaos.traffic import Traffic
 from tests.e2e import small_disk
 from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
@@ -132,8 +134,8 @@ def mixed(
     """
     monkeypatch.setenv("STARLING_HOME", str(server.home))
     config = config_module.load(server.config_path, server.environment)
-    ask = Ask("/v1/generate", ({},))
-    traffic = Traffic(Client("", None), [ask], 1, 1, [ask])  # type: ignore[arg-type]
+    request = ChaosRequest("/v1/generate", ({},))
+    traffic = Traffic(Client("", None), [request], 1, 1, [request])  # type: ignore[arg-type]
 
     def order(seed: int) -> list[str]:
         return [action.kind.split()[0] for action in actions("mixed", config, traffic, random.Random(seed))]

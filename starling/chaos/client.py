@@ -1,0 +1,180 @@
+"""A streaming client, and the answer that it must receive whatever faults occur."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from starling.chaos.requests import ChaosRequest, ServedModel
+
+CLIENT_TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client must receive whatever faults occur: one entry for each choice.
+
+    Ids, times and the number of cached tokens are not part of it.
+    """
+
+    texts: tuple[str, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    finish: tuple[str, ...]
+    logprobs: str  # canonical JSON
+    usage: str  # canonical JSON, without cached tokens
+
+
+@dataclass
+class Outcome:
+    """One stream as its client received it. Times are those of the monotonic clock, in seconds."""
+
+    request: int  # index in the plan
+    begun: float
+    ended: float = 0.0
+    answer: tuple[Answer, ...] | None = None  # one for each turn; None after an error
+    error: str = ""
+    arrivals: list[float] = field(default_factory=list)
+
+    def longest_gap_ms(self, since: float, until: float) -> float:
+        """The longest time without an event that overlaps [since, until]."""
+        times = [self.begun, *self.arrivals, self.ended]
+        gaps = [b - a for a, b in itertools.pairwise(times) if b >= since and a <= until]
+        return 1000 * max(gaps, default=0.0)
+
+
+class Client:
+    """Sends requests to a server; all streams share one HTTP session."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, key: str = "") -> None:
+        self._url = url.rstrip("/")
+        self._session = session
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    async def ready(self) -> bool:
+        """Does /ready answer 200?"""
+        try:
+            async with self._session.get(f"{self._url}/ready") as response:
+                return response.status == 200
+        except aiohttp.ClientError:
+            return False
+
+    async def models(self) -> list[ServedModel]:
+        """The models that are ready. Raises `RuntimeError`."""
+        async with self._session.get(f"{self._url}/v1/models", headers=self._headers) as response:
+            if response.status != 200:
+                raise RuntimeError(f"GET /v1/models: HTTP {response.status}: {(await response.text())[:200]}")
+            listed = (await response.json())["data"]
+        return [ServedModel(model["id"], model["chat"], model["context_length"]) for model in listed if model["ready"]]
+
+    async def send(self, index: int, request: ChaosRequest) -> Outcome:
+        """Stream one request to its end, turn by turn. An error of the server is in the outcome and is not raised."""
+        outcome = Outcome(index, time.monotonic())
+        answers: list[Answer] = []
+        session = ""
+        for body in request.turns:
+            fields = {**body, "stream": True}
+            if session:
+                fields["session_id"] = session
+            reader = _StreamReader(outcome)
+            await self._stream(request.path, fields, reader)
+            if outcome.error:
+                break
+            session = reader.session
+            answers.append(reader.answer())
+        if session and not outcome.error:
+            await self._close(session, request.turns[0]["model"])
+        if not outcome.error:
+            outcome.answer = tuple(answers)
+        outcome.ended = time.monotonic()
+        return outcome
+
+    async def _stream(self, path: str, body: dict[str, Any], reader: _StreamReader) -> None:
+        outcome = reader.outcome
+        try:
+            async with self._session.post(f"{self._url}{path}", json=body, headers=self._headers) as response:
+                if response.status != 200:
+                    outcome.error = f"HTTP {response.status}: {(await response.text())[:200]}"
+                    return
+                async for line in response.content:
+                    if not line.startswith(b"data: "):
+                        continue
+                    outcome.arrivals.append(time.monotonic())
+                    data = line[6:].strip()
+                    if data == b"[DONE]":
+                        return
+                    reader.add(json.loads(data))
+                    if outcome.error:
+                        return
+                outcome.error = "the stream ended without [DONE]"
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            outcome.error = f"{type(error).__name__}: {error}"
+
+    async def _close(self, session: str, model: str) -> None:
+        """Close the session. It may be gone already, which is not an error here."""
+        body = {"session_id": session, "model": model}
+        try:
+            async with self._session.post(f"{self._url}/v1/session/close", json=body, headers=self._headers):
+                return
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return
+
+
+class _StreamReader:
+    """Collects one streamed answer of either endpoint. An inconsistent event sets `outcome.error`."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self.session = ""
+        self._texts: dict[int, list[str]] = {}
+        self._tokens: dict[int, list[int]] = {}
+        self._finish: dict[int, str] = {}
+        self._logprobs: dict[int, list[Any]] = {}
+        self._usage: dict[str, Any] = {}
+        self._version = ""
+
+    def add(self, event: dict[str, Any]) -> None:
+        if "error" in event:
+            self.outcome.error = str(event["error"].get("message", event["error"]))
+            return
+        self.session = event.get("session_id") or self.session
+        version = event.get("system_fingerprint", "")
+        if version and self._version and version != self._version:
+            self.outcome.error = f"one stream mixes two versions, {self._version} and {version}"
+            return
+        self._version = version or self._version
+        self._usage = event.get("usage") or self._usage
+        for choice in event.get("choices", [event] if "index" in event else []):
+            self._choice(choice)
+
+    def _choice(self, choice: dict[str, Any]) -> None:
+        i = choice["index"]
+        if "tokens" in choice:
+            tokens = self._tokens.setdefault(i, [])
+            if choice["start"] != len(tokens):
+                self.outcome.error = f"choice {i}: token {choice['start']} came after {len(tokens)} tokens"
+                return
+            tokens.extend(choice["tokens"])
+        text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+        self._texts.setdefault(i, []).append(text)
+        logprobs = choice.get("logprobs") or []
+        self._logprobs.setdefault(i, []).extend(logprobs["content"] if isinstance(logprobs, dict) else logprobs)
+        if choice.get("finish_reason"):
+            if i in self._finish:
+                self.outcome.error = f"choice {i} finished twice"
+            self._finish[i] = choice["finish_reason"]
+
+    def answer(self) -> Answer:
+        usage = {name: value for name, value in self._usage.items() if name != "prompt_tokens_details"}
+        order = sorted(self._finish)
+        return Answer(
+            tuple("".join(self._texts.get(i, [])) for i in order),
+            tuple(tuple(self._tokens.get(i, [])) for i in order),
+            tuple(self._finish[i] for i in order),
+            json.dumps([self._logprobs.get(i, []) for i in order], sort_keys=True),
+            json.dumps(usage, sort_keys=True),
+        )

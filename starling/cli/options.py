@@ -1,0 +1,44 @@
+"""What several commands share: the option types for seconds, `--json`, and the exit codes at the end of a help page."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+DAY_S = 86_400.0
+HELP_COLUMNS = 76  # a help page has 80, of which click indents the epilog by 2
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds from `least_s` to a day. Click's FloatRange accepts "nan", which no deadline ever reaches."""
+
+    def __init__(self, least_s: float = 0.0) -> None:
+        super().__init__(min=least_s, max=DAY_S)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return seconds
+
+
+def timeout_option(default_s: float, help: str, least_s: float = 0.0, name: str = "--timeout") -> Callable[[Any], Any]:
+    """The decorator of an option in seconds."""
+    return click.option(name, type=Seconds(least_s), default=default_s, show_default=True, metavar="SECONDS", help=help)
+
+
+def json_option(help: str = "Print JSON.") -> Callable[[Any], Any]:
+    """The decorator of the option `--json`, the parameter `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help=help)
+
+
+def exit_codes(meanings: Mapping[int, str]) -> str:
+    """The end of a help page: a line or more for each exit code, in a paragraph that click does not wrap again."""
+    lines = ["Exit codes:"]
+    for code, meaning in sorted({**meanings, 130: "interrupted"}.items()):
+        lines += textwrap.wrap(meaning, HELP_COLUMNS, initial_indent=f"  {code:<4} ", subsequent_indent=" " * 7)
+    return "\b\n" + "\n".join(lines)
