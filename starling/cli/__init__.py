@@ -18,6 +18,7 @@ import click
 from pipeline.config import paths
 from pipeline.errors import ConfigError, ModelNotFound, ResourceError, StarlingError
 from pipeline.runtime.process import EXIT_CONFIG, EXIT_FATAL, EXIT_USAGE
+from starling.cli.options import exit_codes
 
 # Set before the first import of numpy: its BLAS would start threads, which no process needs, and a supervisor with
 # threads cannot fork its stage.
@@ -141,41 +142,51 @@ class _Commands(click.Group):
 @click.command(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done; 1 failed, trying again may help; 2 wrong usage; 78 the configuration or the "
-    "machine must be changed first; 130 interrupted. COMMAND --help says what 1 means there.",
+    epilog=exit_codes(
+        {
+            0: "success",
+            1: "failure that a retry may cure; COMMAND --help says which",
+            2: "wrong usage: no such command, option, model or stage",
+            78: "the configuration or the machine must be changed first",
+        }
+    ),
 )
-@click.option("--config", "config_file", metavar="FILE", help="Configuration, YAML or TOML.")
+@click.option("--config", "config_file", metavar="FILE", help="Configuration file, YAML or TOML.")
 @click.version_option(package_name="starling", prog_name="starling")
 def cli(config_file: str | None) -> None:
-    """An LLM inference server of separate processes that share memory."""
+    """Run and operate an LLM inference server of separate processes.
+
+    A command acts on the server of STARLING_HOME (default: ~/.starling).
+    """
     if config_file:
-        # In the environment, so that every stage started from here reads the same file.
+        # Through the environment every stage that this command starts reads the same file.
         os.environ["STARLING_CONFIG"] = str(Path(config_file).absolute())
 
 
 def main() -> None:
-    """The console script. Errors of ours are one clear message, never a traceback."""
+    """The console script. An error of the project is one message on stderr, not a traceback."""
     try:
         code = cli.main(prog_name="starling", standalone_mode=False)
     except StarlingError as error:
         click.echo(f"starling: {error.message}", err=True)
         if isinstance(error, ModelNotFound):
-            sys.exit(EXIT_USAGE)  # a name that was given
+            sys.exit(EXIT_USAGE)  # the user gave the name
         sys.exit(EXIT_CONFIG if isinstance(error, ConfigError | ResourceError) else EXIT_FATAL)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except PermissionError as error:
-        # Of another user's server, whose directories are closed; a command that runs on would say that nothing runs.
+        # The directories belong to another user's server. A command that went on would report that no server runs.
         where = f"{error.filename}: " if error.filename else ""
         home = f"this is user {os.getuid()}, STARLING_HOME is {paths.home()}"
-        click.echo(f"starling: {where}{error.strerror}; {home}: run as its owner, or name another", err=True)
+        remedy = "run as its owner, or set another STARLING_HOME"
+        click.echo(f"starling: {where}{error.strerror}; {home}: {remedy}", err=True)
         sys.exit(EXIT_CONFIG)
     except (click.Abort, KeyboardInterrupt):
         click.echo("starling: interrupted", err=True)
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader (head, less) has gone; the interpreter must not complain about it at exit.
+        # The reader (head, less) has closed the pipe; the interpreter must not report that at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FATAL)
     sys.exit(code if isinstance(code, int) else 0)

@@ -1,4 +1,4 @@
-"""Output that nobody reads any more (a pipe whose reader has gone) ends no server."""
+"""Output to a pipe whose reader has closed it: it is discarded, so that the server goes on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TextIO
 
 
 def silence(stream: TextIO) -> None:
-    """From now on what is written to `stream`, and what it still holds, goes nowhere, and nothing fails for it."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    """Discard what `stream` still buffers and all that is written to it later. Writing no longer fails."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)

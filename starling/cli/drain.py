@@ -1,4 +1,4 @@
-"""`starling drain` and `starling resume`: stop admission, let streams finish, take requests again."""
+"""`starling drain` and `starling resume`: refuse new requests while streams finish, and accept requests again."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from pipeline.errors import Conflict, ModelNotFound
 from pipeline.ipc import control
 from pipeline.models import versions
 from pipeline.runtime.process import EXIT_FATAL, EXIT_OK
-from starling.cli.durations import Seconds
+from starling.cli.options import exit_codes, json_option, timeout_option
 from starling.cli.stage import STAGES
 
 ALL = "all"
 TIMEOUT_S = 30.0
 POLL_S = 0.1
-LAST_WORDS_S = 5.0  # beyond the time, for the ended ones to be told
+FINAL_ERRORS_S = 5.0  # beyond the timeout, for the gateway to send errors to the clients of unfinished requests
 
 
 @click.command(
-    epilog="Exit codes: 0 drained, everything had finished; 1 some requests were ended (their clients got an "
-    "error that says so), or no gateway answers; 2 there is no such stage or model."
+    epilog=exit_codes(
+        {
+            0: "drained; every request had finished",
+            1: "requests were ended with an error (503 DRAINING), or no gateway answers",
+            2: "no such stage or model",
+        }
+    )
 )
-@click.argument("target", default=ALL, metavar="[STAGE|MODEL|all]")
-@click.option(
-    "--timeout",
-    type=Seconds(),
-    default=TIMEOUT_S,
-    show_default=True,
-    metavar="S",
-    help="For streams to finish; then they are ended.",
-)
-@click.option("--json", "as_json", is_flag=True, help="The state after it as JSON.")
+@click.argument("target", default=ALL, metavar="[TARGET]")
+@timeout_option(TIMEOUT_S, "How long requests in flight may take to finish.")
+@json_option("Print the gateway's state afterwards as JSON.")
 def drain(target: str, timeout: float, as_json: bool) -> int:
-    """Take no more requests: 503 DRAINING with Retry-After, and /ready says why.
+    """Refuse new requests and wait for the others to finish.
 
-    Waits until what is in flight has finished. It stays drained until `starling resume`, also when the
-    gateway restarts. Every stage serves every request, but for a worker, which serves its model: draining
-    a worker drains that model, draining another stage everything.
+    New requests get 503 DRAINING with Retry-After, and /ready answers 503. After --timeout the gateway ends the
+    remaining requests with an error. The drain lasts until `starling resume`, also across restarts of the gateway.
+
+    TARGET is a model, a stage, or "all" (the default). A worker serves one model: draining it drains that model. All
+    other stages serve every model: draining one of them drains the whole server.
     """
     config = load()
     run_dir = paths.run_dir(config)
@@ -53,35 +53,43 @@ def drain(target: str, timeout: float, as_json: bool) -> int:
     if not as_json:
         click.echo(f"draining {name} ...")
     ended, state = drained(run_dir, name, timeout)
-    words = "`starling resume` takes requests again"
+    result = "`starling resume` accepts requests again"
     if ended:
-        words = f"{ended} not finished within {timeout:g} s, ended with an error"
-    return _tell(state, as_json, f"drained {name}; {words}", is_done=not ended)
+        result = f"{ended} requests not finished within {timeout:g} s were ended with an error"
+    return _print_state(state, as_json, f"drained {name}; {result}", is_done=not ended)
 
 
 @click.command(
-    epilog="Exit codes: 0 requests are taken; 1 something else is drained still, or no gateway answers; "
-    "2 there is no such stage or model."
+    epilog=exit_codes(
+        {
+            0: "the server accepts requests",
+            1: "another drain is still in force, or no gateway answers",
+            2: "no such stage or model",
+        }
+    )
 )
-@click.argument("target", default=ALL, metavar="[STAGE|MODEL|all]")
-@click.option("--json", "as_json", is_flag=True, help="The state after it as JSON.")
+@click.argument("target", default=ALL, metavar="[TARGET]")
+@json_option("Print the gateway's state afterwards as JSON.")
 def resume(target: str, as_json: bool) -> int:
-    """Take requests again after `starling drain`; "all" lifts every drain."""
+    """Accept requests again after `starling drain`.
+
+    TARGET is what was drained: a model, a stage, or "all" (the default), which lifts every drain.
+    """
     config = load()
     name = admission(config, target)
     state = control.call(paths.run_dir(config), "gateway", {"op": "resume", "target": name})
     left = ", ".join(state["draining"])
-    return _tell(state, as_json, f"still drained: {left}" if left else f"resumed {name}", is_done=not left)
+    return _print_state(state, as_json, f"still drained: {left}" if left else f"resumed {name}", is_done=not left)
 
 
-def _tell(state: dict[str, Any], as_json: bool, words: str, is_done: bool) -> int:
-    """The gateway's state, or what is to be said of it; the exit code."""
-    click.echo(msgspec.json.format(msgspec.json.encode(state)).decode() if as_json else words)
+def _print_state(state: dict[str, Any], as_json: bool, summary: str, is_done: bool) -> int:
+    """Print the gateway's state as JSON, or its summary. Returns the exit code."""
+    click.echo(msgspec.json.format(msgspec.json.encode(state)).decode() if as_json else summary)
     return EXIT_OK if is_done else EXIT_FATAL
 
 
 def admission(config: Config, target: str) -> str:
-    """What the gateway must refuse for it: `ALL` or a model. Raises `ModelNotFound`."""
+    """The drain that `target` stands for: `ALL`, or the name of a model. Raises `ModelNotFound`."""
     instances = versions.read(config).versions
     names = list(dict.fromkeys(one.name for one in instances))
     if target in names:
@@ -94,9 +102,9 @@ def admission(config: Config, target: str) -> str:
         if target in (one.stage, one.id, f"worker-{one.settings.slug}"):
             return one.name
     if target == "worker" and names:
-        reason = "'worker' is every model's: name the model, or its worker"
+        reason = "'worker' stands for the workers of all models: name one model, or its worker"
     else:
-        reason = f"{target!r} is no stage and no model"
+        reason = f"{target!r} is neither a stage nor a model"
     stages = [name for name in STAGES if name != "worker"]
     workers = dict.fromkeys(one.stage for one in instances)
     raise ModelNotFound(f"{reason}; there are {', '.join((ALL, *stages, *names, *workers))}")
@@ -110,21 +118,22 @@ def drained(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> tuple[int, dict[str, Any]]:
-    """Drain and wait: how many were not finished when the time was up, and the gateway's state.
+    """Drain `target` and wait. Returns the number of requests that were ended, and the gateway's state.
 
-    `keep` False: the gateway's own restart lifts it.
+    With `keep` False the drain ends when the gateway restarts. Raises `Conflict` if it was lifted meanwhile.
     """
     request = {"op": "drain", "target": target, "timeout_s": timeout_s, "keep": keep}
     state = control.call(run_dir, "gateway", request)
-    deadline = clock() + timeout_s + LAST_WORDS_S
+    deadline = clock() + timeout_s + FINAL_ERRORS_S
     while in_flight(state, target) and clock() < deadline:
         pause(POLL_S)
         state = control.call(run_dir, "gateway", {"op": "state"})
     drain = state["draining"].get(target)
     if drain is None:
-        raise Conflict(f"{target} was resumed, or unloaded, by somebody else before it was drained")
+        raise Conflict(f"{target} was resumed or unloaded by another command before it was drained")
     return drain["ended"], state
 
 
 def in_flight(state: dict[str, Any], target: str) -> int:
+    """Requests in flight of a model, or of all; 0 for a model that has been unloaded."""
     return int(state["in_flight"] if target == ALL else state["models"].get(target, 0))

@@ -1,8 +1,9 @@
-"""honcho that sleeps while its processes run: `python -m starling.cli.honcho_patch start -f PROCFILE` (foreman.py).
+"""honcho with two changes: `python -m starling.cli.honcho_patch start -f PROCFILE` (started by honcho_runner.py).
 
-honcho's own loop looks ten times a second whether one of its processes has ended, though all that they do comes
-to it as an event: a sixth of what a whole server at rest uses.  Only once something has ended it counts time.
-It also fails when nobody reads its output any more; the server goes on without being read.
+It sleeps while its processes run. honcho polls its event queue ten times per second, although every event wakes it:
+that is a sixth of the CPU time of an idle server. Timeouts matter only after the first process has ended.
+
+It discards its output once the reader has closed the pipe. honcho would fail, and end the server.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from starling.cli.broken_pipe import silence
 
 
 class Events(Queue):
-    """Waits without an end for the first process to stop; then as long as it is told."""
+    """An event queue that ignores timeouts until the first process has ended."""
 
     is_ending = False
 
@@ -28,12 +29,16 @@ class Events(Queue):
 
 
 class Manager(manager.Manager):
+    """honcho's manager with `Events`."""
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.events = Events(ctx=multiprocessing.get_context())
 
 
 class Printer(printer.Printer):
+    """honcho's printer that goes on after its reader has closed the pipe."""
+
     def write(self, message: printer.Message) -> None:
         try:
             super().write(message)
@@ -42,6 +47,7 @@ class Printer(printer.Printer):
 
 
 def main() -> None:
+    """Run honcho's command line with the changed classes."""
     command.Manager = Manager
     command.Printer = Printer
     command.main()

@@ -1,4 +1,4 @@
-"""`starling kv`: arenas, prefix tree, page files and sessions. `kv check` also audits a running stage."""
+"""`starling kv`: print and check the KV cache. Reads the files; `kv check` also queries a running kv stage."""
 
 from __future__ import annotations
 
@@ -9,30 +9,37 @@ from rich.console import Console
 from pipeline.config.load import load
 from pipeline.runtime.process import EXIT_FATAL, EXIT_OK
 from starling.cli.kv_warm import warm
+from starling.cli.options import exit_codes, json_option
 
 
 @click.group(
     invoke_without_command=True,
-    epilog="Exit codes: 0 done; 1 damage was found, without the checks of `starling kv check`.",
+    epilog=exit_codes({0: "no damage found", 1: "damage found (only `starling kv check` verifies the pages)"}),
 )
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@json_option()
 @click.pass_context
 def kv(context: click.Context, as_json: bool) -> int:
-    """Show the KV cache: arenas, prefixes, files, sessions."""
+    """Show the KV cache: arenas, prefixes, files and sessions.
+
+    Works without a running server.
+    """
     context.obj = as_json
     return EXIT_OK if context.invoked_subcommand else _report(as_json, check=False)
 
 
 @kv.command(
-    epilog="Exit codes: 0 no problem; 1 damage, counts that do not add up, or a running kv stage does not answer."
+    epilog=exit_codes(
+        {0: "no damage found", 1: "damage or a wrong sum was found, or a running kv stage does not answer"}
+    )
 )
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@json_option()
 @click.pass_context
 def check(context: click.Context, as_json: bool) -> int:
-    """Check that every page is intact and that free + cached + leased == total.
+    """Verify every page's checksum and the page counts.
 
-    Verifies every checksum, in memory and on disk. With a running kv stage, its page table and the page headers must
-    both add up and must agree. Without a server, only the files are checked.
+    Computes all checksums in memory and on disk, and checks that free + cached + leased pages are the total. A
+    running kv stage sends its page table as well: the sum must hold there too, and both must agree. Without a server
+    only the files are checked.
     """
     return _report(as_json or bool(context.obj), check=True)
 

@@ -1,9 +1,9 @@
-"""`starling kv warm FILE`: have a running server compute prompts, so that later ones find their beginnings.
+"""`starling kv warm FILE`: send prompts to a running server, so that later requests find their prefixes in the cache.
 
-A line of FILE is a prompt: plain text, or JSON: a string, an array of token ids, an array of chat messages, or
-the body of a request, of which what determines its pages is taken (model, prompt, messages, cache_salt): no
-session gets a turn, no kept answer is given.  Each is sent with `max_tokens` 1, one after the other; the pages
-stay as cache.
+A line of FILE is a prompt: plain text, or JSON: a string, an array of token ids, an array of chat messages, or the
+body of a request. Of a body only the fields that determine its pages are sent (model, prompt, messages, cache_salt),
+so that no session gets a turn and no cached response is returned. The prompts are sent one after the other, each with
+`max_tokens` 1.
 """
 
 from __future__ import annotations
@@ -22,20 +22,26 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.runtime.process import EXIT_FATAL, EXIT_OK
 from pipeline.supervise import listen_fd
+from starling.cli.options import exit_codes
 
 TIMEOUT_S = 600.0
-_TAKEN = ("model", "prompt", "messages", "cache_salt")  # of a request's body
+_SENT_FIELDS = ("model", "prompt", "messages", "cache_salt")  # of a request's body
 
 
 class Warmed(NamedTuple):
+    """The result of one prompt: its line in the file, its tokens, or the server's error."""
+
     line: int
     tokens: int = 0
-    cached: int = 0  # of them were there already
+    cached: int = 0  # of these, tokens that were in the cache already
     error: str = ""
 
 
 def read_requests(text: str, model: str, default: str = "") -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """(line number, path, body) of each line that is not empty. `model`: of all; else a line's own, or `default`."""
+    """(line number, URL path, body) of each line that is not empty.
+
+    `model` overrides the model of every line; without it a line's own model counts, then `default`.
+    """
     for number, line in enumerate(text.splitlines(), 1):
         line = line.strip()
         if not line:
@@ -51,7 +57,7 @@ def read_requests(text: str, model: str, default: str = "") -> Iterator[tuple[in
 
 def _request(value: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(value, dict):
-        body = {k: v for k, v in value.items() if k in _TAKEN}
+        body = {k: v for k, v in value.items() if k in _SENT_FIELDS}
     elif isinstance(value, list) and value and isinstance(value[0], dict):
         body = {"messages": value}
     else:
@@ -63,7 +69,7 @@ def _request(value: Any) -> tuple[str, dict[str, Any]]:
 
 
 def warm_one(host: str, port: int, key: str, line: int, path: str, body: dict[str, Any]) -> Warmed:
-    """Send one request. An error of the server's is part of the answer; a dead one raises `OSError`."""
+    """Send one request. An error response is part of the result. Raises `OSError` if there is no server."""
     connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     try:
@@ -81,16 +87,30 @@ def warm_one(host: str, port: int, key: str, line: int, path: str, body: dict[st
 
 
 def address(config: Config) -> tuple[str, int]:
-    """Where this home's server listens."""
+    """Host and port of this home's server."""
     return listen_fd.reachable(config.server.host), config.server.port
 
 
-@click.command(epilog="Exit codes: 0 every prompt was computed; 1 one was refused, or no server answers.")
+@click.command(epilog=exit_codes({0: "every prompt was computed", 1: "a prompt was refused, or no server answers"}))
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--model", default="", metavar="NAME", help="Default: each line's own, or the first one.")
-@click.option("--key", envvar="STARLING_API_KEY", default="", help="API key, if the server wants one.")
+@click.option(
+    "--model",
+    default="",
+    metavar="NAME",
+    help="For every prompt; default: the line's own, or the first configured one.",
+)
+@click.option(
+    "--key",
+    envvar="STARLING_API_KEY",
+    default="",
+    metavar="KEY",
+    help="API key, if the server requires one; default: $STARLING_API_KEY.",
+)
 def warm(file: Path, model: str, key: str) -> int:
-    """Compute the prompts in FILE, one a line, so that the cache has them."""
+    """Compute the prompts in FILE so that the cache holds them.
+
+    Each line of FILE (UTF-8) is a prompt: plain text, or JSON (a string, token ids, chat messages, or a request body).
+    """
     config = load()
     host, port = address(config)
     try:
@@ -113,5 +133,5 @@ def warm(file: Path, model: str, key: str) -> int:
             console.print(f"{file}:{warmed.line}: {warmed.error}", markup=False)
     good = [warmed for warmed in done if not warmed.error]
     tokens, cached = sum(w.tokens for w in good), sum(w.cached for w in good)
-    console.print(f"{len(good)} of {len(done)} prompts, {tokens:,} tokens, {cached:,} of them were there")
+    console.print(f"{len(good)} of {len(done)} prompts, {tokens:,} tokens, {cached:,} of them in the cache already")
     return EXIT_OK if len(good) == len(done) else EXIT_FATAL

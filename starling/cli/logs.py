@@ -1,4 +1,4 @@
-"""`starling logs`: the stages' log files, brought together in order of time, and followed."""
+"""`starling logs`: the log files of the stages, merged in order of time, and followed."""
 
 from __future__ import annotations
 
@@ -15,23 +15,31 @@ import click
 from pipeline.config import paths
 from pipeline.observe.log_format import pretty
 from pipeline.runtime.process import EXIT_FATAL
+from starling.cli.options import exit_codes, json_option
 from starling.cli.stage import STAGES
 
 POLL_S = 0.2
 
-Line = tuple[str, dict[str, Any], bytes]  # its time, its fields, the line itself
+Line = tuple[str, dict[str, Any], bytes]  # timestamp (ISO 8601), fields, the line as it was read
 
 
-@click.command(epilog="Exit codes: 0 done; 1 there is no log of that stage; 130 interrupted.")
+@click.command(epilog=exit_codes({0: "success", 1: "that stage has no log file"}))
 @click.argument("stage", type=click.Choice(STAGES), required=False, metavar="[STAGE]")
-@click.option("-f", "--follow", is_flag=True, help="Go on until Ctrl-C.")
-@click.option("-n", "--lines", type=click.IntRange(min=0), default=50, show_default=True, help="Last ones.")
-@click.option("--json", "as_json", is_flag=True, help="The lines as they are in the files.")
+@click.option("-f", "--follow", is_flag=True, help="Print new lines as they come, until Ctrl-C.")
+@click.option(
+    "-n",
+    "--lines",
+    type=click.IntRange(min=0),
+    default=50,
+    show_default=True,
+    help="How many of the last lines to print.",
+)
+@json_option("Print the lines as they are in the files (JSON).")
 def logs(stage: str | None, follow: bool, lines: int, as_json: bool) -> int:
-    """Print what the stages (or STAGE), and their supervisors, have logged.
+    """Print the logs of the stages and their supervisors.
 
-    STAGE is tokenizer, scheduler, kv, worker (every model's) or gateway. Read from STARLING_HOME/logs; rotated
-    files are not looked at.
+    STAGE is tokenizer, scheduler, kv, worker (all models) or gateway; the default is all of them. The files are in
+    STARLING_HOME/logs. Rotated files are not read.
     """
     directory = paths.logs_dir()
     tails = {name: Tail(directory / f"{name}.log") for name in _names(stage)}
@@ -61,7 +69,7 @@ def _print(directory: Path, tails: dict[str, Tail], follow: bool, lines: int, as
 
 def _names(stage: str | None) -> list[str]:
     names = [name for one in ((stage,) if stage else STAGES) for name in (one, f"{one}-supervisor")]
-    return [*names, "worker-pool"] if stage in (None, "worker") else names  # the parent of its supervisors
+    return [*names, "worker-pool"] if stage in (None, "worker") else names  # the log of the worker pool
 
 
 def _in_order(tails: dict[str, Tail], at_most: int | None = None) -> list[Line]:
@@ -75,7 +83,7 @@ def _show(line: Line, as_json: bool) -> None:
 
 
 class Tail:
-    """The lines of a file that is appended to, and now and then replaced (rotation)."""
+    """Reads the lines of a log file that grows and is replaced from time to time (rotation)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,13 +91,13 @@ class Tail:
         self._rest = b""
 
     def read(self, at_most: int | None = None) -> list[Line]:
-        """What is new since the last time; at first the whole file. `at_most`: only the last lines."""
+        """The lines since the last call; first the whole file. `at_most` limits them to the last ones."""
         lines: deque[Line] = deque(maxlen=at_most)
         for raw in self._raw():
             try:
                 fields = json.loads(raw)
                 lines.append((fields["ts"], fields, raw))
-            except (ValueError, KeyError, TypeError):  # cut, or not ours
+            except (ValueError, KeyError, TypeError):  # truncated, or not a log line
                 continue
         return list(lines)
 
@@ -101,7 +109,7 @@ class Tail:
     def _raw(self) -> Iterator[bytes]:
         yield from self._new()
         if self._file is not None and self._is_replaced():
-            yield from self._new()  # what came between the reading and the rotation
+            yield from self._new()  # lines between the last read and the rotation
             self.close()
             self._rest = b""
             yield from self._new()

@@ -1,7 +1,7 @@
-"""Fetch, ingest and compile before anything is served, and show how far it is.
+"""`starling fetch` and `starling prepare`: fetch, ingest and compile before a start, and print the progress.
 
-On a terminal a bar for each phase; elsewhere a line when a phase ends.  What is ready already is passed
-over in silence, so a second start costs nothing.
+On a terminal each phase is a progress bar, elsewhere lines of text. Phases that are complete already print nothing and
+cost no time.
 """
 
 from __future__ import annotations
@@ -19,21 +19,29 @@ from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ConfigError, ModelNotFound
 from pipeline.models import store
 from shm.checkpoint import load_index
+from starling.cli.options import exit_codes
 
-SPEAK_S = 5.0
-BYTES = 1_000_000  # totals above this are bytes, below it counts
+REPORT_S = 5.0  # between two lines about one phase
+BYTES = 1_000_000  # a total above this is a number of bytes, one below it a count
 
 
-CODES = (
-    "Exit codes: 0 done; 1 it failed, trying again may help; 2 no such model is configured; 78 a file or the "
-    "configuration is not what it must be, or there is no room."
+CODES = exit_codes(
+    {
+        0: "success",
+        1: "failure that a retry may cure, for example of the network",
+        2: "no such model is configured",
+        78: "a file or the configuration is invalid, or there is not enough disk space or memory",
+    }
 )
 
 
 @click.command(epilog=CODES)
 @click.argument("name", required=False)
 def fetch(name: str | None) -> None:
-    """Fetch the models' files (or the one of NAME) and check them."""
+    """Fetch the model files and verify them.
+
+    NAME is a configured model; the default is all of them.
+    """
     resolved = load()
     for model in _chosen(resolved, name):
         with shown(model.name) as progress:
@@ -44,12 +52,15 @@ def fetch(name: str | None) -> None:
 @click.command(epilog=CODES)
 @click.argument("name", required=False)
 def prepare(name: str | None) -> None:
-    """Fetch, ingest and compile the models (or the one of NAME) for a fast start."""
+    """Fetch, ingest and compile the models before a start.
+
+    NAME is a configured model; the default is all of them. `starling up` does the same.
+    """
     prepare_all(load(), name)
 
 
 def prepare_all(config: Config, name: str | None = None) -> None:
-    """Make every model (or the one of that name) ready to be served."""
+    """Fetch, ingest and compile every model, or the one called `name`."""
     from stages.worker.checkpoint import prepare as worker
 
     for model in _chosen(config, name):
@@ -59,7 +70,7 @@ def prepare_all(config: Config, name: str | None = None) -> None:
 
 
 def check_drafts(config: Config) -> None:
-    """Models and their draft models mean the same by a token id, as far as both have been ingested.
+    """Check that each model and its draft model have the same vocabulary, if both have been ingested.
 
     Raises `ConfigError`.
     """
@@ -73,8 +84,8 @@ def check_drafts(config: Config) -> None:
             sizes = [one.hyper.vocab_size for one in known]
             raise ConfigError(
                 f"models.{number}.draft_model = {draft.name!r}: its vocabulary ({sizes[1]:,} ids) is not that of "
-                f"{model.name} ({sizes[0]:,} ids): drafts are token ids, which must mean the same; name a smaller "
-                f"model of the same family, or drop the key",
+                f"{model.name} ({sizes[0]:,} ids), and drafts are token ids; name a smaller model of the same family, "
+                f"or remove the key",
                 param=f"models.{number}.draft_model",
             )
 
@@ -85,13 +96,13 @@ def _chosen(config: Config, name: str | None) -> tuple[ModelConfig, ...]:
     model = config.model(name)
     if model is None:
         known = ", ".join(model.name for model in config.models)
-        raise ModelNotFound(f"no model {name!r} is configured; there are {known}", param="name")
+        raise ModelNotFound(f"no model {name!r} is configured; the configured models are {known}", param="name")
     return (model,)
 
 
 @contextmanager
 def shown(subject: str) -> Iterator[store.Progress]:
-    """A progress function that draws on a terminal and prints lines elsewhere."""
+    """Yields a progress function: bars on a terminal, lines of text elsewhere."""
     if sys.stdout.isatty():
         with _bars(subject) as progress:
             yield progress
@@ -102,23 +113,23 @@ def shown(subject: str) -> Iterator[store.Progress]:
 
 
 class _Lines:
-    """A line when a phase begins and ends, and every few seconds how far it is."""
+    """Prints a line when a phase begins, every `REPORT_S`, and when it ends."""
 
     def __init__(self, subject: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.subject = subject
         self.clock = clock
         self.phase = ""
         self.total = 0
-        self.begun = self.spoken = 0.0
+        self.begun = self.reported = 0.0
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         now = self.clock()
         if phase != self.phase:
             self.finish()
-            self.phase, self.begun, self.spoken = phase, now, now
+            self.phase, self.begun, self.reported = phase, now, now
             click.echo(f"{self.subject}: {phase} ...")
-        elif now - self.spoken >= SPEAK_S and done < total:
-            self.spoken = now
+        elif now - self.reported >= REPORT_S and done < total:
+            self.reported = now
             click.echo(f"{self.subject}: {phase} {_amount(done, total)}")
         self.total = total
 

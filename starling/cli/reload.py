@@ -1,7 +1,8 @@
-"""`starling load`, `reload` and `unload`: models come, are replaced and go while the server runs.
+"""`starling load`, `reload` and `unload`: add, replace and remove models while the server runs.
 
 The gateway makes the change (stages/gateway/versions/loader.py); the command polls until it is complete. The command
-draws the id of the change, so that it can poll a restarted gateway as well. `change` is the same as a function.
+draws the id of the change, so that it can also poll a gateway that has been restarted. `change` does the same for
+callers in Python.
 """
 
 from __future__ import annotations
@@ -22,83 +23,80 @@ from pipeline.errors import ConfigError, ModelUnavailable, ResourceError, Starli
 from pipeline.ipc import control
 from pipeline.observe.status import read_all
 from pipeline.runtime.process import EXIT_CONFIG, EXIT_FATAL, EXIT_USAGE
-from starling.cli.durations import Seconds
+from starling.cli.options import exit_codes, json_option, timeout_option
 
 LOAD_TIMEOUT_S = 600.0
 UNLOAD_TIMEOUT_S = 30.0
 POLL_S = 0.05
-AWAY_S = 30.0  # how long the gateway may not answer: it is being restarted
-SPARE_S = 15.0  # beyond the time, for the gateway to say that it is over
+RESTART_S = 30.0  # how long the gateway may not answer while it is being restarted
+SPARE_S = 15.0  # beyond the timeout, for the gateway to report the end
 
-CODES = (
-    "Exit codes: 0 done; 1 it could not be done (a version that served goes on serving), or no gateway answers; "
-    "2 there is no such model; 78 there is no memory for it, or its file is not what it must be. The reason is on "
-    "stderr, with --json in `error` too."
+CODES = exit_codes(
+    {
+        0: "success",
+        1: "failure (the version that served before goes on serving), or no gateway answers",
+        2: "no such model",
+        78: "not enough memory for the version, or its file is invalid",
+    }
 )
 
-_JSON = click.option("--json", "as_json", is_flag=True, help="How it ended, as JSON.")
-
-
-def _timeout(default: float, help: str) -> Callable[[Any], Any]:
-    return click.option(
-        "--timeout",
-        type=Seconds(),
-        default=default,
-        show_default=True,
-        metavar="S",
-        help=help,
-    )
+_JSON = json_option("Print the result as JSON; `error` holds the reason of a failure.")
 
 
 @click.command(epilog=CODES)
 @click.argument("model")
-@click.option("--path", default="", metavar="FILE", help="A GGUF file; default: the one that it has.")
-@_timeout(LOAD_TIMEOUT_S, "For the new version to be ready; then the old one stays.")
-@click.option("--wait", is_flag=True, help="Return only when the old version has been unloaded.")
+@click.option("--path", default="", metavar="FILE", help="A GGUF file; default: the model's present file.")
+@timeout_option(LOAD_TIMEOUT_S, "How long the new version may take to be ready; after that the old one stays.")
+@click.option("--wait", is_flag=True, help="Return only after the old version has been unloaded.")
 @_JSON
 def reload(model: str, path: str, timeout: float, wait: bool, as_json: bool) -> int:
-    """Replace MODEL by another version of it, without a failed request.
+    """Replace MODEL by a new version without a failed request.
 
-    The new version is loaded beside the old one and gets new requests once it has answered a self-test.
-    Streams in flight finish on the old one, then it is unloaded. Sessions go on where the tokenizer is the
-    same; otherwise their next turn is refused (409). Without --path the model's file is read anew.
+    The new version is loaded beside the old one and gets all new requests once it has passed a self-test. Streams in
+    flight finish on the old version, which is then unloaded. Sessions continue if the tokenizer is the same; otherwise
+    their next turn is refused (409). Without --path the model's file is read again.
     """
     return _run("reload", model, timeout, as_json, wait, path=_absolute(path))
 
 
 @click.command(epilog=CODES)
 @click.argument("model")
-@click.option("--path", default="", metavar="FILE", help="A GGUF file; default: as MODEL is configured.")
+@click.option("--path", default="", metavar="FILE", help="A GGUF file; default: the configured one.")
 @click.option(
     "--kv-cache-mb",
     type=click.IntRange(min=1),
     default=None,
     metavar="MB",
-    help="Of its KV arena; default: as configured.",
+    help="Size of the KV arena in MiB; default: as configured.",
 )
-@_timeout(LOAD_TIMEOUT_S, "For it to be ready.")
+@timeout_option(LOAD_TIMEOUT_S, "How long the model may take to be ready.")
 @_JSON
 def load(model: str, path: str, kv_cache_mb: int | None, timeout: float, as_json: bool) -> int:
     """Load MODEL into the running server.
 
-    One that is not configured needs its file (--path) and gets the settings that models have by default. It
-    stays loaded until `starling unload` or the end of the server; to have it at the next start too,
-    configure it.
+    A model that is not configured needs --path and gets the default settings. It stays loaded until `starling unload`
+    or the end of the server. Models that are loaded at every start belong in the configuration.
     """
     return _run("load", model, timeout, as_json, path=_absolute(path), kv_cache_mb=kv_cache_mb or 0)
 
 
 @click.command(
-    epilog="Exit codes: 0 unloaded, everything had finished; 1 some requests were ended (their clients got an error "
-    "that says so), or no gateway answers; 2 there is no such model."
+    epilog=exit_codes(
+        {
+            0: "unloaded; every request had finished",
+            1: "requests were ended with an error (503 DRAINING), or no gateway answers",
+            2: "no such model",
+        }
+    )
 )
 @click.argument("model")
-@_timeout(UNLOAD_TIMEOUT_S, "For streams to finish; then they are ended.")
+@timeout_option(UNLOAD_TIMEOUT_S, "How long requests in flight may take to finish; after that they are ended.")
 @_JSON
 def unload(model: str, timeout: float, as_json: bool) -> int:
-    """Take MODEL out of the running server.
+    """Unload MODEL from the running server.
 
-    It takes no more requests (503, then 404), its streams finish, its processes and memory are given back.
+    New requests are refused (503, then 404). Streams in flight finish. Then the model's processes end and its memory
+    is freed.
     """
     return _run("unload", model, timeout, as_json)
 
@@ -112,7 +110,7 @@ def _run(op: str, model: str, timeout_s: float, as_json: bool, wait: bool = Fals
     run_dir = paths.run_dir(config)
     phase = ""
 
-    def say(state: dict[str, Any]) -> None:
+    def print_phase(state: dict[str, Any]) -> None:
         nonlocal phase
         now = state["change"].get("phase", "")
         if now and now != phase and not as_json:
@@ -121,7 +119,7 @@ def _run(op: str, model: str, timeout_s: float, as_json: bool, wait: bool = Fals
 
     begun = time.monotonic()
     try:
-        state = change(run_dir, op, model, timeout_s, say, **fields)
+        state = change(run_dir, op, model, timeout_s, print_phase, **fields)
         if wait and state["change"]["previous"]:
             state = gone(run_dir, state, time.monotonic() + timeout_s)
     except StarlingError as error:
@@ -129,9 +127,9 @@ def _run(op: str, model: str, timeout_s: float, as_json: bool, wait: bool = Fals
             click.echo(_json({"ok": False, "op": op, "model": model, "error": error.body()["error"]}))
         click.echo(f"starling: {error.message}", err=True)
         if error.code == "MODEL_NOT_FOUND":
-            return EXIT_USAGE  # a name that was given
-        is_ours = isinstance(error, ConfigError | ResourceError) or error.code in _TO_BE_CHANGED
-        return EXIT_CONFIG if is_ours else EXIT_FATAL
+            return EXIT_USAGE  # the user gave the name
+        needs_change = isinstance(error, ConfigError | ResourceError) or error.code in _CONFIG_CODES
+        return EXIT_CONFIG if needs_change else EXIT_FATAL
     done = state["change"]
     took_s = round(time.monotonic() - begun, 2)
     left = next((one["in_flight"] for one in state["instances"] if one["instance"] == done["previous"]), 0)
@@ -139,22 +137,26 @@ def _run(op: str, model: str, timeout_s: float, as_json: bool, wait: bool = Fals
         fields = {name: done[name] for name in ("op", "model", "instance", "digest", "previous", "ended")}
         click.echo(_json({"ok": not done["ended"], **fields, "previous_in_flight": left, "took_s": took_s}))
     elif op == "unload":
-        late = f"; {done['ended']} not finished within {timeout_s:g} s, ended with an error" if done["ended"] else ""
+        late = (
+            f"; {done['ended']} requests not finished within {timeout_s:g} s were ended with an error"
+            if done["ended"]
+            else ""
+        )
         click.echo(f"unloaded {model}{late}")
     else:
-        goes = f"; {done['previous']} is unloaded when {left} requests have ended" if left else ""
-        click.echo(f"{model} is served by {done['instance']} ({done['digest'][:16]}) after {took_s:.1f} s{goes}")
+        later = f"; {done['previous']} is unloaded after its {left} requests" if left else ""
+        click.echo(f"{model} is served by {done['instance']} ({done['digest'][:16]}) after {took_s:.1f} s{later}")
     return EXIT_FATAL if done["ended"] else 0
 
 
-_TO_BE_CHANGED = ("INSUFFICIENT_RESOURCES", "CONFIG", "INVALID_REQUEST")
+_CONFIG_CODES = ("INSUFFICIENT_RESOURCES", "CONFIG", "INVALID_REQUEST")
 
 
 def _json(value: Any) -> str:
     return msgspec.json.format(msgspec.json.encode(value)).decode()
 
 
-# ------------------------------------------------------------------ as functions
+# ------------------------------------------------------------------ without the command line
 
 
 def change(
@@ -162,15 +164,16 @@ def change(
     op: str,
     model: str,
     timeout_s: float = LOAD_TIMEOUT_S,
-    say: Callable[[dict[str, Any]], object] = lambda state: None,
+    on_state: Callable[[dict[str, Any]], object] = lambda state: None,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
     **fields: Any,
 ) -> dict[str, Any]:
-    """`op` ("load", "reload", "unload") of a model, to its end; the gateway's state, with the `change`.
+    """Load, reload or unload a model (`op`) and wait for the end. Returns the gateway's state with the `change`.
 
-    `fields`: `path` (absolute), `kv_cache_mb`.  `say` hears every answer.  Raises the `StarlingError` that it
-    ended with; `ModelUnavailable` when no gateway answers for `AWAY_S`.
+    `fields` may hold `path` (absolute) and `kv_cache_mb`. `on_state` is called with every state that the gateway
+    sends. Raises the `StarlingError` that the change failed with, or `ModelUnavailable` if no gateway answers for
+    `RESTART_S`.
     """
     fields = {name: value for name, value in fields.items() if value}
     request = {
@@ -187,20 +190,20 @@ def change(
         try:
             state = control.call(run_dir, "gateway", request)
             answered = clock()
-            say(state)
+            on_state(state)
             if state["change"]["done"]:
                 return state
         except control.Unreachable:
-            # The first answer tells that there is a server at all; later it may be away for a moment.
-            if clock() - answered > AWAY_S or not _is_alive(run_dir):
+            # While any stage runs, a gateway that does not answer may be restarting.
+            if clock() - answered > RESTART_S or not _is_alive(run_dir):
                 raise
         if clock() >= deadline:
-            raise ModelUnavailable(f"{op} of {model} is not over after {timeout_s + SPARE_S:g} s; it goes on")
+            raise ModelUnavailable(f"{op} of {model} has not finished after {timeout_s + SPARE_S:g} s and continues")
         pause(POLL_S)
 
 
 def _is_alive(run_dir: Path) -> bool:
-    """Has some stage of the server a live process? Then its gateway will be back."""
+    """Does any stage of the server run? Then its supervisor restarts the gateway as well."""
     return any(record.alive for record in read_all(run_dir))
 
 
@@ -211,11 +214,16 @@ def gone(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
-    """Wait until the version that was replaced is unloaded; the gateway's state, with the `change`."""
+    """Wait until the replaced version is unloaded. Returns the gateway's state with the `change`.
+
+    Raises `ModelUnavailable` after `deadline` (of `clock`, s).
+    """
     done = state["change"]
     while any(one["instance"] == done["previous"] for one in state["instances"]):
         if clock() >= deadline:
-            raise ModelUnavailable(f"{done['previous']} still has requests in flight; it goes when they have ended")
+            raise ModelUnavailable(
+                f"{done['previous']} still has requests in flight and is unloaded when they have ended"
+            )
         pause(POLL_S)
         try:
             state = {**control.call(run_dir, "gateway", {"op": "state"}), "change": done}

@@ -1,8 +1,8 @@
-"""`starling restart`: stages one after the other, each ready again before the next is touched.
+"""`starling restart`: restart stages one after the other, each of them ready again before the next one.
 
-The stage's supervisor does it (SIGHUP): the stage ends in order, everything of it is gone before its
-successor starts.  What is in flight waits and goes on; only the gateway's own connections cannot outlive
-it, so they finish first while new ones wait for the successor, and `all` leaves it alone unless told.
+The stage's supervisor restarts it on SIGHUP: the stage ends in order, and its successor starts when no process of it is
+left. Requests in flight pause and continue. The gateway's connections end with it; therefore its requests finish first,
+while new connections wait for the successor, and `all` excludes the gateway unless --with-gateway is given.
 """
 
 from __future__ import annotations
@@ -24,43 +24,34 @@ from pipeline.observe import status
 from pipeline.runtime.process import EXIT_FATAL
 from starling.cli.down import supervisor_of
 from starling.cli.drain import ALL, drained
-from starling.cli.durations import Seconds
+from starling.cli.options import exit_codes, timeout_option
 from starling.cli.stage import STAGES
 
 TIMEOUT_S = 120.0
 POLL_S = 0.05
 GATEWAY_TIMEOUT_S = 1.0
-SPARE_S = 10.0  # beyond the time, until a gateway that nobody restarts accepts again
+SPARE_S = 10.0  # beyond the timeout, until a gateway that was not restarted accepts connections again
 
 
 @click.command(
-    epilog="Exit codes: 0 every one is ready again; 1 one is not (those after it were left as they are), or "
-    "requests had to be ended for the gateway."
+    epilog=exit_codes(
+        {
+            0: "every stage is ready again",
+            1: "a stage is not ready again (those after it were not restarted), or requests were ended with an error",
+            2: "no such stage",
+        }
+    )
 )
 @click.argument("target", metavar="STAGE|all")
-@click.option(
-    "--timeout",
-    type=Seconds(0.1),
-    default=TIMEOUT_S,
-    show_default=True,
-    metavar="S",
-    help="For each stage to be ready again.",
-)
-@click.option(
-    "--drain-timeout",
-    type=Seconds(),
-    default=30.0,
-    show_default=True,
-    metavar="S",
-    help="For streams to finish before the gateway restarts.",
-)
-@click.option("--with-gateway", is_flag=True, help="With all: the gateway too, at last.")
+@timeout_option(TIMEOUT_S, "How long each stage may take to be ready again.", least_s=0.1)
+@timeout_option(30.0, "How long streams may take to finish before the gateway restarts.", name="--drain-timeout")
+@click.option("--with-gateway", is_flag=True, help="With all: restart the gateway too, as the last one.")
 def restart(target: str, timeout: float, drain_timeout: float, with_gateway: bool) -> int:
     """Restart STAGE, or all one by one, without a failed request.
 
-    STAGE is tokenizer, scheduler, kv, worker (every model's), worker-MODEL or gateway. Streams in flight
-    pause and go on with the same bytes. Connections end with the gateway: what is in flight finishes
-    first, and who connects meanwhile waits for its successor.
+    STAGE is tokenizer, scheduler, kv, worker (all models), worker-MODEL or gateway. Streams in flight pause and
+    continue with the same bytes. Connections end with the gateway: its requests finish first, and new connections wait
+    for its successor.
     """
     config = load()
     run_dir = paths.run_dir(config)
@@ -71,7 +62,7 @@ def restart(target: str, timeout: float, drain_timeout: float, with_gateway: boo
             click.echo("gateway: waiting for streams to finish ...")
             left = handed_over(run_dir, drain_timeout)
             if left:
-                click.echo(f"gateway: {left} not finished within {drain_timeout:g} s, ended with an error")
+                click.echo(f"gateway: {left} requests not finished within {drain_timeout:g} s were ended with an error")
                 code = EXIT_FATAL
         problem = restarted(config, run_dir, record, time.monotonic() + timeout)
         if problem:
@@ -79,15 +70,15 @@ def restart(target: str, timeout: float, drain_timeout: float, with_gateway: boo
             return EXIT_FATAL
         click.echo(f"{record.stage}: ready again after {time.monotonic() - begun:.1f} s")
     if target == ALL and not with_gateway:
-        click.echo("gateway: left as it is, for connections end with it (--with-gateway drains it first)")
+        click.echo("gateway: not restarted, because connections end with it (--with-gateway lets them finish first)")
     return code
 
 
 def handed_over(run_dir: Path, timeout_s: float) -> int:
-    """Make the gateway finish; how many requests it could not.
+    """Let the gateway finish its requests. Returns the number of requests that did not finish in time.
 
-    New connections wait for its successor meanwhile, if the supervisor holds the socket; otherwise they
-    are refused (503).
+    Meanwhile new connections wait for the successor if the supervisor holds the listening socket; otherwise they are
+    refused (503).
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -103,10 +94,10 @@ def handed_over(run_dir: Path, timeout_s: float) -> int:
 
 
 def chosen(config: Config, run_dir: Path, target: str, with_gateway: bool) -> list[status.StageStatus]:
-    """Records of the stages to restart, in order. Raises `StarlingError` when one cannot be restarted."""
+    """Records of the stages to restart, in order. Raises `StarlingError` if one of them cannot be restarted."""
     there = [one for one in versions.read(config).versions if one.state != "loading"]
     workers = [one.stage for one in there]
-    of_model = [one.stage for one in there if target == f"worker-{one.settings.slug}"]  # whatever versions it has now
+    of_model = [one.stage for one in there if target == f"worker-{one.settings.slug}"]  # all its versions
     names = {ALL: ["tokenizer", "scheduler", "kv", *workers], "worker": workers}.get(target, of_model or [target])
     if target == ALL and with_gateway:
         names.append("gateway")
@@ -114,20 +105,20 @@ def chosen(config: Config, run_dir: Path, target: str, with_gateway: bool) -> li
     found = {record.stage: record for record in status.read_all(run_dir)}
     for name in names:
         if name not in known:
-            raise click.BadParameter(f"{name!r} is no stage; there are all, worker, {', '.join(known)}")
+            raise click.BadParameter(f"{name!r} is not a stage; expected all, worker, {', '.join(known)}")
         if name not in found:
-            raise StarlingError("MODEL_UNAVAILABLE", f"{name} is not running; `starling status` shows what is")
+            raise StarlingError("MODEL_UNAVAILABLE", f"{name} is not running; `starling status` shows what runs")
         if not supervisor_of(found[name]):
             raise StarlingError(
                 "MODEL_UNAVAILABLE",
-                f"{name} runs without a supervisor of ours; whoever started it can restart it "
+                f"{name} runs without `starling supervise`; restart it with the program that started it "
                 f"(systemctl restart starling-{name.partition('-')[0]})",
             )
     return [found[name] for name in names]
 
 
 def restarted(config: Config, run_dir: Path, old: status.StageStatus, deadline: float) -> str:
-    """Restart and wait until the whole server is as ready as before; "" or what is missing."""
+    """Restart a stage and wait until the whole server is as ready as before. Returns "" or what is missing."""
     if is_unloaded(config, old):
         return ""
     supervisor = supervisor_of(old)
@@ -141,7 +132,7 @@ def restarted(config: Config, run_dir: Path, old: status.StageStatus, deadline: 
             os.close(fd)
     except ProcessLookupError:
         return "" if is_unloaded(config, old) else "its supervisor is gone"
-    # What peers say of each other is as old as a heartbeat: ready must last longer than that.
+    # Peers report each other from the last heartbeat: the server must be ready for longer than that takes.
     settled_s = 3 * config.server.heartbeat_ms / 1000
     ready_since = float("inf")
     problem = ""
@@ -154,25 +145,26 @@ def restarted(config: Config, run_dir: Path, old: status.StageStatus, deadline: 
         elif now - (ready_since := min(ready_since, now)) >= settled_s:
             return ""
         time.sleep(POLL_S)
-    return problem or "it was ready for a moment only"
+    return problem or "the server was ready only for a moment"
 
 
 def is_unloaded(config: Config, old: status.StageStatus) -> bool:
-    """Of a worker: its version of the model went meanwhile, as one does that a reload has replaced."""
+    """Has the version of the model that this worker serves been unloaded meanwhile, for example by a reload?"""
     return old.stage.startswith("worker") and old.stage not in [one.stage for one in versions.read(config).versions]
 
 
 def missing(run_dir: Path, old: status.StageStatus) -> str:
-    """Why the server is not ready with a successor of `old`; "" when it is. Drains, and that no model is loaded,
-    do not count: nobody was served before.
+    """Why the server is not ready with a successor of `old`; "" if it is.
+
+    Drains do not count, nor does a server without a model: it served no request before.
     """
     for record in status.read_all(run_dir):
         if record.stage == old.stage and record.epoch <= old.epoch:
-            return "it has not ended yet" if record.alive else "it has ended and not started yet"
+            return "it has not ended yet" if record.alive else "it has ended and has not started yet"
         if not (record.alive and record.ready):
             return f"{record.stage}: {record.reason or 'not running'}"
     if not (run_dir / f"{old.stage}.status").exists():
-        return "it has ended and not started yet"
+        return "it has ended and has not started yet"
     try:
         state = control.call(run_dir, "gateway", {"op": "state"}, GATEWAY_TIMEOUT_S)
     except StarlingError as error:

@@ -1,4 +1,4 @@
-"""What is configured, what models there are: commands that only read."""
+"""`starling config` and `starling models`: print the configuration and the configured models."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pipeline.config import paths
 from pipeline.config.load import find_file, load, render
 from pipeline.config.schema import Config
 from pipeline.models import store
+from starling.cli.options import exit_codes, json_option
 
-CODES = "Exit codes: 0 done; 78 the configuration is wrong."
+CODES = exit_codes({0: "success", 78: "the configuration is wrong"})
 
 
 def _print_json(value: Any) -> None:
@@ -20,21 +21,24 @@ def _print_json(value: Any) -> None:
 
 
 @click.command(epilog=CODES)
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@json_option()
 def config(as_json: bool) -> None:
-    """Print the configuration in force; secrets are masked."""
+    """Print the configuration in force, with secrets masked.
+
+    The first lines name the configuration file and the directories.
+    """
     resolved = load()
     if as_json:
         click.echo(render(resolved, "json"), nl=False)
         return
-    click.echo(f"# file: {find_file() or 'none, the defaults'}")
+    click.echo(f"# file: {find_file() or 'none (defaults)'}")
     for name, path in directories(resolved).items():
         click.echo(f"# {name}: {path}")
     click.echo(render(resolved), nl=False)
 
 
 def directories(config: Config) -> dict[str, str]:
-    """The directories in force, by name."""
+    """Paths of the directories in use, by name."""
     return {
         "home": str(paths.home()),
         "models": str(paths.models_dir()),
@@ -45,9 +49,15 @@ def directories(config: Config) -> dict[str, str]:
 
 
 @click.command(epilog=CODES)
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@json_option()
 def models(as_json: bool) -> None:
-    """List the configured models: file, digest, and whether they are ready to be served."""
+    """List the configured models with their files and states.
+
+    \b
+    to be fetched   the file is missing
+    fetched         the file is there and not ingested yet
+    ready           the checkpoint is there
+    """
     resolved = load()
     folder = paths.models_dir()
     rows: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Start one stage: bare, or under a supervisor that keeps it alive."""
+"""`starling stage` and `starling supervise`: run one stage, without or with a supervisor that restarts it."""
 
 from __future__ import annotations
 
@@ -19,43 +19,50 @@ from pipeline.runtime import process
 from pipeline.supervise import cleanup, listen_fd, worker_pool
 from pipeline.supervise.supervisor import guarded
 from pipeline.supervise.supervisor import supervise as keep_alive
+from starling.cli.options import exit_codes
 
 STAGES = ("tokenizer", "scheduler", "kv", "worker", "gateway")
 
 _COMMAND = (sys.executable, "-m", "starling", "stage")  # starts a stage as a new program
 _STAGE = click.Choice(STAGES)
 
-
-CODES = (
-    "Exit codes: 0 ended as it was told to; 1 it failed, and a restart may help; 70 who started it is gone; 78 the "
-    "configuration or the machine must be changed first."
+CODES = exit_codes(
+    {
+        0: "ended on request",
+        1: "failure that a restart may cure",
+        70: "the parent process has ended",
+        78: "the configuration or the machine must be changed first",
+    }
 )
 
 
 @click.command(epilog=CODES)
 @click.argument("name", type=_STAGE, metavar="STAGE")
-@click.option("--model", default="", metavar="NAME", help="The worker's model; default: the first.")
+@click.option("--model", default="", metavar="NAME", help="For worker: the model; default: the first one.")
 def stage(name: str, model: str) -> int:
-    """Run STAGE in this process, without a supervisor."""
-    process.die_with_parent()  # before the imports: they take time in which the parent may die
+    """Run STAGE in this process, without a supervisor.
+
+    STAGE is tokenizer, scheduler, kv, worker or gateway.
+    """
+    process.die_with_parent()  # before the imports, which take time in which the parent may die
     config = load()
     run = _program(name, model, config)
     logs.setup(name, config)
     code = guarded(run)
     if "NOTIFY_SOCKET" in os.environ:
-        # Under systemd there is no supervisor of ours to do it: the last stage of the target that ends.
+        # Under systemd no supervisor of the project removes the files: the last stage that ends does.
         cleanup.sweep(paths.run_dir(config), paths.arena_dir(config))
     return code
 
 
 @click.command(epilog=CODES)
 @click.argument("name", type=_STAGE, metavar="STAGE")
-@click.option("--model", default="", metavar="NAME", help="Only that model's workers; default: every model's.")
+@click.option("--model", default="", metavar="NAME", help="For worker: only this model; default: all models.")
 def supervise(name: str, model: str) -> int:
-    """Keep STAGE alive: restart it when it dies, give up loudly when it dies too often.
+    """Run STAGE and restart it when it dies.
 
-    `worker` keeps a group of workers for each model that is loaded, as `starling load`, `reload` and
-    `unload` change it.
+    STAGE is tokenizer, scheduler, kv, worker or gateway. A stage that dies too often is given up, with an error.
+    `worker` runs a group of workers for each loaded model and follows `starling load`, `reload` and `unload`.
     """
     config = load()
     if name == "worker":
@@ -80,16 +87,16 @@ def supervise(name: str, model: str) -> int:
 
 
 def _program(name: str, model: str, config: Config) -> Callable[[], int]:
-    """What the stage's process does; its modules are imported when it is called."""
+    """The function that the stage's process runs. It imports the stage when it is called."""
     arguments: tuple[str, ...] = ()
     if name == "worker":
-        instances = versions.read(config).versions
-        known = [instance.id for instance in instances]
+        loaded = versions.read(config).versions
+        known = [version.id for version in loaded]
         if not known or (model and model not in known):
             raise _unknown(model, known)
         arguments = (model or known[0],)
     elif model:
-        raise click.UsageError(f"--model is the worker's; the stage {name} serves every model")
+        raise click.UsageError(f"--model is only for worker; the stage {name} serves every model")
     return lambda: int(_import_stage(name).main(config, *arguments) or 0)
 
 
@@ -120,11 +127,13 @@ def _import_stage(name: str) -> ModuleType:
 
 
 def _unknown(model: str, known: list[str]) -> ConfigError:
-    return ConfigError(f"--model {model}: no such model is configured; there are {', '.join(known) or 'none'}")
+    return ConfigError(
+        f"--model {model}: no such model is configured; the configured models are {', '.join(known) or 'none'}"
+    )
 
 
 def _preload(name: str, config: Config) -> None:
-    """Import what the stage needs; its `preload(config)`, if it has one, loads compiled kernels."""
+    """Import the stage and call its `preload(config)`, which loads compiled kernels, if it has one."""
     module = _import_stage(name)
     if hasattr(module, "preload"):
         module.preload(config)

@@ -1,7 +1,7 @@
-"""`starling status`: each stage with what it uses and what it does, in 80 columns.
+"""`starling status`: the state, resource usage and activity of each stage, in 80 columns.
 
-Reads the stages' records, /proc and the metrics' snapshots, so it works when nothing answers; only what
-the gateway keeps to itself (admission) is asked over its control socket.
+Reads the stages' records, /proc and the snapshots of the metrics, so that it works when no stage answers. Only the
+state of admission comes from the gateway, over its control socket.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from pipeline.observe import exposition
 from pipeline.observe import status as records
 from pipeline.observe.status import StageStatus
 from pipeline.runtime.process import EXIT_FATAL
+from starling.cli.options import exit_codes, json_option
 from starling.cli.stage import STAGES
 
-SAMPLE_S = 0.3  # over which CPU use is measured
+SAMPLE_S = 0.3  # the time over which CPU usage is measured
 MAX_NAME = 24  # columns; a longer name is cut
 GATEWAY_TIMEOUT_S = 1.0
 
 
 class Row(msgspec.Struct):
-    """One stage. Numbers that are not known are None."""
+    """One stage. Unknown numbers are None."""
 
     stage: str
     state: str  # ready, not ready, draining, not running
@@ -41,23 +42,31 @@ class Row(msgspec.Struct):
     supervisor: int | None = None
     uptime_s: float | None = None
     restarts: int | None = None
-    cpu_percent: float | None = None  # of one core, over the last 0.3 s, ranks included
-    memory_bytes: int | None = None  # proportional: shared pages by their share
+    cpu_percent: float | None = None  # of one core, over `SAMPLE_S`, with all ranks
+    memory_bytes: int | None = None  # proportional set size: a shared page counts by its share
     processes: int = 0
-    queue: int | None = None  # waiting in the scheduler; in flight at the gateway
+    queue: int | None = None  # requests: waiting in the scheduler, or in flight in the gateway
     running: int | None = None
     busy: bool = False
     progress: int | None = None
-    last_progress_s: float | None = None  # ago
+    last_progress_s: float | None = None  # time since the last progress
 
 
-@click.command(epilog="Exit codes: 0 every stage is ready; 1 one is not; 78 the configuration is wrong.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.command(
+    epilog=exit_codes({0: "every stage is ready", 1: "a stage is not ready", 78: "the configuration is wrong"})
+)
+@json_option()
 def status(as_json: bool) -> int:
-    """Show every stage: what it uses, and what it is doing.
+    """Show the state and the resource usage of every stage.
 
-    CPU is in percent of one core over the last 0.3 s, memory the share of the pages it maps, both with
-    all ranks; QUEUE is what waits (scheduler) or is in flight (gateway); LAST is when it last did work.
+    \b
+    PID    process id
+    UP     time since the start
+    RST    restarts
+    CPU%   percent of one core over 0.3 s, with all ranks
+    MEM    proportional set size (a shared page counts by its share)
+    QUEUE  requests waiting (scheduler) or in flight (gateway)
+    LAST   time since the last progress
     """
     config = load()
     rows = look(config)
@@ -74,7 +83,7 @@ def status(as_json: bool) -> int:
 
 
 def look(config: Config, sleep: Callable[[float], None] = time.sleep) -> list[Row]:
-    """Every stage that is configured or has left a record. Takes `SAMPLE_S`."""
+    """A row for every stage that is configured or has left a record. Takes `SAMPLE_S`."""
     run_dir = paths.run_dir(config)
     found = {record.stage: record for record in records.read_all(run_dir)}
     names = [name for name in STAGES if name != "worker"]
@@ -93,7 +102,7 @@ def look(config: Config, sleep: Callable[[float], None] = time.sleep) -> list[Ro
     for name in names:
         record = found.get(name)
         if record is None or not record.alive:
-            rows.append(Row(name, "not running", "" if record is None else "it has died"))
+            rows.append(Row(name, "not running", "" if record is None else "the process has died"))
             continue
         family = families[name]
         rows.append(_row(record, now, sum(used[pid] for pid in family), family))
@@ -121,7 +130,7 @@ def _row(record: StageStatus, now: float, cpu: float, family: list[int]) -> Row:
 
 
 def _add_queues(rows: list[Row], config: Config) -> None:
-    """From the snapshots, at most a second old; nothing when metrics are off."""
+    """Add queue lengths from the snapshots, which are at most 1 s old. There are none if metrics are disabled."""
     named = {row.stage: row for row in rows if row.pid is not None}
     for snapshot in exposition.read_snapshots(paths.arena_dir(config)):
         row = named.get(snapshot.stage)
@@ -150,10 +159,10 @@ def _add_admission(rows: list[Row], run_dir: Path) -> None:
     gateway.queue = state["in_flight"]
     if state["draining"] and gateway.state == "ready":
         gateway.state = "draining"
-        gateway.reason = "takes no requests for " + ", ".join(state["draining"])
+        gateway.reason = "refuses requests for " + ", ".join(state["draining"])
 
 
-# ------------------------------------------------------------------ for people
+# ------------------------------------------------------------------ the table
 
 
 class Column(NamedTuple):
@@ -174,7 +183,7 @@ COLUMNS = (
 
 
 def table(rows: list[Row]) -> Iterator[str]:
-    """Lines of at most 80 columns; a reason stands on a line of its own."""
+    """Lines of at most 80 columns. A reason has a line of its own."""
     width = min(MAX_NAME, max(len(row.stage) for row in rows))
     yield f"{'STAGE':<{width}}" + "".join(f"{c.title:>{c.width}}" for c in COLUMNS) + "  STATE"
     for row in rows:

@@ -1,8 +1,8 @@
-"""Everything from one command: check, prepare, start the stages under honcho, say when it is ready.
+"""`starling up`: check, prepare, start all stages under honcho, and print a banner when the server is ready.
 
-`up` itself serves nothing.  It runs `honcho start` on the Procfile (foreman.py; honcho brings the stages'
-output together) and waits until the gateway's /ready answers.  When honcho is over it removes what the
-stages left (leftovers.py), so that Ctrl-C leaves nothing behind.
+`up` runs `honcho start` on the Procfile (honcho_runner.py); honcho merges the output of the stages. `up` waits until
+the gateway's /ready answers 200. After honcho's end it removes what the stages left (pipeline/supervise/cleanup.py), so
+that no socket and no arena stays after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -29,20 +29,29 @@ from pipeline.runtime import run_dir as rundir
 from pipeline.runtime.process import EXIT_FATAL
 from pipeline.supervise import cleanup, listen_fd
 from starling.cli.broken_pipe import silence
-from starling.cli.honcho_runner import Foreman
+from starling.cli.honcho_runner import HonchoRunner
+from starling.cli.options import exit_codes
 from starling.cli.prepare import prepare_all
 from starling.cli.stage import STAGES
 
 PROCFILE = Path(__file__).resolve().parent.parent.parent / "Procfile"
-PATIENCE_S = 5.0  # before it says what it waits for
+WAITING_S = 5.0  # before it prints which stages are not ready
 
 
 @click.command(
-    epilog="Exit codes: 0 ended as it was told to; 1 a stage was given up, or still runs; 78 the configuration or the "
-    "machine must be changed first."
+    epilog=exit_codes(
+        {
+            0: "ended on request",
+            1: "a stage was given up, or still runs",
+            78: "the configuration or the machine must be changed first",
+        }
+    )
 )
 def up() -> int:
-    """Prepare what is missing, start every stage, and run until Ctrl-C."""
+    """Prepare the models, start every stage, and run until Ctrl-C.
+
+    On Ctrl-C (SIGINT, SIGTERM or SIGHUP) streams in flight finish first. A second Ctrl-C kills all stages.
+    """
     config = load()
     check_faults(os.environ)
     run_dir = rundir.prepare(paths.run_dir(config))
@@ -52,7 +61,7 @@ def up() -> int:
         env = {**os.environ, **choose_arena_dir(config)}
         prepare_all(config)
         watcher = _Watcher(config, run_dir)
-        code = Foreman(write_procfile(run_dir), env).run(watcher.look)
+        code = HonchoRunner(write_procfile(run_dir), env).run(watcher.check)
     finally:
         only_one.release()
     arena_dir = paths.arena_dir(load(env=env), env)
@@ -66,7 +75,7 @@ def up() -> int:
 
 
 def check_faults(env: Mapping[str, str]) -> None:
-    """Raises `ConfigError` for a plan of faults that cannot be meant so: each stage would end with it."""
+    """Raises `ConfigError` for an invalid fault plan, with which every stage would end."""
     if plan := env.get(points.VARIABLE, ""):
         from pipeline.faults import plan as faultplan
 
@@ -74,7 +83,7 @@ def check_faults(env: Mapping[str, str]) -> None:
 
 
 def check_port(config: Config) -> None:
-    """Raises `ConfigError` when nobody could listen there, with the reason."""
+    """Raises `ConfigError` with the reason if a process cannot listen on the configured address."""
     host, port = config.server.host, config.server.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -86,21 +95,21 @@ def check_port(config: Config) -> None:
             probe.listen(1)
     except OSError as error:
         raise ConfigError(
-            f"server.host, server.port: cannot listen on {host}:{port}: {error.strerror}; end what uses it "
-            f"or choose another port, for example STARLING_SERVER__PORT={port + 1 if port < 65535 else 8080}",
+            f"server.host, server.port: cannot listen on {host}:{port}: {error.strerror}; stop the program that uses "
+            f"it or choose another port, for example STARLING_SERVER__PORT={port + 1 if port < 65535 else 8080}",
             param="server.port",
         ) from None
 
 
 def choose_arena_dir(config: Config, shm: Path = Path("/dev/shm")) -> dict[str, str]:
-    """Environment that moves the arenas out of a /dev/shm too small for them (as containers have).
+    """Environment variables that move the arenas to the home directory if /dev/shm is too small, as in containers.
 
-    Raises `ResourceError`, with the numbers, when they fit nowhere.
+    Raises `ResourceError` with the sizes if they do not fit there either.
     """
     need = sum(config.kv_cache_bytes(model) for model in config.models) + (capacity.ARENA_SPARE_MB << 20)
     home = Path(config.server.arena_dir or shm)
     there = paths.arena_dir(config)
-    # What a killed server has left counts as free: it is adopted or replaced.
+    # Arenas of a killed server count as free space: they are adopted or replaced.
     left = sum(path.stat().st_size for path in there.glob("*")) if there.is_dir() else 0
     free = _free(home) + left
     if free >= need:
@@ -126,7 +135,7 @@ def _free(path: Path) -> int:
 
 
 def write_procfile(run_dir: Path) -> Path:
-    """The Procfile at the top, or the same in the run directory where this was installed without it."""
+    """The repository's Procfile, or an equal one in the run directory if the package was installed without it."""
     if PROCFILE.is_file():
         return PROCFILE
     lines = [f"{name}: exec starling supervise {name}" for name in STAGES]
@@ -139,30 +148,30 @@ def write_procfile(run_dir: Path) -> Path:
 
 
 class _Watcher:
-    """Asks whether the server is ready, and says so once; or what it waits for."""
+    """Checks whether the server is ready, and prints the banner or the stages that are not ready."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self._config = config
         self._run_dir = run_dir
         self._begun = time.monotonic()
-        self._said: list[str] = []
+        self._reported: list[str] = []
 
-    def look(self) -> bool:
-        """Is it ready? Prints the banner then."""
+    def check(self) -> bool:
+        """True once the server is ready; prints the banner then."""
         took = time.monotonic() - self._begun
         records = [record for record in status.read_all(self._run_dir) if record.alive]
         waiting = [f"{record.stage} ({record.reason or 'starting'})" for record in records if not record.ready]
-        # Asked only when nothing else is missing: the gateway logs every request.
+        # Requested only when every stage is ready, because the gateway logs every request.
         if records and not waiting and _answers_ready(self._config):
-            _say(banner(self._config, took))
+            _print(banner(self._config, took))
             return True
-        if took > PATIENCE_S and waiting and waiting != self._said:
-            self._said = waiting
-            _say("waiting for " + ", ".join(waiting))
+        if took > WAITING_S and waiting and waiting != self._reported:
+            self._reported = waiting
+            _print("waiting for " + ", ".join(waiting))
         return False
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     try:
         click.echo(text)
     except OSError:
@@ -181,7 +190,7 @@ def _answers_ready(config: Config) -> bool:
 
 
 def banner(config: Config, took_s: float) -> str:
-    """What a newcomer needs: where it is, and a line to paste."""
+    """The server's URL and a request to paste into a shell."""
     url = listen_fd.url(config)
     key = " \\\n    -H 'Authorization: Bearer YOUR-API-KEY'" if config.auth.api_keys else ""
     messages = '[{"role": "user", "content": "Tell me a short story."}]'

@@ -103,7 +103,7 @@ def test_a_long_phase_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> 
         (["fetch", "nobody"], {}, 2, "no model 'nobody' is configured"),
         (["stage", "nothing"], {}, 2, "'nothing' is not one of 'tokenizer'"),
         (["stage", "worker", "--model", "x"], {}, 78, "--model x: no such model is configured"),
-        (["stage", "kv", "--model", "x"], {}, 2, "--model is the worker's"),
+        (["stage", "kv", "--model", "x"], {}, 2, "--model is only for worker"),
         (["nothing"], {}, 2, "No such command 'nothing'"),
         ([], {}, 2, "Usage: starling"),
     ],
@@ -130,14 +130,6 @@ def test_a_reader_that_goes_away_is_no_error(home: Path) -> None:
 # ------------------------------------------------------------------ hostile users
 
 
-def test_every_command_says_its_exit_codes(home: Path) -> None:
-    commands = [[name] for name in COMMANDS] + [["kv", "check"], ["kv", "warm"]]
-    for command in commands:
-        shown = CliRunner().invoke(cli, [*command, "--help"], env={"COLUMNS": "80"}).output
-        assert "Exit codes: 0 " in shown, command
-        assert max(map(len, shown.splitlines())) <= 80, command
-
-
 @pytest.mark.parametrize("seconds", ["nan", "-1", "inf", "90000", "soon"])
 @pytest.mark.parametrize(
     "command", ["drain", "reload m", "load m", "unload m", "restart kv", "restart all --drain-timeout 1", "down"]
@@ -152,7 +144,7 @@ def test_a_time_that_never_comes_is_refused(home: Path, command: str, seconds: s
 def test_a_duration_that_is_none_is_refused(home: Path, duration: str) -> None:
     done = CliRunner().invoke(cli, ["chaos", "--duration", duration])
     assert done.exit_code == 2
-    assert "is no duration" in done.output
+    assert "is not a duration" in done.output
 
 
 @pytest.mark.parametrize("command", ["drain nobody", "resume nobody", "fetch nobody", "prepare nobody"])

@@ -79,7 +79,7 @@ def test_asks_and_sums_up(server: HTTPServer, tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["kv", "warm", str(file), "--key", "sk-1"], standalone_mode=False)
     assert done.return_value == 1
     assert f"{file}:2: no such word" in done.output.replace("\n", "")
-    assert "2 of 3 prompts, 10 tokens, 4 of them were there" in done.output
+    assert "2 of 3 prompts, 10 tokens, 4 of them in the cache already" in done.output
     assert server.seen[0] == ("Bearer sk-1", {"prompt": "one", "max_tokens": 1, "model": DEMO_MODEL})  # type: ignore[attr-defined]
 
 

@@ -40,7 +40,7 @@ def test_what_cannot_be_drained(target: str) -> None:
 
 
 def test_a_worker_of_several_models_is_to_be_named() -> None:
-    with pytest.raises(ModelNotFound, match="^'worker' is every model's: name the model, or its worker"):
+    with pytest.raises(ModelNotFound, match="^'worker' stands for the workers of all models: name one model"):
         admission(CONFIG, "worker")
 
 
@@ -53,7 +53,7 @@ def record(run_dir: Path, stage: str, parent: int) -> StageStatus:
 
 
 def test_only_what_is_supervised_is_restarted(tmp_path: Path) -> None:
-    with pytest.raises(click.BadParameter, match="'nobody' is no stage"):
+    with pytest.raises(click.BadParameter, match="'nobody' is not a stage"):
         chosen(CONFIG, tmp_path, "nobody", False)
     with pytest.raises(StarlingError, match="kv is not running"):
         chosen(CONFIG, tmp_path, "kv", False)

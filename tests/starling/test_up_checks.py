@@ -23,7 +23,9 @@ def test_a_port_in_use_is_refused_with_the_way_out() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: Address already in use; end what uses it"):
+        with pytest.raises(
+            ConfigError, match=f"127.0.0.1:{port}: Address already in use; stop the program that uses it"
+        ):
             up_module.check_port(resolve({"server": {"port": port}}, {}))
     up_module.check_port(resolve({"server": {"port": port}}, {}))
 
