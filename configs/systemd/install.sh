@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Install the units for this checkout: user `starling`, state in /var/lib/starling, configuration in
-# /etc/starling/starling.yaml. Run as root after `make setup`; nothing is started.
-#   configs/systemd/install.sh            into /etc/systemd/system
-#   configs/systemd/install.sh DIR        only write the units into DIR (to look at or to verify)
+# Install the systemd units of this checkout. They run as the user `starling`, with state in /var/lib/starling and the
+# configuration /etc/starling/starling.yaml. Run it as root after `make setup`. It starts no unit.
+#   configs/systemd/install.sh            install into /etc/systemd/system
+#   configs/systemd/install.sh DIR        only write the units into DIR, to read or verify them
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 prefix=$(cd "$here/../.." && pwd)
 into=${1:-/etc/systemd/system}
 if [ ! -x "$prefix/.venv/bin/starling" ]; then
-    echo "starling: $prefix/.venv/bin/starling is missing; run 'make setup' first" >&2
+    echo "starling: $prefix/.venv/bin/starling does not exist; run 'make setup' first" >&2
     exit 1
 fi
 mkdir -p "$into"
@@ -25,7 +25,7 @@ if [ ! -e /etc/starling/starling.yaml ]; then
 fi
 systemctl daemon-reload
 cat <<END
-Installed. Then:
+The units are installed. Next:
   sudo -u starling env STARLING_HOME=/var/lib/starling $prefix/.venv/bin/starling prepare
   systemctl enable --now starling.target
   systemctl status 'starling-*'

@@ -1,4 +1,4 @@
-"""The systemd units: one for each stage, watched, bounded and hardened; the install command fills in the checkout."""
+"""The systemd units: one for each stage, with watchdog, limits and hardening; install.sh inserts the path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def unit(path: Path) -> configparser.SectionProxy:
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_has_a_unit(stage: str) -> None:
     service = unit(UNITS / f"starling-{stage}.service")
-    # Worker groups come and go with models: their unit supervises them.
+    # Worker groups start and end with models: their unit runs the supervisor.
     how = "supervise" if stage == "worker" else "stage"
     assert service["ExecStart"] == f"@PREFIX@/.venv/bin/starling {how} {stage}"
     expected = {
