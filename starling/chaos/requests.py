@@ -27,6 +27,7 @@ class ChaosRequest:
 
     @property
     def is_session(self) -> bool:
+        """Whether the request is a session of several turns."""
         return len(self.turns) > 1
 
 

@@ -23,6 +23,7 @@ class Events(Queue):
     is_ending = False
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """The next event; without a timeout until the first process has ended."""
         event = super().get(block, timeout if self.is_ending else None)
         self.is_ending = self.is_ending or event.type == "stop"
         return event
@@ -40,6 +41,7 @@ class Printer(printer.Printer):
     """honcho's printer that goes on after its reader has closed the pipe."""
 
     def write(self, message: printer.Message) -> None:
+        """Write one message; a closed pipe is ignored."""
         try:
             super().write(message)
         except OSError:

@@ -102,6 +102,7 @@ class Tail:
         return list(lines)
 
     def close(self) -> None:
+        """Close the file, if it is open."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -20,6 +20,7 @@ class Seconds(click.FloatRange):
         super().__init__(min=least_s, max=DAY_S)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number of seconds; NaN is refused."""
         seconds = super().convert(value, param, ctx)
         if math.isnan(seconds):
             self.fail(f"{value!r} is not a number of seconds", param, ctx)

@@ -166,6 +166,8 @@ def _add_admission(rows: list[Row], run_dir: Path) -> None:
 
 
 class Column(NamedTuple):
+    """A column of the table: its title, its width, and how a row fills it."""
+
     title: str
     width: int
     cell: Callable[[Row], str]

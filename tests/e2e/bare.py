@@ -1,4 +1,4 @@
-"""A server without supervisors, as systemd runs it: nobody restarts a stage, so what the others notice can be seen."""
+"""A server without supervisors, as under systemd: no process restarts a stage, so the others' reactions show."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class BareServer(Server):
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
-        shutil.rmtree(self.arenas, ignore_errors=True)  # nobody starts here again
+        shutil.rmtree(self.arenas, ignore_errors=True)  # no server starts in this directory again
 
     def stop(self, number: int = 9) -> int:
         """SIGKILL to all, power-cut style; sockets and arenas stay, as after a crash."""

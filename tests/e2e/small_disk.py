@@ -6,8 +6,8 @@
     found(size_kib)           -> a new folder on a small file system that this machine has anyway, the rest of which
                                  is taken by a file in it; or None
 
-Run as a program it is that command: `small_disk.py SIZE_KIB PATH COMMAND...`.  Root unshares the mounts alone; anybody
-else in a user namespace too, in which the user's id is what it was.
+Run as a program, it is that command: `small_disk.py SIZE_KIB PATH COMMAND...`. Root unshares only the mount namespace;
+any other user also unshares a user namespace, in which the user's id is unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def why_not() -> str:
 
 
 def found(size_kib: int) -> Path | None:
-    """For whoever may not mount: such as /run/lock, of 5 MiB, on Debian. The folder is to be removed."""
+    """A small tmpfs for users who may not mount, such as /run/lock (5 MiB) on Debian. The caller removes the folder."""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         path, kind = line.split()[1:3]
         if kind == "tmpfs" and os.access(path, os.W_OK):

@@ -71,7 +71,7 @@ def config(tmp_path: Path) -> Mapping[str, Any]:
 
 
 def kill_everything(server: Server) -> None:
-    """As a power cut, but for the memory: nobody sees another one die and tidies up."""
+    """A power cut that keeps the memory: no process sees another one die and cleans up."""
     pids = server.pids()
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
@@ -80,7 +80,7 @@ def kill_everything(server: Server) -> None:
 
 
 def damage_cached_pages(server: Server) -> int:
-    """One bit of each page that nobody holds. Returns how many there were."""
+    """Flip one bit of each unreferenced page; returns the number of pages."""
     (path,) = [Path(p) for p in server.leftovers() if p.endswith(".kv")]
     arena, views, _ = attach_kv(path)
     fields = views.headers.view(HEADER)[:, 0]

@@ -219,6 +219,6 @@ def test_what_cannot_be_loaded_twice_is_not_reloaded(tmp_path: Path, monkeypatch
 
 
 def test_no_server_is_said(tmp_path_factory: pytest.TempPathFactory, server: Server) -> None:
-    home = tmp_path_factory.mktemp("nobody")
+    home = tmp_path_factory.mktemp("no-server")
     nobody = Server(home, {"models": [{"name": "tiny", "path": str(server.home / "tiny.gguf")}]})
     starling(nobody, "chaos", "--duration", "1s", code=1)

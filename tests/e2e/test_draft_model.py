@@ -22,7 +22,7 @@ SHALLOW = DEEP._replace(n_layers=1)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """`deep` says what its draft model says, with sixteen times the layers; `odd` what nobody says."""
+    """`deep` has the output of its draft model, with sixteen times the layers; `odd` agrees with no other model."""
     home = tmp_path_factory.mktemp("draft")
     share_caches(home)
     files = {

@@ -51,7 +51,7 @@ def test_a_stream_outlives_the_gateway(tmp_path: Path, demo_gguf: Path) -> None:
         rest = list(events(server, path, None, {**MINE, "Last-Event-ID": last}))
         assert rest
         assert comparable([data for _, data in begun + rest]) == undisturbed
-        # And from the beginning, for whoever has lost it all.
+        # And from the beginning, for a client that kept nothing.
         assert comparable([data for _, data in events(server, path, None, MINE)]) == undisturbed
         server.stop()
         assert server.leftovers() == []

@@ -106,7 +106,7 @@ def test_the_stream_ends_with_the_bytes_it_would_have_had(
     pid = demo_server.pid_of(process(name, DEMO_MODEL))
     stream = demo_server.stream("/v1/generate", **REQUEST)
     assert comparable(struck(stream, MOMENTS[moment], lambda: os.kill(pid, number))) == undisturbed
-    # Whoever was hit is gone for good before the next case: fencing is death.
+    # Each killed process has exited before the next case begins.
     assert wait_gone(pid)
 
 

@@ -81,7 +81,7 @@ def test_a_full_queue_of_one_is_none_of_the_other(server: Server) -> None:
 def test_a_model_that_is_loading_is_waited_for_within_bounds(server: Server) -> None:
     expected = ask(server, "two")[1]["choices"]
     (record,) = (record for record in read_all(server.home / "run") if record.stage == "worker-two")
-    os.kill(record.parent, signal.SIGSTOP)  # nobody starts it again
+    os.kill(record.parent, signal.SIGSTOP)  # the worker is not restarted
     os.kill(record.pid, signal.SIGKILL)
     try:
         # What arrives before this is known waits in the scheduler's queue, and longer.

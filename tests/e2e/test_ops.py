@@ -106,7 +106,7 @@ def test_every_stage_restarts_without_a_failed_request(server: Up) -> None:
 def test_the_gateway_hands_over_without_a_failed_request(server: Up) -> None:
     before = status(server)["gateway"]["pid"]
     with Traffic(server) as traffic:
-        # One more, on a connection that is kept: it is in flight when the gateway is told, and finishes.
+        # One more, on a connection that is kept: it is in flight when the gateway receives the signal, and finishes.
         stream = server.stream("/v1/generate", **REQUEST, seed=5)
         begun = [next(stream)]
         rest: list[dict[str, Any]] = []
@@ -174,8 +174,8 @@ def test_what_does_not_finish_in_time_is_told_so(server: Up) -> None:
 
 
 def test_wrong_targets_are_refused(server: Up) -> None:
-    starling(server, "drain", "nobody", code=2)
-    starling(server, "restart", "nobody", code=2)
+    starling(server, "drain", "absent", code=2)
+    starling(server, "restart", "absent", code=2)
 
 
 @pytest.mark.parametrize("kind", [Server, Up])

@@ -131,7 +131,7 @@ def test_a_stage_that_stands_still_is_known_within_a_second(
     with stopped(server.pid_of(name)):
         waited, reason = probe.wait(False)
     assert waited < WITHIN_S, reason
-    # Whoever is found first: the stage itself, or the scheduler, which has work and waits for it.
+    # Either is reported first: the stage itself, or the scheduler, which has work and waits for it.
     assert ("worker" if "worker" in name else name) in reason or "scheduler: has work" in reason
     probe.wait(True)
     assert stream.finish() == undisturbed

@@ -200,7 +200,7 @@ def test_a_changed_file_is_read_anew_and_nothing_before(server: Server, files: F
     on_a = tokens(server)
     (tmp_path / "new").write_bytes(files.b.read_bytes())
     os.replace(tmp_path / "new", moving)
-    # Whoever dies now comes back with the version that serves, not with what lies there.
+    # A stage that dies now restarts with the version that serves, not with the file that is there.
     for stage in ("worker-tiny@1", "kv", "tokenizer", "scheduler"):
         pid = server.pid_of(stage)
         os.kill(pid, signal.SIGKILL)
@@ -260,7 +260,7 @@ def test_what_cannot_be_loaded_leaves_the_old_one_serving(server: Server, files:
                 reload(server, None, op, name)
             assert raised.value.code == error
         for op in ("reload", "unload", "load"):
-            assert "'nobody'" in json.loads(starling(server, op, "nobody", "--json", code=2))["error"]["message"]
+            assert "'absent'" in json.loads(starling(server, op, "absent", "--json", code=2))["error"]["message"]
     assert traffic.faults == []
     assert tokens(server) == expected
     assert server.request("GET", "/ready")[0] == 200

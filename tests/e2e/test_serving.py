@@ -105,7 +105,7 @@ def test_a_client_that_hangs_up_frees_its_place(demo_server: Server) -> None:
         (b'{"prompt": "a", "temperature": 3}', 400, "temperature"),
         (json.dumps({"prompt": [5] * 200_000}).encode(), 400, "prompt"),
         (json.dumps({"prompt": "a" * 10_500_000}).encode(), 413, "max_body_mb"),
-        (b'{"prompt": "a", "model": "nobody"}', 404, "nobody"),
+        (b'{"prompt": "a", "model": "absent"}', 404, "absent"),
     ],
     ids=["syntax", "nan", "utf-8", "typo", "negative", "range", "long", "large", "model"],
 )

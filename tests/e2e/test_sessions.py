@@ -33,7 +33,7 @@ def test_turns_are_the_one_prompt_text(demo_server: Server) -> None:
     assert opened["usage"]["prompt_tokens"] == len(history)
     history += opened["choices"][0]["tokens"]
 
-    for question in (" Then a bell rang:", " Nobody had expected"):
+    for question in (" Then a bell rang:", " No sailor had expected"):
         kill_kv(server)
         stream = list(server.stream("/v1/generate", prompt=question, max_tokens=12, temperature=0, session_id=name))
         assert stream[-1]["session_id"] == name

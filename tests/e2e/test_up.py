@@ -61,7 +61,7 @@ def test_the_stages_do_not_outlive_it(tmp_path: Path, config: dict[str, object])
         pids = server.pids()
         assert server.process is not None
         os.kill(server.process.pid, signal.SIGKILL)
-        # Nobody is left to tell them; they see it themselves, and the last one tidies up.
+        # No process is left to signal them: each notices by itself, and the last one cleans up.
         assert all(wait_gone(pid) for pid in pids)
         server.process.wait()
         assert server.leftovers() == []
@@ -99,12 +99,12 @@ def test_killed_outright_and_started_again(tmp_path: Path, config: dict[str, obj
         pids = server.pids()
         assert server.process is not None
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)  # so that nobody sees another one die and tidies up
+            os.kill(pid, signal.SIGSTOP)  # so that no process sees another one die and cleans up
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         server.process.wait()
         assert all(wait_gone(pid) for pid in pids)
-        assert server.leftovers(), "nobody could tidy up"
+        assert server.leftovers(), "no process was left to clean up"
     finally:
         server.stop(signal.SIGKILL)
     with Up(tmp_path, config) as again:
@@ -114,7 +114,7 @@ def test_killed_outright_and_started_again(tmp_path: Path, config: dict[str, obj
 
 
 class Unread(Up):
-    """Whoever reads its output goes away with the first line that holds `last`."""
+    """The reader of its output leaves after the first line that contains `last`."""
 
     last = ""
 

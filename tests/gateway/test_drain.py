@@ -163,7 +163,7 @@ def test_requests_past_the_deadline_end_with_an_error_that_says_so(server: Serve
         ({"op": "drain", "timeout_s": -1}, "timeout_s"),
         ({"op": "drain", "timeout_s": True}, "timeout_s"),
         ({"op": "drain", "target": 7}, "target"),
-        ({"op": "drain", "target": "nobody"}, "model"),
+        ({"op": "drain", "target": "absent"}, "model"),
         ({"op": "resume", "timeout_s": 1}, "timeout_s"),
         ({"op": "drain", "keep": 1}, "keep"),
     ],

@@ -301,7 +301,7 @@ def test_the_openai_client(server: Server) -> None:
         with pytest.raises(openai.BadRequestError, match="temperature"):
             client.completions.create(model=MODEL, prompt="ab", temperature=3)
         with pytest.raises(openai.NotFoundError):
-            client.completions.create(model="nobody", prompt="ab")
+            client.completions.create(model="absent", prompt="ab")
 
 
 def test_curl(server: Server) -> None:

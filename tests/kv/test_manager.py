@@ -300,9 +300,9 @@ def test_no_page_is_granted_before_the_reconciliation() -> None:
 
 def test_frames_of_unknown_sequences_are_ignored() -> None:
     w = World()
-    w.m.commit("nobody", 100)
-    w.m.release("nobody", 100)
-    assert w.m.extend("nobody", 100) == Denial(True, 7, 8, 8)
+    w.m.commit("absent", 100)
+    w.m.release("absent", 100)
+    assert w.m.extend("absent", 100) == Denial(True, 7, 8, 8)
     w.acquire("a", words(1))
     w.m.commit("a", 10_000)  # more than it has
     w.m.release("a", 10_000)

@@ -94,7 +94,7 @@ def test_a_cancelled_turn_leaves_no_trace(sessions: SessionStore, tmp_path: Path
     sessions.begin(ME, "t", "a")
     sessions.abort(ME, "t", "a", 2)
     sessions.abort(ME, "t", "a", 2)  # late, repeated and unknown frames are ignored
-    sessions.abort(ME, "t", "nobody", 9)
+    sessions.abort(ME, "t", "absent", 9)
     assert list(sessions.begin(ME, "t", "a").tokens) == [1, 2]
     sessions.drop_holder(ME)
     assert list(open_sessions(tmp_path, clock).begin(ME, "t", "a").tokens) == [1, 2]

@@ -100,7 +100,7 @@ def test_a_long_phase_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> 
     [
         (["config"], {"STARLING_SERVER__PROT": "1"}, 78, "server.prot (STARLING_SERVER__PROT): no such key"),
         (["config"], {"STARLING_CONFIG": "/none.yaml"}, 78, "/none.yaml: cannot read the configuration"),
-        (["fetch", "nobody"], {}, 2, "no model 'nobody' is configured"),
+        (["fetch", "absent"], {}, 2, "no model 'absent' is configured"),
         (["stage", "nothing"], {}, 2, "'nothing' is not one of 'tokenizer'"),
         (["stage", "worker", "--model", "x"], {}, 78, "--model x: no such model is configured"),
         (["stage", "kv", "--model", "x"], {}, 2, "--model is only for worker"),
@@ -147,11 +147,11 @@ def test_a_duration_that_is_none_is_refused(home: Path, duration: str) -> None:
     assert "is not a duration" in done.output
 
 
-@pytest.mark.parametrize("command", ["drain nobody", "resume nobody", "fetch nobody", "prepare nobody"])
+@pytest.mark.parametrize("command", ["drain absent", "resume absent", "fetch absent", "prepare absent"])
 def test_a_name_that_is_not_there_is_wrong_usage(home: Path, command: str) -> None:
     done = starling(*command.split())
     assert done.returncode == 2
-    assert "'nobody'" in done.stderr
+    assert "'absent'" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["drain", "resume", "reload m", "load m", "unload m"])
@@ -162,7 +162,7 @@ def test_that_no_server_runs_is_said(home: Path, command: str) -> None:
 
 
 def as_anybody(*args: str) -> subprocess.CompletedProcess[str]:
-    """As `starling`, by somebody to whom files are closed as their modes say."""
+    """Run `starling` as a user whom file modes restrict."""
     libc = ctypes.CDLL(None)
 
     def drop() -> None:

@@ -33,7 +33,7 @@ def test_what_a_drain_of_it_refuses(target: str, name: str) -> None:
     assert admission(CONFIG, target) == name
 
 
-@pytest.mark.parametrize("target", ["worker", "nobody", ""])
+@pytest.mark.parametrize("target", ["worker", "absent", ""])
 def test_what_cannot_be_drained(target: str) -> None:
     with pytest.raises(ModelNotFound, match="there are all, tokenizer.*, a/b, c, worker-a--b, worker-c$"):
         admission(CONFIG, target)
@@ -53,8 +53,8 @@ def record(run_dir: Path, stage: str, parent: int) -> StageStatus:
 
 
 def test_only_what_is_supervised_is_restarted(tmp_path: Path) -> None:
-    with pytest.raises(click.BadParameter, match="'nobody' is not a stage"):
-        chosen(CONFIG, tmp_path, "nobody", False)
+    with pytest.raises(click.BadParameter, match="'absent' is not a stage"):
+        chosen(CONFIG, tmp_path, "absent", False)
     with pytest.raises(StarlingError, match="kv is not running"):
         chosen(CONFIG, tmp_path, "kv", False)
     bare = record(tmp_path, "kv", os.getppid())

@@ -37,7 +37,7 @@ AVOIDED_RE = re.compile(r"\b(" + "|".join(re.escape(word) for word in AVOIDED) +
 # Checks of proselint that do not apply: pages are ASCII with straight quotes, and ranges of figures are not dates.
 NOT_USED = ("typography.", "dates_times.")
 FOLDERS = ("shm", "pipeline", "stages", "starling", "tools", "tests")
-ITSELF = "tools/checks/prose.py"
+ITSELF = ("tools/checks/prose.py", "tests/tools/test_checks.py")
 
 
 def problems(root: Path) -> Iterator[str]:
@@ -49,7 +49,7 @@ def problems(root: Path) -> Iterator[str]:
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
             where = str(path.relative_to(root))
-            if where != ITSELF:
+            if where not in ITSELF:
                 yield from _avoided(texts(path.read_text()), where)
 
 
