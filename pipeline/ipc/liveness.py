@@ -205,7 +205,10 @@ class Liveness:
                     self._transport.wake()  # unread frames may be from this peer
                 elif silence_s > STARVED_FACTOR * limit_s or not self._is_starved(peer):
                     self.discard(key, "its heartbeats have stopped")
-        if now - self._last_sent >= EARLY_FRACTION * self.interval_s and self._is_due(heartbeat, now):
+        # An idle stage ticks less often from now on: its peers must learn it before they count it as silent.
+        becomes_idle = heartbeat.idle and not self._last_offered.idle
+        has_passed = now - self._last_sent >= EARLY_FRACTION * self.interval_s
+        if (becomes_idle or has_passed) and self._is_due(heartbeat, now):
             self._last_sent = now
             self.broadcast(heartbeat)
 

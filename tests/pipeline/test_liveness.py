@@ -220,6 +220,22 @@ def test_an_idle_hub_sends_every_heartbeat_only_where_readiness_depends_on_it(
     pair.close()
 
 
+def test_a_stage_that_becomes_idle_reports_it_at_once(pair: Pair) -> None:
+    """Its next tick may be so late that the gateway would count an active stage as silent."""
+    pair.meet()
+    sent: list[m.Heartbeat] = []
+    pair.hub.liveness.broadcast = sent.append  # type: ignore[method-assign]
+    pair.clock.now += INTERVAL_S
+    active = m.Heartbeat("kv", 1, 7, False, True)
+    idle = m.Heartbeat("kv", 1, 7, False, True, idle=True)
+    pair.hub.tick(active)
+    pair.clock.now += INTERVAL_S / 10
+    pair.hub.tick(active)
+    pair.hub.tick(idle)
+    pair.hub.tick(idle)
+    assert sent == [active, idle]
+
+
 def test_an_idle_link_sends_fewer_heartbeats_and_is_not_discarded(pair: Pair) -> None:
     peer = pair.meet()
     idle = m.Heartbeat("scheduler", 1, 7, False, True, idle=True)
