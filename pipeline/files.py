@@ -1,8 +1,9 @@
-"""Writing files: complete writes, atomic replacement, and files that are synchronized to the disk later."""
+"""Writing files: complete writes, atomic replacement, files that are synchronized to the disk later, disk errors."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from pathlib import Path
 def replace_file(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Write `data` beside `path` and rename it over `path`: a reader sees the old contents or the new, never a part.
 
-    `durable` writes the bytes to the disk before the rename.  Raises `OSError`; the old file then stands and
-    the new one is removed.  One writer at a time: the temporary name is derived from `path`.
+    `durable` writes the bytes to the disk before the rename, and the directory after it.  Raises `OSError`; unless only
+    the latter has failed, the old file then stands and the new one is removed.  One writer at a time: the temporary
+    name is derived from `path`.
     """
     temporary = temporary_path(path)
     try:
@@ -21,10 +23,21 @@ def replace_file(path: Path, data: bytes, *, durable: bool = False) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
+        if durable:
+            sync_directory(path.parent)
     except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def sync_directory(directory: Path) -> None:
+    """Write a directory to the disk: the files created, renamed and removed in it. Raises `OSError`."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def temporary_path(path: Path) -> Path:
@@ -42,11 +55,12 @@ def write_all(fd: int, data: bytes | memoryview, at: int) -> None:
 
 
 def append_all(fd: int, data: bytes, size: int) -> None:
-    """Append `data` to a file of `size` bytes. Raises `OSError`; the file is then as before."""
+    """Append `data` to a file of `size` bytes. Raises `OSError`; the file is then as before, if the disk allows it."""
     try:
         write_all(fd, data, size)
     except OSError:
-        os.ftruncate(fd, size)
+        with contextlib.suppress(OSError):  # the part that was written has a wrong checksum
+            os.ftruncate(fd, size)
         raise
 
 
@@ -73,3 +87,29 @@ class DurableFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+class DiskErrors:
+    """Errors of one kind of state file: all are counted, the first one is logged, and so is the recovery."""
+
+    def __init__(self, log: logging.Logger, consequence: str) -> None:
+        """`consequence`: what the server does without, for the log line."""
+        self.count = 0  # since the process started
+        self._log = log
+        self._consequence = consequence
+        self._failed: set[str] = set()  # operations that have failed since they last worked
+
+    def failed(self, operation: str, path: Path, error: OSError) -> None:
+        """An operation (`write`, `unlink`, ...) on `path` has failed."""
+        self.count += 1
+        if operation not in self._failed:
+            self._failed.add(operation)
+            reason = error.strerror or str(error)
+            facts = {"path": str(path), "operation": operation, "error": reason}
+            self._log.error("a state file failed: %s: %s", self._consequence, reason, extra=facts)
+
+    def worked(self, operation: str) -> None:
+        """An operation has succeeded."""
+        if operation in self._failed:
+            self._failed.discard(operation)
+            self._log.warning("state files work again", extra={"operation": operation, "errors": self.count})

@@ -7,9 +7,10 @@ The checksum covers the payload, or length, kind and payload, depending on the f
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import xxhash
@@ -18,7 +19,8 @@ from pipeline.files import append_all
 
 _HEAD = struct.Struct("<IIQ")
 _CHECKED_HEAD = struct.Struct("<II")  # length and kind, as far as the checksum covers them
-assert _HEAD.size == 16
+RECORD_HEAD_BYTES = _HEAD.size
+assert RECORD_HEAD_BYTES == 16
 
 
 class Record(NamedTuple):
@@ -50,13 +52,20 @@ class RecordFormat(NamedTuple):
             yield Record(kind, payload, begin, end)
             begin = end
 
-    def append(self, fd: int, size: int, kind: int, payload: bytes) -> None:
-        """Append a record to a file of `size` bytes, durably. Raises `OSError`: then the file is as before."""
+    def append(
+        self, fd: int, size: int, kind: int, payload: bytes, before_sync: Callable[[], object] = lambda: None
+    ) -> None:
+        """Append a record to a file of `size` bytes, durably. Raises `OSError`: then the file is as before.
+
+        A disk that refuses to truncate as well may keep the record: pass the same `size` to the next `append`.
+        """
         append_all(fd, self.encode(kind, payload), size)
         try:
+            before_sync()
             os.fdatasync(fd)
         except OSError:
-            os.ftruncate(fd, size)
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, size)
             raise
 
     def _checksum(self, kind: int, payload: bytes) -> int:

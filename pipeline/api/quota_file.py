@@ -12,6 +12,7 @@ the quotas stay in memory, and one log line reports the error.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import xxhash
 
 from pipeline.faults import points
-from pipeline.files import DurableFile, write_all
+from pipeline.files import DiskErrors, DurableFile, sync_directory, write_all
 
 log = logging.getLogger("starling.quotas")
 
@@ -52,8 +53,9 @@ class QuotaFile(DurableFile):
         self.levels: OrderedDict[bytes, Level] = OrderedDict()  # least recently charged first
         self._record_numbers: dict[bytes, int] = {}
         self._free: list[int] = []
-        self._is_error_logged = False
-        self._fault = points.fault_point("disk", "quotas")
+        self.errors = DiskErrors(log, "a restart would reset the quotas")
+        self._points = points.DiskPoints("quotas")
+        self._points.open.hit()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         super().__init__(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         try:
@@ -61,8 +63,11 @@ class QuotaFile(DurableFile):
         except OSError:
             self.close()
             raise
+        with contextlib.suppress(OSError):  # of use after a power failure only
+            sync_directory(path.parent)
 
     def _read(self) -> None:
+        self._points.read.hit()
         raw = os.pread(self._fd, (MAX_RECORDS + 1) * RECORD_BYTES, 0)
         if raw[: len(MAGIC)] != MAGIC:
             if raw:
@@ -94,17 +99,14 @@ class QuotaFile(DurableFile):
         self.levels.move_to_end(key)
         record = _RECORD.pack(key, *level)
         try:
-            if self._fault.trigger is not None:
-                self._fault.trigger(0)
+            self._points.write.hit()
             checked = record + _CHECK.pack(xxhash.xxh3_64_intdigest(record))
             write_all(self._fd, checked, (number + 1) * RECORD_BYTES)
         except OSError as error:
-            if not self._is_error_logged:
-                self._is_error_logged = True
-                log.error("%s: a restart would reset the quotas: %s", self.path, error.strerror)
+            self.errors.failed("write", self.path, error)
             return
         self._is_dirty = True
-        self._is_error_logged = False
+        self.errors.worked("write")
 
 
 def bucket_key(kind: str, tenant: str) -> bytes:

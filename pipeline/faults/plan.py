@@ -7,11 +7,11 @@
     disk:ACTION@POINT        every time
     disk:slow@POINT=N        every time, N milliseconds
 
-Points: `worker@step`, `kv@page`, `wire@FROM>TO`; of disks `spill`, `saved` and `sessions` (writes of kv),
-`spill_read`, `saved_read`, `journal` and `quotas` (writes of the gateway) and `journal_sync`.
+Points: `worker@step`, `kv@page`, `wire@FROM>TO`; of disks, for each kind of state file (`faults.STATE_FILES`) its
+name for a write, and for its other operations NAME_open, NAME_read, NAME_sync, NAME_rename or NAME_unlink.
 Actions: `exit` (code 1), `kill` (SIGKILL), `segv`, `stop` (SIGSTOP), `drop` (the caller drops the frame or record),
-`enospc` and `eio` (an `OSError`; disks only), `slow`.  A restarted process reads the same plan: faults of the
-environment that end a process happen only in its first run (`STARLING_RESTARTS` is 0).
+`enospc`, `eio`, `erofs` and `eacces` (an `OSError`; disks only), `slow`.  A restarted process reads the same plan:
+faults of the environment that end a process happen only in its first run (`STARLING_RESTARTS` is 0).
 
 Imported by pipeline/faults/points.py only when there is a plan.
 """
@@ -28,20 +28,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.errors import ConfigError
-from pipeline.faults import VARIABLE
+from pipeline.faults import STATE_FILES, VARIABLE
 from pipeline.files import replace_file
 from pipeline.protocol.topology import EDGES
 from shm.arena import process_ticks
 
-ACTIONS = ("exit", "kill", "segv", "stop", "drop", "enospc", "eio", "slow")
+DISK_ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO, "erofs": errno.EROFS, "eacces": errno.EACCES}
+ACTIONS = ("exit", "kill", "segv", "stop", "drop", *DISK_ERRORS, "slow")
 MAX_PLAN = 4096  # bytes of the plan file
 POINTS = {
     "worker": ("step",),
     "kv": ("page",),
     "wire": tuple(way for e in EDGES.values() for way in (f"{e.connector}>{e.binder}", f"{e.binder}>{e.connector}")),
-    "disk": ("spill", "saved", "sessions", "spill_read", "saved_read", "journal", "journal_sync", "quotas"),
+    "disk": (*STATE_FILES, *(f"{name}_{done}" for name, operations in STATE_FILES.items() for done in operations)),
 }
-_ONLY = {"drop": "wire", "enospc": "disk", "eio": "disk"}  # actions that have no meaning elsewhere
+_ONLY = {"drop": "wire", **dict.fromkeys(DISK_ERRORS, "disk")}  # actions that have no meaning elsewhere
 _FATAL = ("exit", "kill", "segv", "stop")
 _PATTERN = re.compile(r"(\w+):(\w+)@([\w>]+)(?:[=:](\d+))?")
 
@@ -121,8 +122,8 @@ def _perform(action: str) -> bool:
         os._exit(1)
     if action in ("kill", "segv", "stop"):
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "stop": signal.SIGSTOP}[action])
-    if action in ("enospc", "eio"):
-        number = errno.ENOSPC if action == "enospc" else errno.EIO
+    if action in DISK_ERRORS:
+        number = DISK_ERRORS[action]
         raise OSError(number, os.strerror(number))
     return action == "drop"
 

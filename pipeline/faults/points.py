@@ -4,6 +4,8 @@
     ...
     if self._fault.trigger is not None: self._fault.trigger(number)
 
+`DiskPoints` are the points of one kind of state file, one for each operation.
+
 A plan comes from the environment at the start (`STARLING_FAULTS`), or from the file `RUN_DIR/faults` while the
 server runs (`starling chaos`), for as long as the process that wrote the file lives.  The meaning of plans is in
 pipeline/faults/plan.py, which is imported only when there is one.
@@ -30,6 +32,21 @@ class FaultPoint:
     def __init__(self, place: str, name: str) -> None:
         self.place, self.name = place, name
         self.trigger: Trigger | None = None
+
+    def hit(self) -> None:
+        """An event without a number: raises the planned `OSError`, or takes the planned time."""
+        if self.trigger is not None:
+            self.trigger(0)
+
+
+class DiskPoints:
+    """The points of one kind of state file, a key of `faults.STATE_FILES`. Call `hit` before the operation."""
+
+    def __init__(self, files: str) -> None:
+        self.write = fault_point("disk", files)
+        self.read, self.open, self.sync, self.rename, self.unlink = (
+            fault_point("disk", f"{files}_{operation}") for operation in ("read", "open", "sync", "rename", "unlink")
+        )
 
 
 _points: dict[tuple[str, str], FaultPoint] = {}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
 from pathlib import Path
+
+from pipeline.faults import points
 
 
 class Output:
@@ -75,6 +78,7 @@ class RotatingFile:
         self._files = files
         self._fd = -1
         self._size = 0
+        self._points = points.DiskPoints("logs")
 
     def write(self, line: bytes) -> None:
         """Append one line; rotate first when it does not fit."""
@@ -83,28 +87,40 @@ class RotatingFile:
                 self._open()
             if self._size and self._size + len(line) > self._max_bytes:
                 self._rotate()
+            self._points.write.hit()
             self._size += os.write(self._fd, line)
         except OSError:
             self.lost += 1
 
     def _open(self) -> None:
+        self._points.open.hit()
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._fd).st_size
 
     def _rotate(self) -> None:
-        os.close(self._fd)
-        self._fd = -1
+        self.close()
+        try:
+            self._shift()
+        except OSError:
+            # The bound holds even if no file can be renamed: the current file starts again.
+            self._points.open.hit()
+            os.truncate(self.path, 0)
+        self._open()
+
+    def _shift(self) -> None:
         names = [self.path, *(Path(f"{self.path}.{i}") for i in range(1, self._files))]
         for older, newer in zip(reversed(names[1:]), reversed(names[:-1]), strict=True):
             if newer.exists():
+                self._points.rename.hit()
                 os.replace(newer, older)
         if self._files == 1:
+            self._points.unlink.hit()
             self.path.unlink(missing_ok=True)
-        self._open()
 
     def close(self) -> None:
         """Idempotent."""
         if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            fd, self._fd = self._fd, -1
+            with contextlib.suppress(OSError):
+                os.close(fd)

@@ -124,6 +124,12 @@ FAMILIES: dict[str, Family] = {
             "counter",
             "Page writes and reservations that failed because the disk was full or faulty.",
         ),
+        Family(
+            "starling_state_file_errors_total",
+            "counter",
+            "Failed operations on files of sessions, the journal and the quotas.",
+            ("files",),
+        ),
         Family("starling_kv_cache_spilled_pages_total", "counter", "Evicted pages written to the disk."),
         Family(
             "starling_kv_cache_restored_pages_total",

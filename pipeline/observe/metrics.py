@@ -132,9 +132,10 @@ class Metrics:
         self._last = encoded
 
     def remove(self) -> None:
-        """Remove the snapshot, at an orderly stop."""
+        """Remove the snapshot, at an orderly stop. One that stays is recognised by its process, which has ended."""
         if self.path is not None:
-            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.path.unlink(missing_ok=True)
 
     def _measure_process(self) -> None:
         used = os.times()

@@ -7,6 +7,7 @@ crash: `read_all` marks it, and the next start of the stage replaces it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -87,8 +88,9 @@ class StatusFile:
             self._has_failed = True
 
     def remove(self) -> None:
-        """Remove the record, at an orderly stop."""
-        self.path.unlink(missing_ok=True)
+        """Remove the record, at an orderly stop. One that stays is recognised by its process, which has ended."""
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
 
 
 def read_all(run_dir: Path) -> list[StageStatus]:

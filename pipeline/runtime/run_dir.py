@@ -16,6 +16,7 @@ import stat
 from pathlib import Path
 
 from pipeline.errors import ConfigError, ResourceError
+from pipeline.faults import points
 
 
 def prepare(path: Path, what: str = "run directory", key: str = "server.run_dir") -> Path:
@@ -75,6 +76,7 @@ class StageLock:
     def __init__(self, run_dir: Path, stage: str) -> None:
         self.path = run_dir / f"{stage}.lock"
         try:
+            points.DiskPoints("locks").open.hit()
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ResourceError(
@@ -90,9 +92,10 @@ class StageLock:
                 f"stage {stage} already runs in {run_dir} (pid {holder}): stop it first, or give this server "
                 f"its own server.run_dir and server.state_dir"
             ) from None
-        os.ftruncate(self._fd, 0)
         # On a full disk the lock holds all the same; only the holder's pid is missing.
         with contextlib.suppress(OSError):
+            points.DiskPoints("locks").write.hit()
+            os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:

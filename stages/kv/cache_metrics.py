@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from pipeline.observe.metrics import Metrics
 from stages.kv.model import ModelPages
+from stages.kv.sessions.model_sessions import ModelSessions
 
 _STATES = ("free", "cached", "leased")
 
@@ -42,15 +43,20 @@ def _totals(model: ModelPages) -> Counter[tuple[str, ...]]:
 
 
 def measure(
-    models: list[ModelPages], metrics: Metrics, removed: RemovedVersions | None = None, names: Iterable[str] = ()
+    models: list[ModelPages],
+    metrics: Metrics,
+    removed: RemovedVersions | None = None,
+    sessions: Mapping[str, ModelSessions] | None = None,
 ) -> None:
-    """Set the metrics of all models. `names`: of all models that were ever loaded."""
-    names = {*names, *(model.name for model in models)}
+    """Set the metrics of all models. `sessions`: of all models that were ever loaded, by name."""
+    sessions = {**(sessions or {}), **{model.name: model.model_sessions for model in models}}
+    names = set(sessions)
     totals: Counter[tuple[str, ...]] = Counter(removed.totals if removed is not None else ())
     levels: Counter[tuple[str, ...]] = Counter()
     levels.update({("starling_kv_cache_pages", name, state): 0 for name in names for state in _STATES})
     levels.update({("starling_kv_cache_bytes", kind): 0 for kind in ("allocated", "resident", "spilled", "saved")})
     levels.update({("starling_sessions", name): 0 for name in names})
+    totals["starling_state_file_errors_total", "sessions"] = sum(one.disk_errors for one in sessions.values())
     for model in models:
         if model.manager is None or model.geometry is None:
             continue

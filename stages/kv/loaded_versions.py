@@ -35,6 +35,7 @@ log = logging.getLogger("starling.kv")
 RETRY_S = 0.2  # between attempts to open a version whose model is not prepared, or whose arena does not fit
 MAX_STALL_S = 120.0  # reserving and scanning a large arena takes at most this long
 PRUNE_S = 3600.0  # between removals of old files
+RETRY_FILES_S = 10.0  # between attempts to open state files that could not be used
 
 
 class Loop(Protocol):
@@ -94,7 +95,7 @@ class LoadedVersions:
         self._on_opened = on_opened
         self._thread = ThreadPoolExecutor(1, "arenas")
         self._follower = versions.VersionFollower(config)
-        self._next_open = self._next_prune = float("-inf")
+        self._next_open = self._next_prune = self._next_retry = float("-inf")
         # Arenas of versions that were removed while no kv stage ran.
         kept = {version.slug for version in self._follower.table.versions}
         remove_stale_arenas(paths.arena_dir(config), "kv", kept)
@@ -254,6 +255,13 @@ class LoadedVersions:
     def do_chores(self) -> bool:
         """Expire, save and compact a few pages of each version; expire sessions. Returns whether pages remain."""
         more = False
+        now = time.monotonic()
+        is_retry_due = now >= self._next_retry
+        if is_retry_due:
+            self._next_retry = now + RETRY_FILES_S
+        for loaded in self.by_id.values():
+            if is_retry_due and loaded.version.state == "serving" and loaded.manager is not None:
+                loaded.pages.retry_files()
         for pages in self.pages():
             pages.expire()
             more |= pages.save_some()

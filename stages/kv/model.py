@@ -76,6 +76,7 @@ class ModelPages:
         self._older_versions: list[OlderVersion] = []
         self.saved: DiskPageStore | None = None
         self.spilled: DiskPageStore | None = None
+        self.missing_stores: set[Path] = set()  # page files that could not be opened
 
     @property
     def sessions(self) -> SessionStore | None:
@@ -148,20 +149,30 @@ class ModelPages:
         return manager
 
     def open_files(self) -> None:
-        """Open the files of saved and spilled pages; from now on this version writes them."""
+        """Open the files of saved and spilled pages that are not open; from now on this version writes them."""
         assert self.manager is not None
         config, model, pool = self.config, self.model, self.manager.pool
         self.has_files = True
         if not config.cache.enabled:
             return
-        saved_dir = paths.state_dir(config) / "kv"
-        self.saved = self._open_store(saved_dir, config.cache.persist_mb << 20, persist.IN_STATE)
-        if model.spill_path:
+        known = self.stores()
+        if self.saved is None:
+            saved_dir = paths.state_dir(config) / "kv"
+            self.saved = self._open_store(saved_dir, config.cache.persist_mb << 20, persist.IN_STATE)
+        if model.spill_path and self.spilled is None:
             max_bytes = model.spill_mb << 20 or SPILL_FACTOR * config.kv_cache_bytes(model)
             self.spilled = self._open_store(Path(model.spill_path).expanduser(), max_bytes, persist.IN_SPILL)
         self._set_sources()
         for store in self.stores():
-            persist.mark_copies(pool, store)
+            if store not in known:
+                persist.mark_copies(pool, store)
+
+    def retry_files(self) -> None:
+        """Open the page files and sessions that could not be used; the disk may work again."""
+        if self.has_files and self.missing_stores:
+            self.open_files()
+        if self.model_sessions.is_missing and self.tokenizer:
+            self.open_sessions()
 
     def _open_store(self, directory: Path, max_bytes: int, residency: int) -> DiskPageStore | None:
         """Open a file of pages; None when it cannot be used, which is logged: the server runs without it."""
@@ -174,10 +185,16 @@ class ModelPages:
             for old in persist.remove_old_versions(directory, self.slug, path):
                 log.info("%s is of an older version of the model and was removed", old)
             name = "saved" if residency == persist.IN_STATE else "spill"
-            return DiskPageStore(path, identity, self.geometry.page_bytes, max_bytes, residency, name=name)
-        except OSError as error:
-            log.error("%s cannot be used, pages are not saved there: %s", path, error.strerror or error)
+            store = DiskPageStore(path, identity, self.geometry.page_bytes, max_bytes, residency, name=name)
+        except (OSError, ValueError) as error:
+            if path not in self.missing_stores:
+                self.missing_stores.add(path)
+                log.error("%s cannot be used, pages are not saved there: %s", path, error)
             return None
+        if path in self.missing_stores:
+            self.missing_stores.discard(path)
+            log.warning("%s can be used again", path)
+        return store
 
     def open_sessions(self) -> None:
         """This version serves: sessions continue with it and have its page hashes."""
@@ -242,6 +259,7 @@ class ModelPages:
     def close_files(self) -> None:
         """Close the page files, for another version to open. Idempotent."""
         self.has_files = False
+        self.missing_stores.clear()
         stores, self.saved, self.spilled, self._older_versions = self.stores(), None, None, []
         self._set_sources()
         for store in stores:

@@ -259,7 +259,7 @@ class KvStage:
             )
         if is_due:
             self._pushed_at = now
-            measure(self.versions.pages(), self.loop.metrics, self.versions.removed, set(self.versions.sessions))
+            measure(self.versions.pages(), self.loop.metrics, self.versions.removed, self.versions.sessions)
         for loaded in self.versions.by_id.values():
             if loaded.manager is None or loaded.peer is None or not loaded.is_answered:
                 continue

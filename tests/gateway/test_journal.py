@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.faults import points
 from pipeline.protocol.messages import Sampling
+from stages.gateway.requests import journal
 from stages.gateway.requests.generation_request import GenerationRequest, SessionTurn
 from stages.gateway.requests.journal import FILE, KEEP_S, MAGIC, NEW_FILE, Journal, RequestEnd, parse
 from stages.gateway.requests.spec import RequestSpec, SequenceSpec
@@ -256,3 +258,32 @@ def test_a_journal_of_v0_1_0_is_read_and_rewritten_with_the_same_bytes(tmp_path:
     new.close()
     written = {value.id: record for record, value, _ in parse((tmp_path / "new" / FILE).read_bytes())}
     assert written == {name: old[name] for name in written}, "a gateway of v0.1.0 can read the new file too"
+
+
+@pytest.mark.parametrize("point", ["journal_open", "journal_sync", "journal_rename"])
+def test_a_journal_that_could_not_be_opened_works_when_the_disk_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    before = open_journal(tmp_path)
+    assert before.open(make_spec("req-old"))
+    before.close()
+    monkeypatch.setenv("STARLING_FAULTS", f"disk:erofs@{point}")
+    target = open_journal(tmp_path)
+    monkeypatch.undo()
+    points.fault_point("disk", point)  # without a plan
+    assert target.open(make_spec("req-a"))
+    target.close()
+    assert set(recovered(tmp_path)) == {"req-old", "req-a"}
+
+
+def test_a_journal_without_a_directory_works_when_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "REOPEN_S", 0.0)
+    (tmp_path / "d").write_bytes(b"a file where the directory should be")
+    target = open_journal(tmp_path / "d")
+    assert not target.open(make_spec("req-a"))
+    assert not target.open(make_spec("req-b"))
+    assert target.left_out == 2
+    (tmp_path / "d").unlink()
+    assert target.open(make_spec("req-c"))
+    target.close()
+    assert set(recovered(tmp_path / "d")) == {"req-c"}

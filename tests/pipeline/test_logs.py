@@ -227,3 +227,18 @@ def test_setup_twice_writes_each_line_once_under_the_new_name(root: logging.Logg
     lines = [json.loads(line) for line in (tmp_path / "kv.log").read_text().splitlines()]
     assert [(line["stage"], line["event"]) for line in lines] == [("kv", "ready"), ("kv", "shown")]
     assert not (tmp_path / "kv-supervisor.log").exists()
+
+
+def test_a_log_that_cannot_be_rotated_keeps_its_bound_and_the_latest_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STARLING_FAULTS", "disk:eacces@logs_rename")
+    file = RotatingFile(tmp_path / "a.log", 64, 3)
+    for i in range(20):
+        file.write(b"line %d\n" % i)
+    assert file.lost == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["a.log"]
+    content = (tmp_path / "a.log").read_bytes()
+    assert content.endswith(b"line 19\n")
+    assert len(content) <= 64
+    file.close()

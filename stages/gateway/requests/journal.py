@@ -17,8 +17,10 @@ In memory are the records of requests in flight. Of an ended request only the po
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +28,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipeline.faults import points
-from pipeline.files import DurableFile, append_all, write_all
+from pipeline.files import DurableFile, append_all, sync_directory, write_all
 from pipeline.record_file import HEAD_CHECKED
 from stages.gateway.requests.spec import RequestSpec
 
@@ -35,6 +37,7 @@ log = logging.getLogger("starling.gateway.journal")
 MAGIC = b"STRLJNL1"
 FILE, NEW_FILE = "requests.journal", "requests.new"
 KEEP_S = 120.0  # how long a client may ask for the answer of an ended request
+REOPEN_S = 5.0  # between attempts to open a journal that could not be opened
 MAX_ENDED = 256  # ended requests that are stored, the latest ones: readers reconnect soon or not at all
 
 _SPEC, _END = 1, 2  # kinds of records
@@ -75,32 +78,51 @@ class Journal(DurableFile):
     """One directory with one writer, the gateway. `wall()` returns seconds since 1970."""
 
     def __init__(self, directory: Path, max_bytes: int, wall: Callable[[], float]) -> None:
-        """Read the journal and rewrite it. Raises `OSError` if the directory can hold no journal."""
+        """Read the journal and rewrite it. Raises `OSError` if it cannot be read.
+
+        If it cannot be written, requests are left out of it until it can.
+        """
         super().__init__()
         self.directory = directory
         self.max_bytes = max_bytes
         self.left_out = 0  # requests that are not in the journal, or whose end is not
         self._entries: list[JournalEntry] = []  # found at the start, in order
         self._wall = wall
-        self._fault = points.fault_point("disk", "journal")
+        self._points = points.DiskPoints("journal")
         self._locations: dict[str, _Location] = {}
         self._ended: dict[str, None] = {}  # ids of ended requests, in order of their end
         self._size = 0
         self._live = 0  # bytes that a rewritten file would have
         self._has_complained = False
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._is_closed = False
+        self._next_reopen = 0.0  # s of the monotonic clock
         sound = self._read()
         try:
             self._rewrite()
         except OSError as error:
-            if not sound:
-                raise
             log.error("%s cannot be rewritten: %s", self.path, error.strerror)
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-            self._size = sound
-            os.ftruncate(self._fd, sound)
-        for name in self._ended:
-            self._locations[name].spec_record = b""
+            self._continue_old(sound)
+        if self._fd >= 0:
+            for name in self._ended:
+                self._locations[name].spec_record = b""
+
+    def close(self) -> None:
+        """Idempotent. Requests are left out afterwards."""
+        self._is_closed = True
+        super().close()
+
+    def _continue_old(self, sound: int) -> None:
+        """Append to the file as it is, of which `sound` bytes count. It stays closed if that is impossible."""
+        if not sound:
+            return
+        with contextlib.suppress(OSError):
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                os.ftruncate(fd, sound)
+            except OSError:
+                os.close(fd)
+                raise
+            self._fd, self._size = fd, sound
 
     @property
     def path(self) -> Path:
@@ -152,10 +174,14 @@ class Journal(DurableFile):
                 if self._live > most:
                     return self._leave_out(f"{self._live} bytes of it are in use, the bound is {self.max_bytes}")
                 self._rewrite()
-            if self._fd < 0:
+            if self._is_closed:
                 return self._leave_out("it is closed")
-            if self._fault.trigger is not None:
-                self._fault.trigger(0)
+            if self._fd < 0:
+                if time.monotonic() < self._next_reopen:
+                    return self._leave_out("it cannot be opened")
+                self._next_reopen = time.monotonic() + REOPEN_S
+                self._rewrite()
+            self._points.write.hit()
             append_all(self._fd, record, self._size)
         except OSError as error:
             return self._leave_out(error.strerror or str(error))
@@ -194,6 +220,8 @@ class Journal(DurableFile):
 
     def _read_spec_record(self, location: _Location) -> bytes:
         """The record of an ended request from the file; b"" if it is damaged."""
+        if self._fd < 0:
+            return b""
         record = os.pread(self._fd, location.length, location.at)
         return record if is_sound(record) else b""
 
@@ -209,16 +237,23 @@ class Journal(DurableFile):
                 parts += record, location.end_record
                 size += len(record) + len(location.end_record)
         data = b"".join(parts)
+        self._points.open.hit()
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(new_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             write_all(fd, data, 0)
+            self._points.sync.hit()
             os.fdatasync(fd)
+            self._points.rename.hit()
             os.rename(new_path, self.path)
         except OSError:
             os.close(fd)
-            new_path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                new_path.unlink(missing_ok=True)
             raise
-        self.close()
+        with contextlib.suppress(OSError):  # of use after a power failure only
+            sync_directory(self.directory)
+        super().close()
         self._fd, self._size = fd, size
         for name in [name for name in self._locations if name not in offsets]:
             self._forget(name)
@@ -229,9 +264,10 @@ class Journal(DurableFile):
 
     def _read(self) -> int:
         """Fill `_entries`. Returns the number of sound bytes."""
+        self._points.read.hit()
         try:
             raw = self.path.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return 0
         found: dict[str, JournalEntry] = {}
         sound = len(MAGIC) if raw.startswith(MAGIC) else 0

@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 
 from pipeline.errors import Conflict, ModelUnavailable, StarlingError
+from pipeline.files import DiskErrors
 from pipeline.protocol import messages as m
 from stages.kv.pool.prefix_hash import PageHash, RootHasher
 from stages.kv.sessions.session_files import SessionFiles
@@ -33,6 +34,8 @@ class ModelSessions:
         self._slug = slug
         self._stores: dict[str, SessionStore] = {}  # by tag: the first digits of the tokenizer's digest
         self._has_read = False
+        self._errors = DiskErrors(log, "there are no sessions")
+        self.is_missing = False  # the files of the version that serves could not be used: call `open` again
 
     def __len__(self) -> int:
         return sum(map(len, self._stores.values()))
@@ -54,10 +57,15 @@ class ModelSessions:
         The version of the last call determines the page hashes.  None when the files cannot be used.
         """
         tags = [tokenizer[:TAG_DIGITS]]
+        self.is_missing = False
         if not self._has_read:
             self._has_read = True
             name = re.compile(re.escape(self._slug) + rf"-([0-9a-f]{{{TAG_DIGITS}}})")
-            found = [name.fullmatch(path.name) for path in self._directory.glob(f"{self._slug}-*")]
+            try:
+                found = [name.fullmatch(path.name) for path in self._directory.glob(f"{self._slug}-*")]
+            except OSError as error:
+                self._errors.failed("list", self._directory, error)
+                self._has_read, found = False, []
             tags += sorted({match[1] for match in found if match} - {tags[0]})
         for tag in tags:
             directory = self._directory / f"{self._slug}-{tag}"
@@ -69,7 +77,10 @@ class ModelSessions:
                 files = SessionFiles(directory)
                 self._stores[tag] = SessionStore(files, root_hash_of, page_tokens, max_sessions, max_tokens)
             except OSError as error:
-                log.error("%s cannot be used, there are no sessions: %s", directory, error.strerror or error)
+                self._errors.failed("open", directory, error)
+                self.is_missing = self.is_missing or tag == tags[0]
+            else:
+                self._errors.worked("open")
         self._close_old_tokenizers(tags[0])
         return self._stores.get(tags[0])
 
@@ -104,6 +115,11 @@ class ModelSessions:
                 param="session_id",
             )
         return stores[0]
+
+    @property
+    def disk_errors(self) -> int:
+        """Failed operations on files since the process started."""
+        return self._errors.count + sum(store.disk_errors for store in self._stores.values())
 
     # -------------------------------------------------------------- events
 

@@ -5,12 +5,13 @@
     kind 2   a turn: time (f64, s since 1970), base (u32), tokens (int32 each), little-endian
 
 A record is durable (`fdatasync`) before the turn is acknowledged.  A partial record that a crash leaves at the end of a
-file is recognised and cut off; a file without an intact first record is removed.  On a full disk the turn is refused
-and the session stays as it was.
+file is recognised and cut off; a file without an intact first record is removed.  On a full or failing disk the turn is
+refused and the session stays as it was; a file that cannot be removed is emptied, and removed later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -23,7 +24,8 @@ from pathlib import Path
 import msgspec
 
 from pipeline.faults import points
-from pipeline.record_file import PAYLOAD_CHECKED
+from pipeline.files import DiskErrors, sync_directory
+from pipeline.record_file import PAYLOAD_CHECKED, RECORD_HEAD_BYTES
 from stages.kv.pool.prefix_hash import PageHash
 
 log = logging.getLogger("starling.kv")
@@ -49,6 +51,7 @@ class Session:
     last_base: int = 0  # number of older tokens that the last turn kept
     holder: bytes = b""  # peer of the turn in progress; b"": no turn is in progress
     page_hashes: list[PageHash] = field(default_factory=list)  # of its full pages
+    file_bytes: int = 0  # of intact records in its file
 
     @property
     def turn(self) -> int:
@@ -78,8 +81,13 @@ class SessionFiles:
     """One directory. The kv stage is its only writer."""
 
     def __init__(self, directory: Path) -> None:
+        """Create the directory. Raises `OSError`."""
         self.directory = directory
-        self._fault = points.fault_point("disk", "sessions")
+        self.errors = DiskErrors(log, "turns of sessions are refused, or the files of ended ones stay")
+        self._points = points.DiskPoints("sessions")
+        self._unremoved: dict[Path, None] = {}  # files of ended sessions that could not be removed
+        self._unread: set[Path] = set()  # files that could not be read
+        self._points.open.hit()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, tenant: str, session_id: str) -> Path:
@@ -90,61 +98,124 @@ class SessionFiles:
     # -------------------------------------------------------------- writing
 
     def create(self, session: Session) -> None:
-        """Create a session's file. Raises `OSError`: then there is none."""
+        """Create a session's file. Raises `OSError`: then there is none, or one that `load` removes."""
         path = self.path(session.tenant, session.id)
+        assert path not in self._unread, "a session that could not be read would be lost"
         opened = Opened(session.id, session.tenant, session.salt, session.ttl_s, session.created)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            self._trigger_fault()
-            PAYLOAD_CHECKED.append(fd, 0, _OPENED, msgspec.msgpack.encode(opened))
-        except OSError:
-            path.unlink(missing_ok=True)
+            fd = self._open(path, os.O_CREAT | os.O_TRUNC)
+            self._unremoved.pop(path, None)  # its contents are gone
+            try:
+                session.file_bytes = self._append(fd, 0, _OPENED, msgspec.msgpack.encode(opened))
+                sync_directory(self.directory)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            self.errors.failed("create", path, error)
+            self._remove(path)
             raise
-        finally:
-            os.close(fd)
+        self.errors.worked("create")
 
     def append(self, session: Session, base: int, tokens: array[int], now: float) -> None:
-        """Append a turn. Raises `OSError`: then the file is as before."""
-        fd = os.open(self.path(session.tenant, session.id), os.O_WRONLY | os.O_CLOEXEC)
+        """Append a turn. Raises `OSError`: then the turn is not read back."""
+        path = self.path(session.tenant, session.id)
         try:
-            self._trigger_fault()
-            payload = _TURN.pack(now, base) + tokens.tobytes()
-            PAYLOAD_CHECKED.append(fd, os.fstat(fd).st_size, _COMMITTED, payload)
-        finally:
-            os.close(fd)
+            fd = self._open(path, 0)
+            try:
+                if os.fstat(fd).st_size > session.file_bytes:  # a turn that failed and could not be cut off
+                    os.ftruncate(fd, session.file_bytes)
+                payload = _TURN.pack(now, base) + tokens.tobytes()
+                session.file_bytes = self._append(fd, session.file_bytes, _COMMITTED, payload)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            self.errors.failed("append", path, error)
+            raise
+        self.errors.worked("append")
 
-    def _trigger_fault(self) -> None:
-        if self._fault.trigger is not None:
-            self._fault.trigger(0)
+    def _open(self, path: Path, flags: int) -> int:
+        self._points.open.hit()
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
+
+    def _append(self, fd: int, size: int, kind: int, payload: bytes) -> int:
+        """Append a record; returns the new size of the file."""
+        self._points.write.hit()
+        PAYLOAD_CHECKED.append(fd, size, kind, payload, self._points.sync.hit)
+        return size + RECORD_HEAD_BYTES + len(payload)
+
+    # -------------------------------------------------------------- removing
 
     def remove(self, session: Session) -> None:
-        """Remove a session's file, if it exists."""
-        self.path(session.tenant, session.id).unlink(missing_ok=True)
+        """Remove a session's file, if it exists. Never raises: `retry_removals` removes it when the disk allows it."""
+        self._remove(self.path(session.tenant, session.id))
+
+    def retry_removals(self) -> None:
+        """Remove the files that could not be removed. Never raises."""
+        for path in list(self._unremoved):
+            if not self._remove(path):
+                return  # a disk that fails once will fail for all of them
+
+    @property
+    def n_unremoved(self) -> int:
+        """Files of ended sessions that are still there."""
+        return len(self._unremoved)
+
+    def _remove(self, path: Path) -> bool:
+        try:
+            self._points.unlink.hit()
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            self.errors.failed("unlink", path, error)
+            if path not in self._unremoved:
+                self._unremoved[path] = None
+                # A file without a first record is no session: a restart would otherwise revive this one.
+                with contextlib.suppress(OSError):
+                    self._points.open.hit()
+                    os.truncate(path, 0)
+            return False
+        self._unremoved.pop(path, None)
+        self.errors.worked("unlink")
+        return True
 
     # -------------------------------------------------------------- reading
 
     def load(self) -> Iterator[Session]:
-        """Yield every session with all committed turns."""
-        for path in sorted(self.directory.glob("*" + SUFFIX)):
+        """Yield every session with all committed turns. A file that cannot be read stays. Raises `OSError`."""
+        yield from self._load_all(sorted(self.directory.glob("*" + SUFFIX)))
+
+    def load_unread(self) -> Iterator[Session]:
+        """Yield the sessions whose files could not be read before and can be read now."""
+        yield from self._load_all(sorted(self._unread))
+
+    def is_unread(self, tenant: str, session_id: str) -> bool:
+        """Whether the session has a file that could not be read."""
+        return bool(self._unread) and self.path(tenant, session_id) in self._unread
+
+    def _load_all(self, paths: list[Path]) -> Iterator[Session]:
+        for path in paths:
             try:
                 session = self._load(path)
             except OSError as error:
-                log.error("%s cannot be read: %s", path, error.strerror)
+                self._unread.add(path)
+                self.errors.failed("read", path, error)
                 continue
+            self._unread.discard(path)
+            self.errors.worked("read")
             if session is None:
-                log.warning("%s is not a session and was removed", path)
-                path.unlink(missing_ok=True)
+                log.warning("%s is not a session and is removed", path)
+                self._remove(path)
             else:
                 yield session
 
     def _load(self, path: Path) -> Session | None:
+        self._points.read.hit()
         raw = path.read_bytes()
         session, n_intact = parse(raw)
         if session is None or self.path(session.tenant, session.id) != path:
             return None
+        session.file_bytes = n_intact
         if n_intact < len(raw):
-            log.warning("%s: the last %d bytes are damaged and were cut off", path, len(raw) - n_intact)
-            os.truncate(path, n_intact)
+            log.warning("%s: the last %d bytes are damaged and are overwritten", path, len(raw) - n_intact)
         return session
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipeline.errors import Conflict, InvalidRequest, NotFound, Overloaded, ResourceError
+from pipeline.errors import Conflict, InvalidRequest, ModelUnavailable, NotFound, Overloaded, ResourceError
 from pipeline.protocol.messages import MAX_SESSION_ID
 from stages.kv.pool.prefix_hash import PageHash, RootHasher, page_hashes
 from stages.kv.sessions.session_files import Session, SessionFiles
@@ -57,8 +57,7 @@ class SessionStore:
         self._sessions: dict[tuple[str, str], Session] = {}
         self._owners: Counter[PageHash] = Counter()  # number of sessions with a page of this hash
         for session in files.load():
-            self._sessions[session.tenant, session.id] = session
-            self._update_hashes(session)
+            self._add_loaded(session)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -76,6 +75,11 @@ class SessionStore:
         """Whether the session exists and has not expired."""
         session = self._sessions.get((tenant, session_id))
         return session is not None and not self._is_expired(session, self._clock())
+
+    @property
+    def disk_errors(self) -> int:
+        """Failed operations on the sessions' files since the process started."""
+        return self._files.errors.count
 
     def all(self) -> list[Session]:
         """Every session, expired ones included."""
@@ -103,6 +107,11 @@ class SessionStore:
             self._drop(session)
             session = None
         if session is None:
+            if session_id and self._files.is_unread(tenant, session_id):
+                raise ModelUnavailable(
+                    f"session {session_id!r} cannot be read from the disk at present; try again later",
+                    param="session_id",
+                )
             if not create:
                 raise self._unknown(session_id)
             session = self._create(tenant, session_id, ttl_s, salt)
@@ -176,6 +185,9 @@ class SessionStore:
 
     def expire(self) -> int:
         """Remove expired sessions that have no turn in progress. Returns their number."""
+        self._files.retry_removals()
+        for session in self._files.load_unread():
+            self._add_loaded(session)
         now = self._clock()
         expired = [session for session in self._sessions.values() if self._is_expired(session, now)]
         for session in expired:
@@ -188,6 +200,10 @@ class SessionStore:
         assert held == self._owners, "owners of page hashes are miscounted"
 
     # -------------------------------------------------------------- parts
+
+    def _add_loaded(self, session: Session) -> None:
+        self._sessions[session.tenant, session.id] = session
+        self._update_hashes(session)
 
     def _create(self, tenant: str, session_id: str, ttl_s: int, salt: str) -> Session:
         if len(self._sessions) >= self.max_sessions and not self.expire():

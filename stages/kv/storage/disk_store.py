@@ -17,6 +17,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,7 @@ class DiskPageStore:
         self.counters = StoreCounters()
         self._clock = clock
         self._wall_ns = wall_ns
-        self._write_fault = points.fault_point("disk", name)
-        self._read_fault = points.fault_point("disk", name + "_read")
+        self._points = points.DiskPoints(name)
         self._no_write_until = self._no_growth_until = self._no_read_until = float("-inf")
         layout = CellLayout(page_bytes, max(0, min(EXTENT_CELLS, (max_bytes - 2 * BLOCK) // page_bytes)))
         self._extent_cells = layout.extent_cells
@@ -84,6 +84,7 @@ class DiskPageStore:
         self._cell_of: OrderedDict[PageHash, int] = OrderedDict()  # longest unused first
         self._last_use_ns: dict[PageHash, int] = {}  # ns since 1970
         self._free: list[int] = []  # cells; the last one is used next
+        self._points.open.hit()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -111,8 +112,9 @@ class DiskPageStore:
         """Idempotent. Saved pages stay in the file."""
         if self._fd >= 0:
             self._file.close()
-            os.close(self._fd)
-            self._fd = -1
+            fd, self._fd = self._fd, -1
+            with suppress(OSError):  # of a write that the kernel had accepted: its page fails its checksum
+                os.close(fd)
 
     # -------------------------------------------------------------- contents
 
@@ -170,10 +172,10 @@ class DiskPageStore:
             cell = self._take_cell()
             if cell < 0:
                 return False
-            if self._write_fault.trigger is not None:
-                self._write_fault.trigger(self.counters.stored + 1)
+            if self._points.write.trigger is not None:
+                self._points.write.trigger(self.counters.stored + 1)
             self._file.write(cell, record, content)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: the file was cut while it was mapped
             if cell >= 0:
                 self._free.append(cell)
             self._pause_writing(error)
@@ -221,8 +223,8 @@ class DiskPageStore:
             self._drop(page_hash)
 
     def _read(self, cell: int, page_hash: PageHash, out: np.ndarray) -> PageIdentity | None:
-        if self._read_fault.trigger is not None:
-            self._read_fault.trigger(self.counters.fetched + 1)
+        if self._points.read.trigger is not None:
+            self._points.read.trigger(self.counters.fetched + 1)
         return self._file.read(cell, page_hash, out)
 
     def _drop_damaged(self, page_hash: PageHash, cell: int) -> None:
@@ -261,7 +263,7 @@ class DiskPageStore:
         self.counters.replaced += 1
         return cell
 
-    def _pause_writing(self, error: OSError) -> None:
+    def _pause_writing(self, error: OSError | ValueError) -> None:
         self.counters.errors += 1
         self._no_write_until = self._clock() + PAUSE_S
         log.warning("%s: %s; no page is saved there for %.0f s", self.path, error, PAUSE_S)
@@ -286,7 +288,7 @@ class DiskPageStore:
                 file.shrink()
                 self._free = sorted((cell for cell in self._free if cell < first), reverse=True)
                 self.counters.returned_bytes += file.layout.extent_bytes
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._pause_writing(error)
             return False
         return len(self._free) >= 2 * each

@@ -11,6 +11,7 @@ Copying every page at once would write tens of MB/s to the disk all the time, be
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -38,11 +39,17 @@ def page_files(directory: Path, slug: str) -> list[Path]:
 
 
 def remove_old_versions(directory: Path, slug: str, current: Path) -> list[Path]:
-    """Remove all files of other versions except the latest one, to which the model may return."""
+    """Remove all files of other versions except the latest one, to which the model may return.
+
+    Returns the files removed. A file that cannot be removed stays; a later start tries again.
+    """
     others = [path for path in page_files(directory, slug) if path != current]
+    removed = []
     for path in others[:-KEPT_VERSIONS]:
-        path.unlink(missing_ok=True)
-    return others[:-KEPT_VERSIONS]
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            removed.append(path)
+    return removed
 
 
 def file_identity(digest: str, geometry: KvGeometry) -> dict[str, object]:

@@ -5,7 +5,8 @@
     sessions                  of other versions and models: after their time to live, at most 30 days after the last
                               turn; of a served model's other versions only the most recently used one is kept
 
-Files in use are an argument and are not removed.  Files with other names are not Starling's and stay.
+Files in use are an argument and are not removed.  Files with other names are not Starling's and stay.  A file that
+cannot be read or removed is logged and stays, and the others are removed all the same.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def prune_pages(folders: Iterable[Path], served: Iterable[str], now: float) -> I
     for folder in set(folders):
         for path in sorted(folder.glob("*.pages")):
             name = PAGE_FILE_NAME.fullmatch(path.name)
-            if name is not None and name["slug"] not in slugs and now - _last_use(path) >= PAGES_S:
-                path.unlink(missing_ok=True)
+            is_served = name is None or name["slug"] in slugs
+            if not is_served and now - _last_use(path) >= PAGES_S and _remove(path):
                 yield path
 
 
@@ -51,20 +52,41 @@ def prune_sessions(folder: Path, in_use: Iterable[Path], served: Iterable[str], 
         for directory in directories:
             if directory not in spared:
                 shutil.rmtree(directory, ignore_errors=True)
-                yield directory
+                if not directory.exists():
+                    yield directory
                 continue
             yield from _remove_expired(directory, now)
-            if not any(directory.iterdir()):
-                directory.rmdir()
+            try:
+                if not any(directory.iterdir()):
+                    directory.rmdir()
+            except OSError as error:
+                _complain(directory, error)
 
 
 def _remove_expired(directory: Path, now: float) -> Iterator[Path]:
     for path in sorted(directory.glob("*" + SUFFIX)):
-        session, _ = parse(path.read_bytes())
+        try:
+            session, _ = parse(path.read_bytes())
+        except OSError as error:
+            _complain(path, error)
+            continue
         ttl_s = min(session.ttl_s or SESSION_S, SESSION_S) if session is not None else 0
-        if session is None or now - session.last_use >= ttl_s:
-            path.unlink(missing_ok=True)
+        if (session is None or now - session.last_use >= ttl_s) and _remove(path):
             yield path
+
+
+def _remove(path: Path) -> bool:
+    """Remove a file; whether that was possible."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _complain(path, error)
+        return False
+    return True
+
+
+def _complain(path: Path, error: OSError) -> None:
+    log.warning("%s is of no use any more and cannot be removed: %s", path, error.strerror or error)
 
 
 def _last_use(path: Path) -> float:
@@ -74,3 +96,5 @@ def _last_use(path: Path) -> float:
         return max(file.stat().st_mtime for file in files)
     except FileNotFoundError:
         return 0.0
+    except OSError:
+        return float("inf")  # unknown: not old
