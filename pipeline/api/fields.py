@@ -17,6 +17,7 @@ from pipeline.errors import InvalidRequest
 Reader = Callable[[Any, str], Any]
 
 SHOWN_CHARACTERS = 60  # of a value or name in an error message
+MAX_MATCHED_CHARACTERS = 64  # of an unknown name that is compared with the known ones: the time is quadratic
 
 
 class Unsupported:
@@ -32,6 +33,8 @@ class Unsupported:
 
 def show(value: Any) -> str:
     """Return the value as JSON, shortened for an error message."""
+    if isinstance(value, str):
+        value = value[:SHOWN_CHARACTERS]  # with its quotes it is still longer than what is shown
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
@@ -79,7 +82,7 @@ def is_same_json(value: Any, other: Any) -> bool:
 
 def _unknown_field(name: str, prefix: str, table: Mapping[str, Reader]) -> InvalidRequest:
     shown = prefix + (name if len(name) <= SHOWN_CHARACTERS else name[: SHOWN_CHARACTERS - 3] + "...")
-    close = difflib.get_close_matches(name, table, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, table, n=1) if len(name) <= MAX_MATCHED_CHARACTERS else []
     hint = f"did you mean {prefix}{close[0]}?" if close else f"known parameters: {', '.join(sorted(table))}"
     return InvalidRequest(f"unknown parameter {shown}; {hint}", shown)
 

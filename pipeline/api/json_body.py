@@ -1,7 +1,8 @@
 """JSON bodies: a strict parser for requests and the encoder for responses.
 
 A request body is one object in UTF-8.  RFC 8259 leaves duplicate names, NaN and lone surrogates to the parser;
-`parse_object` rejects each of them and names its position.  Independent of any endpoint.
+`parse_object` rejects each of them and names its position.  Depth and number of values are counted before the body is
+decoded, so that time and memory are bounded.  Independent of any endpoint.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import msgspec
@@ -20,6 +21,13 @@ to_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 CONTENT_TYPE = "application/json"
 
 MAX_DIGITS = 64  # in one number: more than any bound needs, and few enough to parse quickly
+
+SHOWN_CHARACTERS = 60  # of a name in an error message
+MAX_DEPTH = 100  # arrays and objects within each other; no endpoint needs 10
+MAX_CONTAINERS = 100_000  # arrays and objects: each takes some 100 bytes of memory, for 2 of the body
+MAX_VALUES = 1_200_000  # of one body: a prompt of a million token ids, and everything else
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_BRACKET = re.compile(rb"[\[\]{}]")
 
 # An escape that may be half of a surrogate pair: only a body that has one is searched for lone surrogates.
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -44,6 +52,7 @@ def parse_object(body: bytes, content_type: str = CONTENT_TYPE) -> dict[str, Any
         raise InvalidRequest("the body begins with a byte order mark; send JSON without one")
     if not text.strip(" \t\r\n"):
         raise InvalidRequest("the body is empty; send a JSON object")
+    _check_size(body)
     try:
         value = _decoder.decode(text)
     except json.JSONDecodeError as error:
@@ -53,13 +62,41 @@ def parse_object(body: bytes, content_type: str = CONTENT_TYPE) -> dict[str, Any
         ) from None
     except _RejectedError as error:
         raise InvalidRequest(str(error)) from None
-    except RecursionError:
-        raise InvalidRequest("the body is not acceptable JSON: it is nested too deeply") from None
     if not isinstance(value, dict):
         raise InvalidRequest(f"the body is {kind_of(value)}; send a JSON object")
     if _SURROGATE_ESCAPE.search(body):
-        _reject_lone_surrogates(value, "")
+        _reject_lone_surrogates(value)
     return value
+
+
+def count_separators(body: bytes) -> int:
+    """Return an upper bound of the number of values in `body`, less one: brackets and commas, also in strings."""
+    return body.count(b"[") + body.count(b"{") + body.count(b",")
+
+
+def _check_size(body: bytes) -> None:
+    """Raise `InvalidRequest` for a body that is nested too deeply or has too many values."""
+    n_open = body.count(b"[") + body.count(b"{")
+    if n_open <= MAX_DEPTH and n_open + body.count(b",") <= MAX_VALUES:
+        return
+    outside = _STRING.sub(b"", body)
+    depth = n_open = 0
+    for bracket in _BRACKET.finditer(outside):
+        if bracket[0] in (b"[", b"{"):
+            depth += 1
+            n_open += 1
+            if depth > MAX_DEPTH:
+                raise InvalidRequest(
+                    f"the body is nested too deeply; at most {MAX_DEPTH} arrays and objects may lie within each other"
+                )
+            if n_open > MAX_CONTAINERS:
+                raise InvalidRequest(
+                    f"the body has more than {MAX_CONTAINERS} arrays and objects; send several requests"
+                )
+        else:
+            depth -= 1
+    if n_open + outside.count(b",") > MAX_VALUES:
+        raise InvalidRequest(f"the body has more than {MAX_VALUES} values; send several requests")
 
 
 def kind_of(value: Any) -> str:
@@ -111,20 +148,34 @@ _decoder = json.JSONDecoder(
 )
 
 
-def _reject_lone_surrogates(value: Any, path: str) -> None:
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"{path or 'a name'} contains a lone surrogate (\\u{ord(value[error.start]):04x}) at "
-                f"character {error.start}, which is not a character; send whole code points",
-                path,
-            ) from None
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _reject_lone_surrogates(item, f"{path}[{index}]")
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            _reject_lone_surrogates(name, "")
-            _reject_lone_surrogates(item, f"{path}.{name}" if path else name)
+def _reject_lone_surrogates(body: dict[str, Any]) -> None:
+    """Raise `InvalidRequest` for the first lone surrogate. Not recursive: independent of the interpreter's limit."""
+    path: list[str | int] = []  # names and indices of the containers that are being read
+    levels: list[Iterator[tuple[str | int, Any]]] = [iter(body.items())]
+    while levels:
+        for name, item in levels[-1]:
+            if isinstance(name, str):
+                _check_text(name, [])
+            if isinstance(item, str):
+                _check_text(item, [*path, name])
+            elif isinstance(item, list | dict):
+                path.append(name)
+                levels.append(iter(item.items()) if isinstance(item, dict) else enumerate(item))
+                break
+        else:
+            levels.pop()
+            if path:
+                path.pop()
+
+
+def _check_text(text: str, path: list[str | int]) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        parts = (f"[{part}]" if isinstance(part, int) else f".{part[:SHOWN_CHARACTERS]}" for part in path)
+        where = "".join(parts).removeprefix(".")
+        raise InvalidRequest(
+            f"{where or 'a name'} contains a lone surrogate (\\u{ord(text[error.start]):04x}) at "
+            f"character {error.start}, which is not a character; send whole code points",
+            where,
+        ) from None

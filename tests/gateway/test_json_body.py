@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import time
 
 import pytest
 from hypothesis import given
@@ -73,3 +74,42 @@ def test_null_means_missing_and_bounds_are_inclusive() -> None:
         with pytest.raises(InvalidRequest) as refused:
             read_fields(bad, table)
         assert refused.value.param in bad
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"a": ' + b"[" * 101 + b"]" * 101 + b"}", "nested too deeply"),
+        (b'{"a": "\\ud800", "b": ' + b"[" * 5000 + b"]" * 5000 + b"}", "nested too deeply"),
+        (b'{"a": [' + b"[]," * 100_000 + b"1]}", "arrays and objects"),
+        (b'{"a": [' + b"1," * 1_200_000 + b"1]}", "values"),
+    ],
+)
+def test_depth_and_number_of_values_are_bounded(body: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        parse_object(body)
+
+
+def test_brackets_and_commas_in_strings_do_not_count() -> None:
+    for text in ("[{" * 150_000, "," * 1_300_000, '\\"[' * 200, '"' + "[" * 200, "\\" * 7 + "[" * 200):
+        assert parse_object(json.dumps({"a": text, "b": [[text]]}).encode()) == {"a": text, "b": [[text]]}
+    assert parse_object(b'{"a": ' + b"[" * 99 + b"]" * 99 + b"}")
+
+
+def test_a_long_unknown_name_and_long_values_are_shown_in_part_and_soon() -> None:
+    begun = time.process_time()
+    for body in ({"x" * 8_000_000: 1}, {"prompt": 5, "stop": {"a": "y" * 100}}, {"prompt": "a", "n": "1" * 8_000_000}):
+        with pytest.raises(InvalidRequest) as caught:
+            generate.read(body)
+        assert len(caught.value.message) < 1500
+    with pytest.raises(InvalidRequest) as caught:
+        chat.read({"model": "m", "messages": [{"role": "user", "content": [{"type": "z" * 1_000_000}]}]})
+    assert len(caught.value.message) < 200
+    assert time.process_time() - begun < 0.5
+
+
+def test_the_search_for_surrogates_is_linear() -> None:
+    begun = time.process_time()
+    with pytest.raises(InvalidRequest, match="lone surrogate"):
+        parse_object(b'{"' + b"n" * 1_000_000 + b'": [' + b'"a",' * 50_000 + rb'"\ud800"]}')
+    assert time.process_time() - begun < 1.0

@@ -75,7 +75,7 @@ def _read_content(value: Any, name: str) -> str:
             raise invalid_value(where, part, 'an object {"type": "text", "text": ...}')
         if part.get("type") != "text":
             raise InvalidRequest(
-                f"{where}.type is {part.get('type')!r}; this server accepts text only", f"{where}.type"
+                f"{where}.type is {repr(part.get('type'))[:80]}; this server accepts text only", f"{where}.type"
             )
         table = {"type": text(16), "text": text(1 << 30)}
         texts.append(read_fields(part, table, required=("text",), within=where)["text"])
