@@ -1,6 +1,7 @@
 """The stateless parts of the HTTP API, for every process that serves it. Without sockets.
 
 json_body.py           strict JSON bodies
+content_coding.py      compressed bodies, bounded in ratio
 fields.py              field tables and their readers
 generation_fields.py   the fields that the text endpoints have in common
 error_response.py      errors as responses and as events

@@ -69,7 +69,7 @@ def parse_object(body: bytes, content_type: str = CONTENT_TYPE) -> dict[str, Any
     return value
 
 
-def count_separators(body: bytes) -> int:
+def count_separators(body: bytes | bytearray) -> int:
     """Return an upper bound of the number of values in `body`, less one: brackets and commas, also in strings."""
     return body.count(b"[") + body.count(b"{") + body.count(b",")
 

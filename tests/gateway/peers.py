@@ -110,6 +110,7 @@ class Generator:
         self.cancelled: list[m.Cancel] = []
         self.outbox: list[m.Frame] = []
         self.steps = 0
+        self._expected: dict[str, list[int]] = {}
         self.refuse: Callable[[m.Submit], m.Rejected | None] = lambda frame: None
 
     def receive(self, frame: m.Frame) -> None:
@@ -126,6 +127,7 @@ class Generator:
                 self.cancelled.append(frame)
                 if frame.sequence in self.running:
                     _, sent = self.running.pop(frame.sequence)
+                    self._expected.pop(frame.sequence, None)
                     over = m.SequenceTokens(frame.sequence, sent, (), finish="cancelled")
                     self.outbox.append(m.Tokens(MODEL, self.steps, [over]))
 
@@ -133,7 +135,8 @@ class Generator:
         self.steps += 1
         moved = []
         for sequence, (frame, sent) in list(self.running.items()):
-            everything = expected_tokens(frame)
+            everything = self._expected.get(sequence) or expected_tokens(frame)
+            self._expected[sequence] = everything
             if sent:
                 assert array("i", frame.forced).tolist() == everything[: len(frame.forced) // 4]
             new = tuple(everything[sent : sent + n])
@@ -147,6 +150,7 @@ class Generator:
             moved.append(m.SequenceTokens(sequence, sent, new, logprobs, finish, cached_tokens=cached))
             if over:
                 del self.running[sequence]
+                del self._expected[sequence]
             else:
                 self.running[sequence] = (frame, sent + len(new))
         if moved:

@@ -36,6 +36,8 @@ class Peers(Threaded):
         self.generator = Generator()
         self.tokenizer = make_tokenizer()
         self.tokens_per_step = 1
+        self.step_interval_s = 0.0  # least time between two steps
+        self._next_step = 0.0
         self.is_stepping = True
         self.model_ready = True
         self.tokenizer_hub: Hub | None = None
@@ -88,7 +90,8 @@ class Peers(Threaded):
             return
         for _, frame in hub.receive():
             self.generator.receive(frame)
-        if self.is_stepping:
+        if self.is_stepping and now >= self._next_step:
+            self._next_step = now + self.step_interval_s
             self.generator.step(self.tokens_per_step)
         for peer in hub.peers:
             for frame in self.generator.outbox:

@@ -43,6 +43,9 @@ async def tokenize_prompts(
         else prompt
         for prompt in generation.prompts
     ]
+    for index, prompt in enumerate(generation.prompts):
+        if not isinstance(prompt, str) and len(prompt) > limit:  # before anything looks at each of its ids
+            raise too_long(n_held + len(prompt), bounds, prompt_field(generation, index))
     # All at once: the tokenizer answers several requests in one round.
     texts = iter(await asyncio.gather(*(prompt for prompt in prompts if not isinstance(prompt, tuple))))
     return [

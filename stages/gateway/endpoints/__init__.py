@@ -6,4 +6,5 @@ response_formatter.py     the interface of their formatters
 openai_formatter.py       what the formatters of chat and completions have in common
 tokenize.py               /v1/tokenize and /v1/detokenize
 session_close.py          /v1/session/close
+body_readers.py           the table of readers, and the way from bytes to their results
 """

@@ -4,6 +4,8 @@ app.py                the routes
 middleware.py         API key, request id, errors, headers, metrics and log of every request
 context.py            the attributes that middleware and handlers share
 request_body.py       reads a body within its limits of size and time
+parser_pool.py        parses bodies, large ones in processes of their own
+parser_process.py     such a process
 errors.py             errors as responses
 text_endpoints.py     handlers that generate text or resume a request
 token_endpoints.py    /v1/tokenize and /v1/detokenize

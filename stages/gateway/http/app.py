@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+
 from aiohttp import web
 
 from pipeline.config.schema import Config
 from pipeline.errors import Forbidden
 from stages.gateway.admin import Admin
-from stages.gateway.endpoints.session_close import read_close
 from stages.gateway.http import model_endpoints, probes, text_endpoints, token_endpoints
-from stages.gateway.http.context import CALLER, SERVICE, Handler, json_response
+from stages.gateway.http.context import BODY_TURN, CALLER, PARSERS, SERVICE, Handler, json_response
 from stages.gateway.http.middleware import make_header_setter, make_middleware
+from stages.gateway.http.parser_pool import ParserPool
 from stages.gateway.http.request_body import read_body
 from stages.gateway.service import Service
 
@@ -20,9 +23,11 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
     app = web.Application(
         client_max_size=config.server.max_body_mb << 20,
         middlewares=[make_middleware(config, service)],
-        handler_args={"access_log": None},
+        # A body is decompressed with bounds, and not by aiohttp in the event loop.
+        handler_args={"access_log": None, "auto_decompress": False},
     )
     app[SERVICE] = service
+    app.cleanup_ctx.append(_run_parsers)
     app.on_response_prepare.append(make_header_setter(config))
     for endpoint in text_endpoints.TEXT_ENDPOINTS:
         app.router.add_post(endpoint.path, text_endpoints.text_handler(endpoint, config, service))
@@ -45,10 +50,16 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
     return app
 
 
+async def _run_parsers(app: web.Application) -> AsyncIterator[None]:
+    app[PARSERS], app[BODY_TURN] = ParserPool(), asyncio.Lock()
+    yield
+    await app[PARSERS].close()
+
+
 async def _close_session(request: web.Request) -> web.Response:
     """POST /v1/session/close."""
     service = request.app[SERVICE]
-    name, session_id = read_close(await read_body(request, service.config))
+    name, session_id = await read_body(request, service.config, "session_close")
     model = service.catalog.resolve(name)
     await service.sessions.close(model, request[CALLER].tenant, session_id)
     return json_response({"model": model, "session_id": session_id, "closed": True})
@@ -60,7 +71,7 @@ def _admin_handler(op: str, config: Config, admin: Admin) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         if not request[CALLER].is_admin:
             raise Forbidden("this needs an API key with `admin: true`; on the server's machine, use `starling`")
-        body = await read_body(request, config) if request.method == "POST" else {}
+        body = await read_body(request, config, "object") if request.method == "POST" else {}
         return json_response(await admin.answer({**body, "op": op}))
 
     return handle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -9,10 +10,13 @@ from aiohttp import web
 
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.keys import Caller
+from stages.gateway.http.parser_pool import ParserPool
 from stages.gateway.requests.state import RequestState
 from stages.gateway.service import Service
 
 SERVICE = web.AppKey("service", Service)
+PARSERS = web.AppKey("parsers", ParserPool)
+BODY_TURN = web.AppKey("body_turn", asyncio.Lock)  # held by the body that is being added to
 
 # Set by the middleware before a handler runs.
 CALLER = web.RequestKey("caller", Caller)

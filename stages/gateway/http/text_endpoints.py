@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from aiohttp import HttpVersion11, web
 from aiohttp.hdrs import METH_HEAD
@@ -26,7 +26,6 @@ from stages.gateway.http.context import CALLER, CLIENT_ID, SERVICE, STARTED_AT, 
 from stages.gateway.http.request_body import read_body
 from stages.gateway.http.sinks import EventStream, WholeResponse
 from stages.gateway.requests.event_cursor import EventCursor, parse_event_cursor
-from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.state import Outcome, RequestState
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.service import Service
@@ -37,18 +36,17 @@ LAST_BYTES_TIMEOUT_S = 30.0  # for a client to accept the end of its stream
 
 
 class TextEndpoint(NamedTuple):
-    """An endpoint that generates text: how to read its body and how to format its response."""
+    """An endpoint that generates text, and how to format its response."""
 
-    name: str  # GenerationRequest.endpoint
+    name: str  # GenerationRequest.endpoint, and the key of its body's reader
     path: str
-    read: Callable[[dict[str, Any]], GenerationRequest]
     formatter: Callable[[RequestState, TokenBytes], ResponseFormatter]
 
 
 TEXT_ENDPOINTS = (
-    TextEndpoint("generate", "/v1/generate", generate.read, generate.GenerateFormatter),
-    TextEndpoint("chat", "/v1/chat/completions", chat.read, chat.ChatFormatter),
-    TextEndpoint("completions", "/v1/completions", completions.read, completions.CompletionFormatter),
+    TextEndpoint("generate", "/v1/generate", generate.GenerateFormatter),
+    TextEndpoint("chat", "/v1/chat/completions", chat.ChatFormatter),
+    TextEndpoint("completions", "/v1/completions", completions.CompletionFormatter),
 )
 
 
@@ -65,7 +63,7 @@ def text_handler(endpoint: TextEndpoint, config: Config, service: Service) -> Ha
                 )
             return await _resume(request, service, state, cursor)
         with service.admission.slot():
-            generation = endpoint.read(await read_body(request, config))
+            generation = await read_body(request, config, endpoint.name)
             state = await service.admission.admit(generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID])
             request[STATE] = state
             formatter = _formatter(service, state)

@@ -9,7 +9,7 @@ from aiohttp import web
 from pipeline.api.generation_fields import MAX_PROMPT_IDS
 from pipeline.api.json_body import CONTENT_TYPE
 from stages.gateway.admission.prompts import check_range
-from stages.gateway.endpoints.tokenize import read_detokenize, read_tokenize, tokenize_response
+from stages.gateway.endpoints.tokenize import tokenize_response
 from stages.gateway.http.context import SERVICE, json_response
 from stages.gateway.http.request_body import read_body
 
@@ -18,7 +18,7 @@ async def tokenize(request: web.Request) -> web.Response:
     """POST /v1/tokenize: the token ids of a text."""
     service = request.app[SERVICE]
     with service.admission.slot():
-        body = read_tokenize(await read_body(request, service.config))
+        body = await read_body(request, service.config, "tokenize")
         model = service.catalog.resolve(body.model)
         with service.admission.serving_version(model) as version:
             encoded = await service.tokenizer.encode(
@@ -40,7 +40,7 @@ async def detokenize(request: web.Request) -> web.Response:
     """POST /v1/detokenize: the text of token ids."""
     service = request.app[SERVICE]
     with service.admission.slot():
-        body = read_detokenize(await read_body(request, service.config))
+        body = await read_body(request, service.config, "detokenize")
         model = service.catalog.resolve(body.model)
         with service.admission.serving_version(model) as version:
             described = await service.readiness.describe(version)

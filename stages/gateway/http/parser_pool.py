@@ -1,0 +1,185 @@
+"""Parses request bodies: small ones in the event loop, one in a turn; large ones in a few processes.
+
+What is small is decided by a bound of the work, not by the size alone: a text of 100 KB is decoded in a fraction of a
+millisecond, as many numbers take 20 ms.  Waiting bodies are taken from the tenants in turn.  A process that does not
+answer within `TIME_LIMIT_S` is killed, and its body refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import sys
+from array import array
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from pipeline.api.json_body import count_separators
+from pipeline.errors import InternalError, StarlingError
+from stages.gateway.endpoints.body_readers import Body, read_request_body
+from stages.gateway.endpoints.tokenize import DetokenizeRequest
+from stages.gateway.http.parser_process import HEAD, LENGTH
+from stages.gateway.requests.generation_request import GenerationRequest
+
+log = logging.getLogger("starling.gateway.http")
+
+PROCESSES = 2
+INLINE_BYTES = 128 << 10  # parsed in the event loop, if they have no coding and
+INLINE_SEPARATORS = 2_000  # at most this many brackets and commas: together under 1 ms
+TIME_LIMIT_S = 20.0  # of one body; a million values take 0.5 s of an idle core
+IDS_AT_ONCE = 16_384  # turned into Python numbers before other streams get the event loop: 0.2 ms
+BYTES_AT_ONCE = 128 << 10  # of a body, sent to a process
+STREAM_BUFFER = 1 << 20  # of an answer, in the gateway
+
+
+class ParserPool:
+    """One per gateway. Its processes are started when they are needed, and end with `close` or with the gateway."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._waiting: dict[str, deque[tuple[Body, asyncio.Future[Any]]]] = {}  # by tenant, in the order of turns
+        self._parsers: set[asyncio.Task[None]] = set()
+        self._n_idle = 0
+        self._arrived = asyncio.Condition()
+        self._is_closed = False
+
+    async def read(self, body: Body, tenant: str) -> Any:
+        """Return the result of the body's reader. Raises `StarlingError`."""
+        data = body.data
+        if body.coding or len(data) > INLINE_BYTES or count_separators(data) > INLINE_SEPARATORS:
+            return await self._read_elsewhere(body, tenant)
+        async with self._turn:
+            result = read_request_body(body)
+            await asyncio.sleep(0)  # the next body is parsed in the event loop's next turn
+        return result
+
+    async def close(self) -> None:
+        """End the processes."""
+        self._is_closed = True
+        for parser in self._parsers:
+            parser.cancel()
+        await asyncio.gather(*self._parsers, return_exceptions=True)
+
+    async def _read_elsewhere(self, body: Body, tenant: str) -> Any:
+        result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append((body, result))
+        if not self._n_idle and len(self._parsers) < PROCESSES and not self._is_closed:
+            parser = asyncio.get_running_loop().create_task(self._parse())
+            self._parsers.add(parser)
+            parser.add_done_callback(self._parsers.discard)
+        async with self._arrived:
+            self._arrived.notify()
+        return await unpack_ids(await result)
+
+    def _next(self) -> tuple[Body, asyncio.Future[Any]] | None:
+        """Take the next body of the tenant whose turn it is; None if none waits."""
+        while self._waiting:
+            tenant = next(iter(self._waiting))
+            bodies = self._waiting.pop(tenant)
+            body, result = bodies.popleft()
+            if bodies:
+                self._waiting[tenant] = bodies  # behind the others
+            if not result.done():  # otherwise its client has left
+                return body, result
+        return None
+
+    async def _parse(self) -> None:
+        """Parse bodies in a process, one after the other; start it again after a failure."""
+        process: asyncio.subprocess.Process | None = None
+        try:
+            while True:
+                self._n_idle += 1
+                try:
+                    async with self._arrived:
+                        while (job := self._next()) is None:
+                            await self._arrived.wait()
+                finally:
+                    self._n_idle -= 1
+                body, result = job
+                del job
+                try:
+                    if process is None:
+                        process = await _start()
+                    async with asyncio.timeout(TIME_LIMIT_S):
+                        is_valid, answer = await _exchange(process, body)
+                except (TimeoutError, OSError, EOFError, pickle.UnpicklingError) as error:
+                    log.error("a parser process failed: %s", error or type(error).__name__)
+                    await _end(process)
+                    process = None
+                    is_valid, answer = False, _failure(error)
+                del body
+                if not result.done():
+                    if is_valid:
+                        result.set_result(answer)
+                    else:
+                        code, message, param, status = answer
+                        result.set_exception(StarlingError(code, message, param, status=status))
+                del answer, result
+        finally:
+            await _end(process)
+
+
+async def unpack_ids(result: Any) -> Any:
+    """Return `result` with token ids as tuples again; gives up the event loop in between."""
+    if isinstance(result, GenerationRequest):
+        prompts = [p if isinstance(p, str) else await _to_tuple(p) for p in result.prompts]
+        return msgspec.structs.replace(result, prompts=prompts)
+    if isinstance(result, DetokenizeRequest):
+        return msgspec.structs.replace(result, tokens=await _to_tuple(result.tokens))
+    return result
+
+
+async def _to_tuple(ids: Any) -> tuple[int, ...]:
+    assert isinstance(ids, array)
+    numbers: list[int] = []
+    for begin in range(0, len(ids), IDS_AT_ONCE):
+        numbers.extend(ids[begin : begin + IDS_AT_ONCE])
+        await asyncio.sleep(0)
+    return tuple(numbers)
+
+
+async def _start() -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "stages.gateway.http.parser_process",
+        str(os.getpid()),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=STREAM_BUFFER,
+    )
+
+
+async def _exchange(process: asyncio.subprocess.Process, body: Body) -> tuple[bool, Any]:
+    """Send a body and return the answer. Raises `OSError` or `EOFError` if the process has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    fields, data = pickle.dumps(tuple(body[1:]), pickle.HIGHEST_PROTOCOL), memoryview(body.data)
+    process.stdin.write(HEAD.pack(len(fields), len(data)) + fields)
+    for begin in range(0, len(data), BYTES_AT_ONCE):
+        process.stdin.write(bytes(data[begin : begin + BYTES_AT_ONCE]))
+        await process.stdin.drain()
+    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+    is_valid, answer = pickle.loads(await process.stdout.readexactly(length))
+    return is_valid, answer
+
+
+async def _end(process: asyncio.subprocess.Process | None) -> None:
+    if process is None:
+        return
+    with suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+
+
+def _failure(error: BaseException) -> tuple[str, str, str, int]:
+    """Return the fields of the error for a body that was not parsed."""
+    if isinstance(error, TimeoutError):
+        return "TIMEOUT", f"the body was not parsed within {TIME_LIMIT_S:g} s; send less, or try again", "", 503
+    failed = InternalError("the body could not be parsed; the server's log has the details")
+    return failed.code, failed.message, failed.param, failed.status

@@ -1,0 +1,114 @@
+"""Large and compressed bodies: parsed in other processes, with bounds, and with the same results."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+
+from pipeline.api.content_coding import decompress
+from pipeline.errors import InvalidRequest, StarlingError, TooLarge
+from stages.gateway.http.parser_pool import INLINE_BYTES
+from tests.gateway.server import MakeServer, Server
+
+PROMPT = "A long prompt, with {brackets}, and commas. " * 90
+BODY = {"prompt": PROMPT, "max_tokens": 8, "seed": 3}
+
+
+def parsers_of(server: Server) -> list[int]:
+    """Pids of the gateway's parser processes."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    return [int(p) for p in children if b"parser_process" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+def padded(body: dict, n: int = 2 * INLINE_BYTES) -> bytes:
+    """The body with so much white space that it is parsed in another process."""
+    return json.dumps(body).encode() + b" " * n
+
+
+def test_a_body_is_read_in_the_same_way_in_another_process(server: Server) -> None:
+    small, large = server.post("/v1/generate", BODY), server.post("/v1/generate", padded(BODY))
+    assert parsers_of(server)
+    assert small.json["choices"] == large.json["choices"]
+    ids = list(PROMPT.encode()) * 1
+    assert server.post("/v1/generate", {**BODY, "prompt": ids}).json["choices"] == small.json["choices"]
+    for bad in ({"prompt": 5}, {"prompt": "x", "n": 99}, {"prompt": [1, -1]}, {"a" * 300_000: 1}, {}):
+        inline, elsewhere = server.post("/v1/generate", bad), server.post("/v1/generate", padded(bad))
+        assert (inline.status, inline.error) == (elsewhere.status, elsewhere.error)
+    text = server.post("/v1/detokenize", padded({"tokens": ids})).json["text"]
+    assert text == PROMPT
+    assert server.post("/v1/tokenize", padded({"text": PROMPT})).json["tokens"] == ids
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+def test_compressed_bodies(server: Server, coding: str) -> None:
+    data = json.dumps(BODY).encode()
+    packed = gzip.compress(data) if coding == "gzip" else zlib.compress(data)
+    expected = server.post("/v1/generate", BODY).json["choices"]
+    assert server.post("/v1/generate", packed, {"Content-Encoding": coding}).json["choices"] == expected
+    bomb = b'{"prompt": "' + b"a" * 7_000_000 + b'"}'
+    packed = gzip.compress(bomb) if coding == "gzip" else zlib.compress(bomb)
+    refused = server.post("/v1/generate", packed, {"Content-Encoding": coding})
+    assert (refused.status, refused.error["code"]) == (400, "INVALID_REQUEST")
+    assert "32 times" in refused.error["message"]
+    assert server.post("/v1/generate", data, {"Content-Encoding": coding}).status == 400
+    assert server.post("/v1/generate", data, {"Content-Encoding": "br"}).status == 415
+
+
+def test_the_ratio_and_the_size_are_bounded_before_the_body_is_held() -> None:
+    for data in (b"", b"{}", os.urandom(100_000), b"x" * 60_000):
+        assert decompress(gzip.compress(data), "gzip", 1 << 20) == data
+        assert decompress(zlib.compress(data), "deflate", 1 << 20) == data
+        raw = zlib.compressobj(wbits=-15)
+        assert decompress(raw.compress(data) + raw.flush(), "deflate", 1 << 20) == data
+    with pytest.raises(InvalidRequest, match="32 times"):
+        decompress(gzip.compress(b"x" * 8_000_000), "gzip", 16 << 20)
+    with pytest.raises(TooLarge):
+        decompress(gzip.compress(os.urandom(1000)), "gzip", 999)
+    with pytest.raises(InvalidRequest, match="complete"):
+        decompress(gzip.compress(b"x" * 1000)[:-3], "gzip", 1 << 20)
+    with pytest.raises(StarlingError, match="gzip, gzip"):
+        decompress(gzip.compress(b"x"), "gzip, gzip", 1 << 20)
+
+
+def test_a_killed_parser_fails_its_body_only(server: Server) -> None:
+    server.post("/v1/generate", padded(BODY))
+    for pid in parsers_of(server):
+        os.kill(pid, signal.SIGKILL)
+    statuses = [server.post("/v1/generate", padded(BODY)).status for _ in range(4)]
+    assert set(statuses) <= {200, 500}
+    assert statuses[-1] == 200
+
+
+def test_a_parser_that_does_not_answer_is_killed(make_server: MakeServer) -> None:
+    server = make_server(preamble="import stages.gateway.http.parser_pool as p; p.TIME_LIMIT_S = 1.5")
+    server.wait_ready()
+    assert server.post("/v1/generate", padded(BODY)).status == 200
+    stopped = parsers_of(server)
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    refused = server.post("/v1/generate", padded(BODY))
+    assert (refused.status, refused.error["code"]) == (503, "TIMEOUT")
+    assert server.post("/v1/generate", padded(BODY)).status == 200
+    assert not set(stopped) & set(parsers_of(server))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_parsers_end_with_the_gateway(make_server: MakeServer, number: int) -> None:
+    server = make_server()
+    server.wait_ready()
+    assert server.post("/v1/generate", padded(BODY)).status == 200
+    pids = parsers_of(server)
+    assert pids
+    server.process.send_signal(number)
+    server.process.wait(20)
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
