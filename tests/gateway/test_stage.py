@@ -195,6 +195,14 @@ def test_keys_quotas_and_cors(make_server: MakeServer) -> None:
     assert "Authorization" in flight.headers["Access-Control-Allow-Headers"]
 
 
+def test_attempts_that_fail_are_charged(make_server: MakeServer) -> None:
+    server = make_server(rate_limits={"requests_per_minute": 3})
+    server.wait_ready()
+    bodies = [b"{", {"prompt": "x", "n": 99}, {"model": "none", "prompt": "x"}, {"prompt": "x"}]
+    assert [server.post("/v1/generate", body).status for body in bodies] == [400, 400, 404, 429]
+    assert server.post("/v1/generate", b"{").status == 429
+
+
 def test_the_limit_of_requests_in_flight(make_server: MakeServer) -> None:
     server = make_server(server={"max_concurrent_requests": 2})
     server.wait_ready()

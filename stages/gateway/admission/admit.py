@@ -1,7 +1,7 @@
 """Admission: from a `GenerationRequest` to the state of a request that can be started.
 
     1  the server takes requests, and fewer than `server.max_concurrent_requests` are in flight
-    2  the model is known and not drained; the tenant's request quota allows one more
+    2  the tenant's request quota allows one more, whatever its body holds; the model is known and not drained
     3  the model is ready, or becomes ready in time; from here on the request belongs to the version that serves now
     4  a session's turn is begun at the KV manager
     5  prompts are tokenized; ids, lengths and the number of sequences are checked; the token quota is charged
@@ -103,6 +103,10 @@ class Admission:
         with self._in_flight.using(version.id):
             yield version
 
+    def charge_attempt(self, caller: Caller) -> None:
+        """Charge a request to its tenant before its body is read. Raises `RateLimited`."""
+        self._quotas.take_request(caller.tenant)
+
     async def admit(
         self, generation: GenerationRequest, caller: Caller, started_at: float, client_id: str = ""
     ) -> RequestState:
@@ -111,7 +115,6 @@ class Admission:
         if refusal := self._readiness.drains.rejection(model) or self._readiness.unloading(model):
             raise refusal
         with self._in_flight.admitting(model):
-            self._quotas.take_request(caller.tenant)
             left_s = started_at + self._timeout_s - self._clock()
             await self._readiness.wait_ready(model, min(READY_WAIT_S, left_s))
             try:

@@ -63,6 +63,7 @@ def text_handler(endpoint: TextEndpoint, config: Config, service: Service) -> Ha
                 )
             return await _resume(request, service, state, cursor)
         with service.admission.slot():
+            service.admission.charge_attempt(request[CALLER])
             generation = await read_body(request, config, endpoint.name)
             state = await service.admission.admit(generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID])
             request[STATE] = state
