@@ -280,7 +280,8 @@ class Embedded:
         """
         if self._tokenizer.template is None:
             raise InvalidRequest(f"model {self.model.name!r} has no chat template; submit a text", "messages")
-        return self.encode(self._tokenizer.template.render(messages), parse_special=True)
+        chat = self._tokenizer.template.render(messages)
+        return self._tokenizer.vocabulary.encode(chat.text, True, add_bos=True, marks=chat.marks)
 
     def stats(self) -> EngineStats:
         """Counters and sizes as they are now."""

@@ -8,4 +8,6 @@ pretokenizers.py       how text is split before merges
 chunked_encode.py      long texts chunk by chunk
 token_lower_bound.py   a lower bound of a text's token count
 template.py            chat templates
+template_budget.py     the templates' sandbox: bounds on time and memory
+template_marks.py      which control tokens of a rendered chat are the template's own
 """

@@ -19,7 +19,7 @@ If a window has too few pieces (a run of one character class can be as long as t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from tokenizers import Encoding, Tokenizer
 
@@ -39,6 +39,7 @@ class SpecialTokenFinder:
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = dict(ids)
         self._longest = max(map(len, ids), default=0)
+        self.lengths = sorted({len(name) for name in ids}, reverse=True)  # of names, in characters
         # A trie, because alternatives for whole names would compare each "<" in the text with all names.
         self._pattern = re.compile(_alternatives(sorted(ids))) if ids else None
 
@@ -50,6 +51,31 @@ class SpecialTokenFinder:
         if found is None or found.start() >= end:
             return None
         return found.start(), found.end(), self._ids[found.group()]
+
+
+class MarkedTokenFinder(SpecialTokenFinder):
+    """Finds the same names, but those of control tokens only where the first and the last character are marked."""
+
+    def __init__(self, names: SpecialTokenFinder, control_names: Collection[str], marks: Collection[int]) -> None:
+        self._ids, self._longest, self._pattern = names._ids, names._longest, names._pattern
+        self._control_names, self._marks = control_names, marks
+        self._lengths = names.lengths
+
+    def find(self, text: str, begin: int, end: int) -> tuple[int, int, int] | None:
+        """As `SpecialTokenFinder.find`."""
+        while (found := super().find(text, begin, end)) is not None:
+            first, last, _ = found
+            if self._counts(text[first:last], first):
+                return found
+            for length in self._lengths:  # a shorter name at the same position may count
+                name = text[first : first + length]
+                if first + length < last and name in self._ids and self._counts(name, first):
+                    return first, first + length, self._ids[name]
+            begin = first + 1
+        return None
+
+    def _counts(self, name: str, at: int) -> bool:
+        return name not in self._control_names or (at in self._marks and at + len(name) - 1 in self._marks)
 
 
 def _alternatives(names: list[str], depth: int = 0) -> str:

@@ -117,9 +117,9 @@ class TokenizerService:
         model = self.model(frame.model)
         if model.template is None:
             raise InvalidRequest(f"model {frame.model!r} has no chat template; use /v1/completions", param="model")
-        text = model.template.render(frame.messages, frame.add_generation_prompt, frame.tools, frame.template_vars)
+        chat = model.template.render(frame.messages, frame.add_generation_prompt, frame.tools, frame.template_vars)
         tokens = yield from model.vocabulary.encode_steps(
-            _utf8(text, "messages"), parse_special=True, add_bos=True, token_limit=frame.token_limit
+            chat.text, parse_special=True, add_bos=True, token_limit=frame.token_limit, marks=chat.marks
         )
         self.tokens_encoded += len(tokens)
         return m.Encoded(frame.id, tuple(tokens))

@@ -53,7 +53,7 @@ def open_model(index_path: Path) -> TokenizerModel:
     template = None
     if t.chat_template:
         bos, eos = (vocabulary.token_bytes(i).decode("utf-8", "replace") for i in (t.bos, t.eos))
-        template = ChatTemplate(t.chat_template, bos, eos)
+        template = ChatTemplate(t.chat_template, bos, eos, control_names=vocabulary.control_names)
     described = m.Described(
         "",
         "",

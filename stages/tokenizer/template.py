@@ -1,20 +1,30 @@
 """Chat templates: from messages to a prompt, with the Jinja template of the model file.
 
-A model file is not trusted, so its template runs in Jinja's immutable sandbox, with the globals that published
-templates expect (`raise_exception`, `strftime_now`, `bos_token`, `eos_token`, `tools`).
+A model file is not trusted: its template runs in a sandbox with bounded time and memory (`template_budget.py`), with
+the globals that published templates expect (`raise_exception`, `strftime_now`, `bos_token`, `eos_token`, `tools`).  A
+template that cannot be compiled fails the model's chat requests only.  Messages are not trusted either: names of
+control tokens in them are literal text (`template_marks.py`).
 """
 
 from __future__ import annotations
 
-import json
+import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pipeline.errors import InvalidRequest, ModelUnavailable
+from pipeline.errors import InvalidRequest
+from stages.tokenizer.template_budget import BoundedEnvironment, RenderLimit
+from stages.tokenizer.template_marks import Marking, TemplateMarks
+
+log = logging.getLogger("starling.tokenizer")
+
+MAX_SOURCE = 256 << 10  # characters; published templates have up to 20 thousand
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_WIDE_DATE = re.compile(r"%[^A-Za-z%]*[0-9]{3}")
 
 
 class _Rejected(Exception):
@@ -25,12 +35,18 @@ def _raise(message: str) -> NoReturn:
     raise _Rejected(message)
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+class RenderedChat(NamedTuple):
+    """A rendered chat. `marks`: positions of the characters that begin or end the template's own control tokens."""
+
+    text: str
+    marks: frozenset[int]
 
 
 class ChatTemplate:
-    """A compiled template. The constructor raises `ModelUnavailable` for a template that is not valid Jinja."""
+    """A template. One that cannot be compiled raises `InvalidRequest` for each rendering.
+
+    control_names: ids of the control tokens by name; in `source`, `bos_token` and `eos_token` they are marked.
+    """
 
     def __init__(
         self,
@@ -38,18 +54,24 @@ class ChatTemplate:
         bos_token: str = "",
         eos_token: str = "",
         now: Callable[[], datetime] = datetime.now,
+        control_names: Mapping[str, int] | None = None,
     ) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: now().strftime(form)
+        self._environment = BoundedEnvironment()
+        self._environment.globals["raise_exception"] = _raise
+        self._environment.globals["strftime_now"] = lambda form: _format_date(now(), form)
+        self._template: jinja2.Template | None = None
+        self.failure = ""  # why the template cannot be used
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ModelUnavailable(f"tokenizer.chat_template is not a valid Jinja template: {error}") from None
-        self._always = {"bos_token": bos_token, "eos_token": eos_token}
+            if len(source) > MAX_SOURCE:
+                raise ValueError(f"it has {len(source)} characters; at most {MAX_SOURCE} are allowed")
+            self._marks = TemplateMarks(control_names or {})
+            tree = Marking(self._marks).visit(self._environment.parse_bounded(source))
+            code = self._environment.compile(tree)
+            self._template = jinja2.Template.from_code(self._environment, code, self._environment.make_globals(None))
+            self._always = {"bos_token": self._marks.mark(bos_token), "eos_token": self._marks.mark(eos_token)}
+        except Exception as error:  # of the parser (nesting), of Python's compiler (nested loops), ...
+            self.failure = f"{type(error).__name__}: {error}"[:500]
+            log.warning("the chat template cannot be compiled", extra={"reason": self.failure})
 
     def render(
         self,
@@ -57,26 +79,74 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
+    ) -> RenderedChat:
         """Return the prompt. Raises `InvalidRequest` if the template fails or rejects the messages."""
-        try:
-            return self._template.render(
-                **{
-                    **(variables or {}),
-                    **self._always,
-                    "messages": messages,
-                    "tools": tools,
-                    "add_generation_prompt": add_generation_prompt,
-                }
+        if self._template is None:
+            raise InvalidRequest(
+                f"the model's chat template is not valid ({self.failure}); use /v1/completions", param="model"
             )
+        for value in (messages, tools, variables):
+            _check_unicode(value)
+        values = {
+            **(variables or {}),
+            **self._always,
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        environment = self._environment
+        try:
+            environment.start()
+            pieces: list[str] = []
+            for piece in self._template.generate(**values):
+                environment.charge(len(piece))
+                pieces.append(piece)
+            rendered = RenderedChat(*self._marks.remove("".join(pieces)))
         except _Rejected as rejection:
             raise InvalidRequest(
-                f"the model's chat template rejects the messages: {rejection}", param="messages"
+                f"the model's chat template rejects the messages: {self._unmarked(rejection)}", param="messages"
             ) from None
-        except MemoryError:
-            raise
+        except RenderLimit as limit:
+            raise InvalidRequest(
+                f"the model's chat template cannot render these messages within its limits: {limit}", param="messages"
+            ) from None
         except Exception as error:  # a template is a program and can fail in any way
             raise InvalidRequest(
-                f"the model's chat template cannot render these messages: {type(error).__name__}: {error}",
+                f"the model's chat template cannot render these messages: {type(error).__name__}: "
+                f"{self._unmarked(error)}",
                 param="messages",
             ) from None
+        finally:
+            environment.stop()
+        _check_unicode(rendered.text)
+        return rendered
+
+    def _unmarked(self, error: Exception) -> str:
+        text = self._marks.remove(str(error)[:2000])[0]
+        return _SURROGATE.sub("\ufffd", text)  # a reply must be valid Unicode
+
+
+def _format_date(now: datetime, form: str) -> str:
+    if len(form) > 256 or _WIDE_DATE.search(form):
+        raise RenderLimit("it formats a date with a field that is too wide")
+    return now.strftime(form)
+
+
+def _check_unicode(value: Any) -> None:
+    """Raises `InvalidRequest` for lone surrogates, which JSON can encode, UTF-8 cannot, and marks consist of."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"messages is not valid Unicode text: lone surrogate {value[error.start]!r} at "
+                f"character {error.start}; send whole characters",
+                param="messages",
+            ) from None
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _check_unicode(key)
+            _check_unicode(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_unicode(item)

@@ -8,7 +8,7 @@ chunk (`chunked_encode.py`).  Independent of requests, streams and templates.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as Chain
 
 from pipeline.errors import ModelUnavailable
-from stages.tokenizer.chunked_encode import WINDOW, SpecialTokenFinder, encode_chunks
+from stages.tokenizer.chunked_encode import WINDOW, MarkedTokenFinder, SpecialTokenFinder, encode_chunks
 from stages.tokenizer.pretokenizers import PRETOKENIZERS
 from stages.tokenizer.token_lower_bound import TokenLowerBound, min_tokens
 
@@ -77,7 +77,7 @@ class Vocabulary:
         self.eos_ids: tuple[int, ...] = tuple(sorted({i for i in (spec.eos, spec.eot) if 0 <= i < self.size}))
         self.control = frozenset(i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN, UNUSED))
         self._bytes: list[bytes] = []
-        specials: dict[str, int] = {}
+        specials: dict[str, int] = {}  # control tokens by name
         always: dict[str, int] = {}
         for i, (text, kind) in enumerate(zip(spec.tokens, types, strict=True)):
             plain = kind in (NORMAL, BYTE) and all(c in alphabet for c in text)
@@ -89,6 +89,7 @@ class Vocabulary:
         self._lengths = np.array([len(data) for data in self._bytes], np.int64)
         self._always = SpecialTokenFinder(always)
         self._specials = SpecialTokenFinder(always | specials)
+        self.control_names = {text: i for text, i in specials.items() if text not in always}
         ids = {text: i for i, text in reversed(list(enumerate(spec.tokens)))}
         # Bytes without a token: encoding drops them, as every published tokenizer does.
         self.holes = frozenset(byte for character, byte in alphabet.items() if character not in ids)
@@ -113,9 +114,11 @@ class Vocabulary:
         """The bytes of all tokens concatenated, and the end of each (u32 little-endian)."""
         return b"".join(self._bytes), np.cumsum(self._lengths).astype("<u4").tobytes()
 
-    def encode(self, text: str, parse_special: bool, add_bos: bool = False) -> list[int]:
+    def encode(
+        self, text: str, parse_special: bool, add_bos: bool = False, marks: Collection[int] | None = None
+    ) -> list[int]:
         """Return the token ids of `text`, with the arguments of `encode_steps`."""
-        steps = self.encode_steps(text, parse_special, add_bos)
+        steps = self.encode_steps(text, parse_special, add_bos, marks=marks)
         while True:
             try:
                 next(steps)
@@ -123,12 +126,18 @@ class Vocabulary:
                 return list(end.value)
 
     def encode_steps(
-        self, text: str, parse_special: bool, add_bos: bool = False, token_limit: int = 0
+        self,
+        text: str,
+        parse_special: bool,
+        add_bos: bool = False,
+        token_limit: int = 0,
+        marks: Collection[int] | None = None,
     ) -> Generator[None, None, array[int]]:
         """Encode in steps of some tens of ms: a generator that returns the token ids (i32) of `text`.
 
         parse_special: names of control tokens in the text become their ids; user-defined tokens always do.
         add_bos: start with the BOS token, if the model asks for one and the text does not start with it.
+        marks: names of control tokens in the text count only if their first and last characters are at these positions.
 
         Raises `TooManyTokens` if and only if there are more than `token_limit` tokens (0: no limit).  A text of more
         than `WINDOW` characters is encoded only until that is certain.
@@ -138,6 +147,8 @@ class Vocabulary:
         if is_bounded and min_tokens(rest) > token_limit:
             raise TooManyTokens(min_tokens(rest), False)
         names = self._specials if parse_special else self._always
+        if parse_special and marks is not None:
+            names = MarkedTokenFinder(self._specials, self.control_names.keys(), marks)
         ids, seen = array("i"), 0
         for end, new in encode_chunks(self._tokenizer, names, text, WINDOW):
             ids.fromlist(new)

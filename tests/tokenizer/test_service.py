@@ -21,7 +21,8 @@ from tests.tokenizer.byte_vocabulary import byte_spec
 VOCABULARY = Vocabulary(byte_spec())
 TEMPLATE = ChatTemplate(
     "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no bad roles') }}{% endif %}"
-    "<s>{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
+    "<s>{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}<s>{% endif %}",
+    control_names=VOCABULARY.control_names,
 )
 
 

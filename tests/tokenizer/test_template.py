@@ -1,0 +1,212 @@
+"""Chat templates: messages are literal text, and a template is bounded in time and memory."""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pipeline.errors import InvalidRequest
+from stages.tokenizer import template_budget
+from stages.tokenizer.template import ChatTemplate
+from tests.tokenizer.chat_templates import ALWAYS, CONTROL, TEMPLATES, chat_vocabulary
+from tools.tiny_gguf import _CHAT_TEMPLATE
+
+VOCABULARY = chat_vocabulary()
+SOURCES = {**TEMPLATES, "tiny": _CHAT_TEMPLATE}
+COMPILED = {
+    name: ChatTemplate(source, "<s>", "</s>", control_names=VOCABULARY.control_names)
+    for name, source in SOURCES.items()
+}
+NAMES = [*CONTROL, "<s>", "</s>"]
+FRAGMENTS = [part for name in NAMES for part in (name, name[:-1], name[1:], name[:2], name[-2:], name[0], name[-1])]
+PLAIN_TEXT = st.one_of(
+    st.text(st.characters(exclude_categories=("Cs",)), max_size=20),
+    st.lists(st.sampled_from([*ALWAYS, "<tool_response>", "<", "<b>", "|", "[", "a", " ", "\n", "</"])).map("".join),
+)
+HOSTILE_TEXT = st.lists(st.sampled_from([*FRAGMENTS, "\n", "user", "im_start", "é", "a", '"', "\\"]), max_size=12).map(
+    "".join
+)
+ROLES = ("system", "user", "assistant")
+
+
+def chats(content: st.SearchStrategy[str]) -> st.SearchStrategy[list[dict[str, Any]]]:
+    message = st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": content})
+    return st.lists(message, min_size=1, max_size=5)
+
+
+def encode(template: ChatTemplate, *arguments: Any) -> list[int]:
+    chat = template.render(*arguments)
+    return VOCABULARY.encode(chat.text, True, add_bos=True, marks=chat.marks)
+
+
+def render_plainly(source: str, messages: Any, prompt: bool = True, tools: Any = None) -> str:
+    """Render without marks and bounds: the reference for texts without control tokens."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    return environment.from_string(source).render(
+        messages=messages, add_generation_prompt=prompt, tools=tools, bos_token="<s>", eos_token="</s>"
+    )
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@settings(deadline=None)
+@given(data=st.data())
+def test_a_chat_without_control_text_has_the_tokens_of_its_plain_rendering(name: str, data: st.DataObject) -> None:
+    messages = [
+        {**message, "content": "".join(part for part in [message["content"]] if not any(n in part for n in NAMES))}
+        for message in data.draw(chats(PLAIN_TEXT))
+    ]
+    prompt = data.draw(st.booleans())
+    tools = data.draw(st.none() | st.lists(st.fixed_dictionaries({"name": st.just("f<b>")}), max_size=2))
+    plain = render_plainly(SOURCES[name], messages, prompt, tools)
+    assert encode(COMPILED[name], messages, prompt, tools) == VOCABULARY.encode(plain, True, add_bos=True)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@settings(deadline=None)
+@given(data=st.data())
+def test_messages_cannot_forge_a_turn(name: str, data: st.DataObject) -> None:
+    messages = data.draw(chats(HOSTILE_TEXT))
+    tools = data.draw(st.none() | st.lists(st.fixed_dictionaries({"name": HOSTILE_TEXT}), min_size=1, max_size=2))
+    harmless = [{**message, "content": "a"} for message in messages]
+    harmless_tools = tools and [{"name": "f"} for _ in tools]
+    tokens = encode(COMPILED[name], messages, True, tools)
+    expected = encode(COMPILED[name], harmless, True, harmless_tools)
+    assert [t for t in tokens if t in VOCABULARY.control] == [t for t in expected if t in VOCABULARY.control]
+    assert VOCABULARY.decode(tokens) == render_plainly(SOURCES[name], messages, True, tools)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "messages[0].content | trim",
+        "messages[0].content.split('x') | join('')",
+        "messages[0].content.split('x') | join('<|im_end|>')",
+        "messages[0].content.replace('x', '')",
+        "messages[0].content[:-1]",
+        "messages[0].content[1:] ~ '|>'",
+        "'<|' ~ messages[0].content",
+        "messages[0] | tojson",
+        "messages[0].content | lower",
+        "'%s' % messages[0].content",
+        "'{}'.format(messages[0].content)",
+        "messages | map(attribute='content') | join",
+        "messages",
+        "messages[0].content | list | join",
+    ],
+)
+@settings(deadline=None)
+@given(HOSTILE_TEXT.map(lambda text: text + "<|im_xstart|>"))
+def test_content_stays_literal_through_operations(expression: str, content: str) -> None:
+    template = ChatTemplate("{{ " + expression + " }}", control_names=VOCABULARY.control_names)
+    tokens = encode(template, [{"role": "user", "content": content}])
+    own = VOCABULARY.control_names["<|im_end|>"]
+    assert {t for t in tokens if t in VOCABULARY.control} <= {own}
+    if own in tokens:
+        assert "join('<|im_end|>')" in expression
+
+
+def test_templates_compare_content_as_it_is() -> None:
+    source = "{{ messages[0].content == '</think>' }}{{ '<' in messages[0].content }}{{ messages[0].content | length }}"
+    template = ChatTemplate(source, control_names=VOCABULARY.control_names)
+    assert template.render([{"role": "user", "content": "</think>"}]).text == "TrueTrue8"
+
+
+@pytest.mark.parametrize("code", [0xDC00, 0xDC05, 0xD800, 0xDFFF])
+def test_stand_ins_in_a_message_are_rejected(code: int) -> None:
+    character = chr(code)
+    for message in ({"role": "user", "content": f"a{character}"}, {"role": f"{character}", "content": ""}):
+        with pytest.raises(InvalidRequest, match="lone surrogate"):
+            COMPILED["chatml"].render([message])
+
+
+def nested_loops(depth: int) -> str:
+    return "{% for a in messages %}" * depth + "x" + "{% endfor %}" * depth
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        nested_loops(30),
+        nested_loops(2000),
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{% if",
+        "{{ 1 | nothing }}",
+        "x" * (1 << 20),
+        "{{ " + "-" * 100_000 + "1 }}",
+    ],
+)
+def test_a_template_that_cannot_be_compiled_fails_only_chats(source: str) -> None:
+    template = ChatTemplate(source)
+    with pytest.raises(InvalidRequest, match="template is not valid") as failed:
+        template.render([])
+    assert failed.value.param == "model"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        nested_loops(10),
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'a' * 10 ** 11 }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ '%0999999999d' % 1 }}",
+        "{{ '%*d' % (999999999, 1) }}",
+        "{{ '{:>999999999}'.format(1) }}",
+        "{{ '{:>{}}'.format(1, 999999999) }}",
+        "{{ 'a'.center(9999999999) }}",
+        "{{ 'a'.ljust(9999999999) | length }}",
+        "{{ 'a' | center(9999999999) }}",
+        "{{ 'a' | indent(9999999999, true) }}",
+        "{{ lipsum(99999) }}",
+        "{{ [1] | batch(9999999999, 1) | list }}",
+        "{{ [1] * 9999999999 }}",
+        "{{ messages | tojson(indent=999999999) }}",
+        "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = {1: n.x, 2: n.x} %}{% endfor %}{{ n.x }}",
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}",
+        "{% set n = namespace(x=9) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+        "{% set n = namespace(x='aa') %}{% for i in range(9) %}{% set n.x = n.x.replace('a', n.x) %}{% endfor %}",
+        "{% set n = namespace(x='aa') %}{% for i in range(9) %}{% set n.x = n.x|replace('a', n.x) %}{% endfor %}",
+        "{% set n = namespace(x='aa') %}{% for i in range(9) %}{% set n.x = n.x.join(n.x|list) %}{% endfor %}",
+        "{% set n = namespace(x='aa') %}{% for i in range(9) %}{% set n.x = n.x|list|join(n.x) %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(100) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% set x = 'a' * 1000000 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
+        "{% set x = 'a' * 1000000 %}{% set y %}{% for i in range(99999) %}{{ x }}{% endfor %}{% endset %}",
+        "{% set n = namespace(l=[]) %}{% for i in range(9999)%}{% set n.l = n.l + [('a' * 1000000)[1:]] %}{% endfor %}",
+        "{{ (5).to_bytes(9999999999, 'big') }}",
+        "{{ strftime_now('%999999999d') }}",
+        "{% for a in messages recursive %}{{ loop(messages) }}{{ loop(messages) }}{% endfor %}",
+    ],
+)
+def test_a_rendering_is_bounded(source: str) -> None:
+    tracemalloc.start()
+    begin = time.thread_time()
+    try:
+        template = ChatTemplate(source)
+        with pytest.raises(InvalidRequest):
+            template.render([{"role": "user", "content": "a"}] * 20)
+        assert tracemalloc.get_traced_memory()[1] < 4 * template_budget.MAX_CHARACTERS
+    finally:
+        tracemalloc.stop()
+    assert time.thread_time() - begin < 3.0
+
+
+def test_a_failed_rendering_does_not_affect_the_next() -> None:
+    template = ChatTemplate("{{ messages[0].content * messages[0].n }}")
+    with pytest.raises(InvalidRequest, match="within its limits"):
+        template.render([{"content": "a", "n": 1 << 40}])
+    assert template.render([{"content": "b", "n": 2}]).text == "bb"
