@@ -34,7 +34,7 @@ main()
 READY = """
 import http.server, os, signal, socket, sys
 from pathlib import Path
-from pipeline import paths
+from pipeline.config import paths
 from pipeline.config.load import load
 from pipeline.protocol.messages import Heartbeat
 from pipeline.runtime.run_dir import StageLock
