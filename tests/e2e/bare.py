@@ -1,4 +1,4 @@
-"""A server without supervisors, as under systemd: no process restarts a stage, so the others' reactions show."""
+"""A server without supervisors, as under systemd: a dead stage stays dead, so that a test can observe its peers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.e2e.server import ROOT, STOP_S, Server
 
 
 class BareServer(Server):
-    """`starling stage NAME` for each stage; their output is one stream."""
+    """Runs `starling stage NAME` for each stage and merges their output."""
 
     def __init__(self, home: Path, config: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
         super().__init__(home, config, environment)
@@ -31,7 +31,7 @@ class BareServer(Server):
         return self
 
     def start_stage(self, name: str, environment: Mapping[str, str] | None = None) -> None:
-        """Once more, after its end. From the main thread: the stage dies with the thread that forked it."""
+        """Start a stage. Call it from the main thread: the stage dies with the thread that forked it."""
         self.stages[name] = subprocess.Popen(
             [sys.executable, "-m", "starling", "stage", name],
             cwd=ROOT,
@@ -49,10 +49,10 @@ class BareServer(Server):
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
-        shutil.rmtree(self.arenas, ignore_errors=True)  # no server starts in this directory again
+        shutil.rmtree(self.arenas, ignore_errors=True)  # no later server uses this home
 
     def stop(self, number: int = 9) -> int:
-        """SIGKILL to all, power-cut style; sockets and arenas stay, as after a crash."""
+        """Send a signal to all stages, by default SIGKILL: then sockets and arenas stay, as after a crash."""
         for process in self.stages.values():
             process.send_signal(number)
         codes = [process.wait(STOP_S) for process in self.stages.values()]

@@ -13,7 +13,7 @@ from tests.e2e.server import Server
 
 
 def share_caches(home: Path, models: bool = False) -> None:
-    """Compiled kernels, with `models` checkpoints too, are those of the tests' own home: made once."""
+    """Link the compiled kernels of the tests' own home into `home`, with `models` the checkpoints as well."""
     for folder in (paths.cache_dir(), paths.models_dir())[: 1 + models]:
         folder.mkdir(parents=True, exist_ok=True)
         (home / folder.name).symlink_to(folder)
@@ -21,13 +21,13 @@ def share_caches(home: Path, models: bool = False) -> None:
 
 @pytest.fixture(scope="session")
 def demo_server(tmp_path_factory: pytest.TempPathFactory, demo_gguf: Path) -> Iterator[Server]:
-    """Every stage under honcho, a KV arena small enough that caches are evicted."""
+    """Every stage under honcho, with a KV arena small enough for evictions."""
     home = tmp_path_factory.mktemp("demo")
     share_caches(home, models=True)
     config = {"models": [{"name": DEMO_MODEL, "kv_cache_mb": 128, "spill_path": str(home / "spill"), "spill_mb": 64}]}
     with Server(home, config) as server:
         yield server
-        # Stages are forked from supervisors that have imported them: a restart costs no imports.
+        # Supervisors import the stages before they fork them, so that a restart needs no imports.
         assert not [line for line in server.output if "restarts pay for imports" in line]
         server.stop()
         assert server.leftovers() == []

@@ -11,7 +11,7 @@ from tests.e2e.server import Server
 
 
 def events(server: Server, path: str, body: Any, headers: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """(id, data) until the end of the stream, or of the connection."""
+    """Yields (id, data) of each event until the end of the stream or of the connection."""
     connection = server.connect()
     try:
         method = "GET" if body is None else "POST"
@@ -51,7 +51,7 @@ def comparable(data: list[dict[str, Any]]) -> str:
 
 
 def wait_answering(server: Server) -> None:
-    """Until the successor listens: a connection is what tells."""
+    """Connect until the gateway's successor answers."""
     deadline = time.monotonic() + 60
     while True:
         try:

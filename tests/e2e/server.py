@@ -40,7 +40,7 @@ def free_port() -> int:
 
 
 class Server:
-    """`honcho start` with a configuration of its own; ready when `__enter__` returns."""
+    """`honcho start` with its own configuration; the server is ready when `__enter__` returns."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Server:
         environment: Mapping[str, str] | None = None,
         launcher: Sequence[str] = (),
     ) -> None:
-        """`launcher`: a command that honcho's is given to, such as `small_disk.mounted`."""
+        """`launcher` is a command that runs honcho's command, for example `small_disk.mounted`."""
         self.home = home
         self.launcher = launcher
         self.port = free_port()
@@ -79,7 +79,7 @@ class Server:
             text=True,
             start_new_session=True,
         )
-        self._lines = queue.SimpleQueue()  # what a life before had to say is over
+        self._lines = queue.SimpleQueue()  # drops the output of an earlier start
         threading.Thread(target=self._read, args=(self.process, self._lines), daemon=True).start()
         return self
 
@@ -92,7 +92,7 @@ class Server:
         into.put(None)
 
     def wait_for(self, pattern: str, timeout_s: float = START_S) -> re.Match[str]:
-        """The next line of output that matches; fails with the output when it does not come."""
+        """Wait for the next line of output that matches. Fails, with the output, after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -119,7 +119,7 @@ class Server:
         self.stop()
 
     def stop(self, number: int = signal.SIGINT) -> int:
-        """Signal honcho as a terminal would (the whole foreground group) and wait for its end."""
+        """Signal the foreground process group, as a terminal does, and wait for honcho's end. Returns its exit code."""
         process = self.process
         if process is None:
             return 0
@@ -137,7 +137,7 @@ class Server:
     # -------------------------------------------------------------- processes and leftovers
 
     def pids(self) -> dict[int, str]:
-        """Every live process that runs with this server's home, by its environment."""
+        """Pid and command of every live process whose environment has this server's home."""
         mark = f"STARLING_HOME={self.home}".encode()
         found = {}
         for entry in Path("/proc").iterdir():
@@ -185,7 +185,7 @@ class Server:
     def request(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> tuple[int, Any, dict[str, str]]:
-        """Status, decoded JSON (or text), headers."""
+        """Send a request. Returns the status, the decoded JSON (or the text), and the headers."""
         connection = self.connect()
         try:
             data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
@@ -199,20 +199,20 @@ class Server:
             connection.close()
 
     def post(self, path: str, **body: Any) -> Any:
-        """The body of a successful answer."""
+        """POST a request that must succeed; return the decoded body."""
         status, answer, _ = self.request("POST", path, body)
         assert status == 200, (status, answer)
         return answer
 
     def metrics(self, name: str) -> dict[str, float]:
-        """Values of /metrics by the text of their labels ("" without any). Of stages, up to a second old."""
+        """Values of a metric by the text of their labels ("" for none). Those of other stages are up to 1 s old."""
         status, text, _ = self.request("GET", "/metrics")
         assert status == 200
         lines = [line.removeprefix(name) for line in text.splitlines() if line.startswith((name + "{", name + " "))]
         return {labels.strip("{}"): float(value) for labels, _, value in (line.rpartition(" ") for line in lines)}
 
     def wait_metrics(self, name: str, holds: Callable[[dict[str, float]], bool], timeout_s: float = 30) -> None:
-        """Until the stages have told it: each looks once a second."""
+        """Wait until `holds` is true of a metric. Stages publish their metrics once per second."""
         deadline = time.monotonic() + timeout_s
         while not holds(found := self.metrics(name)):
             assert time.monotonic() < deadline, (name, found)
@@ -237,7 +237,7 @@ class Server:
 
 
 def wait_gone(pid: int, timeout_s: float = STOP_S) -> bool:
-    """True when the process has ended."""
+    """Wait for the end of a process. False if it still runs after `timeout_s`."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""A file system of a few hundred KiB or a few MiB, so that a disk is really full: the kernel says ENOSPC.
+"""A file system of a few hundred KiB to a few MiB, on which the kernel really reports a full disk (ENOSPC).
 
     mounted(size_kib, path)   -> the command that a server is started with: it mounts a tmpfs at `path` in a mount
                                  namespace of its own, which ends with the last process in it
@@ -21,23 +21,23 @@ from pathlib import Path
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000  # linux/sched.h
 MS_REC, MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
-FOUND_KIB = 64 << 10  # what counts as small of those that are there
+FOUND_KIB = 64 << 10  # the largest existing file system that counts as small
 
 
 def mounted(size_kib: int, path: Path) -> list[str]:
-    """To be followed by the command."""
+    """The command that mounts the file system and then runs the arguments after it."""
     return [sys.executable, str(Path(__file__).resolve()), str(size_kib), str(path)]
 
 
 def why_not() -> str:
-    """Tried, because it depends on privileges, on sysctls and on security modules."""
+    """Tries to mount one: the result depends on privileges, sysctls and security modules. "" if it works."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run([*mounted(64, Path(folder)), "true"], stderr=subprocess.PIPE, text=True, check=False)
     return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
 
 
 def found(size_kib: int) -> Path | None:
-    """A small tmpfs for users who may not mount, such as /run/lock (5 MiB) on Debian. The caller removes the folder."""
+    """A small file system that exists already, for example /run/lock of 5 MiB on Debian. The caller removes it."""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         path, kind = line.split()[1:3]
         if kind == "tmpfs" and os.access(path, os.W_OK):

@@ -1,4 +1,4 @@
-"""What the cache does for clients, and that no fault of it changes a byte."""
+"""The prefix cache serves repeated prompts, and no fault of it changes a byte."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def ask(server: Server, tokens: list[int]) -> tuple[int, str]:
-    """(cached tokens, text)."""
+    """Generate 12 tokens: the number of cached prompt tokens, and the text."""
     answer: dict[str, Any] = server.post("/v1/generate", prompt=tokens, max_tokens=12, temperature=0)
     usage = answer["usage"]
     return usage["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["text"]
@@ -38,7 +38,7 @@ def full_pages(tokens: list[int]) -> int:
     return (len(tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS
 
 
-def test_a_shared_beginning_is_computed_once(demo_server: Server) -> None:
+def test_a_shared_prefix_is_computed_once(demo_server: Server) -> None:
     system = prompt(1, 400)
     cached, _ = ask(demo_server, system + prompt(2, 10))
     assert cached == 0
@@ -71,7 +71,7 @@ def config(tmp_path: Path) -> Mapping[str, Any]:
 
 
 def kill_everything(server: Server) -> None:
-    """A power cut that keeps the memory: no process sees another one die and cleans up."""
+    """Kill all processes like a power cut that keeps the memory. They are stopped first, so that none cleans up."""
     pids = server.pids()
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
@@ -80,7 +80,7 @@ def kill_everything(server: Server) -> None:
 
 
 def damage_cached_pages(server: Server) -> int:
-    """Flip one bit of each unreferenced page; returns the number of pages."""
+    """Change one bit of each full page without references. Returns the number of pages."""
     (path,) = [Path(p) for p in server.leftovers() if p.endswith(".kv")]
     arena, views, _ = attach_kv(path)
     fields = views.headers.view(HEADER)[:, 0]
@@ -93,29 +93,29 @@ def damage_cached_pages(server: Server) -> int:
     return len(pages)
 
 
-def test_the_cache_survives_whatever_ends_the_server(tmp_path: Path, config: Mapping[str, Any]) -> None:
+def test_the_cache_survives_a_crash_and_a_clean_stop(tmp_path: Path, config: Mapping[str, Any]) -> None:
     tokens = prompt(7, 1000)
     with Server(tmp_path, config) as server:
         cached, text = ask(server, tokens)
         assert cached == 0
         kill_everything(server)
     with Server(tmp_path, config) as server:
-        assert ask(server, tokens) == (full_pages(tokens), text)  # out of the arena
+        assert ask(server, tokens) == (full_pages(tokens), text)  # from the arena
         server.stop()
         assert server.leftovers() == []
     with Server(tmp_path, config) as server:
-        assert ask(server, tokens) == (full_pages(tokens), text)  # out of the state directory
+        assert ask(server, tokens) == (full_pages(tokens), text)  # from the state directory
         server.stop()
 
 
-def test_damage_and_pressure_change_no_byte(tmp_path: Path, config: Mapping[str, Any]) -> None:
+def test_damaged_pages_and_evictions_change_no_byte(tmp_path: Path, config: Mapping[str, Any]) -> None:
     first, second = prompt(8, 700), prompt(9, 700)
     with Server(tmp_path, config) as server:
         texts = [ask(server, tokens)[1] for tokens in (first, second)]
-        # 64 MiB are 91 pages of 32 tokens: both, and these, do not fit.
+        # 64 MiB are 91 pages of 32 tokens: the first two prompts and these four do not fit.
         for seed in range(10, 14):
             ask(server, prompt(seed, 700))
-        assert ask(server, first) == (full_pages(first), texts[0])  # out of the spill file
+        assert ask(server, first) == (full_pages(first), texts[0])  # from the spill file
         assert damage_cached_pages(server) > 0
         for file in (tmp_path / "spill").glob("*.pages"):
             with open(file, "r+b") as pages:

@@ -1,4 +1,4 @@
-"""`starling chaos` on a live server: it does what it says, and finds every byte in its place."""
+"""`starling chaos` injects the faults of its scenarios into a running server, and every stream keeps its bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """An arena so small that pages go to the disk and come back."""
+    """A server with an arena so small that pages are spilled and read back."""
     home = tmp_path_factory.mktemp("chaos")
     share_caches(home)
     path = write_model(home / "tiny.gguf", SHAPES["small"])
@@ -70,14 +70,14 @@ def chaos(server: Server, scenario: str, seconds: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scenario", ["disk-full", "slow-disk"])
-def test_a_bad_disk_changes_nothing(server: Server, scenario: str) -> None:
+def test_a_full_or_slow_disk_changes_no_byte(server: Server, scenario: str) -> None:
     report = chaos(server, scenario, 5)
     row = next(row for row in report["rows"] if row["fault"] == scenario)
     assert row["faults"] >= 1
     assert row["streams"] > 0
     if scenario == "disk-full":
         assert any("File too large" in line for line in server.output)
-    # Nothing of it stays behind.
+    # The fault plan is removed.
     assert not (server.home / "run" / points.FILE).exists()
     assert server.post("/v1/generate", prompt=[1, 2], max_tokens=1, session_id="")["session_id"]
     names = {use["name"] for use in report["use"]}
@@ -86,15 +86,15 @@ def test_a_bad_disk_changes_nothing(server: Server, scenario: str) -> None:
         assert use["descriptors_end"] <= use["descriptors_most"]
 
 
-def test_a_full_disk_ends_with_the_command_that_made_it(server: Server) -> None:
-    """Killed, so that it can put nothing in order."""
+def test_a_full_disk_ends_when_the_chaos_command_is_killed(server: Server) -> None:
+    """SIGKILL leaves the command no chance to lift the limits itself."""
 
     def is_full() -> bool:
         return resource.prlimit(server.pid_of("kv"), resource.RLIMIT_FSIZE)[0] == 0
 
     def wait_until(wanted: bool) -> None:
         deadline = time.monotonic() + 60
-        while is_full() != wanted:  # each look waits for an answer of the server
+        while is_full() != wanted:  # every round waits for a response of the server
             assert server.request("GET", "/health")[0] == 200
             assert time.monotonic() < deadline
 
@@ -106,7 +106,7 @@ def test_a_full_disk_ends_with_the_command_that_made_it(server: Server) -> None:
     assert server.post("/v1/generate", prompt=[1, 2], max_tokens=1, session_id="")["session_id"]
 
 
-def test_what_is_loaded_is_reloaded_not_what_was_configured(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reload_scenario_reloads_the_loaded_models(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     starling(server, "unload", "tiny")
     try:
         starling(server, "load", "other", "--path", str(server.home / "tiny.gguf"), "--kv-cache-mb", "1")
@@ -118,7 +118,7 @@ def test_what_is_loaded_is_reloaded_not_what_was_configured(server: Server, monk
         starling(server, "unload", "other")
     monkeypatch.setenv("STARLING_HOME", str(server.home))
     config = config_module.load(server.config_path, server.environment)
-    assert not [name for name in targets(config) if "other" in name]  # though its worker may not have left yet
+    assert not [name for name in targets(config) if "other" in name]  # although its worker may still run
 
 
 KINDS = {"kill", "stop", "segv", "bit-flip", "disk-full", "slow-disk", "memory", "reload"}
@@ -127,7 +127,7 @@ KINDS = {"kill", "stop", "segv", "bit-flip", "disk-full", "slow-disk", "memory",
 def mixed(
     server: Server, first: set[str], seconds: int, monkeypatch: pytest.MonkeyPatch, is_enough: Callable[[Mixed], bool]
 ) -> Mixed:
-    """What a mixed scenario did whose order begins with these kinds of faults; again, and longer, until it is enough.
+    """Run mixed scenarios whose order begins with the faults `first`, each longer than the last, until `is_enough`.
 
     The order is drawn over the processes that are there when it begins, which may be others than were there for the
     choice of its seed; and a slow machine gets through few faults in a given time.
@@ -181,15 +181,15 @@ def mixed(
 
 @dataclass
 class Mixed:
-    """Faults by kind, and what was said, of one or more runs in which every stream had its bytes."""
+    """Faults by kind, and the output, of one or more runs in which every stream had its bytes."""
 
     faults: dict[str, int]
     said: str
     streams: int = 0
 
 
-def test_mixed_reloads_and_presses_on_memory(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And goes on to kill whatever the reload has put in the place of the worker that was there."""
+def test_mixed_reloads_models_and_evicts_pages(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a reload it kills the new version's worker."""
 
     def is_enough(found: Mixed) -> bool:
         return {"memory", "reload"} <= found.faults.keys()
@@ -199,7 +199,7 @@ def test_mixed_reloads_and_presses_on_memory(server: Server, monkeypatch: pytest
     assert "is not running" not in found.said
 
 
-def test_what_cannot_be_loaded_twice_is_not_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_twice_is_not_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arenas on a file system with room for one version of the model."""
     if reason := small_disk.why_not():
         pytest.skip(f"no file system can be mounted here: {reason}")
@@ -218,7 +218,7 @@ def test_what_cannot_be_loaded_twice_is_not_reloaded(tmp_path: Path, monkeypatch
         assert found.streams > 0
 
 
-def test_no_server_is_said(tmp_path_factory: pytest.TempPathFactory, server: Server) -> None:
-    home = tmp_path_factory.mktemp("no-server")
+def test_chaos_fails_without_a_server(tmp_path_factory: pytest.TempPathFactory, server: Server) -> None:
+    home = tmp_path_factory.mktemp("nobody")
     nobody = Server(home, {"models": [{"name": "tiny", "path": str(server.home / "tiny.gguf")}]})
     starling(nobody, "chaos", "--duration", "1s", code=1)

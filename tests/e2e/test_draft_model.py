@@ -1,4 +1,4 @@
-"""A model with a draft model: the same bytes as without, whatever the draft model says or suffers."""
+"""A model with a draft model gives the same bytes as without, whatever the draft model proposes, even if it dies."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tools.tiny_gguf import SHAPES, Shape, write_model
 
 pytestmark = pytest.mark.slow
 
-# A step of it takes long enough for drafts to be worth the words between two workers and the scheduler.
+# A step of this model takes long enough for draft tokens to be worth the messages between two workers.
 DEEP = Shape(16, 576, 9, 3, 64, 1536, 300)
 SHALLOW = DEEP._replace(n_layers=1)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """`deep` has the output of its draft model, with sixteen times the layers; `odd` agrees with no other model."""
+    """`deep` gives the outputs of its draft model with sixteen times the layers; `odd` agrees with no other model."""
     home = tmp_path_factory.mktemp("draft")
     share_caches(home)
     files = {
@@ -55,7 +55,7 @@ def body(model: str, i: int, tokens: int = 150, **fields: Any) -> dict[str, Any]
 
 
 def drafted(server: Server, model: str) -> dict[str, float]:
-    """Tokens of the draft model so far, by outcome."""
+    """Counts of the draft model's tokens so far, by outcome."""
     found = server.metrics("starling_draft_tokens_total")
     return {
         outcome: found.get(f'model="{model}",outcome="{outcome}",source="model"', 0.0)
@@ -63,12 +63,12 @@ def drafted(server: Server, model: str) -> dict[str, float]:
     }
 
 
-# Nothing of it repeats itself: prompt lookup has no match.
+# The outputs do not repeat themselves, so that prompt lookup finds no match.
 FREE: list[dict[str, Any]] = [{"temperature": 0, "frequency_penalty": 1.9}, {"temperature": 1.5, "top_k": 50}]
 
 
 def more_accepted(server: Server, model: str, ask: dict[str, Any], plain: Any, tokens: int = 60) -> dict[str, float]:
-    """Ask with drafts until so many more of the model's have been accepted; what has been drafted since, by outcome."""
+    """Send requests with drafts until `tokens` more of them are accepted. Returns the new draft tokens by outcome."""
     before = drafted(server, model)
 
     def is_drafted(_: Any) -> bool:
@@ -80,21 +80,23 @@ def more_accepted(server: Server, model: str, ask: dict[str, Any], plain: Any, t
 
 
 @pytest.mark.parametrize("sampling", FREE, ids=["greedy", "drawn"])
-def test_a_draft_model_that_agrees_is_believed_and_changes_no_byte(server: Server, sampling: dict[str, Any]) -> None:
+def test_drafts_of_a_model_that_agrees_are_accepted_and_change_no_byte(
+    server: Server, sampling: dict[str, Any]
+) -> None:
     ask = body("deep", 1, **sampling)
     plain = server.post("/v1/generate", **ask)["choices"]
     since = more_accepted(server, "deep", ask, plain)
     assert since["rejected"] < 0.2 * since["accepted"]
 
 
-def test_a_draft_model_of_other_weights_is_switched_off(server: Server) -> None:
+def test_a_draft_model_with_other_weights_is_not_used_any_more(server: Server) -> None:
     plain = server.post("/v1/generate", **body("odd", 0, 600, temperature=0.9))["choices"]
     assert server.post("/v1/generate", **body("odd", 0, 600, temperature=0.9, speculate=8))["choices"] == plain
     server.wait_metrics("starling_draft_tokens_total", lambda _: drafted(server, "odd")["rejected"] > 0)
     assert sum(drafted(server, "odd").values()) < 200
 
 
-def test_the_draft_model_is_a_model_of_its_own_and_counts_no_request_of_others(server: Server) -> None:
+def test_draft_tokens_do_not_count_as_requests_of_the_draft_model(server: Server) -> None:
     server.post("/v1/generate", **body("deep", 5, speculate=8, **FREE[0]))
     server.wait_metrics("starling_steps_total", lambda found: found['model="shallow"'] > 0)
     assert server.metrics("starling_tokens_generated_total").get('model="shallow"', 0.0) == 0.0
@@ -104,7 +106,7 @@ def test_the_draft_model_is_a_model_of_its_own_and_counts_no_request_of_others(s
     assert answer["choices"] == deep["choices"], "the deep one says what its first layers say"
 
 
-def test_death_and_absence_of_the_draft_model_harm_nothing(server: Server) -> None:
+def test_the_death_of_the_draft_model_changes_no_byte(server: Server) -> None:
     ask = body("deep", 7, 500, **FREE[1])
     plain = server.post("/v1/generate", **ask)["choices"]
     more_accepted(server, "deep", ask, plain, 20)
@@ -119,10 +121,10 @@ def test_death_and_absence_of_the_draft_model_harm_nothing(server: Server) -> No
             assert wait_gone(pid)
     assert (tokens, killed) == (plain[0]["tokens"], 2)
     server.pid_of("worker-shallow")
-    more_accepted(server, "deep", ask, plain, 20)  # it comes back, and is asked again
+    more_accepted(server, "deep", ask, plain, 20)  # the restarted draft model is used again
 
 
-def test_a_draft_model_may_be_unloaded_and_come_back_with_another_vocabulary(server: Server) -> None:
+def test_a_draft_model_may_be_unloaded_and_loaded_with_another_vocabulary(server: Server) -> None:
     ask = body("deep", 9, 60, **FREE[0])
     plain = server.post("/v1/generate", **ask)["choices"]
     for path, name in (("", "shallow"), (str(server.home / "other.gguf"), "shallow")):

@@ -1,4 +1,4 @@
-"""Each fault of the documented plan, fired in a real server: it is felt where it says, and no byte differs."""
+"""Each fault of the documented plan occurs in a real server at its place, and no byte differs."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def test_the_documented_plan_fires(tmp_path: Path) -> None:
         disturbed = [ask(server, n) for n in range(30)]
         for said in ("worker ended with code 1", "kv was stopped and has been killed", "lost on their way"):
             assert any(said in line for line in server.output), said
-        # What is evicted finds no room on the disk, and is computed again.
+        # Evicted pages do not fit on the disk and are computed again.
         assert [ask(server, n) for n in range(30)] == disturbed
-        deadline = time.monotonic() + 10  # figures are a second old at most
+        deadline = time.monotonic() + 10  # metrics are at most 1 s old
         while sum(server.metrics("starling_kv_cache_evictions_total").values()) == 0:
             assert time.monotonic() < deadline
         assert server.metrics("starling_kv_cache_bytes")['state="spilled"'] == 0

@@ -1,4 +1,4 @@
-"""A disk that is full, by the kernel's word (ENOSPC): what is kept there is given up, and no byte of an answer."""
+"""On a disk that the kernel reports as full (ENOSPC) pages are not stored, and answers keep their bytes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tools.tiny_gguf import SHAPES, write_model
 pytestmark = pytest.mark.slow
 
 PROMPTS = [random.Random(seed).choices(range(5, 330), k=900) for seed in range(8)]
-ARENA_MB = 2  # of pages of 32 KiB: two of the prompts, the others go to the disk
-EXTENT_KIB = 32 * 32 + 4  # that files of pages grow by, 32 pages at a time
+ARENA_MB = 2  # pages of 32 KiB: room for two prompts; the others go to the disk
+EXTENT_KIB = 32 * 32 + 4  # page files grow by 32 pages at a time
 SMALL_KIB = {"from the start": 512, "while files grow": 2 << 10}
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Server]:
-    """A server of a tiny model, with a folder `disk` in its home."""
+    """Makes a server of a tiny model, with a folder `disk` in its home."""
     path = write_model(tmp_path_factory.mktemp("model") / "tiny.gguf", SHAPES["wide"])
 
     def make(home: Path, server: Mapping[str, Any], model: Mapping[str, Any], launcher: list[str]) -> Server:
@@ -40,7 +40,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Server]:
 
 
 def answers(server: Server) -> list[Any]:
-    """To all prompts twice: what is computed, and what is found again or computed again."""
+    """The answers to all prompts, each sent twice: the second time pages are read back or computed again."""
     sampling = {"max_tokens": 8, "temperature": 0.8, "seed": 5, "logprobs": 2}
     return [server.post("/v1/generate", prompt=prompt, **sampling)["choices"] for prompt in PROMPTS * 2]
 
@@ -53,7 +53,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, start: Callable[..., S
 
 @contextlib.contextmanager
 def small(home: Path, size_kib: int) -> Iterator[tuple[Path, list[str]]]:
-    """A directory with so much room as the server will see it, and what starts the server so."""
+    """A directory of `size_kib` as the server sees it, and the launcher that mounts it there."""
     reason = small_disk.why_not()
     if not reason:
         yield home / "disk", small_disk.mounted(size_kib, home / "disk")
@@ -68,14 +68,14 @@ def small(home: Path, size_kib: int) -> Iterator[tuple[Path, list[str]]]:
 
 
 def room(server: Server, disk: Path) -> int:
-    """Bytes that are free there, as the kv stage sees it."""
+    """Free bytes on the disk, as the kv stage sees it."""
     found = os.statvfs(f"/proc/{server.pid_of('kv')}/root{disk}")
     return found.f_bavail * found.f_frsize
 
 
 @pytest.mark.parametrize("when", SMALL_KIB)
 @pytest.mark.parametrize("place", ["spill", "state"])
-def test_answers_are_what_they_were(
+def test_a_full_disk_changes_no_answer(
     tmp_path: Path, start: Callable[..., Server], undisturbed: list[Any], place: str, when: str
 ) -> None:
     with contextlib.ExitStack() as stack:

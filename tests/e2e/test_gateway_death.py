@@ -1,4 +1,4 @@
-"""The gateway is killed in the middle of a stream: its client takes the stream up, and misses nothing."""
+"""The gateway is killed in the middle of a stream: its client resumes the stream and misses no byte."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_stream_outlives_the_gateway(tmp_path: Path, demo_gguf: Path) -> None:
         rest = list(events(server, path, None, {**MINE, "Last-Event-ID": last}))
         assert rest
         assert comparable([data for _, data in begun + rest]) == undisturbed
-        # And from the beginning, for a client that kept nothing.
+        # The whole stream can be read again as well.
         assert comparable([data for _, data in events(server, path, None, MINE)]) == undisturbed
         server.stop()
         assert server.leftovers() == []

@@ -1,4 +1,4 @@
-"""Every stage killed at every moment of a stream: not a byte changes (the short form of the matrix).
+"""Every stage is killed at every moment of a stream, and no byte changes (the short form of the matrix).
 
 Each stage and rank alone at four moments, stopped at two, stopped and continued, and crashed in a kernel; then
 each pair at once, over all kinds of requests.
@@ -38,16 +38,16 @@ REQUEST: dict[str, Any] = {
 }
 STAGES = ("tokenizer", "scheduler", "kv", "worker", "worker/1")
 MOMENTS = {"prefill": 0, "first": 1, "middle": TOKENS, "last": 2 * TOKENS - 1}  # tokens that have arrived
-LOOK_S = 0.2  # just before a supervisor looks at what is below its stage
+SUPERVISOR_CHECK_S = 0.2  # just before a supervisor checks the processes of its stage
 
 
 def process(name: str, model: str) -> str:
-    """A stage's name in the status records."""
+    """The name of a stage in the status records."""
     return name.replace("worker", f"worker-{model}")
 
 
 def comparable(events: list[dict[str, Any]]) -> str:
-    """All that the client is owed, whatever the grouping of tokens into events."""
+    """What a client must receive, independent of how tokens are grouped into events."""
     choices: dict[int, dict[str, Any]] = {}
     usage: dict[str, Any] = {}
     for event in events:
@@ -69,9 +69,9 @@ def comparable(events: list[dict[str, Any]]) -> str:
 
 
 def struck(stream: Iterator[dict[str, Any]], after: int, strike: Callable[[], None]) -> list[dict[str, Any]]:
-    """All events; `strike` when so many tokens (events of a chat) have come, 0: while the prompt is computed."""
+    """All events. Calls `strike` after so many tokens (events of a chat); 0: while the prompt is computed."""
     if not after:
-        # The request is on its way when the generator has been asked for its first event, in a thread.
+        # The generator sends the request when its first event is requested, so that the strike is in a thread.
         timer = threading.Timer(0.0, strike)
         timer.start()
         events = list(stream)
@@ -100,21 +100,21 @@ CASES = [
 
 
 @pytest.mark.parametrize(("number", "name", "moment"), CASES, ids=[f"{n.name}-{s}-{m}" for n, s, m in CASES])
-def test_the_stream_ends_with_the_bytes_it_would_have_had(
+def test_a_killed_stage_changes_no_byte_of_a_stream(
     demo_server: Server, undisturbed: str, name: str, moment: str, number: signal.Signals
 ) -> None:
     pid = demo_server.pid_of(process(name, DEMO_MODEL))
     stream = demo_server.stream("/v1/generate", **REQUEST)
     assert comparable(struck(stream, MOMENTS[moment], lambda: os.kill(pid, number))) == undisturbed
-    # Each killed process has exited before the next case begins.
+    # The process has ended before the next case: fencing kills it.
     assert wait_gone(pid)
 
 
 @pytest.mark.parametrize("name", ["worker", "worker/1"])
-def test_one_that_is_continued_while_it_is_being_replaced_does_no_harm(
+def test_a_process_that_continues_while_it_is_replaced_changes_no_byte(
     demo_server: Server, undisturbed: str, name: str
 ) -> None:
-    """It is killed, or goes on as if nothing had been: never something in between."""
+    """It is either killed or keeps its work."""
     pid = demo_server.pid_of(process(name, DEMO_MODEL))
     pidfd = os.pidfd_open(pid)
 
@@ -122,7 +122,7 @@ def test_one_that_is_continued_while_it_is_being_replaced_does_no_harm(
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGCONT)
 
-    timer = threading.Timer(LOOK_S, go_on)
+    timer = threading.Timer(SUPERVISOR_CHECK_S, go_on)
 
     def strike() -> None:
         signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
@@ -162,13 +162,13 @@ PAIRS = list(itertools.combinations(STAGES, 2))
 
 @pytest.fixture(scope="module")
 def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A small model, in an arena of 128 pages: sixteen streams do not fit."""
+    """A server of a small model with an arena of 128 pages, in which sixteen streams do not fit."""
     home = tmp_path_factory.mktemp("kinds")
     share_caches(home)
     path = write_model(home / "tiny.gguf", SHAPES["small"])
     with Server(home, {"models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 1, "ranks": 2}]}) as server:
         yield server
-        # Each scheduler counts by itself, and the last one may have had few streams.
+        # A scheduler counts from its start, and the last one may have had few streams.
         with ThreadPoolExecutor(2) as pool:
             streams = {"prompt": [1, 2, 3], "max_tokens": 600, "n": 8, "ignore_eos": True}
             list(pool.map(lambda seed: server.post("/v1/generate", **streams, seed=seed), range(2)))
@@ -178,7 +178,7 @@ def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def turns(server: Server, kind: str) -> Iterator[dict[str, Any]]:
-    """The stream to be disturbed; of a session the second turn."""
+    """The stream that the test disturbs; for a session the second turn."""
     body = KINDS[kind]
     if kind == "session":
         first = server.post("/v1/generate", **body)
@@ -191,7 +191,9 @@ def without_id(events: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize(("case", "pair"), list(enumerate(PAIRS)), ids=["+".join(pair) for pair in PAIRS])
-def test_two_at_once_and_every_kind_of_request(tiny_server: Server, case: int, pair: tuple[str, str]) -> None:
+def test_two_stages_killed_at_once_change_no_byte_of_any_kind_of_request(
+    tiny_server: Server, case: int, pair: tuple[str, str]
+) -> None:
     kind = list(KINDS)[case % len(KINDS)]
     expected = without_id(list(turns(tiny_server, kind)))
     pids = [tiny_server.pid_of(process(name, "tiny")) for name in pair]
@@ -205,8 +207,8 @@ def test_two_at_once_and_every_kind_of_request(tiny_server: Server, case: int, p
     assert all(map(wait_gone, pids))
 
 
-def test_a_chat_outlives_all_of_them(demo_server: Server) -> None:
-    """One after the other in one answer: a chat with logprobs and a stop string."""
+def test_a_chat_outlives_the_death_of_four_stages(demo_server: Server) -> None:
+    """The stages die one after the other during one answer with log-probabilities and a stop string."""
     body = {
         "model": DEMO_MODEL,
         "messages": [{"role": "user", "content": "Tell me of the sea, at length."}],

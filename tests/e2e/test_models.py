@@ -1,4 +1,4 @@
-"""Two models in one server: a worker group, an arena, a queue and cores of its own for each."""
+"""Two models in one server: each has its own worker group, arena, queue and cores."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def ask(server: Server, model: str, i: int = 0, tokens: int = 24) -> tuple[int, 
     return server.request("POST", "/v1/generate", body)
 
 
-def test_each_has_its_own_group_arena_and_cores(server: Server) -> None:
+def test_each_model_has_its_own_workers_arena_and_cores(server: Server) -> None:
     answers = {model: ask(server, model) for model in ("one", "two")}
     assert {status for status, _, _ in answers.values()} == {200}
     tokens = {model: answer["choices"][0]["tokens"] for model, (_, answer, _) in answers.items()}
@@ -62,7 +62,7 @@ def test_each_has_its_own_group_arena_and_cores(server: Server) -> None:
     server.wait_metrics("starling_queue_depth", lambda found: set(found) == {'model="one"', 'model="two"'})
 
 
-def test_a_full_queue_of_one_is_none_of_the_other(server: Server) -> None:
+def test_a_full_queue_of_one_model_does_not_delay_the_other(server: Server) -> None:
     alone = ask(server, "two", 1)[1]["choices"]
     with ThreadPoolExecutor(48) as pool:
         flood = [pool.submit(ask, server, "one", i, 200) for i in range(48)]
@@ -78,13 +78,13 @@ def test_a_full_queue_of_one_is_none_of_the_other(server: Server) -> None:
         assert int(headers["Retry-After"]) >= 1
 
 
-def test_a_model_that_is_loading_is_waited_for_within_bounds(server: Server) -> None:
+def test_requests_wait_a_bounded_time_for_a_model_that_is_loading(server: Server) -> None:
     expected = ask(server, "two")[1]["choices"]
     (record,) = (record for record in read_all(server.home / "run") if record.stage == "worker-two")
-    os.kill(record.parent, signal.SIGSTOP)  # the worker is not restarted
+    os.kill(record.parent, signal.SIGSTOP)  # no supervisor restarts it
     os.kill(record.pid, signal.SIGKILL)
     try:
-        # What arrives before this is known waits in the scheduler's queue, and longer.
+        # Requests that arrive before the gateway receives the new state wait in the scheduler's queue, and longer.
         while server.request("GET", "/ready")[0] == 200:
             pass
         status, answer, headers = ask(server, "two")

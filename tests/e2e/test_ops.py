@@ -28,7 +28,7 @@ ENDLESS: dict[str, Any] = {**REQUEST, "max_tokens": 2000, "n": 8, "seed": 1}
 
 
 def make_config(home: Path) -> dict[str, Any]:
-    """Two names of one tiny model would need two workers; one is enough for what is asked here."""
+    """The configuration of one tiny model."""
     share_caches(home)
     path = write_model(home / "tiny.gguf", SHAPES["small"])
     return {"models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 16}]}
@@ -59,7 +59,7 @@ def test_status_shows_every_stage(server: Up) -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_logs_bring_the_stages_together(server: Up) -> None:
+def test_logs_merges_the_stages_in_order_of_time(server: Up) -> None:
     lines = [json.loads(line) for line in starling(server, "logs", "-n", "0", "--json").splitlines()]
     assert lines == []
     lines = [json.loads(line) for line in starling(server, "logs", "-n", "1000", "--json").splitlines()]
@@ -106,7 +106,7 @@ def test_every_stage_restarts_without_a_failed_request(server: Up) -> None:
 def test_the_gateway_hands_over_without_a_failed_request(server: Up) -> None:
     before = status(server)["gateway"]["pid"]
     with Traffic(server) as traffic:
-        # One more, on a connection that is kept: it is in flight when the gateway receives the signal, and finishes.
+        # This stream is in flight when the gateway begins to hand over, and must finish.
         stream = server.stream("/v1/generate", **REQUEST, seed=5)
         begun = [next(stream)]
         rest: list[dict[str, Any]] = []
@@ -115,12 +115,12 @@ def test_the_gateway_hands_over_without_a_failed_request(server: Up) -> None:
         assert "gateway: ready again" in starling(server, "restart", "gateway")
         reader.join()
     assert len(tokens_of(begun + rest)) == REQUEST["max_tokens"]
-    # Who connected meanwhile has waited for the successor, in the socket that the supervisor holds.
+    # New connections have waited for the successor in the listening socket, which the supervisor holds.
     assert traffic.faults == []
     assert status(server)["gateway"]["pid"] != before
 
 
-def test_a_drain_refuses_and_lets_finish(server: Up) -> None:
+def test_a_drain_refuses_new_requests_and_lets_others_finish(server: Up) -> None:
     stream = server.stream("/v1/generate", **{**REQUEST, "max_tokens": 1500}, seed=3)
     begun = [next(stream)]
     try:
@@ -140,7 +140,7 @@ def test_a_drain_refuses_and_lets_finish(server: Up) -> None:
         code, body, _ = server.request("GET", "/ready")
         assert (code, body["reason"]) == (503, "the server is drained")
         assert "refuses requests for all" in starling(server, "status", code=1)
-        # It is the operator's word, not the process's: a successor keeps it.
+        # A restart of the gateway does not end the drain.
         starling(server, "restart", "gateway")
         assert server.request("GET", "/ready")[0] == 503
     finally:
@@ -149,9 +149,9 @@ def test_a_drain_refuses_and_lets_finish(server: Up) -> None:
     assert server.post("/v1/generate", prompt=[1], max_tokens=1)["choices"]
 
 
-def test_what_does_not_finish_in_time_is_told_so(server: Up) -> None:
-    # One stream of a tiny model may end before the command has started; these need ten times as long.
-    # Two of them fill a batch: one has begun when it is cut off, most have not.
+def test_a_drain_ends_late_requests_with_an_error(server: Up) -> None:
+    # One stream of a tiny model may end before the command has started; these need ten times as long. Two of them fill
+    # a batch: some have begun when they are ended, most have not.
     def last_event(seed: int) -> tuple[int, dict[str, Any]]:
         status, text, _ = server.request("POST", "/v1/generate", {**ENDLESS, "seed": seed, "stream": True})
         if status == 200:
@@ -173,13 +173,13 @@ def test_what_does_not_finish_in_time_is_told_so(server: Up) -> None:
     assert server.post("/v1/generate", prompt=[1], max_tokens=1)["choices"]
 
 
-def test_wrong_targets_are_refused(server: Up) -> None:
-    starling(server, "drain", "absent", code=2)
-    starling(server, "restart", "absent", code=2)
+def test_unknown_targets_are_refused(server: Up) -> None:
+    starling(server, "drain", "nobody", code=2)
+    starling(server, "restart", "nobody", code=2)
 
 
 @pytest.mark.parametrize("kind", [Server, Up])
-def test_down_ends_it_and_leaves_nothing(tmp_path: Path, kind: type[Server]) -> None:
+def test_down_stops_the_server_and_leaves_no_files(tmp_path: Path, kind: type[Server]) -> None:
     server = kind(tmp_path, make_config(tmp_path))
     try:
         server.start().wait_ready()

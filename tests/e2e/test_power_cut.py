@@ -1,4 +1,4 @@
-"""Every process is killed at once, as by a power cut: what was promised is read back, without a hand."""
+"""Every process is killed at once, as by a power cut: a restart restores sessions, streams, quotas and caches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLED: dict[str, Any] = {"ignore_eos": True, "temperature": 0.9, "seed": 3}
 LONG: dict[str, Any] = {"prompt": PROMPT, **SAMPLED, "max_tokens": 1500, "n": 4, "stream": True}
 
 
-def test_all_of_it_comes_back(tmp_path: Path) -> None:
+def test_a_restart_restores_sessions_streams_quotas_and_caches(tmp_path: Path) -> None:
     share_caches(tmp_path)
     path = write_model(tmp_path / "tiny.gguf", SHAPES["small"])
     config = {
@@ -37,7 +37,7 @@ def test_all_of_it_comes_back(tmp_path: Path) -> None:
             code, answer, _ = server.request("POST", "/v1/generate", {**SAMPLED, "max_tokens": 20, **body}, headers)
             return code, answer
 
-        # The other tenant uses up its minute, on what the first one's requests will have to be.
+        # The other tenant computes the expected answers, and uses up its quota of the minute.
         second = {"prompt": [7, 8, 9], "seed": 4}
         _, first = ask(OTHER, prompt=PROMPT[:50], session_id="")
         _, whole = ask(OTHER, **second, session_id=first["session_id"])
@@ -55,7 +55,7 @@ def test_all_of_it_comes_back(tmp_path: Path) -> None:
                         os.kill(pid, signal.SIGKILL)
                     assert all(map(wait_gone, pids))
         server.stop()
-        assert server.leftovers()  # sockets and arenas lie about, as a crash leaves them
+        assert server.leftovers()  # sockets and arenas, as after a crash
         server.start().wait_ready()
 
         assert ask(OTHER, prompt=[1])[0] == 429

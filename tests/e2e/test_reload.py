@@ -1,4 +1,4 @@
-"""Models come, are replaced and go while a real server runs: no request fails, no stream mixes two versions."""
+"""Models are loaded, replaced and unloaded while a server runs: no request fails, no stream mixes two versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tools.tiny_gguf import SHAPES, write_model
 pytestmark = pytest.mark.slow
 
 REQUEST: dict[str, Any] = {"prompt": [5, 6, 7, 8], "max_tokens": 100, "ignore_eos": True, "seed": 3}
-LONG: dict[str, Any] = {**REQUEST, "max_tokens": 3000, "n": 8}  # for longer than a reload
+LONG: dict[str, Any] = {**REQUEST, "max_tokens": 3000, "n": 8}  # takes longer than a reload
 SMALL, ODD = (SHAPES[name]._replace(context_length=8192) for name in ("small", "odd"))
 TIMEOUT_S = 60.0
 
@@ -40,7 +40,7 @@ class Files:
         self.other = write_model(directory / "other.gguf", ODD, seed=3)
         self.broken = directory / "broken.gguf"
         self.broken.write_bytes(self.a.read_bytes()[:5000])
-        self.used = directory / "used.gguf"  # what the server is configured with
+        self.used = directory / "used.gguf"  # the configured file
         self.used.write_bytes(self.a.read_bytes())
 
 
@@ -61,13 +61,13 @@ def server(tmp_path: Path, files: Files) -> Iterator[Server]:
         server.stop()
         assert server.leftovers() == []
         assert server.pids() == {}
-        # No lock, record or failure of any version is left; locks of the five stages stay.
+        # No lock, record or failure of a version is left; the locks of the five stages stay.
         run = tmp_path / "run"
         assert [path.name for path in run.iterdir() if "@" in path.name or path.name.startswith("versions")] == []
 
 
 class Keyed(Server):
-    """Asks with a key."""
+    """A server whose requests carry a user's API key."""
 
     def request(self, method: str, path: str, body: Any = None, headers: Any = None) -> tuple[int, Any, dict[str, str]]:
         return super().request(method, path, body, {"Authorization": "Bearer sk-user", **(headers or {})})
@@ -82,7 +82,7 @@ def run_dir(server: Server) -> Path:
 
 
 def reload(server: Server, path: Path | None = None, op: str = "reload", name: str = "tiny", **fields: Any) -> Any:
-    """The gateway's state once it is done."""
+    """Make a change and return the gateway's state after it."""
     return change(run_dir(server), op, name, fields.pop("timeout_s", TIMEOUT_S), path=str(path or ""), **fields)
 
 
@@ -104,7 +104,7 @@ def arenas(server: Server) -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool], server: Server) -> None:
-    """The gateway says it is ready, and `condition` holds. Each look is a request: nothing is slept away."""
+    """Request /ready until it answers 200 and `condition` holds."""
     for _ in range(20_000):
         with contextlib.suppress(OSError):
             if server.request("GET", "/ready")[0] == 200 and condition():
@@ -113,7 +113,7 @@ def wait_until(condition: Callable[[], bool], server: Server) -> None:
 
 
 class Stream(threading.Thread):
-    """A long stream; `begun` is set with its first token."""
+    """A long stream in a thread; `begun` is set at its first token."""
 
     def __init__(self, server: Server, **body: Any) -> None:
         super().__init__(daemon=True)
@@ -134,7 +134,7 @@ class Stream(threading.Thread):
 
 
 def summary(found: list[dict[str, Any]]) -> str:
-    """Tokens and text of each choice, its end and the count."""
+    """Tokens, text and finish reason of each choice, and the number of tokens."""
     choices: dict[int, Any] = {}
     for event in found:
         assert "error" not in event, event
@@ -147,7 +147,7 @@ def summary(found: list[dict[str, Any]]) -> str:
     return json.dumps([choices, found[-1]["usage"]["completion_tokens"]], sort_keys=True)
 
 
-def test_another_file_takes_over_and_old_streams_end_on_the_old_one(server: Server, files: Files) -> None:
+def test_a_reload_switches_new_requests_and_old_streams_finish_on_the_old_version(server: Server, files: Files) -> None:
     on_a, long_on_a = tokens(server), Stream(server).result()
     stream = Stream(server)
     assert stream.begun.wait(TIMEOUT_S)
@@ -158,21 +158,21 @@ def test_another_file_takes_over_and_old_streams_end_on_the_old_one(server: Serv
     assert stream.result() == long_on_a
     gone(run_dir(server), state, float("inf"))
     wait_until(lambda: workers(server) == {"worker-tiny@1"}, server)
-    # The version that serves is what is shown.
+    # /v1/models describes the serving version.
     (model,) = server.request("GET", "/v1/models")[1]["data"]
     assert model["digest"] == state["change"]["digest"]
     assert server.request("GET", "/v1/models/tiny")[1]["digest"] == model["digest"]
-    # The file of that name is read anew.
+    # A reload without a path reads the same file again.
     assert tokens(server) == on_b
     reload(server)
     assert tokens(server) == on_b
-    # And the bytes of the first version come back with its file.
+    # With the first file the bytes of the first version return.
     reload(server, files.a)
     assert tokens(server) == on_a
     assert Stream(server).result() == long_on_a
 
 
-def test_a_new_version_of_the_same_file_takes_pages_over(server: Server, files: Files) -> None:
+def test_a_new_version_of_the_same_file_inherits_cached_pages(server: Server, files: Files) -> None:
     prompt = [5 + i % 90 for i in range(200)]
     first = server.post("/v1/generate", **{**REQUEST, "prompt": prompt})
     stream = Stream(server)
@@ -182,7 +182,7 @@ def test_a_new_version_of_the_same_file_takes_pages_over(server: Server, files: 
     again = server.post("/v1/generate", **{**REQUEST, "prompt": prompt})
     assert again["choices"] == first["choices"]
     assert cached(again) == 192
-    # Of another file nothing is taken over.
+    # A version of another file inherits no page.
     stream.join()
     gone(run_dir(server), state, float("inf"))
     stream = Stream(server)
@@ -193,14 +193,14 @@ def test_a_new_version_of_the_same_file_takes_pages_over(server: Server, files: 
     stream.join()
 
 
-def test_a_changed_file_is_read_anew_and_nothing_before(server: Server, files: Files, tmp_path: Path) -> None:
+def test_a_changed_file_is_read_only_by_a_reload(server: Server, files: Files, tmp_path: Path) -> None:
     moving = tmp_path / "moving.gguf"
     moving.write_bytes(files.a.read_bytes())
     reload(server, moving)
     on_a = tokens(server)
     (tmp_path / "new").write_bytes(files.b.read_bytes())
     os.replace(tmp_path / "new", moving)
-    # A stage that dies now restarts with the version that serves, not with the file that is there.
+    # Restarted stages serve the loaded version, not the file that now has its name.
     for stage in ("worker-tiny@1", "kv", "tokenizer", "scheduler"):
         pid = server.pid_of(stage)
         os.kill(pid, signal.SIGKILL)
@@ -213,7 +213,7 @@ def test_a_changed_file_is_read_anew_and_nothing_before(server: Server, files: F
     assert tokens(server) != on_a
 
 
-def test_reloads_under_load_fail_nothing(server: Server) -> None:
+def test_reloads_under_load_fail_no_request(server: Server) -> None:
     with Traffic(server, 4) as traffic:
         seen = []
         for _ in range(4):
@@ -224,20 +224,20 @@ def test_reloads_under_load_fail_nothing(server: Server) -> None:
     assert traffic.faults == []
     assert seen == ["tiny@1", "tiny@2", "tiny@3", "tiny@4"]
     wait_until(lambda: workers(server) == {"worker-tiny@4"}, server)
-    # What is counted for the model goes on over its versions.
+    # The metrics of a model continue across its versions.
     name = 'starling_tokens_generated_total{model="tiny"}'
 
     def generated() -> float:
         lines = server.request("GET", "/metrics")[1].splitlines()
         return next((float(line.split()[-1]) for line in lines if line.startswith(name)), 0.0)
 
-    wait_until(lambda: generated() >= traffic.streams * 120, server)  # snapshots are placed now and then
+    wait_until(lambda: generated() >= traffic.streams * 120, server)  # snapshots of the metrics are periodic
     after = server.request("GET", "/metrics")[1]
     assert "tiny@" not in "".join(line for line in after.splitlines() if "starling_kv" in line or name[:20] in line)
     wait_until(lambda: arenas(server) == ["tiny@4.act", "tiny@4.kv", "tiny@4.steps"], server)
 
 
-def test_what_cannot_be_loaded_leaves_the_old_one_serving(server: Server, files: Files, tmp_path: Path) -> None:
+def test_a_failed_load_leaves_the_old_version_serving(server: Server, files: Files, tmp_path: Path) -> None:
     expected = tokens(server)
     text = tmp_path / "text.gguf"
     text.write_text("no model at all")
@@ -268,7 +268,7 @@ def test_what_cannot_be_loaded_leaves_the_old_one_serving(server: Server, files:
     wait_until(lambda: not [p for p in server.leftovers() if "@" in p], server)
 
 
-def test_sessions_go_on_with_the_same_tokenizer_only(server: Server, files: Files) -> None:
+def test_sessions_continue_only_with_the_same_tokenizer(server: Server, files: Files) -> None:
     def turn(prompt: list[int], **more: Any) -> tuple[int, Any]:
         body = {**REQUEST, "prompt": prompt, "max_tokens": 10, "session_id": "chat", **more}
         status, answer, _ = server.request("POST", "/v1/generate", body)
@@ -279,7 +279,7 @@ def test_sessions_go_on_with_the_same_tokenizer_only(server: Server, files: File
     reload(server, files.b)
     status, second = turn([9])
     assert status == 200, second
-    # As if the new version had been told everything: the tokens so far, then the turn's.
+    # The same tokens as for one prompt of the tokens so far and the turn's.
     so_far = [5, 6, 7, *first["choices"][0]["tokens"]]
     assert second["choices"][0]["tokens"] == tokens(server, prompt=[*so_far, 9], max_tokens=10)
     assert second["usage"]["prompt_tokens"] == len(so_far) + 1
@@ -306,7 +306,7 @@ def test_load_and_unload(server: Server, files: Files) -> None:
     assert sorted(server.request("GET", "/ready")[1]["models"]) == ["tiny", "two"]
     rows = {row["stage"]: row["state"] for row in json.loads(starling(server, "status", "--json"))}
     assert rows["worker-two@1"] == "ready"
-    # It is still there when every stage has been another process.
+    # The model stays loaded after every stage has been restarted.
     for stage in ("scheduler", "kv", "tokenizer", "worker-two@1", "gateway"):
         pid = server.pid_of(stage)
         os.kill(pid, signal.SIGKILL)
@@ -314,7 +314,7 @@ def test_load_and_unload(server: Server, files: Files) -> None:
     wait_answering(server)
     wait_until(lambda: tokens(server, model="two") == expected, server)
 
-    # Unloading lets streams finish, refuses new ones, then forgets the name.
+    # Unloading lets streams finish, refuses new requests, then removes the name.
     stream = Stream(server, model="two", seed=8)
     assert stream.begun.wait(TIMEOUT_S)
     unloading = threading.Thread(target=reload, args=(server, None, "unload", "two"))
@@ -331,16 +331,16 @@ def test_load_and_unload(server: Server, files: Files) -> None:
     wait_until(lambda: workers(server) == {"worker-tiny"}, server)
     wait_until(lambda: not [p for p in server.leftovers() if "two" in p], server)
 
-    # Over its time the rest is ended, and told so.
+    # After the timeout the remaining streams end with an error.
     reload(server, files.b, "load", "two", kv_cache_mb=16)
-    # So many steps that they are not over before the command has begun: none of them is guessed.
+    # These need so many steps, without draft tokens, that the command begins before they end.
     stream = Stream(server, model="two", n=16, temperature=2.0, logprobs=1)
     assert stream.begun.wait(TIMEOUT_S)
     starling(server, "unload", "two", "--timeout", "0", code=1)
     stream.join(TIMEOUT_S)
     assert stream.events[-1]["error"]["code"] == "DRAINING"
 
-    # Without any model nothing is ready, and the configured one comes back by its name.
+    # Without a model the server is not ready. The configured model can be loaded again by its name.
     expected = tokens(server)
     reload(server, None, "unload", "tiny")
     status, ready, _ = server.request("GET", "/ready")
@@ -350,7 +350,7 @@ def test_load_and_unload(server: Server, files: Files) -> None:
     assert tokens(server) == expected
 
 
-def test_an_admins_key_over_http(server: Server, files: Files) -> None:
+def test_the_admin_endpoints_need_an_admin_key(server: Server, files: Files) -> None:
     admin = {"Authorization": "Bearer sk-admin"}
     body = {"target": "tiny", "path": str(files.b)}
     assert server.request("POST", "/v1/admin/reload", body)[0] == 403
@@ -374,8 +374,8 @@ def test_an_admins_key_over_http(server: Server, files: Files) -> None:
 
 @pytest.mark.parametrize("victim", ["scheduler", "kv", "tokenizer", "worker-tiny", "worker-tiny@1", "gateway"])
 @pytest.mark.parametrize("phase", ["loading", "self-test"])
-def test_whoever_dies_in_the_middle_of_a_reload(server: Server, files: Files, victim: str, phase: str) -> None:
-    """Either version serves in the end, every stream has its bytes, nothing is left."""
+def test_a_reload_survives_the_death_of_any_stage(server: Server, files: Files, victim: str, phase: str) -> None:
+    """The new version serves in the end, every stream keeps its bytes, and no file is left."""
     undisturbed = {seed: Stream(server, seed=seed).result() for seed in (1, 2)}
     expected = tokens(server)
     streams = [] if victim == "gateway" else [Stream(server, seed=seed) for seed in undisturbed]
@@ -404,7 +404,7 @@ def test_whoever_dies_in_the_middle_of_a_reload(server: Server, files: Files, vi
 
 
 def test_a_stream_of_the_old_version_outlives_the_gateway(server: Server, files: Files) -> None:
-    """It was begun before the switch, and is taken up after it: on its own version."""
+    """It began before the switch and is resumed after it, on its own version."""
     key = {"Authorization": "Bearer sk-user"}
     begun: list[tuple[str, dict[str, Any]]] = []
     for version in range(1, 9):
@@ -418,7 +418,7 @@ def test_a_stream_of_the_old_version_outlives_the_gateway(server: Server, files:
                     reload(server, files.b if version % 2 else files.a)
                     is_under_way = len(workers(server)) == 2
                     if not is_under_way:
-                        break  # it was over before the reload
+                        break  # it ended before the reload
                     pid = server.pid_of("gateway")
                     os.kill(pid, signal.SIGKILL)
                     assert wait_gone(pid)

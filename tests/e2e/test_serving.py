@@ -1,4 +1,4 @@
-"""Law 1 and the newcomer's promises, over HTTP through every stage."""
+"""The determinism guarantee, streaming, and refusals over HTTP, through every stage."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def ask(server: Server, i: int, **more: Any) -> dict[str, Any]:
 
 
 def same(answer: dict[str, Any]) -> str:
-    """What must not depend on anything else."""
+    """The part of an answer that must not depend on other requests."""
     usage = {k: v for k, v in answer["usage"].items() if k != "prompt_tokens_details"}
     return json.dumps([answer["choices"], usage], sort_keys=True)
 
 
-def test_sixteen_at_once_say_what_each_says_alone(demo_server: Server) -> None:
+def test_sixteen_requests_at_once_give_the_bytes_of_each_alone(demo_server: Server) -> None:
     alone = [same(ask(demo_server, i)) for i in range(16)]
     for _ in range(2):
         found: list[str] = [""] * 16
@@ -59,7 +59,7 @@ def test_sixteen_at_once_say_what_each_says_alone(demo_server: Server) -> None:
         assert found == alone
 
 
-def test_words_arrive_one_by_one_and_add_up(demo_server: Server) -> None:
+def test_streamed_text_arrives_in_pieces_that_add_up(demo_server: Server) -> None:
     body = {
         "model": DEMO_MODEL,
         "messages": [{"role": "user", "content": "Say hello."}],
@@ -84,11 +84,11 @@ def test_text_and_ids_are_the_same_prompt(demo_server: Server) -> None:
     assert same(by_text) == same(by_ids)
 
 
-def test_a_client_that_hangs_up_frees_its_place(demo_server: Server) -> None:
+def test_a_client_that_disconnects_frees_its_row(demo_server: Server) -> None:
     stream = demo_server.stream("/v1/generate", prompt="Once", max_tokens=4000, ignore_eos=True, seed=1)
     next(stream)
     stream.close()
-    # The next one is served, and in the end nothing is running: the metrics say so.
+    # The next request is served, and the server stays ready.
     demo_server.post("/v1/generate", prompt="Twice", max_tokens=2)
     status, body, _ = demo_server.request("GET", "/ready")
     assert status == 200, body
@@ -109,7 +109,7 @@ def test_a_client_that_hangs_up_frees_its_place(demo_server: Server) -> None:
     ],
     ids=["syntax", "nan", "utf-8", "typo", "negative", "range", "long", "large", "model"],
 )
-def test_bad_input_is_refused_by_name_and_nothing_is_lost(
+def test_invalid_input_is_refused_by_name_and_the_server_stays_ready(
     demo_server: Server, body: bytes, status: int, names: str
 ) -> None:
     found, answer, _ = demo_server.request("POST", "/v1/generate", body)

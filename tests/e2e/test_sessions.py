@@ -1,4 +1,4 @@
-"""A session over HTTP is the same text as its tokens in one prompt, whatever dies in between."""
+"""The turns of a session give the text of one prompt with the same tokens, even if kv dies between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def generate(server: Server, prompt: Any, **more: Any) -> dict[str, Any]:
     return body
 
 
-def test_turns_are_the_one_prompt_text(demo_server: Server) -> None:
+def test_turns_give_the_text_of_one_prompt(demo_server: Server) -> None:
     server = demo_server
     text = "The harbour was quiet, and the boats lay still in the morning light. " * 4
     opened = generate(server, text, session_id="")
@@ -50,11 +50,11 @@ def test_turns_are_the_one_prompt_text(demo_server: Server) -> None:
     next(turn)
     status, body, _ = server.request("POST", "/v1/generate", {"prompt": "x", "session_id": name})
     assert (status, body["error"]["code"]) == (409, "CONFLICT")
-    turn.close()  # the client goes away: the session is what it was
+    turn.close()  # the client disconnects: the session keeps its former state
     while (answer := server.request("POST", "/v1/generate", {"prompt": "", "session_id": name, "max_tokens": 1}))[
         0
     ] == 409:
-        pass  # until the server has noticed
+        pass  # until the server has cancelled the turn
     assert answer[0] == 200
     assert answer[1]["usage"]["prompt_tokens"] == len(history)
 

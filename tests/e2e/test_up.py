@@ -1,4 +1,4 @@
-"""`starling up`, as `make serve` runs it: from nothing to the banner, words, and nothing left behind."""
+"""`starling up`, as `make serve` runs it: it starts, serves, and leaves no process or file after its end."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, object]:
-    """One tiny model; kernels are those that all tests compile once."""
+    """A configuration of one tiny model, with the kernels that all tests share."""
     share_caches(tmp_path)
     path = write_model(tmp_path / "tiny.gguf", SHAPES["small"])
     return {"models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 16}]}
 
 
-def test_up_serves_and_ctrl_c_leaves_nothing(tmp_path: Path, config: dict[str, object]) -> None:
+def test_up_serves_and_ctrl_c_leaves_no_process_or_file(tmp_path: Path, config: dict[str, object]) -> None:
     with Up(tmp_path, config) as server:
         events = list(server.stream("/v1/generate", prompt=[1, 2, 3], max_tokens=5, ignore_eos=True, seed=1))
         assert sum(len(event.get("tokens", ())) for event in events) == 5
@@ -36,7 +36,7 @@ def test_up_serves_and_ctrl_c_leaves_nothing(tmp_path: Path, config: dict[str, o
         assert whole["choices"][0]["tokens"] == tokens
         pids = server.pids()
         assert len(pids) > 5
-        # As a terminal does it: to the foreground group.
+        # As a terminal does: to the foreground process group.
         assert server.stop(signal.SIGINT) == 0
         assert all(wait_gone(pid) for pid in pids)
     assert server.leftovers() == []
@@ -54,14 +54,14 @@ def test_ctrl_c_while_it_starts(tmp_path: Path, config: dict[str, object]) -> No
         server.stop(signal.SIGKILL)
 
 
-def test_the_stages_do_not_outlive_it(tmp_path: Path, config: dict[str, object]) -> None:
+def test_the_stages_do_not_outlive_up(tmp_path: Path, config: dict[str, object]) -> None:
     server = Up(tmp_path, config).start()
     try:
         server.wait_ready()
         pids = server.pids()
         assert server.process is not None
         os.kill(server.process.pid, signal.SIGKILL)
-        # No process is left to signal them: each notices by itself, and the last one cleans up.
+        # The supervisors detect the end of honcho themselves, and the last one cleans up.
         assert all(wait_gone(pid) for pid in pids)
         server.process.wait()
         assert server.leftovers() == []
@@ -70,7 +70,7 @@ def test_the_stages_do_not_outlive_it(tmp_path: Path, config: dict[str, object])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stream_finishes_while_all_stages_are_told_to_end(
+def test_a_stream_finishes_while_all_stages_are_stopping(
     tmp_path: Path, config: dict[str, object], number: signal.Signals
 ) -> None:
     request = {"prompt": [1, 2, 3], "max_tokens": 1500, "seed": 3, "ignore_eos": True}
@@ -92,19 +92,19 @@ def test_a_stream_finishes_while_all_stages_are_told_to_end(
         server.stop(signal.SIGKILL)
 
 
-def test_killed_outright_and_started_again(tmp_path: Path, config: dict[str, object]) -> None:
+def test_up_starts_again_after_every_process_was_killed(tmp_path: Path, config: dict[str, object]) -> None:
     server = Up(tmp_path, config).start()
     try:
         server.wait_ready()
         pids = server.pids()
         assert server.process is not None
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)  # so that no process sees another one die and cleans up
+            os.kill(pid, signal.SIGSTOP)  # so that no process detects another's death and cleans up
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         server.process.wait()
         assert all(wait_gone(pid) for pid in pids)
-        assert server.leftovers(), "no process was left to clean up"
+        assert server.leftovers(), "no process could clean up"
     finally:
         server.stop(signal.SIGKILL)
     with Up(tmp_path, config) as again:
@@ -113,8 +113,8 @@ def test_killed_outright_and_started_again(tmp_path: Path, config: dict[str, obj
     assert again.leftovers() == []
 
 
-class Unread(Up):
-    """The reader of its output leaves after the first line that contains `last`."""
+class ClosedOutput(Up):
+    """The reader of its output closes the pipe after the first line that holds `last`."""
 
     last = ""
 
@@ -130,13 +130,15 @@ class Unread(Up):
     def is_ready(self) -> bool:
         try:
             return self.request("GET", "/ready")[0] == 200
-        except OSError:  # it does not listen yet
+        except OSError:  # the gateway does not listen yet
             return False
 
 
 @pytest.mark.parametrize("last", ["started (pid=", "Starling is ready"])
-def test_it_serves_on_when_nobody_reads_its_output(tmp_path: Path, config: dict[str, object], last: str) -> None:
-    server = Unread(tmp_path, config)
+def test_up_goes_on_when_the_reader_of_its_output_has_closed_the_pipe(
+    tmp_path: Path, config: dict[str, object], last: str
+) -> None:
+    server = ClosedOutput(tmp_path, config)
     server.last = last
     server.start()
     try:
@@ -144,7 +146,7 @@ def test_it_serves_on_when_nobody_reads_its_output(tmp_path: Path, config: dict[
         assert server.process is not None
         while not server.is_ready():
             assert server.process.poll() is None
-        for _ in range(3):  # each of them is logged
+        for _ in range(3):  # each request is logged
             assert server.post("/v1/generate", prompt=[1, 2, 3], max_tokens=5)["choices"]
         pids = server.pids()
         assert server.stop(signal.SIGTERM) == 0

@@ -17,7 +17,7 @@ def tokens_of(events: list[dict[str, Any]]) -> list[int]:
 
 
 class Traffic:
-    """Streams without a pause in `n` threads, each compared with the undisturbed one."""
+    """Streams without a pause in `n` threads, each compared with an undisturbed stream of the same seed."""
 
     def __init__(self, server: Server, n: int = 3) -> None:
         self.server = server
