@@ -12,17 +12,17 @@ import time
 from pathlib import Path
 
 from pipeline.observe.status import read_all
-from pipeline.procfs import children
+from pipeline.procfs import children, exists, threads
 from pipeline.runtime.timer_coalescing import ALIGN_S
 from stages.scheduler.core.version_runner import STALLED_S
 
 ROUNDING_S = 0.05  # /ready reports tenths of a second
 
 
-def run_queue_delay_s(pid: int) -> float:
-    """Seconds that the main thread of `pid` has waited for a core since its start; 0.0 if that is not known."""
+def run_queue_delay_s(pid: int, thread: int | None = None) -> float:
+    """Seconds that a thread of `pid` (default: the main thread) has waited for a core; 0.0 if that is unknown."""
     try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+        return int(Path(f"/proc/{pid}/task/{thread or pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):
         return 0.0
 
@@ -43,19 +43,24 @@ class CoreWaits:
             if record.alive and record.stage.startswith("worker"):
                 for rank, pid in enumerate(children(record.pid), 1):
                     self._pids[f"{record.stage}/{rank}"] = pid
-        self._samples: list[tuple[float, dict[str, float]]] = []
+        self._samples: list[tuple[float, dict[tuple[str, int], float]]] = []
         self.sample()
 
     def sample(self) -> None:
         """Read all counters. Call it often, and once more after every stage has run again."""
-        delays = {name: run_queue_delay_s(pid) for name, pid in self._pids.items()}
+        delays = {
+            (name, thread): run_queue_delay_s(pid, thread)
+            for name, pid in self._pids.items()
+            for thread in (threads(pid) if exists(pid) else ())
+        }
         self._samples.append((time.monotonic(), delays))
 
     def waited_s(self, name: str, since: float, until: float) -> float:
-        """How long a process waited for a core between the samples next to two times of the monotonic clock."""
+        """The longest wait for a core among the threads of a process, between two times of the monotonic clock."""
         before = next((delays for at, delays in reversed(self._samples) if at <= since), self._samples[0][1])
         after = next((delays for at, delays in self._samples if at >= until), self._samples[-1][1])
-        return after.get(name, 0.0) - before.get(name, 0.0)
+        waits = [delay - before.get(key, 0.0) for key, delay in after.items() if key[0] == name]
+        return max(waits, default=0.0)
 
     def explain(self, reason: str, at: float) -> bool:
         """Was the reason that /ready gave at the time `at` only a wait for a core?

@@ -219,6 +219,6 @@ def test_a_model_that_does_not_fit_twice_is_not_reloaded(tmp_path: Path, monkeyp
 
 
 def test_chaos_fails_without_a_server(tmp_path_factory: pytest.TempPathFactory, server: Server) -> None:
-    home = tmp_path_factory.mktemp("nobody")
-    nobody = Server(home, {"models": [{"name": "tiny", "path": str(server.home / "tiny.gguf")}]})
-    starling(nobody, "chaos", "--duration", "1s", code=1)
+    home = tmp_path_factory.mktemp("unused")
+    absent = Server(home, {"models": [{"name": "tiny", "path": str(server.home / "tiny.gguf")}]})
+    starling(absent, "chaos", "--duration", "1s", code=1)

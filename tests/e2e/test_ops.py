@@ -174,8 +174,8 @@ def test_a_drain_ends_late_requests_with_an_error(server: Up) -> None:
 
 
 def test_unknown_targets_are_refused(server: Up) -> None:
-    starling(server, "drain", "nobody", code=2)
-    starling(server, "restart", "nobody", code=2)
+    starling(server, "drain", "unknown", code=2)
+    starling(server, "restart", "unknown", code=2)
 
 
 @pytest.mark.parametrize("kind", [Server, Up])

@@ -21,7 +21,7 @@ import pytest
 from tests.e2e.bare import BareServer
 from tests.e2e.conftest import share_caches
 from tests.e2e.core_waits import CoreWaits, own_run_queue_delay_s, run_queue_delay_s
-from tests.e2e.server import Server, wait_gone
+from tests.e2e.server import START_S, Server, wait_gone
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
@@ -45,6 +45,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BareServer]:
     path = write_model(home / "tiny.gguf", SHAPES["small"]._replace(context_length=4096))
     config = {"models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 16, "ranks": 2}]}
     with BareServer(home, config) as server:
+        probe = Probe(server)
+        probe.wait(True, START_S)
+        probe.close()
         yield server
 
 
