@@ -32,7 +32,7 @@ from stages.gateway.requests.generation_request import GenerationRequest
 
 HEAD = struct.Struct("<II")
 LENGTH = struct.Struct("<I")
-NICENESS = 15  # a large body must not take a core from the gateway or a worker
+NICENESS = 10  # a large body must not take a core from the gateway or a worker
 TRIM_BYTES = 1 << 20  # after a body of this size free memory is returned
 
 
