@@ -62,6 +62,16 @@ def read_stat(pid: int) -> ProcessStat | None:
     return ProcessStat(pid, fields[0].decode(), int(fields[1]), (int(fields[11]) + int(fields[12])) / TICKS_PER_S)
 
 
+def started_at(pid: int) -> float | None:
+    """When the process started, s since 1970; None when it has ended."""
+    try:
+        ticks = int(_read(f"/proc/{pid}/stat").rsplit(b")", 1)[1].split()[19])
+        boot_s = int(_read("/proc/stat").split(b"\nbtime ")[1].split()[0])
+    except (OSError, IndexError, ValueError):
+        return None
+    return boot_s + ticks / TICKS_PER_S
+
+
 def is_stopped(pid: int) -> bool:
     """Stopped by SIGSTOP. A traced process (debugger, profiler) does not count."""
     stat = read_stat(pid)

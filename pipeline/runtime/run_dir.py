@@ -13,8 +13,10 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from pathlib import Path
 
+from pipeline import procfs
 from pipeline.errors import ConfigError, ResourceError
 from pipeline.faults import points
 
@@ -86,11 +88,13 @@ class StageLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            holder = os.pread(self._fd, 32, 0).strip()
             os.close(self._fd)
             raise ConfigError(
-                f"stage {stage} already runs in {run_dir} (pid {holder}): stop it first, or give this server "
-                f"its own server.run_dir and server.state_dir"
+                f"server.run_dir {run_dir} is in use: stage {stage} already runs there "
+                f"({describe_process(int(holder) if holder.isdigit() else 0)}): stop it first (starling down), or give "
+                f"this server its own STARLING_HOME, or its own server.run_dir and server.state_dir",
+                "server.run_dir",
             ) from None
         # On a full disk the lock holds all the same; only the holder's pid is missing.
         with contextlib.suppress(OSError):
@@ -103,6 +107,15 @@ class StageLock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def describe_process(pid: int) -> str:
+    """The process and when it started, for a message; 0: it is unknown."""
+    if not pid:
+        return "pid unknown"
+    started = procfs.started_at(pid)
+    since = time.strftime(", started %Y-%m-%d %H:%M:%S", time.localtime(started)) if started is not None else ""
+    return f"pid {pid}{since}"
 
 
 def lock_holder(run_dir: Path, stage: str) -> int:

@@ -1,9 +1,9 @@
-"""The runtime of a stage process: lock, supervision, status, metrics and heartbeats.
+"""The runtime of a stage process: locks, supervision, status, metrics and heartbeats.
 
-Holds the stage's lock and watches the parent process (the stage has called `process.die_with_parent` before any
-other import).  Every tick sends a keepalive to the supervisor, the watchdog notification to systemd and
-heartbeats to the peers, and updates the status record and the metrics.  `PollLoop` (poll) and `AsyncioLoop`
-(asyncio) are `StageRuntime`s with an event loop.
+Holds the stage's lock and its share of the server's directory locks, and watches the parent process (the stage has
+called `process.die_with_parent` before any other import).  Every tick sends a keepalive to the supervisor, the
+watchdog notification to systemd and heartbeats to the peers, and updates the status record and the metrics.
+`PollLoop` (poll) and `AsyncioLoop` (asyncio) are `StageRuntime`s with an event loop.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import zmq
 
 from pipeline.config import addresses, paths
 from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
 from pipeline.faults import points
 from pipeline.ipc.endpoint import Hub, Link
 from pipeline.observe.metrics import Metrics
@@ -26,6 +27,7 @@ from pipeline.protocol.messages import Heartbeat
 from pipeline.protocol.topology import EDGES
 from pipeline.runtime import process, timer_coalescing
 from pipeline.runtime import run_dir as rundir
+from pipeline.runtime.directory_lock import ServerLocks
 
 TICK_S = 0.1
 SLACK_S = 0.025  # a tick may be late by this much to share a wake-up with a frame
@@ -76,6 +78,11 @@ class StageRuntime:
         run_dir = rundir.prepare(paths.run_dir(config))
         arena_dir = rundir.prepare(paths.arena_dir(config), "arena directory", "server.arena_dir")
         self._lock = rundir.StageLock(run_dir, stage)
+        try:
+            self._server_locks = ServerLocks(config, run_dir)
+        except ConfigError:
+            self._lock.release()
+            raise
         self._status = StatusFile(run_dir, stage, clock)
         self.metrics = Metrics(stage, arena_dir if config.metrics.enabled else None, clock=clock)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -231,7 +238,7 @@ class StageRuntime:
         return any(peer in heartbeats and heartbeats[peer].reason == "stopping" for peer in hub.peers)
 
     def close(self) -> None:
-        """Flush and close the edges, remove the records, release the lock. Idempotent."""
+        """Flush and close the edges, remove the records, release the locks. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -240,6 +247,7 @@ class StageRuntime:
         self.context.term()
         self._status.remove()
         self.metrics.remove()
+        self._server_locks.release()
         self._lock.release()
         if self.parent_fd >= 0:
             os.close(self.parent_fd)

@@ -26,6 +26,7 @@ from pipeline.faults import points
 from pipeline.models import capacity
 from pipeline.observe import status
 from pipeline.runtime import run_dir as rundir
+from pipeline.runtime.directory_lock import ServerLocks
 from pipeline.runtime.process import EXIT_FATAL
 from pipeline.supervise import cleanup, listen_fd
 from starling.cli.broken_pipe import silence
@@ -56,13 +57,17 @@ def up() -> int:
     check_faults(os.environ)
     run_dir = rundir.prepare(paths.run_dir(config))
     only_one = rundir.StageLock(run_dir, "up")
+    held: ServerLocks | None = None
     try:
         check_port(config)
         env = {**os.environ, **choose_arena_dir(config)}
+        held = ServerLocks(load(env=env), run_dir)  # for its whole life, so that no gap between two stages loses them
         prepare_all(config)
         watcher = _Watcher(config, run_dir)
         code = HonchoRunner(write_procfile(run_dir), env).run(watcher.check)
     finally:
+        if held is not None:
+            held.release()
         only_one.release()
     arena_dir = paths.arena_dir(load(env=env), env)
     still_running = cleanup.sweep(run_dir, arena_dir, wait_s=5.0)

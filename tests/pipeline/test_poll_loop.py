@@ -17,7 +17,7 @@ from pipeline.ipc.poll_loop import PollLoop
 from pipeline.observe import status
 from pipeline.observe.status import StageStatus
 from pipeline.protocol import messages as m
-from pipeline.runtime import process, timer_coalescing
+from pipeline.runtime import directory_lock, process, timer_coalescing
 from pipeline.runtime.stage_runtime import IDLE_AFTER_S, STALL_MS, TICK_S
 
 
@@ -164,7 +164,8 @@ def test_the_status_record_exists_while_the_stage_runs(config: Config) -> None:
     assert record(config, "kv").ready
     loop.close()
     assert list(paths.run_dir(config).glob("*.status")) == []
-    assert list(paths.arena_dir(config).glob("*")) == []
+    # Only the lock file stays, which must never be removed while another process may hold it.
+    assert [path.name for path in paths.arena_dir(config).glob("*")] == [directory_lock.FILE_NAME]
 
 
 def test_the_status_record_of_a_dead_process_is_marked(config: Config) -> None:
