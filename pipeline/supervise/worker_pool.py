@@ -8,10 +8,11 @@ Versions that appear in the table are started.  Versions that leave it are stopp
 removed.  A member is forked from a process that has already loaded the worker's modules and compiled kernels, so
 that loading a model pays for neither.
 
-A member that gives up while its version is loading or retiring is recorded (its failure file) and not started
-again.  If its version is serving, the pool logs an error and ends with the member's exit code.  A member that was
-killed is started again after all its descendants have ended.  SIGTERM and SIGINT stop all members in order, a
-second signal at once; SIGHUP restarts every group.  Notifies systemd for all of them (`READY`, `WATCHDOG`).
+The failure of a member that gives up is recorded in its failure file.  If its version is serving, it is started again
+every `RETRY_S` and at SIGHUP, and the members of other serving versions go on; if there are none, the pool ends with
+the member's exit code.  If its version is loading or retiring, it is not started again.  A member that was killed is
+started again after all its descendants have ended.  SIGTERM and SIGINT stop all members in order, a second signal at
+once; SIGHUP restarts every group.  Notifies systemd for all of them (`READY`, `WATCHDOG`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ log = logging.getLogger("starling.worker_pool")
 
 TICK_S = 0.1  # while a member starts or stops
 IDLE_TICK_S = 5.0  # otherwise: changes of the table, signals and deaths wake the pool
+RETRY_S = 60.0  # until a serving version that has given up is started again; its cause may be a full disk
 EXIT_S = 1.0  # beyond a member's drain time, for the end of its supervisor
 
 
@@ -68,8 +70,10 @@ class WorkerPool(SupervisorBase):
         watched_ancestors: list[int],
         only: str = "",
         clock: Callable[[], float] = time.monotonic,
+        retry_s: float = RETRY_S,
     ) -> None:
         super().__init__(watched_ancestors, clock)
+        self._retry_s = retry_s
         self._config = config
         self._fork = fork
         self._only = only
@@ -91,7 +95,7 @@ class WorkerPool(SupervisorBase):
             log.warning("run directory cannot be watched, polling it", extra={"error": str(error)})
 
     def run(self) -> int:
-        """Until a stop is requested (0 when all members ended with 0) or a serving member gives up."""
+        """Until a stop is requested (0 when all members ended with 0) or all serving members have given up."""
         self.install_signal_handlers()
         self._remove_files_of_old_versions()
         while True:
@@ -139,9 +143,12 @@ class WorkerPool(SupervisorBase):
         if self.restart_requested:
             self.restart_requested = False
             self._signal_all(signal.SIGHUP)
+            for member in self._members.values():
+                member.not_before = min(member.not_before, now)
         for version in wanted.values():
             member = self._members.get(version.id) or self._add(version)
-            if not member.pid and not member.has_given_up and now >= member.not_before:
+            may_start = not member.has_given_up or version.state == "serving"
+            if not member.pid and may_start and now >= member.not_before:
                 self._start(member)
 
     def _add(self, version: ModelVersion) -> Member:
@@ -207,19 +214,31 @@ class WorkerPool(SupervisorBase):
         else:
             member.has_given_up = True
         if member.has_given_up:
-            self._on_given_up(version, code, facts)
+            self._on_given_up(member, code, facts)
 
-    def _on_given_up(self, version: ModelVersion, code: int, facts: dict[str, object]) -> None:
-        if version.state == "serving":
-            log.error("worker group of a serving version has given up, stopping", extra=facts)
-            self._code = code if code > 0 else process.EXIT_FATAL
-            self.stop_requests = max(1, self.stop_requests)
-            return
-        log.error("worker group has given up", extra=facts)
+    def _on_given_up(self, member: Member, code: int, facts: dict[str, object]) -> None:
+        version = member.version
         if versions.read_failure(self._run_dir, version.stage) is None:
             how = f"ended with code {code}" if code > 0 else f"died of {signal.Signals(-code).name}"
             error = ModelUnavailable(f"its worker group {how}; see its log (starling logs worker)")
             versions.write_failure(self._run_dir, version.stage, error)
+        if version.state != "serving":
+            log.error("worker group has given up", extra=facts)
+        elif self._serving_remain():
+            member.not_before = self._clock() + self._retry_s
+            log.error("worker group has given up, other models go on", extra={**facts, "retry_s": self._retry_s})
+        else:
+            log.error("worker groups of all serving versions have given up, stopping", extra=facts)
+            self._code = code if code > 0 else process.EXIT_FATAL
+            self.stop_requests = max(1, self.stop_requests)
+
+    def _serving_remain(self) -> bool:
+        """Whether a serving version runs or will be started without having given up."""
+        for version in self._wanted().values():
+            member = self._members.get(version.id)
+            if version.state == "serving" and (member is None or member.pid or not member.has_given_up):
+                return True
+        return False
 
     # -------------------------------------------------------------- files
 
@@ -261,7 +280,8 @@ class WorkerPool(SupervisorBase):
             process.sd_notify("STOPPING=1")
         if not self._is_ready_sent:
             ready = {record.stage for record in status.read_all(self._run_dir) if record.alive and record.ready}
-            serving = [one for one in self._wanted().values() if one.state == "serving"]
+            given_up = {key for key, member in self._members.items() if member.has_given_up}
+            serving = [one for one in self._wanted().values() if one.state == "serving" and one.id not in given_up]
             if all(one.stage in ready for one in serving):
                 self._is_ready_sent = process.sd_notify("READY=1")
 

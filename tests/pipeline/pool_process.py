@@ -18,7 +18,7 @@ from pipeline.config.load import load
 from pipeline.models.versions import ModelVersion
 from pipeline.runtime import process
 from pipeline.supervise.base import SIGNALS
-from pipeline.supervise.worker_pool import WorkerPool
+from pipeline.supervise.worker_pool import RETRY_S, WorkerPool
 
 
 def main() -> int:
@@ -48,7 +48,8 @@ def main() -> int:
         while True:
             signal.pause()
 
-    return WorkerPool(config, fork, []).run()
+    retry_s = float(os.environ.get("STARLING_TEST_RETRY_S", RETRY_S))
+    return WorkerPool(config, fork, [], retry_s=retry_s).run()
 
 
 if __name__ == "__main__":

@@ -156,6 +156,36 @@ def test_a_failure_while_serving_stops_the_pool(world: World) -> None:
     assert wait_gone(other)
 
 
+@pytest.mark.parametrize("code", [1, 78])
+def test_one_model_that_fails_leaves_the_others_running(world: World, code: int) -> None:
+    world.write(make("stay", 0), make(f"exit:{code}", 1))
+    pool = world.start()
+    other, _ = world.wait_begun("m")
+    world.wait(lambda: versions.read_failure(world.run_dir, "worker-m@1"))
+    with pytest.raises(subprocess.TimeoutExpired):
+        pool.wait(1.0)
+    assert not wait_gone(other, 0)
+    failure = versions.read_failure(world.run_dir, "worker-m@1")
+    assert failure is not None
+    assert f"code {code}" in failure.message
+    # A restart that an operator requests starts the failed one as well.
+    assert len(world.lives("m@1")) == 1
+    pool.send_signal(signal.SIGHUP)
+    world.wait_begun("m@1", lives=2)
+    # When no other model is left, the pool ends with the reason.
+    world.write(make(f"exit:{code}", 1))
+    assert wait_gone(other)
+    pool.send_signal(signal.SIGHUP)
+    assert pool.wait(WAIT_S) == code
+
+
+def test_a_failed_model_is_started_again_later(world: World) -> None:
+    world.write(make("stay", 0), make("exit:1", 1))
+    pool = world.start(STARLING_TEST_RETRY_S="0.3")
+    world.wait_begun("m@1", lives=3)
+    assert pool.poll() is None
+
+
 def test_files_of_another_pool_are_kept(world: World) -> None:
     """A second server that is started beside a running one gives up and removes nothing."""
     lock = StageLock(world.run_dir, "worker-m")
