@@ -60,12 +60,12 @@ def activations(x: np.ndarray, fmt: Format) -> tuple[np.ndarray, int]:
     return records, stride
 
 
-def multiply(matrix: Packed, x: np.ndarray, split: int = 0) -> np.ndarray:
+def multiply(matrix: Packed, x: np.ndarray, split: int = 0, scratch: np.ndarray | None = None) -> np.ndarray:
     """y (tokens, rows) f32, by the kernels, in two calls: row groups before `split`, and from it on."""
     tokens, groups = x.shape[0], groups_of(matrix.rows)
     given, stride = activations(x, matrix.fmt)
     out = np.full((tokens, groups * GROUP), np.nan, np.float32)
-    scratch = aligned(SCRATCH_BYTES)
+    scratch = aligned(SCRATCH_BYTES) if scratch is None else scratch
     for first, end in ((0, split), (split, groups)):
         matmul(
             matrix.fmt.id,

@@ -11,11 +11,14 @@ import subprocess
 import sys
 
 import llvmlite.binding as llvm
+import numpy as np
 import pytest
 from llvmlite import ir
 
-from stages.worker.kernels import amx
+from stages.worker.kernels import amx, gemm
+from stages.worker.kernels.formats import QUANTIZED
 from tests.worker.instruction_sets import available_isas
+from tests.worker.matrices import aligned, digest_of_products, multiply, random_matrix
 
 
 def shapes() -> list[tuple[int, int]]:
@@ -56,9 +59,33 @@ def test_a_product_is_five_instructions(sums: int, a: int, b: int, vectors: int)
     assert operands[4].startswith(f"%tmm{sums},")
 
 
-@pytest.mark.parametrize("isa", [isa for isa in available_isas() if isa in ("amx", "tiles")])
-def test_the_probe_compares_bytes(isa: str) -> None:
-    code = "from stages.worker.kernels.amx_probe import compare; print(compare(1)[0])"
+TILE_ISAS = [isa for isa in available_isas() if isa in ("amx", "tiles")]
+
+
+def run_with(environment: dict[str, str], code: str) -> str:
     command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, env=os.environ | {"STARLING_ISA": isa}, capture_output=True, text=True)
-    assert done.stdout.split() == ["True"], done.stderr
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("isa", TILE_ISAS)
+def test_formats_without_tiles_do_not_touch_the_stored_sums(isa: str) -> None:
+    """Only formats for which AMX is faster use it; the bytes of all formats stay equal."""
+    environment = {"STARLING_ISA": isa, "STARLING_AMX_FORMATS": "Q4_1,Q6_K"}
+    assert run_with(environment, "from tests.worker import test_amx as t; print(t.formats_by_tiles())") == "Q4_1 Q6_K"
+    code = "from tests.worker.matrices import digest_of_products as d; print(d())"
+    assert run_with(environment, code) == digest_of_products()
+
+
+def formats_by_tiles() -> str:
+    """The formats whose products of 16 tokens write the area of scratch where AMX stores its sums."""
+    rng = np.random.default_rng(5)
+    found = []
+    for fmt in QUANTIZED:
+        m = random_matrix(fmt.name, 32, 1, rng)
+        scratch = aligned(gemm.SCRATCH_BYTES)
+        multiply(m, rng.standard_normal((16, m.columns)).astype(np.float32), scratch=scratch)
+        if scratch[gemm.CHUNKS_BYTES :].any():
+            found.append(fmt.name)
+    return " ".join(sorted(found))

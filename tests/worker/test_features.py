@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from stages.worker.kernels import features
-from stages.worker.kernels.features import AMX_NEEDS, MINIMUM, VNNI_NEEDS, UnsupportedCpu, choose_isa
+from stages.worker.kernels.features import (
+    ALL_FORMATS,
+    AMX_NEEDS,
+    MINIMUM,
+    VNNI_NEEDS,
+    UnsupportedCpu,
+    Verdict,
+    choose_isa,
+)
 
 HASWELL = dict.fromkeys(MINIMUM, True)
 SERVER = HASWELL | dict.fromkeys(VNNI_NEEDS, True)
@@ -50,33 +59,113 @@ class Host(dict[str, bool]):
         return ",".join(f"+{name}" for name in self)
 
 
-def emulate_amx(monkeypatch: pytest.MonkeyPatch, home: Path, probe: str) -> None:
-    """Report a CPU with AMX that Linux permits; its probe is a Python process that runs the code `probe`."""
+@pytest.fixture
+def amx_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A CPU with AMX that the system permits, no named formats, and an empty home, whose path is returned."""
     monkeypatch.setattr(features.llvm, "get_host_cpu_features", lambda: Host(NEWER))
     monkeypatch.setattr(features, "permit_amx", lambda: None)
-    monkeypatch.setattr(features, "PROBE", ["-c", probe])
-    monkeypatch.setenv("STARLING_HOME", str(home))
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
     monkeypatch.setenv("STARLING_ISA", "native")
+    monkeypatch.delenv("STARLING_AMX_FORMATS", raising=False)
+    return tmp_path
+
+
+def probe_with(monkeypatch: pytest.MonkeyPatch, home: Path, code: str) -> None:
+    """Replace the probe by `code`; each run adds an x to the file `runs`."""
+    monkeypatch.setattr(features, "PROBE", ["-c", f"open({str(home / 'runs')!r}, 'a').write('x'); {code}"])
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch) -> tuple[str, frozenset[str]]:
+    """The instruction set and the formats with tiles that a new process would choose."""
+    isa = features.isa.__wrapped__()
+    with monkeypatch.context() as context:
+        context.setattr(features, "isa", lambda: isa)
+        return isa, features.tile_formats.__wrapped__()
+
+
+def speedups(default: float, **others: float) -> dict[str, float]:
+    return dict.fromkeys(ALL_FORMATS, default) | others
+
+
+def printing(found: dict[str, float]) -> str:
+    return f"print({json.dumps(Verdict(found, '')._asdict())!r})"
 
 
 @pytest.mark.parametrize(
-    ("code", "verdict"),
+    ("code", "against"),
     [
-        ("raise SystemExit(0)", ""),
         ("print('other bytes'); raise SystemExit(1)", "ended with 1: other bytes"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "ended with -4"),
+        ("print('nonsense')", "printed 'nonsense'"),
+        ('print(\'{"speedups": {"Q4_0": 2}, "against": ""}\')', "expected one number per format"),
     ],
 )
 def test_amx_is_probed_in_a_process_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, verdict: str
+    amx_host: Path, monkeypatch: pytest.MonkeyPatch, code: str, against: str
 ) -> None:
     """A CPU may report tiles that it cannot run: an instruction set is chosen even when the probe is killed."""
-
-    emulate_amx(monkeypatch, tmp_path, f"open({str(tmp_path / 'runs')!r}, 'a').write('x'); {code}")
+    probe_with(monkeypatch, amx_host, code)
     for _ in range(2):
-        assert features.isa.__wrapped__() == ("vnni" if verdict else "amx")
-        assert verdict in features.amx_verdict()
-    assert (tmp_path / "runs").read_text() == "x"
+        assert chosen(monkeypatch) == ("vnni", frozenset())
+        assert against in features.amx_verdict().against
+    assert (amx_host / "runs").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (speedups(1.3), ("amx", ALL_FORMATS)),
+        (speedups(1.3, Q6_K=0.98, Q2_K=1.0), ("amx", ALL_FORMATS - {"Q6_K", "Q2_K"})),
+        (speedups(0.9, Q4_1=1.1), ("amx", frozenset({"Q4_1"}))),
+        (speedups(0.7), ("vnni", frozenset())),
+    ],
+    ids=["all", "all but two", "one", "none"],
+)
+def test_amx_is_used_for_the_formats_that_it_makes_faster(
+    amx_host: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    found: dict[str, float],
+    expected: tuple[str, frozenset[str]],
+) -> None:
+    probe_with(monkeypatch, amx_host, printing(found))
+    for _ in range(2):
+        assert chosen(monkeypatch) == expected
+    assert (amx_host / "runs").read_text() == "x"
+    assert features.amx_verdict() == Verdict(found, "")
+
+
+def test_formats_with_tiles_can_be_named(amx_host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe_with(monkeypatch, amx_host, printing(speedups(0.5)))
+    monkeypatch.setenv("STARLING_AMX_FORMATS", "Q8_0,Q4_1")
+    assert chosen(monkeypatch) == ("amx", frozenset({"Q8_0", "Q4_1"}))
+    monkeypatch.setenv("STARLING_ISA", "vnni")
+    assert chosen(monkeypatch) == ("vnni", frozenset())
+    assert not (amx_host / "runs").exists()
+    monkeypatch.setenv("STARLING_ISA", "amx")
+    monkeypatch.delenv("STARLING_AMX_FORMATS")
+    assert chosen(monkeypatch) == ("amx", ALL_FORMATS)
+    monkeypatch.setenv("STARLING_AMX_FORMATS", "Q8_0,Q9_9")
+    with pytest.raises(UnsupportedCpu, match="STARLING_AMX_FORMATS names Q9_9, expected some of"):
+        chosen(monkeypatch)
+
+
+@pytest.mark.parametrize("record", ["", "[]", '{"schema": 0}', '{"speedups": {"Q4_0": 2}, "against": ""}'])
+def test_records_of_other_versions_are_probed_again(
+    amx_host: Path, monkeypatch: pytest.MonkeyPatch, record: str
+) -> None:
+    probe_with(monkeypatch, amx_host, printing(speedups(2)))
+    stored = features._cache_dir("amx", ALL_FORMATS)
+    stored.mkdir(parents=True)
+    (stored / "amx.verdict").write_text("AMX tiles take 1.41 times as long as VNNI")
+    (stored / "amx-speedups.json").write_text(record)
+    for _ in range(2):
+        assert chosen(monkeypatch) == ("amx", ALL_FORMATS)
+    assert (amx_host / "runs").read_text() == "x"
+
+
+def test_kernels_with_other_formats_by_tiles_have_another_cache() -> None:
+    keys = {features.cache_key("amx", formats) for formats in (ALL_FORMATS, frozenset({"Q4_1"}), frozenset[str]())}
+    assert len(keys) == 3
 
 
 @pytest.mark.parametrize("missing", MINIMUM)
@@ -140,15 +229,15 @@ def test_old_caches_are_removed(tmp_path: Path) -> None:
     assert len(left) == 4
 
 
-def test_the_cache_of_a_failed_amx_probe_counts_as_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_a_failed_amx_probe_counts_as_used(amx_host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU whose AMX fails the probe two caches are in use: the probe's and that of VNNI."""
-    make_old_caches(tmp_path)
-    emulate_amx(monkeypatch, tmp_path, "raise SystemExit(1)")
+    make_old_caches(amx_host)
+    probe_with(monkeypatch, amx_host, "raise SystemExit(1)")
     assert features.isa.__wrapped__() == "vnni"
-    used = {features._cache_dir(isa) for isa in ("amx", "vnni")}
-    features._cache_dir("vnni").mkdir()
-    features._prune(tmp_path / "cache")
-    assert {path.name for path in (tmp_path / "cache").iterdir()} == {
+    used = {features._cache_dir("amx", ALL_FORMATS), features._cache_dir("vnni", frozenset())}
+    features._cache_dir("vnni", frozenset()).mkdir()
+    features._prune(amx_host / "cache")
+    assert {path.name for path in (amx_host / "cache").iterdir()} == {
         "kernels-0",
         "kernels-1",
         *(path.name for path in used),

@@ -1,64 +1,64 @@
-"""Whether AMX works on this machine and is faster: a process of its own, whose exit code is 0 if both hold.
+"""For which formats AMX is faster on this machine, and whether it works: a process of its own.
 
     STARLING_ISA=amx python -m stages.worker.kernels.amx_probe
 
-Multiplies unpacked chunks of random codes by 16 tokens at a time with AMX tiles and with VNNI, for every format:
-bytes must be equal and AMX faster. A system may offer the tiles and not run them (a hypervisor, an emulator), or run
-them slowly; the result is stored once (features.py), before any kernel relies on them.
+Multiplies two unpacked chunks of random codes by the same tokens with AMX tiles and with VNNI.  Bytes must be equal for
+every format, else the exit code is 1.  With equal bytes it prints a `features.Verdict` as JSON: how many times as fast
+the tiles are, for each format.  A system may offer the tiles and not run them (a hypervisor, an emulator), or run them
+slowly; the result is stored once (features.py), before any kernel relies on them.
+
+Speed depends on the instruction mix of an unpacked block: products and scalings (two in a format of half blocks, else
+one) and minimums.  One format of each mix is timed, and its speedup is that of all formats with this mix.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numba import njit
 
 from stages.worker.kernels import amx, gemm
 from stages.worker.kernels.block_codegen import CODE_BYTES, unpacked_bytes
-from stages.worker.kernels.formats import QUANTIZED
+from stages.worker.kernels.features import Verdict
+from stages.worker.kernels.formats import QUANTIZED, QuantizedFormat
 from stages.worker.kernels.quantize_activations import RECORD, quantize_rows
 from stages.worker.kernels.simd import JIT, address
 
 TOKENS, BLOCKS, ROUNDS = 240, 16, 40
-DECIDING = ("Q4_0", "Q4_1", "Q8_0", "Q6_K")  # formats whose speed decides; all kinds of blocks must give equal bytes
+REPEATS = 10  # of the products in a timed round, about 1 ms
+GAP, STRIDE = 64, 128  # bytes between the two row groups' outputs of a token, and from token to token
+
+# (kind, u, v, x, out, spill, times): compute the products of the chunks at u and at v with all tokens, `times` times.
+Products = Callable[[int, int, int, int, int, int, int], None]
+Clock = Callable[[], float]
 
 
 @njit(**JIT)
-def _by_tiles(kind, u, x, out, spill):
-    amx.configure(spill)
-    for t in range(0, TOKENS, amx.TOKENS):
-        amx.quantized_16(
-            kind,
-            u,
-            BLOCKS,
-            x + t * BLOCKS * RECORD,
-            BLOCKS * RECORD,
-            out + t * 64,
-            64,
-            True,
-            spill,
-            u,
-            0,
-        )
-    amx.release()
-
-
-@njit(**JIT)
-def _by_dots(kind, u, x, out, spill):
-    for t in range(0, TOKENS, 6):
-        at = x + t * BLOCKS * RECORD
-        gemm._quantized_6(kind, u, u, BLOCKS, at, BLOCKS * RECORD, out + t * 64, 64, 0, True, u, u, 0)
-
-
-@njit(**JIT)
-def _many_times(by_tiles, kind, u, x, out, spill, times):
+def by_tiles(kind, u, v, x, out, spill, times):
+    """The products with AMX tiles."""
+    stride = BLOCKS * RECORD
     for _ in range(times):
-        if by_tiles:
-            _by_tiles(kind, u, x, out, spill)
-        else:
-            _by_dots(kind, u, x, out, spill)
+        amx.configure(spill)
+        for t in range(0, TOKENS, amx.TOKENS):
+            at, to = x + t * stride, out + t * STRIDE
+            amx.quantized_16(kind, u, BLOCKS, at, stride, to, STRIDE, True, spill, u, 0)
+            amx.quantized_16(kind, v, BLOCKS, at, stride, to + GAP, STRIDE, True, spill, v, 0)
+        amx.release()
+
+
+@njit(**JIT)
+def by_dots(kind, u, v, x, out, spill, times):
+    """The products with VNNI. From two chunks: LLVM would merge the dot products of one chunk with itself."""
+    stride = BLOCKS * RECORD
+    for _ in range(times):
+        for t in range(0, TOKENS, 6):
+            at, to = x + t * stride, out + t * STRIDE
+            gemm._quantized_6(kind, u, v, BLOCKS, at, stride, to, STRIDE, GAP, True, u, v, 0)
 
 
 @njit(**JIT)
@@ -72,11 +72,41 @@ def _aligned(nbytes: int) -> tuple[np.ndarray, int]:
     return raw[start : start + nbytes], raw.ctypes.data + start
 
 
-def compare(rounds: int = ROUNDS) -> tuple[bool, float]:
-    """Whether all bytes are equal, and how many times as fast the tiles are (medians over `rounds`).
+def _chunk(fmt: QuantizedFormat, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+    """An unpacked chunk of random codes and factors."""
+    size = unpacked_bytes(fmt)
+    chunk, at = _aligned(BLOCKS * size)
+    blocks = chunk.reshape(BLOCKS, size)
+    blocks[:, :CODE_BYTES] = rng.integers(0, fmt.codes.largest + 1, (BLOCKS, CODE_BYTES), dtype=np.uint8)
+    factors = rng.normal(size=(BLOCKS, (size - CODE_BYTES) // 4)).astype(np.float32)
+    blocks[:, CODE_BYTES:] = factors.view(np.uint8)
+    return chunk, at
 
-    The other side computes each row group twice, as it does for the last of an odd number: it counts half.
-    """
+
+def instruction_mix(fmt: QuantizedFormat) -> tuple[bool, bool]:
+    """What an unpacked block of the format takes: two products and scalings or one, and minimums or none."""
+    return bool(fmt.scales.halves), bool(fmt.scales.minimum)
+
+
+def speedup(tiles: Callable[[], None], dots: Callable[[], None], rounds: int, clock: Clock) -> float:
+    """Time of `dots` / time of `tiles`: the median over rounds, each of which runs both one after the other."""
+    ratios = []
+    for _ in range(rounds):
+        begun = clock()
+        tiles()
+        between = clock()
+        dots()
+        ratios.append((clock() - between) / (between - begun))
+    return float(np.median(ratios))
+
+
+def compare(
+    rounds: int = ROUNDS,
+    tiles: Products = by_tiles,
+    dots: Products = by_dots,
+    clock: Clock = time.perf_counter,
+) -> tuple[bool, dict[str, float]]:
+    """Whether all bytes are equal, and by format how many times as fast the tiles are."""
     rng = np.random.default_rng(1)
     n = BLOCKS * 32
     records, x = _aligned(TOKENS * BLOCKS * RECORD)
@@ -84,37 +114,33 @@ def compare(rounds: int = ROUNDS) -> tuple[bool, float]:
     values = rng.normal(size=(TOKENS, n)).astype(np.float32)
     values[1], values[2, :32] = 0, np.inf
     _records(values, n, x)
-    same, ratios = True, []
+    same, by_mix = True, dict[tuple[bool, bool], float]()
     for fmt in QUANTIZED:
-        size = unpacked_bytes(fmt)
-        codes, u = _aligned(BLOCKS * size)
-        blocks = codes.reshape(BLOCKS, size)
-        blocks[:, :CODE_BYTES] = rng.integers(0, fmt.codes.largest + 1, (BLOCKS, CODE_BYTES), dtype=np.uint8)
-        factors = rng.normal(size=(BLOCKS, (size - CODE_BYTES) // 4)).astype(np.float32)
-        blocks[:, CODE_BYTES:] = factors.view(np.uint8)
-        outs = [_aligned(TOKENS * 64) for _ in range(2)]
-        times: list[list[float]] = [[], []]
-        decides = fmt.name in DECIDING
-        for _ in range(rounds if decides else 1):
-            for i, (_, out) in enumerate(outs):
-                begun = time.perf_counter()
-                _many_times(i == 0, fmt.id, u, x, out, spill, 20)
-                times[i].append(time.perf_counter() - begun)
-        same = same and outs[0][0].tobytes() == outs[1][0].tobytes()
-        if decides:
-            ratios.append(float(np.median(times[1])) / 2 / float(np.median(times[0])))
+        (first, u), (second, v) = _chunk(fmt, rng), _chunk(fmt, rng)
+        (tiled, tiled_at), (dotted, dotted_at) = (_aligned(TOKENS * STRIDE) for _ in range(2))
+        tiles(fmt.id, u, v, x, tiled_at, spill, 1)
+        dots(fmt.id, u, v, x, dotted_at, spill, 1)
+        same = same and tiled.tobytes() == dotted.tobytes()
+        if (mix := instruction_mix(fmt)) not in by_mix:
+            by_mix[mix] = speedup(
+                partial(tiles, fmt.id, u, v, x, tiled_at, spill, REPEATS),
+                partial(dots, fmt.id, u, v, x, dotted_at, spill, REPEATS),
+                rounds,
+                clock,
+            )
+        del first, second
     del records, scratch
-    return same, min(ratios)
+    return same, {fmt.name: by_mix[instruction_mix(fmt)] for fmt in QUANTIZED}
 
 
 def main() -> int:
-    """Print the reason against AMX, if there is one; returns the exit code."""
-    same, ratio = compare()
+    """Print the verdict, or the reason against AMX; returns the exit code."""
+    same, speedups = compare()
     if not same:
         print("AMX tiles do not give the bytes that VNNI gives")
-    elif ratio < 1:
-        print(f"AMX tiles take {1 / ratio:.2f} times as long as VNNI")
-    return 0 if same and ratio >= 1 else 1
+        return 1
+    print(json.dumps(Verdict(speedups, "")._asdict()))
+    return 0
 
 
 if __name__ == "__main__":

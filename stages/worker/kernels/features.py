@@ -5,9 +5,12 @@ it is imported, before anything is jitted.  `STARLING_ISA` restricts the choice:
 
     portable   x86-64-v3 (AVX2, FMA, F16C), the minimum
     vnni       512-bit AVX-512 with VNNI
-    amx        the same with AMX tiles for 16 tokens and more
-    native     the best of these that the CPU has (default); AMX only after amx_probe.py has passed on this machine
+    amx        the same with AMX tiles for 16 tokens and more of every quantized format
+    native     the best of these that the CPU has (default); AMX only for formats for which amx_probe.py found it faster
     tiles      the kernels of `amx` with VNNI in place of its instructions, for tests where there is no AMX
+
+`STARLING_AMX_FORMATS`, names separated by commas, replaces the formats that use tiles under `amx`, `tiles` and `native`
+on a CPU with AMX.
 
 All give the same bytes (docs/numerics.md); restrictions are for tests and comparisons.
 """
@@ -19,23 +22,27 @@ import fcntl
 import functools
 import hashlib
 import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import llvmlite.binding as llvm
 
 from pipeline.errors import ConfigError
+from stages.worker.kernels.formats import QUANTIZED
 
 MINIMUM = ("avx2", "fma", "f16c", "bmi2")
 VNNI_NEEDS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
 AMX_NEEDS = ("amx-tile", "amx-int8")
 KEPT_CACHES = 4
 ISAS = ("portable", "vnni", "amx", "native", "tiles")
-PROBE = ["-m", "stages.worker.kernels.amx_probe"]  # arguments of a Python whose exit code is the verdict
+ALL_FORMATS = frozenset(f.name for f in QUANTIZED)
+PROBE = ["-m", "stages.worker.kernels.amx_probe"]  # arguments of a Python that prints the speedups as JSON
 PROBE_S = 300  # time limit of the AMX probe; a longer one counts as failed
 _PORTABLE_CPU = "x86-64-v3"
 _PORTABLE_FEATURES = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse4.2,+ssse3"
@@ -91,8 +98,8 @@ def isa() -> str:
         return chosen
     try:
         permit_amx()
-        if wanted == "native" and (against := amx_verdict()):
-            raise UnsupportedCpu(against)
+        if not _named_formats() and wanted == "native" and not amx_verdict().formats:
+            return "vnni"
     except UnsupportedCpu:
         if wanted == "amx":
             raise
@@ -100,34 +107,92 @@ def isa() -> str:
     return chosen
 
 
-def amx_verdict() -> str:
-    """Why AMX is not used on this machine: "" if it gives equal bytes in less time. Probed once and stored."""
-    directory = _cache_dir("amx")
+class Verdict(NamedTuple):
+    """What the probe found on this machine."""
+
+    speedups: dict[str, float]  # by format: time of VNNI / time of AMX for the same work
+    against: str  # why AMX is not used at all; "" if its bytes are equal
+
+    @property
+    def formats(self) -> frozenset[str]:
+        """The formats whose products AMX computes in less time."""
+        return frozenset(name for name, speedup in self.speedups.items() if speedup > 1)
+
+
+@functools.cache
+def tile_formats() -> frozenset[str]:
+    """The formats whose products of 16 tokens and more use tiles in this process."""
+    if isa() not in ("amx", "tiles"):
+        return frozenset()
+    if named := _named_formats():
+        return named
+    return ALL_FORMATS if os.environ.get("STARLING_ISA") in ("amx", "tiles") else amx_verdict().formats
+
+
+def _named_formats() -> frozenset[str]:
+    """The formats that STARLING_AMX_FORMATS names; empty without it. Raises `UnsupportedCpu` for an unknown one."""
+    named = frozenset(filter(None, os.environ.get("STARLING_AMX_FORMATS", "").split(",")))
+    if unknown := sorted(named - ALL_FORMATS):
+        raise UnsupportedCpu(
+            f"STARLING_AMX_FORMATS names {', '.join(unknown)}, expected some of {', '.join(sorted(ALL_FORMATS))}"
+        )
+    return named
+
+
+def amx_verdict() -> Verdict:
+    """The probe's verdict for this machine and these kernel sources. Probed once and stored with the kernel cache."""
+    directory = _cache_dir("amx", ALL_FORMATS)
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "amx.verdict"
+    os.utime(directory)  # in use, so that `_prune` keeps the verdict
+    path = directory / "amx-speedups.json"
     with open(directory / "amx.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            part = path.with_suffix(".part")
-            part.write_text(_probe())
-            part.rename(path)
-    return path.read_text()
+        if (stored := _read_verdict(path)) is not None:
+            return stored
+        verdict = _probe()
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(verdict._asdict()))
+        part.rename(path)
+    return verdict
 
 
-def _probe() -> str:
+def _read_verdict(path: Path) -> Verdict | None:
+    """The verdict stored at `path`; None if there is none or it is not of this version."""
+    try:
+        return _parsed(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _parsed(text: str) -> Verdict:
+    """A verdict from its JSON. Raises `ValueError` for anything else."""
+    found = json.loads(text)
+    if not isinstance(found, dict) or found.keys() != set(Verdict._fields):
+        raise ValueError(f"expected an object with {', '.join(Verdict._fields)}")
+    verdict = Verdict(**found)
+    is_complete = isinstance(verdict.speedups, dict) and verdict.speedups.keys() in (ALL_FORMATS, frozenset())
+    if not is_complete or not all(isinstance(number, int | float) for number in verdict.speedups.values()):
+        raise ValueError("expected one number per format")
+    return verdict
+
+
+def _probe() -> Verdict:
     """The verdict of a probe process: an instruction that is not implemented may kill it."""
-    environment = {**os.environ, "STARLING_ISA": "amx"}
+    environment = {**os.environ, "STARLING_ISA": "amx", "STARLING_AMX_FORMATS": ""}
     command = [sys.executable, *PROBE]
     try:
         done = subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S
         )
     except subprocess.TimeoutExpired:
-        return f"its probe did not end in {PROBE_S} s"
-    if done.returncode == 0:
-        return ""
+        return Verdict({}, f"its probe did not end in {PROBE_S} s")
     words = (done.stdout + done.stderr).strip()[-500:]
-    return f"its probe ended with {done.returncode}: {words}"
+    if done.returncode != 0:
+        return Verdict({}, f"its probe ended with {done.returncode}: {words}")
+    try:
+        return _parsed(done.stdout)
+    except ValueError as e:
+        return Verdict({}, f"its probe printed {words!r}: {e}")
 
 
 def target(name: str) -> tuple[str, str]:
@@ -138,8 +203,8 @@ def target(name: str) -> tuple[str, str]:
 
 
 @functools.cache
-def cache_key(name: str) -> str:
-    """Hash of all that compiled kernels depend on: their sources, the target CPU, the compilers.
+def cache_key(name: str, formats: frozenset[str]) -> str:
+    """Hash of all that compiled kernels depend on: sources, target CPU, compilers, `formats` that use tiles.
 
     Numba itself looks only at the file of a jitted function, not at the intrinsics it uses.
     """
@@ -154,19 +219,19 @@ def cache_key(name: str) -> str:
     ]:
         h.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     # Numba names cache files by the path of the source: another checkout cannot use this one's.
-    h.update("|".join((str(here.resolve()), name, *target(name), sys.version)).encode())
+    h.update("|".join((str(here.resolve()), name, *sorted(formats), *target(name), sys.version)).encode())
     for package in ("numba", "llvmlite", "numpy"):
         h.update(f"|{package} {importlib.metadata.version(package)}".encode())
     return h.hexdigest()[:16]
 
 
-def _cache_dir(name: str) -> Path:
-    return starling_home() / "cache" / f"kernels-{cache_key(name)}"
+def _cache_dir(name: str, formats: frozenset[str]) -> Path:
+    return starling_home() / "cache" / f"kernels-{cache_key(name, formats)}"
 
 
 def cache_dir() -> Path:
     """Where this process's compiled kernels are kept."""
-    return _cache_dir(isa())
+    return _cache_dir(isa(), tile_formats())
 
 
 @functools.cache

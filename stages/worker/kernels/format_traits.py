@@ -9,6 +9,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 
+from stages.worker.kernels import features
 from stages.worker.kernels.block_codegen import start_offset, unpacked_bytes
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.formats import BLOCK, BY_ID, Format, QuantizedFormat
@@ -25,18 +26,19 @@ from stages.worker.kernels.simd.vectors import I64, named_intrinsic
     HAS_MINIMUMS,  # 1: D and M, not D alone
     LARGEST,  # the largest code
     UNPACKED,  # bytes of an unpacked block
-) = range(8)
+    USES_TILES,  # 1: AMX tiles for 16 tokens and more
+) = range(9)
 
 
 def _row(fmt: Format) -> list[int]:
     if not isinstance(fmt, QuantizedFormat):
-        return [fmt.unit, fmt.unit_bytes, 1, 0, 0, 0, 0, 0]
+        return [fmt.unit, fmt.unit_bytes, 1, 0, 0, 0, 0, 0, 0]
     scales = fmt.scales
     numbers = [start_offset(fmt), scales.halves, scales.minimum, fmt.codes.largest, unpacked_bytes(fmt)]
-    return [fmt.unit, fmt.unit_bytes, 0, *map(int, numbers)]
+    return [fmt.unit, fmt.unit_bytes, 0, *map(int, numbers), int(fmt.name in features.tile_formats())]
 
 
-_TABLE = np.zeros((1 + max(BY_ID), 8), np.int64)
+_TABLE = np.zeros((1 + max(BY_ID), 9), np.int64)
 for _id, _format in BY_ID.items():
     _TABLE[_id] = _row(_format)
 

@@ -1,8 +1,8 @@
 """Several tokens times a matrix: chunks of two row groups are unpacked, then multiplied with all tokens.
 
 A chunk is unpacked once into scratch (in L1), then multiplied with tiles of tokens whose accumulators stay in registers
-(tiles.py; amx.py for 16 tokens at a time where the CPU has such tiles).  While a chunk is multiplied, the packed bytes
-of the next one are prefetched.
+(tiles.py; amx.py for 16 tokens at a time of the formats for which AMX is faster on this CPU).  While a chunk is
+multiplied, the packed bytes of the next one are prefetched.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from stages.worker.kernels.format_traits import (
     START,
     UNIT_BYTES,
     UNPACKED,
+    USES_TILES,
     group_bytes,
     trait,
     unit_blocks,
@@ -146,10 +147,11 @@ def _tile_of(tokens):
 @njit(**MERGED)
 def _all_tokens(kind, u, v, n, x, stride, tokens, out, out_stride, gap, begin, spill, next_u, next_v, next_bytes):
     """Every token with one unpacked chunk of n blocks; prefetches `next_bytes` at next_u and at next_v meanwhile."""
-    passes = (tokens + 15) // 16 if AMX else (tokens + 5) // 6
+    by_tiles = AMX and trait(kind, USES_TILES) != 0
+    passes = (tokens + 15) // 16 if by_tiles else (tokens + 5) // 6
     lines = (next_bytes + 64 * n * passes - 1) // (64 * n * passes)
     if AMX:
-        while tokens >= amx.TOKENS and tokens != amx.TOKENS + 1:  # the other tiles take no single token
+        while by_tiles and tokens >= amx.TOKENS and tokens != amx.TOKENS + 1:  # the other tiles take no single token
             amx.quantized_16(kind, u, n, x, stride, out, out_stride, begin, spill, next_u, lines)
             if gap != 0:
                 amx.quantized_16(kind, v, n, x, stride, out + gap, out_stride, begin, spill, next_v, lines)
@@ -224,9 +226,9 @@ def gemm(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scrat
     n = columns if dense else columns // BLOCK
     step = DENSE_CHUNK if dense else _chunk(n, unit_blocks(kind))
     # Tokens go in passes over the weights, as many at a time as the second-level cache holds.
-    at_once = max(48, TOKENS_BYTES // stride // 48 * 48) if AMX else max(24, TOKENS_BYTES // stride // 6 * 6)
+    by_tiles = AMX and trait(kind, USES_TILES) != 0 and tokens >= amx.TOKENS
+    at_once = max(48, TOKENS_BYTES // stride // 48 * 48) if by_tiles else max(24, TOKENS_BYTES // stride // 6 * 6)
     spill = scratch + CHUNKS_BYTES
-    by_tiles = AMX and not dense and tokens >= amx.TOKENS
     if by_tiles:
         amx.configure(spill)
     t = 0
