@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import accumulate
 
 import numpy as np
@@ -19,6 +19,7 @@ from pipeline.errors import ModelNotFound
 from pipeline.protocol import messages as m
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.tokenizer.service import TokenizerModel, TokenizerService
+from stages.tokenizer.template import RenderedChat
 from stages.tokenizer.vocabulary import TooManyTokens
 
 EOS, BOS = 256, 257
@@ -41,7 +42,14 @@ class ByteVocabulary:
         pieces = [self.token_bytes(token) for token in range(VOCAB_SIZE)]
         return b"".join(pieces), array("I", accumulate(map(len, pieces))).tobytes()
 
-    def encode_steps(self, text: str, parse_special: bool, add_bos: bool, token_limit: int = 0) -> Iterator[None]:
+    def encode_steps(
+        self,
+        text: str,
+        parse_special: bool,
+        add_bos: bool,
+        token_limit: int = 0,
+        marks: Collection[int] | None = None,
+    ) -> Iterator[None]:
         yield
         n = len(text.encode())
         if 0 < token_limit < n:
@@ -53,8 +61,9 @@ class ByteVocabulary:
 
 
 class JoiningTemplate:
-    def render(self, messages: list[dict], generate: bool, tools: object, variables: dict) -> str:
-        return "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+    def render(self, messages: list[dict], generate: bool, tools: object, variables: dict) -> RenderedChat:
+        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return RenderedChat(text, frozenset())
 
 
 def make_tokenizer() -> TokenizerService:
