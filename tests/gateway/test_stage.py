@@ -354,6 +354,7 @@ def test_a_port_in_use_is_reported_in_one_line(make_server: MakeServer) -> None:
             **server.env,
             "STARLING_SERVER__PORT": str(server.port),
             "STARLING_SERVER__RUN_DIR": str(server.home / "2"),
+            "STARLING_SERVER__STATE_DIR": str(server.home / "2" / "state"),
         },
         capture_output=True,
         text=True,
