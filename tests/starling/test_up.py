@@ -43,7 +43,7 @@ config = load()
 lock = StageLock(paths.run_dir(config), "gateway")
 StatusFile(paths.run_dir(config), "gateway").write(Heartbeat("gateway", 0, 0, False, True))
 socket.socket(socket.AF_UNIX).bind(str(paths.run_dir(config) / "left.sock"))
-paths.arena_dir(config).mkdir(parents=True)
+paths.arena_dir(config).mkdir(parents=True, exist_ok=True)
 (paths.arena_dir(config) / "model.kv").write_bytes(bytes(4096))
 
 class Ready(http.server.BaseHTTPRequestHandler):
@@ -195,7 +195,7 @@ def test_a_second_one_is_refused(start: Start, tmp_path: Path) -> None:
     up = start(READY)
     up.wait_for("ready at")
     second = start(READY)
-    second.wait_for(r"stage up already runs in .*/home/run \(pid \d+\): stop it first")
+    second.wait_for(r"server\.run_dir .*/home/run is in use: stage up already runs there \(.*\d+.*\): stop it first")
     assert second.end() == 78
     up.process.send_signal(signal.SIGTERM)
     assert up.end() == 0
