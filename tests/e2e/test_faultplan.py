@@ -45,7 +45,11 @@ def test_the_documented_plan_fires(tmp_path: Path) -> None:
     config = {"models": [model], "server": {"request_timeout_ms": 30_000}}
     with Server(tmp_path, config, {"STARLING_FAULTS": PLAN}) as server:
         disturbed = [ask(server, n) for n in range(30)]
-        for said in ("worker ended with code 1", "was stopped (SIGSTOP) and has been killed", "frames from it were lost"):
+        for said in (
+            "worker ended with code 1",
+            "was stopped (SIGSTOP) and has been killed",
+            "frames from it were lost",
+        ):
             assert any(said in line for line in server.output), said
         # Evicted pages do not fit on the disk and are computed again.
         assert [ask(server, n) for n in range(30)] == disturbed

@@ -139,7 +139,7 @@ def test_a_session_that_was_closed_on_a_failing_disk_stays_closed(home: Path) ->
             peers.wait_up()
             open_session(gateway, "a")
             gateway.ask(m.SessionClose(3, "tiny", "t", "a"))
-            assert len(session_files(home)) == 1
+            peers.wait(lambda: len(session_files(home)) == 1)  # the removal is retried every second
             kv.kill()
             peers.wait_down()
         with KvProcess(home):
