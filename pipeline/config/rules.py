@@ -179,12 +179,24 @@ def _edges(config: Config) -> Iterator[Rule]:
             yield Rule(at, repr(address), f"no such edge; there are {', '.join(EDGES)}")
             continue
         try:
-            check_address(address)
+            check_address(address, config.server.remote_edges)
         except ConfigError as error:
             yield Rule(at, "", error.message)
+        else:
+            yield from _shared_memory(at, name, address)
         if address in users:
             yield Rule(at, repr(address), f"edges.{users[address]} has this address already")
         users.setdefault(address, name)
+
+
+def _shared_memory(at: str, name: str, address: str) -> Iterator[Rule]:
+    edge = EDGES[name]
+    if edge.shares_memory:
+        try:
+            check_address(address)
+        except ConfigError:
+            reason = f"{edge.binder} and {edge.connector} share memory, so both run on one machine; use a loopback host"
+            yield Rule(at, repr(address), reason)
 
 
 def _server(config: Config) -> Iterator[Rule]:

@@ -49,7 +49,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     journal_mb: MegabytesOrNone = 16  # requests in flight survive a restart of the gateway; 0: none
     drain_timeout_ms: MillisecondsOrNone = 4_000  # honcho kills 5 s after SIGTERM
     heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)] = 250
-    remote_edges: bool = False  # allow tcp:// edges to other machines; frames are neither encrypted nor signed
+    remote_edges: bool = False  # allow tcp:// edges between machines, which then need the same key file
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):

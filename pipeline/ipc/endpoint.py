@@ -7,7 +7,8 @@ in poll() and in asyncio.
 
 Frames pass only while the peer is up, see liveness.py.  Nothing here blocks, except for 2 ms at a peer's death to
 receive its last frames.  Nothing that a peer sends raises: a frame that does not decode, that precedes `Hello` or
-that belongs to another protocol version is counted (`dropped`), logged once per peer, and ignored.
+that belongs to another protocol version is counted (`dropped`), logged once per peer, and ignored.  On a tcp:// edge
+no frame passes before both sides have proved their keys (curve.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import zmq
 from pipeline.config.addresses import check_address
 from pipeline.errors import ConfigError
 from pipeline.faults import points
+from pipeline.ipc import curve
+from pipeline.ipc.edge_keys import EdgeKeys
 from pipeline.ipc.liveness import Liveness
 from pipeline.protocol.messages import FRAMES, PROTOCOL_VERSION, Frame, Heartbeat, Hello, encode
 from pipeline.protocol.topology import Edge
@@ -62,8 +65,11 @@ class _Endpoint(abc.ABC):
         context: ZmqContext | None,
         epoch: int,
         allow_remote: bool,
+        keys: EdgeKeys | None,
     ) -> None:
         check_address(address, allow_remote)
+        if keys is None and not address.startswith("ipc://"):
+            raise ConfigError(f"edge {edge.name}: address {address!r} needs the keys of pipeline/ipc/edge_keys.py")
         is_binder = kind == zmq.ROUTER
         self.edge = edge
         self.address = address
@@ -81,12 +87,18 @@ class _Endpoint(abc.ABC):
         self._fault = points.fault_point("wire", ">".join(ends))
         self._frames_sent = 0
 
-        socket = (context or zmq.Context.instance()).socket(kind)
+        context = context or zmq.Context.instance()
+        socket = context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, edge.high_water_mark)
         socket.setsockopt(zmq.RCVHWM, edge.high_water_mark)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket = socket
+        self._handshakes: curve.HandshakeMonitor | None = None  # of a tcp:// edge
+        if keys is not None and not self._is_ipc:
+            socket.setsockopt(zmq.IPV6, int("[" in address))
+            curve.secure(socket, context, edge.name, keys, is_binder=is_binder)
+            self._handshakes = curve.HandshakeMonitor(socket, context, edge.name, clock)
         self.liveness = Liveness(
             self,
             edge.name,
@@ -259,6 +271,13 @@ class _Endpoint(abc.ABC):
         """Call about every 100 ms: sends `Hello` or `heartbeat` when due, discards silent peers."""
         if not self._is_closed:
             self.liveness.tick(heartbeat)
+            if self._handshakes is not None:
+                self._handshakes.poll()
+
+    @property
+    def refused_connections(self) -> int:
+        """Connections that CURVE has refused; 0 on an ipc:// edge."""
+        return self._handshakes.refused if self._handshakes is not None else 0
 
     def send_heartbeat_if_due(self, heartbeat: Heartbeat) -> None:
         """Between two ticks, during long work: sends `heartbeat` when its interval has passed."""
@@ -273,6 +292,8 @@ class _Endpoint(abc.ABC):
         self._epoll.close()
         self.liveness.close()
         os.close(self._wake_fd)
+        if self._handshakes is not None:
+            self._handshakes.close()
         self._socket.close(linger=flush_ms)
 
     def _option(self, option: int) -> int:
@@ -295,6 +316,7 @@ class Link(_Endpoint):
         context: ZmqContext | None = None,
         epoch: int = 0,
         allow_remote: bool = False,
+        keys: EdgeKeys | None = None,
     ) -> None:
         self.on_up: Callable[[Hello], None] = lambda _hello: None
         self.on_down: Callable[[Hello], None] = lambda _hello: None
@@ -308,6 +330,7 @@ class Link(_Endpoint):
             context=context,
             epoch=epoch,
             allow_remote=allow_remote,
+            keys=keys,
         )
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         # Queue only while connected, and lose the queue with the connection: a successor must not receive frames
@@ -375,6 +398,7 @@ class Hub(_Endpoint):
         context: ZmqContext | None = None,
         epoch: int = 0,
         allow_remote: bool = False,
+        keys: EdgeKeys | None = None,
     ) -> None:
         self.on_up: Callable[[bytes, Hello], None] = lambda _peer, _hello: None
         self.on_down: Callable[[bytes, Hello], None] = lambda _peer, _hello: None
@@ -390,6 +414,7 @@ class Hub(_Endpoint):
             context=context,
             epoch=epoch,
             allow_remote=allow_remote,
+            keys=keys,
         )
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:

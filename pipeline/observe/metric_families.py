@@ -154,6 +154,12 @@ FAMILIES: dict[str, Family] = {
             "Frames not sent because the peer was not up or its queue was full.",
             ("stage", "edge"),
         ),
+        Family(
+            "starling_connections_refused_total",
+            "counter",
+            "Connections to a tcp:// edge that did not prove the key, or this stage's own that the other side refused.",
+            ("stage", "edge"),
+        ),
         Family("starling_process_cpu_seconds_total", "counter", "CPU time of the stage's own process.", ("stage",)),
         Family("starling_process_resident_bytes", "gauge", "Resident memory, shared pages included.", ("stage",)),
         Family("starling_process_open_fds", "gauge", "Open file descriptors.", ("stage",)),

@@ -29,6 +29,7 @@ class Edge(NamedTuple):
     # The connector derives readiness (`/ready`) from the binder's heartbeats, so the binder sends them at the
     # configured interval even when it is idle.
     is_readiness_source: bool = False
+    shares_memory: bool = False  # both stages map the same arenas, so they run on one machine
 
 
 EDGES = {
@@ -37,7 +38,7 @@ EDGES = {
         Edge("gateway-tokenizer", "tokenizer", "gateway", 4096, is_readiness_source=True),
         Edge("gateway-scheduler", "scheduler", "gateway", 16384, is_readiness_source=True),
         Edge("gateway-kv", "kv", "gateway", 1024, is_readiness_source=True),
-        Edge("scheduler-kv", "kv", "scheduler", 4096),
-        Edge("scheduler-worker", "scheduler", "worker", 1024),
+        Edge("scheduler-kv", "kv", "scheduler", 4096, shares_memory=True),
+        Edge("scheduler-worker", "scheduler", "worker", 1024, shares_memory=True),
     )
 }

@@ -20,6 +20,8 @@ from pipeline.config import addresses, paths
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.faults import points
+from pipeline.ipc import edge_keys
+from pipeline.ipc.edge_keys import EdgeKeys
 from pipeline.ipc.endpoint import Hub, Link
 from pipeline.observe.metrics import Metrics
 from pipeline.observe.status import StatusFile
@@ -93,31 +95,39 @@ class StageRuntime:
 
     def link(self, edge: str) -> Link:
         """Connect the named edge at its configured address; the link is ticked and closed with the stage."""
+        address = addresses.edge_address(self.config, edge)
         link = Link(
             EDGES[edge],
-            addresses.edge_address(self.config, edge),
+            address,
             self.stage,
             heartbeat_ms=self.config.server.heartbeat_ms,
             clock=self.clock,
             context=self.context,
             allow_remote=self.config.server.remote_edges,
+            keys=self._keys(address),
         )
         self.endpoints.append(link)
         return link
 
     def hub(self, edge: str) -> Hub:
         """Bind the named edge at its configured address; the hub is ticked and closed with the stage."""
+        address = addresses.edge_address(self.config, edge)
         hub = Hub(
             EDGES[edge],
-            addresses.edge_address(self.config, edge),
+            address,
             self.stage,
             heartbeat_ms=self.config.server.heartbeat_ms,
             clock=self.clock,
             context=self.context,
             allow_remote=self.config.server.remote_edges,
+            keys=self._keys(address),
         )
         self.endpoints.append(hub)
         return hub
+
+    def _keys(self, address: str) -> EdgeKeys | None:
+        """The keys of a tcp:// edge, from the state directory."""
+        return None if address.startswith("ipc://") else edge_keys.load_or_create(paths.state_dir(self.config))
 
     # -------------------------------------------------------------- ticks
 
@@ -144,6 +154,7 @@ class StageRuntime:
                 edge = endpoint.edge.name
                 self.metrics.set("starling_frames_dropped_total", endpoint.dropped, self.stage, edge)
                 self.metrics.set("starling_frames_refused_total", endpoint.refused, self.stage, edge)
+                self.metrics.set("starling_connections_refused_total", endpoint.refused_connections, self.stage, edge)
             self.metrics.write()
         now = self.clock()
         if self._watchdog_s and now >= self._next_watchdog:

@@ -9,6 +9,7 @@ from typing import Any
 
 import zmq
 
+from pipeline.ipc import edge_keys
 from pipeline.ipc.endpoint import Hub, Link
 from pipeline.protocol import messages as m
 from pipeline.protocol.topology import EDGES, Edge
@@ -33,6 +34,7 @@ class Pair:
 
     def __init__(self, directory: Path, address: str = "", edge: Edge = EDGE) -> None:
         self.edge = edge
+        self.keys = edge_keys.load_or_create(directory) if address.startswith("tcp://") else None
         self.address = address or f"ipc://{directory}/x.sock"
         self.clock = Clock()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -52,6 +54,7 @@ class Pair:
             clock=self.clock,
             context=self.context,
             epoch=epoch,
+            keys=self.keys,
         )
         hub.on_up = lambda peer, hello: self.events.append(("hub up", hello.epoch))
         hub.on_down = lambda peer, hello: self.events.append(("hub down", hello.epoch))
@@ -69,6 +72,7 @@ class Pair:
             clock=self.clock,
             context=self.context,
             epoch=epoch,
+            keys=self.keys,
         )
         link.on_up = lambda hello: self.events.append(("link up", hello.epoch))
         link.on_down = lambda hello: self.events.append(("link down", hello.epoch))

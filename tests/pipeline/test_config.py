@@ -222,6 +222,11 @@ def test_text_is_not_converted() -> None:
     assert (model.name, model.path) == ("007", "1e3")
 
 
+def test_remote_edges_allow_other_machines_where_no_memory_is_shared() -> None:
+    raw = {"server": {"remote_edges": True}, "edges": {"gateway-tokenizer": "tcp://192.0.2.1:7001"}}
+    assert resolve(raw, {}).edges == raw["edges"]
+
+
 def test_edges_may_be_written_with_underscores() -> None:
     config = resolve({}, {"STARLING_EDGES__SCHEDULER_KV": "tcp://127.0.0.1:7001"})
     assert config.edges == {"scheduler-kv": "tcp://127.0.0.1:7001"}

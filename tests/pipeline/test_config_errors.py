@@ -67,6 +67,11 @@ def refused(raw: dict[str, Any], env: dict[str, str] | None = None) -> str:
         ({"edges": {"a-b": "tcp://h:1"}}, ["edges.a-b", "no such edge", "scheduler-kv"]),
         ({"edges": {"scheduler-kv": "udp://x"}}, ["edges.scheduler-kv", "'udp://x'"]),
         ({"edges": {"scheduler-kv": "tcp://*:70"}}, ["edges.scheduler-kv", "loopback"]),
+        ({"edges": {"gateway-kv": "tcp://192.0.2.1:70"}}, ["edges.gateway-kv", "not a loopback", "remote_edges: true"]),
+        (
+            {"server": {"remote_edges": True}, "edges": {"scheduler-worker": "tcp://192.0.2.1:70"}},
+            ["edges.scheduler-worker = 'tcp://192.0.2.1:70'", "scheduler and worker share memory"],
+        ),
         (
             {"edges": {"scheduler-kv": "ipc:///a", "scheduler-worker": "ipc:///a"}},
             ["edges.scheduler-worker = 'ipc:///a'", "edges.scheduler-kv has this address already"],
