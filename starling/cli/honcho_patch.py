@@ -1,40 +1,115 @@
-"""honcho with two changes: `python -m starling.cli.honcho_patch start -f PROCFILE` (started by honcho_runner.py).
+"""honcho with three changes: `python -m starling.cli.honcho_patch start -f PROCFILE` (started by honcho_runner.py).
 
 It sleeps while its processes run. honcho polls its event queue ten times per second, although every event wakes it:
 that is a sixth of the CPU time of an idle server. Timeouts matter only after the first process has ended.
 
 It discards its output once the reader has closed the pipe. honcho would fail, and end the server.
+
+It starts a process again that a signal has killed (SIGKILL, for instance by the kernel when memory is short). Such a
+process is the supervisor of a stage, and the stage has died with it: honcho sees the end of a process only when all
+its descendants have closed their output. A process that exits ends all others, as in honcho.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import queue
+import random
+import signal
+import time
 from multiprocessing.queues import Queue
 from typing import Any
 
 from honcho import command, manager, printer
 
+from pipeline.supervise.restart_policy import RestartPolicy
 from starling.cli.broken_pipe import silence
+
+HEALTHY_S = 5.0  # a process that has run for so long counts as one that had been ready
+HELD_S = 0.1  # between two checks whether a killed process is due, or the server stops
 
 
 class Events(Queue):
-    """An event queue that ignores timeouts until the first process has ended."""
+    """An event queue that ignores timeouts until the first process has ended for good."""
 
     is_ending = False
 
+    def __init__(self, owner: Manager, **options: Any) -> None:
+        super().__init__(**options)
+        self._owner = owner
+
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """The next event; without a timeout until the first process has ended."""
-        event = super().get(block, timeout if self.is_ending else None)
-        self.is_ending = self.is_ending or event.type == "stop"
-        return event
+        """The next event; without a timeout until the first process has ended for good."""
+        while True:
+            event = self._owner.take_held()
+            if event is None:
+                try:
+                    event = super().get(block, timeout if self.is_ending else self._owner.held_timeout_s())
+                except queue.Empty:
+                    if self.is_ending:
+                        raise
+                    continue
+                if event.type == "start":
+                    self._owner.on_start(event)
+                elif event.type == "stop" and (line := self._owner.hold(event)) is not None:
+                    return line
+            self.is_ending = self.is_ending or event.type == "stop"
+            return event
 
 
 class Manager(manager.Manager):
-    """honcho's manager with `Events`."""
+    """honcho's manager with `Events`, which starts killed processes again."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.events = Events(ctx=multiprocessing.get_context())
+        self.events = Events(self, ctx=multiprocessing.get_context())
+        self._policies: dict[str, RestartPolicy] = {}
+        self._started: dict[str, float] = {}  # by process, monotonic s
+        self._held: dict[str, tuple[float, Any]] = {}  # killed processes: when to start them, and their stop events
+
+    def on_start(self, event: Any) -> None:
+        """A process has started; `event` has its pid."""
+        self._started[event.name] = time.monotonic()
+        if "returncode" in (entry := self._processes[event.name]):  # it is a successor
+            del entry["returncode"]
+            if self._terminating:  # the signal to all processes came before its pid was known
+                self._procmgr.terminate(event.data["pid"])
+
+    def hold(self, event: Any) -> Any:
+        """Plan the restart of a killed process; returns the line to print.
+
+        None if the process exited, has been killed too often, or the server is stopping.
+        """
+        code, now = event.data["returncode"], time.monotonic()
+        if code >= 0 or self._terminating or self.events.is_ending:
+            return None
+        policy = self._policies.setdefault(event.name, RestartPolicy(random.SystemRandom().random))
+        ran_s = now - self._started.get(event.name, now)
+        wait_s = policy.after_death(ran_s, was_ready=ran_s >= HEALTHY_S)
+        if wait_s is None:
+            return None
+        self._held[event.name] = now + wait_s, event
+        self._processes[event.name]["returncode"] = None  # honcho sends no signal to its pid, and goes on
+        text = f"{event.name} was killed by {signal.Signals(-code).name}; starting it again\n"
+        return printer.Message(type="line", data=text, time=event.time, name=manager.SYSTEM_PRINTER_NAME, colour=None)
+
+    def held_timeout_s(self) -> float | None:
+        """How long `Events` may sleep; None: until an event."""
+        return HELD_S if self._held else None
+
+    def take_held(self) -> Any:
+        """Start the killed processes that are due. If the server stops, returns the stop event of one instead."""
+        for name, (due, event) in list(self._held.items()):
+            if self._terminating or self.events.is_ending:
+                del self._held[name]
+                return event
+            if time.monotonic() >= due:
+                del self._held[name]
+                entry = self._processes[name]
+                target = entry["obj"].run
+                entry["process"] = multiprocessing.Process(name=name, target=target, args=(self.events, True))
+                entry["process"].start()
+        return None
 
 
 class Printer(printer.Printer):

@@ -180,6 +180,29 @@ def test_a_stage_that_ends_ends_all_with_an_error(start: Start) -> None:
 
 
 @pytest.mark.slow
+def test_a_killed_process_is_started_again(start: Start) -> None:
+    up = start(READY)
+    up.wait_for("ready at")
+    first = up.stage_pid()
+    os.kill(first, signal.SIGKILL)
+    up.wait_for(r"gateway\.1 was killed by SIGKILL; starting it again")
+    second = int(up.wait_for(r"gateway\.1 started \(pid=(\d+)\)")[1])
+    assert second != first
+    up.process.send_signal(signal.SIGTERM)
+    assert up.end() == 0, "".join(up.seen)
+    assert not Path(f"/proc/{second}").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_is_obeyed_while_a_killed_process_waits_for_its_restart(start: Start) -> None:
+    up = start("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    for _ in range(8):  # the next restart waits for 0.8 s or more
+        up.wait_for("was killed by SIGKILL; starting it again")
+    up.process.send_signal(signal.SIGTERM)
+    assert up.end() == 0, "".join(up.seen)
+
+
+@pytest.mark.slow
 def test_a_plan_of_faults_that_means_nothing_is_refused_before_anything_starts(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
