@@ -34,6 +34,7 @@ from pipeline.protocol.messages import FRAMES, PROTOCOL_VERSION, Frame, Heartbea
 from pipeline.protocol.topology import Edge
 from pipeline.runtime import run_dir
 from pipeline.runtime.process import process_epoch
+from shm.decoding import DECODE_ERRORS
 
 log = logging.getLogger("starling.ipc")
 
@@ -77,6 +78,7 @@ class _Endpoint(abc.ABC):
         self.epoch = epoch or process_epoch()
         self.dropped = 0  # frames received and not delivered
         self.refused = 0  # frames not sent: peer unknown, or its queue full
+        self.on_heartbeat: Callable[[Heartbeat], None] = lambda _heartbeat: None  # at its arrival
         self._is_ipc = address.startswith("ipc://")
         frames = FRAMES[edge.name]
         self._decoder = msgspec.msgpack.Decoder(frames.to_binder if is_binder else frames.to_connector)
@@ -240,6 +242,7 @@ class _Endpoint(abc.ABC):
             peer.last_seen = now
             if isinstance(frame, Heartbeat):
                 liveness.on_heartbeat(key, peer, frame)
+                self.on_heartbeat(frame)
             else:
                 peer.received += 1
                 frames.append((key, frame))
@@ -253,7 +256,7 @@ class _Endpoint(abc.ABC):
     def _decode(self, key: bytes, payload: bytes) -> Frame | None:
         try:
             frame: Frame = self._decoder.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except DECODE_ERRORS as error:
             self._drop(key, f"it does not decode: {error}")
             return None
         if isinstance(frame, Hello) and frame.protocol != PROTOCOL_VERSION:

@@ -12,6 +12,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import uvloop
@@ -36,7 +37,6 @@ from stages.gateway.requests.journal import Journal
 from stages.gateway.requests.recovery import sync_and_close
 from stages.gateway.service import Service
 from stages.gateway.versions.catalog import VersionCatalog
-from stages.gateway.versions.loader import Loader
 
 log = logging.getLogger("starling.gateway")
 
@@ -93,15 +93,18 @@ class GatewayStage:
             quota_file=self.quota_file,
             catalog=catalog,
         )
-        self.loader = Loader(self.service)
         self.tokenizer.on_up = self.service.on_tokenizer_up
         self.tokenizer.on_down = self.service.on_tokenizer_down
         self.scheduler.on_up = self.service.on_scheduler_up
         self.scheduler.on_down = self.service.on_scheduler_down
         self.kv.on_up = self.service.on_kv_up
         self.kv.on_down = self.service.on_kv_down
+        readiness = self.service.readiness
+        self.tokenizer.on_heartbeat = partial(readiness.on_heartbeat, readiness.tokenizer)
+        self.scheduler.on_heartbeat = partial(readiness.on_heartbeat, readiness.scheduler)
+        self.kv.on_heartbeat = partial(readiness.on_heartbeat, readiness.kv)
         self.endpoints.on_tick += [self._tick, MallocTrimmer(self.endpoints.clock).tick]
-        self.admin = Admin(self.service, paths.arena_dir(config) / "gateway.drains", self.loader)
+        self.admin = Admin(self.service, paths.arena_dir(config) / "gateway.drains")
         self.control = ControlServer(paths.run_dir(config), "gateway", self._operate)
         self.port = 0  # the port it listens on
         self._connections = IdleConnections(self.service.clock)
@@ -236,7 +239,7 @@ class GatewayStage:
             if fd is not None:
                 self._quota_sync = asyncio.get_running_loop().run_in_executor(None, sync_and_close, fd)
         if not endpoints.stopping:
-            self.loader.tick()
+            service.loader.tick()
         if self._runner.server is not None:
             self._connections.sweep(self._runner.server.connections)
         endpoints.progress = service.relay.counts.tokens + service.metrics.total_requests

@@ -218,6 +218,7 @@ def always_ready(server: Server, work: Callable[[], Any]) -> Any:
     finally:
         over.set()
         watcher.join()
+        waits.stop()
     assert [reason for at, reason in refusals if not waits.explain(reason, at)] == []
     return done
 

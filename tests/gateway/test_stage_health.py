@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import Any
 
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config.schema import Config
 from pipeline.protocol.messages import Heartbeat
-from pipeline.runtime import timer_coalescing
+from pipeline.runtime.timer_coalescing import ALIGN_S
+from stages.gateway.admission.server_readiness import ChangeSignal, ServerReadiness
 from stages.gateway.admission.stage_health import STUCK_S, StageHealth
 
 
@@ -26,9 +32,9 @@ def test_a_stage_is_ready_from_its_first_good_heartbeat() -> None:
     assert health.problem == "not started yet"
     health.up()
     assert health.problem == "no heartbeat yet"
-    health.beat(beat(0, ready=False, reason="mapping"))
+    health.observe(beat(0, ready=False, reason="mapping"))
     assert health.problem == "mapping"
-    health.beat(beat(1))
+    health.observe(beat(1))
     assert health.problem == ""
     health.down()
     assert health.problem == "not running"
@@ -40,10 +46,10 @@ def test_work_without_progress_makes_unready_and_progress_clears_it() -> None:
     health = StageHealth("kv", clock)
     health.up()
     for _ in range(20):
-        health.beat(beat(7))
+        health.observe(beat(7))
         clock.now += 0.1
     assert "no progress for" in health.problem
-    health.beat(beat(8))
+    health.observe(beat(8))
     assert health.problem == ""
 
 
@@ -52,15 +58,15 @@ def test_long_work_with_progress_and_idleness_stay_ready() -> None:
     health = StageHealth("kv", clock)
     health.up()
     for progress in range(100):
-        health.beat(beat(progress))
+        health.observe(beat(progress))
         clock.now += 0.9 * STUCK_S
         assert health.problem == ""
     for _ in range(100):
-        health.beat(beat(99, busy=False))
+        health.observe(beat(99, busy=False))
         clock.now += 0.3
         assert health.problem == ""
     # An idle stage that has just received work is not stuck.
-    health.beat(beat(99, busy=True))
+    health.observe(beat(99, busy=True))
     assert health.problem == ""
 
 
@@ -68,9 +74,9 @@ def test_a_successor_with_the_same_counter_is_not_stuck() -> None:
     clock = Clock()
     health = StageHealth("kv", clock)
     health.up()
-    health.beat(beat(3, epoch=1))
+    health.observe(beat(3, epoch=1))
     clock.now += 5
-    health.beat(beat(3, epoch=2))
+    health.observe(beat(3, epoch=2))
     assert health.problem == ""
 
 
@@ -80,14 +86,14 @@ def test_silence_makes_an_idle_stage_unready() -> None:
     health.up()
     last = beat(3, busy=False)
     for _ in range(7):
-        health.beat(last)
+        health.observe(last)
         assert health.problem == ""
         clock.now += 0.1
     for _ in range(2):
         clock.now += 0.1
-        health.beat(last)
+        health.observe(last)
     assert "silent for" in health.problem
-    health.beat(beat(3, busy=False))
+    health.observe(beat(3, busy=False))
     assert health.problem == ""
 
 
@@ -96,13 +102,13 @@ def test_missing_progress_is_detected_within_a_second() -> None:
     clock = Clock()
     health = StageHealth("kv", clock, 0.25)
     health.up()
-    health.beat(beat(1))
+    health.observe(beat(1))
     stood = clock.now
     clock.now += 0.3
-    health.beat(beat(2))
+    health.observe(beat(2))
     while not health.problem:
         clock.now += 0.1
-        health.beat(beat(2))
+        health.observe(beat(2))
     assert clock.now - stood <= 1.0 + 1e-9
 
 
@@ -111,25 +117,25 @@ def test_the_silence_of_an_idle_stage_is_detected_within_a_second() -> None:
     health = StageHealth("kv", clock, 0.25)
     health.up()
     for _ in range(20):
-        health.beat(msgspec.structs.replace(beat(1, busy=False), idle=True))
-        clock.now += 1.5 * timer_coalescing.ALIGN_S  # late by half a beat
+        health.observe(msgspec.structs.replace(beat(1, busy=False), idle=True))
+        clock.now += 1.5 * ALIGN_S  # late by half a beat
         assert health.problem == ""
     silent = msgspec.structs.replace(beat(1, busy=False), idle=True)
-    health.beat(silent)
+    health.observe(silent)
     received = clock.now
     while not health.problem:
-        clock.now += timer_coalescing.ALIGN_S  # the gateway checks as rarely
+        clock.now += ALIGN_S  # the gateway checks as rarely
         assert clock.now - received <= 1.0 + 1e-9
-        health.beat(silent)
+        health.observe(silent)
 
 
 def test_time_in_which_the_gateway_was_suspended_does_not_count() -> None:
     clock = Clock()
     health = StageHealth("kv", clock)
     health.up()
-    health.beat(beat(1))
+    health.observe(beat(1))
     clock.now += 60
-    health.beat(beat(1))
+    health.observe(beat(1))
     assert health.problem == ""
 
 
@@ -139,6 +145,30 @@ def test_a_long_heartbeat_interval_is_respected() -> None:
     health.up()
     last = beat(1, busy=False)
     for _ in range(55):
-        health.beat(last)
+        health.observe(last)
         clock.now += 0.1
     assert health.problem == ""
+
+
+@given(st.lists(st.floats(0.001, 1.125 * ALIGN_S), max_size=20), st.floats(0, ALIGN_S))
+def test_a_heartbeat_counts_from_its_arrival(gaps: list[float], until_tick: float) -> None:
+    """An idle gateway ticks as rarely as an idle stage sends, at any distance from the heartbeats."""
+    clock = Clock()
+    none: Any = None  # `observe` needs no models
+    readiness = ServerReadiness(Config(), none, none, ChangeSignal(), clock)
+    health = readiness.kv
+    health.up()
+    last = msgspec.structs.replace(beat(1, busy=False), idle=True)
+    readiness.on_heartbeat(health, last)
+    next_tick = clock.now + until_tick
+    for gap in gaps:
+        arrival = clock.now + gap
+        while next_tick < arrival:
+            clock.now = next_tick
+            readiness.observe(None, None, last)
+            assert health.problem == ""
+            next_tick += ALIGN_S
+        clock.now = arrival
+        assert health.problem == ""
+        last = msgspec.structs.replace(last)
+        readiness.on_heartbeat(health, last)

@@ -42,6 +42,16 @@ def test_a_silent_peer_is_discarded(pair: Pair, is_starved: bool) -> None:
     assert not pair.link.send(m.Extend(1, "m", "s", 1))
 
 
+def test_a_link_reports_each_heartbeat_when_it_arrives(pair: Pair) -> None:
+    arrived: list[m.Heartbeat] = []
+    pair.link.on_heartbeat = arrived.append
+    pair.meet()
+    before = len(arrived)
+    pair.until(lambda: len(arrived) >= before + 2)
+    assert arrived[-1] is pair.link.last_heartbeat
+    assert {heartbeat.stage for heartbeat in arrived} == {"kv"}
+
+
 def test_unread_frames_are_not_silence(pair: Pair) -> None:
     peer = pair.meet()
     assert pair.hub.send(peer, m.Granted(1, "s", ()))

@@ -76,12 +76,19 @@ class ServerReadiness:
         self._changes.notify()
 
     def observe(self, tokenizer: m.Heartbeat | None, scheduler: m.Heartbeat | None, kv: m.Heartbeat | None) -> None:
-        """Every 100 ms: the last heartbeat of each stage."""
-        stages = (self.tokenizer, self.scheduler, self.kv)
-        before = [bool(stage.problem) for stage in stages]
-        for stage, beat in zip(stages, (tokenizer, scheduler, kv)):
-            stage.beat(beat)
-        if before != [bool(stage.problem) for stage in stages]:
+        """At every tick: the last heartbeat of each stage, which may have stopped."""
+        for health, heartbeat in ((self.tokenizer, tokenizer), (self.scheduler, scheduler), (self.kv, kv)):
+            self.on_heartbeat(health, heartbeat)
+
+    def on_heartbeat(self, health: StageHealth, heartbeat: m.Heartbeat | None) -> None:
+        """A heartbeat has arrived, or the last one is looked at again.
+
+        Heartbeats count from their arrival, not from the next tick: an idle gateway ticks as rarely as an idle stage
+        sends, so a heartbeat that arrives just after a tick would count as half a second late.
+        """
+        had_problem = bool(health.problem)
+        health.observe(heartbeat)
+        if had_problem != bool(health.problem):
             self.notify()
 
     # ---------------------------------------------------------------- now

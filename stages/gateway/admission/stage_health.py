@@ -16,7 +16,7 @@ from pipeline.runtime import timer_coalescing
 STUCK_S = 0.6  # busy without progress for longer: not ready
 SILENT_S = 0.7  # no heartbeat for longer: not ready. The connection is closed later, because that loses work
 QUIET_S = 0.2  # added for an idle stage, whose ticks are coalesced
-CHECK_S = timer_coalescing.ALIGN_S + 0.1  # longest time between two calls of `beat`, unless the gateway was suspended
+CHECK_S = timer_coalescing.ALIGN_S + 0.1  # longest time between two calls of `observe` in a gateway that runs
 SILENT_BEATS = 3  # missing heartbeats that make a stage unready, for a long heartbeat interval
 
 
@@ -28,7 +28,7 @@ class StageHealth:
         self._clock = clock
         self._stuck_s = max(STUCK_S, SILENT_BEATS * heartbeat_s - 0.15)
         self._silent_s = max(SILENT_S, SILENT_BEATS * heartbeat_s)
-        self._beat: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._checked_at = self._received_at = clock()
         self._progressed_at = clock()
         self._is_up = False
@@ -37,29 +37,30 @@ class StageHealth:
     def up(self) -> None:
         """A process of the stage has connected."""
         self._is_up = self._was_up = True
-        self._beat = None
+        self._heartbeat = None
         self._progressed_at = self._received_at = self._checked_at = self._clock()
 
     def down(self) -> None:
         """The process has disconnected."""
         self._is_up = False
-        self._beat = None
+        self._heartbeat = None
 
-    def beat(self, beat: Heartbeat | None) -> None:
-        """Take the last heartbeat received, None if there is none yet. Call at least every `CHECK_S`."""
+    def observe(self, heartbeat: Heartbeat | None) -> None:
+        """Take the last heartbeat received, None if there is none yet. Call when one arrives, and every `CHECK_S`."""
         now = self._clock()
         # While the gateway was suspended, heartbeats could not be received: that time does not count.
         lost = max(0.0, now - self._checked_at - CHECK_S)
         self._received_at += lost
         self._progressed_at += lost
         self._checked_at = now
-        last = self._beat
-        if beat is None or beat is last:
+        last = self._heartbeat
+        if heartbeat is None or heartbeat is last:
             return
         self._received_at = now
-        if last is None or not beat.busy or (beat.epoch, beat.progress) != (last.epoch, last.progress):
+        is_progress = last is None or (heartbeat.epoch, heartbeat.progress) != (last.epoch, last.progress)
+        if is_progress or not heartbeat.busy:
             self._progressed_at = now
-        self._beat = beat
+        self._heartbeat = heartbeat
 
     @property
     def is_up(self) -> bool:
@@ -71,25 +72,25 @@ class StageHealth:
         """Why the stage is not ready; "" if it is."""
         if not self._is_up:
             return "not running" if self._was_up else "not started yet"
-        beat = self._beat
-        if beat is None:
+        heartbeat = self._heartbeat
+        if heartbeat is None:
             return "no heartbeat yet"
-        if not beat.ready:
-            return beat.reason or "not ready"
+        if not heartbeat.ready:
+            return heartbeat.reason or "not ready"
         now = self._clock()
-        if now - self._received_at > self._silent_s + (QUIET_S if beat.idle else 0.0):
+        if now - self._received_at > self._silent_s + (QUIET_S if heartbeat.idle else 0.0):
             return f"silent for {now - self._received_at:.1f} s"
         stuck_s = now - self._progressed_at
-        if beat.busy and stuck_s > self._stuck_s:
+        if heartbeat.busy and stuck_s > self._stuck_s:
             return f"has work and has made no progress for {stuck_s:.1f} s"
         return ""
 
     def report(self) -> dict[str, Any]:
         """Return the fields of the stage in /ready."""
-        beat = self._beat
+        heartbeat = self._heartbeat
         state: dict[str, Any] = {"ready": not self.problem, "reason": self.problem or None}
-        if beat is not None:
-            state |= {"busy": beat.busy, "progress": beat.progress}
+        if heartbeat is not None:
+            state |= {"busy": heartbeat.busy, "progress": heartbeat.progress}
         return state
 
 
