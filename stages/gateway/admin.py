@@ -27,9 +27,10 @@ from typing import Any
 import msgspec
 
 from pipeline.errors import InvalidRequest
+from shm.decoding import DECODE_ERRORS
 from stages.gateway.admission.drain import ALL
 from stages.gateway.service import Service
-from stages.gateway.versions.loader import Loader, new_change_id
+from stages.gateway.versions.loader import new_change_id
 
 log = logging.getLogger("starling.gateway.admin")
 
@@ -50,9 +51,9 @@ FIELDS = {
 class Admin:
     """One per gateway. `drains_file`: where drains are stored over a restart."""
 
-    def __init__(self, service: Service, drains_file: Path, loader: Loader | None = None) -> None:
+    def __init__(self, service: Service, drains_file: Path) -> None:
         self._service = service
-        self._loader = loader or Loader(service)
+        self._loader = service.loader
         self._loader.on_unloaded = self._forget
         self._drains_file = drains_file
         for target, timeout_s in self._read_drains().items():
@@ -157,7 +158,7 @@ class Admin:
             stored = msgspec.json.decode(self._drains_file.read_bytes(), type=dict[str, float])
         except FileNotFoundError:
             return {}
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, *DECODE_ERRORS) as error:
             log.error("stored drains cannot be read and are not in force: %s: %s", self._drains_file, error)
             return {}
         names = {ALL, *self._names()}

@@ -11,6 +11,7 @@
     recovery    journal and replay buffer                                   requests/recovery.py
     readers     sinks that read the same request                            requests/readers.py
     resumer     finds a request and attaches a reader to it                 requests/resume.py
+    loader      loads, reloads and unloads models                           versions/loader.py
 
 Frames leave through the injected functions. The functions that send return False when the peer is down or its queue is
 full.
@@ -26,6 +27,7 @@ from pipeline.api.quota_file import QuotaFile
 from pipeline.api.quotas import Quotas
 from pipeline.config.schema import Config
 from pipeline.errors import StarlingError
+from pipeline.models import capacity
 from pipeline.models.versions import initial
 from pipeline.observe.metrics import Metrics
 from pipeline.protocol import messages as m
@@ -44,7 +46,10 @@ from stages.gateway.requests.resume import Resumer
 from stages.gateway.requests.sessions import Sessions
 from stages.gateway.tokenizer_client import RETRY_AFTER_S, TokenizerClient
 from stages.gateway.versions.catalog import VersionCatalog
+from stages.gateway.versions.load_steps import MeasureMemory
 from stages.gateway.versions.loaded_versions import LoadedVersions
+from stages.gateway.versions.loader import Loader
+from stages.gateway.versions.self_test import SelfTest
 
 
 class Service:
@@ -63,6 +68,7 @@ class Service:
         send_kv: Callable[[m.Frame], bool] = lambda frame: False,
         quota_file: QuotaFile | None = None,
         catalog: VersionCatalog | None = None,
+        measure: MeasureMemory = capacity.measure,
     ) -> None:
         self.config = config
         self.clock = clock
@@ -108,6 +114,17 @@ class Service:
             clock,
             wall,
             draw_seed,
+        )
+        self.loader = Loader(
+            config,
+            self.catalog,
+            self.loaded,
+            self.readiness,
+            self.in_flight,
+            self.lifecycle,
+            SelfTest(self.loaded, self.tokenizer, self.relay, clock),
+            measure,
+            wall,
         )
 
     # ---------------------------------------------------------------- frames

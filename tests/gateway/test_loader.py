@@ -26,7 +26,7 @@ def make_loader(home: Path, path: str, names: tuple[str, ...] = (NAME,)) -> Load
     models = [{"name": name, "path": path} for name in names]
     config = resolve({"models": models, "server": {"run_dir": str(home / "run")}}, {})
     instances = VersionCatalog(config, versions.read(config), lambda fresh: versions.write(config, fresh))
-    return Loader(Service(config, lambda frame: True, lambda frame: True, catalog=instances))
+    return Service(config, lambda frame: True, lambda frame: True, catalog=instances).loader
 
 
 @pytest.fixture

@@ -32,7 +32,6 @@ from stages.gateway.requests.journal import Journal
 from stages.gateway.requests.readers import FanOutSink
 from stages.gateway.service import Service
 from stages.gateway.versions.catalog import VersionCatalog
-from stages.gateway.versions.loader import Loader
 
 NAME = "model"
 DIGESTS = ("aa" * 32, "bb" * 32)
@@ -95,7 +94,7 @@ class Versions(RuleBasedStateMachine):
             wall=lambda: 1e9 + self.now,
             catalog=self.catalog,
         )
-        self.loader = Loader(self.service, wall=lambda: 1e9 + self.now)
+        self.loader = self.service.loader
         for stage in ("tokenizer", "scheduler"):
             hello = m.Hello(stage, 1, 1, 1)
             getattr(self.service, f"on_{stage}_up")(hello)
@@ -120,8 +119,8 @@ class Versions(RuleBasedStateMachine):
             states.append(m.ModelState(one.id, digest, True, "", 0, 0, 8))
         self.service.on_scheduler(m.SchedulerState(states))
         beat = m.Heartbeat("x", 1, int(self.now * 10), False, True)
-        self.service.readiness.tokenizer.beat(beat)
-        self.service.readiness.scheduler.beat(beat)
+        self.service.readiness.tokenizer.observe(beat)
+        self.service.readiness.scheduler.observe(beat)
 
     def _to_scheduler(self, frame: m.Frame) -> bool:
         if isinstance(frame, m.Submit):

@@ -8,10 +8,10 @@ from pipeline.api.fields import Reader, Unsupported, flag, integer, invalid_valu
 from pipeline.api.generation_fields import (
     COMMON_FIELDS,
     MAX_OUTPUT_TOKENS,
-    MAX_TOP_LOGPROBS,
     read_stream_options,
 )
 from pipeline.errors import InvalidRequest
+from shm.step_ring import MAX_TOP
 from stages.gateway.endpoints.openai_formatter import OpenAIFormatter
 from stages.gateway.endpoints.response_formatter import finite_logprob, token_text
 from stages.gateway.requests.generation_request import (
@@ -126,7 +126,7 @@ FIELDS: dict[str, Reader] = {
     "max_tokens": integer(1, MAX_OUTPUT_TOKENS),
     "max_completion_tokens": integer(1, MAX_OUTPUT_TOKENS),
     "logprobs": flag,
-    "top_logprobs": integer(0, MAX_TOP_LOGPROBS),
+    "top_logprobs": integer(0, MAX_TOP),
     "stream_options": read_stream_options,
     "response_format": read_response_format,
     "user": text(512),  # accepted for compatibility, without effect

@@ -47,12 +47,12 @@ from pipeline.api.generation_fields import (
     COMMON_FIELDS,
     MAX_OUTPUT_TOKENS,
     MAX_PROMPT_IDS,
-    MAX_TOP_LOGPROBS,
     MAX_TTL_S,
 )
 from pipeline.api.json_body import to_json
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import MAX_SESSION_ID
+from shm.step_ring import MAX_TOP
 from stages.gateway.endpoints.response_formatter import finite_logprob, token_text, usage
 from stages.gateway.requests.generation_request import (
     GenerationRequest,
@@ -87,7 +87,7 @@ FIELDS: dict[str, Reader] = {
     **COMMON_FIELDS,
     "prompt": read_prompt,
     "max_tokens": integer(1, MAX_OUTPUT_TOKENS),
-    "logprobs": integer(0, MAX_TOP_LOGPROBS),
+    "logprobs": integer(0, MAX_TOP),
     "session_id": text(MAX_SESSION_ID),
     "create_session": flag,
     "session_ttl_s": integer(0, MAX_TTL_S, hint="0: no limit"),

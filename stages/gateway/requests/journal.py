@@ -30,6 +30,7 @@ import msgspec
 from pipeline.faults import points
 from pipeline.files import DurableFile, append_all, sync_directory, write_all
 from pipeline.record_file import HEAD_CHECKED
+from shm.decoding import DECODE_ERRORS
 from stages.gateway.requests.spec import RequestSpec
 
 log = logging.getLogger("starling.gateway.journal")
@@ -309,7 +310,7 @@ def parse(raw: bytes) -> Iterator[tuple[bytes, RequestSpec | RequestEnd, int]]:
                 value = msgspec.msgpack.decode(record.payload, type=RequestEnd)
             else:
                 return
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except DECODE_ERRORS:
             return
         yield raw[record.begin : record.end], value, record.end
 

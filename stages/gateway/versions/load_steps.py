@@ -20,8 +20,10 @@ from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import InvalidRequest, ModelUnavailable, ResourceError, StarlingError
 from pipeline.models import capacity, versions
 from pipeline.models.versions import ModelVersion, Outcome
-from stages.gateway.service import Service
-from stages.gateway.versions import self_test
+from stages.gateway.admission.server_readiness import ServerReadiness
+from stages.gateway.versions.catalog import VersionCatalog
+from stages.gateway.versions.loaded_versions import LoadedVersions
+from stages.gateway.versions.self_test import SelfTest
 
 log = logging.getLogger("starling.gateway.loader")
 
@@ -38,11 +40,21 @@ class LoadSteps:
     """One per loader. `wall` is s since 1970; `report_phase` receives what a change is waiting for."""
 
     def __init__(
-        self, service: Service, measure: MeasureMemory, wall: Callable[[], float], report_phase: ReportPhase
+        self,
+        config: Config,
+        catalog: VersionCatalog,
+        loaded: LoadedVersions,
+        readiness: ServerReadiness,
+        self_test: SelfTest,
+        measure: MeasureMemory,
+        wall: Callable[[], float],
+        report_phase: ReportPhase,
     ) -> None:
-        self._service = service
-        self._catalog = service.catalog
-        self._config = service.config
+        self._config = config
+        self._catalog = catalog
+        self._loaded = loaded
+        self._readiness = readiness
+        self._self_test = self_test
         self._measure = measure
         self._wall = wall
         self._report_phase = report_phase
@@ -68,7 +80,7 @@ class LoadSteps:
         try:
             await self._wait_until_ready(new)
             self._report_phase(new.change, "self-test")
-            await self._self_test(new)
+            await self._test(new)
             if self._wall() >= new.until:
                 raise _timed_out(new)
             old = self._catalog.switch(new.id)
@@ -87,7 +99,7 @@ class LoadSteps:
             )
             self.drop(new.id, outcome)
             raise StarlingError(error.code, message, error.param) from None
-        self._service.readiness.notify()
+        self._readiness.notify()
         log.info(
             "serving a new version",
             extra={"model": new.name, "version": new.id, "previous": old.id if old is not None else None},
@@ -96,14 +108,14 @@ class LoadSteps:
     def drop(self, version_id: str, outcome: Outcome | None) -> None:
         """Remove a version from the catalog, with the outcome of its change. Raises `ResourceError`."""
         self._catalog.drop(version_id, outcome)
-        self._service.loaded.forget(version_id)
+        self._loaded.forget(version_id)
 
-    async def _self_test(self, new: ModelVersion) -> None:
+    async def _test(self, new: ModelVersion) -> None:
         """Run the self-test, again after an error that a restarted stage explains."""
         deadline = min(new.until, self._wall() + SELF_TEST_RETRY_S)
         while True:
             try:
-                await self_test.check(self._service, new, self._catalog.serving(new.name))
+                await self._self_test.check(new, self._catalog.serving(new.name))
                 return
             except StarlingError as error:
                 if error.code not in TRANSIENT or self._wall() >= deadline:
@@ -113,9 +125,9 @@ class LoadSteps:
 
     async def _wait_until_ready(self, new: ModelVersion) -> None:
         """Wait until worker, pages and vocabulary are ready. Raises the error of the stage that failed."""
-        service, run_dir = self._service, paths.run_dir(self._config)
-        while not service.loaded.is_ready(new):
-            state = service.loaded.states.get(new.id)
+        run_dir = paths.run_dir(self._config)
+        while not self._loaded.is_ready(new):
+            state = self._loaded.states.get(new.id)
             if state is not None and state.digest and not self._digest_of(new):
                 self._catalog.pin(new.id, state.digest)
             failure = versions.read_failure(run_dir, new.stage)
@@ -123,7 +135,7 @@ class LoadSteps:
                 raise InvalidRequest(failure.message, "path")  # the file is the caller's to change
             if failure is not None:
                 raise StarlingError(failure.code, failure.message, failure.param)
-            error = service.loaded.refused.get(new.id)
+            error = self._loaded.refused.get(new.id)
             if error is not None and error.code not in ("MODEL_UNAVAILABLE", "MODEL_NOT_FOUND"):
                 raise error
             reason = state.reason if state is not None else "its worker is starting"

@@ -18,13 +18,18 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from pipeline.config.schema import ModelConfig
+from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import Conflict, InternalError, ModelNotFound, ModelUnavailable, ResourceError, StarlingError
 from pipeline.models import capacity
 from pipeline.models.versions import ModelVersion, Op, Outcome
-from stages.gateway.service import Service
+from stages.gateway.admission.in_flight import InFlight
+from stages.gateway.admission.server_readiness import ServerReadiness
+from stages.gateway.requests.lifecycle import RequestLifecycle
+from stages.gateway.versions.catalog import VersionCatalog
 from stages.gateway.versions.load_settings import check_slug, load_settings
 from stages.gateway.versions.load_steps import LoadSteps, MeasureMemory
+from stages.gateway.versions.loaded_versions import LoadedVersions
+from stages.gateway.versions.self_test import SelfTest
 
 log = logging.getLogger("starling.gateway.loader")
 
@@ -46,14 +51,23 @@ class Loader:
 
     def __init__(
         self,
-        service: Service,
+        config: Config,
+        catalog: VersionCatalog,
+        loaded: LoadedVersions,
+        readiness: ServerReadiness,
+        in_flight: InFlight,
+        lifecycle: RequestLifecycle,
+        self_test: SelfTest,
         measure: MeasureMemory = capacity.measure,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._service = service
-        self._catalog = service.catalog
+        self._catalog = catalog
+        self._loaded = loaded
+        self._readiness = readiness
+        self._in_flight = in_flight
+        self._lifecycle = lifecycle
         self._wall = wall
-        self._steps = LoadSteps(service, measure, wall, self._set_phase)
+        self._steps = LoadSteps(config, catalog, loaded, readiness, self_test, measure, wall, self._set_phase)
         self._changes: dict[str, Change] = {}
         self._failed: dict[str, StarlingError] = {}  # by change id: changes that failed before they were in the table
         self._ended: dict[str, int] = {}  # by id of a retiring version: requests that did not finish in time
@@ -90,10 +104,8 @@ class Loader:
         if self._catalog.loading(name):
             raise Conflict(f"model {name!r} is being reloaded; wait for that", "target")
         self._catalog.retire(serving.id, change, self._wall() + timeout_s)
-        self._service.readiness.notify()
-        log.info(
-            "unloading", extra={"version": serving.id, "in_flight": self._service.in_flight.on_version(serving.id)}
-        )
+        self._readiness.notify()
+        log.info("unloading", extra={"version": serving.id, "in_flight": self._in_flight.on_version(serving.id)})
 
     def report(self, change: str) -> dict[str, Any]:
         """Return `done` and the outcome or the progress of a change. Raises the error of a change that failed."""
@@ -109,7 +121,7 @@ class Loader:
             return {"done": False, "phase": known.phase}
         retiring = next((version for version in self._catalog.retiring() if version.change == change), None)
         if retiring is not None:
-            return {"done": False, "phase": f"{self._service.in_flight.on_version(retiring.id)} requests are in flight"}
+            return {"done": False, "phase": f"{self._in_flight.on_version(retiring.id)} requests are in flight"}
         raise ModelUnavailable(f"there is no change {change!r}, or its outcome is no longer stored")
 
     def state(self) -> list[dict[str, Any]]:
@@ -121,7 +133,7 @@ class Loader:
                 "state": version.state,
                 "digest": version.digest or None,
                 "path": version.settings.path or None,
-                "in_flight": self._service.in_flight.on_version(version.id),
+                "in_flight": self._in_flight.on_version(version.id),
             }
             for version in self._catalog.all
         ]
@@ -204,9 +216,8 @@ class Loader:
 
     def _pin_files(self) -> None:
         """Store the file digest of each configured version, once all stages have opened the same file."""
-        service = self._service
         for version in self._catalog.all:
-            state, described = service.loaded.states.get(version.id), service.loaded.described.get(version.id)
+            state, described = self._loaded.states.get(version.id), self._loaded.described.get(version.id)
             if version.digest or state is None or described is None or not state.ready:
                 continue
             if state.digest == described.digest:
@@ -217,16 +228,15 @@ class Loader:
 
     def _retire(self, version: ModelVersion) -> None:
         """End the requests of a retiring version after its timeout; drop it when it has none."""
-        service = self._service
         if version.until and self._wall() >= version.until:
             error = StarlingError(
                 "DRAINING",
                 f"model {version.name} was unloaded before this request had finished; send it again",
                 retry_after_s=UNLOAD_RETRY_AFTER_S,
             )
-            ended = service.lifecycle.end_all(error, version=version.id)
+            ended = self._lifecycle.end_all(error, version=version.id)
             self._ended[version.id] = self._ended.get(version.id, 0) + ended
-        if service.in_flight.on_version(version.id):
+        if self._in_flight.on_version(version.id):
             return
         outcome = None
         if version.op == "unload" and version.change:
