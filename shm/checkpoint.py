@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from shm.arena import align
+from shm.decoding import DECODE_ERRORS
 
 VERSION = 1  # of both files; grows when a layout changes, and files of another version are ingested again
 ALIGNMENT = 64
@@ -104,7 +105,7 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
         """Decode the tokenizer data, at every call. Raises `CheckpointError`."""
         try:
             return msgspec.msgpack.decode(self.tokenizer_raw, type=TokenizerData)
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             raise CheckpointError(f"index of {self.name}: bad tokenizer data ({error}); ingest it again") from None
 
     @property
@@ -117,7 +118,7 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
         """SHA-256 (hex) of the text pieces of the token ids. Raises `CheckpointError`."""
         try:
             pieces = msgspec.msgpack.decode(self.tokenizer_raw, type=_Pieces)
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             raise CheckpointError(f"index of {self.name}: bad tokenizer data ({error}); ingest it again") from None
         return hashlib.sha256(msgspec.msgpack.encode([pieces.model, pieces.tokens])).hexdigest()
 
@@ -159,7 +160,7 @@ def load_index(path: Path) -> Index:
         if version != VERSION:
             raise CheckpointError(f"{path}: version is {version}, expected {VERSION}; remove it to ingest again")
         index = msgspec.msgpack.decode(raw, type=Index)
-    except msgspec.MsgspecError as error:
+    except DECODE_ERRORS as error:
         raise CheckpointError(f"{path}: not a checkpoint index ({error}); remove it to ingest again") from None
     for t in index.tensors:
         if t.offset % ALIGNMENT or t.offset < 0 or t.nbytes < 0 or t.offset + t.nbytes > index.bin_bytes:

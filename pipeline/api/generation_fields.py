@@ -11,7 +11,7 @@ from pipeline.api.fields import Reader, flag, integer, invalid_value, number, re
 from pipeline.config.schema import MAX_DRAFT_TOKENS
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Sampling
-from shm.step_ring import DEFAULT_ORDER
+from shm.step_ring import DEFAULT_ORDER, MAX_BIAS
 
 MAX_CHOICES = 16  # n
 MAX_PROMPTS = 64  # in one request
@@ -19,8 +19,6 @@ MAX_SEQUENCES = 128  # prompts x n
 MAX_OUTPUT_TOKENS = 1_048_576  # in the field; the model's context is the actual bound
 MAX_STOP_STRINGS = 4  # OpenAI's bound
 MAX_STOP_CHARACTERS = 256
-MAX_BIASES = 300  # as in Sampling.logit_bias
-MAX_TOP_LOGPROBS = 20
 MAX_PROMPT_IDS = 1_000_000  # in the field; the model's context is the actual bound
 MAX_SALT_CHARACTERS = 128
 MAX_MODEL_CHARACTERS = 256  # of a model's name
@@ -60,8 +58,8 @@ def read_logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:
     """Read `{"token id": bias}`, as in OpenAI's API, into pairs sorted by token id."""
     if not isinstance(value, dict):
         raise invalid_value(name, value, "an object from token ids to numbers from -100 to 100")
-    if len(value) > MAX_BIASES:
-        raise InvalidRequest(f"{name} has {len(value)} entries; at most {MAX_BIASES} are allowed", name)
+    if len(value) > MAX_BIAS:
+        raise InvalidRequest(f"{name} has {len(value)} entries; at most {MAX_BIAS} are allowed", name)
     bias = number(-100, 100)
     pairs: dict[int, float] = {}
     for key, item in value.items():

@@ -15,6 +15,7 @@ import msgspec
 from pipeline.errors import ResourceError
 from pipeline.files import replace_file
 from pipeline.models.locks import lock
+from shm.decoding import DECODE_ERRORS
 
 FILE = "digests.json"
 CHUNK = 1 << 20  # bytes read at a time
@@ -38,7 +39,7 @@ def read_all(models_dir: Path) -> dict[str, Stamp]:
     """Known digests by real path."""
     try:
         return msgspec.json.decode((models_dir / FILE).read_bytes(), type=dict[str, Stamp])
-    except (OSError, msgspec.DecodeError):  # missing or damaged: digests are computed again
+    except (OSError, *DECODE_ERRORS):  # missing or damaged: digests are computed again
         return {}
 
 

@@ -29,6 +29,7 @@ from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import StarlingError
 from pipeline.files import replace_file
 from pipeline.models import store
+from shm.decoding import DECODE_ERRORS
 
 log = logging.getLogger("starling.versions")
 
@@ -133,7 +134,7 @@ def read(config: Config) -> VersionTable:
 def _decode(config: Config, raw: bytes) -> VersionTable:
     try:
         table = msgspec.json.decode(raw, type=VersionTable)
-    except msgspec.DecodeError as error:  # written by another release: atomic replacement leaves no partial file
+    except DECODE_ERRORS as error:  # written by another release: atomic replacement leaves no partial file
         log.warning("table of model versions does not decode, using the configuration", extra={"error": str(error)})
         return initial(config)
     return table if table.configured == _identity(config) else initial(config)
@@ -225,5 +226,5 @@ def read_failure(run_dir: Path, stage: str) -> Failure | None:
     """The recorded failure, if there is one."""
     try:
         return msgspec.json.decode(failure_path(run_dir, stage).read_bytes(), type=Failure)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *DECODE_ERRORS):
         return None

@@ -25,6 +25,7 @@ from pipeline.observe import status
 from pipeline.observe.metric_families import FAMILIES, Family
 from pipeline.observe.metrics import Metrics, Series, Snapshot
 from shm.arena import process_ticks
+from shm.decoding import DECODE_ERRORS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_SNAPSHOT_BYTES = 8 << 20
@@ -50,7 +51,7 @@ def read_snapshots(directory: Path, skip: str = "") -> Iterator[Snapshot]:
             if path.stem == skip or path.stat().st_size > MAX_SNAPSHOT_BYTES:
                 continue
             snapshot = _decoder.decode(path.read_bytes())
-        except (OSError, msgspec.DecodeError):
+        except (OSError, *DECODE_ERRORS):
             continue
         if process_ticks(snapshot.pid) != snapshot.ticks:
             snapshot.families = {

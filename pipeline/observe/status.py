@@ -19,6 +19,7 @@ from pipeline.files import replace_file
 from pipeline.protocol.messages import Heartbeat
 from pipeline.runtime.process import process_epoch
 from shm.arena import process_ticks
+from shm.decoding import DECODE_ERRORS
 
 INTERVAL_S = 0.5
 
@@ -106,7 +107,7 @@ def read_all(run_dir: Path) -> list[StageStatus]:
     for name in names:
         try:
             record = msgspec.json.decode((run_dir / name).read_bytes(), type=StageStatus)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, *DECODE_ERRORS):
             continue
         alive = process_ticks(record.pid) == record.ticks
         records.append(msgspec.structs.replace(record, alive=alive))

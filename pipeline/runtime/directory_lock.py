@@ -26,6 +26,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.runtime.run_dir import describe_process
 from shm.arena import process_ticks
+from shm.decoding import DECODE_ERRORS
 
 log = logging.getLogger("starling.runtime")
 
@@ -141,7 +142,7 @@ def _read(fd: int) -> list[Holder]:
     """The holders; none if their file could not be written completely."""
     try:
         return msgspec.json.decode(os.pread(fd, _MOST_BYTES, 0), type=list[Holder])
-    except msgspec.MsgspecError:
+    except DECODE_ERRORS:
         log.warning("a lock file is damaged: its holders are unknown")
         return []
 

@@ -23,6 +23,7 @@ from pipeline.models.versions import ModelVersion
 from pipeline.observe.metrics import Snapshot
 from pipeline.observe.status import read_all
 from shm.arena import ArenaError
+from shm.decoding import DECODE_ERRORS
 from shm.pages import PAGE_FULL, PAGE_LEASED, KvArena, attach_kv
 from stages.kv.audit import PageAudit
 from stages.kv.pool.page_headers import PageHeaders, PageIdentity, checksum, count_states
@@ -154,7 +155,7 @@ def _read_fragmentation(config: Config, model: str) -> float | None:
     try:
         raw = (paths.arena_dir(config) / "kv.metrics").read_bytes()
         series = msgspec.msgpack.decode(raw, type=Snapshot).families.get(family, [])
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *DECODE_ERRORS):
         return None
     return next((entry.value for entry in series if entry.labels == (model, "arena")), None)
 

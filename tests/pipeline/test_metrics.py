@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -115,10 +114,14 @@ def test_gauges_of_a_dead_stage_are_dropped(config: Config, directory: Path) -> 
     assert ("starling_kv_cache_bytes", (("state", "resident"),)) not in found
 
 
-def test_an_invalid_snapshot_is_skipped(config: Config, directory: Path) -> None:
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(b"\x94\xa1\xff\x01\x01\x80")  # a name that is not UTF-8
+@example(b"\x91" * 100_000)  # nested beyond the interpreter's limit
+@given(st.binary(max_size=100))
+def test_an_invalid_snapshot_is_skipped(config: Config, directory: Path, invalid: bytes) -> None:
     (directory / "a.metrics").write_bytes(b"")
     (directory / "b.metrics").write_bytes(b"\x94\xa1b\x01\x01\x81\xa7unknown\x90")
-    (directory / "c.metrics").write_bytes(os.urandom(100))
+    (directory / "c.metrics").write_bytes(invalid)
     stage = Metrics("kv", directory)
     stage.add("starling_kv_cache_evictions_total")
     stage.write()

@@ -26,6 +26,7 @@ import msgspec
 from pipeline.faults import points
 from pipeline.files import DiskErrors, sync_directory
 from pipeline.record_file import PAYLOAD_CHECKED, RECORD_HEAD_BYTES
+from shm.decoding import DECODE_ERRORS
 from stages.kv.pool.prefix_hash import PageHash
 
 log = logging.getLogger("starling.kv")
@@ -228,7 +229,7 @@ def parse(raw: bytes) -> tuple[Session | None, int]:
         if record.kind == _OPENED and session is None:
             try:
                 opened = msgspec.msgpack.decode(payload, type=Opened)
-            except msgspec.MsgspecError:
+            except DECODE_ERRORS:
                 break
             session = Session(opened.id, opened.tenant, opened.salt, opened.ttl_s, opened.created, opened.created)
         elif record.kind == _COMMITTED and session is not None and len(payload) >= _TURN.size:
