@@ -1,8 +1,7 @@
-"""A barrier between the ranks of a group, in shared memory. A rank that has died blocks no other rank for ever.
+"""A barrier between the ranks of a group, in shared memory. A group of which a rank has died is killed as a whole.
 
     word of the barrier   field   writer
     0                     epoch   rank 0: n after all ranks have arrived n times
-    8                     abort   the leader: non-zero makes every `wait` return False
 
     word of a rank's line   field      writer: the rank that owns the line
     0                       arrivals   barriers that this rank has reached since `reset`
@@ -10,8 +9,7 @@
 
 Words are 8 bytes, a line is 8 words (a cache line).  Rank 0 collects the arrivals and then stores `epoch`, which
 releases the others: one cache line in each direction per rank, 0.3 us on one socket.  A waiting rank spins for
-`SPIN_NS`, then sleeps in slices of `SLICE_NS`, and checks `abort` in between.  `stages/worker/activations_arena.py`
-says where the words are.
+`SPIN_NS`, then sleeps in slices of `SLICE_NS`.  `stages/worker/activations_arena.py` says where the words are.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from shm.atomics import (
 SPIN_NS = 50_000
 SLICE_NS = 20_000_000
 EPOCH = 0  # word offsets from the barrier's address
-ABORT = 8
 _ARRIVALS, _SLEEPING = 0, 8  # byte offsets in a rank's line
 _LINE_BYTES = 64
 _CALM_SPINS = 2000  # before the first look at the clock: most waits end here
@@ -45,15 +42,14 @@ def reset(barrier, lines, n_ranks):
         store_release(lines + _LINE_BYTES * rank + _ARRIVALS, 0)
         store_release(lines + _LINE_BYTES * rank + _SLEEPING, 0)
     store_release(barrier + 8 * EPOCH, 0)
-    store_release(barrier + 8 * ABORT, 0)
 
 
 @numba.njit(nogil=True)
-def _wait_until_at_least(address, value, barrier, own_line, prefetch, prefetch_end):
-    """Wait until the i64 at `address` is at least `value`; False when the barrier was aborted."""
+def _wait_until_at_least(address, value, own_line, prefetch, prefetch_end):
+    """Wait until the i64 at `address` is at least `value`."""
     for _ in range(_CALM_SPINS):
         if load_acquire(address) >= value:
-            return True
+            return
         if prefetch < prefetch_end:
             prefetch_line(prefetch)
             prefetch += _LINE_BYTES
@@ -63,10 +59,8 @@ def _wait_until_at_least(address, value, barrier, own_line, prefetch, prefetch_e
     while True:
         for _ in range(64):
             if load_acquire(address) >= value:
-                return True
+                return
             pause()
-        if load_acquire(barrier + 8 * ABORT) != 0:
-            return False
         if monotonic_ns() - begun < SPIN_NS:
             continue
         # The waker stores the word and then reads `sleeping`; this rank stores `sleeping` and then reads the word.
@@ -90,30 +84,20 @@ def _store_and_wake(address, value, first_line, n_lines):
 
 @numba.njit(nogil=True)
 def wait(barrier, lines, rank, n_ranks, prefetch=0, prefetch_end=0):
-    """Wait for all ranks: stores before a rank's `wait` are visible after every rank's. False: `abort` was called.
+    """Wait for all ranks: stores before a rank's `wait` are visible after every rank's.
 
     barrier: address of word 0; lines: address of rank 0's line.  All ranks call it equally often.
     While it waits, the rank prefetches the bytes prefetch .. prefetch_end-1, which it reads next.
     """
     if n_ranks == 1:
-        return True
+        return
     own = lines + _LINE_BYTES * rank
     count = load_acquire(own) + 1
     if rank == 0:
         for other in range(1, n_ranks):
-            if not _wait_until_at_least(lines + _LINE_BYTES * other, count, barrier, own, prefetch, prefetch_end):
-                return False
+            _wait_until_at_least(lines + _LINE_BYTES * other, count, own, prefetch, prefetch_end)
         store_release(own, count)
         _store_and_wake(barrier + 8 * EPOCH, count, lines + _LINE_BYTES, n_ranks - 1)
-        return True
+        return
     _store_and_wake(own, count, lines, 1)
-    return _wait_until_at_least(barrier + 8 * EPOCH, count, barrier, own, prefetch, prefetch_end)
-
-
-@numba.njit(nogil=True)
-def abort(barrier, lines, n_ranks):
-    """Make every `wait`, present and future, return False. Only for the leader."""
-    exchange(barrier + 8 * ABORT, 1)
-    futex_wake(barrier + 8 * EPOCH)
-    for rank in range(n_ranks):
-        futex_wake(lines + _LINE_BYTES * rank)
+    _wait_until_at_least(barrier + 8 * EPOCH, count, own, prefetch, prefetch_end)

@@ -36,7 +36,7 @@ from stages.gateway.admission.lengths import Bounds, output_budget
 from stages.gateway.admission.prompts import check_ids
 from stages.gateway.endpoints import generate
 from stages.gateway.requests.generation_request import GenerationRequest
-from stages.tokenizer.stage import open_model
+from stages.tokenizer.opened_models import open_model
 from stages.worker.checkpoint.prepare import prepare
 from stages.worker.model import Model
 from starling.assembly import Parts, assemble, choose_model

@@ -2,6 +2,7 @@
 
 stage.py               the process: sockets, the encoding thread, models
 service.py             the reply to each frame
+opened_models.py       vocabulary and template of each checkpoint in use
 encode_queue.py        the queue of long texts, encoded by one thread
 vocabulary.py          a model's vocabulary
 pretokenizers.py       how text is split before merges

@@ -21,11 +21,9 @@ from pipeline.ipc.poll_loop import PollLoop
 from pipeline.models import versions
 from pipeline.protocol import messages as m
 from pipeline.runtime.malloc_trim import MallocTrimmer
-from shm.checkpoint import CheckpointError, load_index
+from stages.tokenizer import opened_models
 from stages.tokenizer.encode_queue import EncodeQueue
 from stages.tokenizer.service import TextRequest, TokenizerModel, TokenizerService
-from stages.tokenizer.template import ChatTemplate
-from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary
 
 log = logging.getLogger("starling.tokenizer")
 
@@ -33,42 +31,6 @@ log = logging.getLogger("starling.tokenizer")
 # that go to the background thread.
 MAX_LENGTH_PER_ITERATION = 16_384
 MESSAGE_LENGTH = 64  # added per chat message, for the template's work
-
-_opened: dict[Path, TokenizerModel] = {}  # by index file: a checkpoint is immutable
-
-
-def open_model(index_path: Path) -> TokenizerModel:
-    """Build vocabulary and template from a checkpoint's index. Raises `StarlingError`.
-
-    The result is cached: versions of a model with the same checkpoint share it, and so do `preload` and the stage.
-    """
-    if index_path in _opened:
-        return _opened[index_path]
-    try:
-        index = load_index(index_path)
-    except (CheckpointError, OSError) as error:
-        raise ModelUnavailable(str(error), param="model") from None
-    t = index.tokenizer
-    vocabulary = Vocabulary(TokenizerSpec(t.model, t.pre, t.tokens, t.types, t.merges, t.bos, t.eos, t.eot, t.add_bos))
-    template = None
-    if t.chat_template:
-        bos, eos = (vocabulary.token_bytes(i).decode("utf-8", "replace") for i in (t.bos, t.eos))
-        template = ChatTemplate(t.chat_template, bos, eos, control_names=vocabulary.control_names)
-    described = m.Described(
-        "",
-        "",
-        index.digest,
-        vocabulary.size,
-        index.hyper.context_length,
-        vocabulary.eos_ids,
-        template is not None,
-        index.architecture,
-        index.parameters,
-        int(index_path.stat().st_mtime),
-        index.tokenizer_digest,
-    )
-    model = _opened[index_path] = TokenizerModel(vocabulary, template, described)
-    return model
 
 
 class TokenizerStage:
@@ -116,9 +78,9 @@ class TokenizerStage:
         is_loading = version.state == "loading"
         if index_path is None or (is_loading and not version.digest):
             raise ModelUnavailable(f"model {name!r} is not prepared yet", param="model", retry_after_s=5)
-        if is_loading and index_path not in _opened:
+        if is_loading and not opened_models.is_open(index_path):
             self._open_in_background(index_path, name)
-        opened = open_model(index_path)
+        opened = opened_models.open_model(index_path)
         return opened._replace(described=msgspec.structs.replace(opened.described, model=name))
 
     def _open_in_background(self, index_path: Path, name: str) -> None:
@@ -133,7 +95,7 @@ class TokenizerStage:
 
     def _build(self, index_path: Path) -> None:
         try:
-            open_model(index_path)
+            opened_models.open_model(index_path)
         except StarlingError as error:
             self._failed[index_path] = error
         except Exception as error:  # an unforeseen content of the file must not end the stage
@@ -148,8 +110,7 @@ class TokenizerStage:
         self.service.keep_models({one.id for one in loaded})
         digests = {one.digest for one in loaded}
         if "" not in digests:
-            for path in [path for path in _opened if path.stem not in digests]:
-                _opened.pop(path, None)
+            opened_models.close_except(digests)
 
     def _work(self) -> float | None:
         """Open all serving versions; until that is done, report the reason for not being ready."""
@@ -244,7 +205,7 @@ def preload(config: Config) -> None:
     for version in versions.read(config).versions:
         index_path = versions.find_index(version, paths.models_dir())
         if index_path is not None:
-            open_model(index_path)
+            opened_models.open_model(index_path)
 
 
 def main(config: Config) -> int:

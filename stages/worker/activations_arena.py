@@ -3,7 +3,7 @@
 Rank 0 creates it when it attaches to the other arenas, the other ranks map it, and it has no use after the group's
 end.  It begins with `CONTROL_WORDS` control words; each cache line has one writer:
 
-    word 0          rank 0: barrier epoch; word 8: the barrier is aborted (shm/barrier.py)
+    word 0          rank 0: barrier epoch (shm/barrier.py)
     word 16         rank 0: STEP, the number announced last: even for a step, odd to return to Python
     word 64 + 8 r   rank r: barrier line; its third word is set while the rank sleeps on STEP
 

@@ -39,7 +39,7 @@ class Use:
 def of_process(pid: int) -> Use:
     """Resources of one process; zeros if it has ended."""
     try:
-        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+        descriptors = procfs.open_fds(pid)
     except OSError:
         return Use()
     return Use(procfs.resident_bytes(pid), procfs.memory_bytes(pid), descriptors, 1)

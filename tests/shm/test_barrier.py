@@ -1,17 +1,15 @@
-"""The barrier orders stores between ranks, and `abort` releases ranks that wait for a dead one."""
+"""The barrier orders stores between ranks."""
 
 from __future__ import annotations
 
 import mmap
-import os
-import signal
 import threading
 
 import numba
 import numpy as np
 import pytest
 
-from shm import barrier, words
+from shm import barrier
 from shm.atomics import atomic_add, cycles, exchange, futex_wake, load_acquire, monotonic_ns, store_release
 
 pytestmark = pytest.mark.slow
@@ -25,13 +23,11 @@ def walk(base: int, rank: int, ranks: int, rounds: int) -> int:
     values = base + 4096
     for i in range(1, rounds + 1):
         store_release(values + 64 * rank, i)
-        if not barrier.wait(base + BARRIER, base + LINES, rank, ranks):
-            return -i
+        barrier.wait(base + BARRIER, base + LINES, rank, ranks)
         for other in range(ranks):
             if load_acquire(values + 64 * other) != i:
                 return i
-        if not barrier.wait(base + BARRIER, base + LINES, rank, ranks):
-            return -i
+        barrier.wait(base + BARRIER, base + LINES, rank, ranks)
     return 0
 
 
@@ -60,25 +56,6 @@ def test_stores_before_the_barrier_are_visible_after_it(shared: np.ndarray, rank
     for thread in threads:
         thread.join()
     assert found == [0] * ranks
-
-
-def test_abort_releases_a_rank_that_waits_for_a_dead_one(shared: np.ndarray) -> None:
-    base = prepare(shared, 2)
-    pid = os.fork()
-    if pid == 0:
-        walk(base, 1, 2, 10**9)
-        os._exit(0)
-    result = []
-    leader = threading.Thread(target=lambda: result.append(walk(base, 0, 2, 10**9)))
-    leader.start()
-    while words.load(shared, BARRIER // 8) < 100:  # both ranks have passed the barrier often
-        pass
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    barrier.abort(base + BARRIER, base + LINES, 2)
-    leader.join(timeout=10)
-    assert not leader.is_alive()
-    assert result[0] < 0
 
 
 def test_atomics_by_address() -> None:

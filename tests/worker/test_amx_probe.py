@@ -93,6 +93,7 @@ def dot_products(function: Callable[..., None]) -> int:
     return int(compiled.inspect_asm(compiled.signatures[0]).count("vpdpbusd"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not VNNI, reason="counts VNNI instructions")
 def test_the_dot_products_of_both_chunks_are_computed() -> None:
     """With one chunk in place of two, LLVM merges the dot products of both row groups and half of them remain."""
@@ -107,6 +108,7 @@ def test_the_dot_products_of_both_chunks_are_computed() -> None:
     assert dot_products(one_chunk) == tokens * vectors * kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", [isa for isa in available_isas() if isa in ("amx", "tiles")])
 def test_the_probe_compares_bytes_and_prints_a_speedup_for_each_format(isa: str) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "stages.worker.kernels.amx_probe"]

@@ -52,7 +52,6 @@ def phase_end(params, phase, since):
 
 @njit(**INNER)
 def _wait(params, first, end):
-    # The barrier is never aborted: a rank group ends as a whole (ranks.py).
     since = phase_begin(params)
     barrier, lines = param(params, pb.BARRIER), param(params, pb.LINES)
     wait(barrier, lines, param(params, pb.RANK), param(params, pb.RANKS), first, end)

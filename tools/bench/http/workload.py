@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from stages.tokenizer.stage import open_model
+from stages.tokenizer.opened_models import open_model
 from tools.bench.http.client import ClientRequest, Response, Run
 
 OUTPUT = 64  # tokens of every response
