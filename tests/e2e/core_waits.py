@@ -17,9 +17,11 @@ from pathlib import Path
 from pipeline.observe.status import read_all
 from pipeline.procfs import children, exists, threads
 from pipeline.runtime.timer_coalescing import ALIGN_S
+from stages.gateway.admission.stage_health import STUCK_S
 from stages.scheduler.core.version_runner import STALLED_S
 
 INTERVAL_S = ALIGN_S * 9 / 8  # aligned moments, of which the first may be used early by an eighth
+PROGRESS_S = STUCK_S / 2  # work that has its cores makes progress as often, with a margin
 ROUNDING_S = 0.05  # /ready reports tenths of a second
 
 
@@ -119,6 +121,8 @@ class CoreWaits:
 
         - "STAGE: silent for N s": a stage sends a heartbeat at least every `INTERVAL_S`. The silence beyond it must be
           time in which the stage could not send, or the gateway could not receive, because it had no core.
+        - "STAGE: has work and has made no progress for N s": with a core, work makes progress within `PROGRESS_S`. The
+          rest must be time in which the stage, the gateway or a rank whose step the stage waits for had no core.
         - a worker with a step that "does not compute": in the last `STALLED_S` a rank used no CPU time. For all of that
           time but one heartbeat, one of the ranks must have waited for a core.
         """
@@ -127,9 +131,16 @@ class CoreWaits:
             since, until = at - silence_s - ALIGN_S, at + ALIGN_S
             waited_s = sum(self.waited_s(name, since, until) for name in (found[1], "gateway"))
             return max(waited_s, self.machine_waited_s(since, until)) >= silence_s - INTERVAL_S - ROUNDING_S
+        ranks = [name for name in self._pids if name.startswith("worker")]
+        if found := re.fullmatch(r"(\S+): has work and has made no progress for (\d+\.\d) s", reason):
+            stuck_s = float(found[2])
+            since, until = at - stuck_s - ALIGN_S, at + ALIGN_S
+            waited_s = sum(self.waited_s(name, since, until) for name in (found[1], "gateway"))
+            waited_s += max((self.waited_s(rank, since, until) for rank in ranks), default=0.0)
+            return max(waited_s, self.machine_waited_s(since, until)) >= stuck_s - PROGRESS_S - ROUNDING_S
         if reason.endswith("its worker has a step and does not compute"):
             since, until = at - STALLED_S - ALIGN_S, at + ALIGN_S
-            ranks = [name for name in self._pids if name.startswith("worker")]
             waited_s = max((self.waited_s(rank, since, until) for rank in ranks), default=0.0)
+            waited_s += self.waited_s("scheduler", since, until)
             return max(waited_s, self.machine_waited_s(since, until)) >= STALLED_S - ROUNDING_S
         return False
