@@ -36,6 +36,10 @@ class Keys:
             (_digest(key.key), Caller(key.owner, key.priority, key.admin, key.cache_salt)) for key in auth.api_keys
         ]
 
+    def __bool__(self) -> bool:
+        """Whether keys are configured."""
+        return bool(self._keys)
+
     def caller(self, authorization: str | None) -> Caller:
         """Return the owner of the key in an `Authorization` header. Raises `Unauthenticated`."""
         if not self._keys:

@@ -205,6 +205,9 @@ def _server(config: Config) -> Iterator[Rule]:
         yield Rule("server.host", repr(server.host), "expected a host name or an address to listen on")
     if server.run_dir and server.run_dir == server.state_dir:
         yield Rule("server.state_dir", repr(server.state_dir), "the run directory is emptied; use another")
+    if server.body_buffer_mb < 2 * server.max_body_mb:
+        reason = f"less than two bodies of server.max_body_mb = {server.max_body_mb}; one tenant has half of it"
+        yield Rule("server.body_buffer_mb", str(server.body_buffer_mb), reason)
     endpoint = config.metrics.endpoint
     if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", endpoint):
         yield Rule("metrics.endpoint", repr(endpoint), "expected a path like /metrics")

@@ -40,6 +40,9 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     port: Port = 8080
     request_timeout_ms: Milliseconds = 300_000  # of one request, including its time in queues
     max_concurrent_requests: Count = 256  # HTTP requests in flight; more get 429
+    max_concurrent_per_tenant: CountOrNone = 0  # of them; without API keys, of an address; 0: three quarters
+    max_connections_per_address: CountOrNone = 0  # open connections; 0: three quarters of all
+    body_buffer_mb: Annotated[int, Meta(ge=2, le=65_536)] = 256  # bodies being read in all; half for one tenant
     # Larger bodies get 413; a frame holds 64 MiB (pipeline/ipc/endpoint.py).
     max_body_mb: Annotated[int, Meta(ge=1, le=60)] = 8
     enable_cors: bool = False
@@ -195,6 +198,12 @@ class Config(Section, frozen=True, kw_only=True):
     def drafts(self, name: str) -> bool:
         """Whether the model drafts for another model or has a draft model."""
         return any(one.draft_model and name in (one.name, one.draft_model) for one in self.models)
+
+    def concurrent_per_tenant(self) -> int:
+        """Most requests in flight of a tenant, or of an address without API keys."""
+        total = self.server.max_concurrent_requests
+        owners = {key.owner for key in self.auth.api_keys}
+        return min(total, self.server.max_concurrent_per_tenant or (total if len(owners) == 1 else total - total // 4))
 
     def max_batch_size(self, model: ModelConfig) -> int:
         """Most sequences in a step of the model."""

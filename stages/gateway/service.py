@@ -4,6 +4,7 @@
     loaded      what tokenizer and scheduler report of each version         versions/loaded_versions.py
     readiness   can a model take requests, and if not, why                  admission/server_readiness.py
     in_flight   counts of requests                                          admission/in_flight.py
+    body_bytes  bytes of bodies that are being read                         admission/fair_shares.py
     admission   from a validated body to the state of a request             admission/admit.py
     sessions    turns at the KV manager                                     requests/sessions.py
     lifecycle   start and end of a request                                  requests/lifecycle.py
@@ -33,6 +34,7 @@ from pipeline.observe.metrics import Metrics
 from pipeline.protocol import messages as m
 from stages.gateway.admission.admit import Admission
 from stages.gateway.admission.drain import ALL, drain_timeout
+from stages.gateway.admission.fair_shares import FairShares
 from stages.gateway.admission.in_flight import InFlight
 from stages.gateway.admission.server_readiness import ChangeSignal, ServerReadiness
 from stages.gateway.metrics import GatewayMetrics
@@ -89,7 +91,10 @@ class Service:
         changes = ChangeSignal()
         self.loaded = LoadedVersions(config, self.catalog, self.relay.vocabularies, self.tokenizer, changes.notify)
         self.readiness = ServerReadiness(config, self.catalog, self.loaded, changes, clock)
-        self.in_flight = InFlight(self.relay, self.recovery.waiting_on)
+        most, share = config.server.max_concurrent_requests, config.concurrent_per_tenant()
+        self.in_flight = InFlight(self.relay, self.recovery.waiting_on, FairShares(most, share, reserve=most // 8))
+        buffer, body = config.server.body_buffer_mb << 20, config.server.max_body_mb << 20
+        self.body_bytes = FairShares(buffer, buffer // 2, reserve=min(body, buffer // 2), first=body)
         self.response_cache = ResponseCache(config.cache.responses, clock)
         quotas = Quotas(config.rate_limits, clock, quota_file, wall)
         self.lifecycle = RequestLifecycle(

@@ -18,11 +18,10 @@ from typing import Any
 import uvloop
 from aiohttp import web
 
-from pipeline.api.error_response import error_response
 from pipeline.api.quota_file import QuotaFile
 from pipeline.config import paths
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError, Conflict, InvalidRequest, Overloaded, StarlingError
+from pipeline.errors import ConfigError, Conflict, InvalidRequest, StarlingError
 from pipeline.ipc.asyncio_loop import AsyncioLoop
 from pipeline.ipc.control import ControlServer
 from pipeline.ipc.endpoint import Link
@@ -32,6 +31,7 @@ from pipeline.runtime.malloc_trim import MallocTrimmer
 from pipeline.supervise import listen_fd as listening
 from stages.gateway.admin import MAX_TIMEOUT_S, Admin
 from stages.gateway.http.app import make_app
+from stages.gateway.http.context import GATE
 from stages.gateway.http.idle_connections import IdleConnections
 from stages.gateway.requests.journal import Journal
 from stages.gateway.requests.recovery import sync_and_close
@@ -42,28 +42,8 @@ log = logging.getLogger("starling.gateway")
 
 BACKLOG = 1024  # connections that the kernel queues while the event loop is busy
 KEEPALIVE_S = 75.0  # how long an idle connection stays open
-SPARE_CONNECTIONS = 256  # beyond one for each request in flight: idle connections, probes, requests that are refused
-REFUSAL_S = 1.0  # time for the client of a refused connection to read the response
+LINGER_S = 2.0  # for a client whose request is refused to send its body and read the response
 FINAL_EVENTS_S = 1.0  # time for the handlers to send the last events of requests that were ended at exit
-
-_FULL_BODY = error_response(Overloaded("the server has reached its connection limit; try again")).body
-_FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
-    b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(_FULL_BODY), _FULL_BODY)
-)
-
-
-class _Refusal(asyncio.Protocol):
-    """Answers a connection beyond the limit with 503 and closes it after `REFUSAL_S`.
-
-    If it were closed at once, the kernel would discard the response as soon as unread data of the client arrived.
-    """
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Send the response."""
-        transport.write(_FULL)
-        transport.write_eof()
-        asyncio.get_running_loop().call_later(REFUSAL_S, transport.abort)
 
 
 class GatewayStage:
@@ -108,11 +88,14 @@ class GatewayStage:
         self.control = ControlServer(paths.run_dir(config), "gateway", self._operate)
         self.port = 0  # the port it listens on
         self._connections = IdleConnections(self.service.clock)
+        app = make_app(config, self.service, self.admin)
+        self._gate = app[GATE]
         self._runner = web.AppRunner(
-            self._connections.watch(make_app(config, self.service, self.admin)),
+            self._connections.watch(app),
             handler_cancellation=True,
             access_log=None,
             keepalive_timeout=KEEPALIVE_S,
+            lingering_time=LINGER_S,
             shutdown_timeout=FINAL_EVENTS_S,
         )
         self._was_ready = False
@@ -125,6 +108,8 @@ class GatewayStage:
         """Serve until SIGTERM. Returns the exit code. `on_listening(port)` is called once it accepts connections."""
         try:
             await self._runner.setup()
+            assert self._runner.server is not None
+            self._gate.serve(self._runner.server)
             self._server = await self._listen()
             await self.control.start()
             log.info("listening", extra={"host": self.config.server.host, "port": self.port})
@@ -154,22 +139,12 @@ class GatewayStage:
 
     async def _listen(self) -> asyncio.Server:
         host, port = self.config.server.host, self.config.server.port
-        make_handler = self._runner.server
-        assert make_handler is not None
-        most = self.config.server.max_concurrent_requests + SPARE_CONNECTIONS
-
-        def accept() -> asyncio.Protocol:
-            if len(make_handler.connections) >= most:
-                self.service.metrics.numbers.add("starling_rejections_total", "OVERLOADED")
-                return _Refusal()
-            return make_handler()
-
         loop = asyncio.get_running_loop()
         try:
             if self._inherited is not None:
-                server = await loop.create_server(accept, sock=self._inherited.dup(), backlog=BACKLOG)
+                server = await loop.create_server(self._gate.protocol, sock=self._inherited.dup(), backlog=BACKLOG)
             else:
-                server = await loop.create_server(accept, host, port, backlog=BACKLOG, reuse_address=True)
+                server = await loop.create_server(self._gate.protocol, host, port, backlog=BACKLOG, reuse_address=True)
         except (OSError, socket.gaierror) as error:
             raise ConfigError(
                 f"cannot listen on {host}:{port}: {error.strerror or error}; stop the process that uses it, or set "

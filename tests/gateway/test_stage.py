@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pipeline.protocol import messages as m
-from stages.gateway.stage import SPARE_CONNECTIONS
+from stages.gateway.http.connection_gate import RESERVED_PER_ADDRESS, SPARE
 from tests.gateway.peers import MODEL, output, text_of
 from tests.gateway.server import MakeServer, Server
 
@@ -369,9 +369,11 @@ def test_a_port_in_use_is_reported_in_one_line(make_server: MakeServer) -> None:
 
 
 def test_connections_over_the_limit_get_a_503(make_server: MakeServer) -> None:
-    server = make_server(server={"max_concurrent_requests": 1})
+    server = make_server(server={"max_concurrent_requests": 1, "max_connections_per_address": 1000})
     server.wait_ready()
-    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(1 + SPARE_CONNECTIONS)]
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(1 + SPARE)]
+    assert server.get("/health").status == 200  # the reserve
+    idle += [socket.create_connection(("127.0.0.1", server.port)) for _ in range(RESERVED_PER_ADDRESS)]
     refused = server.get("/health")
     assert (refused.status, refused.error["code"]) == (503, "OVERLOADED")
     assert refused.headers["Retry-After"] == "1"

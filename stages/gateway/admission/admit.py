@@ -1,6 +1,6 @@
 """Admission: from a `GenerationRequest` to the state of a request that can be started.
 
-    1  the server takes requests, and fewer than `server.max_concurrent_requests` are in flight
+    1  the server takes requests, and neither it nor the tenant (or address) has too many in flight
     2  the tenant's request quota allows one more, whatever its body holds; the model is known and not drained
     3  the model is ready, or becomes ready in time; from here on the request belongs to the version that serves now
     4  a session's turn is begun at the KV manager
@@ -24,7 +24,7 @@ import msgspec
 from pipeline.api.keys import Caller
 from pipeline.api.quotas import Quotas
 from pipeline.config.schema import Config
-from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
+from pipeline.errors import ModelUnavailable, StarlingError
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from shm.pages import NUMERICS
@@ -80,17 +80,11 @@ class Admission:
         self._timeout_s = config.server.request_timeout_ms / 1000
 
     @contextmanager
-    def slot(self) -> Iterator[None]:
+    def slot(self, principal: str) -> Iterator[None]:
         """Count a new request among those in flight. Raises `Overloaded`, or why the server takes no requests."""
         if refusal := self._readiness.refusal():
             raise refusal
-        bound = self._config.server.max_concurrent_requests
-        if self._in_flight.count >= bound:
-            raise Overloaded(
-                f"{bound} requests are in flight, the most that are taken (server.max_concurrent_requests); try again",
-                retry_after_s=1.0,
-            )
-        with self._in_flight.counted():
+        with self._in_flight.counted(principal):
             yield
 
     @contextmanager

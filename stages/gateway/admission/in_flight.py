@@ -1,4 +1,4 @@
-"""How many requests are being admitted or served: in all, of each model, and on each loaded version."""
+"""How many requests are being admitted or served: in all, of each principal and model, and on each loaded version."""
 
 from __future__ import annotations
 
@@ -6,27 +6,38 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from pipeline.errors import Overloaded
+from stages.gateway.admission.fair_shares import FairShares, Refusal
 from stages.gateway.requests.relay import Relay
 
 
 class InFlight:
     """One per gateway. `waiting_on(version)`: recovered requests that will continue on that version."""
 
-    def __init__(self, relay: Relay, waiting_on: Callable[[str], int]) -> None:
-        self.count = 0  # HTTP requests for text or tokens, from admission to the end of their response
+    def __init__(self, relay: Relay, waiting_on: Callable[[str], int], bounds: FairShares) -> None:
+        self.bounds = bounds  # of HTTP requests, from admission to the end of their response
         self._relay = relay
         self._waiting_on = waiting_on
         self._admitting: Counter[str] = Counter()  # by model: not in the relay yet
         self._using: Counter[str] = Counter()  # by version: being admitted to it, or using its tokenizer
 
+    @property
+    def count(self) -> int:
+        """HTTP requests in flight, of all principals."""
+        return self.bounds.held
+
     @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count one HTTP request."""
-        self.count += 1
-        try:
+    def counted(self, principal: str) -> Iterator[None]:
+        """Count one HTTP request of a tenant or address. Raises `Overloaded`."""
+        refusal = self.bounds.refusal(principal)
+        if refusal is not None:
+            bound, what, key = self.bounds.total, "for all clients together", "max_concurrent_requests"
+            if refusal is Refusal.SHARE:
+                bound, what, key = self.bounds.share, "for one client", "max_concurrent_per_tenant"
+            message = f"{bound} requests can be in flight {what} (server.{key}), and no more are taken now; try again"
+            raise Overloaded(message, retry_after_s=1.0)
+        with self.bounds.taken(principal):
             yield
-        finally:
-            self.count -= 1
 
     @contextmanager
     def admitting(self, model: str) -> Iterator[None]:

@@ -12,5 +12,6 @@ token_endpoints.py    /v1/tokenize and /v1/detokenize
 model_endpoints.py    /v1/models
 probes.py             /health, /ready and metrics
 sinks.py              an event stream or a whole response
+connection_gate.py    bounds on connections, in total and for each address
 idle_connections.py   closes connections that never send a request
 """

@@ -11,7 +11,8 @@ from pipeline.config.schema import Config
 from pipeline.errors import Forbidden
 from stages.gateway.admin import Admin
 from stages.gateway.http import model_endpoints, probes, text_endpoints, token_endpoints
-from stages.gateway.http.context import BODY_TURN, CALLER, PARSERS, SERVICE, Handler, json_response
+from stages.gateway.http.connection_gate import ConnectionGate
+from stages.gateway.http.context import BODY_TURN, CALLER, GATE, PARSERS, PRINCIPAL, SERVICE, Handler, json_response
 from stages.gateway.http.middleware import make_header_setter, make_middleware
 from stages.gateway.http.parser_pool import ParserPool
 from stages.gateway.http.request_body import read_body
@@ -28,6 +29,7 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
     )
     app[SERVICE] = service
     app.cleanup_ctx.append(_run_parsers)
+    app[GATE] = ConnectionGate(config, lambda: service.metrics.numbers.add("starling_rejections_total", "OVERLOADED"))
     app.on_response_prepare.append(make_header_setter(config))
     for endpoint in text_endpoints.TEXT_ENDPOINTS:
         app.router.add_post(endpoint.path, text_endpoints.text_handler(endpoint, config, service))
@@ -59,9 +61,10 @@ async def _run_parsers(app: web.Application) -> AsyncIterator[None]:
 async def _close_session(request: web.Request) -> web.Response:
     """POST /v1/session/close."""
     service = request.app[SERVICE]
-    name, session_id = await read_body(request, service.config, "session_close")
-    model = service.catalog.resolve(name)
-    await service.sessions.close(model, request[CALLER].tenant, session_id)
+    with service.in_flight.counted(request[PRINCIPAL]):
+        name, session_id = await read_body(request, service.config, "session_close")
+        model = service.catalog.resolve(name)
+        await service.sessions.close(model, request[CALLER].tenant, session_id)
     return json_response({"model": model, "session_id": session_id, "closed": True})
 
 
@@ -71,7 +74,7 @@ def _admin_handler(op: str, config: Config, admin: Admin) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         if not request[CALLER].is_admin:
             raise Forbidden("this needs an API key with `admin: true`; on the server's machine, use `starling`")
-        body = await read_body(request, config, "object") if request.method == "POST" else {}
+        body = await read_body(request, config, "object", is_counted=False) if request.method == "POST" else {}
         return json_response(await admin.answer({**body, "op": op}))
 
     return handle

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.keys import Caller
+from stages.gateway.http.connection_gate import ConnectionGate
 from stages.gateway.http.parser_pool import ParserPool
 from stages.gateway.requests.state import RequestState
 from stages.gateway.service import Service
@@ -17,9 +18,11 @@ from stages.gateway.service import Service
 SERVICE = web.AppKey("service", Service)
 PARSERS = web.AppKey("parsers", ParserPool)
 BODY_TURN = web.AppKey("body_turn", asyncio.Lock)  # held by the body that is being added to
+GATE = web.AppKey("gate", ConnectionGate)
 
 # Set by the middleware before a handler runs.
 CALLER = web.RequestKey("caller", Caller)
+PRINCIPAL = web.RequestKey("principal", str)  # whom bounds apply to: the tenant, or without API keys the address
 CLIENT_ID = web.RequestKey("client_id", str)  # a valid X-Request-Id, or ""
 STARTED_AT = web.RequestKey("started_at", float)  # of the service's clock
 # Set by a handler of text.

@@ -18,8 +18,20 @@ from aiohttp.typedefs import Middleware
 
 from pipeline.api.keys import Keys
 from pipeline.config.schema import Config
-from pipeline.errors import StarlingError
-from stages.gateway.http.context import BEGUN, CALLER, CLIENT_ID, SERVICE, STARTED_AT, STATE, Handler, request_id
+from pipeline.errors import Overloaded, StarlingError
+from stages.gateway.admission.fair_shares import address_principal
+from stages.gateway.http.context import (
+    BEGUN,
+    CALLER,
+    CLIENT_ID,
+    GATE,
+    PRINCIPAL,
+    SERVICE,
+    STARTED_AT,
+    STATE,
+    Handler,
+    request_id,
+)
 from stages.gateway.http.errors import error_of, to_response
 from stages.gateway.service import Service
 
@@ -42,12 +54,16 @@ def make_middleware(config: Config, service: Service) -> Middleware:
         request[CLIENT_ID] = given if _CLIENT_ID.fullmatch(given) else ""
         status = CLIENT_CLOSED
         error: StarlingError | None = None
+        request.app[GATE].head_received(request.protocol)
         try:
             if has_cors and request.method == "OPTIONS":
                 response: web.StreamResponse = web.Response(status=204)
             else:
                 if request.path.startswith("/v1/"):
                     request[CALLER] = keys.caller(request.headers.get("Authorization"))
+                    request[PRINCIPAL] = request[CALLER].tenant if keys else address_principal(request.remote or "")
+                    if request.app[GATE].is_reserved(request.protocol):
+                        _check_reserved(request, service)
                 response = await handler(request)
             status = response.status
             state = request.get(STATE)
@@ -90,6 +106,14 @@ def _report(request: web.Request, error: StarlingError) -> web.StreamResponse:
     return begun  # aiohttp cannot write its end to the aborted connection, and closes it
 
 
+def _check_reserved(request: web.Request, service: Service) -> None:
+    """Raises `Overloaded` for a request that the reserve of connections is not for."""
+    if request.path.startswith("/v1/admin/") and request[CALLER].is_admin:
+        return
+    if service.in_flight.bounds.held_by(request[PRINCIPAL]):
+        raise Overloaded("the server has reached its connection limit; close other connections", retry_after_s=1.0)
+
+
 def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
     """Return the handler of `on_response_prepare`, which adds the headers that every response has."""
     has_cors = config.server.enable_cors
@@ -97,7 +121,8 @@ def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamRespo
     async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
         request[BEGUN] = response
         response.headers["Server"] = "starling"
-        if request.app[SERVICE].readiness.is_handing_over:
+        service = request.app[SERVICE]
+        if service.readiness.is_handing_over or request.app[GATE].is_reserved(request.protocol):
             response.force_close()
             response.headers["Connection"] = "close"
         if name := request_id(request):

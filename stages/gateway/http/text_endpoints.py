@@ -22,7 +22,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import Conflict, InvalidRequest, StarlingError
 from stages.gateway.endpoints import chat, completions, generate
 from stages.gateway.endpoints.response_formatter import ResponseFormatter
-from stages.gateway.http.context import CALLER, CLIENT_ID, SERVICE, STARTED_AT, STATE, Handler
+from stages.gateway.http.context import CALLER, CLIENT_ID, PRINCIPAL, SERVICE, STARTED_AT, STATE, Handler
 from stages.gateway.http.request_body import read_body
 from stages.gateway.http.sinks import EventStream, WholeResponse
 from stages.gateway.requests.event_cursor import EventCursor, parse_event_cursor
@@ -62,7 +62,7 @@ def text_handler(endpoint: TextEndpoint, config: Config, service: Service) -> Ha
                     "Last-Event-ID",
                 )
             return await _resume(request, service, state, cursor)
-        with service.admission.slot():
+        with service.admission.slot(request[PRINCIPAL]):
             service.admission.charge_attempt(request[CALLER])
             generation = await read_body(request, config, endpoint.name)
             state = await service.admission.admit(generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID])
@@ -117,7 +117,7 @@ async def _resume(
             whole.failed(state.error)
         return whole
 
-    with service.in_flight.counted():
+    with service.in_flight.counted(request[PRINCIPAL]):
         sink = await service.resumer.resume(state, cursor, make_sink)
         try:
             return await _respond(request, sink, formatter)

@@ -10,14 +10,14 @@ from pipeline.api.generation_fields import MAX_PROMPT_IDS
 from pipeline.api.json_body import CONTENT_TYPE
 from stages.gateway.admission.prompts import check_range
 from stages.gateway.endpoints.tokenize import tokenize_response
-from stages.gateway.http.context import SERVICE, json_response
+from stages.gateway.http.context import PRINCIPAL, SERVICE, json_response
 from stages.gateway.http.request_body import read_body
 
 
 async def tokenize(request: web.Request) -> web.Response:
     """POST /v1/tokenize: the token ids of a text."""
     service = request.app[SERVICE]
-    with service.admission.slot():
+    with service.admission.slot(request[PRINCIPAL]):
         body = await read_body(request, service.config, "tokenize")
         model = service.catalog.resolve(body.model)
         with service.admission.serving_version(model) as version:
@@ -39,7 +39,7 @@ async def tokenize(request: web.Request) -> web.Response:
 async def detokenize(request: web.Request) -> web.Response:
     """POST /v1/detokenize: the text of token ids."""
     service = request.app[SERVICE]
-    with service.admission.slot():
+    with service.admission.slot(request[PRINCIPAL]):
         body = await read_body(request, service.config, "detokenize")
         model = service.catalog.resolve(body.model)
         with service.admission.serving_version(model) as version:

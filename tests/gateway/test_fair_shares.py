@@ -1,0 +1,183 @@
+"""One tenant or address cannot use up the server: requests, connections and body bytes of the others are served."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stages.gateway.admission.fair_shares import FairShares, Refusal, address_principal
+from tests.gateway.peers import MODEL
+from tests.gateway.server import MakeServer, Server
+
+KEYS = {"api_keys": [{"key": "sk-a", "tenant": "a"}, {"key": "sk-b", "tenant": "b"}, {"key": "sk-o", "admin": True}]}
+BODY = {"prompt": "x", "max_tokens": 3}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_shares_and_reserve() -> None:
+    shares = FairShares(8, 6, reserve=1)
+    for _ in range(6):
+        assert shares.refusal("a") is None
+        shares.take("a")
+    assert shares.refusal("a") is Refusal.SHARE
+    shares.take("b")
+    assert shares.refusal("b") is Refusal.TOTAL
+    assert shares.refusal("c") is None
+    shares.take("c")
+    assert shares.refusal("d") is Refusal.TOTAL
+    shares.give_back("a", 6)
+    assert shares.refusal("b") is None
+    assert (shares.held, shares.held_by("a")) == (2, 0)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5), st.booleans())))
+def test_what_is_held_adds_up_and_stays_within_the_bounds(operations: list[tuple[str, int, bool]]) -> None:
+    shares = FairShares(20, 12, reserve=4, first=3)
+    held = {"a": 0, "b": 0, "c": 0}
+    for principal, amount, takes in operations:
+        if takes and shares.refusal(principal, amount) is None:
+            shares.take(principal, amount)
+            held[principal] += amount
+        elif not takes and held[principal] >= amount:
+            shares.give_back(principal, amount)
+            held[principal] -= amount
+        assert shares.held == sum(held.values()) <= 20
+        assert all(shares.held_by(name) == n <= 12 for name, n in held.items())
+
+
+@pytest.mark.parametrize(
+    ("address", "principal"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("local", "local"),
+    ],
+)
+def test_the_principal_of_an_address(address: str, principal: str) -> None:
+    assert address_principal(address) == principal
+
+
+def slow_bodies(server: Server, count: int, stack: ExitStack, key: str = "", source: str = "127.0.0.1") -> None:
+    """Open connections that send the head of a request and one byte of its body."""
+    head = "POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n"
+    head += f"Authorization: Bearer {key}\r\n" if key else ""
+    for _ in range(count):
+        sock = stack.enter_context(
+            socket.create_connection(("127.0.0.1", server.port), timeout=20, source_address=(source, 0))
+        )
+        sock.sendall(head.encode() + b"\r\n{")
+
+
+def ask(server: Server, path: str, body: Any, headers: dict[str, str], source: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20, source_address=(source, 0))
+    try:
+        connection.request(
+            "POST" if body is not None else "GET",
+            path,
+            body and str(body).replace("'", '"'),
+            {"Content-Type": "application/json", **headers},
+        )
+        response = connection.getresponse()
+        response.read()
+        return response.status
+    finally:
+        connection.close()
+
+
+def test_slow_bodies_of_one_key_leave_the_others_and_the_probes_alone(make_server: MakeServer) -> None:
+    server = make_server(auth=KEYS)
+    server.wait_ready()
+    with ExitStack() as stack:
+        slow_bodies(server, 300, stack, "sk-a")
+        until = time.monotonic() + 4.0
+        n_served = 0
+        while time.monotonic() < until:
+            assert server.post("/v1/generate", BODY, bearer("sk-b")).status == 200
+            assert server.get("/ready").status == 200
+            assert server.get("/v1/admin/state", bearer("sk-o")).status == 200
+            n_served += 1
+        assert n_served >= 10
+        refused = server.post("/v1/generate", BODY, bearer("sk-a"))
+        assert (refused.status, refused.error["code"]) == (429, "OVERLOADED")
+        assert "max_concurrent_per_tenant" in refused.error["message"]
+        assert refused.headers["Retry-After"] == "1"
+
+
+def test_without_keys_an_address_has_its_share(make_server: MakeServer) -> None:
+    server = make_server(server={"max_concurrent_requests": 16})
+    server.wait_ready()
+    with ExitStack() as stack:
+        slow_bodies(server, 12, stack, source="127.0.0.2")
+        deadline = time.monotonic() + 10
+        while ask(server, "/v1/generate", BODY, {}, "127.0.0.2") != 429:
+            assert time.monotonic() < deadline
+        for _ in range(5):
+            assert ask(server, "/v1/generate", BODY, {}, "127.0.0.1") == 200
+            assert ask(server, "/ready", None, {}, "127.0.0.2") == 200
+
+
+def test_connections_of_one_address_do_not_keep_out_another(make_server: MakeServer) -> None:
+    server = make_server(auth=KEYS)
+    server.wait_ready()
+    with ExitStack() as stack:
+        for _ in range(700):
+            stack.enter_context(
+                socket.create_connection(("127.0.0.1", server.port), timeout=20, source_address=("127.0.0.2", 0))
+            )
+        for _ in range(20):
+            assert ask(server, "/v1/generate", BODY, bearer("sk-b"), "127.0.0.1") == 200
+            assert ask(server, "/ready", None, {}, "127.0.0.1") == 200
+
+
+def test_the_reserve_of_connections_is_for_probes_administration_and_idle_tenants(make_server: MakeServer) -> None:
+    server = make_server(auth=KEYS, server={"max_connections_per_address": 2})
+    server.wait_ready()
+    server.peers.do(lambda: setattr(server.peers, "is_stepping", False))
+    with ExitStack() as stack:
+        slow_bodies(server, 2, stack, "sk-a")
+        deadline = time.monotonic() + 10
+        while server.post("/v1/generate", BODY, bearer("sk-a")).status != 429:
+            assert time.monotonic() < deadline
+        for path in ("/ready", "/health", "/metrics"):
+            assert server.get(path).status == 200
+        assert server.get("/v1/admin/state", bearer("sk-o")).status == 200
+        server.peers.do(lambda: setattr(server.peers, "is_stepping", True))
+        served = server.post("/v1/generate", BODY, bearer("sk-b"))
+        assert (served.status, served.headers["Connection"]) == (200, "close")
+        silent = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+        assert silent.recv(1) == b""  # closed, because it sends nothing
+
+
+def test_bytes_of_bodies_are_bounded_for_each_tenant(make_server: MakeServer) -> None:
+    server = make_server(auth=KEYS, server={"max_body_mb": 1, "body_buffer_mb": 4})
+    server.wait_ready()
+    body = b'{"model": "%b", "prompt": "' % MODEL.encode() + b"x" * 1_000_000
+    head = b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n" % (
+        len(body) + 100
+    )
+    answers = []
+    with ExitStack() as stack:
+        for _ in range(6):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=1.5))
+            try:
+                sock.sendall(head + b"Authorization: Bearer sk-a\r\n\r\n" + body)
+                answers.append(sock.recv(12))
+            except TimeoutError:
+                answers.append(b"")
+        assert answers == [b""] * 2 + [b"HTTP/1.1 429"] * 4
+        assert server.post("/v1/generate", {**BODY, "user": "y" * 500_000}, bearer("sk-b")).status in (200, 400)
+    deadline = time.monotonic() + 10
+    while server.post("/v1/generate", BODY, bearer("sk-a")).status != 200:
+        assert time.monotonic() < deadline
