@@ -56,6 +56,7 @@ def check_rules(config: Config) -> Iterator[Rule]:
     yield from _limits(config)
     yield from _auth(config)
     yield from _edges(config)
+    yield from _sessions(config)
     yield from _server(config)
 
 
@@ -197,6 +198,12 @@ def _shared_memory(at: str, name: str, address: str) -> Iterator[Rule]:
         except ConfigError:
             reason = f"{edge.binder} and {edge.connector} share memory, so both run on one machine; use a loopback host"
             yield Rule(at, repr(address), reason)
+
+
+def _sessions(config: Config) -> Iterator[Rule]:
+    if not config.cache.session_ttl_s and not config.cache.max_sessions_per_tenant:
+        reason = "sessions that never expire need a bound: set cache.max_sessions_per_tenant"
+        yield Rule("cache.session_ttl_s", "0", reason)
 
 
 def _server(config: Config) -> Iterator[Rule]:

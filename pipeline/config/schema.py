@@ -144,7 +144,9 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     max_size_mb: Megabytes = 512  # of a model's KV arena, unless it gives kv_cache_mb
     eviction_policy: Policy = "lru"
     max_sequences: Count = 1000  # sessions of a model, unless it gives max_sessions
-    session_ttl_s: SessionSeconds = 3600  # default of sessions; 0: never closed automatically
+    max_sessions_per_tenant: CountOrNone = 0  # of a model; 0: half, with API keys of several tenants
+    session_mb: Megabytes = 256  # tokens of a model's sessions, in memory and state_dir
+    session_ttl_s: SessionSeconds = 3600  # default of sessions; 0: never closed, needs max_sessions_per_tenant
     ttl_s: Seconds = 0  # unused pages older than this are dropped; 0: never
     persist_mb: MegabytesOrNone = 512  # per model: pages saved at an orderly stop; 0: none
     responses: ResponseCacheConfig = ResponseCacheConfig()
@@ -202,8 +204,9 @@ class Config(Section, frozen=True, kw_only=True):
     def concurrent_per_tenant(self) -> int:
         """Most requests in flight of a tenant, or of an address without API keys."""
         total = self.server.max_concurrent_requests
-        owners = {key.owner for key in self.auth.api_keys}
-        return min(total, self.server.max_concurrent_per_tenant or (total if len(owners) == 1 else total - total // 4))
+        return min(
+            total, self.server.max_concurrent_per_tenant or (total if len(self.tenants) == 1 else total - total // 4)
+        )
 
     def max_batch_size(self, model: ModelConfig) -> int:
         """Most sequences in a step of the model."""
@@ -212,6 +215,16 @@ class Config(Section, frozen=True, kw_only=True):
     def max_sessions(self, model: ModelConfig) -> int:
         """Most open sessions of the model."""
         return model.max_sessions or self.cache.max_sequences
+
+    def sessions_per_tenant(self, model: ModelConfig) -> int:
+        """Most open sessions of a tenant with the model."""
+        most = self.max_sessions(model)
+        return min(most, self.cache.max_sessions_per_tenant or (most - most // 2 if len(self.tenants) > 1 else most))
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """The owners of the API keys."""
+        return frozenset(key.owner for key in self.auth.api_keys)
 
     def kv_cache_bytes(self, model: ModelConfig) -> int:
         """Maximum size of the model's KV arena in bytes, headers included."""

@@ -24,6 +24,7 @@ from stages.kv.pool.page_pool import PagePool
 from stages.kv.pool.prefix_hash import root_hasher
 from stages.kv.pool.token_rows import TokenRows
 from stages.kv.sessions.model_sessions import ModelSessions
+from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_store import SessionStore
 from stages.kv.storage import persist
 from stages.kv.storage.disk_store import DiskPageStore
@@ -203,8 +204,13 @@ class ModelPages:
             self.tokenizer,
             root_hasher(bytes.fromhex(self.digest), self.geometry),
             self.geometry.page_tokens,
-            self.config.max_sessions(self.model),
-            self.model.max_sequence_length or self.context_length,
+            SessionBounds(
+                self.config.max_sessions(self.model),
+                self.model.max_sequence_length or self.context_length,
+                self.config.sessions_per_tenant(self.model),
+                max(1, len(self.config.tenants)),
+                self.config.cache.session_mb << 20,
+            ),
         )
 
     # -------------------------------------------------------------- sources of pages

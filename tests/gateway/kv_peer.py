@@ -11,6 +11,7 @@ from pipeline.config.schema import Config
 from pipeline.ipc.endpoint import Hub
 from pipeline.protocol import messages as m
 from stages.kv.sessions.model_sessions import answer
+from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import SessionFiles
 from stages.kv.sessions.session_store import SessionStore
 from tests.gateway.threaded import Threaded
@@ -18,14 +19,18 @@ from tests.gateway.threaded import Threaded
 MAX_SESSIONS = 3
 
 
-def open_sessions(directory: Path, clock: Callable[[], float] = time.time) -> SessionStore:
-    return SessionStore(SessionFiles(directory), lambda salt: b"\0" * 16, 1 << 20, MAX_SESSIONS, 4096, clock)
+def open_sessions(
+    directory: Path, clock: Callable[[], float] = time.time, bounds: SessionBounds | None = None
+) -> SessionStore:
+    bounds = bounds or SessionBounds(MAX_SESSIONS, 4096)
+    return SessionStore(SessionFiles(directory), lambda salt: b"\0" * 16, 1 << 20, bounds, clock)
 
 
 class KvPeer(Threaded):
-    def __init__(self, config: Config, directory: Path) -> None:
+    def __init__(self, config: Config, directory: Path, bounds: SessionBounds | None = None) -> None:
         super().__init__(config, 0.02)
         self.directory = directory
+        self.bounds = bounds
         self.late_s = 0.0  # added to the clock of the sessions
         self.held_back: type[m.Frame] | None = None  # frames of that type are dropped
         self.lost: queue.SimpleQueue[m.Frame] = queue.SimpleQueue()
@@ -52,7 +57,7 @@ class KvPeer(Threaded):
 
     def begin(self) -> None:
         self.held_back = None
-        self.sessions = open_sessions(self.directory, lambda: time.time() + self.late_s)
+        self.sessions = open_sessions(self.directory, lambda: time.time() + self.late_s, self.bounds)
         self._hub = self.bind("gateway-kv", "kv")
         self._hub.on_down = lambda peer, hello: self.sessions.drop_holder(peer) if self.sessions else None
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import http.client
 import socket
 import time
+from collections import Counter
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.gateway.admission.fair_shares import FairShares, Refusal, address_principal
+from stages.kv.sessions.session_bounds import SessionBounds
+from tests.gateway.kv_peer import KvPeer
 from tests.gateway.peers import MODEL
 from tests.gateway.server import MakeServer, Server
 
@@ -181,3 +185,27 @@ def test_bytes_of_bodies_are_bounded_for_each_tenant(make_server: MakeServer) ->
     deadline = time.monotonic() + 10
     while server.post("/v1/generate", BODY, bearer("sk-a")).status != 200:
         assert time.monotonic() < deadline
+
+
+def test_a_thousand_sessions_of_one_key_leave_room_for_another(make_server: MakeServer, tmp_path: Path) -> None:
+    server = make_server(auth=KEYS)
+    model = server.config.models[0]
+    per_tenant = server.config.sessions_per_tenant(model)
+    bounds = SessionBounds(server.config.max_sessions(model), 4096, per_tenant, len(server.config.tenants))
+    kv = KvPeer(server.config, tmp_path, bounds)
+    try:
+        server.wait_ready()
+        connection = server.connect()
+        statuses: Counter[int] = Counter()
+        for _ in range(1000):
+            headers = {"Content-Type": "application/json", **bearer("sk-a")}
+            body = b'{"prompt": "x", "session_id": "", "max_tokens": 1}'
+            connection.request("POST", "/v1/generate", body, headers)
+            response = connection.getresponse()
+            response.read()
+            statuses[response.status] += 1
+        connection.close()
+        assert statuses == {200: per_tenant, 429: 1000 - per_tenant}
+        assert server.post("/v1/generate", {**BODY, "session_id": ""}, bearer("sk-b")).status == 200
+    finally:
+        kv.stop()

@@ -248,6 +248,7 @@ def test_a_session_can_be_named_and_does_not_hold_the_stop(server: Server, kv: K
         ({"session_id": "x" * 129}, "session_id"),
         ({"session_id": "x", "session_ttl_s": 5}, "session_ttl_s"),
         ({"session_id": "", "session_ttl_s": -1}, "session_ttl_s"),
+        ({"session_id": "", "session_ttl_s": 0}, "session_ttl_s"),
         ({"session_id": "", "n": 2}, "n"),
         ({"session_id": "", "cache_salt": "a\0b"}, "cache_salt"),
         ({"session_id": "", "max_tokens": 4097}, "max_tokens"),
@@ -265,7 +266,7 @@ def test_refused_turns_leave_nothing(server: Server, kv: KvPeer, more: dict[str,
 
 
 def test_the_number_of_sessions_is_bounded(server: Server, kv: KvPeer) -> None:
-    names = [turn(server, "x", "", session_ttl_s=0)["session_id"] for _ in range(MAX_SESSIONS)]
+    names = [turn(server, "x", "")["session_id"] for _ in range(MAX_SESSIONS)]
     refused = server.post("/v1/generate", {"prompt": "x", "session_id": "", "max_tokens": 1})
     assert (refused.status, refused.error["code"]) == (429, "OVERLOADED")
     assert "max_sessions" in refused.error["message"]

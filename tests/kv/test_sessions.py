@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pipeline.errors import Conflict, InvalidRequest, NotFound, Overloaded, ResourceError
 from stages.kv.manager import Grant
 from stages.kv.pool import prefix_hash
+from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import SUFFIX, SessionFiles, parse
 from stages.kv.sessions.session_store import EMPTY_S, SessionStore
 from tests.kv.world import DIGEST, GEOMETRY, PAGE_TOKENS, Clock, FakeRows, contents, manager, small_arena
@@ -36,7 +37,9 @@ def raw(*tokens: int) -> bytes:
 
 def open_sessions(directory: Path, clock: Time, max_sessions: int = 3, max_tokens: int = 100) -> SessionStore:
     ids = iter(f"sess-{i}" for i in range(100))
-    return SessionStore(SessionFiles(directory), ROOTS, PAGE_TOKENS, max_sessions, max_tokens, clock, lambda: next(ids))
+    return SessionStore(
+        SessionFiles(directory), ROOTS, PAGE_TOKENS, SessionBounds(max_sessions, max_tokens), clock, lambda: next(ids)
+    )
 
 
 @pytest.fixture
@@ -272,3 +275,48 @@ def test_a_full_disk_refuses_the_turn_and_keeps_the_session(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(open_sessions(tmp_path, clock).all()[0].tokens) == [1, 2]
     assert list(sessions.begin(ME, "t", "a").tokens) == [1, 2]
+
+
+def test_a_tenant_leaves_room_for_the_others(tmp_path: Path, clock: Time) -> None:
+    ids = iter(f"sess-{i}" for i in range(100))
+    bounds = SessionBounds(16, 100, per_tenant=14, n_tenants=4)
+    sessions = SessionStore(SessionFiles(tmp_path), ROOTS, PAGE_TOKENS, bounds, clock, lambda: next(ids))
+
+    def open_until_refused(tenant: str) -> int:
+        for count in range(20):
+            try:
+                sessions.begin(ME, tenant, "", create=True)
+            except Overloaded:
+                return count
+        raise AssertionError("never refused")
+
+    assert open_until_refused("a") == 12  # the last quarter is reserved for tenants with fewer than 16 / 4
+    assert open_until_refused("b") == 4
+    with pytest.raises(Overloaded, match="max_sessions"):
+        sessions.begin(ME, "c", "", create=True)
+    for session in sessions.all()[:6]:
+        sessions.close(session.tenant, session.id)
+    sessions.check()
+    assert open_until_refused("c") == 4
+    sessions.check()
+
+
+def test_the_bytes_of_a_tenants_sessions_are_bounded(tmp_path: Path, clock: Time) -> None:
+    bounds = SessionBounds(16, 100, n_tenants=2, max_bytes=400)
+    sessions = SessionStore(SessionFiles(tmp_path), ROOTS, PAGE_TOKENS, bounds, clock)
+    for tenant, tokens in (("a", 50), ("a", 40), ("b", 9)):
+        session = sessions.begin(ME, tenant, "", create=True, ttl_s=60)
+        sessions.commit(ME, tenant, session.id, 1, 0, raw(*range(tokens)))
+        sessions.check()
+    with pytest.raises(Overloaded, match="cache.session_mb"):
+        sessions.begin(ME, "a", "", create=True)
+    with pytest.raises(Overloaded, match="cache.session_mb"):
+        sessions.begin(ME, "a", sessions.all()[0].id)
+    turn = sessions.begin(ME, "b", session.id)
+    sessions.abort(ME, "b", turn.id, turn.turn)
+    sessions = SessionStore(SessionFiles(tmp_path), ROOTS, PAGE_TOKENS, bounds, clock)
+    with pytest.raises(Overloaded, match="cache.session_mb"):
+        sessions.begin(ME, "a", "", create=True)
+    clock.now += 61
+    sessions.begin(ME, "a", "", create=True)
+    sessions.check()

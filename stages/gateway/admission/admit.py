@@ -24,7 +24,7 @@ import msgspec
 from pipeline.api.keys import Caller
 from pipeline.api.quotas import Quotas
 from pipeline.config.schema import Config
-from pipeline.errors import ModelUnavailable, StarlingError
+from pipeline.errors import InvalidRequest, ModelUnavailable, StarlingError
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from shm.pages import NUMERICS
@@ -129,6 +129,12 @@ class Admission:
         if generation.session_id is None:
             generation = msgspec.structs.replace(generation, cache_salt=salt)
             return await self._build(version, generation, (), call)
+        if generation.session_ttl_s == 0 and not self._config.cache.max_sessions_per_tenant:
+            raise InvalidRequest(
+                "session_ttl_s is 0; a session that never expires needs cache.max_sessions_per_tenant in the server's "
+                "configuration: give at least 1 s",
+                "session_ttl_s",
+            )
         if generation.session_ttl_s is None:
             generation = msgspec.structs.replace(generation, session_ttl_s=self._config.cache.session_ttl_s)
         generation, held = await self._sessions.begin(version.name, caller.tenant, generation, salt, version.id)

@@ -17,6 +17,7 @@ from pipeline.errors import Conflict, ModelUnavailable, StarlingError
 from pipeline.files import DiskErrors
 from pipeline.protocol import messages as m
 from stages.kv.pool.prefix_hash import PageHash, RootHasher
+from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import SessionFiles
 from stages.kv.sessions.session_store import SessionStore
 from stages.kv.storage.persist import KEPT_VERSIONS
@@ -50,7 +51,7 @@ class ModelSessions:
         return self._stores.get(tokenizer[:TAG_DIGITS])
 
     def open(
-        self, tokenizer: str, root_hash_of: RootHasher, page_tokens: int, max_sessions: int, max_tokens: int
+        self, tokenizer: str, root_hash_of: RootHasher, page_tokens: int, bounds: SessionBounds
     ) -> SessionStore | None:
         """Open the sessions for a version of the model; the first call also reads those of other tokenizers.
 
@@ -71,11 +72,11 @@ class ModelSessions:
             directory = self._directory / f"{self._slug}-{tag}"
             known = self._stores.get(tag)
             if known is not None:
-                known.serve(root_hash_of, page_tokens, max_sessions, max_tokens)
+                known.serve(root_hash_of, page_tokens, bounds)
                 continue
             try:
                 files = SessionFiles(directory)
-                self._stores[tag] = SessionStore(files, root_hash_of, page_tokens, max_sessions, max_tokens)
+                self._stores[tag] = SessionStore(files, root_hash_of, page_tokens, bounds)
             except OSError as error:
                 self._errors.failed("open", directory, error)
                 self.is_missing = self.is_missing or tag == tags[0]

@@ -8,7 +8,7 @@ leaves no trace.  Closing and expiry drop the tokens; the hashes of pages that n
 Turns are numbered and a commit names its turn.  A restarted kv stage does not know which turns are in progress: of two
 commits with the same number the first one wins and the second is a conflict.
 
-Bounds: `max_sessions`, and `max_tokens` of each.  Raises the errors of pipeline/errors.py.
+Bounds: see session_bounds.py.  Raises the errors of pipeline/errors.py.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 from pipeline.errors import Conflict, InvalidRequest, ModelUnavailable, NotFound, Overloaded, ResourceError
 from pipeline.protocol.messages import MAX_SESSION_ID
 from stages.kv.pool.prefix_hash import PageHash, RootHasher, page_hashes
+from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import Session, SessionFiles
 
 EMPTY_S = 600  # a session without any turn is kept for this time
@@ -41,13 +42,11 @@ class SessionStore:
         files: SessionFiles,
         root_hash_of: RootHasher,
         page_tokens: int,
-        max_sessions: int,
-        max_tokens: int,
+        bounds: SessionBounds,
         clock: Callable[[], float] = time.time,
         new_id: Callable[[], str] = _new_id,
     ) -> None:
-        self.max_sessions = max_sessions
-        self.max_tokens = max_tokens
+        self.bounds = bounds
         self._files = files
         self._root_hash_of = root_hash_of
         self._page_tokens = page_tokens
@@ -56,16 +55,18 @@ class SessionStore:
         self.freed: list[PageHash] = []  # the caller frees these pages and clears the list
         self._sessions: dict[tuple[str, str], Session] = {}
         self._owners: Counter[PageHash] = Counter()  # number of sessions with a page of this hash
+        self._count_of: Counter[str] = Counter()  # sessions of a tenant
+        self._tokens_of: Counter[str] = Counter()  # tokens in a tenant's sessions
         for session in files.load():
             self._add_loaded(session)
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def serve(self, root_hash_of: RootHasher, page_tokens: int, max_sessions: int, max_tokens: int) -> None:
+    def serve(self, root_hash_of: RootHasher, page_tokens: int, bounds: SessionBounds) -> None:
         """Continue with another version of the model, whose pages have other hashes."""
         self._root_hash_of, self._page_tokens = root_hash_of, page_tokens
-        self.max_sessions, self.max_tokens = max_sessions, max_tokens
+        self.bounds = bounds
         self._owners.clear()
         for session in self._sessions.values():
             session.page_hashes.clear()
@@ -119,6 +120,8 @@ class SessionStore:
             return session  # that turn was committed, and its answer was lost: no turn begins
         if session.holder and not (session.holder == holder and resume in (-1, session.turn)):
             raise Conflict(f"session {session.id!r} has a turn under way; wait for it", param="session_id")
+        if not session.holder and resume <= 0:
+            self._check_bytes(tenant)
         session.holder = holder
         return session
 
@@ -143,9 +146,10 @@ class SessionStore:
             )
         added.frombytes(tokens)
         session.holder = b""
-        if base + len(added) > self.max_tokens:
+        if base + len(added) > self.bounds.max_tokens:
             raise InvalidRequest(
-                f"session {session_id!r} would hold {base + len(added)} tokens, and at most {self.max_tokens} are kept",
+                f"session {session_id!r} would hold {base + len(added)} tokens, and at most {self.bounds.max_tokens} "
+                "are kept",
                 param="session_id",
                 code="CONTEXT_LENGTH_EXCEEDED",
             )
@@ -154,7 +158,9 @@ class SessionStore:
             self._files.append(session, base, added, now)
         except OSError as error:
             raise self._no_room(error) from None
+        before = len(session.tokens)
         session.append(base, tokens, now)
+        self._count(session, 0, len(session.tokens) - before)
         self._update_hashes(session)
         return session
 
@@ -198,19 +204,21 @@ class SessionStore:
         """Raises `AssertionError` when the owners of page hashes are miscounted."""
         held = Counter(page_hash for session in self._sessions.values() for page_hash in session.page_hashes)
         assert held == self._owners, "owners of page hashes are miscounted"
+        assert Counter(session.tenant for session in self._sessions.values()) == self._count_of
+        assert sum(len(session.tokens) for session in self._sessions.values()) == self._tokens_of.total()
 
     # -------------------------------------------------------------- parts
 
     def _add_loaded(self, session: Session) -> None:
         self._sessions[session.tenant, session.id] = session
+        self._count(session, 1, len(session.tokens))
         self._update_hashes(session)
 
     def _create(self, tenant: str, session_id: str, ttl_s: int, salt: str) -> Session:
-        if len(self._sessions) >= self.max_sessions and not self.expire():
-            raise Overloaded(
-                f"{self.max_sessions} sessions are held (max_sessions); close one or try again later",
-                param="session_id",
-            )
+        if self._refusal(tenant):
+            self.expire()
+        if refusal := self._refusal(tenant):
+            raise Overloaded(f"{refusal}; close a session or try again later", param="session_id")
         if len(session_id) > MAX_SESSION_ID:
             raise InvalidRequest(
                 f"session_id has {len(session_id)} characters, at most {MAX_SESSION_ID} are allowed",
@@ -223,10 +231,33 @@ class SessionStore:
         except OSError as error:
             raise self._no_room(error) from None
         self._sessions[tenant, session.id] = session
+        self._count(session, 1, 0)
         return session
+
+    def _refusal(self, tenant: str) -> str:
+        """Why the tenant gets no further session; "" if it does."""
+        if refusal := self.bounds.refuses_session(len(self._sessions), self._count_of[tenant]):
+            return refusal
+        return self._refuses_bytes(tenant)
+
+    def _refuses_bytes(self, tenant: str) -> str:
+        return self.bounds.refuses_bytes(4 * self._tokens_of.total(), 4 * self._tokens_of[tenant])
+
+    def _check_bytes(self, tenant: str) -> None:
+        if self._refuses_bytes(tenant):
+            self.expire()
+        if refusal := self._refuses_bytes(tenant):
+            raise Overloaded(f"{refusal}; close a session or try again later", param="session_id")
+
+    def _count(self, session: Session, sessions: int, tokens: int) -> None:
+        self._count_of[session.tenant] += sessions
+        self._tokens_of[session.tenant] += tokens
+        if not self._count_of[session.tenant]:
+            del self._count_of[session.tenant], self._tokens_of[session.tenant]
 
     def _drop(self, session: Session) -> None:
         del self._sessions[session.tenant, session.id]
+        self._count(session, -1, -len(session.tokens))
         self._files.remove(session)
         self.freed += [page_hash for page_hash in reversed(session.page_hashes) if self._release(page_hash)]
 
