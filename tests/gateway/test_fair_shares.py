@@ -209,3 +209,18 @@ def test_a_thousand_sessions_of_one_key_leave_room_for_another(make_server: Make
         assert server.post("/v1/generate", {**BODY, "session_id": ""}, bearer("sk-b")).status == 200
     finally:
         kv.stop()
+
+
+def test_tokenizing_and_closing_sessions_are_charged(make_server: MakeServer) -> None:
+    server = make_server(auth=KEYS, rate_limits={"requests_per_minute": 3, "tokens_per_minute": 100})
+    server.wait_ready()
+    one, other = bearer("sk-a"), bearer("sk-b")
+    assert server.post("/v1/tokenize", {"text": "é" * 160}, one).status == 200  # 320 bytes: 80 tokens
+    assert server.post("/v1/detokenize", {"tokens": [65] * 20}, one).status == 200
+    refused = server.post("/v1/detokenize", {"tokens": [65] * 20}, one)
+    assert (refused.status, refused.error["code"]) == (429, "RATE_LIMITED")
+    assert "tokens per minute" in refused.error["message"]
+    refused = server.post("/v1/session/close", {"session_id": "none"}, one)
+    assert (refused.status, refused.error["code"]) == (429, "RATE_LIMITED")
+    assert "requests per minute" in refused.error["message"]
+    assert server.post("/v1/tokenize", {"text": "x"}, other).status == 200

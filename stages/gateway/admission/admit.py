@@ -101,6 +101,10 @@ class Admission:
         """Charge a request to its tenant before its body is read. Raises `RateLimited`."""
         self._quotas.take_request(caller.tenant)
 
+    def charge_tokens(self, caller: Caller, tokens: int) -> None:
+        """Charge the tokens that a request converts without generating any. Raises `RateLimited`."""
+        self._quotas.take_prompt(caller.tenant, tokens)
+
     async def admit(
         self, generation: GenerationRequest, caller: Caller, started_at: float, client_id: str = ""
     ) -> RequestState:

@@ -62,6 +62,7 @@ async def _close_session(request: web.Request) -> web.Response:
     """POST /v1/session/close."""
     service = request.app[SERVICE]
     with service.in_flight.counted(request[PRINCIPAL]):
+        service.admission.charge_attempt(request[CALLER])
         name, session_id = await read_body(request, service.config, "session_close")
         model = service.catalog.resolve(name)
         await service.sessions.close(model, request[CALLER].tenant, session_id)

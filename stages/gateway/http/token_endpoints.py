@@ -10,16 +10,20 @@ from pipeline.api.generation_fields import MAX_PROMPT_IDS
 from pipeline.api.json_body import CONTENT_TYPE
 from stages.gateway.admission.prompts import check_range
 from stages.gateway.endpoints.tokenize import tokenize_response
-from stages.gateway.http.context import PRINCIPAL, SERVICE, json_response
+from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE, json_response
 from stages.gateway.http.request_body import read_body
+
+CHARGED_BYTES = 4  # of text to tokenize that the quota counts as a token: the count is known before the work
 
 
 async def tokenize(request: web.Request) -> web.Response:
     """POST /v1/tokenize: the token ids of a text."""
     service = request.app[SERVICE]
     with service.admission.slot(request[PRINCIPAL]):
+        service.admission.charge_attempt(request[CALLER])
         body = await read_body(request, service.config, "tokenize")
         model = service.catalog.resolve(body.model)
+        service.admission.charge_tokens(request[CALLER], -(-len(body.text.encode()) // CHARGED_BYTES))
         with service.admission.serving_version(model) as version:
             encoded = await service.tokenizer.encode(
                 version.id,
@@ -40,8 +44,10 @@ async def detokenize(request: web.Request) -> web.Response:
     """POST /v1/detokenize: the text of token ids."""
     service = request.app[SERVICE]
     with service.admission.slot(request[PRINCIPAL]):
+        service.admission.charge_attempt(request[CALLER])
         body = await read_body(request, service.config, "detokenize")
         model = service.catalog.resolve(body.model)
+        service.admission.charge_tokens(request[CALLER], len(body.tokens))
         with service.admission.serving_version(model) as version:
             described = await service.readiness.describe(version)
             check_range(body.tokens, "tokens[{}]", "tokens", described.vocab_size)
