@@ -28,7 +28,7 @@ from starling.local_kv import LocalKv
 from starling.worker_group import WorkerGroup
 
 # Settings of a model that mean nothing without the server's other parts.
-SERVER_SETTINGS = ("spill_path", "spill_mb", "max_sessions", "draft_model", "cpus", "weight", "device")
+SERVER_SETTINGS = ("spill_path", "spill_mb", "max_sessions", "draft_model", "cpus", "weight", "share_cache", "device")
 
 
 class Parts(NamedTuple):

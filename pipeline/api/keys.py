@@ -6,7 +6,7 @@ import hashlib
 import hmac
 from typing import NamedTuple
 
-from pipeline.config.schema import AuthConfig
+from pipeline.config.schema import Config
 from pipeline.errors import Unauthenticated
 
 DEFAULT_TENANT = "default"  # the one tenant of a server without keys
@@ -18,7 +18,7 @@ class Caller(NamedTuple):
     tenant: str
     priority: int = 0
     is_admin: bool = False
-    salt: str = ""  # of the tenant's cached pages
+    salt: str = ""  # of the tenant's cached pages and answers; "": shared
 
     def salted(self, request_salt: str) -> str:
         """Return the cache salt of a request that gives `request_salt`.
@@ -31,9 +31,10 @@ class Caller(NamedTuple):
 class Keys:
     """The configured API keys, stored as digests. A presented key is compared with every one in constant time."""
 
-    def __init__(self, auth: AuthConfig) -> None:
+    def __init__(self, config: Config) -> None:
         self._keys = [
-            (_digest(key.key), Caller(key.owner, key.priority, key.admin, key.cache_salt)) for key in auth.api_keys
+            (_digest(key.key), Caller(key.owner, key.priority, key.admin, config.tenant_salt(key.owner)))
+            for key in config.auth.api_keys
         ]
 
     def __bool__(self) -> bool:

@@ -160,10 +160,15 @@ def _auth(config: Config) -> Iterator[Rule]:
         if weight != key.weight:
             reason = f"auth.api_keys.{first} gives tenant {key.owner!r} the weight {weight}"
             yield Rule(f"{at}.weight", str(key.weight), reason)
-        other = config.tenant_salt(key.owner)
-        if key.cache_salt != other:
-            reason = f"another key of tenant {key.owner!r} has {other!r}; a tenant has one"
+        other = next(one for one in config.auth.api_keys if one.owner == key.owner)
+        if key.cache_salt != other.cache_salt:
+            reason = f"another key of tenant {key.owner!r} has {other.cache_salt!r}; a tenant has one"
             yield Rule(f"{at}.cache_salt", repr(key.cache_salt), reason)
+        if key.share_cache != other.share_cache:
+            reason = f"another key of tenant {key.owner!r} has another value; give all of them the same"
+            yield Rule(f"{at}.share_cache", str(key.share_cache).lower(), reason)
+        if key.share_cache and key.cache_salt:
+            yield Rule(f"{at}.share_cache", "true", "cache_salt limits sharing to tenants of the same salt; drop one")
         if not _SALT.fullmatch(key.cache_salt):
             yield Rule(f"{at}.cache_salt", repr(key.cache_salt), "expected up to 128 printable characters")
         named = config.scheduler.tenant_weights.get(key.owner)

@@ -71,6 +71,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     max_sequence_length: Annotated[int, Meta(ge=0, le=1_048_576)] = 0  # 0: the model's own
     ranks: Annotated[int, Meta(ge=0, le=64)] = 0  # worker processes; 0: one per core
     cpus: tuple[Annotated[int, Meta(ge=0, le=4095)], ...] = ()  # cores to pin ranks to; empty: all allowed ones
+    share_cache: bool = False  # of this model, all tenants share cached pages and answers
     device: str = "cpu"
     weight: Weight = 1.0  # share of the machine among models
     speculate: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] = 0  # maximum draft tokens in a step; 0: off
@@ -110,7 +111,8 @@ class ApiKey(Section, frozen=True, kw_only=True):
     weight: Weight = 1.0  # of the tenant, as in scheduler.tenant_weights
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0  # within the tenant, higher first
     admin: bool = False
-    cache_salt: str = ""  # of the tenant: cached pages and answers are shared only with the same salt
+    cache_salt: str = ""  # of the tenant: shares cached pages and answers with tenants of the same salt; "": its own
+    share_cache: bool = False  # of the tenant: shares cached pages and answers with all tenants that do so
 
     @property
     def owner(self) -> str:
@@ -231,8 +233,14 @@ class Config(Section, frozen=True, kw_only=True):
         return (model.kv_cache_mb or self.cache.max_size_mb) << 20
 
     def tenant_salt(self, tenant: str) -> str:
-        """`cache_salt` of the tenant's keys; "" without one."""
-        return next((key.cache_salt for key in self.auth.api_keys if key.owner == tenant), "")
+        """The salt that separates the tenant's cached pages and answers; "" if it shares them with all that do so.
+
+        A configured `cache_salt` has no control characters and so cannot equal a tenant's own salt.
+        """
+        key = next((key for key in self.auth.api_keys if key.owner == tenant), None)
+        if key is None or key.share_cache:
+            return ""
+        return key.cache_salt or f"\x01{tenant}"
 
     def tenant_weight(self, tenant: str) -> float:
         """Share of a tenant: from `scheduler.tenant_weights`, else from its keys, else 1."""

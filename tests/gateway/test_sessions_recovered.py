@@ -41,7 +41,7 @@ def test_a_tenants_cache_salt_and_the_configured_time_to_live(
         ):
             assert ask(key, **more).headers["X-Starling-Cache"] == "miss"
         assert len(set(salts())) == 5
-        assert salts()[1] == ""
+        assert salts()[:2] == ["blue\0", "\x01b\0"]
         assert ask("sk-a2").headers["X-Starling-Cache"] == "hit"
         # Later turns may omit the session's salt or repeat it, but not change it.
         name = ask("sk-a", session_id="", cache_salt="own").json["session_id"]

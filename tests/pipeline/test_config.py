@@ -368,3 +368,25 @@ def test_a_tenant_has_one_salt() -> None:
         resolve({"auth": {"api_keys": [{"key": "sk-a", "cache_salt": "a\0b"}]}}, {})
     assert "auth.api_keys.0.cache_salt" in error.value.message
     assert resolve({"auth": {"api_keys": keys[:1]}}, {}).tenant_salt("t") == "one"
+
+
+def test_tenants_are_isolated_unless_they_share() -> None:
+    keys = [
+        {"key": "sk-a", "tenant": "a"},
+        {"key": "sk-b", "tenant": "b"},
+        {"key": "sk-c", "tenant": "c", "share_cache": True},
+        {"key": "sk-d", "tenant": "d", "share_cache": True},
+        {"key": "sk-e", "tenant": "e", "cache_salt": "team"},
+        {"key": "sk-f", "tenant": "f", "cache_salt": "team"},
+        "sk-g",
+    ]
+    config = resolve({"auth": {"api_keys": keys}}, {})
+    salts = [config.tenant_salt(tenant) for tenant in "abcdef"] + [config.tenant_salt(config.auth.api_keys[6].owner)]
+    assert len(set(salts)) == 5
+    assert salts[2] == salts[3] == ""
+    assert salts[4] == salts[5] == "team"
+    assert resolve({}, {}).tenant_salt("default") == ""
+    for more in ({"cache_salt": "x"}, {"tenant": "a"}):
+        with pytest.raises(ConfigError) as error:
+            resolve({"auth": {"api_keys": [keys[0], {"key": "sk-x", "share_cache": True, **more}]}}, {})
+        assert "auth.api_keys.1.share_cache" in error.value.message

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeline.api.keys import Keys
 from pipeline.api.quotas import Bucket, Quotas
-from pipeline.config.schema import ApiKey, AuthConfig, RateLimitsConfig
+from pipeline.config.schema import ApiKey, AuthConfig, Config, RateLimitsConfig
 from pipeline.errors import RateLimited, Unauthenticated
 
 
@@ -21,13 +21,14 @@ class Clock:
 
 
 def test_without_keys_every_caller_is_the_default_tenant() -> None:
-    keys = Keys(AuthConfig())
+    keys = Keys(Config())
     assert keys.caller(None).tenant == "default"
     assert keys.caller("Bearer anything").tenant == "default"
 
 
 def test_a_key_names_its_tenant() -> None:
-    keys = Keys(AuthConfig(api_keys=(ApiKey(key="sk-a", tenant="a", priority=3), ApiKey(key="sk-b"))))
+    auth = AuthConfig(api_keys=(ApiKey(key="sk-a", tenant="a", priority=3), ApiKey(key="sk-b")))
+    keys = Keys(Config(auth=auth))
     assert keys.caller("Bearer sk-a")[:2] == ("a", 3)
     assert keys.caller("bearer  sk-b ").tenant.startswith("key-")
 
@@ -35,7 +36,7 @@ def test_a_key_names_its_tenant() -> None:
 @pytest.mark.parametrize("header", [None, "", "sk-a", "Basic sk-a", "Bearer", "Bearer sk-", "Bearer sk-aa"])
 def test_an_invalid_key_is_rejected(header: str | None) -> None:
     with pytest.raises(Unauthenticated) as refused:
-        Keys(AuthConfig(api_keys=(ApiKey(key="sk-a"),))).caller(header)
+        Keys(Config(auth=AuthConfig(api_keys=(ApiKey(key="sk-a"),)))).caller(header)
     assert "sk-a" not in refused.value.message
 
 

@@ -129,7 +129,8 @@ class Admission:
     async def _admit_to(self, version: ModelVersion, generation: GenerationRequest, call: _Call) -> RequestState:
         """Begin the session's turn, if there is one, and abort it if the request is not admitted."""
         caller = call.caller
-        salt = caller.salted(generation.cache_salt)
+        is_shared = version.settings.share_cache
+        salt = generation.cache_salt if is_shared else caller.salted(generation.cache_salt)
         if generation.session_id is None:
             generation = msgspec.structs.replace(generation, cache_salt=salt)
             return await self._build(version, generation, (), call)

@@ -43,7 +43,7 @@ _CLIENT_ID = re.compile(r"[!-~]{1,128}")  # a valid X-Request-Id
 
 def make_middleware(config: Config, service: Service) -> Middleware:
     """Return the one middleware of the application."""
-    keys = Keys(config.auth)
+    keys = Keys(config)
     has_cors = config.server.enable_cors
     logs_requests = config.logging.log_requests
 

@@ -101,7 +101,8 @@ class Sessions:
         tokens = array("i")
         tokens.frombytes(held.tokens)
         turn = SessionTurn(name, held.turn, len(tokens))
-        if generation.cache_salt and held.salt != salt:
+        # A session of an earlier configuration may have the request's salt alone.
+        if generation.cache_salt and held.salt not in (salt, generation.cache_salt):
             self.abort(model, tenant, turn)
             raise InvalidRequest(
                 f"session {name!r} was begun with another cache_salt; leave it out in later turns", "cache_salt"
