@@ -22,6 +22,7 @@ MAX_STOP_CHARACTERS = 256
 MAX_PROMPT_IDS = 1_000_000  # in the field; the model's context is the actual bound
 MAX_SALT_CHARACTERS = 128
 MAX_MODEL_CHARACTERS = 256  # of a model's name
+MIN_REPETITION_PENALTY = 0.01
 MAX_TTL_S = 30 * 86_400
 U64 = 1 << 64
 
@@ -83,7 +84,8 @@ _SAMPLER_FIELDS: dict[str, Reader] = {
     "temperature": number(0, 2, hint="0 is greedy"),
     "top_p": number(0, 1, above=True, hint="1 switches it off"),
     "top_k": integer(0, 1_000_000, hint="0 switches it off"),
-    "repetition_penalty": number(0, 10, above=True, hint="1 switches it off"),
+    # A smaller one overflows the logits.
+    "repetition_penalty": number(MIN_REPETITION_PENALTY, 10, hint="1 switches it off"),
     "frequency_penalty": number(-2, 2),
     "presence_penalty": number(-2, 2),
     "min_tokens": integer(0, MAX_OUTPUT_TOKENS),

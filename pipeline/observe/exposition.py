@@ -33,12 +33,18 @@ MAX_SNAPSHOT_BYTES = 8 << 20
 _decoder = msgspec.msgpack.Decoder(Snapshot)
 
 
-def render(config: Config, own: Metrics | None = None) -> bytes:
-    """Prometheus text of all stages' snapshots and of `own`."""
+ALL_TENANTS = "all"  # the label under which hidden tenants are added up
+
+
+def render(config: Config, own: Metrics | None = None, shows_tenants: bool = True) -> bytes:
+    """Prometheus text of all stages' snapshots and of `own`. `shows_tenants`: one series for each tenant, not a sum."""
     snapshots = list(read_snapshots(paths.arena_dir(config), skip=own.stage if own else ""))
     if own is not None:
         snapshots.append(own.snapshot())
     snapshots.append(_stage_families(paths.run_dir(config)))
+    if not shows_tenants:
+        for snapshot in snapshots:
+            _hide_tenants(snapshot)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_MergedCollector(merge(snapshots)))
     return generate_latest(registry)
@@ -81,6 +87,18 @@ def merge(snapshots: Iterable[Snapshot]) -> dict[str, dict[tuple[str, ...], Seri
                     known.value += series.value
                     known.counts = [a + b for a, b in zip(known.counts, series.counts, strict=True)]
     return merged
+
+
+def _hide_tenants(snapshot: Snapshot) -> None:
+    """Replace tenants' names; `merge` adds the series up."""
+    for name, several in snapshot.families.items():
+        family = FAMILIES.get(name)
+        if family is None or "tenant" not in family.labels:
+            continue
+        at = family.labels.index("tenant")
+        snapshot.families[name] = [
+            Series((*s.labels[:at], ALL_TENANTS, *s.labels[at + 1 :]), s.value, s.counts) for s in several
+        ]
 
 
 def _fits(family: Family, series: Series) -> bool:

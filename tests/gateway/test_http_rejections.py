@@ -54,6 +54,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "temperature": -0.1}, "temperature", "from 0 to 2"),
     ({"prompt": "x", "temperature": True}, "temperature", "is true"),
     ({"prompt": "x", "top_p": 0}, "top_p", "greater than 0"),
+    ({"prompt": "x", "repetition_penalty": 1e-40}, "repetition_penalty", "from 0.01 to 10"),
     ({"prompt": "x", "top_k": -5}, "top_k", "is -5"),
     ({"prompt": "x", "n": 17}, "n", "from 1 to 16"),
     ({"prompt": "x", "seed": 2**64}, "seed", "from -9223372036854775808"),

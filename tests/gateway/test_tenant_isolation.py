@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.config import paths
+from pipeline.observe.metrics import Metrics
 from tests.gateway.peers import MODEL
 from tests.gateway.server import MakeServer, Server
 
@@ -56,3 +58,19 @@ def test_without_keys_the_salt_is_the_requests_own(make_server: MakeServer) -> N
     server = make(make_server, [])
     assert caches(server, "", "") == ["miss", "hit"]
     assert salts(server) == [""]
+
+
+def test_metrics_name_tenants_to_administrators_only(make_server: MakeServer) -> None:
+    server = make(make_server, [{"key": "sk-a", "tenant": "a"}, {"key": "sk-o", "tenant": "o", "admin": True}])
+    metrics = Metrics("scheduler", paths.arena_dir(server.config))
+    metrics.add("starling_tenant_tokens_total", "a", amount=5.0)
+    metrics.write()
+    for headers, tenant in (
+        ({}, "all"),
+        ({"Authorization": "Bearer sk-a"}, "all"),
+        ({"Authorization": "Bearer sk-o"}, "a"),
+    ):
+        text = server.get("/metrics", headers).body.decode()
+        assert f'starling_tenant_tokens_total{{tenant="{tenant}"}} 5.0' in text
+        assert ('tenant="a"' in text) == (tenant == "a")
+    assert server.get("/metrics", {"Authorization": "Bearer wrong"}).status == 401

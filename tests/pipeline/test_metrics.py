@@ -43,6 +43,17 @@ def scrape(config: Config, own: Metrics | None = None) -> dict[Sample, float]:
     }
 
 
+def test_tenants_are_added_up_where_they_are_hidden(config: Config, directory: Path) -> None:
+    own = Metrics("gateway", None)
+    for tenant, tokens in (("a", 3.0), ("b", 4.0)):
+        own.add("starling_tenant_tokens_total", tenant, amount=tokens)
+    assert scrape(config, own)["starling_tenant_tokens_total", (("tenant", "a"),)] == 3
+    hidden = exposition.render(config, own, shows_tenants=False).decode()
+    assert 'starling_tenant_tokens_total{tenant="all"} 7.0' in hidden
+    assert 'tenant="a"' not in hidden
+    assert scrape(config, own)["starling_tenant_tokens_total", (("tenant", "b"),)] == 4
+
+
 def test_public_names_exist() -> None:
     asked = {
         "starling_requests_total": ("endpoint", "status"),

@@ -7,12 +7,23 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
+from pipeline.api.keys import Keys
 from pipeline.config.schema import Config
 from pipeline.errors import Forbidden
 from stages.gateway.admin import Admin
 from stages.gateway.http import model_endpoints, probes, text_endpoints, token_endpoints
 from stages.gateway.http.connection_gate import ConnectionGate
-from stages.gateway.http.context import BODY_TURN, CALLER, GATE, PARSERS, PRINCIPAL, SERVICE, Handler, json_response
+from stages.gateway.http.context import (
+    BODY_TURN,
+    CALLER,
+    GATE,
+    KEYS,
+    PARSERS,
+    PRINCIPAL,
+    SERVICE,
+    Handler,
+    json_response,
+)
 from stages.gateway.http.middleware import make_header_setter, make_middleware
 from stages.gateway.http.parser_pool import ParserPool
 from stages.gateway.http.request_body import read_body
@@ -29,6 +40,7 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
     )
     app[SERVICE] = service
     app.cleanup_ctx.append(_run_parsers)
+    app[KEYS] = Keys(config)
     app[GATE] = ConnectionGate(config, lambda: service.metrics.numbers.add("starling_rejections_total", "OVERLOADED"))
     app.on_response_prepare.append(make_header_setter(config))
     for endpoint in text_endpoints.TEXT_ENDPOINTS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from pipeline.observe import exposition
-from stages.gateway.http.context import SERVICE, json_response
+from stages.gateway.http.context import KEYS, SERVICE, json_response
 
 
 async def health(request: web.Request) -> web.Response:
@@ -21,8 +21,12 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """GET `metrics.endpoint`: the metrics of all stages in the Prometheus text format."""
-    service = request.app[SERVICE]
+    """GET `metrics.endpoint`: the metrics of all stages in the Prometheus text format.
+
+    Where API keys are configured, only an administrator's key gets a series for each tenant. Raises `Unauthenticated`.
+    """
+    service, keys, authorization = request.app[SERVICE], request.app[KEYS], request.headers.get("Authorization")
+    shows_tenants = not keys or (authorization is not None and keys.caller(authorization).is_admin)
     service.sample()
-    body = exposition.render(service.config, service.metrics.numbers)
+    body = exposition.render(service.config, service.metrics.numbers, shows_tenants)
     return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})
