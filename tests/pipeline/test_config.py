@@ -343,20 +343,61 @@ def test_any_input_is_accepted_or_refused_with_a_message(raw: dict[str, Any], en
         assert refusal.message.startswith("the configuration cannot be used:\n  ")
 
 
-def test_every_key_is_read() -> None:
-    """A key that no module reads would be accepted without effect; unavailable keys are refused by name."""
+# The expressions in which the code reads a section: `x.name` alone would be found for any object.
+RECEIVERS = {
+    "ServerConfig": "server",
+    "ModelConfig": "model|settings|draft",
+    "SchedulerConfig": "scheduler|s",
+    "RateLimitsConfig": "rate_limits|limits",
+    "ApiKey": "key",
+    "AuthConfig": "auth",
+    "ResponseCacheConfig": "responses|config",
+    "CacheConfig": "cache",
+    "PerformanceConfig": "performance",
+    "LoggingConfig": "logging",
+    "MetricsConfig": "metrics",
+    "Config": "config|self|c",
+}
+
+
+def reading_code() -> str:
+    """Return the source that can read the configuration, without the rules that refuse values."""
     schema_text = (ROOT / "pipeline" / "config" / "schema.py").read_text()
-    readers = schema_text[schema_text.index("class Config(") :]  # its methods answer for some
+    texts = [schema_text[schema_text.index("class Config(") :]]  # its methods answer for some
     for folder in ("starling", "pipeline", "stages", "shm"):
         for path in (ROOT / folder).rglob("*.py"):
             if path.parent != ROOT / "pipeline" / "config" or path.name in ("paths.py", "addresses.py"):
-                readers += path.read_text()
-    refused_keys = {key.split(".")[-1] for key in UNAVAILABLE}
-    sections = [kind for kind in vars(schema).values() if isinstance(kind, type) and issubclass(kind, schema.Section)]
-    for section in sections:
+                texts.append(path.read_text())
+    return "\n".join(texts)
+
+
+def unread_keys(text: str) -> set[str]:
+    """Return the keys, as `Section.field`, that `text` reads nowhere."""
+    unread = set()
+    for section in vars(schema).values():
+        if not isinstance(section, type) or not issubclass(section, schema.Section) or section is schema.Section:
+            continue
         for field in msgspec.structs.fields(section):
-            is_read = re.search(rf"\.{field.name}\b", readers)
-            assert is_read or field.name in refused_keys, f"{section.__name__}.{field.name}"
+            outside = re.search(rf"\b(?:{RECEIVERS[section.__name__]})\.{field.name}\b", text)
+            if not outside and (section, field.name) != (schema.ApiKey, "tenant"):  # read as ApiKey.owner
+                unread.add(f"{section.__name__}.{field.name}")
+    return unread
+
+
+def test_every_key_is_read() -> None:
+    """A key that no module reads would be accepted without effect; unavailable keys are refused by name."""
+    sections = {"models": "ModelConfig", "performance": "PerformanceConfig"}
+    refused = {f"{sections[key.split('.')[0]]}.{key.split('.')[-1]}" for key in UNAVAILABLE}
+    assert unread_keys(reading_code()) == refused
+
+
+@pytest.mark.parametrize("key", ["ModelConfig.name", "ModelConfig.path", "ApiKey.weight", "ServerConfig.host"])
+def test_a_key_that_is_not_read_is_found(key: str) -> None:
+    """Attributes of the same name that belong to other objects do not count."""
+    section, field = key.split(".")
+    text = re.sub(rf"\b({RECEIVERS[section]})\.{field}\b", r"\1.removed", reading_code())
+    assert f"thread.{field}" not in text
+    assert key in unread_keys(f"{text}\nthread.{field}")
 
 
 def test_a_tenant_has_one_salt() -> None:
