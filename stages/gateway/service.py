@@ -191,12 +191,12 @@ class Service:
 
     def tick(
         self,
-        tokenizer_beat: m.Heartbeat | None,
-        scheduler_beat: m.Heartbeat | None,
-        kv_beat: m.Heartbeat | None = None,
+        tokenizer: m.Heartbeat | None,
+        scheduler: m.Heartbeat | None,
+        kv: m.Heartbeat | None = None,
     ) -> None:
         """Every 100 ms, with the last heartbeat of each stage."""
-        self.readiness.observe(tokenizer_beat, scheduler_beat, kv_beat)
+        self.readiness.observe(tokenizer, scheduler, kv)
         self.tokenizer.tick()
         self.relay.tick()
         self.sessions.tick()

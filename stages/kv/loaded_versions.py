@@ -155,7 +155,7 @@ class LoadedVersions:
         self._next_open = float("-inf")
 
     def _remove(self, loaded: LoadedVersion) -> None:
-        log.info("model version is removed", extra={"instance": loaded.version.id})
+        log.info("model version is removed", extra={"version": loaded.version.id})
         self.removed.add(loaded.pages)
         loaded.pages.close_files()  # at once: the next version opens them
         self._thread.submit(_remove_arena, loaded)
@@ -290,4 +290,4 @@ def _remove_arena(loaded: LoadedVersion) -> None:
             loaded.pages.arena.unlink()
         loaded.pages.close()
     except Exception:
-        log.exception("the arena of a removed version cannot be removed", extra={"instance": loaded.version.id})
+        log.exception("the arena of a removed version cannot be removed", extra={"version": loaded.version.id})

@@ -46,11 +46,11 @@ POLL_EVERY_NS = 50_000_000  # between reads of the control socket under load; pu
 class WorkerStage:
     """One worker group: the checkpoint, the ranks, the attachment to the scheduler's and kv's arenas."""
 
-    def __init__(self, config: Config, instance: ModelVersion) -> None:
-        self.config, self.instance = config, instance
-        self.model_config = model_config = instance.model
-        self.name = instance.id
-        self.loop = PollLoop(instance.stage, config)
+    def __init__(self, config: Config, version: ModelVersion) -> None:
+        self.config, self.version = config, version
+        self.model_config = model_config = version.model
+        self.name = version.id
+        self.loop = PollLoop(version.stage, config)
         self._attachment: Attachment | None = None
         self._activations: Arena | None = None
         self._generation = 0
@@ -65,7 +65,7 @@ class WorkerStage:
         index_path = self._prepare()
         self.model = Model(index_path)
         self._vocabulary = ""
-        if config.drafts(self.instance.name):
+        if config.drafts(self.version.name):
             self._vocabulary = self.model.index.vocabulary_digest
         allowed = sorted(os.sched_getaffinity(0))
         cpus = [cpu for cpu in model_config.cpus if cpu in allowed] or allowed
@@ -92,7 +92,7 @@ class WorkerStage:
                 log.info("preparing", extra={"model": self.name, "phase": phase})
 
         with self.loop.allow_stall(PREPARE_S):
-            return prepare(self.model_config, paths.models_dir(), progress, self.instance.digest)
+            return prepare(self.model_config, paths.models_dir(), progress, self.version.digest)
 
     # -------------------------------------------------------------- frames of the scheduler
 
@@ -134,7 +134,7 @@ class WorkerStage:
 
     def _attach(self, frame: m.Attach) -> None:
         """Create the activations arena, attach every rank to the arenas, then acknowledge the generation."""
-        where = paths.arena_dir(self.config) / f"{self.instance.slug}.act"
+        where = paths.arena_dir(self.config) / f"{self.version.slug}.act"
         steps_arena, _, s = attach_steps(Path(frame.steps_path), self.model.digest)
         steps_arena.close()
         kv_arena, _, _ = attach_kv(Path(frame.kv_path), self.model.digest)
@@ -280,12 +280,12 @@ def preload(config: Config) -> None:
             build.addresses(kv_type)
 
 
-def main(config: Config, instance_id: str = "") -> int:
-    """Run until stopped; returns the exit code. `instance_id`: a model version; default: the first one."""
-    instances = versions.read(config).versions
-    chosen = next((one for one in instances if not instance_id or one.id == instance_id), None)
+def main(config: Config, version_id: str = "") -> int:
+    """Run until stopped; returns the exit code. `version_id`: a model version; default: the first one."""
+    known = versions.read(config).versions
+    chosen = next((one for one in known if not version_id or one.id == version_id), None)
     if chosen is None:
-        raise ConfigError(f"no model {instance_id!r} is configured", param="models")
+        raise ConfigError(f"no model {version_id!r} is configured", param="models")
     run_dir = paths.run_dir(config)
     try:
         stage = WorkerStage(config, chosen)

@@ -162,11 +162,11 @@ def test_a_drain_ends_late_requests_with_an_error(server: Up) -> None:
         answers = [pool.submit(last_event, seed) for seed in range(10)]
         server.wait_metrics("starling_requests_in_flight", lambda found: sum(found.values()) >= 5)
         try:
-            told = starling(server, "drain", "tiny", "--timeout", "0.2", code=1)
+            output = starling(server, "drain", "tiny", "--timeout", "0.2", code=1)
             cut = [(status, event["error"]) for status, event in (a.result() for a in answers) if "error" in event]
         finally:
             starling(server, "resume", "tiny")
-    assert f"{len(cut)} requests not finished within 0.2 s" in told
+    assert f"{len(cut)} requests not finished within 0.2 s" in output
     assert {error["code"] for _, error in cut} == {"DRAINING"}
     assert all("model tiny was drained" in error["message"] for _, error in cut)
     assert {status for status, _ in cut} == {200, 503}

@@ -349,7 +349,7 @@ def test_failed_and_abandoned_answers_are_not_stored(make_server: Callable[..., 
 
 
 def wait_cancelled(server: Server) -> None:
-    """Until the scheduler has been told; asked over HTTP, which takes its time."""
+    """Wait until the scheduler has the frame; HTTP requests pass the time."""
     for _ in range(2000):
         if server.peers.do(lambda: len(server.peers.generator.cancelled)):
             return

@@ -131,7 +131,7 @@ def test_a_stopped_grandchild_is_found() -> None:
         assert procfs.descendants(child.pid) == (True, 0)
         assert procfs.descendants(grandchild) == (False, 0)
         os.kill(grandchild, signal.SIGSTOP)
-        # A signal is taken at the next return to user space: ask until the state says so.
+        # A signal is taken at the next return to user space: read the state until it has changed.
         while (seen := procfs.read_stat(grandchild)) is not None and seen.state != "T":
             pass
         assert procfs.descendants(child.pid).stopped == grandchild

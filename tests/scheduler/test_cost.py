@@ -1,4 +1,4 @@
-"""The cost model learns from steps."""
+"""The cost model is fitted to steps."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ GATEWAY = b"gateway"
 
 
 class World:
-    """One engine, worker and kv; frames are delivered when the test says so."""
+    """One engine, worker and kv; frames are delivered when the test requests it."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ def test_a_tail_follows_lines_and_rotation(tmp_path: Path) -> None:
 def test_what_the_parent_of_all_worker_groups_says_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str | None
 ) -> None:
-    """Of a group that has given up only its parent tells."""
+    """When a group has given up, only its parent logs it."""
     monkeypatch.setenv("STARLING_HOME", str(tmp_path))
     (tmp_path / "logs").mkdir()
     for number, name in enumerate(("worker", "worker-supervisor", "worker-pool", "kv")):
