@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import math
 import mmap
 import os
 import struct
@@ -37,6 +38,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
+
+from shm.decoding import DECODE_ERRORS
 
 MAGIC = b"STARLING"
 HEADER_BYTES = 4096
@@ -111,7 +114,11 @@ class Arena:
             meta_bytes,
         ) = fields
         self.kind = kind.rstrip(b"\0").decode()
-        self.meta: dict[str, Any] = msgspec.msgpack.decode(map_[_FIXED.size : _FIXED.size + meta_bytes])
+        try:
+            packed = map_[_FIXED.size : _FIXED.size + meta_bytes]
+            self.meta: dict[str, Any] = msgspec.msgpack.decode(packed, type=dict[str, Any])
+        except DECODE_ERRORS as error:
+            raise ArenaError(f"{path}: geometry in the header does not decode: {error}") from None
         self.buffer: np.ndarray = np.frombuffer(map_, np.uint8, offset=HEADER_BYTES)
 
     # -------------------------------------------------------------- create and attach
@@ -237,9 +244,9 @@ class Arena:
     def view(self, offset: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """Return an array over `buffer[offset:]`. Raises `ArenaError` when it exceeds the arena."""
         dtype = np.dtype(dtype)
-        count = int(np.prod(shape, dtype=np.int64))
+        count = math.prod(shape)  # not NumPy's, which wraps around
         end = offset + count * dtype.itemsize
-        if offset < 0 or end > self.buffer.size:
+        if offset < 0 or min(shape) < 0 or end > self.buffer.size:
             raise ArenaError(f"{self.path}: bytes {offset}..{end} outside 0..{self.buffer.size}")
         return self.buffer[offset:end].view(dtype).reshape(shape)
 

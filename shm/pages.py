@@ -179,6 +179,9 @@ def attach_kv(path: Path, digest: bytes | None = None, own: bool = False) -> tup
         if arena.meta["numerics"] != NUMERICS:
             raise ValueError(f"numerics {arena.meta['numerics']}, expected {NUMERICS}")
         return arena, kv_views(arena, g, int(arena.meta["pages"])), g
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         arena.close()
         raise ArenaError(f"{path}: geometry in the header is unusable: {error!r}") from None
+    except ArenaError:
+        arena.close()
+        raise

@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shm.arena import Arena, align
+from shm.arena import Arena, ArenaError, align
 
 KIND = "steps"
 LAYOUT = 2
@@ -192,5 +192,12 @@ def create_steps(path: Path, g: StepsGeometry, digest: bytes, generation: int = 
 def attach_steps(path: Path, digest: bytes | None = None, own: bool = False) -> tuple[Arena, Steps, StepsGeometry]:
     """Attach to the arena; for ranks, observers and, with `own`, a restarted scheduler. Raises as `Arena.attach`."""
     arena = Arena.attach(path, KIND, LAYOUT, digest=digest, own=own)
-    g = StepsGeometry(*(int(arena.meta[name]) for name in StepsGeometry._fields))
-    return arena, _views(arena, g), g
+    try:
+        g = StepsGeometry(*(int(arena.meta[name]) for name in StepsGeometry._fields))
+        return arena, _views(arena, g), g
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        arena.close()
+        raise ArenaError(f"{path}: geometry in the header is unusable: {error!r}") from None
+    except ArenaError:
+        arena.close()
+        raise

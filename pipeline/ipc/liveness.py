@@ -272,7 +272,7 @@ class Liveness:
             return
         try:
             pidfd = os.pidfd_open(hello.pid)
-        except OSError:
+        except (OSError, OverflowError):
             return
         # A pid of another namespace, or one that has been reused: then only heartbeats detect its death.
         if process_ticks(hello.pid) != hello.start_ticks:

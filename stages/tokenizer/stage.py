@@ -10,13 +10,14 @@ import logging
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from pipeline.config import paths
 from pipeline.config.schema import Config
-from pipeline.errors import InternalError, ModelNotFound, ModelUnavailable, StarlingError
+from pipeline.errors import ModelNotFound, ModelUnavailable, StarlingError
 from pipeline.ipc.poll_loop import PollLoop
 from pipeline.models import versions
 from pipeline.protocol import messages as m
@@ -98,8 +99,6 @@ class TokenizerStage:
             opened_models.open_model(index_path)
         except StarlingError as error:
             self._failed[index_path] = error
-        except Exception as error:  # an unforeseen content of the file must not end the stage
-            self._failed[index_path] = InternalError(f"invalid vocabulary: {error}")
         finally:
             self._opening.pop(index_path, None)
 
@@ -122,16 +121,18 @@ class TokenizerStage:
             self.loop.ready = False
         if self.loop.ready:
             return None
+        reason = ""
         for version in self.follower.table.versions:
             if version.state != "serving":
                 continue
             try:
                 self.service.model(version.id)
-            except ModelUnavailable as error:
-                self.loop.reason = error.message
-                return 0.2
-        self.loop.ready, self.loop.reason = True, ""
-        return None
+            except opened_models.UnusableModel:
+                continue  # requests to it fail; the other models are served
+            except StarlingError as error:
+                reason = reason or error.message
+        self.loop.ready, self.loop.reason = not reason, reason
+        return 0.2 if reason else None
 
     # -------------------------------------------------------------- frames
 
@@ -205,7 +206,8 @@ def preload(config: Config) -> None:
     for version in versions.read(config).versions:
         index_path = versions.find_index(version, paths.models_dir())
         if index_path is not None:
-            opened_models.open_model(index_path)
+            with suppress(ModelUnavailable):  # the stage reports it
+                opened_models.open_model(index_path)
 
 
 def main(config: Config) -> int:

@@ -190,6 +190,17 @@ def test_invalid_frames_are_counted_and_dropped(pair: Pair, payload: bytes, capl
     pair.until(lambda: pair.events == [("frame", m.Extend(1, "m", "s", 1))])
 
 
+@pytest.mark.parametrize("pid", [-1, 0, 1 << 31, 1 << 62])
+def test_a_greeting_may_name_any_process(pair: Pair, pid: int) -> None:
+    pair.meet()
+    with pair.context.socket(zmq.DEALER) as raw:
+        raw.setsockopt(zmq.LINGER, 0)
+        raw.connect(pair.address)
+        raw.send(m.encode(m.Hello("other", 1, pid, 1)))
+        pair.until(lambda: ("hub up", 1) in pair.events)
+        assert "other" in {hello.stage for hello in pair.hub.peers.values()}
+
+
 def test_frames_with_additional_fields_are_accepted(pair: Pair) -> None:
     pair.meet()
     with pair.context.socket(zmq.DEALER) as raw:

@@ -122,11 +122,12 @@ def test_a_changed_file_is_hashed_again(tmp_path: Path, change: str) -> None:
     assert store.fetch(model(str(file)), tmp_path / "models").digest == expected
 
 
-def test_a_damaged_digest_file_is_rebuilt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [b"{", b'{"\xff": 1}', b"[" * 100_000])
+def test_a_damaged_digest_file_is_rebuilt(tmp_path: Path, damage: bytes) -> None:
     file = tmp_path / "a.gguf"
     file.write_bytes(CONTENT)
     store.fetch(model(str(file)), tmp_path / "models")
-    (tmp_path / "models" / "digests.json").write_text("{")
+    (tmp_path / "models" / "digests.json").write_bytes(damage)
     assert store.find(model(str(file)), tmp_path / "models") is None
     assert store.fetch(model(str(file)), tmp_path / "models").digest == DIGEST
 

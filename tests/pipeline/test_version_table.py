@@ -34,6 +34,20 @@ def test_without_a_table_the_configured_models_are_used(config: Config) -> None:
     assert follower.poll() and follower.table == versions.initial(config)
 
 
+@pytest.mark.parametrize("damage", [b"{", b"\xff", b'{"configured": "\xff"}', b"[" * 100_000])
+def test_a_damaged_table_means_the_configured_models(config: Config, damage: bytes) -> None:
+    follower = versions.VersionFollower(config)
+    versions.table_path(config).write_bytes(damage)
+    follower.poll()
+    assert follower.table == versions.read(config) == versions.initial(config)
+
+
+def test_a_damaged_reason_of_a_worker_group_is_none(config: Config) -> None:
+    run_dir = paths.run_dir(config)
+    versions.failure_path(run_dir, "worker-m").write_bytes(b'{"code": "\xff"}')
+    assert versions.read_failure(run_dir, "worker-m") is None
+
+
 def test_an_unreadable_table_changes_nothing(config: Config, caplog: pytest.LogCaptureFixture) -> None:
     versions.write(config, second(config))
     follower = versions.VersionFollower(config)

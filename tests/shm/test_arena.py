@@ -5,8 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from shm.arena import Arena, remove_stale_arenas
+import msgspec
+import pytest
+
+from shm import pages, step_ring
+from shm.arena import Arena, ArenaError, remove_stale_arenas
+from shm.pages import KvGeometry
+from shm.step_ring import StepsGeometry
 
 SCRIPT = """
 import sys, threading
@@ -47,3 +54,53 @@ def test_stale_and_partial_arenas_are_removed(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"")
     remove_stale_arenas(tmp_path, "kv", {"a"})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.kv", "b.steps", "notes.txt"]
+
+
+def replace_geometry(path: Path, geometry: bytes) -> None:
+    """Write another geometry into an arena's header, which gives its length."""
+    raw = bytearray(path.read_bytes())
+    raw[96:100] = len(geometry).to_bytes(4, "little")
+    raw[100 : 100 + len(geometry)] = geometry
+    path.write_bytes(raw)
+
+
+STEPS = StepsGeometry(2, 2, 2, 32, 2)
+KV = KvGeometry(1, 1, 16, 16, "f16")
+KV_META: dict[str, Any] = {**KV._asdict(), "pages": 1, "numerics": pages.NUMERICS}
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        b"\xc1",
+        b"\x91\xa1\xff",
+        b"\x80",
+        b"\x01",
+        msgspec.msgpack.encode({**STEPS._asdict(), "max_rows": "x"}),
+        msgspec.msgpack.encode({**STEPS._asdict(), "max_rows": float("inf")}),
+        msgspec.msgpack.encode({**STEPS._asdict(), "max_rows": -1}),
+        msgspec.msgpack.encode({**STEPS._asdict(), "max_rows": 1 << 62}),
+    ],
+)
+def test_a_step_ring_of_unusable_geometry_is_refused(tmp_path: Path, geometry: bytes) -> None:
+    path = tmp_path / "m.steps"
+    arena, _ = step_ring.create_steps(path, STEPS, bytes(32))
+    arena.close()
+    step_ring.attach_steps(path)[0].close()
+    replace_geometry(path, geometry)
+    with pytest.raises(ArenaError, match=r"m\.steps"):
+        step_ring.attach_steps(path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"pages": 1 << 62}, {"pages": -1}, {"pages": float("inf")}, {"n_layers": -5}, {"head_dim": "x"}, {"kv_type": []}],
+)
+def test_a_kv_arena_of_unusable_geometry_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = tmp_path / "m.kv"
+    arena, _ = pages.create_kv(path, KV, 1, bytes(32), 1)
+    arena.close()
+    pages.attach_kv(path)[0].close()
+    replace_geometry(path, msgspec.msgpack.encode({**KV_META, **changes}))
+    with pytest.raises(ArenaError, match=r"m\.kv|head_dim|kv_type"):
+        pages.attach_kv(path)

@@ -78,6 +78,11 @@ def test_damage_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match="not a checkpoint index"):
         Checkpoint(path)
+    sound = msgspec.msgpack.encode(index)
+    for nonsense in (sound.replace(b"\xa5llama", b"\xa5llam\xff"), sound[:2] + b"\x91" * 5000):  # no UTF-8; too deep
+        path.write_bytes(nonsense)
+        with pytest.raises(CheckpointError, match="not a checkpoint index"):
+            Checkpoint(path)
     path.write_bytes(msgspec.msgpack.encode([99, "other"]))
     with pytest.raises(CheckpointError, match="version is 99, expected 1"):
         Checkpoint(path)
@@ -85,3 +90,15 @@ def test_damage_is_named(tmp_path: Path) -> None:
     path.write_bytes(msgspec.msgpack.encode(outside))
     with pytest.raises(CheckpointError, match="tensor first lies at"):
         Checkpoint(path)
+
+
+SOUND = msgspec.msgpack.encode(TOKENIZER)
+
+
+@pytest.mark.parametrize("raw", [SOUND.replace(b"\xa1a", b"\xa1\xff"), b"\x91" * 1020, b"\xc0"])
+def test_damaged_tokenizer_data_is_an_error_where_it_is_used(tmp_path: Path, raw: bytes) -> None:
+    index = msgspec.structs.replace(write(tmp_path / "m.idx"), tokenizer_raw=msgspec.Raw(raw))
+    assert index.tokenizer_digest
+    for name in ("tokenizer", "vocabulary_digest"):
+        with pytest.raises(CheckpointError, match="bad tokenizer data"):
+            getattr(index, name)
