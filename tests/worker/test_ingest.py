@@ -184,6 +184,10 @@ BAD = {
     "rows": (tensor_field("blk.1.ffn_up.weight", 1, 96), "has shape [96, 160], expected [224, 160]"),
     "huge": (tensor_field("blk.1.ffn_up.weight", 1, 1 << 60), "expected 1 to 2^48 values"),
     "nothing": (tensor_field("blk.1.ffn_up.weight", 1, 0), "shape is [0, 160], expected 1 to 2^48"),
+    "overlap": (
+        tensor_field("blk.1.ffn_up.weight", 3, 0),
+        "begins at byte",
+    ),
     "duplicate": (
         replaced(b"blk.1.ffn_up", b"blk.0.ffn_up"),
         "tensor 'blk.0.ffn_up.weight' is listed twice, expected once",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,6 +95,7 @@ class GgufFile:
         self.tensors: dict[str, TensorInfo] = {}
         for info in infos:
             self._place(info, base)
+        self._check_overlap()
 
     # -------------------------------------------------------------- reading
 
@@ -177,6 +179,16 @@ class GgufFile:
         if info.name in self.tensors:
             raise GgufError(f"{self.path}: tensor {info.name!r} is listed twice, expected once; {AGAIN}")
         self.tensors[info.name] = info._replace(start=start)
+
+    def _check_overlap(self) -> None:
+        """Each byte belongs to one tensor, so a checkpoint is no larger than its source."""
+        placed = sorted(self.tensors.values(), key=lambda info: info.start)
+        for before, info in pairwise(placed):
+            if before.start + before.nbytes > info.start:
+                raise GgufError(
+                    f"{self.path}: tensor {info.name!r} begins at byte {info.start}, inside {before.name!r}, which "
+                    f"ends at {before.start + before.nbytes}; {AGAIN}"
+                )
 
     # -------------------------------------------------------------- use
 
