@@ -16,6 +16,8 @@ import msgspec
 from pipeline.config.schema import Config, Section
 
 SHOWN_CHARACTERS = 80
+PROBLEMS_MAX = 100  # in a report
+MATCHED_CHARACTERS = 64  # of a word that is compared with the known ones: the time is quadratic
 
 _TYPE_WORDS = {
     "int": "a whole number",
@@ -49,11 +51,20 @@ class Findings:
 
     def add(self, key: Key, reason: str, shown: str = "") -> None:
         """Add a problem with `key`; `shown` is its printable value, "" for none."""
+        if not self.has_room:
+            return
         value = f" = {shown}" if shown else ""
         self.problems.append(Problem(".".join(key), f"{value}{self._origin(key)}: {reason}"))
 
+    @property
+    def has_room(self) -> bool:
+        """Whether another problem would be reported."""
+        return len(self.problems) < PROBLEMS_MAX
+
     def refuse(self, key: Key, value: Any, reason: str) -> None:
         """Add a problem with a value, shortened and masked where necessary."""
+        if not self.has_room:
+            return
         shown = "***" if key[:2] == ("auth", "api_keys") else repr(value)
         if len(shown) > SHOWN_CHARACTERS:
             shown = shown[: SHOWN_CHARACTERS - 3] + "..."
@@ -99,7 +110,7 @@ def _check_section(kind: type[Section], value: dict[Any, Any], key: Key, finding
     for name, item in value.items():
         if name in fields:
             check(fields[name], item, (*key, name), findings)
-        else:
+        elif findings.has_room:
             findings.add((*key, str(name)), "no such key" + _hint(str(name), fields))
     for field in msgspec.structs.fields(kind):
         if field.required and field.name not in value:
@@ -129,6 +140,8 @@ def _hint(name: str, fields: Mapping[str, Any]) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """ "; did you mean X?" when a known word is similar, else ""."""
+    if len(word) > MATCHED_CHARACTERS:
+        return ""
     names = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.7)
     return f"; did you mean {names[near[0]]}?" if near else ""

@@ -17,11 +17,12 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from pipeline.config.check import Findings, Key, did_you_mean, fields_of, is_section
-from pipeline.config.file import MODEL_ALIASES
+from pipeline.config.file import MODEL_ALIASES, check_size
 from pipeline.config.schema import ApiKey, Config
 
 PREFIX = "STARLING_"
 ALIAS_PREFIX = "LLM_ENGINE_"
+INDEX_DIGITS = 6  # of an item of a list
 ALIASES = {
     "LLM_ENGINE_HOST": "server.host",
     "LLM_ENGINE_PORT": "server.port",
@@ -82,7 +83,7 @@ def _set(raw: dict[str, Any], key: Key, text: str, variable: str, findings: Find
             kind = fields_of(kind).get(part)
         elif is_list:
             held = len(node) if isinstance(node, list) else 0
-            if not part.isdigit() or int(part) > held or not isinstance(node, list):
+            if not part.isdecimal() or len(part) > INDEX_DIGITS or int(part) > held or not isinstance(node, list):
                 findings.add(key, f"expected an index from 0 to {held}, got {part!r}")
                 return
             place, kind = int(part), get_args(kind)[0]
@@ -120,6 +121,8 @@ def _parse(text: str, kind: Any) -> Any:
     if bare is bool and text.strip() in ("0", "1"):
         return text.strip() == "1"
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
+        parsed = yaml.safe_load(text)
+        check_size(parsed)
+    except Exception:  # PyYAML raises almost any for values like `!!int ""`
         return text
+    return parsed

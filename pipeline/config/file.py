@@ -17,6 +17,8 @@ from pipeline.config.schema import DEMO_MODEL
 from pipeline.errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
+VALUES_MAX = 100_000  # in a file or a variable
+DEPTH_MAX = 16
 MODEL_ALIASES = {"model_path": "path", "threads": "ranks", "context": "max_sequence_length"}
 
 
@@ -43,23 +45,39 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
     if len(data) > FILE_BYTES_MAX:
         raise ConfigError(f"{path}: larger than {FILE_BYTES_MAX:,} bytes; this is no configuration")
+    is_toml = path.suffix == ".toml"
     try:
         text = data.decode("utf-8")
-        if path.suffix == ".toml":
-            parsed: Any = tomllib.loads(text)
-        else:
-            parsed = yaml.load(text, _StrictLoader)  # a SafeLoader
+        parsed: Any = tomllib.loads(text) if is_toml else yaml.load(text, _StrictLoader)  # a SafeLoader
+        check_size(parsed)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    except Exception as error:  # PyYAML raises almost any for values like `!!int ""`
+        reason = " ".join(str(error).split()) if str(error) else type(error).__name__
+        raise ConfigError(f"{path}: not {'TOML' if is_toml else 'YAML'}: {reason}") from None
     if parsed is None:
         return {}
     if not isinstance(parsed, dict):
         raise ConfigError(f"{path}: expected sections (server:, models:, ...), got {kind_of(parsed)}")
     return parsed
+
+
+def check_size(parsed: Any) -> None:
+    """Raises `ValueError` for more values or a deeper nesting than a configuration needs.
+
+    A value counts wherever it is used: anchors of YAML can make a few lines mean billions of values, or contain
+    themselves.
+    """
+    level, count = [parsed], 0
+    for _ in range(DEPTH_MAX):
+        level = [value for value in level if isinstance(value, dict | list)]
+        count += sum(map(len, level))
+        if count > VALUES_MAX:
+            raise ValueError(f"more than {VALUES_MAX:,} values; each use of an anchor counts")
+        level = [item for value in level for item in (value.values() if isinstance(value, dict) else value)]
+        if not level:
+            return
+    raise ValueError(f"nested more than {DEPTH_MAX} deep; a configuration has 4 levels")
 
 
 def gather_models(raw: dict[str, Any], findings: Findings) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.config.check import PROBLEMS_MAX
+from pipeline.config.file import read_file
 from pipeline.config.load import render, resolve
 from pipeline.config.rules import UNAVAILABLE
 from pipeline.config.schema import DEMO_MODEL, mask
@@ -152,3 +156,48 @@ def test_secrets_are_not_in_messages_or_prints() -> None:
     message = refused({"auth": {"api_keys": [{"key": secret, "tennant": "x"}, [secret]]}})
     assert secret not in message
     assert "auth.api_keys.0.tennant: no such key; did you mean tenant?" in message
+
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{after}: &{after} [{', '.join([f'*{before}'] * 10)}]\n" for before, after in pairwise("abcdefghij")
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("c.yaml", "a: !!int ''", "not YAML: string index out of range"),
+        ("c.yaml", "a: !!float ''", "not YAML: string index out of range"),
+        ("c.yaml", "a: !!bool x", "not YAML: 'x'"),
+        ("c.yaml", "a: !!timestamp x", "not YAML: "),
+        ("c.yaml", "a: 2020-99-99", "not YAML: month"),
+        ("c.yaml", "a: &x [*x]", "not YAML: nested more than"),
+        ("c.yaml", "a: &x {b: *x}", "not YAML: nested more than"),
+        ("c.yaml", BOMB, "not YAML: more than 100,000 values; each use of an anchor counts"),
+        ("c.yaml", "[" * 50_000, "not YAML: "),
+        ("c.toml", "a = " + "[" * 50_000, "not TOML: "),
+        ("c.toml", "a" + ".a" * 50 + " = 1", "not TOML: nested more than"),
+    ],
+)
+def test_a_hostile_file_is_refused(tmp_path: Path, name: str, text: str, reason: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_file(path)
+    assert f"{name}: {reason}" in caught.value.message
+    assert len(caught.value.message) < 1000
+
+
+@pytest.mark.parametrize("value", ["!!int ''", "!!bool x", "&x [*x]", "[" * 5000, "{a: 2020-99-99}"])
+def test_a_hostile_variable_is_refused_as_text(value: str) -> None:
+    assert "server.port = " in refused({}, {"STARLING_SERVER__PORT": value})
+
+
+@pytest.mark.parametrize("index", ["\u00b2", "9" * 5000, "-1", "x"])
+def test_an_index_that_is_no_number_is_refused(index: str) -> None:
+    assert "expected an index from 0 to" in refused({}, {f"STARLING_MODELS__{index}__NAME": "m"})
+
+
+def test_a_report_is_bounded() -> None:
+    report = refused({"server": {f"unknown{i}": 1 for i in range(10_000)} | {"x" * 100_000: 1}})
+    assert len(report.splitlines()) == PROBLEMS_MAX + 1
