@@ -15,6 +15,7 @@ from datetime import datetime
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
+import msgspec
 
 from pipeline.errors import InvalidRequest
 from stages.tokenizer.template_budget import BoundedEnvironment, RenderLimit
@@ -67,7 +68,7 @@ class ChatTemplate:
             self._marks = TemplateMarks(control_names or {})
             tree = Marking(self._marks).visit(self._environment.parse_bounded(source))
             code = self._environment.compile(tree)
-            self._template = jinja2.Template.from_code(self._environment, code, self._environment.make_globals(None))
+            self._template = jinja2.Template.from_code(self._environment, code, dict(self._environment.globals))
             self._always = {"bos_token": self._marks.mark(bos_token), "eos_token": self._marks.mark(eos_token)}
         except Exception as error:  # of the parser (nesting), of Python's compiler (nested loops), ...
             self.failure = f"{type(error).__name__}: {error}"[:500]
@@ -85,8 +86,7 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template is not valid ({self.failure}); use /v1/completions", param="model"
             )
-        for value in (messages, tools, variables):
-            _check_unicode(value)
+        _check_all_unicode((messages, tools, variables))
         values = {
             **(variables or {}),
             **self._always,
@@ -98,10 +98,10 @@ class ChatTemplate:
         try:
             environment.start()
             pieces: list[str] = []
-            for piece in self._template.generate(**values):
+            for piece in self._template.root_render_func(self._template.new_context(values)):
                 environment.charge(len(piece))
                 pieces.append(piece)
-            rendered = RenderedChat(*self._marks.remove("".join(pieces)))
+            rendered = RenderedChat(*self._marks.remove(pieces))
         except _Rejected as rejection:
             raise InvalidRequest(
                 f"the model's chat template rejects the messages: {self._unmarked(rejection)}", param="messages"
@@ -122,7 +122,7 @@ class ChatTemplate:
         return rendered
 
     def _unmarked(self, error: Exception) -> str:
-        text = self._marks.remove(str(error)[:2000])[0]
+        text = self._marks.remove([str(error)[:2000]])[0]
         return _SURROGATE.sub("\ufffd", text)  # a reply must be valid Unicode
 
 
@@ -130,6 +130,14 @@ def _format_date(now: datetime, form: str) -> str:
     if len(form) > 256 or _WIDE_DATE.search(form):
         raise RenderLimit("it formats a date with a field that is too wide")
     return now.strftime(form)
+
+
+def _check_all_unicode(values: Any) -> None:
+    """As `_check_unicode`, which is slower and names the character."""
+    try:
+        msgspec.msgpack.encode(values)
+    except (UnicodeEncodeError, TypeError, ValueError, OverflowError, RecursionError):
+        _check_unicode(values)
 
 
 def _check_unicode(value: Any) -> None:

@@ -15,6 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pipeline.errors import InvalidRequest
 from stages.tokenizer import template_budget
 from stages.tokenizer.template import ChatTemplate
+from stages.tokenizer.template_marks import TemplateMarks
 from tests.tokenizer.chat_templates import ALWAYS, CONTROL, TEMPLATES, chat_vocabulary
 from tools.tiny_gguf import _CHAT_TEMPLATE
 
@@ -210,3 +211,33 @@ def test_a_failed_rendering_does_not_affect_the_next() -> None:
     with pytest.raises(InvalidRequest, match="within its limits"):
         template.render([{"content": "a", "n": 1 << 40}])
     assert template.render([{"content": "b", "n": 2}]).text == "bb"
+
+
+OPERANDS = ["'a'", "'<b>'", "x", "1", "2.5", "[1]", "'<' | e", "none", "missing"]
+
+
+@given(st.lists(st.sampled_from(OPERANDS), min_size=3, max_size=6))
+def test_a_sum_of_many_operands_is_as_from_left_to_right(operands: list[str]) -> None:
+    """A chain of `+` is computed in one piece; values, types and errors are those of Jinja."""
+    source = "{{ " + " + ".join(operands) + " }}"
+    plain = ImmutableSandboxedEnvironment().from_string(source)
+    try:
+        expected: str | None = plain.render(x="y<")
+    except Exception:
+        expected = None
+    template = ChatTemplate(source, control_names={"<|im_start|>": 1})
+    try:
+        found: str | None = template.render([], variables={"x": "y<"}).text
+    except InvalidRequest:
+        found = None
+    assert found == expected
+
+
+@given(st.lists(st.text("a<|>\u00e9\u4e00\U0001f600", max_size=6), max_size=6))
+def test_marks_are_removed_from_pieces_as_from_the_whole(texts: list[str]) -> None:
+    marks = TemplateMarks({"<|a|>": 1, "\u00e9>": 2})
+    pieces = [marks.mark(text) for text in texts]
+    text, positions = marks.remove(pieces)
+    assert text == "".join(texts)
+    assert marks.remove(["".join(pieces)]) == (text, positions)
+    assert positions == {i for i, (a, b) in enumerate(zip("".join(pieces), text, strict=True)) if a != b}
