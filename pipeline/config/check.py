@@ -98,6 +98,11 @@ def check(kind: Any, value: Any, key: Key, findings: Findings) -> None:
     else:
         try:
             converted = msgspec.convert(value, kind)
+            if isinstance(value, str):
+                value.encode()
+        except UnicodeEncodeError:
+            findings.refuse(key, value, "expected valid Unicode text")
+            return
         except msgspec.ValidationError as error:
             findings.refuse(key, value, _reason(str(error), kind, value))
             return
@@ -155,6 +160,11 @@ def fields_of(kind: Any) -> dict[str, Any]:
 def is_section(kind: Any) -> bool:
     """Whether `kind` is a section of the schema."""
     return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def printable(text: str) -> str:
+    """The text with escapes for what UTF-8 cannot encode: bytes of a variable, lone surrogates of a file."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def kind_of(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.check import Findings, kind_of
+from pipeline.config.check import Findings, kind_of, printable
 from pipeline.config.schema import DEMO_MODEL
 from pipeline.errors import ConfigError
 
@@ -54,7 +54,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8") from None
     except Exception as error:  # PyYAML raises almost any for values like `!!int ""`
         reason = " ".join(str(error).split()) if str(error) else type(error).__name__
-        raise ConfigError(f"{path}: not {'TOML' if is_toml else 'YAML'}: {reason}") from None
+        raise ConfigError(printable(f"{path}: not {'TOML' if is_toml else 'YAML'}: {reason}")) from None
     if parsed is None:
         return {}
     if not isinstance(parsed, dict):

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
-from pipeline.config.check import Findings, check
+from pipeline.config.check import Findings, check, printable
 from pipeline.config.env import apply_environment
 from pipeline.config.file import complete, gather_models, read_file
 from pipeline.config.rules import check_rules
@@ -63,7 +63,7 @@ def resolve(raw: dict[str, Any], env: Env, source: str = "the configuration") ->
         if not findings.problems:
             return config
     lines = "\n".join(f"  {problem}" for problem in findings.problems)
-    raise ConfigError(f"{source} cannot be used:\n{lines}", param=findings.problems[0].key)
+    raise ConfigError(printable(f"{source} cannot be used:\n{lines}"), param=printable(findings.problems[0].key))
 
 
 def render(config: Config, style: Literal["yaml", "json"] = "yaml") -> str:

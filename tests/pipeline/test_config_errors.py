@@ -198,6 +198,20 @@ def test_an_index_that_is_no_number_is_refused(index: str) -> None:
     assert "expected an index from 0 to" in refused({}, {f"STARLING_MODELS__{index}__NAME": "m"})
 
 
+@pytest.mark.parametrize(
+    ("raw", "env"),
+    [
+        ({}, {"STARLING_MODELS__0__PATH": "\udcff"}),
+        ({}, {"STARLING_SERVER__\udcff": "1"}),
+        ({}, {"STARLING_SERVER__PORT": "\udcff"}),
+        ({"server": {"\ud800": 1}}, {}),
+        ({"server": {"host": "\ud800"}}, {}),
+    ],
+)
+def test_a_message_about_what_is_no_text_can_be_printed(raw: dict[str, Any], env: dict[str, str]) -> None:
+    assert "\\ud" in refused(raw, env).encode().decode()
+
+
 def test_a_report_is_bounded() -> None:
     report = refused({"server": {f"unknown{i}": 1 for i in range(10_000)} | {"x" * 100_000: 1}})
     assert len(report.splitlines()) == PROBLEMS_MAX + 1
