@@ -2,13 +2,16 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow check format bench chaos peers peers-native lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow check format bench chaos fuzz peers peers-native lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
 export PYTHON ?=
 # Extra arguments: make test-fast ARGS="-k config -x"
 ARGS ?=
+# Of `make fuzz`: how long for each target, and which ones (all).
+TIME ?= 5m
+TARGET ?=
 
 ##@ Use
 help: ## this list
@@ -38,6 +41,7 @@ check: $(VENV)/.locked-dev ## format, lint, types, layers, docs
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m tools.checks
+	@$(BIN)/python -m tools.audit
 
 format: $(VENV)/.locked-dev ## what ruff can mend by itself
 	@$(BIN)/ruff check --fix .
@@ -49,6 +53,9 @@ bench: $(VENV)/.locked-dev ## figures of speed; the last line is one JSON object
 
 chaos: $(VENV)/.locked ## ten minutes of faults against the running server; fails at a wrong byte
 	@$(BIN)/starling chaos --scenario mixed --duration 10m $(ARGS)
+
+fuzz: $(VENV)/.locked-dev ## fuzz every parser, TIME=5m each, or one: TARGET=gguf; fails at a finding
+	@$(BIN)/python -m tools.fuzz run --time $(TIME) $(TARGET) $(ARGS)
 
 peers: $(VENV)/.locked-dev ## other engines for `make bench` to compare with
 	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r locks/requirements-peers.lock

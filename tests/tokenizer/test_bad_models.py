@@ -41,7 +41,7 @@ def test_a_damaged_index_fails_only_its_model(tmp_path: Path) -> None:
         raw = path.read_bytes()
         changed = {
             "cut": raw[: len(raw) // 2],
-            "text": raw.replace(b"hell", b"hel\xff"),
+            "text": raw.replace(b"hell", b"he\xffl"),
             "noise": b"\xc1" * 64,
             "tokens": raw.replace(b"gpt2", b"gpt9"),
         }[damage]

@@ -1,0 +1,1 @@
+"""The targets, one file each: `TARGET` in each of these modules."""
