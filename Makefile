@@ -61,7 +61,7 @@ peers: $(VENV)/.locked-dev ## other engines for `make bench` to compare with
 	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r locks/requirements-peers.lock
 
 peers-native: $(VENV)/.locked-dev $(BIN)/llama-server ## llama.cpp compiled for this CPU; takes minutes and a C++ compiler
-	@CMAKE_ARGS="-DGGML_NATIVE=ON $(CMAKE_ARGS)" $(BIN)/python -m pip install --require-hashes \
+	@eval "$$(tools/peer_compiler.sh)"; CMAKE_ARGS="-DGGML_NATIVE=ON $(CMAKE_ARGS)" $(BIN)/python -m pip install --require-hashes \
 	  --no-binary llama-cpp-python -r locks/requirements-peers-native.lock
 
 lock: $(VENV)/.locked-dev ## resolve pyproject.toml into the lock files; ARGS=--upgrade takes newer versions

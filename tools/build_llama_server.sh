@@ -13,8 +13,9 @@ fail() {
     exit 1
 }
 
-cxx=${CXX:-c++}
-for tool in cmake "$cxx"; do
+assignments=$("$(dirname "$0")/peer_compiler.sh")
+eval "$assignments"
+for tool in cmake "$CXX"; do
     command -v "$tool" >/dev/null || fail "$tool is needed to compile llama-server, and is not installed." \
         "On Debian and Ubuntu: apt install cmake g++. A wheel for AVX2 needs neither: make peers."
 done
@@ -40,14 +41,9 @@ options=(
     -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
     "-DLLAMA_BUILD_COMMIT=llama-cpp-python-$release"
 )
-# AMX kernels that GCC before 13 has compiled crash. -march=native names the instructions, so the macro that
-# llama.cpp asks for is taken away.
-if "$cxx" --version | grep -q 'Free Software Foundation' && [ "$("$cxx" -dumpversion | cut -d. -f1)" -lt 13 ]; then
-    options+=(-DCMAKE_C_FLAGS=-U__AMX_INT8__ -DCMAKE_CXX_FLAGS=-U__AMX_INT8__)
-fi
 read -ra more <<<"${CMAKE_ARGS:-}"
 
-echo "Compiling llama-server of llama-cpp-python $release for this CPU; this takes minutes"
+echo "Compiling llama-server of llama-cpp-python $release for this CPU with $CXX $CXXFLAGS; this takes minutes"
 nice -n 10 cmake -S "$source" -B "$work/build" "${options[@]}" "${more[@]}" >"$work/log" 2>&1 &&
     nice -n 10 cmake --build "$work/build" --target llama-server -j "$(nproc)" >>"$work/log" 2>&1 || {
     tail -n 30 "$work/log" >&2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,12 +44,13 @@ def program(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_compiled_server_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flash_attention", ["on", "off"])
+def test_a_compiled_server_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flash_attention: str) -> None:
     told = tmp_path / "told"
     program(tmp_path / "llama-server", SERVER.format(python=sys.executable, told=str(told)))
     monkeypatch.setattr(baseline.sys, "executable", str(tmp_path / "python"))
     core = max(os.sched_getaffinity(0))
-    with BaselineServer(Path("some/model.gguf"), [core], 16, 1024) as server:
+    with BaselineServer(Path("some/model.gguf"), [core], 16, 1024, flash_attention) as server:
         pid = server.pids[0]
         assert server.about.pop("load_ms") > 0
         assert server.about == {
@@ -56,11 +58,12 @@ def test_a_compiled_server_is_preferred(tmp_path: Path, monkeypatch: pytest.Monk
             "build": "compiled for this CPU",
             "cpu": "CPU : AVX512_VNNI = 1 | OPENMP = 1",
             "slots": 16,
-            "flash_attention": "on",
+            "flash_attention": flash_attention,
         }
         arguments, cores = json.loads(told.read_text())
     assert cores == [core]
     assert arguments["--model"] == "some/model.gguf"
+    assert arguments["--flash-attn"] == flash_attention
     assert (arguments["--threads"], arguments["--threads-batch"]) == ("1", "1")
     assert (arguments["--parallel"], arguments["--ctx-size"]) == ("16", str(16 * 1024))
     with pytest.raises(ProcessLookupError):
@@ -120,3 +123,46 @@ def test_only_the_locked_source_is_fetched(tmp_path: Path) -> None:
     assert "not to be had" in result.stderr
     assert "PIP_INDEX_URL names an index" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+GCC_12 = "#!/bin/sh\n[ $1 = -dumpversion ] && echo 12 || echo 'c++ (Debian) 12.2.0 Free Software Foundation'\n"
+GCC_14 = GCC_12.replace("12", "14")
+CLANG = "#!/bin/sh\necho 'Debian clang version 16.0.6'\n"
+
+
+@pytest.mark.parametrize(
+    ("compilers", "features", "chosen", "flags"),
+    [
+        ({"c++": GCC_12}, "avx512f", ("cc", "c++"), ""),
+        ({"c++": GCC_12, "clang++": CLANG}, "avx512f", ("cc", "c++"), ""),
+        ({"c++": GCC_14}, "amx_int8", ("cc", "c++"), ""),
+        ({"c++": GCC_12, "g++-14": GCC_14, "clang++": CLANG}, "amx_int8", ("gcc-14", "g++-14"), ""),
+        ({"c++": GCC_12, "clang++-16": CLANG}, "amx_int8", ("clang-16", "clang++-16"), "-D__AMX_INT8__"),
+        ({"c++": GCC_12, "g++-13": GCC_12}, "amx_int8", ("cc", "c++"), "-U__AMX_INT8__"),
+    ],
+)
+def test_the_peer_is_compiled_with_amx_whatever_the_default_compiler(
+    tmp_path: Path, compilers: dict[str, str], features: str, chosen: tuple[str, str], flags: str
+) -> None:
+    for name, text in compilers.items():
+        program(tmp_path / name, text)
+    for name in ("bash", "sh", "grep", "cut", "env"):
+        found = shutil.which(name)
+        assert found
+        (tmp_path / name).symlink_to(found)
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"flags : fpu {features} sse\n")
+    script = 'assignments=$("$1") || exit; eval "$assignments"; printf "%s\\n" "$CC" "$CXX" "$CFLAGS" "$CXXFLAGS"'
+    done = subprocess.run(
+        [tmp_path / "bash", "-c", script, "-", ROOT / "tools" / "peer_compiler.sh"],
+        env={"PATH": str(tmp_path), "CPUINFO": str(cpuinfo)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    cc, cxx, *found_flags = done.stdout.split("\n")[:4]
+    assert (cc, cxx) == chosen
+    assert found_flags[0] == found_flags[1]
+    assert (flags in found_flags[0]) if flags else found_flags[0] == ""
+    assert ("without AMX" in done.stderr) == (flags == "-U__AMX_INT8__")

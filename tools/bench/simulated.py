@@ -11,6 +11,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from pipeline.config import paths
 from pipeline.config.schema import DEMO_MODEL, ModelConfig
 from stages.scheduler.core.settings import Settings
 from stages.worker.checkpoint.prepare import prepare
+from tools.bench.disturbance import Watch
 from tools.bench.http.client import ClientRequest, Run, drive
 from tools.bench.http.command import describe
 from tools.bench.http.scenarios import StepWatch
 from tools.bench.http.server_under_test import ServerUnderTest
 from tools.bench.http.workload import Prompts, body, percentile
-from tools.bench.offline.results import Quiet, machine
+from tools.bench.offline.results import machine
 from tools.simulate import Machine, Simulation, arrivals, closed_loop, poisson, report
 
 BATCH = 16
@@ -136,11 +138,10 @@ def main(gguf: Path | None, quick: bool) -> None:
     settings = {"performance": {"batch_size": BATCH}}
     with ServerUnderTest(describe(model), cores, settings, {"a": "sk-bench-a"}) as server:
         drive(server.address, [[server.request(body(server.model, prompts.text(100)))]])
-        quiet = Quiet([os.getpid(), *server.pids])
+        watch = Watch(server.pids, cores)
         compared = Comparison(server, prompts)
-        rows = [compared.closed(*traffic) for traffic in (CLOSED[1:2] if quick else CLOSED)]
-        rows += [compared.open(*traffic) for traffic in (OPEN[:1] if quick else OPEN)]
-        others = quiet.others_share()
+        rows = [watch.undisturbed(partial(compared.closed, *each)) for each in (CLOSED[1:2] if quick else CLOSED)]
+        rows += [watch.undisturbed(partial(compared.open, *each)) for each in (OPEN[:1] if quick else OPEN)]
     click.echo(f"{'traffic':36} {'tokens/s':>16} {'first p50 ms':>16} {'first p95 ms':>16} {'gap p50 ms':>14}")
     for row in rows:
         pairs = [f"{row['predicted'][name]:,.0f} / {row['measured'][name]:,.0f}" for name in NAMES[:3]]
@@ -155,7 +156,7 @@ def main(gguf: Path | None, quick: bool) -> None:
                 "outside_ms": round(compared.outside_ms, 1),
                 "rows": rows,
                 "median_error_of_throughput": round(error, 3),
-                "others_share": others,
+                **watch.plain(),
             }
         )
     )

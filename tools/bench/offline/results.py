@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,29 +43,12 @@ class Rate(msgspec.Struct, frozen=True):
         return f"{self.median:,.0f} ({self.low:,.0f}-{self.high:,.0f})"
 
 
-# llama.cpp's strongest build (native, AMX, the better of flash attention on and off) with the demo model on
-# two cores of a machine that reads 100 MB at 57 GB/s; the wheel is compiled for AVX2 and slower.
-STRONGEST_BANDWIDTH_GB_S = 57.0
-STRONGEST = {
-    ("prefill", 512, 1, 0): 1464.0,
-    ("decode", 0, 1, 16): 292.0,
-    ("decode", 0, 4, 16): 383.0,
-    ("decode", 0, 8, 16): 516.0,
-    ("decode", 0, 16, 16): 653.0,
-    ("decode", 0, 32, 16): 646.0,
-    ("decode", 0, 1, 512): 177.0,
-    ("decode", 0, 1, 1024): 132.0,
-    ("decode", 0, 1, 2048): 85.0,
-}
-
-
 class Figure(msgspec.Struct):
     """One row of the table."""
 
     work: Work
     candidate: Rate
     baseline: Rate | None = None
-    strongest: float | None = None  # `STRONGEST`, scaled by this machine's bandwidth; tokens per second
     read_gb_s: float | None = None  # rate at which a decode step reads weights and KV
     bandwidth_share: float | None = None  # ratio of `read_gb_s` to a plain read of as many bytes
 
@@ -74,11 +56,6 @@ class Figure(msgspec.Struct):
     def ratio(self) -> float | None:
         """Rate of the candidate divided by that of the baseline."""
         return round(self.candidate.median / self.baseline.median, 2) if self.baseline else None
-
-    @property
-    def ratio_to_strongest(self) -> float | None:
-        """Rate of the candidate divided by `strongest`."""
-        return round(self.candidate.median / self.strongest, 2) if self.strongest else None
 
 
 class Report(msgspec.Struct):
@@ -98,52 +75,18 @@ class Report(msgspec.Struct):
         for row, figure in zip(value["figures"], self.figures, strict=True):
             row["work"] = {k: v for k, v in figure.work._asdict().items() if v}
             row["ratio"] = figure.ratio
-            row["ratio_to_strongest"] = figure.ratio_to_strongest
         return msgspec.json.encode(value)
 
     def lines(self) -> list[str]:
         """The report's table."""
-        head = ("work", "starling tokens/s", "llama.cpp tokens/s", "ratio", "strongest build", "ratio")
-        rows = [(*head, "read GB/s", "of bandwidth")]
+        rows = [("work", "starling tokens/s", "llama.cpp tokens/s", "ratio", "read GB/s", "of bandwidth")]
         for f in self.figures:
-            strongest = "" if f.strongest is None else f"{f.strongest:,.0f}"
-            to_strongest = "" if f.ratio_to_strongest is None else f"{f.ratio_to_strongest:.2f}"
             share = "" if f.bandwidth_share is None else f"{100 * f.bandwidth_share:.0f} %"
             read = "" if f.read_gb_s is None else f"{f.read_gb_s:.1f}"
             ratio = "" if f.ratio is None else f"{f.ratio:.2f}"
-            middle = (str(f.candidate), str(f.baseline or ""), ratio, strongest, to_strongest)
-            rows.append((f.work.title, *middle, read, share))
+            rows.append((f.work.title, str(f.candidate), str(f.baseline or ""), ratio, read, share))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-class Quiet:
-    """Share of the cores that other programs use from now on: above a few percent, measure again."""
-
-    def __init__(self, pids: list[int]) -> None:
-        self._pids = pids
-        self._begun = self._now()
-
-    def _now(self) -> tuple[int, int, int]:
-        """Ticks of all cores, busy ticks, and ticks of the benchmark's processes."""
-        fields = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        own = 0
-        for pid in self._pids:
-            after_name = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-            own += int(after_name[11]) + int(after_name[12])
-        return sum(fields), sum(fields) - fields[3] - fields[4], own
-
-    def others_share(self) -> float:
-        """Share of the cores that other programs have used since the object was made."""
-        total, busy, own = (b - a for a, b in zip(self._begun, self._now(), strict=True))
-        return round(max(0, busy - own) / max(1, total), 3)
-
-
-def busy_share(seconds: float = 1.0) -> float:
-    """Share of all cores that is in use now, measured while this process sleeps."""
-    quiet = Quiet([])
-    time.sleep(seconds)
-    return quiet.others_share()
 
 
 def machine(cores: list[int]) -> dict[str, Any]:
