@@ -248,6 +248,7 @@ class Embedded:
             moved = [new for sequences in outbox.tokens.values() for new in sequences]
             rejected = [frame for _, frame in outbox.rejected]
             outbox.tokens.clear()
+            outbox.started.clear()
             outbox.rejected.clear()
             for new in moved:
                 request = self._requests.get(new.sequence.rpartition("/")[0])

@@ -206,6 +206,7 @@ class Simulation:
                 if part.finish:
                     self._finish(part.sequence, part.finish)
         outbox.tokens.clear()
+        outbox.started.clear()
         rejected, outbox.rejected = outbox.rejected, []
         for _, frame in rejected:
             self.records[frame.sequence].retry_after_s = frame.retry_after_s

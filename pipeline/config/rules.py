@@ -55,6 +55,7 @@ def check_rules(config: Config) -> Iterator[Rule]:
     yield from _models(config)
     yield from _limits(config)
     yield from _auth(config)
+    yield from _idempotency(config)
     yield from _edges(config)
     yield from _sessions(config)
     yield from _server(config)
@@ -142,6 +143,13 @@ def _limits(config: Config) -> Iterator[Rule]:
             if length and bound >= length:
                 reason = f"models.{index}.max_sequence_length = {length} holds prompt and output together"
                 yield Rule(f"scheduler.{name}", str(bound), reason)
+
+
+def _idempotency(config: Config) -> Iterator[Rule]:
+    server = config.server
+    if server.idempotency_tenant_mb > server.idempotency_mb:
+        reason = f"more than server.idempotency_mb = {server.idempotency_mb}, which bounds all tenants together"
+        yield Rule("server.idempotency_tenant_mb", str(server.idempotency_tenant_mb), reason)
 
 
 def _auth(config: Config) -> Iterator[Rule]:

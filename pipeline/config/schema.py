@@ -50,6 +50,10 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     state_dir: str = ""  # journal, saved pages, sessions; "": STARLING_HOME/state
     arena_dir: str = ""  # shared-memory arenas; "": a directory in /dev/shm
     journal_mb: MegabytesOrNone = 16  # requests in flight survive a restart of the gateway; 0: none
+    # Idempotency keys and the answers stored for them: of each tenant, and in all.
+    idempotency_ttl_s: Annotated[int, Meta(ge=120, le=86_400)] = 600  # after the answer; 120 s hold without a key too
+    idempotency_tenant_mb: Annotated[int, Meta(ge=1, le=1024)] = 4
+    idempotency_mb: Annotated[int, Meta(ge=1, le=16_384)] = 32
     drain_timeout_ms: MillisecondsOrNone = 4_000  # honcho kills 5 s after SIGTERM
     heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)] = 250
     remote_edges: bool = False  # allow tcp:// edges between machines, which then need the same key file

@@ -45,6 +45,12 @@ FAMILIES: dict[str, Family] = {
         Family("starling_requests_in_flight", "gauge", "HTTP requests being answered."),
         Family("starling_recoveries_total", "counter", "Sequences submitted again after a stage died."),
         Family("starling_journal_left_out_total", "counter", "Requests that the journal had no room for."),
+        Family("starling_idempotency_keys", "gauge", "Idempotency keys of running and answered requests."),
+        Family("starling_idempotency_bytes", "gauge", "Size of the keys and of the answers stored for them in bytes."),
+        Family(
+            "starling_idempotency_attached_total", "counter", "Repetitions that got the request of an earlier attempt."
+        ),
+        Family("starling_idempotency_evictions_total", "counter", "Keys forgotten before their time, for a bound."),
         Family("starling_rejections_total", "counter", "Requests refused, by error code.", ("code",)),
         Family(
             "starling_response_cache_hits_total", "counter", "Requests answered from the response cache.", ("model",)

@@ -223,11 +223,12 @@ class SequenceTokens(Frame):
 
 
 class Tokens(Frame, tag="T"):
-    """New tokens of all sequences of one step."""
+    """New tokens of all sequences of one step; sent without tokens for sequences that have left the queue."""
 
     model: str
     step: int
     sequences: list[SequenceTokens]
+    started: tuple[str, ...] = ()  # have pages, and their prompts are computed from now on: no bound refuses them
 
 
 class Rejected(Frame, tag="R"):

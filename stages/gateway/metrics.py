@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pipeline.observe.metrics import Metrics
+from stages.gateway.requests.idempotency import IdempotencyKeys
 from stages.gateway.requests.relay import Counts
 from stages.gateway.requests.response_cache import HIT, ResponseCache
 from stages.gateway.requests.state import RequestState
@@ -64,6 +65,13 @@ class GatewayMetrics:
         self.numbers.set("starling_journal_left_out_total", left_out)
         self.numbers.set("starling_requests_in_flight", in_flight)
         self.numbers.set("starling_recoveries_total", counts.resubmitted)
+
+    def sample_keys(self, keys: IdempotencyKeys) -> None:
+        """Update the metrics of idempotency keys."""
+        self.numbers.set("starling_idempotency_keys", len(keys))
+        self.numbers.set("starling_idempotency_bytes", keys.bytes)
+        self.numbers.set("starling_idempotency_attached_total", keys.attached)
+        self.numbers.set("starling_idempotency_evictions_total", keys.evicted)
 
     def health(self, status: str) -> dict[str, object]:
         """The body of /health."""

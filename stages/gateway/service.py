@@ -9,7 +9,7 @@
     sessions    turns at the KV manager                                     requests/sessions.py
     lifecycle   start and end of a request                                  requests/lifecycle.py
     relay       requests in flight: tokens in, text out                     requests/relay.py
-    recovery    journal and replay buffer                                   requests/recovery.py
+    recovery    journal, replay buffer, keys                                requests/recovery.py
     readers     sinks that read the same request                            requests/readers.py
     resumer     finds a request and attaches a reader to it                 requests/resume.py
     loader      loads, reloads and unloads models                           versions/loader.py
@@ -38,6 +38,7 @@ from stages.gateway.admission.fair_shares import FairShares
 from stages.gateway.admission.in_flight import InFlight
 from stages.gateway.admission.server_readiness import ChangeSignal, ServerReadiness
 from stages.gateway.metrics import GatewayMetrics
+from stages.gateway.requests.idempotency import IdempotencyKeys
 from stages.gateway.requests.journal import Journal
 from stages.gateway.requests.lifecycle import RequestLifecycle
 from stages.gateway.requests.readers import Readers
@@ -86,7 +87,11 @@ class Service:
         self.sessions = Sessions(self.relay, send_kv)
         self.readers = Readers(self.relay, clock)
         timeout_s = config.server.request_timeout_ms / 1000
-        self.recovery = Recovery(self.relay, self.readers, journal, clock, wall, timeout_s)
+        server = config.server
+        keys = IdempotencyKeys(
+            clock, server.idempotency_ttl_s, server.idempotency_tenant_mb << 20, server.idempotency_mb << 20
+        )
+        self.recovery = Recovery(self.relay, self.readers, journal, clock, wall, timeout_s, keys)
         self.resumer = Resumer(self.recovery, self.readers, self.relay.vocabularies)
         changes = ChangeSignal()
         self.loaded = LoadedVersions(config, self.catalog, self.relay.vocabularies, self.tokenizer, changes.notify)
@@ -214,5 +219,6 @@ class Service:
     def sample(self) -> None:
         """Update the metrics that are read from state."""
         self.metrics.sample(self.in_flight.count, self.relay.counts, self.recovery.left_out)
+        self.metrics.sample_keys(self.recovery.keys)
         if self.response_cache.is_enabled:
             self.metrics.sample_responses(self.response_cache, [model.name for model in self.config.models])

@@ -223,10 +223,12 @@ class SchedulerStage:
                 self.kv.send(frame)
             engine.leases.frames.clear()
         outbox = engine.outbox
-        if outbox.tokens:
-            for gateway, sequences in outbox.tokens.items():
-                self._send_gateway(gateway, m.Tokens(runner.name, engine.stats.steps, sequences))
-            outbox.tokens.clear()
+        if outbox.tokens or outbox.started:
+            started, outbox.started = outbox.started, {}
+            tokens, outbox.tokens = outbox.tokens, {}
+            for gateway in tokens | started:
+                names = tuple(started.get(gateway, ()))
+                self._send_gateway(gateway, m.Tokens(runner.name, engine.stats.steps, tokens.get(gateway, []), names))
         if outbox.rejected:
             for gateway, rejected in outbox.rejected:
                 self._send_gateway(gateway, rejected)

@@ -119,6 +119,7 @@ class Generator:
         self.cancelled: list[m.Cancel] = []
         self.outbox: list[m.Frame] = []
         self.steps = 0
+        self.is_starting = False  # whether sequences leave the queue before their first token
         self._expected: dict[str, list[int]] = {}
         self.refuse: Callable[[m.Submit], m.Rejected | None] = lambda frame: None
 
@@ -132,6 +133,8 @@ class Generator:
                     return
                 assert frame.sequence not in self.running
                 self.running[frame.sequence] = (frame, len(frame.forced) // 4)
+                if self.is_starting:
+                    self.outbox.append(m.Tokens(MODEL, self.steps, [], (frame.sequence,)))
             case m.Cancel():
                 self.cancelled.append(frame)
                 if frame.sequence in self.running:

@@ -34,6 +34,7 @@ class Peers(Threaded):
     def __init__(self, config: Config) -> None:
         super().__init__(config, STEP_S)
         self.generator = Generator()
+        self.generator.is_starting = True
         self.tokenizer = make_tokenizer()
         self.tokens_per_step = 1
         self.step_interval_s = 0.0  # least time between two steps
@@ -53,6 +54,7 @@ class Peers(Threaded):
     def start_scheduler(self) -> None:
         refuse = self.generator.refuse
         self.generator = Generator()
+        self.generator.is_starting = True
         self.generator.refuse = refuse
         self.scheduler_hub = self.bind("gateway-scheduler", "scheduler")
 

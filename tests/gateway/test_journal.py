@@ -9,15 +9,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.faults import points
 from pipeline.protocol.messages import Sampling
+from pipeline.record_file import RECORD_HEAD_BYTES
 from stages.gateway.requests import journal
 from stages.gateway.requests.generation_request import GenerationRequest, SessionTurn
-from stages.gateway.requests.journal import FILE, KEEP_S, MAGIC, NEW_FILE, Journal, RequestEnd, parse
+from stages.gateway.requests.journal import FILE, KEEP_S, MAGIC, MAX_ENDED, NEW_FILE, Journal, RequestEnd, parse
 from stages.gateway.requests.spec import RequestSpec, SequenceSpec
 from tests.gateway.journal_records import NOW, make_spec, open_journal, recovered
 
@@ -238,7 +240,13 @@ def old_spec(name: str, endpoint: str, prompts: list[list[int]], n: int, **more:
     )
 
 
-def test_a_journal_of_v0_1_0_is_read_and_rewritten_with_the_same_bytes(tmp_path: Path) -> None:
+def as_v0_1_0(record: bytes) -> Any:
+    """What a gateway of v0.1.0 reads: the fields that it knows; it ignores those that were appended since."""
+    n_fields = RequestSpec.__struct_fields__.index("idempotency_key")
+    return msgspec.msgpack.decode(record[RECORD_HEAD_BYTES:])[:n_fields]
+
+
+def test_a_journal_of_v0_1_0_is_read_and_what_is_written_can_be_read_by_it(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(V0_1_0.read_bytes())
     turn = {"session_id": "sess", "creates_session": True, "session_ttl_s": 60, "turn": SessionTurn("sess", 3, 1)}
     expected_entries = [
@@ -257,7 +265,49 @@ def test_a_journal_of_v0_1_0_is_read_and_rewritten_with_the_same_bytes(tmp_path:
         assert new.open(spec)
     new.close()
     written = {value.id: record for record, value, _ in parse((tmp_path / "new" / FILE).read_bytes())}
-    assert written == {name: old[name] for name in written}, "a gateway of v0.1.0 can read the new file too"
+    assert len(written) == len(expected_entries)
+    for name, record in written.items():
+        assert as_v0_1_0(record) == msgspec.msgpack.decode(old[name][RECORD_HEAD_BYTES:])
+
+
+def test_answers_with_a_key_stay_until_they_are_forgotten(tmp_path: Path) -> None:
+    target = open_journal(tmp_path)
+    keyed = msgspec.structs.replace(make_spec("req-keyed"), idempotency_key="k", body_digest=b"d" * 32)
+    failed = msgspec.structs.replace(make_spec("req-failed"), idempotency_key="l", body_digest=b"d" * 32)
+    for spec in (keyed, failed):
+        assert target.open(spec)
+    target.end(RequestEnd("req-keyed", NOW), is_kept=True, is_pinned=True)
+    target.end(RequestEnd("req-failed", NOW, "TIMEOUT"), is_kept=True)
+    for number in range(2 * MAX_ENDED):
+        assert target.open(make_spec(f"req-{number}"))
+        target.end(RequestEnd(f"req-{number}", NOW), is_kept=True)
+    target.close()
+    for _ in range(2):  # the second time from the file that the first successor has rewritten
+        reader = open_journal(tmp_path, wall=lambda: NOW + KEEP_S + 1)
+        assert reader.take_entries() == [(keyed, RequestEnd("req-keyed", NOW))]
+        reader.close()
+    reader = open_journal(tmp_path)
+    reader.forget("req-keyed")
+    reader.close()
+    assert "req-keyed" in recovered_ids(tmp_path), "it leaves the file with the next rewriting"
+
+
+def test_answers_with_a_key_make_room_for_requests_in_flight(tmp_path: Path) -> None:
+    target = open_journal(tmp_path, max_bytes=8192)
+    for number in range(40):
+        spec = make_spec(f"req-{number}")
+        assert target.open(msgspec.structs.replace(spec, idempotency_key=f"k{number}", body_digest=b"d" * 32))
+        target.end(RequestEnd(spec.id, NOW), is_kept=True, is_pinned=True)
+    assert target.left_out == 0
+    assert target.path.stat().st_size <= 8192
+    target.close()
+    assert recovered_ids(tmp_path)[-1] == "req-39"
+
+
+def recovered_ids(directory: Path) -> list[str]:
+    reader = open_journal(directory)
+    reader.close()
+    return [spec.id for spec, _ in reader.take_entries()]
 
 
 @pytest.mark.parametrize("point", ["journal_open", "journal_sync", "journal_rename"])

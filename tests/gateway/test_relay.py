@@ -29,6 +29,11 @@ class Recorder:
         self.over: list[int] = []
         self.terminal: list[StarlingError | None] = []
         self.flushes = 0
+        self.starts = 0
+
+    def started(self) -> None:
+        assert not self.terminal
+        self.starts += 1
 
     def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None:
         assert not self.terminal
@@ -361,6 +366,16 @@ def test_a_long_text_is_stored_in_few_parts(monkeypatch: pytest.MonkeyPatch) -> 
     world.settle()
     check_finished(request)
     assert len(request.sequences[0].text) < 4 < len(request.sequences[0].tokens)
+
+
+def test_a_request_has_started_when_all_its_sequences_have_left_the_queue() -> None:
+    world = World()
+    request = world.request("two", n=2)
+    first, second = request.sequences
+    world.relay.on_tokens(m.Tokens(MODEL, 0, [], (first.id, "req-unknown/0")))
+    assert (request.is_started, request.sink.starts) == (False, 0)
+    world.relay.on_tokens(m.Tokens(MODEL, 0, [], (second.id,)))
+    assert (request.is_started, request.sink.starts) == (True, 1)
 
 
 def test_a_request_whose_vocabulary_is_not_loaded_fails() -> None:

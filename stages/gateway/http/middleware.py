@@ -128,15 +128,19 @@ def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamRespo
         if name := request_id(request):
             response.headers["X-Request-Id"] = name
         state = request.get(STATE)
-        if state is not None and state.response_cache:
-            response.headers["X-Starling-Cache"] = state.response_cache
+        if state is not None:
+            response.headers["X-Starling-Request"] = state.id
+            if state.response_cache:
+                response.headers["X-Starling-Cache"] = state.response_cache
         if has_cors:
             response.headers["Access-Control-Allow-Origin"] = "*"
-            response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, X-Starling-Cache, Retry-After"
+            response.headers["Access-Control-Expose-Headers"] = (
+                "X-Request-Id, X-Starling-Request, X-Starling-Cache, Retry-After"
+            )
             if request.method == "OPTIONS":
                 response.headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"
                 response.headers["Access-Control-Allow-Headers"] = (
-                    "Authorization, Content-Type, X-Request-Id, Last-Event-ID"
+                    "Authorization, Content-Type, X-Request-Id, Last-Event-ID, Idempotency-Key"
                 )
                 response.headers["Access-Control-Max-Age"] = "86400"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -16,8 +17,14 @@ from stages.gateway.http.context import BODY_TURN, PARSERS, PRINCIPAL, SERVICE
 BODY_TIMEOUT_S = 30.0  # from a request's head to the end of its body
 
 
-async def read_body(request: web.Request, config: Config, reader: str, is_counted: bool = True) -> Any:
-    """Return the result of a reader of `BODY_READERS`.
+async def read_body(
+    request: web.Request,
+    config: Config,
+    reader: str,
+    is_counted: bool = True,
+    on_part: Callable[[bytes], object] | None = None,
+) -> Any:
+    """Return the result of a reader of `BODY_READERS`. `on_part` is called with each part of the body, as it was sent.
 
     Raises `TooLarge`, `InvalidRequest`, a 408 for a body that is late, or `Overloaded` if too many bytes of bodies are
     held for the client or in all. Bodies for administration are not counted.
@@ -28,7 +35,7 @@ async def read_body(request: web.Request, config: Config, reader: str, is_counte
     with _HeldBytes(bounds, request[PRINCIPAL]) as held:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await _receive(request, config, held)
+                body = await _receive(request, config, held, on_part)
         except TimeoutError:
             raise StarlingError(
                 "INVALID_REQUEST", f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s", status=408
@@ -72,13 +79,17 @@ class _HeldBytes:
         self._bytes += n
 
 
-async def _receive(request: web.Request, config: Config, held: _HeldBytes) -> bytearray:
+async def _receive(
+    request: web.Request, config: Config, held: _HeldBytes, on_part: Callable[[bytes], object] | None
+) -> bytearray:
     """Return the body's bytes. Of all bodies with several parts, one adds a part in each turn of the event loop."""
     content, turn = request.content, request.app[BODY_TURN]
     body = bytearray()
     while part := await content.readany():
         held.add(len(part))
         body += part
+        if on_part is not None:
+            on_part(part)
         if len(body) > config.server.max_body_mb << 20:
             raise body_too_large(config)
         if not content.at_eof():

@@ -32,6 +32,9 @@ class WholeResponse:
     def __init__(self) -> None:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    def started(self) -> None:
+        """Ignored: the response is sent at the end."""
+
     def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None:
         """Ignored: the request has the text."""
 
@@ -55,8 +58,8 @@ class WholeResponse:
 class EventStream:
     """The sink of a streamed request. Collects events until `attach` provides the transport.
 
-    `begun` is set with the first event: an error before it is reported with its own HTTP status.  `over` is set at the
-    end of the stream.
+    `begun` is set when the request has left the queue, or with the first event: an error before it is reported with its
+    own HTTP status.  `over` is set at the end of the stream.
     """
 
     def __init__(self, request: RequestState, formatter: ResponseFormatter, drop: Callable[[str], None]) -> None:
@@ -76,6 +79,11 @@ class EventStream:
         self._places = ["0"] * len(request.sequences)
 
     # ---------------------------------------------------------------- from the relay
+
+    def started(self) -> None:
+        """Let the headers be sent: they tell the client the request's id."""
+        if not self.begun.done():
+            self.begun.set_result(None)
 
     def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None:
         """Add an event of new text."""
@@ -99,13 +107,15 @@ class EventStream:
         self._close(sse.DONE)
 
     def failed(self, error: StarlingError) -> None:
-        """End the stream with an error event; without an event so far, `begun` raises the error instead."""
-        if not self._is_open:
+        """End the stream with an error event; while the headers are not sent, `begun` raises the error instead."""
+        if not self.begun.done():
             self._is_open = True
-            if not self.begun.done():
-                self.begun.set_exception(error)
+            self.begun.set_exception(error)
             self.over.set_result(None)
             return
+        if not self._is_open:
+            self._is_open = True
+            self._pending.append(sse.retry_field())
         over = (LEVELS[ENDED], LEVELS[CLOSED])
         open_choices = [index for index, place in enumerate(self._places) if not place.endswith(over)]
         self._event(error_event(error, open_choices))
@@ -151,6 +161,8 @@ class EventStream:
                 self.finished()
         elif request.error is not None:
             self.failed(request.error)
+        elif request.is_started:
+            self.started()
 
     def _resume_sequence(self, sequence: SequenceState, place: ChoiceCursor, received: int) -> None:
         text = "".join(sequence.text)

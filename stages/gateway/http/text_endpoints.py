@@ -8,6 +8,7 @@ request ends with its last sink unless it can be resumed (`recovery.py`).
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +27,9 @@ from stages.gateway.http.context import CALLER, CLIENT_ID, PRINCIPAL, SERVICE, S
 from stages.gateway.http.request_body import read_body
 from stages.gateway.http.sinks import EventStream, WholeResponse
 from stages.gateway.requests.event_cursor import EventCursor, parse_event_cursor
+from stages.gateway.requests.generation_request import GenerationRequest
+from stages.gateway.requests.idempotency import HEADER as IDEMPOTENCY_KEY
+from stages.gateway.requests.idempotency import read_key
 from stages.gateway.requests.state import Outcome, RequestState
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.service import Service
@@ -62,21 +66,59 @@ def text_handler(endpoint: TextEndpoint, config: Config, service: Service) -> Ha
                     "Last-Event-ID",
                 )
             return await _resume(request, service, state, cursor)
+        if key := read_key(request.headers.get(IDEMPOTENCY_KEY)):
+            return await _handle_keyed(request, config, service, endpoint, key)
         with service.admission.slot(request[PRINCIPAL]):
             service.admission.charge_attempt(request[CALLER])
             generation = await read_body(request, config, endpoint.name)
-            state = await service.admission.admit(generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID])
-            request[STATE] = state
-            formatter = _formatter(service, state)
-            sink = _event_stream(request, state, formatter) if generation.stream else WholeResponse()
-            state.sink = sink
-            service.lifecycle.start(state)
-            try:
-                return await _respond(request, sink, formatter)
-            finally:
-                service.readers.leave(state, sink)  # no effect unless the client has disconnected
+            return await _serve(request, service, await _admit(request, service, generation))
 
     return handle
+
+
+async def _handle_keyed(
+    request: web.Request, config: Config, service: Service, endpoint: TextEndpoint, key: str
+) -> web.StreamResponse:
+    """Handle a request with an `Idempotency-Key`: attach to the request of an earlier attempt, if there is one.
+
+    While the server takes no new requests, it still answers those that it has.
+    """
+    keys, caller = service.recovery.keys, request[CALLER]
+    is_known = keys.holds(caller.tenant, key)
+    slot = service.in_flight.counted if is_known and service.readiness.refusal() else service.admission.slot
+    with slot(request[PRINCIPAL]):
+        service.admission.charge_attempt(caller)
+        coding = ", ".join(request.headers.getall("Content-Encoding", []))
+        digest = hashlib.sha256(f"{endpoint.name}\n{coding}\n".encode())
+        generation = await read_body(request, config, endpoint.name, on_part=digest.update)
+        claim, is_new = await keys.claim(caller.tenant, key, digest.digest())
+        if is_new:
+            try:
+                if refusal := service.readiness.refusal():
+                    raise refusal
+                state = await _admit(request, service, generation)
+                state.set_key(key, claim.digest)
+                return await _serve(request, service, state)
+            finally:
+                keys.release(claim)
+    return await _resume(request, service, service.resumer.find(claim.request_id, caller.tenant), None)
+
+
+async def _admit(request: web.Request, service: Service, generation: GenerationRequest) -> RequestState:
+    return await service.admission.admit(generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID])
+
+
+async def _serve(request: web.Request, service: Service, state: RequestState) -> web.StreamResponse:
+    """Start an admitted request and send its response."""
+    request[STATE] = state
+    formatter = _formatter(service, state)
+    sink = _event_stream(request, state, formatter) if state.spec.generation.stream else WholeResponse()
+    state.sink = sink
+    service.lifecycle.start(state)
+    try:
+        return await _respond(request, sink, formatter)
+    finally:
+        service.readers.leave(state, sink)  # no effect unless the client has disconnected
 
 
 async def get_request(request: web.Request) -> web.StreamResponse:
@@ -150,7 +192,7 @@ async def _respond(
     if isinstance(sink, WholeResponse):
         await sink.over
         return web.Response(body=formatter.whole_response(), content_type=CONTENT_TYPE)
-    await sink.begun  # raises an error that precedes the first event, for a response with its status
+    await sink.begun  # raises an error of a request that was not started, for a response with its status
     response = web.StreamResponse(headers=sse.HEADERS)
     is_chunked = request.version >= HttpVersion11
     if not is_chunked:

@@ -13,6 +13,7 @@ every start; the new file replaces the old one by a rename. The journal is never
 is full, a request is left out, and that is counted.
 
 In memory are the records of requests in flight. Of an ended request only the position of its record is in memory.
+Answered requests with an idempotency key are pinned: they stay, while there is room, until `forget`.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class Journal(DurableFile):
         self._points = points.DiskPoints("journal")
         self._locations: dict[str, _Location] = {}
         self._ended: dict[str, None] = {}  # ids of ended requests, in order of their end
+        self._pinned: dict[str, None] = {}  # the same, of answered requests with an idempotency key
         self._size = 0
         self._live = 0  # bytes that a rewritten file would have
         self._has_complained = False
@@ -104,7 +106,7 @@ class Journal(DurableFile):
             log.error("%s cannot be rewritten: %s", self.path, error.strerror)
             self._continue_old(sound)
         if self._fd >= 0:
-            for name in self._ended:
+            for name in (*self._ended, *self._pinned):
                 self._locations[name].spec_record = b""
 
     def close(self) -> None:
@@ -145,21 +147,24 @@ class Journal(DurableFile):
             return self._leave_out(f"it cannot be encoded: {error}")
         if not self._append(record):
             return False
-        self._forget(spec.id)
+        self.forget(spec.id)
         self._locations[spec.id] = _Location(self._size - len(record), len(record), record)
         self._live += len(record)
         return True
 
-    def end(self, end: RequestEnd, is_kept: bool) -> None:
-        """Write the end of a request. `is_kept`: clients may ask for its answer after a restart."""
+    def end(self, end: RequestEnd, is_kept: bool, is_pinned: bool = False) -> None:
+        """Write the end of a request. `is_kept`: clients may ask for its answer after a restart.
+
+        `is_pinned`: until `forget` is called.
+        """
         location = self._locations.get(end.id)
         if location is None or location.end_record:
             return
         record = encode(_END, end)
         # Registered before it is written, so that `_append` includes it if it rewrites the file.
-        self._register_end(end, location, record)
+        self._register_end(end, location, record, is_pinned)
         if not is_kept:
-            self._forget(end.id)
+            self.forget(end.id)
         self._append(record)
         location.spec_record = b""
         self._expire()
@@ -170,8 +175,8 @@ class Journal(DurableFile):
                 self._expire()
                 # A file that cannot shrink below 3/4 of the bound would be rewritten for every record.
                 most = self.max_bytes * 3 // 4 - len(MAGIC) - len(record)
-                while self._live > most and self._ended:  # requests in flight take precedence over ended ones
-                    self._forget(next(iter(self._ended)))
+                while self._live > most and (ended := self._ended or self._pinned):
+                    self.forget(next(iter(ended)))  # requests in flight take precedence over ended ones
                 if self._live > most:
                     return self._leave_out(f"{self._live} bytes of it are in use, the bound is {self.max_bytes}")
                 self._rewrite()
@@ -200,15 +205,17 @@ class Journal(DurableFile):
 
     # -------------------------------------------------------------- rewriting
 
-    def _forget(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:
+        """Leave a request out of the next file. Does nothing if it is unknown."""
         location = self._locations.pop(request_id, None)
         if location is not None:
             self._ended.pop(request_id, None)
+            self._pinned.pop(request_id, None)
             self._live -= location.size
 
-    def _register_end(self, end: RequestEnd, location: _Location, record: bytes) -> None:
+    def _register_end(self, end: RequestEnd, location: _Location, record: bytes, is_pinned: bool) -> None:
         location.end_record, location.ended_at = record, end.when
-        self._ended[end.id] = None
+        (self._pinned if is_pinned else self._ended)[end.id] = None
         self._live += len(record)
 
     def _expire(self) -> None:
@@ -217,7 +224,7 @@ class Journal(DurableFile):
             name = next(iter(self._ended))
             if len(self._ended) <= MAX_ENDED and self._locations[name].ended_at >= oldest:
                 return
-            self._forget(name)
+            self.forget(name)
 
     def _read_spec_record(self, location: _Location) -> bytes:
         """The record of an ended request from the file; b"" if it is damaged."""
@@ -257,7 +264,7 @@ class Journal(DurableFile):
         super().close()
         self._fd, self._size = fd, size
         for name in [name for name in self._locations if name not in offsets]:
-            self._forget(name)
+            self.forget(name)
         for name, at in offsets.items():
             self._locations[name].at = at
 
@@ -275,15 +282,16 @@ class Journal(DurableFile):
         for record, value, end in parse(raw):
             sound = end
             if isinstance(value, RequestSpec):
-                self._forget(value.id)
+                self.forget(value.id)
                 found[value.id] = JournalEntry(value, None)
                 self._locations[value.id] = _Location(end - len(record), len(record), record)
                 self._live += len(record)
             elif value.id in found and not self._locations[value.id].end_record:
                 found[value.id] = JournalEntry(found[value.id].spec, value)
-                self._register_end(value, self._locations[value.id], record)
+                is_pinned = bool(found[value.id].spec.idempotency_key) and not value.code
+                self._register_end(value, self._locations[value.id], record, is_pinned)
                 if value.code == "ABANDONED":
-                    self._forget(value.id)
+                    self.forget(value.id)
                     del found[value.id]
         self._expire()
         self._entries = [entry for name, entry in found.items() if name in self._locations]

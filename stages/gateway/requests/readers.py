@@ -1,7 +1,8 @@
 """The readers of a request: one HTTP connection at first, several after a client has resumed the stream elsewhere.
 
 The request of a client that disconnects is cancelled, unless it has another reader. A request that was recovered from
-the journal lost its client without the client's doing: it waits `CLAIM_S` for a reader before it is cancelled.
+the journal lost its client without the client's doing, and the client of one with an idempotency key will repeat it:
+they wait `CLAIM_S` for a reader before they are cancelled.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from stages.gateway.requests.state import Outcome, RequestState, SequenceState, 
 
 log = logging.getLogger("starling.gateway.recovery")
 
-CLAIM_S = 60.0  # how long a recovered request waits for a reader
+CLAIM_S = 60.0  # how long a request that may be resumed waits for a reader
+MAX_UNCLAIMED = 16  # requests of a tenant with idempotency keys that wait for a reader; the oldest are cancelled
 MAX_READERS = 8  # of one request
 
 
@@ -26,6 +28,11 @@ class FanOutSink:
 
     def __init__(self, *sinks: Sink) -> None:
         self.sinks: list[Sink] = list(sinks)
+
+    def started(self) -> None:
+        """See `Sink.started`."""
+        for sink in self.sinks:
+            sink.started()
 
     def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None:
         """See `Sink.text`."""
@@ -62,6 +69,9 @@ class CatchUpWaiter:
         self._choices = cursor.choices if cursor is not None else ()
         self.flush()
 
+    def started(self) -> None:
+        """Ignored: `flush` looks at the state."""
+
     def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None:
         """Ignored: `flush` looks at the state."""
 
@@ -90,7 +100,7 @@ class Readers:
     def __init__(self, relay: Relay, clock: Callable[[], float]) -> None:
         self._relay = relay
         self._clock = clock
-        self._unclaimed: dict[str, float] = {}  # recovered requests without a reader: when they are cancelled
+        self._unclaimed: dict[str, float] = {}  # requests without a reader: when they are cancelled
 
     def join(self, request: RequestState, sink: Sink) -> None:
         """Add a reader. Raises `Conflict` if the request has `MAX_READERS`."""
@@ -120,26 +130,41 @@ class Readers:
             return
         if request.is_recovered:
             self.expect(request)
+        elif request.spec.idempotency_key:
+            request.sink = FanOutSink()
+            self.expect(request)
+            self._limit(request.spec.tenant)
         else:
             self._relay.abandon(request)
             request.sink = None
 
     def expect(self, request: RequestState) -> None:
-        """Cancel a recovered request unless a reader joins it within `CLAIM_S`."""
+        """Cancel a request unless a reader joins it within `CLAIM_S`."""
         fan_out = request.sink
         if not (isinstance(fan_out, FanOutSink) and fan_out.sinks):
             self._unclaimed[request.id] = self._clock() + CLAIM_S
+
+    def _limit(self, tenant: str) -> None:
+        """Cancel the oldest unclaimed requests of a tenant: they count against no bound of requests in flight."""
+        requests = [self._relay.requests.get(request_id) for request_id in self._unclaimed]
+        mine = [r for r in requests if r is not None and r.spec.tenant == tenant and not r.is_recovered]
+        for request in mine[:-MAX_UNCLAIMED]:
+            self._cancel(request)
+
+    def _cancel(self, request: RequestState) -> None:
+        self._unclaimed.pop(request.id, None)
+        log.info("a request was cancelled: no client resumed it", extra={"id": request.id})
+        self._relay.abandon(request)
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         self._unclaimed.pop(request_id, None)
 
     def tick(self) -> None:
-        """Every 100 ms: cancel recovered requests that no reader has joined in time."""
+        """Every 100 ms: cancel requests that no reader has joined in time."""
         now = self._clock()
         for request_id in [r for r, until in self._unclaimed.items() if now >= until]:
             del self._unclaimed[request_id]
             request = self._relay.requests.get(request_id)
             if request is not None:
-                log.info("a recovered request was cancelled: no client resumed it", extra={"id": request_id})
-                self._relay.abandon(request)
+                self._cancel(request)

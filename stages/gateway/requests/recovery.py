@@ -21,6 +21,7 @@ from pipeline.errors import StarlingError
 from pipeline.faults import points
 from pipeline.protocol.messages import Described
 from shm.pages import NUMERICS
+from stages.gateway.requests.idempotency import IdempotencyKeys
 from stages.gateway.requests.journal import KEEP_S, Journal, JournalEntry, RequestEnd
 from stages.gateway.requests.readers import FanOutSink, Readers
 from stages.gateway.requests.relay import Relay
@@ -43,8 +44,11 @@ class Recovery:
         clock: Callable[[], float],
         wall: Callable[[], float],
         timeout_s: float,
+        keys: IdempotencyKeys | None = None,
     ) -> None:
         self.journal = journal
+        self.keys = keys or IdempotencyKeys(clock, KEEP_S, 1 << 20, 1 << 20)
+        self.keys.on_drop = self._drop
         self.replay_buffer = ReplayBuffer(clock)
         self._relay = relay
         self._readers = readers
@@ -59,6 +63,8 @@ class Recovery:
                 self._dormant[entry.spec.id] = entry
             else:
                 self._waiting[entry.spec.id] = self._recovered(entry.spec)
+                self.keys.run(entry.spec)
+        self._restore_keys()
         if self._waiting:
             log.warning("recovering requests that were in flight", extra={"requests": len(self._waiting)})
 
@@ -71,6 +77,7 @@ class Recovery:
 
     def record_start(self, spec: RequestSpec) -> None:
         """Journal an admitted request, before it is submitted."""
+        self.keys.run(spec)
         if self.journal is not None:
             self.journal.open(spec)
 
@@ -78,12 +85,44 @@ class Recovery:
         """Journal the outcome, and store the answer for readers."""
         is_kept = request.outcome is not Outcome.ABANDONED
         error = request.error
+        is_pinned = False
+
+        def pin(size: int) -> bool:
+            nonlocal is_pinned
+            is_pinned = self.keys.keep(request.spec, size)
+            return is_pinned
+
+        if request.outcome is Outcome.FINISHED:
+            self.replay_buffer.put(request, pin)
+        else:
+            self.keys.forget(request.spec)
+            if is_kept:
+                self.replay_buffer.put(request)
         if self.journal is not None:
             code = "" if is_kept else "ABANDONED"
             code, message = (error.code, error.message) if error is not None else (code, "")
-            self.journal.end(RequestEnd(request.id, self._wall(), code, message), is_kept)
-        if is_kept:
-            self.replay_buffer.put(request)
+            self.journal.end(RequestEnd(request.id, self._wall(), code, message), is_kept, is_pinned)
+
+    def _drop(self, request_id: str) -> None:
+        """The answer that was kept for an idempotency key need not be stored any longer."""
+        self.replay_buffer.drop(request_id)
+        self._dormant.pop(request_id, None)
+        if self.journal is not None:
+            self.journal.forget(request_id)
+
+    def _restore_keys(self) -> None:
+        """Keep the idempotency keys of answered requests in the journal, the latest ones if not all fit."""
+        keyed = [
+            (end.when, spec) for spec, end in self._dormant.values() if spec.idempotency_key and end and not end.code
+        ]
+        keyed.sort(key=lambda answered: answered[0])
+        latest = {(spec.tenant, spec.idempotency_key): spec.id for _, spec in keyed}
+        for when, spec in keyed:
+            is_latest = latest[spec.tenant, spec.idempotency_key] == spec.id
+            if is_latest:
+                self.keys.run(spec)
+            if not (is_latest and self.keys.keep(spec, sum(map(len, spec.prompts)), self._wall() - when)):
+                self._drop(spec.id)
 
     def find(self, request_id: str, tenant: str) -> RequestState | None:
         """A request of that tenant that can be read. A dormant one is generated again."""
@@ -108,6 +147,7 @@ class Recovery:
         for request in list(self._waiting.values()):
             self._try_open(request, described, catalog)
         self.replay_buffer.expire()
+        self.keys.expire()
         if self._dormant:
             self._dormant = {name: entry for name, entry in self._dormant.items() if not self._is_stale(entry)}
         self._sync_journal()
@@ -165,7 +205,7 @@ class Recovery:
     # ---------------------------------------------------------------- journal entries and requests
 
     def _is_stale(self, entry: JournalEntry) -> bool:
-        return entry.end is None or self._wall() - entry.end.when > KEEP_S
+        return entry.end is None or not (self.keys.keeps(entry.spec) or self._wall() - entry.end.when <= KEEP_S)
 
     def _wake(self, entry: JournalEntry) -> RequestState:
         """Restore a dormant request. An error is returned on every call; an answer is generated again, once."""
@@ -176,6 +216,7 @@ class Recovery:
             request.end(Outcome.FAILED)
             return request
         del self._dormant[spec.id]
+        self.keys.run_again(spec)
         generation = spec.generation
         if generation.turn is not None:  # the session has the turn already
             turn = msgspec.structs.replace(generation.turn, number=0)

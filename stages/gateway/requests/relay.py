@@ -170,6 +170,8 @@ class Relay:
                 continue
             if self._append(sequence, new):
                 moved[sequence.id] = sequence
+        if frame.started:
+            self._start(frame.started)
         touched: dict[str, RequestState] = {}
         for sequence in moved.values():
             # A later entry of the same frame may have ended the request.
@@ -180,6 +182,14 @@ class Relay:
         for request in touched.values():
             if request.sink is not None:
                 request.sink.flush()
+
+    def _start(self, ids: tuple[str, ...]) -> None:
+        """Sequences have left the scheduler's queue."""
+        for sequence in filter(None, map(self.sequences.get, ids)):
+            sequence.is_started = True
+            request = sequence.request
+            if request.sink is not None and request.is_started:
+                request.sink.started()
 
     def _append(self, sequence: SequenceState, new: SequenceTokens) -> bool:
         """Store the tokens that are new. False: there is nothing to emit."""

@@ -55,19 +55,26 @@ class ReplayBuffer:
         self.bytes = 0
         self._clock = clock
         self._entries: dict[str, _Entry] = {}  # oldest first
+        self._pinned: dict[str, bytes] = {}  # records of answers that are kept for an idempotency key
         self._being_read: WeakValueDictionary[str, RequestState] = WeakValueDictionary()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + len(self._pinned)
 
-    def put(self, request: RequestState) -> bool:
-        """Store a request that has ended. False: it is larger than the whole buffer."""
-        self._drop(request.id)
+    def put(self, request: RequestState, pin: Callable[[int], bool] = lambda size: False) -> bool:
+        """Store a request that has ended. False: it is larger than the whole buffer.
+
+        If `pin` is true of its size in bytes it stays until `drop`, and does not count against the bounds.
+        """
+        self.drop(request.id)
         entry = _Entry(to_record(request), self._clock() + KEEP_S)
+        if pin(entry.size):
+            self._pinned[request.id] = entry.record
+            return True
         if entry.size > self.max_bytes:
             return False
         while len(self._entries) >= self.max_entries or self.bytes + entry.size > self.max_bytes:
-            self._drop(next(iter(self._entries)))
+            self.drop(next(iter(self._entries)))
         self._entries[request.id] = entry
         self.bytes += entry.size
         return True
@@ -75,24 +82,27 @@ class ReplayBuffer:
     def find(self, request_id: str) -> RequestState | None:
         """The request, restored for a reader."""
         entry = self._entries.get(request_id)
-        if entry is None:
+        record = entry.record if entry is not None else self._pinned.get(request_id)
+        if record is None:
             return None
         request = self._being_read.get(request_id)
         if request is None:
-            request = self._being_read[request_id] = from_record(entry.record)
+            request = self._being_read[request_id] = from_record(record)
         return request
 
     def expire(self) -> None:
         """Drop entries older than `KEEP_S`."""
         now = self._clock()
         while self._entries and now >= next(iter(self._entries.values())).until:
-            self._drop(next(iter(self._entries)))
+            self.drop(next(iter(self._entries)))
 
-    def _drop(self, request_id: str) -> None:
+    def drop(self, request_id: str) -> None:
+        """Remove an answer. Does nothing if there is none."""
         entry = self._entries.pop(request_id, None)
         if entry is not None:
             self.bytes -= entry.size
-            self._being_read.pop(request_id, None)
+        self._pinned.pop(request_id, None)
+        self._being_read.pop(request_id, None)
 
 
 def to_record(request: RequestState) -> bytes:

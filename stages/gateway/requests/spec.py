@@ -48,6 +48,8 @@ class RequestSpec(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     sequences: tuple[SequenceSpec, ...] = ()
     version: str = ""  # id of the loaded version of the model
     tokenizer: str = ""  # digest of the version's tokenizer
+    idempotency_key: str = ""  # "": the client sent none
+    body_digest: bytes = b""  # SHA-256 of endpoint and body, with a key
 
     @property
     def hex(self) -> str:

@@ -50,6 +50,9 @@ class Outcome(enum.Enum):
 class Sink(Protocol):
     """Where the output of a request goes. The relay calls it, and calls `flush` once after each batch of calls."""
 
+    def started(self) -> None:
+        """The request has left the queue. May be called again after a recovery."""
+
     def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None:
         """`new` is the text that became certain with the output tokens [begin, end)."""
 
@@ -77,6 +80,7 @@ class SequenceState:
         "id",
         "index",
         "is_flushed",
+        "is_started",
         "is_submitted",
         "logprobs",
         "n_emitted",
@@ -108,6 +112,7 @@ class SequenceState:
         self.first_token_at = 0.0  # s, monotonic; 0.0: no token yet
         # Submission to the scheduler.
         self.is_submitted = False
+        self.is_started = False  # the scheduler has taken it out of its queue and computes its prompt
         self.not_before = 0.0  # s, monotonic: earliest time of the next submission
         self.n_resubmitted = 0
         # Text.
@@ -165,6 +170,10 @@ class RequestState:
         """Continue on another loaded version of the same file, and so with the same answer."""
         self.spec = msgspec.structs.replace(self.spec, version=version, tokenizer=tokenizer)
 
+    def set_key(self, key: str, body_digest: bytes) -> None:
+        """Set the idempotency key that the client sent; before the request starts."""
+        self.spec = msgspec.structs.replace(self.spec, idempotency_key=key, body_digest=body_digest)
+
     def end(self, outcome: Outcome) -> None:
         """Set the outcome. Raises `IllegalTransitionError` if the request has ended.
 
@@ -175,6 +184,11 @@ class RequestState:
         self.outcome = outcome
         for sequence in self.sequences:
             del sequence.request
+
+    @property
+    def is_started(self) -> bool:
+        """Have all sequences left the queue, so that no bound of a queue or of memory refuses the request?"""
+        return all(s.is_started or s.tokens for s in self.sequences)
 
     @property
     def prompt_tokens(self) -> int:

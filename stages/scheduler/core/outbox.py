@@ -15,6 +15,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self.tokens: dict[bytes, list[SequenceTokens]] = {}  # by gateway
+        self.started: dict[bytes, list[str]] = {}  # by gateway: sequences that have left the queue
         self.rejected: list[tuple[bytes, Rejected]] = []  # (gateway, frame)
 
     def add_tokens(
@@ -40,6 +41,11 @@ class Outbox:
         else:
             parts.append(part)
 
+    def add_started(self, sequence: SequenceState) -> None:
+        """The sequence has its pages: its prompt is computed from now on."""
+        if sequence.gateway:
+            self.started.setdefault(sequence.gateway, []).append(sequence.id)
+
     def add_rejected(self, gateway: bytes, sequence_id: str, refusal: Refusal) -> None:
         """A sequence that was not admitted; nothing when `gateway` is b""."""
         if gateway:
@@ -48,6 +54,7 @@ class Outbox:
     def drop_gateway(self, gateway: bytes) -> None:
         """The gateway is disconnected: forget what it has not received."""
         self.tokens.pop(gateway, None)
+        self.started.pop(gateway, None)
         self.rejected = [(to, frame) for to, frame in self.rejected if to != gateway]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.protocol.messages import Denied, Granted, KvReady, KvState
 from stages.scheduler.core.leases import BadTableError, Leases
-from stages.scheduler.core.sequence import Phase, SequenceState
+from stages.scheduler.core.sequence import SequenceState
 from stages.scheduler.core.sequence_table import SequenceTable
 from stages.scheduler.core.worker_link import WorkerLink
 from stages.scheduler.draft.draft_pool import DraftPool
@@ -62,7 +62,7 @@ class PageSupply:
         if not sequence.outputs and not sequence.has_emitted:
             sequence.cached_tokens = min(frame.cached_tokens, sequence.prompt_len)
             self._stats.record_cached(sequence.prompt_len, sequence.cached_tokens)
-        sequence.enter_phase(Phase.PREFILLING)
+        self._table.begin_prefill(sequence)
 
     def denied(self, frame: Denied) -> None:
         """kv has no pages now, will never have enough, or does not recognise a lease (id 0)."""

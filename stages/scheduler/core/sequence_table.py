@@ -66,6 +66,11 @@ class SequenceTable:
         self.by_lease[sequence.run.lease_id] = sequence
         insort(self.scheduled, sequence, key=_age)
 
+    def begin_prefill(self, sequence: SequenceState) -> None:
+        """The scheduled sequence has its first pages."""
+        sequence.enter_phase(Phase.PREFILLING)
+        self._outbox.add_started(sequence)
+
     # -------------------------------------------------------------- ending
 
     def finish(
@@ -166,6 +171,8 @@ class SequenceTable:
             return False
         sequence.gateway = gateway
         sequence.has_emitted = False
+        if sequence.phase is not Phase.PENDING:
+            self._outbox.add_started(sequence)
         if received < sequence.outputs:
             self._outbox.add_tokens(sequence, received, tuple(tokens[split + received :]))
         return True

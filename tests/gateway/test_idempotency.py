@@ -1,0 +1,198 @@
+"""Idempotency keys: one request for each key, bounds for each tenant and in all, and a time to live."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import Conflict, InvalidRequest, Overloaded
+from stages.gateway.requests.idempotency import KEY_BYTES, Claim, IdempotencyKeys, read_key
+from stages.gateway.requests.spec import RequestSpec
+from tests.gateway.request_states import make_spec
+
+TTL_S = 600.0
+DIGEST = b"d" * 32
+
+
+class Table:
+    """The keys with a clock of the test; counts what was dropped."""
+
+    def __init__(self, tenant_bytes: int = 1 << 20, max_bytes: int = 1 << 20) -> None:
+        self.now = 0.0
+        self.dropped: list[str] = []
+        self.keys = IdempotencyKeys(lambda: self.now, TTL_S, tenant_bytes, max_bytes)
+        self.keys.on_drop = self.dropped.append
+
+    async def start(self, name: str, key: str, tenant: str = "a") -> RequestSpec:
+        _, is_new = await self.keys.claim(tenant, key, DIGEST)
+        assert is_new
+        spec = make_spec(name, tenant=tenant, idempotency_key=key, body_digest=DIGEST)
+        self.keys.run(spec)
+        return spec
+
+    async def named(self, key: str, tenant: str = "a") -> str:
+        """The request that a repetition gets; "" if it is a new one, which is then given up."""
+        claim, is_new = await self.keys.claim(tenant, key, DIGEST)
+        if is_new:
+            self.keys.release(claim)
+        return claim.request_id
+
+
+async def test_a_key_names_its_request_while_it_runs_and_until_its_answer_expires() -> None:
+    table = Table()
+    spec = await table.start("req-1", "k")
+    table.now = 10_000.0
+    table.keys.expire()
+    assert await table.named("k") == "req-1"
+    assert table.keys.keep(spec, 100)
+    table.now += TTL_S - 1
+    table.keys.expire()
+    assert await table.named("k") == "req-1"
+    table.now += 1
+    table.keys.expire()
+    assert await table.named("k") == ""
+    assert (table.dropped, len(table.keys), table.keys.bytes) == (["req-1"], 0, 0)
+
+
+async def test_an_answer_that_is_generated_again_does_not_expire_meanwhile() -> None:
+    table = Table()
+    spec = await table.start("req-1", "k")
+    assert table.keys.keep(spec, 100)
+    table.keys.run_again(spec)
+    table.now = TTL_S + 1
+    table.keys.expire()
+    assert await table.named("k") == "req-1"
+    assert table.keys.keep(spec, 100)
+    assert table.keys.bytes == KEY_BYTES + 100
+
+
+async def test_another_body_is_a_conflict_for_this_tenant_only() -> None:
+    table = Table()
+    await table.start("req-1", "k")
+    with pytest.raises(Conflict, match="another body"):
+        await table.keys.claim("a", "k", b"other")
+    _, is_new = await table.keys.claim("b", "k", b"other")
+    assert is_new
+
+
+@pytest.mark.parametrize("is_admitted", [True, False])
+async def test_a_second_attempt_waits_for_the_admission_of_the_first(is_admitted: bool) -> None:
+    table = Table()
+    first, _ = await table.keys.claim("a", "k", DIGEST)
+    second = asyncio.create_task(table.keys.claim("a", "k", DIGEST))
+    third = asyncio.create_task(table.keys.claim("a", "k", DIGEST))
+    await asyncio.sleep(0)
+    assert not second.done()
+    if is_admitted:
+        table.keys.run(make_spec("req-1", tenant="a", idempotency_key="k", body_digest=DIGEST))
+        assert (await second)[0].request_id == (await third)[0].request_id == "req-1"
+        return
+    table.keys.release(first)
+    done, waiting = await asyncio.wait({second, third}, return_when=asyncio.FIRST_COMPLETED)
+    assert [task.result()[1] for task in done] == [True], "one of them is the next attempt, the other one waits for it"
+    table.keys.run(make_spec("req-2", tenant="a", idempotency_key="k", body_digest=DIGEST))
+    assert [(await task)[0].request_id for task in waiting] == ["req-2"]
+
+
+async def test_a_failed_request_frees_its_key_and_only_its_own() -> None:
+    table = Table()
+    spec = await table.start("req-1", "k")
+    table.keys.forget(spec)
+    await table.start("req-2", "k")
+    table.keys.forget(spec)
+    assert not table.keys.keep(spec, 1)
+    assert await table.named("k") == "req-2"
+
+
+async def test_the_oldest_answers_of_the_tenant_make_room_and_running_requests_never_do() -> None:
+    table = Table(tenant_bytes=4 * KEY_BYTES)
+    other = await table.start("req-other", "k", tenant="b")
+    assert table.keys.keep(other, KEY_BYTES)
+    for number in range(3):
+        spec = await table.start(f"req-{number}", f"k{number}")
+        assert table.keys.keep(spec, KEY_BYTES)
+    assert table.dropped == ["req-0"]
+    for number in range(3, 7):
+        await table.start(f"req-{number}", f"k{number}")
+    assert table.dropped == ["req-0", "req-1", "req-2"]
+    with pytest.raises(Overloaded, match=r"server\.idempotency_tenant_mb"):
+        await table.keys.claim("a", "k7", DIGEST)
+    assert await table.named("k", "b") == "req-other"
+
+
+async def test_the_largest_tenant_makes_room_when_all_together_reach_the_bound() -> None:
+    table = Table(tenant_bytes=6 * KEY_BYTES, max_bytes=8 * KEY_BYTES)
+    for number in range(6):
+        assert table.keys.keep(await table.start(f"req-{number}", f"k{number}"), 0)
+    for number in range(3):
+        assert table.keys.keep(await table.start(f"other-{number}", f"k{number}", tenant="b"), 0)
+    assert table.dropped == ["req-0"]
+
+
+async def test_an_answer_over_the_bound_frees_its_key() -> None:
+    table = Table(tenant_bytes=4 * KEY_BYTES)
+    spec = await table.start("req-1", "k")
+    assert not table.keys.keep(spec, 4 * KEY_BYTES)
+    assert await table.named("k") == ""
+
+
+def test_a_malformed_key_is_refused() -> None:
+    assert read_key(None) == ""
+    assert read_key("7c9e6679-7425") == "7c9e6679-7425"
+    for wrong in ("", "a b", "é", "x" * 129, "a\t"):
+        with pytest.raises(InvalidRequest, match="Idempotency-Key"):
+            read_key(wrong)
+
+
+Step = st.tuples(
+    st.sampled_from(["claim", "run", "keep", "forget", "release", "pass", "again"]),
+    st.integers(0, 5),
+    st.sampled_from("ab"),
+    st.integers(0, 3 * KEY_BYTES),
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(Step, max_size=60))
+def test_bounds_hold_and_every_byte_is_accounted_for(steps: list[tuple[str, int, str, int]]) -> None:
+    asyncio.run(_play(steps))
+
+
+async def _play(steps: list[tuple[str, int, str, int]]) -> None:
+    table = Table(tenant_bytes=5 * KEY_BYTES, max_bytes=8 * KEY_BYTES)
+    keys = table.keys
+    held: dict[tuple[str, str], Claim] = {}
+    specs: dict[tuple[str, str], RequestSpec] = {}
+    for number, (action, which, tenant, size) in enumerate(steps):
+        at = (tenant, f"k{which}")
+        if action == "claim" and (at not in held or held[at].request_id):
+            try:
+                claim, is_new = await keys.claim(*at, DIGEST)
+            except Overloaded:
+                continue
+            if is_new:
+                held[at] = claim
+        elif action == "run" and at in held and not held[at].request_id:
+            specs[at] = make_spec(f"req-{number}", tenant=tenant, idempotency_key=at[1], body_digest=DIGEST)
+            keys.run(specs[at])
+        elif action == "release" and at in held and not held[at].request_id:
+            keys.release(held.pop(at))
+        elif at in specs and action == "keep":
+            keys.keep(specs[at], size)
+        elif at in specs and action == "forget":
+            keys.forget(specs[at])
+        elif at in specs and action == "again":
+            keys.run_again(specs[at])
+        elif action == "pass":
+            table.now += size
+            keys.expire()
+        sizes: Counter[str] = Counter()
+        for (owner, _), claim in keys._claims.items():
+            sizes[owner] += claim.size
+        assert keys.bytes == sizes.total() <= 8 * KEY_BYTES
+        assert all(n <= 5 * KEY_BYTES for n in sizes.values())
+        assert {t: n for t, n in keys._of_tenant.items() if n} == dict(sizes)
