@@ -1,10 +1,16 @@
-"""A streaming client, and the answer that it must receive whatever faults occur."""
+"""A streaming client, and the answer that it must receive whatever faults occur.
+
+The client outlives the gateway: each turn has an `Idempotency-Key`, with which it is sent again when its connection
+ends too early, from the last event that was received on (`Last-Event-ID`) or, if there is none, from the beginning.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import time
+import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +19,8 @@ import aiohttp
 from starling.chaos.requests import ChaosRequest, ServedModel
 
 CLIENT_TIMEOUT_S = 300
+RESUME_S = 60.0  # from the end of a connection until its stream counts as lost
+RETRY_S = 0.05  # between two attempts to connect
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,7 @@ class Outcome:
     ended: float = 0.0
     answer: tuple[Answer, ...] | None = None  # one for each turn; None after an error
     error: str = ""
+    resumed: int = 0  # connections that ended early, whose stream was continued
     arrivals: list[float] = field(default_factory=list)
 
     def longest_gap_ms(self, since: float, until: float) -> float:
@@ -95,24 +104,60 @@ class Client:
 
     async def _stream(self, path: str, body: dict[str, Any], reader: _StreamReader) -> None:
         outcome = reader.outcome
+        headers = {**self._headers, "Idempotency-Key": uuid.uuid4().hex}
+        lost_at = 0.0
+        while True:
+            received = len(outcome.arrivals)
+            ended = await self._attempt(path, body, headers, reader)
+            if ended is None:
+                return
+            now = time.monotonic()
+            if not lost_at or len(outcome.arrivals) > received:
+                lost_at = now
+                outcome.resumed += 1
+            elif now - lost_at > RESUME_S:
+                outcome.error = f"not continued within {RESUME_S:.0f} s: {ended}"
+                return
+            await asyncio.sleep(RETRY_S)
+
+    async def _attempt(
+        self, path: str, body: dict[str, Any], headers: dict[str, str], reader: _StreamReader
+    ) -> str | None:
+        """One connection. Returns how it ended too early, or None if the stream has ended, if with an error."""
+        outcome = reader.outcome
+        if not reader.last_id:
+            reader.restart()
+        resumed = {"Last-Event-ID": reader.last_id} if reader.last_id else {}
         try:
-            async with self._session.post(f"{self._url}{path}", json=body, headers=self._headers) as response:
+            async with self._session.post(f"{self._url}{path}", json=body, headers=headers | resumed) as response:
+                if response.status == 404 and resumed:
+                    reader.last_id = ""  # the gateway could not journal the request: it is sent again
+                    return "the request is unknown"
                 if response.status != 200:
                     outcome.error = f"HTTP {response.status}: {(await response.text())[:200]}"
-                    return
+                    return None
+                where = reader.last_id
                 async for line in response.content:
+                    if not line.endswith(b"\n"):
+                        break
+                    if line.startswith(b"id: "):
+                        where = line[4:].strip().decode()
                     if not line.startswith(b"data: "):
                         continue
                     outcome.arrivals.append(time.monotonic())
                     data = line[6:].strip()
                     if data == b"[DONE]":
-                        return
+                        return None
                     reader.add(json.loads(data))
+                    reader.last_id = where
                     if outcome.error:
-                        return
-                outcome.error = "the stream ended without [DONE]"
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                        return None
+                return "the stream ended without [DONE]"
+        except TimeoutError as error:
             outcome.error = f"{type(error).__name__}: {error}"
+            return None
+        except (aiohttp.ClientError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
 
     async def _close(self, session: str, model: str) -> None:
         """Close the session. It may be gone already, which is not an error here."""
@@ -129,7 +174,12 @@ class _StreamReader:
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
+        self.last_id = ""  # of the last event with one
         self.session = ""
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was received: the stream begins again."""
         self._texts: dict[int, list[str]] = {}
         self._tokens: dict[int, list[int]] = {}
         self._finish: dict[int, str] = {}

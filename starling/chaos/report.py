@@ -34,6 +34,7 @@ class Row:
     identical: int = 0
     different: int = 0
     lost: int = 0
+    resumed: int = 0  # connections that ended too early
     pauses_ms: list[float] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, object]:
@@ -50,6 +51,7 @@ class Row:
             "identical": self.identical,
             "different": self.different,
             "lost": self.lost,
+            "resumed": self.resumed,
             "pause_ms_p50": round(statistics.median(ordered), 1) if ordered else None,
             "pause_ms_p95": at(0.95),
             "pause_ms_max": at(1.0),
@@ -74,5 +76,6 @@ def tabulate(traffic: Traffic, events: list[Event]) -> list[Row]:
 
 def _count(row: Row, outcome: Outcome, traffic: Traffic) -> None:
     row.streams += 1
+    row.resumed += outcome.resumed
     verdict = traffic.verdict(outcome)
     setattr(row, verdict, getattr(row, verdict) + 1)

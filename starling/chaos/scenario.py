@@ -30,12 +30,12 @@ class Action(NamedTuple):
 
 
 def targets(config: Config) -> list[str]:
-    """Names of the processes to kill: all but the gateway, whose death ends connections.
+    """Names of the processes to kill.
 
     Workers of an unloaded model may still run; they are left out.
     """
     serving = {one.stage for one in versions.read(config).versions if one.state == "serving"}
-    stages = {name: name.partition("/")[0] for name in processes.find_processes(config) if name != "gateway"}
+    stages = {name: name.partition("/")[0] for name in processes.find_processes(config)}
     return sorted(name for name, stage in stages.items() if not stage.startswith("worker") or stage in serving)
 
 

@@ -85,6 +85,9 @@ def chaos(
     reload      `starling reload` each model, again and again
     mixed       all of these, in an order drawn with --seed
 
+    A client whose connection ends early repeats its request with its Idempotency-Key, from the last event that it
+    received on. Thus the gateway is killed and stopped like any other stage.
+
     The command first records the answers of the undisturbed server. In the mixed scenario it does not reload a model
     that does not fit into memory twice, and reports that.
     """
@@ -143,7 +146,7 @@ async def _run(
 
 def _table(rows: list[Row]) -> Table:
     """A line for each kind of fault."""
-    table = Table("fault", "n", "streams", "same", "diff", "lost", "pause p50", "p95", "max ms")
+    table = Table("fault", "n", "streams", "same", "diff", "lost", "resumed", "pause p50", "p95", "max ms")
     for row in rows:
         d = row.as_dict()
         table.add_row(
@@ -153,6 +156,7 @@ def _table(rows: list[Row]) -> Table:
             str(row.identical),
             str(row.different),
             str(row.lost),
+            str(row.resumed),
             *("" if d[k] is None else f"{d[k]:.0f}" for k in ("pause_ms_p50", "pause_ms_p95", "pause_ms_max")),
         )
     return table
