@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow check format bench chaos fuzz peers peers-native lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix check format bench chaos fuzz peers peers-native lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -35,6 +35,9 @@ test-fast: $(VENV)/.locked-dev ## tests that need no model, no compiled kernels 
 test-slow: $(VENV)/.locked-dev ## the others; fetches the demo model
 	@$(BIN)/starling prepare
 	@$(BIN)/python -m pytest -q -m slow --durations=10 $(ARGS)
+
+kill-matrix: $(VENV)/.locked-dev ## every process and pair of them killed in every phase of a request; some minutes
+	@STARLING_KILL_MATRIX=all $(BIN)/python -m pytest -q tests/e2e/test_phase_matrix.py $(ARGS)
 
 check: $(VENV)/.locked-dev ## format, lint, types, layers, docs
 	@$(BIN)/ruff check .

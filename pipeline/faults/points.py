@@ -21,17 +21,24 @@ from pipeline.faults import VARIABLE
 
 FILE = "faults"  # in the run directory: "PID TICKS\n" of the writing process, then the plan
 
-Trigger = Callable[[int], bool]  # (number of the event) -> whether the caller must drop the frame or record
+Trigger = Callable[..., bool]  # (number of the event) -> whether the caller must drop the frame or record
 
 
 class FaultPoint:
     """Call `trigger(number)` at each event, unless it is None."""
 
-    __slots__ = ("name", "place", "trigger")
+    __slots__ = ("counts", "name", "place", "trigger")
 
     def __init__(self, place: str, name: str) -> None:
         self.place, self.name = place, name
         self.trigger: Trigger | None = None
+        self.counts: dict[str, int] = {}  # events since the plan was installed
+
+    def count(self, what: str = "", detail: str = "") -> None:
+        """The next event of a phase; with `what` each sequence has its own numbers."""
+        if self.trigger is not None:
+            number = self.counts[what] = self.counts.get(what, 0) + 1
+            self.trigger(number, detail)
 
     def hit(self) -> None:
         """An event without a number: raises the planned `OSError`, or takes the planned time."""
@@ -51,6 +58,7 @@ class DiskPoints:
 
 _points: dict[tuple[str, str], FaultPoint] = {}
 _installed = ""  # the plan in the file
+_installed_path: Path | None = None
 
 
 def fault_point(place: str, name: str) -> FaultPoint:
@@ -70,7 +78,7 @@ class LivePlanFollower:
 
     def poll(self) -> None:
         """Arm all points when the plan has changed."""
-        global _installed
+        global _installed, _installed_path
         if not _installed:
             try:
                 os.stat(self._path)
@@ -81,15 +89,19 @@ class LivePlanFollower:
         plan = fault_plan.read_installed(self._path)
         if plan != _installed:
             _installed = plan
+            _installed_path = self._path
             for known in _points.values():
                 _arm(known)
+            if plan:
+                fault_plan.record_armed(self._path)
 
 
 def _arm(point: FaultPoint) -> None:
     plan = os.environ.get(VARIABLE, "")
+    point.counts.clear()
     if not plan and not _installed:
         point.trigger = None
         return
     from pipeline.faults import plan as fault_plan
 
-    point.trigger = fault_plan.build_trigger(point.place, point.name, plan, _installed)
+    point.trigger = fault_plan.build_trigger(point.place, point.name, plan, _installed, installed=_installed_path)

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.protocol import messages as m
 from tests.gateway.server import Answer, MakeServer, Server
-from tests.gateway.test_recovery import joined
+from tests.gateway.stream_content import joined
 
 GENERATE: dict[str, Any] = {"prompt": "again", "max_tokens": 60, "seed": 7, "n": 2, "logprobs": 2, "ignore_eos": True}
 UNSEEDED: dict[str, Any] = {"prompt": "by chance", "max_tokens": 40, "ignore_eos": True}

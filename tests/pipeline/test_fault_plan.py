@@ -12,7 +12,17 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.faults import points
-from pipeline.faults.plan import POINTS, Fault, build_trigger, install, parse, read_installed
+from pipeline.faults.plan import (
+    POINTS,
+    Fault,
+    build_trigger,
+    install,
+    parse,
+    read_armed,
+    read_installed,
+    read_strike,
+)
+from shm.arena import process_ticks
 
 
 def test_the_documented_plan_is_parsed() -> None:
@@ -34,7 +44,7 @@ def test_a_plan_that_cannot_be_read_names_the_part(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("wurker:exit@step=1", "no place 'wurker'; there are worker, kv, wire, disk"),
+        ("wurker:exit@step=1", "no place 'wurker'; there are worker, kv, gateway, scheduler, wire, disk"),
         ("worker:exit@stepp=1", "worker has no point 'stepp'; it has step"),
         ("disk:enospc@spil", "disk has no point 'spil'; it has spill, saved"),
         ("kv:exit@page=1, wire:drop@gateway>worker:5", "wire has no point 'gateway>worker'"),
@@ -44,6 +54,7 @@ def test_a_plan_that_cannot_be_read_names_the_part(text: str) -> None:
         ("disk:slow@spill", "milliseconds"),
         ("kv:drop@page=3", "drop is an action of wire only"),
         ("worker:enospc@step=3", "enospc is an action of disk only"),
+        ("scheduler:exit(1.2)@queued=1", "exit is not an action on other processes"),
     ],
 )
 def test_a_fault_that_could_never_happen_is_refused(text: str, reason: str) -> None:
@@ -64,7 +75,7 @@ def test_the_documented_points_exist_in_the_code() -> None:
             files = ("spill", "saved") if argument == "name" else (argument.strip('"'),)
             for operation in set(re.findall(r"\.(write|read|open|sync|rename|unlink)\.(?:hit|trigger)", source)):
                 named.update(("disk", name if operation == "write" else f"{name}_{operation}") for name in files)
-    known = {(place, point) for place in ("worker", "kv", "disk") for point in POINTS[place]}
+    known = {(place, point) for place, names in POINTS.items() if place != "wire" for point in names}
     assert named == known
 
 
@@ -141,6 +152,51 @@ def test_a_running_server_follows_the_plan_while_its_installer_lives(tmp_path: P
     finally:
         path.unlink(missing_ok=True)
         follower.poll()
+
+
+def test_a_fault_that_names_processes_happens_once_and_leaves_its_record(tmp_path: Path) -> None:
+    path = tmp_path / points.FILE
+    follower = points.LivePlanFollower(tmp_path)
+    queued, prefill = (points.fault_point("scheduler", name) for name in ("queued", "prefill"))
+    script = "import sys; sys.stdin.read()"
+    victims = [subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) for _ in range(3)]
+    named = [f"{victim.pid}.{process_ticks(victim.pid)}" for victim in victims]
+    recycled = f"{victims[2].pid}.1"  # a pid that now is another process's
+    plan = f"scheduler:kill({named[0]}+{named[1]}+{recycled})@prefill=2"
+    try:
+        install(path, plan)
+        assert (read_armed(tmp_path), read_strike(tmp_path)) == (set(), None)
+        follower.poll()
+        assert read_armed(tmp_path) == {os.getpid()}
+        queued.count("a", "x")
+        prefill.count("a", "first")
+        prefill.count("b", "another sequence has its own numbers")
+        assert [victim.poll() for victim in victims] == [None, None, None]
+        prefill.count("a", "second")
+        assert [victim.wait(10) for victim in victims[:2]] == [-signal.SIGKILL, -signal.SIGKILL]
+        assert victims[2].poll() is None
+        strike = read_strike(tmp_path)
+        assert strike is not None
+        assert strike[:5] == (plan, "scheduler@prefill", 2, "second", os.getpid())
+        assert not path.exists()
+        prefill.count("b")
+        assert read_strike(tmp_path) == strike
+        # A process that still follows the plan when another one has performed it.
+        assert prefill.trigger is not None
+        follower.poll()
+        assert prefill.trigger is None
+        install(path, f"scheduler:kill({named[2]})@prefill=1")
+        assert read_strike(tmp_path) is None
+        follower.poll()
+        path.unlink()
+        prefill.count("c")
+        assert victims[2].poll() is None
+    finally:
+        path.unlink(missing_ok=True)
+        follower.poll()
+        for victim in victims:
+            victim.kill()
+            victim.communicate()
 
 
 def test_an_invalid_installed_plan_is_ignored(tmp_path: Path) -> None:

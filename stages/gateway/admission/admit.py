@@ -25,6 +25,7 @@ from pipeline.api.keys import Caller
 from pipeline.api.quotas import Quotas
 from pipeline.config.schema import Config
 from pipeline.errors import InvalidRequest, ModelUnavailable, StarlingError
+from pipeline.faults import points
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from shm.pages import NUMERICS
@@ -66,6 +67,7 @@ class Admission:
         wall: Callable[[], float],
         draw_seed: Callable[[], int],
     ) -> None:
+        self._received = points.fault_point("gateway", "received")
         self._config = config
         self._catalog = catalog
         self._loaded = loaded
@@ -109,6 +111,7 @@ class Admission:
         self, generation: GenerationRequest, caller: Caller, started_at: float, client_id: str = ""
     ) -> RequestState:
         """The request, ready to be started. Raises `StarlingError`. The caller holds a `slot`."""
+        self._received.count()
         model = self._catalog.resolve(generation.model)
         if refusal := self._readiness.drains.rejection(model) or self._readiness.unloading(model):
             raise refusal

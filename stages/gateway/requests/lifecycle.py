@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pipeline.api.quotas import Quotas
 from pipeline.errors import StarlingError
+from pipeline.faults import points
 from stages.gateway.metrics import GatewayMetrics
 from stages.gateway.requests.output import SequenceOutput, output_of
 from stages.gateway.requests.readers import Readers
@@ -33,6 +34,9 @@ class RequestLifecycle:
         quotas: Quotas,
         metrics: GatewayMetrics,
     ) -> None:
+        self._admitted = points.fault_point("gateway", "admitted")
+        self._journaled = points.fault_point("gateway", "journaled")
+        self._finishing = points.fault_point("gateway", "finishing")
         self._relay = relay
         self._sessions = sessions
         self._recovery = recovery
@@ -44,9 +48,11 @@ class RequestLifecycle:
 
     def start(self, request: RequestState) -> None:
         """Start an admitted request that has its sink."""
+        self._admitted.count("", request.id)
         self._sessions.bind(request)
         outputs = self._cached_answer(request)
         self._recovery.record_start(request.spec)
+        self._journaled.count("", request.id)
         if outputs is None:
             self._relay.open(request)
         else:
@@ -72,6 +78,8 @@ class RequestLifecycle:
         """Called by the relay when a request has its outcome."""
         if request.is_probe:
             return
+        if request.outcome is Outcome.FINISHED:
+            self._finishing.count("", request.id)
         if not request.is_charged:
             self._quotas.charge_output(request.spec.tenant, request.completion_tokens)
         self._metrics.ended(request)

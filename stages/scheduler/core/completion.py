@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pipeline.protocol.messages import Logprob
 from stages.scheduler.core.leases import Leases
 from stages.scheduler.core.outbox import Outbox
+from stages.scheduler.core.phase_points import PhasePoints
 from stages.scheduler.core.ring import Ring
 from stages.scheduler.core.sequence import Phase, SequenceState
 from stages.scheduler.core.sequence_table import SequenceTable
@@ -32,6 +33,7 @@ class StepCompletion:
         cost: CostModel,
         stats: Stats,
     ) -> None:
+        self._phases = PhasePoints()
         self._commit_delay = pacing.commit_delay_tokens
         self._table = table
         self._leases = leases
@@ -139,6 +141,7 @@ class StepCompletion:
             run.computed = entry.start + entry.count
             run.ahead -= 1
         if finish:
+            self._phases.finishing(sequence)
             self._table.finish(sequence, finish, start=first, tokens=tuple(tokens), logprobs=logprobs)
             return
         if tokens:

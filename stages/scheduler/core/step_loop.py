@@ -14,6 +14,7 @@ from collections import deque
 from stages.scheduler.core.completion import StepCompletion
 from stages.scheduler.core.leases import Leases
 from stages.scheduler.core.page_supply import PageSupply
+from stages.scheduler.core.phase_points import PhasePoints
 from stages.scheduler.core.ring import Ring
 from stages.scheduler.core.row_scheduler import RowScheduler
 from stages.scheduler.core.sequence import Phase, SequenceState
@@ -53,6 +54,7 @@ class StepLoop:
         cost: CostModel,
         stats: Stats,
     ) -> None:
+        self._phases = PhasePoints()
         self.unacknowledged: deque[Step] = deque()
         self.budget = budget
         self.pacing = budget.pacing
@@ -200,6 +202,7 @@ class StepLoop:
         if is_growing:
             self._pages.extend_neighbours()
         step = self._write_step(ring, rows, samples, batch)
+        self._phases.published(batch.entries)
         step.entries, step.is_verifying, step.has_news = batch.entries, is_verifying, has_news
         self._queues.settle(batch.unscheduled)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipeline.config.schema import MAX_DRAFT_TOKENS
 from pipeline.protocol.messages import Cancel, Submit
 from stages.scheduler.core.outbox import Outbox
+from stages.scheduler.core.phase_points import PhasePoints
 from stages.scheduler.core.row_scheduler import RowScheduler
 from stages.scheduler.core.sequence_table import SequenceTable
 from stages.scheduler.core.settings import Settings
@@ -33,6 +34,7 @@ class SubmissionQueue:
         waits: WaitEstimate,
         stats: Stats,
     ) -> None:
+        self._phases = PhasePoints()
         self._settings = settings
         self._limits = limits
         self._worker = worker
@@ -71,6 +73,7 @@ class SubmissionQueue:
             table.finish(sequence, "length")
         else:
             self._queues.push(sequence)
+            self._phases.queued(sequence)
 
     def _check_load(self, frame: Submit, now: float) -> Refusal | None:
         """Why a new sequence cannot wait now; may remove another tenant's sequence from the queue for it."""
