@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import math
 import mmap
 import os
@@ -136,16 +137,22 @@ class Arena:
     ) -> Arena:
         """Create an arena of `nbytes` zero bytes, owned (and locked with flock) by this process.
 
-        Replaces a file of that name; a process that still maps the old file keeps the old bytes.
-        Raises `ArenaError`, with the numbers, when the file system is too small.
+        Removes a file of that name first, because the file system may have no room for both; a process that still
+        maps the old file keeps the old bytes, and their memory is free when it ends.
+        Raises `ArenaError`, with the numbers when the file system is too small.
         """
         packed = msgspec.msgpack.encode(meta)
         if len(packed) > _META_BYTES_MAX:
             raise ArenaError(f"{path}: geometry of {len(packed)} bytes exceeds {_META_BYTES_MAX}")
         size = HEADER_BYTES + align(nbytes, 4096)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for old in (path, *path.parent.glob(f".{glob.escape(path.name)}.*")):  # a killed `create` leaves the latter
+                old.unlink(missing_ok=True)
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ArenaError(f"{path} cannot be created: {error.strerror}") from None
         try:
             file_system = os.statvfs(path.parent)
             free = file_system.f_bavail * file_system.f_frsize
@@ -155,7 +162,7 @@ class Arena:
                 os.posix_fallocate(fd, 0, size)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-                    raise
+                    raise ArenaError(f"{path} cannot be created: {error.strerror}") from None
                 raise ArenaError(
                     f"{path}: needs {size:,} bytes but {path.parent} has {free:,} free; make "
                     f"the arena smaller (kv_cache_mb, max_batch_size) or free space there"

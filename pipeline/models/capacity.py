@@ -9,8 +9,10 @@ from pipeline import procfs
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ResourceError
+from pipeline.models import arena_sizes, store
+from shm.checkpoint import CheckpointError, load_index
 
-ARENA_SPARE_MB = 64  # in addition to the KV arena: step and activation arenas
+UNPREPARED_MB = 64  # of step and activation arenas, assumed for a model whose checkpoint does not exist yet
 
 
 class FreeMemory(NamedTuple):
@@ -31,7 +33,13 @@ def measure(config: Config) -> FreeMemory:
 
 def need(config: Config, model: ModelConfig) -> int:
     """Bytes of arenas that a version of `model` uses."""
-    return config.kv_cache_bytes(model) + (ARENA_SPARE_MB << 20)
+    try:
+        index = store.find_index(model, paths.models_dir())
+        if index is not None:
+            return arena_sizes.arena_sizes(config, model, load_index(index).hyper).total
+    except (OSError, CheckpointError):
+        pass  # it will be prepared again
+    return config.kv_cache_bytes(model) + (UNPREPARED_MB << 20)
 
 
 def check(config: Config, model: ModelConfig, free: FreeMemory) -> None:

@@ -479,7 +479,10 @@ KvToGateway = Hello | Heartbeat | SessionHeld | SessionDone | SessionRefused
 
 
 class WorkerReady(Frame, tag="w"):
-    """The worker group has mapped the weights, loaded its kernels and computes no step."""
+    """The worker group has mapped the weights, loaded its kernels and computes no step.
+
+    `error` is set in the answer to an `Attach` that failed, for instance because the file system of the arenas is full.
+    """
 
     model: str
     digest: str
@@ -490,6 +493,7 @@ class WorkerReady(Frame, tag="w"):
     context_length: int
     isa: str = ""
     vocabulary: str = ""  # digest of the vocabulary, set where draft models must match it
+    error: str = ""
 
 
 class Attach(Frame, tag="A"):

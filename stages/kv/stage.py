@@ -100,10 +100,14 @@ class KvStage:
     # -------------------------------------------------------------- the scheduler
 
     def _on_scheduler_down(self, peer: bytes, hello: m.Hello) -> None:
-        """Its leases stay: the worker may write to their pages until the successor reconciles."""
+        """Its leases stay: the worker may write to their pages until the successor reconciles.
+
+        Its rows are unmapped: their memory must be free before the successor creates its own.
+        """
         for loaded in self.versions.by_id.values():
             if loaded.peer == peer:
                 loaded.peer = loaded.frame = None
+                loaded.pages.rows.detach()
 
     def _on_frame(self, peer: bytes, frame: m.Frame) -> None:
         self.loop.progress += 1

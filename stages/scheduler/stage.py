@@ -18,6 +18,7 @@ from pipeline.ipc.doorbell import Doorbell
 from pipeline.ipc.liveness import IDLE_INTERVALS
 from pipeline.ipc.poll_loop import PollLoop
 from pipeline.models import versions
+from pipeline.models.arena_sizes import max_draft_sequences
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from shm.arena import remove_stale_arenas
@@ -25,7 +26,6 @@ from stages.scheduler.core.outbox import rejected_frame
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.core.version_runner import VersionRunner
 from stages.scheduler.draft.pairing import DraftPairs
-from stages.scheduler.draft.proposer import MAX_SEQUENCES
 from stages.scheduler.metrics import INTERVAL_S, ModelMetrics, export_tenants
 from stages.scheduler.policy.admission import Refusal
 from stages.scheduler.policy.core_sharing import CoreShares, allowed_depth
@@ -136,7 +136,7 @@ class SchedulerStage:
             max_output_tokens=s.max_output_tokens,
             batch_timeout_s=s.batch_timeout_ms / 1000,
             speculate=model.speculate,
-            max_draft_sequences=MAX_SEQUENCES if any(one.draft_model == version.name for one in c.models) else 0,
+            max_draft_sequences=max_draft_sequences(c, version.name),
             prefix_cache=c.cache.enabled,
         )
         runner = VersionRunner(

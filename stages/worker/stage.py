@@ -54,6 +54,7 @@ class WorkerStage:
         self._attachment: Attachment | None = None
         self._activations: Arena | None = None
         self._generation = 0
+        self._attach_error = ""  # of the last `Attach`
         self._announced = 0  # number announced to the ranks last: even for a step
         self._fault = points.fault_point("worker", "step")
         self._steps = 0  # number of steps, for the fault plan
@@ -101,7 +102,7 @@ class WorkerStage:
         self._detach()
         self._send_ready()
 
-    def _send_ready(self) -> None:
+    def _send_ready(self, error: str = "") -> None:
         h = self.model.hyper
         pids = [(os.getpid(), process_ticks(os.getpid()))] + [(r.pid, r.ticks) for r in self.ranks]
         self.link.send(
@@ -115,6 +116,7 @@ class WorkerStage:
                 h.context_length,
                 features.isa(),
                 self._vocabulary,
+                error,
             )
         )
 
@@ -123,11 +125,15 @@ class WorkerStage:
             self._detach()
             try:
                 self._attach(frame)
-            except (ArenaError, FileNotFoundError, ValueError) as error:
+            except (ArenaError, OSError, ValueError) as error:
                 # The arena may be of an older generation: the scheduler attaches again after WorkerReady.
-                log.error("cannot attach", extra={"model": self.name, "reason": str(error)})
+                if str(error) != self._attach_error:
+                    log.error("cannot attach", extra={"model": self.name, "reason": str(error)})
+                self._attach_error = str(error)
                 self._detach()
-                self._send_ready()
+                self._send_ready(self._attach_error)
+            else:
+                self._attach_error = ""
         elif isinstance(frame, m.Detach) and frame.generation == self._generation:
             self._detach()
             self._send_ready()

@@ -60,17 +60,17 @@ def up() -> int:
     held: ServerLocks | None = None
     try:
         check_port(config)
-        env = {**os.environ, **choose_arena_dir(config)}
-        held = ServerLocks(load(env=env), run_dir)  # for its whole life, so that no gap between two stages loses them
+        moved = choose_arena_dir(config)  # before a long download
         prepare_all(config)
+        env = {**os.environ, **(moved or choose_arena_dir(config))}  # the sizes of all arenas are known now
+        held = ServerLocks(load(env=env), run_dir)  # for its whole life, so that no gap between two stages loses them
         watcher = _Watcher(config, run_dir)
         code = HonchoRunner(write_procfile(run_dir), env).run(watcher.check)
     finally:
         if held is not None:
             held.release()
         only_one.release()
-    arena_dir = paths.arena_dir(load(env=env), env)
-    still_running = cleanup.sweep(run_dir, arena_dir, wait_s=5.0)
+    still_running = cleanup.sweep(run_dir, paths.arena_dir(load(env=env), env), wait_s=5.0)
     if still_running:
         click.echo(f"up: {still_running} is still running; `starling status` shows it", err=True)
     return code or (EXIT_FATAL if still_running else 0)
@@ -111,7 +111,7 @@ def choose_arena_dir(config: Config, shm: Path = Path("/dev/shm")) -> dict[str, 
 
     Raises `ResourceError` with the sizes if they do not fit there either.
     """
-    need = sum(config.kv_cache_bytes(model) for model in config.models) + (capacity.ARENA_SPARE_MB << 20)
+    need = sum(capacity.need(config, model) for model in config.models)
     home = Path(config.server.arena_dir or shm)
     there = paths.arena_dir(config)
     # Arenas of a killed server count as free space: they are adopted or replaced.
@@ -120,7 +120,7 @@ def choose_arena_dir(config: Config, shm: Path = Path("/dev/shm")) -> dict[str, 
     if free >= need:
         return {}
     advice = (
-        "make them smaller (kv_cache_mb of a model, STARLING_CACHE__MAX_SIZE_MB) or move them "
+        "make them smaller (kv_cache_mb or max_batch_size of a model, STARLING_CACHE__MAX_SIZE_MB) or move them "
         "(STARLING_SERVER__ARENA_DIR)"
     )
     other = paths.home() / "arenas"

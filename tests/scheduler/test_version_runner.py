@@ -6,13 +6,17 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipeline.protocol.messages import Attach, Frame, Hello, KvReady, WorkerReady
+from shm import step_ring as sh
+from shm import words
 from shm.arena import process_ticks
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.core.submission_queue import UNAVAILABLE_S
-from stages.scheduler.core.version_runner import VersionRunner
+from stages.scheduler.core.version_runner import REATTACH_S, VersionRunner
+from stages.scheduler.recovery.attach_failure import LASTING_S
 
 from .peers import VOCAB, submission
 
@@ -146,3 +150,45 @@ def test_waiting_for_a_worker_counts_as_progress(runner: VersionRunner, groups: 
     now = runner.progress
     runner.tick(LATE + 3.1)  # no step is published although one could be
     assert runner.progress == now
+
+
+def cannot_attach(group: Group) -> WorkerReady:
+    return msgspec.structs.replace(group.ready, error="m.act: needs 9 bytes but /dev/shm has 1 free")
+
+
+def test_a_worker_that_cannot_attach_fails_its_requests_within_seconds(
+    runner: VersionRunner, groups: list[Group], sent: list[Frame]
+) -> None:
+    group = groups[0]
+    attach(runner, group, 0.0)
+    runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), 1.0)
+    now = 1.0
+    while now < 1.0 + LASTING_S:
+        runner.worker_ready(b"w", group.hello, cannot_attach(group), now)
+        runner.run_round(now)
+        assert "m.act: needs 9 bytes" in runner.problem, "also right after each attempt"
+        assert "s" in runner.engine.table.live
+        now += REATTACH_S
+        runner.tick(now)
+    assert sum(isinstance(frame, Attach) for frame in sent) > 5
+    ((_, (ended,)),) = runner.engine.outbox.tokens.items()
+    assert (ended.sequence, ended.finish, ended.error) == ("s", "error", "MODEL_UNAVAILABLE")
+    assert "m.act: needs 9 bytes" in ended.message
+    runner.engine.submissions.submit(GATEWAY, submission("t", [1, 2, 3], 8), now)
+    ((_, refused),) = runner.engine.outbox.rejected
+    assert (refused.sequence, refused.code) == ("t", "MODEL_UNAVAILABLE")
+    assert "m.act: needs 9 bytes" in refused.message
+
+
+def test_a_worker_that_attaches_at_last_serves_again(runner: VersionRunner, groups: list[Group]) -> None:
+    group = groups[0]
+    attach(runner, group, 0.0)
+    runner.worker_ready(b"w", group.hello, cannot_attach(group), 1.0)
+    runner.tick(1.0 + 2 * LASTING_S)
+    ring = runner.engine.worker.ring
+    assert ring is not None
+    words.store(ring._control, sh.WORKER_GENERATION, ring.generation)
+    runner.tick(1.1 + 2 * LASTING_S)
+    assert runner.problem == ""
+    runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), 2.0 + 2 * LASTING_S)
+    assert "s" in runner.engine.table.live

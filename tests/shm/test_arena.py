@@ -104,3 +104,19 @@ def test_a_kv_arena_of_unusable_geometry_is_refused(tmp_path: Path, changes: dic
     replace_geometry(path, msgspec.msgpack.encode({**KV_META, **changes}))
     with pytest.raises(ArenaError, match=r"m\.kv|head_dim|kv_type"):
         pages.attach_kv(path)
+
+
+def test_the_file_of_a_dead_process_is_removed_before_memory_is_reserved(tmp_path: Path) -> None:
+    """The file system may not have room for both."""
+    arena = Arena.create(tmp_path / "a.act", "test", 1, 4096, {})
+    arena.close()
+    (tmp_path / ".a.act.123").write_bytes(b"half of an arena")
+    with pytest.raises(ArenaError, match=r"needs [0-9,]+ bytes but .* has [0-9,]+ free"):
+        Arena.create(tmp_path / "a.act", "test", 1, 1 << 50, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_arena_that_cannot_be_created_names_file_and_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ArenaError, match=r"file/a\.act cannot be created: File exists"):
+        Arena.create(tmp_path / "file" / "a.act", "test", 1, 4096, {})

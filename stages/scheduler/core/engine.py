@@ -142,6 +142,11 @@ class Engine:
         for sequence in list(self.table.live.values()):
             self.table.reject(sequence, refusal)
 
+    def fail_all(self, code: str, message: str) -> None:
+        """End all sequences with an error, also those that have output."""
+        for sequence in list(self.table.live.values()):
+            self.table.fail(sequence, code, message)
+
     @property
     def is_busy(self) -> bool:
         """It has sequences, or published steps that are not acknowledged."""

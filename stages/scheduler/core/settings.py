@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pipeline.models import arena_sizes
 from shm.step_ring import StepsGeometry
-
-SPARE_SAMPLES = 64  # samples of a step for draft tokens, in addition to one for each sequence
-LATE_TENANT_ROWS = 8  # rows beyond twice the batch, so that a small batch has some as well
 
 
 class Settings(NamedTuple):
@@ -28,15 +26,14 @@ class Settings(NamedTuple):
 
     @property
     def n_rows(self) -> int:
-        """Twice the batch: other tenants still get rows while one tenant's streams fill the batch."""
-        return 2 * self.max_batch_size + LATE_TENANT_ROWS + self.max_draft_sequences
+        """Rows of the step arena."""
+        return arena_sizes.n_rows(self.max_batch_size, self.max_draft_sequences)
 
     @property
     def max_samples(self) -> int:
         """Samples of one step."""
-        return self.max_batch_size + SPARE_SAMPLES
+        return arena_sizes.max_samples(self.max_batch_size)
 
     def steps_geometry(self, context: int, page_tokens: int) -> StepsGeometry:
-        """Size of the step arena for sequences of up to `context` positions; a page table has one entry to spare."""
-        max_pages = -(-context // page_tokens) + 1
-        return StepsGeometry(self.n_rows, self.max_batch_size, self.max_samples, context, max_pages)
+        """Size of the step arena for sequences of up to `context` positions."""
+        return arena_sizes.steps_geometry(self.max_batch_size, self.max_draft_sequences, context, page_tokens)

@@ -77,6 +77,8 @@ class SubmissionQueue:
 
     def _check_load(self, frame: Submit, now: float) -> Refusal | None:
         """Why a new sequence cannot wait now; may remove another tenant's sequence from the queue for it."""
+        if self._worker.failure:
+            return Refusal("MODEL_UNAVAILABLE", f"model {frame.model} cannot run: {self._worker.failure}", "model", 5.0)
         if not self._worker.is_attached and now - self._worker.detached_since > UNAVAILABLE_S:
             return Refusal("MODEL_UNAVAILABLE", f"model {frame.model} has no ready worker", "model", 5.0)
         tenant = self._queues.tenant(frame.tenant)

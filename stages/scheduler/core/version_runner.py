@@ -23,6 +23,7 @@ from stages.scheduler.core.ring import Ring
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.policy.admission import Refusal
 from stages.scheduler.policy.core_sharing import Claim
+from stages.scheduler.recovery.attach_failure import AttachFailure
 from stages.scheduler.recovery.fencing import Fence
 from stages.scheduler.recovery.quarantine import DEATH, STALL
 from stages.scheduler.recovery.reconnect_backoff import ReconnectBackoff
@@ -80,6 +81,7 @@ class VersionRunner:
         self._suspicion = 0  # DEATH or STALL: why the fenced group did not finish its step
         self._fence_at = math.inf
         self._backoff = ReconnectBackoff()
+        self._attach_failure = AttachFailure()
         self._arena: Arena | None = None
         self._geometry: StepsGeometry | None = None
         # Differs from all generations of earlier processes of this stage, whose doorbells and slots are void.
@@ -108,6 +110,7 @@ class VersionRunner:
         self.engine.halt(now)
         self._ready = None
         self._fence_at = math.inf
+        self._attach_failure.clear()
         self.reason = why
         log.warning("worker group is fenced", extra={"model": self.name, "reason": why})
         self._fence = Fence(self._pids)
@@ -127,6 +130,8 @@ class VersionRunner:
         self.vocabulary = frame.vocabulary
         self._hello = hello
         self._ready = frame
+        if frame.error:
+            self._attach_failure.record(f"its worker cannot attach: {frame.error}", now)
         self._advance(now)
 
     def _advance(self, now: float) -> None:
@@ -144,7 +149,7 @@ class VersionRunner:
         ready = self._ready
         if ready is None or self.engine.worker.is_attached or not self.peer or now < self._attach_after:
             return
-        if not self._ensure_arena(ready):
+        if not self._ensure_arena(ready, now):
             return
         if self.kv is None or self.kv.error:
             self.reason = f"waiting for its KV arena{': ' + self.kv.error if self.kv else ''}"
@@ -174,7 +179,7 @@ class VersionRunner:
     def _context(self, ready: m.WorkerReady) -> int:
         return min(ready.context_length, self._max_context or ready.context_length)
 
-    def _ensure_arena(self, ready: m.WorkerReady) -> bool:
+    def _ensure_arena(self, ready: m.WorkerReady, now: float) -> bool:
         """Create the step arena that this checkpoint needs, unless it exists, and report a new one to kv."""
         geometry = self._settings.steps_geometry(self._context(ready), self._page_tokens)
         if self._arena is not None and geometry == self._geometry and ready.digest == self.digest:
@@ -183,8 +188,8 @@ class VersionRunner:
         try:
             self._arena, steps = create_steps(self.steps_path, geometry, bytes.fromhex(ready.digest), self._generation)
         except ArenaError as error:
-            self.reason = str(error)
-            log.error("step arena cannot be created", extra={"model": self.name, "reason": str(error)})
+            if self._attach_failure.record(str(error), now):
+                log.error("step arena cannot be created", extra={"model": self.name, "reason": str(error)})
             return False
         self._geometry, self.digest = geometry, ready.digest
         self.engine.worker.ring = Ring(steps, geometry, time.time_ns())
@@ -208,7 +213,7 @@ class VersionRunner:
         """kv has the model's arena, or reports why it has none."""
         self.kv = frame
         if frame.error:
-            self.reason = f"KV arena: {frame.error}"
+            self._attach_failure.record(f"KV arena: {frame.error}", now)
             log.error("KV arena is not available", extra={"model": self.name, "reason": frame.error})
             return
         was_attached = self.engine.worker.is_attached
@@ -262,11 +267,22 @@ class VersionRunner:
             self._backoff.record_killed()
             self.kill(now, "its worker does not answer")
         self._advance(now)
+        self._report_attach_failure(now)
         counter = self._worker_counter()
         if counter != self._last_progress[0] or counter < 0:
             self._last_progress = (counter, now)
         elif now - self._last_progress[1] > self._stuck_step_s:
             self.kill(now, f"a step made no progress for {self._stuck_step_s:g} s", STALL)
+
+    def _report_attach_failure(self, now: float) -> None:
+        """End the model's requests if its worker has not been able to attach for seconds."""
+        engine, failure = self.engine, self._attach_failure
+        ring = engine.worker.ring
+        if engine.is_ready and ring is not None and ring.has_worker:
+            failure.clear()
+        engine.worker.failure = failure.lasting(now)
+        if engine.worker.failure:
+            engine.fail_all("MODEL_UNAVAILABLE", f"model {self.name} cannot run: {engine.worker.failure}")
 
     def _worker_counter(self) -> int:
         """Grows while the worker computes; -1: it has no step."""
@@ -290,6 +306,8 @@ class VersionRunner:
     @property
     def problem(self) -> str:
         """Why the model is not ready; "" when it is."""
+        if self._attach_failure.error:
+            return self._attach_failure.error
         if not self.engine.is_ready:
             return self.reason or "waiting for kv"
         if self.stalled_s > STALLED_S:

@@ -12,3 +12,4 @@ class WorkerLink:
         self.ring: Ring | None = None  # None until the step arena exists
         self.is_attached = False  # a worker reads the ring
         self.detached_since = now  # s; meaningful while no worker is attached
+        self.failure = ""  # why no worker has been able to attach for seconds

@@ -26,6 +26,7 @@ import math
 import weakref
 from typing import NamedTuple
 
+from pipeline.models.arena_sizes import MAX_DRAFT_SEQUENCES
 from stages.scheduler.core.sequence import Phase, SequenceState
 from stages.scheduler.core.sequence_table import SequenceTable
 from stages.scheduler.core.step import StepEntry
@@ -36,7 +37,6 @@ from stages.scheduler.policy.cost import CostModel
 from stages.scheduler.policy.queues import TenantQueues
 from stages.scheduler.stats import Stats
 
-MAX_SEQUENCES = 4  # sequences of a model that have draft sequences, at most
 NEAR = 8  # missing positions of a draft sequence up to which its target waits for it
 LONG_PAUSE = 32  # a draft sequence is dismissed when its source pauses for more tokens than this
 SLACK_S = 0.002  # waiting time in addition to what the draft tokens would take as plain steps
@@ -191,7 +191,7 @@ class Proposer:
 
     def _can_ask(self, link: DraftLink) -> bool:
         scheduled = self._table.scheduled
-        if self._is_exhausted or not self.is_allowed or len(scheduled) > MAX_SEQUENCES or self._queues.depth:
+        if self._is_exhausted or not self.is_allowed or len(scheduled) > MAX_DRAFT_SEQUENCES or self._queues.depth:
             return False
         if not link.pool.is_available:
             return False

@@ -1,0 +1,105 @@
+"""Sizes of the arenas of a model version, computed before any of them exists.
+
+The scheduler creates the step arena with the geometry given here.  kv and worker lay out theirs themselves
+(shm/pages.py, stages/worker/activations_arena.py); the tests compare the sizes with the files that they create.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pipeline.config.schema import Config, ModelConfig
+from shm.arena import HEADER_BYTES, align
+from shm.checkpoint import Hyper
+from shm.pages import KV_SPLIT, KvGeometry, kv_arena_bytes, pages_that_fit
+from shm.step_ring import MAX_RANKS, StepsGeometry, steps_bytes
+
+SPARE_SAMPLES = 64  # samples of a step for draft tokens, in addition to one for each sequence
+LATE_TENANT_ROWS = 8  # rows beyond twice the batch, so that a small batch has some as well
+MAX_DRAFT_SEQUENCES = 4  # sequences of a model that have draft sequences in another model, at most
+
+
+class ArenaSizes(NamedTuple):
+    """Bytes of each arena's file."""
+
+    kv: int
+    steps: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all three."""
+        return self.kv + self.steps + self.activations
+
+
+def max_samples(max_batch_size: int) -> int:
+    """Samples of one step."""
+    return max_batch_size + SPARE_SAMPLES
+
+
+def n_rows(max_batch_size: int, max_draft_sequences: int) -> int:
+    """Rows of the step arena. Twice the batch: other tenants still get rows while one tenant's streams fill it."""
+    return 2 * max_batch_size + LATE_TENANT_ROWS + max_draft_sequences
+
+
+def max_draft_sequences(config: Config, name: str) -> int:
+    """Draft sequences that the model computes for other models."""
+    return MAX_DRAFT_SEQUENCES if any(one.draft_model == name for one in config.models) else 0
+
+
+def steps_geometry(max_batch_size: int, draft_sequences: int, context: int, page_tokens: int) -> StepsGeometry:
+    """Geometry of the step arena for sequences of up to `context` positions; a page table has one entry to spare."""
+    rows = n_rows(max_batch_size, draft_sequences)
+    return StepsGeometry(rows, max_batch_size, max_samples(max_batch_size), context, -(-context // page_tokens) + 1)
+
+
+def arena_sizes(config: Config, model: ModelConfig, hyper: Hyper) -> ArenaSizes:
+    """The sizes for a version of `model` whose checkpoint has these hyper-parameters."""
+    context = min(hyper.context_length, model.max_sequence_length or hyper.context_length)
+    drafts = max_draft_sequences(config, model.name)
+    steps = steps_geometry(config.max_batch_size(model), drafts, context, model.page_tokens)
+    kv = KvGeometry(hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, model.page_tokens, model.kv_type)
+    return ArenaSizes(
+        _file_bytes(kv_arena_bytes(kv, pages_that_fit(kv, config.kv_cache_bytes(model)))),
+        _file_bytes(steps_bytes(steps)),
+        _file_bytes(_activations_bytes(steps, hyper, config.scheduler.max_step_tokens)),
+    )
+
+
+def _file_bytes(contents: int) -> int:
+    return HEADER_BYTES + align(contents, 4096)
+
+
+def _activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int) -> int:
+    """As `stages.worker.activations_arena.activations_bytes`, which only the worker may import."""
+    tokens = max(max_step_tokens, steps.max_entries, steps.max_samples)
+    samples, heads = steps.max_samples, h.n_heads * h.head_dim
+    positions = min(steps.max_tokens, h.context_length)
+    splits = max(2048, -(-positions // KV_SPLIT) * h.n_heads)
+    buffers = (
+        8 * (8 + 8 * steps.max_entries + 3 * tokens + 3 * samples),  # the plan
+        4 * steps.max_pages * steps.max_entries,
+        64 * 16,
+        4 * tokens * h.width,
+        4 * tokens * h.width,
+        4 * tokens * h.width,
+        tokens * _row_bytes(h.width),
+        tokens * align(4 * (heads + 2 * h.n_kv_heads * h.head_dim)),
+        tokens * 4 * heads,
+        tokens * _row_bytes(heads),
+        4 * tokens * h.ffn_width,
+        tokens * _row_bytes(h.ffn_width),
+        tokens * 2 * align(2 * h.n_rot),
+        samples * 4 * align(h.vocab_size),
+        4 * (h.head_dim + 16) * splits,
+    )
+    at = align(8 * (64 + 8 * MAX_RANKS))
+    for size in buffers:
+        at = align(at + size) + 64
+    return at
+
+
+def _row_bytes(columns: int) -> int:
+    """Bytes of a row of int8 activations with its scales."""
+    n = align(columns, 32) * 2
+    return n + 64 if n % 1024 == 0 else n

@@ -1,0 +1,33 @@
+"""Attach failure: why a worker cannot attach to its arenas, and whether that lasts. Pure.
+
+Memory for the arenas may become free within a moment, for instance when another version is unloaded.  A failure that
+lasts `LASTING_S` is reported to the model's requests, which would otherwise wait until their time is over.
+"""
+
+from __future__ import annotations
+
+LASTING_S = 5.0
+
+
+class AttachFailure:
+    """The failure of one model. Times in s of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self.error = ""  # "": the last attempt has not failed
+        self._since = 0.0
+
+    def record(self, error: str, now: float) -> bool:
+        """An attempt has failed. Returns whether the error is new."""
+        is_new = error != self.error
+        if not self.error:
+            self._since = now
+        self.error = error
+        return is_new
+
+    def clear(self) -> None:
+        """A worker has attached, or the group is a new one."""
+        self.error = ""
+
+    def lasting(self, now: float) -> str:
+        """The error, if attempts have failed for `LASTING_S`; otherwise ""."""
+        return self.error if now - self._since >= LASTING_S else ""

@@ -1,0 +1,95 @@
+"""In a /dev/shm with room for one set of arenas, killed processes leave room for their successors.
+
+The file system is a tmpfs in a mount namespace of the server's own, and the kernel really reports it as full (ENOSPC).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.load import resolve
+from pipeline.models.arena_sizes import ArenaSizes, arena_sizes
+from stages.worker.checkpoint.ingest import ingest
+from tests.e2e import small_disk
+from tests.e2e.conftest import share_caches
+from tests.e2e.server import Server
+from tools.tiny_gguf import SHAPES, write_model
+
+pytestmark = pytest.mark.slow
+
+SPARE_BYTES = 256 << 10  # for metrics, locks and honcho's semaphores; less than any of the arenas
+REQUEST: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 600, "seed": 5, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if reason := small_disk.why_not():
+        pytest.skip(f"no file system can be mounted here: {reason}")
+    home = tmp_path_factory.mktemp("small")
+    share_caches(home)
+    path = write_model(home / "tiny.gguf", SHAPES["small"])
+    models = [{"name": "tiny", "path": str(path), "kv_cache_mb": 4}]
+    config: dict[str, Any] = {"models": models, "server": {"request_timeout_ms": 60_000}}
+    sizes = sizes_of(config, path, home)
+    assert min(sizes) > SPARE_BYTES
+    launcher = small_disk.mounted((sizes.total + SPARE_BYTES) >> 10, Path("/dev/shm"))
+    with Server(home, config, launcher=launcher) as server:
+        yield server
+        server.stop()
+
+
+def sizes_of(config: dict[str, Any], path: Path, home: Path) -> ArenaSizes:
+    resolved = resolve(config, {})
+    index = ingest(path, home / "sized.idx", "ab" * 32)
+    return arena_sizes(resolved, resolved.models[0], index.hyper)
+
+
+def shm(server: Server) -> Path:
+    """The server's /dev/shm."""
+    return Path(f"/proc/{server.pid_of('kv')}/root/dev/shm")
+
+
+def ask(server: Server) -> Any:
+    return server.post("/v1/generate", **REQUEST)["choices"]
+
+
+def test_a_killed_process_leaves_room_for_its_successor(server: Server) -> None:
+    expected = ask(server)[0]["tokens"]
+    for stage in ("worker-tiny", "scheduler", "kv", "scheduler", "worker-tiny"):
+        tokens: list[int] = []
+        for number, event in enumerate(server.stream("/v1/generate", **REQUEST)):
+            if number == 3:
+                os.kill(server.pid_of(stage), signal.SIGKILL)
+            assert "error" not in event, (stage, event)
+            tokens += event.get("tokens", ())
+        assert tokens == expected, stage
+
+
+def test_a_model_that_cannot_attach_is_an_error_within_seconds(server: Server) -> None:
+    expected = ask(server)
+    (arena,) = shm(server).glob("*/tiny.act")
+    kept = arena.with_name("kept")
+    os.link(arena, kept)  # its memory stays in use when the file is removed
+    events = []
+    for number, event in enumerate(server.stream("/v1/generate", **REQUEST)):
+        if number == 3:
+            os.kill(server.pid_of("worker-tiny"), signal.SIGKILL)
+        events.append(event)
+    error = events[-1]["error"]
+    assert error["code"] == "MODEL_UNAVAILABLE"  # the stream's own time is not over
+    assert "tiny.act: needs" in error["message"] and "bytes but" in error["message"]
+    status, answer, _ = server.request("GET", "/ready")
+    assert status == 503
+    assert "tiny.act: needs" in answer["models"]["tiny"]["reason"]
+    assert answer["stages"]["kv"]["ready"]
+    status, answer, _ = server.request("POST", "/v1/generate", REQUEST)
+    assert status == 503
+    assert "tiny.act: needs" in answer["error"]["message"]
+    kept.unlink()
+    assert ask(server) == expected

@@ -1,0 +1,80 @@
+"""Sizes of arenas that are computed in advance are those of the files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config.load import resolve
+from pipeline.models import arena_sizes, capacity
+from shm.arena import HEADER_BYTES, align
+from shm.checkpoint import Hyper
+from shm.pages import KvGeometry, create_kv, pages_that_fit
+from shm.step_ring import create_steps
+from stages.scheduler.core.settings import Settings
+from stages.worker import activations_arena as act
+
+DIGEST = bytes(32)
+
+
+def hyper(heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, context: int) -> Hyper:
+    n_rot = head_dim
+    return Hyper(2, heads * head_dim, heads, kv_heads, head_dim, ffn, vocab, context, 1e-5, n_rot, "neighbours", "silu")
+
+
+@settings(deadline=None)
+@given(
+    heads=st.integers(1, 40),
+    kv_heads=st.integers(1, 8),
+    head_dim=st.sampled_from([16, 64, 96, 128]),
+    ffn=st.integers(32, 20_000),
+    vocab=st.integers(10, 200_000),
+    context=st.integers(16, 100_000),
+    batch=st.integers(1, 128),
+    step_tokens=st.integers(128, 4096),
+    drafts=st.booleans(),
+    page_tokens=st.sampled_from([16, 32, 256]),
+)
+def test_steps_and_activations_have_the_computed_size(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    ffn: int,
+    vocab: int,
+    context: int,
+    batch: int,
+    step_tokens: int,
+    drafts: bool,
+    page_tokens: int,
+) -> None:
+    h = hyper(heads, kv_heads, head_dim, ffn, vocab, context)
+    models = [{"name": "m", "path": "p", "max_batch_size": batch, "page_tokens": page_tokens, "kv_cache_mb": 64}]
+    if drafts:
+        models.append({"name": "target", "path": "q", "draft_model": "m", "max_batch_size": 1})
+    config = resolve({"models": models, "scheduler": {"max_step_tokens": step_tokens}}, {})
+    found = arena_sizes.arena_sizes(config, config.models[0], h)
+    settings = Settings("m", batch, max_draft_sequences=arena_sizes.MAX_DRAFT_SEQUENCES if drafts else 0)
+    steps = settings.steps_geometry(context, page_tokens)
+    geometry = act.geometry_for(steps, h, step_tokens, 2)
+    assert found.activations == HEADER_BYTES + align(act.activations_bytes(geometry, h), 4096)
+    assert found.steps == HEADER_BYTES + align(arena_sizes.steps_bytes(steps), 4096)
+
+
+def test_the_files_have_the_computed_sizes(tmp_path: Path) -> None:
+    h = hyper(4, 2, 32, 256, 1000, 512)
+    config = resolve({"models": [{"name": "m", "path": "p", "kv_cache_mb": 4, "max_batch_size": 4}]}, {})
+    model = config.models[0]
+    found = arena_sizes.arena_sizes(config, model, h)
+    steps = arena_sizes.steps_geometry(4, 0, 512, model.page_tokens)
+    kv = KvGeometry(h.n_layers, h.n_kv_heads, h.head_dim, model.page_tokens, model.kv_type)
+    arenas = [
+        create_kv(tmp_path / "m.kv", kv, pages_that_fit(kv, config.kv_cache_bytes(model)), DIGEST, 1)[0],
+        create_steps(tmp_path / "m.steps", steps, DIGEST)[0],
+        act.create_activations(tmp_path / "m.act", act.geometry_for(steps, h, 512, 2), h, DIGEST),
+    ]
+    for arena, size in zip(arenas, found, strict=True):
+        assert arena.path.stat().st_size == size
+        arena.close()
+    assert capacity.need(config, model) > found.total, "the model is not prepared"
