@@ -1,4 +1,4 @@
-"""Where files are. Pure functions of the configuration and the environment: nothing is created.
+"""Where files are. Nothing is created: the paths follow from the configuration and the environment.
 
 STARLING_HOME (~/.starling)
 ├── models/    GGUF files, checkpoints (.idx, .bin), digests
@@ -7,19 +7,24 @@ STARLING_HOME (~/.starling)
 ├── cache/     compiled kernels
 └── logs/
 /dev/shm/starling-UID-XXXXXXXXXXXX/                  (server.arena_dir)
-    arenas; the twelve digits are derived from the run directory, so that two servers never share arenas
+    arenas; the twelve digits are derived from the run directory, so that two servers never share arenas.  If another
+    user has taken that name, a random one is recorded in RUN_DIR/arena-name (pipeline/runtime/arena_dir.py)
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.config.schema import Config
 
 Env = Mapping[str, str]
+
+ARENA_NAME_FILE = "arena-name"  # in the run directory
 
 
 def home(env: Env = os.environ) -> Path:
@@ -58,7 +63,16 @@ def arena_dir(config: Config, env: Env = os.environ, shm: Path = Path("/dev/shm"
     """One directory per run directory, with the same name at every start."""
     run = os.path.realpath(run_dir(config, env))
     name = f"starling-{os.getuid()}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:12]}"
-    return (_configured(config.server.arena_dir) or shm) / name
+    return (_configured(config.server.arena_dir) or shm) / (_recorded_arena_name(Path(run)) or name)
+
+
+def _recorded_arena_name(run: Path) -> str:
+    """The name that `pipeline.runtime.arena_dir` has recorded; "" if it has recorded none."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        name = (run / ARENA_NAME_FILE).read_text()
+        if re.fullmatch(rf"starling-{os.getuid()}-[0-9a-f]{{32}}", name):
+            return name
+    return ""
 
 
 def _configured(path: str) -> Path | None:

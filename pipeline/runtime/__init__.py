@@ -2,6 +2,7 @@
 
 stage_runtime.py     readiness, heartbeats, status, signals
 run_dir.py           sockets, records and locks of one server
+arena_dir.py         the directory in /dev/shm, which another user cannot take
 directory_lock.py    lifetime locks on the state, arena and spill directories
 process.py           death with the parent, child signals, systemd notification
 timer_coalescing.py  idle processes wake at the same moments

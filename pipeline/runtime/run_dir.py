@@ -22,9 +22,16 @@ from pipeline.faults import points
 
 
 def prepare(path: Path, what: str = "run directory", key: str = "server.run_dir") -> Path:
-    """Create `path` (0700), or check its owner and mode; the resolved path. Raises `ConfigError`."""
+    """Create `path` (0700), or check its owner and mode; the resolved path. Raises `ConfigError`.
+
+    A symbolic link of another user is not followed: it could lead to any directory of this user.
+    """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.is_symlink() and (owner := foreign_owner(path)) is not None:
+            raise ConfigError(
+                f"{what} {path} is a symbolic link of user {owner}: set {key} to a directory of your own", key
+            )
         path = path.resolve(strict=True)
         info = path.stat()
     except OSError as error:
@@ -42,6 +49,15 @@ def prepare(path: Path, what: str = "run directory", key: str = "server.run_dir"
             key,
         )
     return path
+
+
+def foreign_owner(path: Path) -> int | None:
+    """The user that owns `path`, if that is another one; a symbolic link is not followed. None: it does not exist."""
+    try:
+        owner = path.lstat().st_uid
+    except OSError:
+        return None
+    return owner if owner != os.getuid() else None
 
 
 def clear_socket(address: str) -> None:

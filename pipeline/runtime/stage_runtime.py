@@ -27,6 +27,7 @@ from pipeline.observe.metrics import Metrics
 from pipeline.observe.status import StatusFile
 from pipeline.protocol.messages import Heartbeat
 from pipeline.protocol.topology import EDGES
+from pipeline.runtime import arena_dir as arenas
 from pipeline.runtime import process, timer_coalescing
 from pipeline.runtime import run_dir as rundir
 from pipeline.runtime.directory_lock import ServerLocks
@@ -78,7 +79,7 @@ class StageRuntime:
         self._closed = False
 
         run_dir = rundir.prepare(paths.run_dir(config))
-        arena_dir = rundir.prepare(paths.arena_dir(config), "arena directory", "server.arena_dir")
+        arena_dir = arenas.prepare(config)
         self._lock = rundir.StageLock(run_dir, stage)
         try:
             self._server_locks = ServerLocks(config, run_dir)

@@ -32,7 +32,7 @@ from pipeline.errors import ModelUnavailable
 from pipeline.models import versions
 from pipeline.models.versions import ModelVersion
 from pipeline.observe import logs, status
-from pipeline.runtime import process, run_dir, timer_coalescing
+from pipeline.runtime import arena_dir, process, run_dir, timer_coalescing
 from pipeline.supervise import ancestors, base
 from pipeline.supervise.base import SupervisorBase
 from pipeline.supervise.restart_policy import RestartPolicy
@@ -305,6 +305,7 @@ def run_worker_pool(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in `supervise`: a fork would lose its threads
     logs.setup("worker-pool", config)
     run_dir.prepare(paths.run_dir(config))
+    arena_dir.prepare(config)
     watched_ancestors = ancestors.open_watched_ancestors()
 
     def fork(version: ModelVersion) -> int:

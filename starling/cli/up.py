@@ -25,6 +25,7 @@ from pipeline.errors import ConfigError, ResourceError
 from pipeline.faults import points
 from pipeline.models import capacity
 from pipeline.observe import status
+from pipeline.runtime import arena_dir
 from pipeline.runtime import run_dir as rundir
 from pipeline.runtime.directory_lock import ServerLocks
 from pipeline.runtime.process import EXIT_FATAL
@@ -63,6 +64,7 @@ def up() -> int:
         moved = choose_arena_dir(config)  # before a long download
         prepare_all(config)
         env = {**os.environ, **(moved or choose_arena_dir(config))}  # the sizes of all arenas are known now
+        arena_dir.prepare(load(env=env))
         held = ServerLocks(load(env=env), run_dir)  # for its whole life, so that no gap between two stages loses them
         watcher = _Watcher(config, run_dir)
         code = HonchoRunner(write_procfile(run_dir), env).run(watcher.check)
