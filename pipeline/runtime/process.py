@@ -5,8 +5,10 @@ Thin wrappers, light to import; they know nothing of the work of stages.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import struct
@@ -93,6 +95,20 @@ def use_short_time_slice(slice_ns: int = SLICE_NS) -> bool:
     # struct sched_attr: size, policy (SCHED_OTHER), flags, nice, priority, runtime, deadline, period, clamps
     fields = struct.pack("=IIQiIQQQII", _SCHED_ATTR_BYTES, 0, 0, os.nice(0), 0, slice_ns, 0, 0, 0, 0)
     return int(_libc.syscall(_SYS_SCHED_SETATTR, 0, ctypes.create_string_buffer(fields, len(fields)), 0)) == 0
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files to the hard one; every connection needs one. Children inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # some container runtimes refuse it: the soft limit stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def file_limit() -> int:
+    """How many files this process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def open_child_signal_fd() -> int:

@@ -56,6 +56,7 @@ class StageRuntime:
         self.parent_fd = process.watch_parent()  # -1 when it cannot be watched
         if not stage.startswith("worker"):
             process.use_short_time_slice()  # before any thread, ZeroMQ's too
+        process.raise_file_limit()
         self.stage = stage
         self.config = config
         self.progress = 0  # grows while the stage does work

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -366,6 +367,26 @@ def test_a_port_in_use_is_reported_in_one_line(make_server: MakeServer) -> None:
     assert f"127.0.0.1:{server.port}" in line
     assert "STARLING_SERVER__PORT" in line
     assert "Traceback" not in second.stderr
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    """New processes may open few files, and may raise this limit."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_limit_of_open_files_does_not_bound_connections(few_files: None, make_server: MakeServer) -> None:
+    server = make_server(server={"max_connections_per_address": 1000})
+    server.wait_ready()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1024), hard))  # of this process, for its connections
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(300)]
+    assert server.get("/health").status == 200
+    for connection in idle:
+        connection.close()
 
 
 def test_connections_over_the_limit_get_a_503(make_server: MakeServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -226,3 +227,14 @@ child.wait()
 
 def test_stops_of_children_are_signalled() -> None:
     subprocess.run([sys.executable, "-c", CHILDREN], check=True, timeout=4 * LONG_S)
+
+
+def test_the_limit_of_open_files_is_raised_to_the_hard_one() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
+        process.raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+        assert process.file_limit() == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

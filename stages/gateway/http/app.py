@@ -10,6 +10,7 @@ from aiohttp import web
 from pipeline.api.keys import Keys
 from pipeline.config.schema import Config
 from pipeline.errors import Forbidden
+from pipeline.runtime.process import file_limit
 from stages.gateway.admin import Admin
 from stages.gateway.http import model_endpoints, probes, text_endpoints, token_endpoints
 from stages.gateway.http.connection_gate import ConnectionGate
@@ -41,7 +42,9 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
     app[SERVICE] = service
     app.cleanup_ctx.append(_run_parsers)
     app[KEYS] = Keys(config)
-    app[GATE] = ConnectionGate(config, lambda: service.metrics.numbers.add("starling_rejections_total", "OVERLOADED"))
+    app[GATE] = ConnectionGate(
+        config, file_limit(), lambda: service.metrics.numbers.add("starling_rejections_total", "OVERLOADED")
+    )
     app.on_response_prepare.append(make_header_setter(config))
     for endpoint in text_endpoints.TEXT_ENDPOINTS:
         app.router.add_post(endpoint.path, text_endpoints.text_handler(endpoint, config, service))

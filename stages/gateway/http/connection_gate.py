@@ -11,6 +11,7 @@ So a client that opens as many connections as it can does not keep probes and ot
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from aiohttp import web
@@ -21,12 +22,15 @@ from pipeline.config.schema import Config
 from pipeline.errors import Overloaded
 from stages.gateway.admission.fair_shares import FairShares, address_principal
 
+log = logging.getLogger("starling.gateway")
+
 SPARE = 256  # beyond one for each request in flight: idle connections, probes, requests that are refused
 RESERVED = 64  # connections beyond the bounds
 RESERVED_PER_ADDRESS = 48
 RESERVED_HEAD_S = 2.0
 REFUSAL_S = 1.0  # time for the client of a refused connection to read the response
 MAX_REFUSALS = 256  # refused connections that are open for so long; further ones are closed without a response
+OTHER_FILES = RESERVED + MAX_REFUSALS + 128  # beyond the bound: also journal, logs, sockets of stages, parsers
 
 _FULL_BODY = error_response(Overloaded("the server has reached its connection limit; try again")).body
 _FULL = (
@@ -38,8 +42,15 @@ _FULL = (
 class ConnectionGate:
     """One per gateway. Call `serve` before the first connection."""
 
-    def __init__(self, config: Config, on_refusal: Callable[[], None]) -> None:
-        total = config.server.max_concurrent_requests + SPARE
+    def __init__(self, config: Config, max_files: int, on_refusal: Callable[[], None]) -> None:
+        """`max_files`: how many files this process may open; with few, fewer connections are accepted."""
+        wanted = config.server.max_concurrent_requests + SPARE
+        total = max(1, min(wanted, max_files - OTHER_FILES))
+        if total < wanted:
+            log.warning(
+                "connections are bounded by the limit of open files (ulimit -n)",
+                extra={"bound": total, "wanted": wanted, "needed_limit": wanted + OTHER_FILES},
+            )
         self._bounds = FairShares(total, config.server.max_connections_per_address or total - total // 4, reserve=0)
         self._reserve = FairShares(RESERVED, RESERVED_PER_ADDRESS, reserve=0)
         self._on_refusal = on_refusal
