@@ -1,11 +1,16 @@
 """The checkpoint pair `DIGEST.idx` and `DIGEST.bin` that a model is loaded from. Independent of GGUF and kernels.
 
-    DIGEST.idx   one msgpack document (`Index`)
+    DIGEST.idx   msgpack: [version, XXH3-64 of the rest, the rest: msgpack of `Index`]
     DIGEST.bin   the tensors in the layout that the kernels read, each 64-byte aligned, in the order of use;
                  then at least 64 zero bytes, to the end of a 4096-byte page
 
 Ingest writes both once and places them by rename, `.bin` first: if an `.idx` exists, so does its `.bin`.  Mapped files
 are immutable and never truncated; all processes share their memory.
+
+`Index.pieces` are the XXH3-64 checksums of the `.bin`, one for each 8 MiB, so that all cores can verify it at the speed
+of memory and a transfer can verify each piece as it arrives.  A tensor's own BLAKE2b checksum names the tensor that a
+damaged piece belongs to.  An `.idx` of version 1 is `Index` alone, without pieces: it is read as it is, and the next
+preparation replaces it (stages/worker/checkpoint/verify.py).
 
 `layout` of a tensor: "rows" is plain row-major f32; "groups" is interleaved by 16 rows as
 `stages/worker/checkpoint/layout.py` draws it.  Tied embeddings are stored once.
@@ -16,18 +21,21 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any, Self
 
 import msgspec
 import numpy as np
+import xxhash
 
 from shm.arena import align
 from shm.decoding import DECODE_ERRORS
 
-VERSION = 1  # of both files; grows when a layout changes, and files of another version are ingested again
+VERSION = 2  # of the index; grows when its layout changes
+VERSION_WITHOUT_PIECES = 1  # still read, and migrated; files of other versions are ingested again
 ALIGNMENT = 64
+PIECE_BYTES = 8 << 20  # of the `.bin`, for each checksum
 
 
 class CheckpointError(RuntimeError):
@@ -99,6 +107,12 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
     hyper: Hyper
     tokenizer_raw: msgspec.Raw  # msgpack of `TokenizerData`, decoded only on demand: ranks do not need it
     tensors: list[Tensor]
+    pieces: list[int] = []  # XXH3-64 of each 8 MiB of the `.bin`, the last one shorter; empty in version 1
+
+    @property
+    def pieces_digest(self) -> str:
+        """XXH3-128 (hex) of the checksums of all pieces: identifies the bytes that the `.bin` must have."""
+        return xxhash.xxh3_128_hexdigest(b"".join(piece.to_bytes(8, "little") for piece in self.pieces))
 
     @property
     def tokenizer(self) -> TokenizerData:
@@ -129,6 +143,11 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
                 return t
         raise KeyError(name)
 
+    def tensors_in(self, piece: int) -> list[Tensor]:
+        """The tensors of which bytes are in a piece of the `.bin`, in order."""
+        begin, end = piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES
+        return [t for t in self.tensors if t.offset < end and t.offset + t.nbytes > begin]
+
     def has(self, name: str) -> bool:
         """Whether the model has a tensor of this name."""
         return any(t.name == name for t in self.tensors)
@@ -151,13 +170,23 @@ class _Head(msgspec.Struct, array_like=True):
     version: int
 
 
+class _File(msgspec.Struct, array_like=True):
+    """The `.idx` since version 2."""
+
+    version: int
+    checksum: int  # XXH3-64 of `payload`
+    payload: bytes  # msgpack of `Index`
+
+
 def load_index(path: Path) -> Index:
     """Read and check an `.idx`. Raises `FileNotFoundError`, `CheckpointError`."""
     raw = path.read_bytes()
     try:
         # Check the version first: the rest of another version may have another shape.
         version = msgspec.msgpack.decode(raw, type=_Head).version
-        if version != VERSION:
+        if version == VERSION:
+            raw = _checked_payload(path, msgspec.msgpack.decode(raw, type=_File))
+        elif version != VERSION_WITHOUT_PIECES:
             raise CheckpointError(f"{path}: version is {version}, expected {VERSION}; remove it to ingest again")
         index = msgspec.msgpack.decode(raw, type=Index)
     except DECODE_ERRORS as error:
@@ -168,7 +197,51 @@ def load_index(path: Path) -> Index:
                 f"{path}: tensor {t.name} lies at {t.offset}..{t.offset + t.nbytes} of "
                 f"{index.bin_bytes} bytes; remove it to ingest again"
             )
+    if version == VERSION and len(index.pieces) != n_pieces(index.bin_bytes):
+        raise CheckpointError(
+            f"{path}: {len(index.pieces)} checksums, expected {n_pieces(index.bin_bytes)} for {index.bin_bytes} bytes; "
+            f"remove it to ingest again"
+        )
     return index
+
+
+def _checked_payload(path: Path, file: _File) -> bytes:
+    found = xxhash.xxh3_64_intdigest(file.payload)
+    if found != file.checksum:
+        raise CheckpointError(
+            f"{path}: checksum is {found:016x}, expected {file.checksum:016x}: the file is damaged; remove it to "
+            f"ingest again"
+        )
+    return file.payload
+
+
+def write_index(path: Path, index: Index) -> None:
+    """Replace an `.idx`: write it, synchronize it to the disk, rename it into place. Raises `OSError`."""
+    os.rename(_write_temporary(path, index), path)
+
+
+def _write_temporary(path: Path, index: Index) -> Path:
+    payload = msgspec.msgpack.encode(index)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(msgspec.msgpack.encode(_File(VERSION, xxhash.xxh3_64_intdigest(payload), payload)))
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
+
+
+def n_pieces(nbytes: int) -> int:
+    """Number of pieces of a `.bin`."""
+    return -(-nbytes // PIECE_BYTES)
+
+
+def piece_checksum(data: Any) -> int:
+    """XXH3-64 of a piece (a buffer). Releases the interpreter lock."""
+    return xxhash.xxh3_64_intdigest(data)
 
 
 def bin_path(index_path: Path) -> Path:
@@ -176,21 +249,31 @@ def bin_path(index_path: Path) -> Path:
     return index_path.with_suffix(".bin")
 
 
-class Checkpoint:
-    """A mapped model: `index`, and `data`, the whole `.bin` as read-only uint8."""
+def map_file(fd: int, index: Index) -> mmap.mmap:
+    """The `.bin` as a map of the file, which all processes share."""
+    return mmap.mmap(fd, index.bin_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
 
-    def __init__(self, index_path: Path) -> None:
-        """Raises `FileNotFoundError`, `CheckpointError`."""
+
+class Checkpoint:
+    """A model's weights: `index`, and `data`, the whole `.bin` as read-only uint8.
+
+    `load` returns the memory that holds the opened `.bin`: by default a map of the file.
+    """
+
+    def __init__(self, index_path: Path, load: Callable[[int, Index], mmap.mmap] = map_file) -> None:
+        """Raises `FileNotFoundError`, `CheckpointError`, and what `load` raises."""
         self.index = load_index(index_path)
-        path = bin_path(index_path)
+        self.path = path = bin_path(index_path)
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            self.info = os.fstat(file.fileno())  # identity of the mapped file
+            size = self.info.st_size
             if size != self.index.bin_bytes:
                 raise CheckpointError(
                     f"{path}: {size} bytes, expected {self.index.bin_bytes}; remove {index_path.name} to ingest again"
                 )
-            self._map = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
-        self.data: np.ndarray = np.frombuffer(self._map, np.uint8)
+            self._map = load(file.fileno(), self.index)
+        self.data: np.ndarray = np.frombuffer(self._map, np.uint8, size)
+        self.data.flags.writeable = False
 
     def view(self, name: str) -> np.ndarray:
         """Return a tensor: f32 (rows, columns) for the "rows" layout, else u8 (nbytes,)."""
@@ -198,14 +281,13 @@ class Checkpoint:
         raw = self.data[t.offset : t.offset + t.nbytes]
         return raw.view(np.float32).reshape(t.rows, t.columns) if t.layout == "rows" else raw
 
-    def verify(self) -> None:
-        """Hash every tensor. Raises `CheckpointError` naming the first one that differs."""
-        for t in self.index.tensors:
-            found = checksum(self.data[t.offset : t.offset + t.nbytes])
-            if found != t.checksum:
-                raise CheckpointError(
-                    f"tensor {t.name}: checksum is {found}, expected {t.checksum}; remove the .idx to ingest again"
-                )
+    def piece(self, number: int) -> np.ndarray:
+        """A piece of the `.bin`, uint8."""
+        return self.data[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
+
+    def is_damaged(self, tensor: Tensor) -> bool:
+        """Whether a tensor's bytes differ from its checksum."""
+        return checksum(self.data[tensor.offset : tensor.offset + tensor.nbytes]) != tensor.checksum
 
 
 def checksum(data: Any) -> str:
@@ -223,6 +305,8 @@ class CheckpointWriter:
         self._index_path = index_path
         self._temporary = bin_path(index_path).with_name(f".{bin_path(index_path).name}.{os.getpid()}")
         self._file: IO[bytes] | None = None
+        self._pieces: list[int] = []  # checksums of the complete pieces
+        self._piece = xxhash.xxh3_64()  # of the bytes after them
         self.tensors: list[Tensor] = []
 
     def __enter__(self) -> Self:
@@ -239,16 +323,27 @@ class CheckpointWriter:
         """Append a tensor whose bytes come in pieces, so that a large one is never in memory as a whole."""
         assert self._file is not None
         offset = align(self._file.tell(), ALIGNMENT)
-        self._file.write(bytes(offset - self._file.tell()))
+        self._write(memoryview(bytes(offset - self._file.tell())))
         digest, nbytes = hashlib.blake2b(digest_size=16), 0
         for piece in pieces:
             raw = np.ascontiguousarray(piece).data.cast("B")
-            self._file.write(raw)
+            self._write(raw)
             digest.update(raw)
             nbytes += raw.nbytes
         tensor = Tensor(name, *shape, fmt, layout, offset, nbytes, digest.hexdigest())
         self.tensors.append(tensor)
         return tensor
+
+    def _write(self, raw: memoryview) -> None:
+        assert self._file is not None
+        room = PIECE_BYTES - self._file.tell() % PIECE_BYTES
+        self._file.write(raw)
+        while raw:
+            self._piece.update(raw[:room])
+            if len(raw) >= room:
+                self._pieces.append(self._piece.intdigest())
+                self._piece.reset()
+            raw, room = raw[room:], PIECE_BYTES
 
     def finish(
         self,
@@ -264,7 +359,7 @@ class CheckpointWriter:
         """Write the index and place both files, `.bin` first."""
         assert self._file is not None
         # Kernels read whole vectors and prefetch ahead: padding keeps these reads inside the file.
-        self._file.write(bytes(align(self._file.tell() + ALIGNMENT, 4096) - self._file.tell()))
+        self._write(memoryview(bytes(align(self._file.tell() + ALIGNMENT, 4096) - self._file.tell())))
         self._file.flush()
         os.fsync(self._file.fileno())
         bin_bytes = self._file.tell()
@@ -281,17 +376,17 @@ class CheckpointWriter:
             hyper,
             msgspec.Raw(msgspec.msgpack.encode(tokenizer)),
             self.tensors,
+            [*self._pieces, self._piece.intdigest()] if bin_bytes % PIECE_BYTES else self._pieces,
         )
-        temporary = self._index_path.with_name(f".{self._index_path.name}.{os.getpid()}")
         try:
-            with open(temporary, "wb") as file:
-                file.write(msgspec.msgpack.encode(index))
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(self._temporary, bin_path(self._index_path))
-            os.rename(temporary, self._index_path)
+            temporary = _write_temporary(self._index_path, index)
+            try:
+                os.rename(self._temporary, bin_path(self._index_path))
+                os.rename(temporary, self._index_path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
         except BaseException:
             self._temporary.unlink(missing_ok=True)
-            temporary.unlink(missing_ok=True)
             raise
         return index

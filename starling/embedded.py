@@ -37,7 +37,7 @@ from stages.gateway.admission.prompts import check_ids
 from stages.gateway.endpoints import generate
 from stages.gateway.requests.generation_request import GenerationRequest
 from stages.tokenizer.opened_models import open_model
-from stages.worker.checkpoint.prepare import prepare
+from stages.worker.checkpoint.prepare import open_verified, prepare
 from stages.worker.model import Model
 from starling.assembly import Parts, assemble, choose_model
 from starling.generation import Generation, LocalRequest
@@ -73,7 +73,7 @@ class Embedded:
         self.config, self.model = config, model
         self._tokenizer = open_model(index_path)
         self._requests: dict[str, LocalRequest] = {}  # by request id
-        self._parts: Parts | None = assemble(config, model, Model(index_path))
+        self._parts: Parts | None = assemble(config, model, Model(open_verified(index_path)))
         self._idle_steps = 0
         self._clock = time.monotonic
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from shm import step_ring as sh
 from shm import words
+from shm.checkpoint import Checkpoint
 from shm.pages import KvGeometry, create_kv
 from stages.worker import activations_arena as act
 from stages.worker.kernels import build
@@ -70,7 +71,7 @@ class StepRunner:
         Compiles kernels that are not in the cache.
         """
         build.build(kv_type)
-        self.model = Model(index_path)
+        self.model = Model(Checkpoint(index_path))
         h = self.model.hyper
         max_tokens = max_tokens or h.context_length
         row_pages = -(-max_tokens // page_tokens)

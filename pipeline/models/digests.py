@@ -5,6 +5,7 @@ A file that has not changed is not hashed again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.errors import ResourceError
+from pipeline.errors import ConfigError, ResourceError
 from pipeline.files import replace_file
 from pipeline.models.locks import lock
 from shm.decoding import DECODE_ERRORS
@@ -43,11 +44,11 @@ def read_all(models_dir: Path) -> dict[str, Stamp]:
         return {}
 
 
-def remember(name: str, path: Path, sha256: str, models_dir: Path) -> None:
+def remember(name: str, path: Path, stamp: Stamp, models_dir: Path) -> None:
     """Store the digest of a file. Raises `ResourceError` on a full disk."""
     with lock(models_dir, "digests"):
-        stamps = {known: stamp for known, stamp in read_all(models_dir).items() if os.path.exists(known)}
-        stamps[os.path.realpath(path)] = Stamp(*identity(path.stat()), sha256)
+        stamps = {known: one for known, one in read_all(models_dir).items() if os.path.exists(known)}
+        stamps[os.path.realpath(path)] = stamp
         try:
             replace_file(models_dir / FILE, msgspec.json.encode(stamps))
         except OSError as error:
@@ -57,13 +58,25 @@ def remember(name: str, path: Path, sha256: str, models_dir: Path) -> None:
             ) from None
 
 
-def compute(path: Path, progress: Callable[[str, int, int], None]) -> str:
-    """Hex SHA-256 of the file."""
+def forget(path: Path, models_dir: Path) -> None:
+    """Remove the digest of a file, which is then computed again. A read-only directory keeps it."""
+    with lock(models_dir, "digests"):
+        stamps = read_all(models_dir)
+        if stamps.pop(os.path.realpath(path), None) is not None:
+            with contextlib.suppress(OSError):
+                replace_file(models_dir / FILE, msgspec.json.encode(stamps))
+
+
+def compute(path: Path, progress: Callable[[str, int, int], None]) -> Stamp:
+    """The SHA-256 of a file, and the identity of what was read. Raises `ConfigError` if it changes meanwhile."""
     digest, done = hashlib.sha256(), 0
-    total = path.stat().st_size
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
+        before = identity(os.fstat(file.fileno()))
+        while done <= before[0] and (chunk := file.read(CHUNK)):  # a file that grows must not be read for ever
             digest.update(chunk)
             done += len(chunk)
-            progress("checksum", done, total)
-    return digest.hexdigest()
+            progress("checksum", done, before[0])
+        after = identity(os.fstat(file.fileno()))
+    if before != after or done != before[0]:
+        raise ConfigError(f"{path} was changed while it was hashed; try again when it is complete", "models.path")
+    return Stamp(*after, digest.hexdigest())

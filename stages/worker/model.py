@@ -6,7 +6,6 @@ Kernels work on plain addresses, so both objects must live as long as kernels us
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -40,9 +39,9 @@ def _bits(value: float) -> int:
 class Model:
     """A checkpoint, mapped: `hyper`, `digest` (raw), `words` (the model's part of a parameter block), `layers`."""
 
-    def __init__(self, index_path: Path) -> None:
-        """Raises `FileNotFoundError`, `CheckpointError`, `ModelUnavailable` (kernels do not support it)."""
-        self.checkpoint = Checkpoint(index_path)
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Raises `ModelUnavailable` (kernels do not support it)."""
+        self.checkpoint = checkpoint
         self.index = self.checkpoint.index
         self.hyper = h = self.index.hyper
         self.digest = bytes.fromhex(self.index.digest)

@@ -27,11 +27,11 @@ from pipeline.runtime.process import EXIT_FATAL
 from shm import barrier, words
 from shm import step_ring as sh
 from shm.arena import Arena, ArenaError, process_ticks
-from shm.checkpoint import CheckpointError
+from shm.checkpoint import Checkpoint, CheckpointError
 from shm.pages import attach_kv
 from shm.step_ring import attach_steps
 from stages.worker import activations_arena as act
-from stages.worker.checkpoint.prepare import prepare
+from stages.worker.checkpoint.prepare import open_verified, prepare
 from stages.worker.kernels import features, rank_loop
 from stages.worker.model import Model
 from stages.worker.ranks import ArenaPaths, Attachment, Rank, attach_ranks, pin, spawn, watch
@@ -63,8 +63,7 @@ class WorkerStage:
         self._bell_path = ""
         self._is_bell_connected = False
 
-        index_path = self._prepare()
-        self.model = Model(index_path)
+        self.model = Model(self._prepare())
         self._vocabulary = ""
         if config.drafts(self.version.name):
             self._vocabulary = self.model.index.vocabulary_digest
@@ -80,8 +79,8 @@ class WorkerStage:
             watch(self.ranks)
         pin(cpus, 0, self.n_ranks)
 
-    def _prepare(self) -> Path:
-        """Fetch, ingest and compile whatever is missing; returns the checkpoint's index."""
+    def _prepare(self) -> Checkpoint:
+        """Fetch, ingest and compile whatever is missing; returns the verified checkpoint."""
         shown = ""
 
         def progress(phase: str, done: int, total: int) -> None:
@@ -93,7 +92,8 @@ class WorkerStage:
                 log.info("preparing", extra={"model": self.name, "phase": phase})
 
         with self.loop.allow_stall(PREPARE_S):
-            return prepare(self.model_config, paths.models_dir(), progress, self.version.digest)
+            index_path = prepare(self.model_config, paths.models_dir(), progress, self.version.digest)
+            return open_verified(index_path, progress)
 
     # -------------------------------------------------------------- frames of the scheduler
 

@@ -45,6 +45,7 @@ COMMANDS = (
     "supervise",
     "unload",
     "up",
+    "verify",
 )
 
 
@@ -126,6 +127,10 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.up import up
 
             return up
+        case "verify":
+            from starling.cli.verify import verify
+
+            return verify
     return None
 
 

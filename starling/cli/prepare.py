@@ -43,7 +43,7 @@ def fetch(name: str | None) -> None:
     NAME is a configured model; the default is all of them.
     """
     resolved = load()
-    for model in _chosen(resolved, name):
+    for model in chosen_models(resolved, name):
         with shown(model.name) as progress:
             found = store.fetch(model, paths.models_dir(), progress)
         click.echo(f"{model.name}: {found.path}")
@@ -63,7 +63,7 @@ def prepare_all(config: Config, name: str | None = None) -> None:
     """Fetch, ingest and compile every model, or the one called `name`."""
     from stages.worker.checkpoint import prepare as worker
 
-    for model in _chosen(config, name):
+    for model in chosen_models(config, name):
         with shown(model.name) as progress:
             worker.prepare(model, paths.models_dir(), progress)
     check_drafts(config)
@@ -90,7 +90,8 @@ def check_drafts(config: Config) -> None:
             )
 
 
-def _chosen(config: Config, name: str | None) -> tuple[ModelConfig, ...]:
+def chosen_models(config: Config, name: str | None) -> tuple[ModelConfig, ...]:
+    """All configured models, or the one called `name`. Raises `ModelNotFound`."""
     if not name:
         return config.models
     model = config.model(name)

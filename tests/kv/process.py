@@ -69,7 +69,7 @@ def write_model(home: Path, name: str = MODEL, seed: int = 0) -> str:
         msgspec.Raw(msgspec.msgpack.encode(tokenizer)),
         [],
     )
-    (models_dir / f"{digest}.idx").write_bytes(msgspec.msgpack.encode(index))
+    checkpoint.write_index(models_dir / f"{digest}.idx", index)
     return digest
 
 

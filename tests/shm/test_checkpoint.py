@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shm.checkpoint import (
     Checkpoint,
     CheckpointError,
     CheckpointWriter,
-    Hyper,
     Index,
-    TokenizerData,
     bin_path,
+    load_index,
+    piece_checksum,
+    write_index,
 )
+from tests.shm.checkpoints import HYPER, TOKENIZER, finish
 
-HYPER = Hyper(1, 32, 1, 1, 32, 32, 4, 64, 1e-5, 32, "neighbours", "silu")
-TOKENIZER = TokenizerData("gpt2", "x", ["a", "b"], [1, 1], [], [], -1, 1, -1, -1, -1, False, False, "")
+PIECE = 5000  # bytes, in tests of pieces
 
 
 def write(path: Path) -> Index:
@@ -28,21 +32,14 @@ def write(path: Path) -> Index:
         writer.add("first", (2, 3), "F32", "rows", [np.arange(6, dtype=np.float32)])
         halves = [np.full(100, 7, np.uint8), np.full(28, 9, np.uint8)]
         writer.add("second", (16, 8), "F16", "groups", halves)
-        return writer.finish(
-            digest="00" * 32,
-            architecture="llama",
-            name="n",
-            parameters=134,
-            source_bytes=1,
-            hyper=HYPER,
-            tokenizer=TOKENIZER,
-        )
+        return finish(writer)
 
 
 def test_round_trip(tmp_path: Path) -> None:
     index = write(tmp_path / "m.idx")
     model = Checkpoint(tmp_path / "m.idx")
-    model.verify()
+    assert not any(model.is_damaged(tensor) for tensor in model.index.tensors)
+    assert model.index.pieces == [piece_checksum(model.piece(0).data)]
     assert model.view("first").tolist() == [[0, 1, 2], [3, 4, 5]]
     assert model.view("second").tolist() == [7] * 100 + [9] * 28
     assert model.index.tokenizer == TOKENIZER
@@ -70,26 +67,85 @@ def test_damage_is_named(tmp_path: Path) -> None:
     raw = bytearray(bin_path(path).read_bytes())
     raw[70] ^= 1
     bin_path(path).write_bytes(raw)
-    with pytest.raises(CheckpointError, match="tensor second: checksum"):
-        Checkpoint(path).verify()
+    damaged = Checkpoint(path)
+    assert [t.name for t in damaged.index.tensors if damaged.is_damaged(t)] == ["second"]
+    assert piece_checksum(damaged.piece(0).data) != damaged.index.pieces[0]
     bin_path(path).write_bytes(raw[:100])
     with pytest.raises(CheckpointError, match=f"100 bytes, expected {index.bin_bytes}"):
         Checkpoint(path)
     path.write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match="not a checkpoint index"):
         Checkpoint(path)
-    sound = msgspec.msgpack.encode(index)
+    sound = encode_old(index)
     for nonsense in (sound.replace(b"\xa5llama", b"\xa5llam\xff"), sound[:2] + b"\x91" * 5000):  # no UTF-8; too deep
         path.write_bytes(nonsense)
         with pytest.raises(CheckpointError, match="not a checkpoint index"):
             Checkpoint(path)
     path.write_bytes(msgspec.msgpack.encode([99, "other"]))
-    with pytest.raises(CheckpointError, match="version is 99, expected 1"):
+    with pytest.raises(CheckpointError, match="version is 99, expected 2"):
         Checkpoint(path)
     outside = msgspec.structs.replace(index, tensors=[msgspec.structs.replace(index.tensors[0], offset=1 << 20)])
-    path.write_bytes(msgspec.msgpack.encode(outside))
+    write_index(path, outside)
     with pytest.raises(CheckpointError, match="tensor first lies at"):
         Checkpoint(path)
+    write_index(path, msgspec.structs.replace(index, pieces=[]))
+    with pytest.raises(CheckpointError, match="0 checksums, expected 1 for 4096 bytes"):
+        Checkpoint(path)
+
+
+def test_every_damaged_byte_of_an_index_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "m.idx"
+    write(path)
+    raw = path.read_bytes()
+    for at in range(len(raw)):
+        changed = bytearray(raw)
+        changed[at] ^= 1 << at % 8
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match="remove it to ingest again"):
+            load_index(path)
+    for size in range(len(raw)):
+        path.write_bytes(raw[:size])
+        with pytest.raises(CheckpointError):
+            load_index(path)
+
+
+def test_an_index_without_pieces_is_still_read(tmp_path: Path) -> None:
+    """As the first releases wrote it: `Index` alone."""
+    path = tmp_path / "m.idx"
+    index = write(path)
+    path.write_bytes(encode_old(index))
+    assert load_index(path) == old(index)
+    assert load_index(path).tokenizer_digest == index.tokenizer_digest
+
+
+def encode_old(index: Index) -> bytes:
+    """The bytes of an index without pieces."""
+    return msgspec.msgpack.encode([getattr(old(index), name) for name in index.__struct_fields__][:10])
+
+
+def old(index: Index) -> Index:
+    return msgspec.structs.replace(index, version=1, pieces=[])
+
+
+@given(sizes=st.lists(st.integers(0, 3 * PIECE), max_size=6), cut=st.integers(1, 3 * PIECE))
+@settings(deadline=None, max_examples=30)
+def test_pieces_are_those_of_the_file_however_it_was_written(sizes: list[int], cut: int) -> None:
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shm.checkpoint.PIECE_BYTES", PIECE)
+        path = Path(directory) / "m.idx"
+        rng = np.random.default_rng(cut)
+        with CheckpointWriter(path) as writer:
+            for i, size in enumerate(sizes):
+                data = rng.integers(0, 256, size, np.uint8)
+                writer.add(f"t{i}", (1, size), "F16", "groups", [data[:cut], data[cut:]])
+            finish(writer)
+        raw = bin_path(path).read_bytes()
+        index = load_index(path)
+        assert index.pieces == [piece_checksum(raw[at : at + PIECE]) for at in range(0, len(raw), PIECE)]
+        for piece in range(len(index.pieces)):
+            inside = {t.name for t in index.tensors if t.nbytes and t.offset < (piece + 1) * PIECE}
+            inside &= {t.name for t in index.tensors if t.offset + t.nbytes > piece * PIECE}
+            assert {t.name for t in index.tensors_in(piece) if t.nbytes} == inside
 
 
 SOUND = msgspec.msgpack.encode(TOKENIZER)

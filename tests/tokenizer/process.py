@@ -61,7 +61,7 @@ def write_model(home: Path, name: str = MODEL, template: str = "") -> Path:
         checkpoint.VERSION, digest, "llama", name, 1, 68, 0, hyper, msgspec.Raw(msgspec.msgpack.encode(tokenizer)), []
     )
     path = home / "models" / f"{digest}.idx"
-    path.write_bytes(msgspec.msgpack.encode(index))
+    checkpoint.write_index(path, index)
     return path
 
 

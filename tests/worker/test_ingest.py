@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import re
 import struct
 from pathlib import Path
@@ -13,14 +14,20 @@ import numpy as np
 import pytest
 
 from pipeline.errors import ConfigError, ResourceError
+from pipeline.models.store import no_progress
 from shm.checkpoint import Checkpoint, bin_path
 from stages.worker.checkpoint.gguf import GgufFile
-from stages.worker.checkpoint.ingest import ingest
+from stages.worker.checkpoint.ingest import SourceChanged, ingest
 from stages.worker.checkpoint.layout import unpack
+from stages.worker.checkpoint.verify import verify
 from stages.worker.kernels.formats import FORMATS
 from stages.worker.rope import rope_tables
 
-DIGEST = "ab" * 32
+DIGEST = "ab" * 32  # of files that are refused before it matters
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_tensors_keep_their_values(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -30,11 +37,11 @@ def test_tensors_keep_their_values(tiny_gguf, tmp_path: Path) -> None:  # type: 
         ingest(
             source,
             tmp_path / "m.idx",
-            DIGEST,
+            sha256(source),
             lambda phase, done, total, seen=seen: seen.append((done, total)),
         )
         model = Checkpoint(tmp_path / "m.idx")
-        model.verify()
+        verify(model, no_progress)
         reader = gguf.GGUFReader(source)
         tensors = [t for t in reader.tensors if t.name != "rope_freqs.weight"]
         for tensor in tensors:
@@ -53,11 +60,11 @@ def test_tensors_keep_their_values(tiny_gguf, tmp_path: Path) -> None:  # type: 
 
 def test_index_describes_the_model(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     source = tiny_gguf("super", "Q4_K_M")
-    index = ingest(source, tmp_path / "m.idx", DIGEST)
+    index = ingest(source, tmp_path / "m.idx", sha256(source))
     h, fields = index.hyper, gguf.GGUFReader(source).fields
     assert (h.n_layers, h.width, h.n_heads, h.n_kv_heads, h.head_dim) == (2, 256, 4, 2, 64)
     assert (h.ffn_width, h.vocab_size, h.rope_pairing, h.activation) == (512, 307, "neighbours", "silu")
-    assert index.digest == DIGEST
+    assert index.digest == sha256(source)
     assert index.source_bytes == source.stat().st_size
     assert index.bin_bytes == bin_path(tmp_path / "m.idx").stat().st_size
     assert index.tokenizer.tokens == fields["tokenizer.ggml.tokens"].contents()
@@ -72,13 +79,14 @@ def test_index_describes_the_model(tiny_gguf, tmp_path: Path) -> None:  # type: 
 
 
 def test_tied_embeddings_are_stored_once(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    index = ingest(tiny_gguf("small", "Q8_0"), tmp_path / "m.idx", DIGEST)
+    source = tiny_gguf("small", "Q8_0")
+    index = ingest(source, tmp_path / "m.idx", sha256(source))
     assert index.head_name == "token_embd.weight"
     assert not index.has("output.weight")
 
 
 def test_demo_model(demo_gguf: Path, tmp_path: Path) -> None:
-    index = ingest(demo_gguf, tmp_path / "m.idx", DIGEST)
+    index = ingest(demo_gguf, tmp_path / "m.idx", sha256(demo_gguf))
     assert index.bin_bytes <= 1.05 * index.source_bytes
     assert index.parameters == 134_515_008
     order = [t.name for t in index.tensors if t.name.startswith("blk.3.")]
@@ -101,7 +109,7 @@ def test_demo_model(demo_gguf: Path, tmp_path: Path) -> None:
 def test_qwen2_pairs_halves(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     renamed = tmp_path / "qwen2.gguf"
     renamed.write_bytes(tiny_gguf("small", "Q8_0").read_bytes().replace(b"llama", b"qwen2"))
-    index = ingest(renamed, tmp_path / "m.idx", DIGEST)
+    index = ingest(renamed, tmp_path / "m.idx", sha256(renamed))
     assert (index.architecture, index.hyper.rope_pairing, index.hyper.attention_bias) == ("qwen2", "halves", False)
 
 
@@ -110,9 +118,51 @@ def test_a_full_disk_is_reported(tiny_gguf, tmp_path: Path, monkeypatch: pytest.
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("shm.checkpoint.os.fsync", full)
+    source = tiny_gguf("small", "Q8_0")
     with pytest.raises(ResourceError, match="no room for the checkpoint"):
-        ingest(tiny_gguf("small", "Q8_0"), tmp_path / "m.idx", DIGEST)
+        ingest(source, tmp_path / "m.idx", sha256(source))
     assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------ files that change
+
+
+def test_a_file_of_another_digest_is_refused(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    source = tiny_gguf("small", "Q8_0")
+    with pytest.raises(SourceChanged, match=f"have SHA-256 {sha256(source)}, expected {DIGEST}"):
+        ingest(source, tmp_path / "m.idx", DIGEST)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_written_while_it_is_ingested_is_refused(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    source = tmp_path / "m.gguf"
+    source.write_bytes(tiny_gguf("small", "Q8_0").read_bytes())
+
+    def write(phase: str, done: int, total: int) -> None:
+        if done == total:
+            with source.open("r+b") as file:  # the same bytes, at the end of the ingest
+                file.write(b"GGUF")
+
+    with pytest.raises(SourceChanged, match=r"m.gguf was changed while it was read; run this again"):
+        ingest(source, tmp_path / "m.idx", sha256(source), write)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_a_path_that_names_another_file_meanwhile_changes_nothing(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """The opened file is hashed and ingested, whatever file takes its name."""
+    first, second = tiny_gguf("small", "Q8_0", 1), tiny_gguf("small", "Q8_0", 2)
+    source = tmp_path / "m.gguf"
+    source.write_bytes(first.read_bytes())
+
+    def replace(phase: str, done: int, total: int) -> None:
+        other = tmp_path / "other"
+        other.write_bytes(second.read_bytes())
+        other.rename(source)
+
+    ingest(source, tmp_path / "m.idx", sha256(first), replace)
+    expected = tmp_path / "expected.idx"
+    ingest(first, expected, sha256(first))
+    assert bin_path(tmp_path / "m.idx").read_bytes() == bin_path(expected).read_bytes()
 
 
 # ------------------------------------------------------------------ bad files

@@ -10,8 +10,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.errors import ModelUnavailable, StarlingError
+from pipeline.models import versions
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from stages.gateway.admission.drain import Drains
@@ -61,6 +63,7 @@ class ServerReadiness:
         self.is_stopping = False  # this process received SIGTERM: it takes no more requests for text
         self.is_handing_over = False  # connections are closed after their response, for the successor
         self._max_in_flight = config.server.max_concurrent_requests
+        self._run_dir = paths.run_dir(config)
         self._catalog = catalog
         self._loaded = loaded
         self._changes = changes
@@ -106,10 +109,16 @@ class ServerReadiness:
             return f"model {model} is being {'unloaded' if self._catalog.is_unloading(model) else 'loaded'}"
         if serving.id not in self._loaded.described:
             return "tokenizer: the model is not described yet"
+        report = self._model(serving)
+        return "" if report["ready"] else f"model {model}: {report['reason']}"
+
+    def _model(self, serving: ModelVersion) -> dict[str, Any]:
+        """The fields of a model in /ready. A worker group that cannot start has recorded the reason."""
         state = self._loaded.states.get(serving.id)
-        if state is None or not state.ready:
-            return f"model {model}: {model_report(state)['reason']}"
-        return ""
+        report = model_report(state)
+        if not report["ready"] and (failure := versions.read_failure(self._run_dir, serving.stage)) is not None:
+            report["reason"] = f"its worker cannot start: {failure.message}"
+        return report
 
     def refusal(self, model: str = "") -> StarlingError | None:
         """Why no request for the model ("": for any model) is admitted, however long it waits; None if it is."""
@@ -130,7 +139,7 @@ class ServerReadiness:
         models: dict[str, dict[str, Any]] = {}
         for name in self._catalog.names:
             serving = self._catalog.serving(name)
-            models[name] = model_report(self._loaded.states.get(serving.id) if serving is not None else None)
+            models[name] = self._model(serving) if serving is not None else model_report(None)
             if serving is None:
                 models[name]["reason"] = "it is being loaded"
             if drained := self.drains.reason(name):

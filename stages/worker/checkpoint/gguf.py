@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +60,8 @@ class GgufFile:
         """Read header, metadata and tensor table. Raises `GgufError`, `OSError`."""
         self.path = path
         with open(path, "rb") as file:
+            self._fd = os.dup(file.fileno())
+            weakref.finalize(self, os.close, self._fd)
             self.size = os.fstat(file.fileno()).st_size
             if self.size < 24:
                 raise GgufError(
@@ -191,6 +194,11 @@ class GgufFile:
                 )
 
     # -------------------------------------------------------------- use
+
+    def identity(self) -> tuple[int, ...]:
+        """What changes when the opened file's bytes may have changed, whatever file its path names by now."""
+        info = os.fstat(self._fd)
+        return info.st_size, info.st_mtime_ns
 
     def rows(self, info: TensorInfo) -> np.ndarray:
         """The bytes of a tensor, shape (rows, bytes of a row), u8; a view of the mapped file."""

@@ -1,5 +1,8 @@
 """Converts a GGUF file to a checkpoint, once: checks all of it, then writes the tensors in the order of use.
 
+The file is opened once: a thread hashes the same mapped bytes meanwhile, and the checkpoint is placed only if they have
+the SHA-256 that names it and the file has not changed in between.
+
 Supported graphs: `llama` (and Mistral, which is the same) and `qwen2` (biases on q, k, v).  Everything
 that the forward pass relies on is checked here; a rank that maps a checkpoint checks nothing again.  Errors name the
 key or tensor, its value, the bound and a remedy.
@@ -8,10 +11,12 @@ key or tensor, its value, the bound and a remedy.
 from __future__ import annotations
 
 import errno
+import hashlib
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -25,15 +30,20 @@ Progress = Callable[[str, int, int], None]  # phase, done, total (bytes)
 NEIGHBOURS, HALVES = "neighbours", "halves"
 _PAIRING = {"llama": NEIGHBOURS, "qwen2": HALVES}
 _MAX_DIMENSION = 1 << 24
+_HASHED_BYTES = 8 << 20  # at a time
 UNSUPPORTED = "this model cannot be served; use another one"
 _ROPE = ("rope.cos_lo", "rope.sin_lo", "rope.cos_hi", "rope.sin_hi")
+
+
+class SourceChanged(ConfigError):
+    """The bytes of the source are not those that its digest was computed from."""
 
 
 def ingest(source: Path, index_path: Path, digest: str, progress: Progress = lambda phase, done, total: None) -> Index:
     """Write `index_path` and its `.bin` from the GGUF `source`, whose SHA-256 is `digest` (hex).
 
-    Raises `ConfigError` when the file cannot be used, `ResourceError` when the disk is too small for the
-    checkpoint.  After an error no file is left.
+    Raises `ConfigError` when the file cannot be used, `SourceChanged` when it has another digest, `ResourceError` when
+    the disk is too small for the checkpoint.  After an error no file is left.
     """
     try:
         return _ingest(source, index_path, digest, progress)
@@ -57,7 +67,7 @@ def _ingest(source: Path, index_path: Path, digest: str, progress: Progress) -> 
     tables = reader.rope(hyper)
     total = sum(info.nbytes for info in plan)
     done = 0
-    with CheckpointWriter(index_path) as writer:
+    with CheckpointWriter(index_path) as writer, _SourceCheck(file, digest) as check:
         for name, table in zip(_ROPE, tables, strict=True):
             writer.add(name, (table.shape[0], table.shape[1]), "F32", "rows", [table])
         for info in plan:
@@ -69,15 +79,56 @@ def _ingest(source: Path, index_path: Path, digest: str, progress: Progress) -> 
                 writer.add(info.name, (info.shape[0], info.shape[1]), info.format.name, "groups", pieces)
             done += info.nbytes
             progress("ingest", done, total)
+        check.finish()
         return writer.finish(
             digest=digest,
             architecture=reader.architecture,
-            name=str(file.metadata.get("general.name", source.stem)),
+            name=reader.name(source.stem),
             parameters=sum(int(np.prod(info.shape, dtype=np.int64)) for info in plan),
             source_bytes=file.size,
             hyper=hyper,
             tokenizer=tokenizer,
         )
+
+
+class _SourceCheck:
+    """Hashes an opened file in a thread, while it is ingested."""
+
+    def __init__(self, file: GgufFile, digest: str) -> None:
+        self._file, self._expected = file, digest
+        self._identity = file.identity()
+        self._found = ""
+        self._is_abandoned = False
+        self._thread = threading.Thread(target=self._hash, name="sha256", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_abandoned = True
+        self._thread.join()
+
+    def _hash(self) -> None:
+        sha256 = hashlib.sha256()
+        for at in range(0, self._file.size, _HASHED_BYTES):
+            if self._is_abandoned:
+                return
+            sha256.update(self._file.data[at : at + _HASHED_BYTES].data)
+        self._found = sha256.hexdigest()
+
+    def finish(self) -> None:
+        """Wait for the digest. Raises `SourceChanged`."""
+        self._thread.join()
+        path = self._file.path
+        if self._file.identity() != self._identity:
+            raise SourceChanged(f"{path} was changed while it was read; run this again when it is complete", "model")
+        if self._found != self._expected:
+            raise SourceChanged(
+                f"{path}: the bytes that were read have SHA-256 {self._found}, expected {self._expected}: the file has "
+                f"changed since it was hashed; run this again, or fetch the file again",
+                "model",
+            )
 
 
 def _vector(file: GgufFile, info: TensorInfo) -> np.ndarray:
@@ -163,6 +214,10 @@ class _Reader:
         if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
             raise GgufError(f"{self.file.path}: {key} is {str(value)[:60]!r}, expected {kind.__name__}; {AGAIN}")
         return value
+
+    def name(self, default: str) -> str:
+        value = self.metadata.get("general.name")
+        return value if isinstance(value, str) else default
 
     def _int(self, key: str, low: int, high: int = _MAX_DIMENSION, default: int | None = None) -> int:
         key = f"{self.architecture}.{key}"

@@ -6,13 +6,18 @@ prepared already costs one read of its index.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from pipeline.config.schema import ModelConfig
-from pipeline.models import store
+from pipeline.errors import ConfigError, ModelUnavailable
+from pipeline.models import digests, store
 from pipeline.models.locks import lock
-from shm.checkpoint import CheckpointError, load_index
-from stages.worker.checkpoint.ingest import ingest
+from shm.checkpoint import VERSION, Checkpoint, CheckpointError, load_index
+from stages.worker.checkpoint.ingest import SourceChanged, ingest
+from stages.worker.checkpoint.verify import migrate, verify_once
+
+log = logging.getLogger("starling.checkpoint")
 
 
 def prepare_checkpoint(
@@ -25,14 +30,40 @@ def prepare_checkpoint(
 
     Raises `StarlingError`, which says what is wrong and what to do.
     """
-    if digest and _is_usable(index_path := models_dir / f"{digest}.idx"):
+    if digest and _make_usable(index_path := models_dir / f"{digest}.idx", models_dir, progress):
         return index_path
+    try:
+        return _ingest_if_missing(model, models_dir, progress)
+    except SourceChanged as error:
+        # The file is not what its recorded digest says: perhaps another program has just written it.
+        log.warning("model file has changed, reading it again", extra={"model": model.name, "reason": str(error)})
+        digests.forget(store.gguf_path(model, models_dir), models_dir)
+        return _ingest_if_missing(model, models_dir, progress)
+
+
+def _ingest_if_missing(model: ModelConfig, models_dir: Path, progress: store.Progress) -> Path:
     located = store.fetch(model, models_dir, progress)
     index_path = models_dir / f"{located.digest}.idx"
-    with lock(models_dir, f"ingest-{located.digest[:16]}"):
-        if not _is_usable(index_path):
-            ingest(located.path, index_path, located.digest, progress)
+    if not _make_usable(index_path, models_dir, progress):
+        with lock(models_dir, f"ingest-{located.digest[:16]}"):
+            if _usable_version(index_path) != VERSION:
+                ingest(located.path, index_path, located.digest, progress)
     return index_path
+
+
+def open_verified(index_path: Path, progress: store.Progress = store.no_progress) -> Checkpoint:
+    """Map a prepared checkpoint, verified now or earlier.
+
+    Raises `ConfigError` when it is damaged (another attempt would not help), `ModelUnavailable` when it cannot be read.
+    """
+    try:
+        checkpoint = Checkpoint(index_path)
+        verify_once(checkpoint, progress)
+    except CheckpointError as error:
+        raise ConfigError(str(error), param="model") from None
+    except OSError as error:
+        raise ModelUnavailable(str(error), param="model") from None
+    return checkpoint
 
 
 def prepare(
@@ -56,10 +87,30 @@ def compile_kernels(model: ModelConfig, progress: store.Progress) -> None:
         build.build(model.kv_type, progress=lambda name, done, total: progress("compile kernels", done, total))
 
 
-def _is_usable(index_path: Path) -> bool:
-    """Whether the index exists in this version's format and its `.bin` has the size that it names."""
+def _make_usable(index_path: Path, models_dir: Path, progress: store.Progress) -> bool:
+    """Migrate a checkpoint of an older version; whether there is a usable one. Raises `StarlingError`."""
+    found = _usable_version(index_path)
+    if found == 0 or found == VERSION:
+        return found == VERSION
+    with lock(models_dir, f"ingest-{index_path.stem[:16]}"):
+        if _usable_version(index_path) not in (0, VERSION):
+            try:
+                migrate(index_path, progress)
+            except CheckpointError as error:
+                raise ConfigError(str(error), param="model") from None
+            except OSError as error:
+                raise ModelUnavailable(str(error), param="model") from None
+    return _usable_version(index_path) == VERSION
+
+
+def _usable_version(index_path: Path) -> int:
+    """Version of an index whose `.bin` has the size that it names; 0 when there is none that can be used."""
     try:
         index = load_index(index_path)
-        return index_path.with_suffix(".bin").stat().st_size == index.bin_bytes
-    except (OSError, CheckpointError):
-        return False
+        is_complete = index_path.with_suffix(".bin").stat().st_size == index.bin_bytes
+    except FileNotFoundError:
+        return 0
+    except (OSError, CheckpointError) as error:
+        log.warning("checkpoint cannot be used, ingesting again: %s", error)
+        return 0
+    return index.version if is_complete else 0

@@ -1,6 +1,7 @@
 """`.idx` files: the index, the vocabulary and the template in it, as the tokenizer and the worker open them.
 
-byte 0   bit 0: the rest is the file. Otherwise it is two parts: an index, and the tokenizer data in it.
+byte 0   bit 0: the rest is an index. Otherwise it is two parts: an index, and the tokenizer data in it.
+         bit 1: the index is in a file of the current version, with a correct checksum; otherwise it is the file
 """
 
 from __future__ import annotations
@@ -10,7 +11,17 @@ from collections.abc import Iterator
 import msgspec
 
 from pipeline.errors import StarlingError
-from shm.checkpoint import VERSION, CheckpointError, Hyper, Index, Tensor, TokenizerData, load_index
+from shm.checkpoint import (
+    VERSION,
+    VERSION_WITHOUT_PIECES,
+    CheckpointError,
+    Hyper,
+    Index,
+    Tensor,
+    TokenizerData,
+    load_index,
+    piece_checksum,
+)
 from stages.tokenizer.opened_models import build_model
 from tools.fuzz.parts import join, split, written
 from tools.fuzz.target import Target
@@ -21,7 +32,9 @@ def run(data: bytes) -> None:
     raw = data[1:]
     if data[:1] and not data[0] & 1:
         before, tokenizer, after = ([*split(raw, 3), b"", b"", b""])[:3]
-        raw = b"\x9a" + before + tokenizer + after  # a list of 10
+        raw = b"\x9b" + before + tokenizer + after  # a list of 11
+    if data[:1] and data[0] & 2:
+        raw = msgspec.msgpack.encode([VERSION, piece_checksum(raw), raw])
     path = written("model.idx", raw)
     index = load_index(path)
     for tensor in index.tensors:
@@ -38,7 +51,7 @@ def _index(tokenizer: TokenizerData) -> Index:
         Tensor("x", 1, 1, "F32", "rows", 1024, 4, ""),
     ]
     raw = msgspec.Raw(msgspec.msgpack.encode(tokenizer))
-    return Index(VERSION, "ab" * 32, "llama", "m", 1000, 10, 4096, hyper, raw, tensors)
+    return Index(VERSION, "ab" * 32, "llama", "m", 1000, 10, 4096, hyper, raw, tensors, [0])
 
 
 def seeds() -> Iterator[bytes]:
@@ -48,9 +61,11 @@ def seeds() -> Iterator[bytes]:
         types, merges = [3, 3, 3, 1, 1, 1, 1, 1], ["a b", "ab c"]
         tokenizer = TokenizerData(model, pre, words, types, merges, [0.5], 0, 1, -1, -1, -1, True, False, template)
         index = _index(tokenizer)
-        yield b"\1" + msgspec.msgpack.encode(index)
-        fields = [msgspec.msgpack.encode(getattr(index, name)) for name in Index.__struct_fields__]
-        yield b"\0" + join([b"".join(fields[:8]), fields[8], b"".join(fields[9:])])
+        old = msgspec.structs.replace(index, version=VERSION_WITHOUT_PIECES, pieces=[])
+        for flags, one in ((2, index), (0, old)):
+            yield bytes([1 | flags]) + msgspec.msgpack.encode(one)
+            fields = [msgspec.msgpack.encode(getattr(one, name)) for name in Index.__struct_fields__]
+            yield bytes([flags]) + join([b"".join(fields[:8]), fields[8], b"".join(fields[9:])])
 
 
 TARGET = Target(
