@@ -2,7 +2,8 @@
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.  Every count, length and offset is
 checked against the file's size before it is used, so that a truncated or corrupt file gives one clear error and never
-a crash or a large allocation.
+a crash or a large allocation.  Arrays of numbers are views of the mapped file; what becomes Python objects (names,
+texts, entries of lists) has bounds of its own, because an object takes many times the bytes of its encoding.
 """
 
 from __future__ import annotations
@@ -34,8 +35,17 @@ _SCALARS = {
     12: "<d",
 }
 _STRING, _ARRAY = 8, 9
-_MAX_NAME = 1 << 16
 _MAX_DIMENSIONS = 4
+_MAX_KEY = 65_535  # bytes of a metadata key, by the specification
+_MAX_NAME = 255  # bytes of a tensor's name; published names have at most 64
+_SHOWN = 80  # characters of a key in a message
+# Bounds on Python objects. The largest published models have about 100 keys, 10,000 tensors, 800,000 texts in arrays
+# (tokens and merges) and 20 MB of text.
+_MAX_KEYS = 1 << 12
+_MAX_TENSORS = 1 << 17
+_MAX_ENTRIES = 1 << 21  # of arrays that become lists: texts, and arrays of arrays
+_NESTED_ENTRIES = 16  # that an array within an array counts for
+_MAX_TEXT_BYTES = 1 << 26  # of all names and texts
 AGAIN = "fetch or convert the file again"  # the remedy for a damaged file
 
 
@@ -54,7 +64,7 @@ class TensorInfo(NamedTuple):
 
 
 class GgufFile:
-    """An opened file: `metadata` by key, `tensors` by name, `data` as bytes."""
+    """An opened file: `metadata` by key (arrays of numbers as NumPy arrays), `tensors` by name, `data` as bytes."""
 
     def __init__(self, path: Path) -> None:
         """Read header, metadata and tensor table. Raises `GgufError`, `OSError`."""
@@ -71,6 +81,7 @@ class GgufFile:
         self.data = np.frombuffer(self._map, np.uint8)
         self._at = 0
         self._what = "header"
+        self._n_entries = self._text_bytes = 0
         magic = self._take(4)
         if magic != MAGIC:
             raise GgufError(
@@ -84,11 +95,13 @@ class GgufFile:
         # Smallest entries: name length, dimension count, type and offset; name length, type and value.
         self._count("tensor_count", n_tensors, 24)
         self._count("metadata_kv_count", n_keys, 13)
+        self._bound("tensor_count", n_tensors, _MAX_TENSORS)
+        self._bound("metadata_kv_count", n_keys, _MAX_KEYS)
         self.metadata: dict[str, Any] = {}
         for i in range(n_keys):
             self._what = f"metadata key {i}"
-            key = self._string()
-            self._what = f"metadata key {key!r}"
+            key = self._string(_MAX_KEY)
+            self._what = f"metadata key {key[:_SHOWN]!r}"
             self.metadata[key] = self._value(self._scalar("<I"), 0)
         infos = [self._info(i) for i in range(n_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
@@ -121,9 +134,16 @@ class GgufFile:
                 f"{AGAIN}"
             )
 
-    def _string(self) -> str:
+    def _bound(self, name: str, value: int, most: int) -> None:
+        if value > most:
+            raise GgufError(f"{self.path}: {name} is {value}, expected at most {most}; {AGAIN}")
+
+    def _string(self, most: int = _MAX_TEXT_BYTES) -> str:
         length = self._scalar("<Q")
         self._count(f"{self._what}: string length", length, 1)
+        self._bound(f"{self._what}: string length", length, most)
+        self._text_bytes += length
+        self._bound(f"{self._what}: number of bytes of text up to here", self._text_bytes, _MAX_TEXT_BYTES)
         return self._take(length).decode("utf-8", "replace")
 
     def _value(self, kind: int, depth: int) -> Any:
@@ -137,14 +157,17 @@ class GgufFile:
         if inner in _SCALARS:
             code = _SCALARS[inner]
             self._count(f"{self._what}: array length", length, struct.calcsize(code))
-            raw = self._take(length * struct.calcsize(code))
-            return np.frombuffer(raw, np.dtype(code)).tolist()
+            begin = self._at
+            self._at += length * struct.calcsize(code)
+            return np.frombuffer(self.data[begin : self._at], np.dtype(code))
         self._count(f"{self._what}: array length", length, 8)
+        self._n_entries += length * (_NESTED_ENTRIES if inner == _ARRAY else 1)
+        self._bound(f"{self._what}: number of array entries up to here", self._n_entries, _MAX_ENTRIES)
         return [self._value(inner, depth + 1) for _ in range(length)]
 
     def _info(self, i: int) -> TensorInfo:
         self._what = f"tensor {i}"
-        name = self._string()
+        name = self._string(_MAX_NAME)
         self._what = f"tensor {name!r}"
         n_dimensions = self._scalar("<I")
         if not 1 <= n_dimensions <= _MAX_DIMENSIONS:

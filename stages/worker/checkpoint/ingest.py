@@ -30,6 +30,7 @@ Progress = Callable[[str, int, int], None]  # phase, done, total (bytes)
 NEIGHBOURS, HALVES = "neighbours", "halves"
 _PAIRING = {"llama": NEIGHBOURS, "qwen2": HALVES}
 _MAX_DIMENSION = 1 << 24
+_MAX_CONTEXT = 1 << 20  # as `max_sequence_length`; step arena and RoPE tables grow with it
 _HASHED_BYTES = 8 << 20  # at a time
 UNSUPPORTED = "this model cannot be served; use another one"
 _ROPE = ("rope.cos_lo", "rope.sin_lo", "rope.cos_hi", "rope.sin_hi")
@@ -202,7 +203,7 @@ class _Reader:
         self.architecture = self._get("general.architecture", str)
         if self.architecture not in _PAIRING:
             raise GgufError(
-                f"{file.path}: general.architecture is {self.architecture!r}; supported: "
+                f"{file.path}: general.architecture is {self.architecture[:60]!r}; supported: "
                 f"{', '.join(sorted(_PAIRING))}; use another model"
             )
 
@@ -264,7 +265,7 @@ class _Reader:
                 f"{UNSUPPORTED}"
             )
         window = self._int("attention.sliding_window", 0, 1 << 31, default=0)
-        context = self._int("context_length", 1)
+        context = self._int("context_length", 1, _MAX_CONTEXT)
         if 0 < window < context:
             raise GgufError(
                 f"{path}: {arch}.attention.sliding_window is {window}, expected 0 or at least the context length "
@@ -299,7 +300,7 @@ class _Reader:
         kind = self._get(f"{arch}.rope.scaling.type", str, "none")
         if kind not in ("none", "linear"):
             raise GgufError(
-                f"{self.file.path}: {arch}.rope.scaling.type is {kind!r}; supported: 'none', 'linear' "
+                f"{self.file.path}: {arch}.rope.scaling.type is {kind[:60]!r}; supported: 'none', 'linear' "
                 f"and rope_freqs factors; {UNSUPPORTED}"
             )
         old = self.metadata.get(f"{arch}.rope.scale_linear")
@@ -325,17 +326,35 @@ class _Reader:
         return tables.cos_lo, tables.sin_lo, tables.cos_hi, tables.sin_hi
 
     def tokenizer(self) -> TokenizerData:
-        def listed(key: str, kind: Any) -> list[Any]:
+        def texts(key: str) -> list[str]:
             value = self.metadata.get(f"tokenizer.ggml.{key}", [])
-            if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-                raise GgufError(f"{self.file.path}: tokenizer.ggml.{key} is not a list of {kind.__name__}; {AGAIN}")
+            if isinstance(value, np.ndarray) and not value.size:
+                return []
+            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+                raise GgufError(f"{self.file.path}: tokenizer.ggml.{key} is not a list of texts; {AGAIN}")
             return value
+
+        def numbers(key: str, kinds: str) -> list[Any]:
+            value = self.metadata.get(f"tokenizer.ggml.{key}")
+            if value is None:
+                return []
+            if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds:
+                raise GgufError(
+                    f"{self.file.path}: tokenizer.ggml.{key} is not a list of "
+                    f"{'whole numbers' if 'i' in kinds else 'numbers'}; {AGAIN}"
+                )
+            if len(value) > embedding:
+                raise GgufError(
+                    f"{self.file.path}: tokenizer.ggml.{key} has {len(value)} entries, expected at most {embedding} "
+                    f"(rows of 'token_embd.weight'); {AGAIN}"
+                )
+            return value.tolist()
 
         def number(key: str) -> int:
             return int(self._get(f"tokenizer.ggml.{key}_token_id", int, -1))
 
-        tokens = listed("tokens", str)
         embedding = self.file.tensors["token_embd.weight"].shape[0]
+        tokens = texts("tokens")
         if len(tokens) > embedding:
             raise GgufError(
                 f"{self.file.path}: tokenizer.ggml.tokens has {len(tokens)} entries, expected at most {embedding} "
@@ -355,9 +374,9 @@ class _Reader:
             model=self._get("tokenizer.ggml.model", str, "none"),
             pre=self._get("tokenizer.ggml.pre", str, "default"),
             tokens=tokens,
-            types=listed("token_type", int),
-            merges=listed("merges", str),
-            scores=listed("scores", float),
+            types=numbers("token_type", "iu"),
+            merges=texts("merges"),
+            scores=numbers("scores", "f"),
             bos=bos,
             eos=eos,
             eot=eot,
