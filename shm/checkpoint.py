@@ -249,18 +249,18 @@ def bin_path(index_path: Path) -> Path:
     return index_path.with_suffix(".bin")
 
 
-def map_file(fd: int, index: Index) -> mmap.mmap:
-    """The `.bin` as a map of the file, which all processes share."""
-    return mmap.mmap(fd, index.bin_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+def map_file(fd: int, index: Index) -> np.ndarray:
+    """The opened `.bin` as a map of the file, which all processes share; read-only uint8."""
+    return np.frombuffer(mmap.mmap(fd, index.bin_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED), np.uint8)
 
 
 class Checkpoint:
     """A model's weights: `index`, and `data`, the whole `.bin` as read-only uint8.
 
-    `load` returns the memory that holds the opened `.bin`: by default a map of the file.
+    `load` returns the bytes of the opened `.bin`: by default a map of the file.
     """
 
-    def __init__(self, index_path: Path, load: Callable[[int, Index], mmap.mmap] = map_file) -> None:
+    def __init__(self, index_path: Path, load: Callable[[int, Index], np.ndarray] = map_file) -> None:
         """Raises `FileNotFoundError`, `CheckpointError`, and what `load` raises."""
         self.index = load_index(index_path)
         self.path = path = bin_path(index_path)
@@ -271,9 +271,7 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{path}: {size} bytes, expected {self.index.bin_bytes}; remove {index_path.name} to ingest again"
                 )
-            self._map = load(file.fileno(), self.index)
-        self.data: np.ndarray = np.frombuffer(self._map, np.uint8, size)
-        self.data.flags.writeable = False
+            self.data = load(file.fileno(), self.index)
 
     def view(self, name: str) -> np.ndarray:
         """Return a tensor: f32 (rows, columns) for the "rows" layout, else u8 (nbytes,)."""

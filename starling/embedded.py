@@ -73,7 +73,9 @@ class Embedded:
         self.config, self.model = config, model
         self._tokenizer = open_model(index_path)
         self._requests: dict[str, LocalRequest] = {}  # by request id
-        self._parts: Parts | None = assemble(config, model, Model(open_verified(index_path)))
+        self._parts: Parts | None = assemble(
+            config, model, Model(open_verified(index_path, use_mmap=config.performance.use_mmap))
+        )
         self._idle_steps = 0
         self._clock = time.monotonic
 

@@ -43,9 +43,6 @@ UNAVAILABLE = {
         1.0, "models do not share cores by weight in this version; give each its own with cpus, drop the key"
     ),
     "models.*.device": Unavailable("cpu", "the kernels run on the CPU; the only device is cpu"),
-    "performance.use_mmap": Unavailable(
-        True, "weights are always mapped: loading is mmap and nothing else; drop the key"
-    ),
 }
 
 

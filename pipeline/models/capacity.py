@@ -42,9 +42,29 @@ def need(config: Config, model: ModelConfig) -> int:
     return config.kv_cache_bytes(model) + (UNPREPARED_MB << 20)
 
 
+def weights_need(config: Config, model: ModelConfig) -> int:
+    """Bytes of memory that a version's weights take. The pages of a mapped file do not count: they can be dropped."""
+    if config.performance.use_mmap:
+        return 0
+    models_dir = paths.models_dir()
+    index_path = store.find_index(model, models_dir)
+    try:
+        source = store.gguf_path(model, models_dir)
+        return load_index(index_path).bin_bytes if index_path is not None else source.stat().st_size
+    except (OSError, CheckpointError):  # it will be fetched, or ingested again: the worker checks again
+        return 0
+
+
 def check(config: Config, model: ModelConfig, free: FreeMemory) -> None:
     """Raise `ResourceError` with the numbers unless the version fits."""
-    needed = need(config, model)
+    needed, weights = need(config, model), weights_need(config, model)
+    if needed <= free.arenas and needed + weights > free.memory and weights:
+        raise ResourceError(
+            f"model {model.name!r} needs {weights:,} bytes for its weights and {needed:,} for its arenas in addition "
+            f"to the loaded models, and the machine has {free.memory:,} available: set performance.use_mmap: true, "
+            f"lower kv_cache_mb, or unload a model first",
+            param="performance.use_mmap",
+        )
     available = min(free)
     if needed <= available:
         return

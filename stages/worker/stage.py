@@ -93,7 +93,7 @@ class WorkerStage:
 
         with self.loop.allow_stall(PREPARE_S):
             index_path = prepare(self.model_config, paths.models_dir(), progress, self.version.digest)
-            return open_verified(index_path, progress)
+            return open_verified(index_path, progress, self.config.performance.use_mmap)
 
     # -------------------------------------------------------------- frames of the scheduler
 

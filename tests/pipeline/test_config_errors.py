@@ -63,7 +63,6 @@ def refused(raw: dict[str, Any], env: dict[str, str] | None = None) -> str:
         ({"models": [{"name": "a", "path": "p", "model_path": "q"}]}, ["models.0.model_path", "the same as"]),
         ({"model": {"name": "a"}, "models": []}, ["model: given beside models"]),
         ({"model": {"name": "a", "path": "p", "page_tokens": 48}}, ["models.0.page_tokens = 48", "16, 32"]),
-        ({"performance": {"use_mmap": False}}, ["performance.use_mmap = False", "always mapped"]),
         ({"performance": {"batch_size": 600}}, ["scheduler.max_step_tokens = 512", "performance.batch_size"]),
         ({"model": {"path": "p", "device": "cuda"}}, ["models.0.device = 'cuda'", "the only device is cpu"]),
         ({"metrics": {"endpoint": "/v1/x"}}, ["metrics.endpoint = '/v1/x'", "taken"]),

@@ -7,6 +7,7 @@ prepared already costs one read of its index.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 from pipeline.config.schema import ModelConfig
@@ -15,7 +16,8 @@ from pipeline.models import digests, store
 from pipeline.models.locks import lock
 from shm.checkpoint import VERSION, Checkpoint, CheckpointError, load_index
 from stages.worker.checkpoint.ingest import SourceChanged, ingest
-from stages.worker.checkpoint.verify import migrate, verify_once
+from stages.worker.checkpoint.verify import migrate, verify, verify_once
+from stages.worker.checkpoint.weights_memory import read_weights
 
 log = logging.getLogger("starling.checkpoint")
 
@@ -51,14 +53,19 @@ def _ingest_if_missing(model: ModelConfig, models_dir: Path, progress: store.Pro
     return index_path
 
 
-def open_verified(index_path: Path, progress: store.Progress = store.no_progress) -> Checkpoint:
-    """Map a prepared checkpoint, verified now or earlier.
+def open_verified(index_path: Path, progress: store.Progress = store.no_progress, use_mmap: bool = True) -> Checkpoint:
+    """Map a prepared checkpoint, verified now or earlier; without `use_mmap` read it into memory, and verify that.
 
-    Raises `ConfigError` when it is damaged (another attempt would not help), `ModelUnavailable` when it cannot be read.
+    Raises `ConfigError` when it is damaged (another attempt would not help), `ModelUnavailable` when it cannot be read,
+    `ResourceError` when memory is too small to read it.
     """
     try:
-        checkpoint = Checkpoint(index_path)
-        verify_once(checkpoint, progress)
+        if use_mmap:
+            checkpoint = Checkpoint(index_path)
+            verify_once(checkpoint, progress)
+        else:
+            checkpoint = Checkpoint(index_path, partial(read_weights, progress=progress))
+            verify(checkpoint, progress)
     except CheckpointError as error:
         raise ConfigError(str(error), param="model") from None
     except OSError as error:
