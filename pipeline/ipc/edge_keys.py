@@ -20,6 +20,7 @@ import zmq
 
 from pipeline.errors import ConfigError
 from pipeline.files import sync_directory, temporary_path
+from shm.decoding import DECODE_ERRORS
 
 FILE_NAME = "edge-keys.json"
 _MOST_BYTES = 4096  # of the file
@@ -111,7 +112,7 @@ def _read(path: Path) -> EdgeKeys:
     try:
         keys = msgspec.json.decode(raw, type=EdgeKeys)
         is_valid = all(_public_of(pair) == pair.public for pair in (keys.binder, keys.connector))
-    except (msgspec.DecodeError, ValueError, zmq.ZMQError):
+    except (*DECODE_ERRORS, ValueError, zmq.ZMQError):
         is_valid = False
     if not is_valid:
         raise ConfigError(
