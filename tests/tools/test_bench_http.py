@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from pipeline.config.schema import DEMO_MODEL, ModelConfig
 from stages.scheduler.core.settings import Settings
 from stages.worker.checkpoint.prepare import prepare_checkpoint
+from tools.bench import disturbance
 from tools.bench.http import baseline
 from tools.bench.http.client import ClientRequest, Response, Run, drive
 from tools.bench.http.command import main
@@ -196,6 +197,7 @@ def test_it_runs_on_a_real_server_when_the_baseline_fails(
     broken.write_text("#!/bin/sh\necho what is wrong >&2\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setattr(baseline, "native_server", lambda: broken)
+    monkeypatch.setattr(disturbance, "REPEATS", 0)  # the figures do not matter
     arguments = ["--rounds", "1", "--quick", "--only", "table", "--slots", "4"]
     result = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
