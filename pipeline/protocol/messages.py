@@ -97,6 +97,7 @@ class Render(Frame, tag="r"):
     tools: list[dict[str, Any]] | None = None
     template_vars: dict[str, Any] = {}
     token_limit: int = 0  # as in Encode
+    now: str = ""  # what `strftime_now` shows, ISO 8601; "": the tokenizer's clock
 
 
 class Detokenize(Frame, tag="d"):

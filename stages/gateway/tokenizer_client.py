@@ -110,9 +110,16 @@ class TokenizerClient:
         )
         return reply
 
-    async def render(self, version_id: str, messages: list[dict[str, Any]], token_limit: int = 0) -> m.Encoded:
-        """Return the token ids of a chat, rendered by the model's template; `token_limit` as for `encode`."""
-        reply: m.Encoded = await self.request(lambda key: m.Render(key, version_id, messages, token_limit=token_limit))
+    async def render(
+        self, version_id: str, messages: list[dict[str, Any]], token_limit: int = 0, now: str = ""
+    ) -> m.Encoded:
+        """Return the token ids of a chat, rendered by the model's template; `token_limit` as for `encode`.
+
+        now: the time that the template shows (ISO 8601), so that repeating the call gives the same ids.
+        """
+        reply: m.Encoded = await self.request(
+            lambda key: m.Render(key, version_id, messages, token_limit=token_limit, now=now)
+        )
         return reply
 
     async def decode(self, version_id: str, tokens: tuple[int, ...], *, skip_special: bool = False) -> str:

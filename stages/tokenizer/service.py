@@ -9,6 +9,7 @@ import codecs
 import logging
 from array import array
 from collections.abc import Callable, Collection, Generator
+from datetime import datetime
 from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
@@ -117,7 +118,11 @@ class TokenizerService:
         model = self.model(frame.model)
         if model.template is None:
             raise InvalidRequest(f"model {frame.model!r} has no chat template; use /v1/completions", param="model")
-        chat = model.template.render(frame.messages, frame.add_generation_prompt, frame.tools, frame.template_vars)
+        try:
+            now = datetime.fromisoformat(frame.now) if frame.now else None
+        except ValueError:
+            raise InvalidRequest(f"the time {frame.now[:40]!r} is not in ISO 8601", param="template_date") from None
+        chat = model.template.render(frame.messages, frame.add_generation_prompt, frame.tools, frame.template_vars, now)
         tokens = yield from model.vocabulary.encode_steps(
             chat.text, parse_special=True, add_bos=True, token_limit=frame.token_limit, marks=chat.marks
         )

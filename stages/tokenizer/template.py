@@ -59,7 +59,7 @@ class ChatTemplate:
     ) -> None:
         self._environment = BoundedEnvironment()
         self._environment.globals["raise_exception"] = _raise
-        self._environment.globals["strftime_now"] = lambda form: _format_date(now(), form)
+        self._now = now
         self._template: jinja2.Template | None = None
         self.failure = ""  # why the template cannot be used
         try:
@@ -80,14 +80,19 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
     ) -> RenderedChat:
-        """Return the prompt. Raises `InvalidRequest` if the template fails or rejects the messages."""
+        """Return the prompt. Raises `InvalidRequest` if the template fails or rejects the messages.
+
+        now: what `strftime_now` shows; None: the time of the template's clock.
+        """
         if self._template is None:
             raise InvalidRequest(
                 f"the model's chat template is not valid ({self.failure}); use /v1/completions", param="model"
             )
         _check_all_unicode((messages, tools, variables))
         values = {
+            "strftime_now": lambda form: _format_date(now or self._now(), form),
             **(variables or {}),
             **self._always,
             "messages": messages,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Collection, Iterator
+from datetime import datetime
 from itertools import accumulate
 
 import numpy as np
@@ -61,8 +62,13 @@ class ByteVocabulary:
 
 
 class JoiningTemplate:
-    def render(self, messages: list[dict], generate: bool, tools: object, variables: dict) -> RenderedChat:
+    """A template that writes the date where a message has {now}."""
+
+    def render(
+        self, messages: list[dict], generate: bool, tools: object, variables: dict, now: datetime | None
+    ) -> RenderedChat:
         text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        text = text.replace("{now}", f"{now:%A %d %B %Y %H:%M}" if now is not None else "")
         return RenderedChat(text, frozenset())
 
 

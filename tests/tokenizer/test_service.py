@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Generator
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -84,6 +85,30 @@ def test_chat_is_rendered_and_its_markers_are_tokens() -> None:
     reply = service().reply(m.Render("7", "m", [{"role": "user", "content": "he"}]))
     assert isinstance(reply, m.Encoded) and reply.tokens[0] == 0 and reply.tokens[-1] == 0
     assert VOCABULARY.decode(reply.tokens) == "<s>user:he<s>"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ strftime_now('%d %b %Y') }}",
+        "{% macro day() %}{{ strftime_now('%d %b %Y') }}{% endmacro %}{{ day() }}",
+        "{% if strftime_now is defined %}{% set d = strftime_now('%d %b %Y') %}{% endif %}{{ d }}",
+    ],
+)
+def test_a_frame_says_what_the_template_takes_for_now(source: str) -> None:
+    template = ChatTemplate(source, now=lambda: datetime(2020, 1, 2))
+    s = TokenizerService(lambda _: TokenizerModel(VOCABULARY, template, m.Described("", "m", "", 1, 1, (), True)))
+
+    def shown(now: str) -> str:
+        reply = s.reply(m.Render("1", "m", [], now=now))
+        assert isinstance(reply, m.Encoded), reply
+        return VOCABULARY.decode(reply.tokens, skip_special=True)
+
+    assert shown("2026-03-01T12:30:00") == "01 Mar 2026"
+    assert shown("") == "02 Jan 2020"
+    refused = s.reply(m.Render("1", "m", [], now="tomorrow"))
+    assert isinstance(refused, m.TokenizerFailed)
+    assert (refused.code, refused.param) == ("INVALID_REQUEST", "template_date")
 
 
 def test_failures_name_the_field() -> None:

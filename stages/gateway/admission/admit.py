@@ -17,6 +17,7 @@ import secrets
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from typing import NamedTuple
 
 import msgspec
@@ -158,6 +159,10 @@ class Admission:
     ) -> RequestState:
         """Check everything that depends on the model. `held`: the tokens of the session before the prompt."""
         described = self._loaded.described[version.id]
+        created = int(self._wall())
+        if generation.messages is not None and not generation.template_date:
+            local = datetime.fromtimestamp(created).isoformat()
+            generation = msgspec.structs.replace(generation, template_date=local)
         check_text_count(max(1, len(generation.prompts)), generation.n, self._config, version.settings)
         bounds = self._loaded.bounds(version)
         prompts = await tokenize_prompts(generation, version, described, self._tokenizer, bounds, len(held))
@@ -175,7 +180,7 @@ class Admission:
             for given in (generation.prompts if generation.echo else [])
         ]
         self._quotas.take_prompt(call.caller.tenant, sum(map(len, prompts)))
-        return self._state(version, described, generation, prompts, budgets, echoes, call)
+        return self._state(version, described, generation, prompts, budgets, echoes, created, call)
 
     def _state(
         self,
@@ -185,6 +190,7 @@ class Admission:
         prompts: list[tuple[int, ...]],
         budgets: list[int],
         echoes: list[str],
+        created: int,
         call: _Call,
     ) -> RequestState:
         """Fix the specification. `budgets`: most output tokens of each prompt."""
@@ -209,7 +215,7 @@ class Admission:
             numerics=NUMERICS,
             generation=msgspec.structs.replace(generation, prompts=[], messages=None),
             seed=seed,
-            created=int(self._wall()),
+            created=created,
             fingerprint=f"fp_{described.digest[:12]}",
             deadline=self._wall() + deadline - self._clock(),
             priority=call.caller.priority,

@@ -36,7 +36,7 @@ async def tokenize_prompts(
     if generation.messages is not None:
         if not described.chat:
             raise InvalidRequest(f"model {version.name!r} has no chat template; use /v1/completions", "model")
-        return [checked(await tokenizer.render(version.id, generation.messages, limit))]
+        return [checked(await tokenizer.render(version.id, generation.messages, limit, generation.template_date))]
     prompts: list[Awaitable[m.Encoded] | tuple[int, ...]] = [
         tokenizer.encode(version.id, prompt, add_bos=not n_held, token_limit=limit)
         if isinstance(prompt, str)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from datetime import datetime
 from typing import Any
 
 from pipeline.api.fields import Reader, Unsupported, flag, integer, invalid_value, read_fields, text
@@ -23,6 +25,7 @@ from stages.gateway.requests.generation_request import (
 from stages.gateway.requests.state import SequenceState
 
 MAX_MESSAGES = 4096
+_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}(?:T[0-9]{2}:[0-9]{2}:[0-9]{2})?")
 ROLES = ("system", "developer", "user", "assistant")
 
 # ------------------------------------------------------------------ request
@@ -90,6 +93,17 @@ def read_response_format(value: Any, name: str) -> None:
         raise InvalidRequest(f'{name} is not supported by this server except as {{"type": "text"}}; leave it out', name)
 
 
+def read_template_date(value: Any, name: str) -> str:
+    """Read a date, or a date and a time, into ISO 8601 without a zone."""
+    expected = "a date or a time without a zone, like 2026-03-01 or 2026-03-01T12:30:00"
+    if not isinstance(value, str) or not _DATE.fullmatch(value):
+        raise invalid_value(name, value, expected)
+    try:
+        return datetime.fromisoformat(value).isoformat()
+    except ValueError:
+        raise invalid_value(name, value, expected) from None
+
+
 _UNSUPPORTED_IN_MESSAGE = {
     "name": Unsupported(hint="write the name into the content"),
     "tool_calls": Unsupported([], hint="tools are not available"),
@@ -129,6 +143,7 @@ FIELDS: dict[str, Reader] = {
     "top_logprobs": integer(0, MAX_TOP),
     "stream_options": read_stream_options,
     "response_format": read_response_format,
+    "template_date": read_template_date,
     "user": text(512),  # accepted for compatibility, without effect
 }
 
@@ -156,6 +171,7 @@ def read(body: dict[str, Any]) -> GenerationRequest:
         include_usage=values.get("stream_options", {}).get("include_usage", False),
         logprobs=has_logprobs,
         top_logprobs=top,
+        template_date=values.get("template_date", ""),
         **arguments,
     )
     return check_combination(request)
