@@ -21,6 +21,11 @@ PROTOCOL_VERSION = 3
 MAX_SESSION_ID = 128  # characters of a session's id
 
 
+def request_of(sequence: str) -> str:
+    """The id of the request that a sequence belongs to."""
+    return sequence.rpartition("/")[0]
+
+
 class Frame(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
     """Base of all frames."""
 
@@ -85,6 +90,7 @@ class Encode(Frame, tag="e"):
     add_bos: bool = True  # if the model asks for one
     offsets: bool = False
     token_limit: int = 0  # above it the answer has only the token count; 0: no limit
+    request: str = ""  # id of the request, for log lines
 
 
 class Render(Frame, tag="r"):
@@ -98,6 +104,7 @@ class Render(Frame, tag="r"):
     template_vars: dict[str, Any] = {}
     token_limit: int = 0  # as in Encode
     now: str = ""  # what `strftime_now` shows, ISO 8601; "": the tokenizer's clock
+    request: str = ""  # as in Encode
 
 
 class Detokenize(Frame, tag="d"):

@@ -103,22 +103,28 @@ class TokenizerClient:
         add_bos: bool = True,
         offsets: bool = False,
         token_limit: int = 0,
+        request_id: str = "",
     ) -> m.Encoded:
         """Return the token ids of a text; for more than `token_limit` tokens (0: no limit) only their number."""
         reply: m.Encoded = await self.request(
-            lambda key: m.Encode(key, version_id, text, parse_special, add_bos, offsets, token_limit)
+            lambda key: m.Encode(key, version_id, text, parse_special, add_bos, offsets, token_limit, request_id)
         )
         return reply
 
     async def render(
-        self, version_id: str, messages: list[dict[str, Any]], token_limit: int = 0, now: str = ""
+        self,
+        version_id: str,
+        messages: list[dict[str, Any]],
+        token_limit: int = 0,
+        now: str = "",
+        request_id: str = "",
     ) -> m.Encoded:
         """Return the token ids of a chat, rendered by the model's template; `token_limit` as for `encode`.
 
         now: the time that the template shows (ISO 8601), so that repeating the call gives the same ids.
         """
         reply: m.Encoded = await self.request(
-            lambda key: m.Render(key, version_id, messages, token_limit=token_limit, now=now)
+            lambda key: m.Render(key, version_id, messages, token_limit=token_limit, now=now, request=request_id)
         )
         return reply
 

@@ -25,6 +25,7 @@ from pipeline.ipc.control_poll import PollControlServer
 from pipeline.ipc.liveness import IDLE_INTERVALS
 from pipeline.ipc.poll_loop import PollLoop
 from pipeline.protocol import messages as m
+from pipeline.protocol.messages import request_of
 from pipeline.runtime import timer_coalescing
 from pipeline.runtime.malloc_trim import MallocTrimmer
 from shm.arena import ArenaError
@@ -38,6 +39,12 @@ log = logging.getLogger("starling.kv")
 
 STOP_POLL_S = 0.05  # between two checks of the peers, after SIGTERM
 CHORES_S = 1.0  # between two rounds of expiry, saving and compaction
+
+
+def _of(frame: m.Frame) -> dict[str, str]:
+    """Fields of a log line: the sequence that a frame is about, and its request."""
+    sequence = getattr(frame, "sequence", "")
+    return {"request_id": request_of(sequence), "sequence": sequence} if sequence else {}
 
 
 class KvStage:
@@ -119,7 +126,7 @@ class KvStage:
             self._attach(peer, frame, loaded)
             return
         if loaded is None or loaded.manager is None or loaded.peer != peer:
-            log.warning("a frame for a model that is not attached", extra={"frame": type(frame).__name__})
+            log.warning("a frame for a model that is not attached", extra={"frame": type(frame).__name__, **_of(frame)})
             return
         manager = loaded.manager
         if isinstance(frame, m.Commit):
@@ -191,7 +198,9 @@ class KvStage:
     def _reconcile(self, peer: bytes, loaded: LoadedVersion, manager: Manager, frame: m.Reconcile) -> None:
         refused = manager.reconcile(LeaseClaim(*lease) for lease in frame.leases)
         for sequence in refused:
-            log.warning("a lease of the scheduler is refused", extra={"sequence": sequence})
+            log.warning(
+                "a lease of the scheduler is refused", extra={"request_id": request_of(sequence), "sequence": sequence}
+            )
             pool = manager.pool
             self.hub.send(peer, m.Denied(0, sequence, True, 0, pool.free + pool.cached, pool.total, loaded.name))
         self.hub.send(peer, self._ready(loaded, manager, reconciled=True))
@@ -200,7 +209,7 @@ class KvStage:
     def _acquire(loaded: LoadedVersion, manager: Manager, frame: m.Acquire) -> Grant | Denial:
         known = loaded.pages.rows.known(frame.row, frame.n_tokens)
         if known is None:
-            log.error("row out of bounds", extra={"sequence": frame.sequence, "row": frame.row})
+            log.error("row out of bounds", extra={"row": frame.row, **_of(frame)})
             return Denial(False, 0, manager.pool.free + manager.pool.cached, manager.pool.total)
         tokens, serial = known
         return manager.acquire(frame.sequence, tokens, frame.want_tokens, frame.row, serial, frame.salt)

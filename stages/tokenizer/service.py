@@ -102,7 +102,9 @@ class TokenizerService:
             return m.TokenizerFailed(frame.id, error.code, error.message, error.param)
         except Exception as error:
             # Not fatal for the stage: the gateway would send the same request to each successor.
-            log.exception("cannot tokenize a text", extra={"model": frame.model})
+            log.exception(
+                "cannot tokenize a text", extra={"request_id": getattr(frame, "request", ""), "model": frame.model}
+            )
             failed = InternalError(f"cannot tokenize the text: {type(error).__name__}: {error}")
             return m.TokenizerFailed(frame.id, failed.code, failed.message)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import signal
@@ -46,6 +47,22 @@ def test_serves_over_its_socket(home: Path) -> None:
         denied = s.acquire("e", words(9), ahead=1 << 20)
         assert isinstance(denied, m.Denied)
         assert not denied.fits
+
+
+def test_lines_about_a_sequence_name_its_request(home: Path) -> None:
+    digest = write_model(home)
+    with KvProcess(home) as kv, Scheduler(home, digest) as s:
+        name = s.wait_ready().model
+        assert s.link.send(m.Acquire(900, name, "req-9/0", 1 << 20, 1, PAGE_TOKENS))
+        s.take(m.Denied, id=900)
+        assert s.link.send(m.Commit("no-such-model", "req-8/1", 1))
+        s.wait(lambda: "not attached" in kv.log())
+        lines = [json.loads(line) for line in kv.log().splitlines() if line.startswith("{")]
+    found = {line["event"]: (line["request_id"], line["sequence"]) for line in lines if "sequence" in line}
+    assert found == {
+        "row out of bounds": ("req-9", "req-9/0"),
+        "a frame for a model that is not attached": ("req-8", "req-8/1"),
+    }
 
 
 def test_grows_and_denies_when_full(home: Path) -> None:

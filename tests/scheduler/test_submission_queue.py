@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 import pytest
 
@@ -232,3 +234,20 @@ def test_the_time_to_wait_follows_the_backlog():
         waits.append(world.engine.outbox.rejected[0][1].retry_after_s)
     assert waits[0] < waits[1] < waits[2]
     assert 5 < waits[2] / waits[1] < 15
+
+
+def test_lines_about_a_sequence_name_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "starling.scheduler")
+    world = World()
+    for name in ("failed", "long"):
+        tokens = 10_000 if name == "long" else 4
+        world.submit(msgspec.structs.replace(submission(f"req-{name}/0", [1, 2, 3], tokens), request=f"req-{name}"))
+    table = world.engine.table
+    if "req-failed/0" in table.live:
+        table.fail(table.live["req-failed/0"], "INTERNAL", "why")
+    lines = {record.getMessage(): vars(record) for record in caplog.records}
+    failed = lines["a sequence has failed"]
+    assert (failed["request_id"], failed["sequence"]) == ("req-failed", "req-failed/0")
+    assert (failed["code"], failed["reason"]) == ("INTERNAL", "why")
+    refused = lines["a sequence is refused"]
+    assert (refused["request_id"], refused["sequence"]) == ("req-long", "req-long/0")

@@ -208,3 +208,20 @@ def test_a_run_that_the_library_cannot_process_is_an_invalid_request() -> None:
     assert isinstance(reply, m.TokenizerFailed)
     assert (reply.code, reply.param) == ("INVALID_REQUEST", "prompt")
     assert "prompt has 12000000 characters without a border" in reply.message
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [m.Encode("q1", "m", "x", request="req-7"), m.Render("q1", "m", [], request="req-7"), m.Encode("q1", "m", "x")],
+)
+def test_the_line_about_a_failed_text_names_its_request(frame: m.Frame, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def encode_steps(self, *_: object, **__: object) -> None:
+            raise ZeroDivisionError
+
+    described = m.Described("", "m", "", 1, 1, (), True)
+    model = TokenizerModel(Broken(), ChatTemplate("x"), described)  # type: ignore[arg-type]
+    reply = TokenizerService(lambda _: model).reply(frame)
+    assert isinstance(reply, m.TokenizerFailed)
+    (record,) = caplog.records
+    assert vars(record)["request_id"] == frame.request  # type: ignore[attr-defined]

@@ -49,6 +49,7 @@ class _Call(NamedTuple):
     caller: Caller
     started_at: float  # s, monotonic
     client_id: str  # X-Request-Id
+    request_id: str  # of the request that it becomes
 
 
 class Admission:
@@ -114,6 +115,7 @@ class Admission:
         """The request, ready to be started. Raises `StarlingError`. The caller holds a `slot`."""
         self._received.count()
         model = self._catalog.resolve(generation.model)
+        call = _Call(caller, started_at, client_id, f"req-{secrets.token_hex(12)}")
         if refusal := self._readiness.drains.rejection(model) or self._readiness.unloading(model):
             raise refusal
         with self._in_flight.admitting(model):
@@ -122,7 +124,7 @@ class Admission:
             try:
                 async with asyncio.timeout(started_at + self._timeout_s - self._clock()):
                     with self.serving_version(model) as version:
-                        return await self._admit_to(version, generation, _Call(caller, started_at, client_id))
+                        return await self._admit_to(version, generation, call)
             except TimeoutError:
                 raise StarlingError(
                     "TIMEOUT",
@@ -165,7 +167,9 @@ class Admission:
             generation = msgspec.structs.replace(generation, template_date=local)
         check_text_count(max(1, len(generation.prompts)), generation.n, self._config, version.settings)
         bounds = self._loaded.bounds(version)
-        prompts = await tokenize_prompts(generation, version, described, self._tokenizer, bounds, len(held))
+        prompts = await tokenize_prompts(
+            generation, version, described, self._tokenizer, bounds, len(held), call.request_id
+        )
         check_ids(generation, prompts, described.vocab_size)
         if held:
             prompts = [held + prompt for prompt in prompts]
@@ -206,9 +210,8 @@ class Admission:
             at = distinct.setdefault(array("i", prompt).tobytes(), len(distinct))
             sequences += [SequenceSpec(at, index, choice, budget, sampling, stop_ids) for choice in range(generation.n)]
         deadline = call.started_at + self._timeout_s
-        request_id = f"req-{secrets.token_hex(12)}"
         spec = RequestSpec(
-            id=request_id,
+            id=call.request_id,
             tenant=call.caller.tenant,
             model=version.name,
             digest=described.digest,
@@ -219,7 +222,7 @@ class Admission:
             fingerprint=f"fp_{described.digest[:12]}",
             deadline=self._wall() + deadline - self._clock(),
             priority=call.caller.priority,
-            client_id=call.client_id or request_id,
+            client_id=call.client_id or call.request_id,
             prompts=tuple(distinct),
             echoes=tuple(echoes),
             sequences=tuple(sequences),

@@ -20,6 +20,7 @@ async def tokenize_prompts(
     tokenizer: TokenizerClient,
     bounds: Bounds,
     n_held: int,
+    request_id: str,
 ) -> list[tuple[int, ...]]:
     """Token ids of each prompt, or of the chat messages. Raises `InvalidRequest`, and the tokenizer's errors.
 
@@ -36,9 +37,10 @@ async def tokenize_prompts(
     if generation.messages is not None:
         if not described.chat:
             raise InvalidRequest(f"model {version.name!r} has no chat template; use /v1/completions", "model")
-        return [checked(await tokenizer.render(version.id, generation.messages, limit, generation.template_date))]
+        date = generation.template_date or ""
+        return [checked(await tokenizer.render(version.id, generation.messages, limit, date, request_id))]
     prompts: list[Awaitable[m.Encoded] | tuple[int, ...]] = [
-        tokenizer.encode(version.id, prompt, add_bos=not n_held, token_limit=limit)
+        tokenizer.encode(version.id, prompt, add_bos=not n_held, token_limit=limit, request_id=request_id)
         if isinstance(prompt, str)
         else prompt
         for prompt in generation.prompts

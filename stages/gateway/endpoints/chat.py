@@ -6,6 +6,8 @@ import re
 from datetime import datetime
 from typing import Any
 
+import msgspec
+
 from pipeline.api.fields import Reader, Unsupported, flag, integer, invalid_value, read_fields, text
 from pipeline.api.generation_fields import (
     COMMON_FIELDS,
@@ -171,7 +173,7 @@ def read(body: dict[str, Any]) -> GenerationRequest:
         include_usage=values.get("stream_options", {}).get("include_usage", False),
         logprobs=has_logprobs,
         top_logprobs=top,
-        template_date=values.get("template_date", ""),
+        template_date=values.get("template_date", msgspec.UNSET),
         **arguments,
     )
     return check_combination(request)

@@ -52,7 +52,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     creates_session: bool = False  # if no session has this id
     session_ttl_s: int | None = None  # of a new session; 0: it never expires; None: as configured
     turn: SessionTurn | None = None  # set at admission
-    template_date: str = ""  # of a chat: what the template's `strftime_now` shows, ISO 8601; set at admission if ""
+    # Of a chat: what the template's `strftime_now` shows, ISO 8601; set at admission if the client gave none. UNSET is
+    # not encoded, so that an older gateway finds the journal as it knows it.
+    template_date: str | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def prompt_field(self) -> str:

@@ -153,7 +153,7 @@ class Readers:
 
     def _cancel(self, request: RequestState) -> None:
         self._unclaimed.pop(request.id, None)
-        log.info("a request was cancelled: no client resumed it", extra={"id": request.id})
+        log.info("a request was cancelled: no client resumed it", extra={"request_id": request.id})
         self._relay.abandon(request)
 
     def forget(self, request_id: str) -> None:

@@ -10,6 +10,7 @@ A sequence's terminal event is sent when it leaves `live`, which happens exactly
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 from array import array
 from bisect import insort
@@ -23,6 +24,8 @@ from stages.scheduler.core.sequence import Phase, SequenceState
 from stages.scheduler.policy.admission import Refusal
 from stages.scheduler.policy.queues import TenantQueues
 from stages.scheduler.stats import Stats
+
+log = logging.getLogger("starling.scheduler")
 
 REATTACH_S = 10.0  # a sequence of a disconnected gateway computes on for so long
 
@@ -96,10 +99,12 @@ class SequenceTable:
 
     def fail(self, sequence: SequenceState, code: str, message: str) -> None:
         """End a live sequence with an error."""
+        log.info("a sequence has failed", extra={**_ids(sequence), "code": code, "reason": message})
         self.finish(sequence, "error", error=code, message=message)
 
     def reject(self, sequence: SequenceState, refusal: Refusal) -> None:
         """End a live sequence that is not computed here and now."""
+        log.info("a sequence is refused", extra={**_ids(sequence), "code": refusal.code, "reason": refusal.message})
         self._outbox.add_rejected(sequence.gateway, sequence.id, refusal)
         self._stats.refused += 1
         self._remove(sequence, Phase.FAILED)
@@ -211,6 +216,11 @@ class SequenceTable:
                 )
             elif not sequence.gateway:
                 self.cancel_silently(sequence)
+
+
+def _ids(sequence: SequenceState) -> dict[str, str]:
+    """Fields of a log line about a sequence."""
+    return {"request_id": sequence.request, "sequence": sequence.id}
 
 
 def _age(sequence: SequenceState) -> tuple[float, int]:

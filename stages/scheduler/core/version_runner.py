@@ -33,6 +33,7 @@ log = logging.getLogger("starling.scheduler")
 
 REATTACH_S = 0.5  # between two attachments of one worker group
 STALLED_S = 0.5  # a worker with a step and without signs of computing for so long makes the model not ready
+MAX_LOGGED = 16  # ids of requests in one log line
 FENCE_WAIT_S = 0.2  # after killing a group; if it has not exited by then, the next tick checks again
 
 
@@ -112,7 +113,9 @@ class VersionRunner:
         self._fence_at = math.inf
         self._attach_failure.clear()
         self.reason = why
-        log.warning("worker group is fenced", extra={"model": self.name, "reason": why})
+        requests = sorted({sequence.request for sequence in self.engine.table.scheduled})
+        facts = {"model": self.name, "reason": why, "request_ids": requests[:MAX_LOGGED]}
+        log.warning("worker group is fenced", extra=facts)
         self._fence = Fence(self._pids)
         self._fence.wait(FENCE_WAIT_S)
         self._advance(now)
