@@ -6,9 +6,12 @@ import hashlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import xxhash
 
 from pipeline.eviction_order import EvictionOrder
 from shm import pages
@@ -19,6 +22,7 @@ from stages.kv.pool.arena import open_arena, scan
 from stages.kv.pool.page_headers import PageHeaders, PageIdentity
 from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.pool.token_rows import TokenRows
+from stages.kv.storage.page_file import BLOCK, PageFile, encode_head
 from tests.kv.world import DIGEST, GEOMETRY
 
 ROOT = Path(__file__).parents[2]
@@ -255,3 +259,29 @@ def test_an_arena_of_other_numerics_is_replaced(tmp_path: Path, monkeypatch: pyt
     assert opened(2) == (True, 1)
     monkeypatch.setattr(pages, "NUMERICS", pages.NUMERICS + 1)
     assert opened(3) == (False, 3)
+
+
+@pytest.mark.parametrize(
+    "identity",
+    [
+        {"page_bytes": 4096, "slots": -1},  # an extent of 0 bytes
+        {"page_bytes": 0, "slots": 1000},  # more cells than any file has
+        {"page_bytes": 4096, "slots": 1 << 60},
+        {"page_bytes": 100, "slots": 1},
+        {"page_bytes": float("inf"), "slots": 1},
+        {"page_bytes": [], "slots": 1},
+        {"page_bytes": 4096, "slots": 1, "deep": 0},
+        {},
+    ],
+)
+def test_a_page_file_of_an_unusable_identity_is_refused(tmp_path: Path, identity: dict[str, Any]) -> None:
+    path = tmp_path / "pages"
+    deep = b"\x91" * 1500 + b"\0"  # beyond the decoder's limit
+    packed = msgspec.msgpack.encode(identity)
+    if "deep" in identity:
+        packed = packed[:-1] + deep
+    head = encode_head({})[:12] + len(packed).to_bytes(4, "little")
+    head += xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little") + packed
+    path.write_bytes(head.ljust(BLOCK, b"\0") + bytes(8 * BLOCK))
+    with pytest.raises(ValueError, match="^its "):
+        PageFile(path)

@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from shm.decoding import DECODE_ERRORS
 from shm.pages import HEADER, PAGE_FULL, PAGE_RECORD
 from stages.kv.pool.page_headers import PageIdentity, checksum, unpack_identity
 
@@ -94,8 +95,10 @@ def decode_head(head: bytes) -> dict[str, Any]:
         raise ValueError(f"its layout is {layout}, expected {_LAYOUT}")
     if xxhash.xxh3_64_intdigest(packed) != check:
         raise ValueError("its identity is damaged")
-    identity: dict[str, Any] = msgspec.msgpack.decode(packed)
-    return identity
+    try:
+        return msgspec.msgpack.decode(packed, type=dict[str, Any])
+    except DECODE_ERRORS as error:
+        raise ValueError(f"its identity does not decode: {error}") from None
 
 
 def is_in_use(record: bytes) -> bool:
@@ -115,9 +118,11 @@ class PageFile:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self.identity = decode_head(os.pread(self._fd, BLOCK, 0))
-            self.page_bytes = int(self.identity["page_bytes"])
-            self._layout = CellLayout(self.page_bytes, int(self.identity["slots"]))
-        except (KeyError, TypeError) as error:
+            self.page_bytes, cells = int(self.identity["page_bytes"]), int(self.identity["slots"])
+            if self.page_bytes < BLOCK or self.page_bytes % BLOCK or not 0 <= cells <= EXTENT_CELLS:
+                raise ValueError(f"its extents have {cells} pages of {self.page_bytes} bytes")
+            self._layout = CellLayout(self.page_bytes, cells)
+        except (KeyError, TypeError, OverflowError) as error:
             os.close(self._fd)
             raise ValueError(f"its identity lacks {error}") from None
         except BaseException:

@@ -95,7 +95,8 @@ def seeds() -> Iterator[bytes]:
     records = b"".join(bytes([flags]) + identity.ljust(PAGE_RECORD, b"\0") for flags in (7, 6, 5, 0, 7))
     yield b"\0" + records
     yield b"\2" + msgspec.msgpack.encode(IDENTITY)
-    yield b"\2" + msgspec.msgpack.encode({**IDENTITY, "slots": 1, "page_bytes": 8192})
+    for slots, page_bytes in ((1, 8192), (-1, 4096), (1000, 0), (1, float("inf")), (1 << 60, 4096), ("2", b"x")):
+        yield b"\2" + msgspec.msgpack.encode({**IDENTITY, "slots": slots, "page_bytes": page_bytes})
     yield b"\1" + encode_head(IDENTITY)
     yield b"\1" + encode_head(IDENTITY).ljust(BLOCK, b"\0")
 
