@@ -146,7 +146,7 @@ def _check_magic(path: Path, model: ModelConfig, remove: bool = False) -> None:
         if remove:
             path.unlink()
         raise ConfigError(
-            f"model {model.name!r}: {model.path} is not a GGUF file (it begins with {head!r}, not {MAGIC!r})",
+            f"model {model.name!r}: {model.path} is not a GGUF file (it does not begin with {MAGIC!r})",
             param="models.path",
         )
 

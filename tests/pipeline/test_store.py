@@ -146,7 +146,7 @@ def test_an_index_is_found_by_digest(tmp_path: Path) -> None:
     ("name", "content", "sha256", "reason"),
     [
         ("none.gguf", None, "", "does not exist; path must be a GGUF file or its URL"),
-        ("page.gguf", b"<html>", "", "is not a GGUF file (it begins with b'<htm'"),
+        ("page.gguf", b"<html>", "", "is not a GGUF file (it does not begin with b'GGUF')"),
         ("a.gguf", CONTENT, "0" * 64, f"has SHA-256 {DIGEST}, expected 000"),
     ],
 )

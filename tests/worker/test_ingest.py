@@ -207,7 +207,7 @@ def tensor_field(name: str, field: int, value: int) -> object:
 REMEDY = re.compile(r"; (fetch|convert|quantize|this model cannot be served|use another model)[\w ,;]*$")
 
 BAD = {
-    "magic": (lambda raw: b"GGML" + raw[4:], "magic is b'GGML'"),
+    "magic": (lambda raw: b"GGML" + raw[4:], "magic is not b'GGUF'"),
     "empty": (lambda raw: b"GGUF", "file size is 4 bytes, expected at least 24"),
     "version": (lambda raw: raw[:4] + struct.pack("<I", 9) + raw[8:], "version is 9, expected 2 or 3"),
     "big-endian": (lambda raw: raw[:4] + struct.pack(">I", 3) + raw[8:], "big-endian"),

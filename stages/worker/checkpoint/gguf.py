@@ -84,9 +84,7 @@ class GgufFile:
         self._n_entries = self._text_bytes = 0
         magic = self._take(4)
         if magic != MAGIC:
-            raise GgufError(
-                f"{path}: magic is {magic!r}, expected {MAGIC!r}: not a GGUF file; convert the model to GGUF"
-            )
+            raise GgufError(f"{path}: magic is not {MAGIC!r}: not a GGUF file; convert the model to GGUF")
         version = self._scalar("<I")
         if version not in (2, 3):
             hint = " (a big-endian file?)" if version in (0x02000000, 0x03000000) else ""
