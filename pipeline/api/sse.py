@@ -11,6 +11,7 @@ HEADERS = {
     "X-Accel-Buffering": "no",  # nginx would hold events back
 }
 RETRY_MS = 1000  # the reconnection delay that a stream announces
+COMMENT = b":\n\n"  # clients skip it
 DONE = b"data: [DONE]\n\n"  # the last event of a stream, as in OpenAI's API
 
 

@@ -4,7 +4,8 @@
     loaded      what tokenizer and scheduler report of each version         versions/loaded_versions.py
     readiness   can a model take requests, and if not, why                  admission/server_readiness.py
     in_flight   counts of requests                                          admission/in_flight.py
-    body_bytes  bytes of bodies that are being read                         admission/fair_shares.py
+    body_bytes  bytes of request bodies that are being read                 admission/fair_shares.py
+    response_bytes  bytes of responses that wait for their clients          admission/fair_shares.py
     admission   from a validated body to the state of a request             admission/admit.py
     sessions    turns at the KV manager                                     requests/sessions.py
     lifecycle   start and end of a request                                  requests/lifecycle.py
@@ -100,6 +101,8 @@ class Service:
         self.in_flight = InFlight(self.relay, self.recovery.waiting_on, FairShares(most, share, reserve=most // 8))
         buffer, body = config.server.body_buffer_mb << 20, config.server.max_body_mb << 20
         self.body_bytes = FairShares(buffer, buffer // 2, reserve=min(body, buffer // 2), first=body)
+        waiting = config.server.response_buffer_mb << 20
+        self.response_bytes = FairShares(waiting, waiting // 2, reserve=waiting // 4, first=waiting // 8)
         self.response_cache = ResponseCache(config.cache.responses, clock)
         quotas = Quotas(config.rate_limits, clock, quota_file, wall)
         self.lifecycle = RequestLifecycle(

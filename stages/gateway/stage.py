@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import uvloop
 from aiohttp import web
@@ -31,7 +31,8 @@ from pipeline.runtime.malloc_trim import MallocTrimmer
 from pipeline.supervise import listen_fd as listening
 from stages.gateway.admin import MAX_TIMEOUT_S, Admin
 from stages.gateway.http.app import make_app
-from stages.gateway.http.context import GATE
+from stages.gateway.http.connection import Connection
+from stages.gateway.http.context import BACKLOGS, GATE
 from stages.gateway.http.idle_connections import IdleConnections
 from stages.gateway.requests.journal import Journal
 from stages.gateway.requests.recovery import sync_and_close
@@ -89,7 +90,7 @@ class GatewayStage:
         self.port = 0  # the port it listens on
         self._connections = IdleConnections(self.service.clock)
         app = make_app(config, self.service, self.admin)
-        self._gate = app[GATE]
+        self._gate, self._backlogs = app[GATE], app[BACKLOGS]
         self._runner = web.AppRunner(
             self._connections.watch(app),
             handler_cancellation=True,
@@ -216,7 +217,9 @@ class GatewayStage:
         if not endpoints.stopping:
             service.loader.tick()
         if self._runner.server is not None:
-            self._connections.sweep(self._runner.server.connections)
+            self._connections.sweep(cast("list[Connection]", self._runner.server.connections))
+            self._gate.tick()
+            self._backlogs.tick()
         endpoints.progress = service.relay.counts.tokens + service.metrics.total_requests
         # A gateway that waits for another stage is not busy, and so never counts as stuck.
         endpoints.busy = service.in_flight.count > 0 if endpoints.stopping else False

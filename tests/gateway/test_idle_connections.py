@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from stages.gateway.http.idle_connections import FIRST_HEAD_S, IdleConnections
+import math
+
+from stages.gateway.http.idle_connections import HEAD_S, IdleConnections
 
 
 class Connection:
     def __init__(self) -> None:
         self.is_open = True
+        self.head_since = math.inf
 
     def force_close(self) -> None:
         self.is_open = False
@@ -19,14 +22,20 @@ def test_only_silent_connections_are_closed() -> None:
     silent, talking, late = Connection(), Connection(), Connection()
     connections.head_received(talking)
     assert connections.sweep([silent, talking]) == 0
-    now += FIRST_HEAD_S
+    now += HEAD_S
     assert connections.sweep([silent, talking, late]) == 0
     now += 1.5
     assert connections.sweep([silent, talking, late]) == 1
     assert [silent.is_open, talking.is_open, late.is_open] == [False, True, True]
     connections.head_received(late)
-    now += 10 * FIRST_HEAD_S
+    now += 10 * HEAD_S
     assert connections.sweep([talking, late]) == 0
+    talking.head_since = now  # begins another head, and does not finish it
+    now += HEAD_S
+    assert connections.sweep([talking, late]) == 0
+    now += 1.5
+    assert connections.sweep([talking, late]) == 1
+    assert [talking.is_open, late.is_open] == [False, True]
 
 
 def test_closed_connections_are_forgotten_and_sweeps_are_rare() -> None:

@@ -12,6 +12,11 @@ token_endpoints.py    /v1/tokenize and /v1/detokenize
 model_endpoints.py    /v1/models
 probes.py             /health, /ready and metrics
 sinks.py              an event stream or a whole response
+whole_response.py     writes a whole body within its limits of time and bytes
+stream_backlogs.py    bytes that wait for the clients of event streams
+held_bytes.py         bytes of bodies, counted for each tenant or address
+connection.py         aiohttp's protocol, with bounded heads and half-closed connections
 connection_gate.py    bounds on connections, in total and for each address
-idle_connections.py   closes connections that never send a request
+connection_watch.py   ends connections of clients that have left or do not read
+idle_connections.py   closes connections that do not finish the head of a request
 """

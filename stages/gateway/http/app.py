@@ -15,6 +15,7 @@ from stages.gateway.admin import Admin
 from stages.gateway.http import model_endpoints, probes, text_endpoints, token_endpoints
 from stages.gateway.http.connection_gate import ConnectionGate
 from stages.gateway.http.context import (
+    BACKLOGS,
     BODY_TURN,
     CALLER,
     GATE,
@@ -28,6 +29,7 @@ from stages.gateway.http.context import (
 from stages.gateway.http.middleware import make_header_setter, make_middleware
 from stages.gateway.http.parser_pool import ParserPool
 from stages.gateway.http.request_body import read_body
+from stages.gateway.http.stream_backlogs import StreamBacklogs
 from stages.gateway.service import Service
 
 
@@ -42,6 +44,7 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
     app[SERVICE] = service
     app.cleanup_ctx.append(_run_parsers)
     app[KEYS] = Keys(config)
+    app[BACKLOGS] = StreamBacklogs(service.response_bytes)
     app[GATE] = ConnectionGate(
         config, file_limit(), lambda: service.metrics.numbers.add("starling_rejections_total", "OVERLOADED")
     )

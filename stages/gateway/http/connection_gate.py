@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
 
 from pipeline.api.error_response import error_response
 from pipeline.config.schema import Config
 from pipeline.errors import Overloaded
+from pipeline.ipc.tcp_transport import tcp_state
 from stages.gateway.admission.fair_shares import FairShares, address_principal
+from stages.gateway.http.connection import Connection
+from stages.gateway.http.connection_watch import ConnectionWatch
 
 log = logging.getLogger("starling.gateway")
 
@@ -54,42 +57,41 @@ class ConnectionGate:
         self._bounds = FairShares(total, config.server.max_connections_per_address or total - total // 4, reserve=0)
         self._reserve = FairShares(RESERVED, RESERVED_PER_ADDRESS, reserve=0)
         self._on_refusal = on_refusal
-        self._held: dict[object, tuple[FairShares, str]] = {}  # by handler
-        self._silent: set[object] = set()  # handlers of reserved connections without a request
+        self._watch = ConnectionWatch(time.monotonic, tcp_state)
+        self._held: dict[object, tuple[FairShares, str]] = {}  # by connection
+        self._silent: set[object] = set()  # reserved connections without a request
         self._n_refusals = 0
-        self._make_handler: web.Server | None = None
+        self._server: web.Server | None = None
 
-    def serve(self, make_handler: web.Server) -> None:
+    def serve(self, server: web.Server) -> None:
         """Use aiohttp's server for accepted connections."""
-        lost = make_handler.connection_lost
+        self._server = server
 
-        def on_lost(handler: RequestHandler, exc: BaseException | None = None) -> None:
-            lost(handler, exc)
-            self._release(handler)
-
-        make_handler.connection_lost = on_lost  # type: ignore[method-assign]
-        self._make_handler = make_handler
+    def tick(self) -> None:
+        """Call often: ends the connections of clients that have left or do not read."""
+        self._watch.tick()
 
     def protocol(self) -> asyncio.Protocol:
         """The protocol of a new connection: it chooses the one that serves it once the address is known."""
         return _Arrival(self.admit)
 
     def admit(self, transport: asyncio.Transport) -> None:
-        """Give the connection a handler, or refuse it."""
+        """Serve the connection, or refuse it."""
         peer = transport.get_extra_info("peername")
         address = address_principal(str(peer[0])) if isinstance(peer, tuple) and peer else "local"
         held = next((one for one in (self._bounds, self._reserve) if one.refusal(address) is None), None)
-        if held is None or self._make_handler is None:
+        if held is None or self._server is None:
             self._refuse(transport)
             return
-        handler = self._make_handler()
+        connection = Connection(self._server, self._release)
         held.take(address)
-        self._held[handler] = held, address
+        self._held[connection] = held, address
+        self._watch.add(connection, transport)
         if held is self._reserve:
-            self._silent.add(handler)
-            asyncio.get_running_loop().call_later(RESERVED_HEAD_S, self._close_silent, handler)
-        transport.set_protocol(handler)
-        handler.connection_made(transport)
+            self._silent.add(connection)
+            asyncio.get_running_loop().call_later(RESERVED_HEAD_S, self._close_silent, connection)
+        transport.set_protocol(connection)
+        connection.connection_made(transport)
 
     def _refuse(self, transport: asyncio.Transport) -> None:
         self._on_refusal()
@@ -107,22 +109,23 @@ class ConnectionGate:
         # If it were closed at once, the kernel would discard the response as soon as unread data arrived.
         asyncio.get_running_loop().call_later(REFUSAL_S, end)
 
-    def head_received(self, handler: object) -> None:
+    def head_received(self, connection: object) -> None:
         """The connection has sent a request."""
-        self._silent.discard(handler)
+        self._silent.discard(connection)
 
-    def is_reserved(self, handler: object) -> bool:
+    def is_reserved(self, connection: object) -> bool:
         """Whether the connection is beyond the bounds, so that not every request is served on it."""
-        held = self._held.get(handler)
+        held = self._held.get(connection)
         return held is not None and held[0] is self._reserve
 
-    def _close_silent(self, handler: RequestHandler) -> None:
-        if handler in self._silent:
-            handler.force_close()
+    def _close_silent(self, connection: Connection) -> None:
+        if connection in self._silent:
+            connection.force_close()
 
-    def _release(self, handler: object) -> None:
-        self._silent.discard(handler)
-        held = self._held.pop(handler, None)
+    def _release(self, connection: Connection) -> None:
+        self._watch.remove(connection)
+        self._silent.discard(connection)
+        held = self._held.pop(connection, None)
         if held is not None:
             held[0].give_back(held[1])
 

@@ -12,6 +12,7 @@ from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.keys import Caller, Keys
 from stages.gateway.http.connection_gate import ConnectionGate
 from stages.gateway.http.parser_pool import ParserPool
+from stages.gateway.http.stream_backlogs import StreamBacklogs
 from stages.gateway.requests.state import RequestState
 from stages.gateway.service import Service
 
@@ -19,6 +20,7 @@ SERVICE = web.AppKey("service", Service)
 KEYS = web.AppKey("keys", Keys)
 PARSERS = web.AppKey("parsers", ParserPool)
 BODY_TURN = web.AppKey("body_turn", asyncio.Lock)  # held by the body that is being added to
+BACKLOGS = web.AppKey("backlogs", StreamBacklogs)
 GATE = web.AppKey("gate", ConnectionGate)
 
 # Set by the middleware before a handler runs.
@@ -28,8 +30,6 @@ CLIENT_ID = web.RequestKey("client_id", str)  # a valid X-Request-Id, or ""
 STARTED_AT = web.RequestKey("started_at", float)  # of the service's clock
 # Set by a handler of text.
 STATE = web.RequestKey("state", RequestState)
-# Set when the headers of a response are about to be written: no other response can be sent for the request.
-BEGUN = web.RequestKey("begun", web.StreamResponse)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -1,7 +1,8 @@
-"""Closes connections that never send a request, so that they do not use up the connection limit.
+"""Closes connections that do not finish the head of a request, so that they do not use up the connection limit.
 
 aiohttp closes a connection that is idle after a request, but not one that never sends the head of its first request.
-Such a connection is closed after `FIRST_HEAD_S`.  All connections are checked once a second, without a timer for each.
+Such a connection is closed after `HEAD_S`, and so is one that
+begins another head and does not finish it.  All connections are checked once a second, without a timer for each.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-FIRST_HEAD_S = 30.0
+HEAD_S = 30.0
 SWEEP_S = 1.0
 
 
 class Closable(Protocol):
-    """A connection of aiohttp's server."""
+    """A connection."""
+
+    head_since: float  # s, monotonic: when the first bytes of an incomplete head arrived; infinity: there are none
 
     def force_close(self) -> None:
         """Close the connection now."""
@@ -56,7 +59,7 @@ class IdleConnections:
         self._next_sweep = now + SWEEP_S
         known = self._since
         self._since = {connection: known.get(connection, now) for connection in live}
-        silent = [c for c, since in self._since.items() if now - since > FIRST_HEAD_S]
+        silent = [c for c, since in self._since.items() if now - min(since, c.head_since) > HEAD_S]
         for connection in silent:
             connection.force_close()
         return len(silent)

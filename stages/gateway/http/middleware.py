@@ -19,9 +19,10 @@ from aiohttp.typedefs import Middleware
 from pipeline.api.keys import Keys
 from pipeline.config.schema import Config
 from pipeline.errors import Overloaded, StarlingError
+from pipeline.ipc.tcp_transport import reset
 from stages.gateway.admission.fair_shares import address_principal
+from stages.gateway.http.connection import BEGUN, Connection
 from stages.gateway.http.context import (
-    BEGUN,
     CALLER,
     CLIENT_ID,
     GATE,
@@ -102,7 +103,7 @@ def _report(request: web.Request, error: StarlingError) -> web.StreamResponse:
         return to_response(error)
     log.info("a response was cut off: %s", error.message, extra={"request_id": request_id(request)})
     if request.transport is not None:
-        request.transport.abort()
+        reset(request.transport)
     return begun  # aiohttp cannot write its end to the aborted connection, and closes it
 
 
@@ -121,8 +122,7 @@ def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamRespo
     async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
         request[BEGUN] = response
         response.headers["Server"] = "starling"
-        service = request.app[SERVICE]
-        if service.readiness.is_handing_over or request.app[GATE].is_reserved(request.protocol):
+        if _is_last(request):
             response.force_close()
             response.headers["Connection"] = "close"
         if name := request_id(request):
@@ -145,6 +145,14 @@ def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamRespo
                 response.headers["Access-Control-Max-Age"] = "86400"
 
     return set_headers
+
+
+def _is_last(request: web.Request) -> bool:
+    """Whether the connection is to be closed after the response."""
+    connection = request.protocol
+    if isinstance(connection, Connection) and connection.is_half_closed and not connection.has_next:
+        return True
+    return request.app[SERVICE].readiness.is_handing_over or request.app[GATE].is_reserved(connection)
 
 
 def _endpoint(request: web.Request) -> str:

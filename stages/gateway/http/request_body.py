@@ -9,10 +9,10 @@ from typing import Any
 from aiohttp import web
 
 from pipeline.config.schema import Config
-from pipeline.errors import Overloaded, StarlingError, TooLarge
-from stages.gateway.admission.fair_shares import FairShares
+from pipeline.errors import StarlingError, TooLarge
 from stages.gateway.endpoints.body_readers import Body
 from stages.gateway.http.context import BODY_TURN, PARSERS, PRINCIPAL, SERVICE
+from stages.gateway.http.held_bytes import HeldBytes
 
 BODY_TIMEOUT_S = 30.0  # from a request's head to the end of its body
 
@@ -32,7 +32,7 @@ async def read_body(
     if (request.content_length or 0) > config.server.max_body_mb << 20:
         raise body_too_large(config)
     bounds = request.app[SERVICE].body_bytes if is_counted else None
-    with _HeldBytes(bounds, request[PRINCIPAL]) as held:
+    with HeldBytes(bounds, request[PRINCIPAL], "of request bodies are being received (server.body_buffer_mb)") as held:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 body = await _receive(request, config, held, on_part)
@@ -51,36 +51,8 @@ async def read_body(
         return await request.app[PARSERS].read(received, request[PRINCIPAL])
 
 
-class _HeldBytes:
-    """The bytes of one body that are counted until it is parsed."""
-
-    def __init__(self, bounds: FairShares | None, principal: str) -> None:
-        self._bounds = bounds
-        self._principal = principal
-        self._bytes = 0
-
-    def __enter__(self) -> _HeldBytes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bounds is not None:
-            self._bounds.give_back(self._principal, self._bytes)
-
-    def add(self, n: int) -> None:
-        """Count more bytes. Raises `Overloaded`."""
-        if self._bounds is None:
-            return
-        if self._bounds.refusal(self._principal, n) is not None:
-            raise Overloaded(
-                "too many bytes of request bodies are being received (server.body_buffer_mb); try again",
-                retry_after_s=1.0,
-            )
-        self._bounds.take(self._principal, n)
-        self._bytes += n
-
-
 async def _receive(
-    request: web.Request, config: Config, held: _HeldBytes, on_part: Callable[[bytes], object] | None
+    request: web.Request, config: Config, held: HeldBytes, on_part: Callable[[bytes], object] | None
 ) -> bytearray:
     """Return the body's bytes. Of all bodies with several parts, one adds a part in each turn of the event loop."""
     content, turn = request.content, request.app[BODY_TURN]

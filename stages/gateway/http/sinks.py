@@ -134,8 +134,22 @@ class EventStream:
         transport.write(sse.http_chunk(data) if self._is_chunked else data)
         backlog = transport.get_write_buffer_size()
         if backlog > self._max_backlog:
-            self._is_dropped = True
-            self._drop(f"the client reads too slowly: {backlog} bytes wait for it, the limit is {self._max_backlog}")
+            self.drop(f"the client reads too slowly: {backlog} bytes wait for it, the limit is {self._max_backlog}")
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait for the client."""
+        return self._transport.get_write_buffer_size() if self._transport is not None and not self._is_dropped else 0
+
+    def probe(self) -> None:
+        """Write a comment, which clients skip: the host of a client that has left answers with RST."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(sse.http_chunk(sse.COMMENT) if self._is_chunked else sse.COMMENT)
+
+    def drop(self, reason: str) -> None:
+        """Drop the connection; the request goes on where it can be resumed."""
+        self._is_dropped = True
+        self._drop(reason)
 
     # ---------------------------------------------------------------- from the handler
 

@@ -21,11 +21,14 @@ from pipeline.api import sse
 from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.config.schema import Config
 from pipeline.errors import Conflict, InvalidRequest, StarlingError
+from pipeline.ipc.tcp_transport import reset
 from stages.gateway.endpoints import chat, completions, generate
 from stages.gateway.endpoints.response_formatter import ResponseFormatter
-from stages.gateway.http.context import CALLER, CLIENT_ID, PRINCIPAL, SERVICE, STARTED_AT, STATE, Handler
+from stages.gateway.http.connection import PROBE
+from stages.gateway.http.context import BACKLOGS, CALLER, CLIENT_ID, PRINCIPAL, SERVICE, STARTED_AT, STATE, Handler
 from stages.gateway.http.request_body import read_body
 from stages.gateway.http.sinks import EventStream, WholeResponse
+from stages.gateway.http.whole_response import send_body
 from stages.gateway.requests.event_cursor import EventCursor, parse_event_cursor
 from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.idempotency import HEADER as IDEMPOTENCY_KEY
@@ -180,7 +183,7 @@ def _event_stream(request: web.Request, state: RequestState, formatter: Response
     def drop(reason: str) -> None:
         log.warning("dropping a connection: %s", reason, extra={"request_id": state.id})
         if request.transport is not None:
-            request.transport.abort()
+            reset(request.transport)
 
     return EventStream(state, formatter, drop)
 
@@ -191,7 +194,7 @@ async def _respond(
     """Send what the sink collects, until its end."""
     if isinstance(sink, WholeResponse):
         await sink.over
-        return web.Response(body=formatter.whole_response(), content_type=CONTENT_TYPE)
+        return await send_body(request, formatter.whole_response())
     await sink.begun  # raises an error of a request that was not started, for a response with its status
     response = web.StreamResponse(headers=sse.HEADERS)
     is_chunked = request.version >= HttpVersion11
@@ -201,12 +204,14 @@ async def _respond(
     if request.transport is None:
         raise ConnectionResetError("the client has disconnected")
     sink.attach(request.transport, is_chunked)
-    try:
-        await sink.over
-        sink.flush()
-    finally:
-        sink.detach()
-    await _write_end(response)
+    request[PROBE] = sink.probe
+    with request.app[BACKLOGS].counted(sink, request[PRINCIPAL]):
+        try:
+            await sink.over
+            sink.flush()
+        finally:
+            sink.detach()
+        await _write_end(response)
     return response
 
 

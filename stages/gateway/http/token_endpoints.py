@@ -7,16 +7,17 @@ import asyncio
 from aiohttp import web
 
 from pipeline.api.generation_fields import MAX_PROMPT_IDS
-from pipeline.api.json_body import CONTENT_TYPE
+from pipeline.api.json_body import to_json
 from stages.gateway.admission.prompts import check_range
 from stages.gateway.endpoints.tokenize import tokenize_response
-from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE, json_response
+from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE
 from stages.gateway.http.request_body import read_body
+from stages.gateway.http.whole_response import held_response, send_body, send_parts
 
 CHARGED_BYTES = 4  # of text to tokenize that the quota counts as a token: the count is known before the work
 
 
-async def tokenize(request: web.Request) -> web.Response:
+async def tokenize(request: web.Request) -> web.StreamResponse:
     """POST /v1/tokenize: the token ids of a text."""
     service = request.app[SERVICE]
     with service.admission.slot(request[PRINCIPAL]):
@@ -33,14 +34,17 @@ async def tokenize(request: web.Request) -> web.Response:
                 offsets=True,
                 token_limit=MAX_PROMPT_IDS,
             )
-        slices = []
-        for part in tokenize_response(model, encoded):
-            slices.append(part)
-            await asyncio.sleep(0)  # let other requests run
-    return web.Response(body=b"".join(slices), content_type=CONTENT_TYPE)
+        parts = []
+        with held_response(request) as held:
+            for part in tokenize_response(model, encoded):
+                held.add(len(part))
+                parts.append(part)
+                await asyncio.sleep(0)  # let other requests run
+            del encoded
+            return await send_parts(request, parts)
 
 
-async def detokenize(request: web.Request) -> web.Response:
+async def detokenize(request: web.Request) -> web.StreamResponse:
     """POST /v1/detokenize: the text of token ids."""
     service = request.app[SERVICE]
     with service.admission.slot(request[PRINCIPAL]):
@@ -52,4 +56,4 @@ async def detokenize(request: web.Request) -> web.Response:
             described = await service.readiness.describe(version)
             check_range(body.tokens, "tokens[{}]", "tokens", described.vocab_size)
             text = await service.tokenizer.decode(version.id, body.tokens, skip_special=body.skip_special)
-    return json_response({"model": model, "text": text})
+        return await send_body(request, to_json({"model": model, "text": text}))
