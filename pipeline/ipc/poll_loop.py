@@ -160,7 +160,8 @@ class PollLoop(StageRuntime):
 
     def wake(self) -> None:
         """End the wait of `poll`; may be called by a signal handler or another thread."""
-        os.eventfd_write(self._wake, 1)
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """Flush and close the edges, remove the records, release the lock. Idempotent."""

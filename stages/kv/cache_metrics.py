@@ -35,7 +35,7 @@ def _totals(model: ModelPages) -> Counter[tuple[str, ...]]:
             ("starling_kv_cache_checksum_failures_total",): counters.checksum_failures
             + sum(store.counters.damaged for store in stores),
             ("starling_kv_cache_disk_errors_total",): sum(store.counters.errors for store in stores),
-            ("starling_kv_cache_spilled_pages_total",): counters.spilled,
+            ("starling_kv_cache_spilled_pages_total",): model.spilled.counters.stored if model.spilled else 0,
             ("starling_kv_cache_restored_pages_total",): counters.restored,
             ("starling_kv_cache_compacted_bytes_total",): sum(s.counters.returned_bytes for s in stores),
         }

@@ -28,6 +28,7 @@ from shm.checkpoint import CheckpointError
 from stages.kv.cache_metrics import RemovedVersions
 from stages.kv.manager import Manager
 from stages.kv.model import ModelPages, ReservedArena, prune
+from stages.kv.page_ins import PageIns
 from stages.kv.sessions.model_sessions import ModelSessions
 
 log = logging.getLogger("starling.kv")
@@ -64,6 +65,7 @@ class LoadedVersion:
     def __init__(self, version: ModelVersion, pages: ModelPages) -> None:
         self.version = version
         self.pages = pages
+        self.page_ins = PageIns(pages)
         self.reserving: Future[ReservedArena] | None = None  # the thread creates its arena
         self.error = "not prepared yet"  # why there is no manager
         self.is_opening = False  # being loaded without an error so far: `error` is only progress
@@ -150,7 +152,7 @@ class LoadedVersions:
         name = version.name
         directory = paths.state_dir(self._config) / "sessions"
         sessions = self.sessions.setdefault(name, ModelSessions(directory, name.replace("/", "--")))
-        pages = ModelPages(self._config, version.model, self._loop.report_progress, name, sessions)
+        pages = ModelPages(self._config, version.model, self._loop.report_progress, name, sessions, self._loop.wake)
         self.by_id[version.id] = LoadedVersion(version, pages)
         self._next_open = float("-inf")
 

@@ -163,6 +163,11 @@ class Manager:
         self.leases[sequence] = Lease(sequence, row, serial, root, pages, hashes, n_shared, n_shared, now, len(tokens))
         return Grant(tuple(pages), n_shared * self.page_tokens)
 
+    def pages_outside(self, tokens: np.ndarray, salt: str = "") -> list[PageHash]:
+        """The pages that `acquire` would fetch from a source for these tokens (n,) int32."""
+        hashes = page_hashes(self._root_hash_of(salt), tokens, self.page_tokens) if self._caching else []
+        return self.pool.find(hashes[: max(0, len(tokens) - 1) // self.page_tokens])[1]
+
     def extend(self, sequence: str, want_tokens: int) -> Grant | Denial:
         """Add new pages at the end of a lease. An unknown sequence is denied: it must acquire again."""
         lease = self.leases.get(sequence)

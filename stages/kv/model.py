@@ -21,7 +21,7 @@ from stages.kv.manager import Manager
 from stages.kv.pool.arena import OpenedArena, open_arena
 from stages.kv.pool.older_version import OlderVersion
 from stages.kv.pool.page_pool import PagePool
-from stages.kv.pool.prefix_hash import root_hasher
+from stages.kv.pool.prefix_hash import PageHash, root_hasher
 from stages.kv.pool.token_rows import TokenRows
 from stages.kv.sessions.model_sessions import ModelSessions
 from stages.kv.sessions.session_bounds import SessionBounds
@@ -29,6 +29,7 @@ from stages.kv.sessions.session_store import SessionStore
 from stages.kv.storage import persist
 from stages.kv.storage.disk_store import DiskPageStore
 from stages.kv.storage.prune import prune_pages, prune_sessions
+from stages.kv.storage.threaded_store import ThreadedPageStore
 
 log = logging.getLogger("starling.kv")
 
@@ -55,8 +56,9 @@ class ModelPages:
         on_moved: Callable[[], object] = lambda: None,
         name: str = "",
         model_sessions: ModelSessions | None = None,
+        wake: Callable[[], object] = lambda: None,
     ) -> None:
-        """`on_moved` is called after each page that was written to a disk or read from one.
+        """`on_moved` is called after each page that was copied from another arena, `wake` by threads that use disks.
 
         `name`: of the model that this is a version of; "" when it has only one version.
         """
@@ -67,6 +69,7 @@ class ModelPages:
         directory = paths.state_dir(config) / "sessions"
         self.model_sessions = ModelSessions(directory, self.slug) if model_sessions is None else model_sessions
         self._on_moved = on_moved
+        self._wake = wake
         self.rows = TokenRows()
         self.digest = self.tokenizer = ""  # hex
         self.context_length = 0
@@ -75,8 +78,8 @@ class ModelPages:
         self.manager: Manager | None = None
         self.has_files = False
         self._older_versions: list[OlderVersion] = []
-        self.saved: DiskPageStore | None = None
-        self.spilled: DiskPageStore | None = None
+        self.saved: ThreadedPageStore | None = None
+        self.spilled: ThreadedPageStore | None = None
         self.missing_stores: set[Path] = set()  # page files that could not be opened
 
     @property
@@ -175,7 +178,7 @@ class ModelPages:
         if self.model_sessions.is_missing and self.tokenizer:
             self.open_sessions()
 
-    def _open_store(self, directory: Path, max_bytes: int, residency: int) -> DiskPageStore | None:
+    def _open_store(self, directory: Path, max_bytes: int, residency: int) -> ThreadedPageStore | None:
         """Open a file of pages; None when it cannot be used, which is logged: the server runs without it."""
         assert self.geometry is not None
         if not max_bytes:
@@ -195,7 +198,13 @@ class ModelPages:
         if path in self.missing_stores:
             self.missing_stores.discard(path)
             log.warning("%s can be used again", path)
-        return store
+        return ThreadedPageStore(store, self._wake, lambda page_hash: self._unmark_copy(page_hash, residency))
+
+    def _unmark_copy(self, page_hash: PageHash, residency: int) -> None:
+        """A page that was queued for a page file could not be written."""
+        page = self.manager.pool.table.get_cached_page(page_hash) if self.manager is not None else None
+        if self.manager is not None and page is not None:
+            self.manager.pool.headers.unmark_copy(page, residency)
 
     def open_sessions(self) -> None:
         """This version serves: sessions continue with it and have its page hashes."""
@@ -229,9 +238,19 @@ class ModelPages:
             pool.spill = self.spilled
             pool.older_versions, pool.stores = self._older_versions, self.stores()
 
-    def stores(self) -> list[DiskPageStore]:
+    def stores(self) -> list[ThreadedPageStore]:
         """The open page files: the one of evicted pages first, which a missing page was in last."""
         return [store for store in (self.spilled, self.saved) if store is not None]
+
+    def poll_stores(self) -> None:
+        """Take the results of the page files' threads."""
+        for store in self.stores():
+            store.poll()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether pages wait to be written."""
+        return any(store.is_busy for store in self.stores())
 
     # -------------------------------------------------------------- periodic work
 

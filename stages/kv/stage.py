@@ -75,6 +75,7 @@ class KvStage:
     def _work(self) -> float | None:
         """Periodic work; returns the seconds until the next call, None: at the next tick."""
         now = time.monotonic()
+        self._finish_page_ins()
         if self.loop.stopping:
             return self._work_while_stopping()
         self.versions.poll_record()
@@ -86,9 +87,11 @@ class KvStage:
         if now >= self._next_chores:
             more = self.versions.do_chores()
             self._next_chores = now + (CHORES_S / 10 if more else CHORES_S)
-        if self.loop.is_idle and not missing and not more:
+        page_in_due = min((one.page_ins.next_due for one in self.versions.by_id.values()), default=float("inf"))
+        if self.loop.is_idle and not missing and not more and page_in_due == float("inf"):
             return None
-        return max(0.0, min(self._next_chores, self.versions.next_open if missing else self._next_chores) - now)
+        next_open = self.versions.next_open if missing else float("inf")
+        return max(0.0, min(self._next_chores, next_open, page_in_due) - now)
 
     def _work_while_stopping(self) -> float:
         """If the scheduler continues, exit for a successor: the arena stays.
@@ -101,8 +104,9 @@ class KvStage:
             self.loop.busy = self.loop.is_awaiting_heartbeats
             return STOP_POLL_S
         is_saving = any(pages.save_recent() for pages in self.versions.pages())
-        self.loop.busy = bool(self.hub.peers) or is_saving
-        return 0.0 if is_saving else STOP_POLL_S
+        is_writing = any(pages.is_writing for pages in self.versions.pages())
+        self.loop.busy = bool(self.hub.peers) or is_saving or is_writing
+        return 0.0 if is_saving else STOP_POLL_S  # the threads end the wait when they have written a page
 
     # -------------------------------------------------------------- the scheduler
 
@@ -115,6 +119,7 @@ class KvStage:
             if loaded.peer == peer:
                 loaded.peer = loaded.frame = None
                 loaded.pages.rows.detach()
+                loaded.page_ins.clear()
 
     def _on_frame(self, peer: bytes, frame: m.Frame) -> None:
         self.loop.progress += 1
@@ -134,8 +139,10 @@ class KvStage:
         elif isinstance(frame, m.Extend):
             self._answer(peer, frame, manager.extend(frame.sequence, frame.want_tokens))
         elif isinstance(frame, m.Acquire):
-            self._answer(peer, frame, self._acquire(loaded, manager, frame))
+            if not loaded.page_ins.begin(frame):
+                self._grant(peer, loaded, manager, frame)
         elif isinstance(frame, m.Release):
+            loaded.page_ins.end(frame.sequence)
             manager.release(frame.sequence, frame.n_tokens)
         elif isinstance(frame, m.Reconcile):
             self._reconcile(peer, loaded, manager, frame)
@@ -146,6 +153,7 @@ class KvStage:
             self.hub.send(peer, m.KvReady(frame.model, frame.digest, "", 0, 0, 0, False, error))
             return
         if loaded.peer != peer:
+            loaded.page_ins.clear()
             loaded.is_answered = False
             if loaded.manager is not None:
                 loaded.manager.is_reconciled = False
@@ -204,6 +212,19 @@ class KvStage:
             pool = manager.pool
             self.hub.send(peer, m.Denied(0, sequence, True, 0, pool.free + pool.cached, pool.total, loaded.name))
         self.hub.send(peer, self._ready(loaded, manager, reconciled=True))
+
+    def _grant(self, peer: bytes, loaded: LoadedVersion, manager: Manager, frame: m.Acquire) -> None:
+        self._answer(peer, frame, self._acquire(loaded, manager, frame))
+        loaded.page_ins.end(frame.sequence)
+
+    def _finish_page_ins(self) -> None:
+        """Answer the grants whose pages have been read, or that have waited long enough."""
+        for loaded in self.versions.by_id.values():
+            loaded.pages.poll_stores()
+            for frame in loaded.page_ins.due():
+                if loaded.peer is not None and loaded.manager is not None:
+                    self._grant(loaded.peer, loaded, loaded.manager, frame)
+                loaded.page_ins.end(frame.sequence)
 
     @staticmethod
     def _acquire(loaded: LoadedVersion, manager: Manager, frame: m.Acquire) -> Grant | Denial:

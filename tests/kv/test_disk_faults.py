@@ -6,16 +6,14 @@ import os
 import signal
 import time
 from array import array
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pipeline.faults import points
-from pipeline.faults.plan import install
 from pipeline.protocol import messages as m
 from stages.kv.sessions.session_files import SUFFIX
-from tests.kv.process import PAGE_TOKENS, WAIT_S, Gateway, KvProcess, Scheduler, configure, write_model
+from tests.kv.process import PAGE_TOKENS, Gateway, KvProcess, configure, write_model
+from tests.kv.process_peers import Peers, words
 
 pytestmark = pytest.mark.slow
 
@@ -29,57 +27,8 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def words(*numbers: int) -> list[int]:
-    """A page of tokens for each number, and one token more."""
-    return [number for number in numbers for _ in range(PAGE_TOKENS)] + [1]
-
-
 def session_files(home: Path) -> list[Path]:
     return sorted((home / "state" / "sessions").rglob("*" + SUFFIX))
-
-
-class Peers:
-    """A scheduler, a gateway, and the faults of a running process."""
-
-    def __init__(self, home: Path, digest: str) -> None:
-        self.scheduler = Scheduler(home, digest)
-        self.gateway = Gateway(home)
-        self.path = home / "run" / points.FILE
-
-    def __enter__(self) -> Peers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.scheduler.close()
-        self.gateway.link.close()
-
-    def idle(self, seconds: float) -> None:
-        """Send heartbeats only."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            self.scheduler.turn()
-            self.gateway.turn()
-
-    def wait(self, condition: Callable[[], bool]) -> None:
-        """Send heartbeats until the condition holds."""
-        deadline = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < deadline
-            self.idle(0.1)
-
-    def wait_up(self) -> None:
-        self.wait(lambda: self.scheduler.ready is not None and self.gateway.link.peer is not None)
-
-    def wait_down(self) -> None:
-        self.wait(lambda: self.scheduler.ready is None and self.gateway.link.peer is None)
-
-    def begin(self, plan: str) -> None:
-        install(self.path, plan)
-        self.idle(0.4)  # four ticks of the process
-
-    def end(self) -> None:
-        self.path.unlink()
-        self.idle(0.4)
 
 
 def open_session(gateway: Gateway, name: str, ttl_s: int = 0) -> m.Frame:

@@ -14,15 +14,9 @@ import numpy as np
 import pytest
 
 from pipeline.faults import points
-from shm.pages import PAGE_FULL, PAGE_HEADER
-from stages.kv.pool.page_headers import PageHeaders, PageIdentity, checksum
-from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.storage.disk_store import PAUSE_S, SLOW_FACTOR, DiskPageStore
 from stages.kv.storage.page_file import BLOCK, EXTENT_CELLS
-
-PAGE_BYTES = 8192
-EXTENT = BLOCK + EXTENT_CELLS * PAGE_BYTES
-IDENTITY = {"digest": "ab" * 32, "kv_type": "f16"}
+from tests.kv.disk_pages import EXTENT, PAGE_BYTES, open_store, page
 
 
 class Clock:
@@ -31,22 +25,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def page(i: int) -> tuple[PageHash, bytes, np.ndarray]:
-    """(hash, record, content) of a page; all pages differ."""
-    content = np.random.default_rng(i).integers(0, 256, PAGE_BYTES, np.uint8)
-    digest = PageHash(i.to_bytes(16, "big"))
-    raw = np.zeros((1, PAGE_HEADER), np.uint8)
-    headers = PageHeaders(raw)
-    headers.lease([0], PageHash(bytes(16)), 1, now_ns=1000 + i, born_ns=1)
-    headers.mark_full(0, PageIdentity(PageHash(bytes(16)), digest, digest, checksum(content), i, 16))
-    assert headers.state(0) == PAGE_FULL
-    return digest, headers.record(0), content
-
-
-def open_store(path: Path, max_bytes: int = BLOCK + 2 * EXTENT, **options: Any) -> DiskPageStore:
-    return DiskPageStore(path, options.pop("identity", IDENTITY), PAGE_BYTES, max_bytes, 1, **options)
 
 
 def fetch(store: DiskPageStore, i: int) -> bool:

@@ -22,8 +22,8 @@ from stages.kv.pool import prefix_hash
 from stages.kv.pool.page_pool import PagePool
 from stages.kv.report import Report
 from stages.kv.storage import persist
-from stages.kv.storage.disk_store import DiskPageStore
 from stages.kv.storage.page_file import BLOCK
+from stages.kv.storage.threaded_store import ThreadedPageStore
 from starling.cli import cli
 from starling.cli.kv_tables import render
 from tests.kv.process import MODEL, configure, load_config, write_model
@@ -52,12 +52,12 @@ def run(manager: Manager, who: str, words: list[int]) -> None:
     manager.release(who, len(tokens))
 
 
-def save_all(pages: ModelPages) -> tuple[Manager, DiskPageStore]:
-    """Save all pages that can be saved to the state directory."""
+def save_all(pages: ModelPages) -> tuple[Manager, ThreadedPageStore]:
+    """Save all pages that can be saved to the state directory, and wait until they are in the file."""
     assert pages.manager is not None
     assert pages.saved is not None
-    while pages.save_some():
-        pass
+    while pages.save_some() or pages.is_writing:
+        pages.poll_stores()
     return pages.manager, pages.saved
 
 
@@ -113,7 +113,7 @@ def test_check_finds_every_kind_of_damage(pages: ModelPages) -> None:
     cached = manager.pool.table.evictable_pages()
     manager.pool.arena.pages[cached[0], 100] ^= 1
     manager.pool.arena.headers[cached[1], 3] ^= 1
-    os.pwrite(saved._fd, b"damage", 2 * BLOCK + 50)
+    os.pwrite(saved._store._fd, b"damage", 2 * BLOCK + 50)
     session = paths.state_dir(pages.config) / "sessions" / f"{MODEL}-{pages.tokenizer[:12]}" / "x.session"
     session.write_bytes(b"nonsense")
     problems = "\n".join(inspect(pages.config, check=True).problems)
@@ -185,11 +185,10 @@ def test_idle_pages_are_saved_and_replace_none(pages: ModelPages) -> None:
     manager, saved = save_all(pages)
     assert len(saved) == 2  # "c" runs: only pages that two sequences have held
     manager.release("c", 17)
-    while pages.save_some():
-        pass
+    save_all(pages)
     assert len(saved) == manager.pool.cached == 5
     run(manager, "d", [7, 8])
-    saved._max_extents = 0  # no room
+    saved._store._max_extents = 0  # no room
     assert not pages.save_some()
     assert saved.counters.replaced == 0
 

@@ -141,6 +141,10 @@ class PageHeaders:
         """Add bits to `residency`."""
         self._residency[page] |= where
 
+    def unmark_copy(self, page: int, where: int) -> None:
+        """Remove bits from `residency`."""
+        self._residency[page] &= ~np.asarray(where, self._residency.dtype)
+
     def clear_copies(self) -> None:
         """No page has a copy: after a restart, before the files are scanned."""
         self._residency[:] = 0

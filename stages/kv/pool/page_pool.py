@@ -45,7 +45,7 @@ class PagePool:
     stores: Sequence[PageStore] = ()  # searched for missing pages, in this order
     clock_ns: Callable[[], int] = time.time_ns
     fault: FaultPoint | None = None  # struck with the number of pages that have become full
-    on_moved: Callable[[], object] = lambda: None  # called after each page to or from a disk, which may be slow
+    on_moved: Callable[[], object] = lambda: None  # called after each page that was copied
 
     def __post_init__(self) -> None:
         self.table = PageTable(self.arena, self.policy)

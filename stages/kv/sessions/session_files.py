@@ -156,11 +156,6 @@ class SessionFiles:
             if not self._remove(path):
                 return  # a disk that fails once will fail for all of them
 
-    @property
-    def n_unremoved(self) -> int:
-        """Files of ended sessions that are still there."""
-        return len(self._unremoved)
-
     def _remove(self, path: Path) -> bool:
         try:
             self._points.unlink.hit()

@@ -111,7 +111,6 @@ class DiskPageStore:
     def close(self) -> None:
         """Idempotent. Saved pages stay in the file."""
         if self._fd >= 0:
-            self._file.close()
             fd, self._fd = self._fd, -1
             with suppress(OSError):  # of a write that the kernel had accepted: its page fails its checksum
                 os.close(fd)
@@ -139,6 +138,21 @@ class DiskPageStore:
         """Bytes of the file in cells without a page."""
         return len(self._free) * self.page_bytes
 
+    @property
+    def has_excess_holes(self) -> bool:
+        """Whether `compact` can return an extent to the file system."""
+        return self._file.n_extents > 0 and len(self._free) >= 2 * self._extent_cells
+
+    @property
+    def is_write_paused(self) -> bool:
+        """Whether `save` refuses all pages, after an error or a slow write."""
+        return self._clock() < self._no_write_until
+
+    @property
+    def is_read_paused(self) -> bool:
+        """Whether `fetch` refuses all pages, after a slow read."""
+        return self._clock() < self._no_read_until
+
     def hashes(self) -> list[PageHash]:
         """All pages, longest unused first."""
         return list(self._cell_of)
@@ -151,8 +165,8 @@ class DiskPageStore:
     def idle(self, before_ns: int) -> list[PageHash]:
         """Pages whose last use was before `before_ns` (ns since 1970), longest unused first."""
         found = []
-        for page_hash in self._cell_of:
-            if self._last_use_ns[page_hash] >= before_ns:
+        for page_hash in list(self._cell_of):  # a copy: the loop may call this while the thread changes it
+            if self._last_use_ns.get(page_hash, before_ns) >= before_ns:
                 break
             found.append(page_hash)
         return found
@@ -175,7 +189,7 @@ class DiskPageStore:
             if self._points.write.trigger is not None:
                 self._points.write.trigger(self.counters.stored + 1)
             self._file.write(cell, record, content)
-        except (OSError, ValueError) as error:  # ValueError: the file was cut while it was mapped
+        except OSError as error:
             if cell >= 0:
                 self._free.append(cell)
             self._pause_writing(error)
@@ -192,7 +206,7 @@ class DiskPageStore:
     def prefetch(self, hashes: Iterable[PageHash]) -> None:
         """Read pages into memory that `fetch` will be called for."""
         cell_of = self._cell_of
-        self._file.prefetch(cell_of[page_hash] for page_hash in hashes if page_hash in cell_of)
+        self._file.prefetch([cell_of[page_hash] for page_hash in hashes if page_hash in cell_of])
 
     def fetch(self, page_hash: PageHash, out: np.ndarray) -> PageIdentity | None:
         """Copy a page into `out` (page_bytes,) u8. None, with `out` undefined: missing, damaged, or a slow disk."""
@@ -212,7 +226,7 @@ class DiskPageStore:
         self.counters.fetched += 1
         duration = self._clock() - begin
         if duration > SLOW_S:
-            # All requests wait for this process meanwhile: computing the other pages again is faster.
+            # The requests that share this prefix wait meanwhile: computing the other pages again is faster.
             self._no_read_until = begin + min(duration * SLOW_FACTOR, PAUSE_S)
             log.warning("%s: a page took %.0f ms to read; pausing", self.path, duration * 1000)
         return identity
@@ -263,7 +277,7 @@ class DiskPageStore:
         self.counters.replaced += 1
         return cell
 
-    def _pause_writing(self, error: OSError | ValueError) -> None:
+    def _pause_writing(self, error: OSError) -> None:
         self.counters.errors += 1
         self._no_write_until = self._clock() + PAUSE_S
         log.warning("%s: %s; no page is saved there for %.0f s", self.path, error, PAUSE_S)
@@ -277,7 +291,7 @@ class DiskPageStore:
         that was cut off is not needed again at once.
         """
         file, each = self._file, self._extent_cells
-        if len(self._free) < 2 * each or not file.n_extents or self._clock() < self._no_write_until:
+        if not self.has_excess_holes or self.is_write_paused:
             return False
         first = (file.n_extents - 1) * each
         remaining = [(page_hash, cell) for page_hash, cell in self._cell_of.items() if cell >= first]
@@ -288,10 +302,10 @@ class DiskPageStore:
                 file.shrink()
                 self._free = sorted((cell for cell in self._free if cell < first), reverse=True)
                 self.counters.returned_bytes += file.layout.extent_bytes
-        except (OSError, ValueError) as error:
+        except OSError as error:
             self._pause_writing(error)
             return False
-        return len(self._free) >= 2 * each
+        return self.has_excess_holes
 
     def _move(self, page_hash: PageHash, cell: int, first: int) -> None:
         """Move a page into a hole before cell `first`, or drop it if it is damaged."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import mmap
 import os
 from collections.abc import Iterable
 from contextlib import suppress
@@ -17,8 +15,6 @@ from shm.pages import PAGE_RECORD
 from stages.kv.pool.page_headers import PageIdentity, checksum, unpack_identity
 from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.storage.page_file import BLOCK, CellLayout, encode_head, is_in_use, last_use_ns
-
-_MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
 
 
 class SavedPage(NamedTuple):
@@ -41,26 +37,20 @@ class FileContents(NamedTuple):
 class PageFileWriter:
     """All cells of a file that is open for writing. Does not know which pages are worth keeping.
 
-    Extents are reserved with `posix_fallocate` before they are used: a full disk is an `OSError` then, and no SIGBUS
-    later.  Pages are read through a map after the kernel was asked to read their range, so that a bad sector or a
-    truncated file is an `OSError` too.  All methods raise `OSError`.
+    Extents are reserved with `posix_fallocate` before they are used: a full disk is an `OSError` then.  Pages are read
+    into the caller's memory and never mapped: a bad sector is an `OSError` and no SIGBUS, and other threads run while
+    the disk works.  All methods raise `OSError`.
     """
 
     def __init__(self, fd: int, layout: CellLayout) -> None:
         self.layout = layout
         self._fd = fd
-        self._maps: list[mmap.mmap] = []
-        self._views: list[np.ndarray] = []
-
-    @property
-    def n_extents(self) -> int:
-        """Extents in the file."""
-        return len(self._maps)
+        self.n_extents = 0  # in the file
 
     @property
     def file_bytes(self) -> int:
         """Size of the file."""
-        return self.layout.extent_at(len(self._maps))
+        return self.layout.extent_at(self.n_extents)
 
     def open(self, identity: dict[str, Any], max_extents: int) -> FileContents:
         """Map the file, cut to `max_extents`; a file of another identity starts empty."""
@@ -77,7 +67,6 @@ class PageFileWriter:
         free: list[int] = []
         n_torn = 0
         for extent in range(n_extents):
-            self._map(extent)
             records = os.pread(self._fd, BLOCK, layout.extent_at(extent))
             for i in range(layout.extent_cells):
                 cell = extent * layout.extent_cells + i
@@ -88,14 +77,8 @@ class PageFileWriter:
                     free.append(cell)
                 else:
                     pages.append(SavedPage(last_use_ns(record), page.page_hash, cell))
+        self.n_extents = n_extents
         return FileContents(sorted(pages), free, n_torn, was_replaced=False)
-
-    def close(self) -> None:
-        """Unmap the file. Idempotent."""
-        self._views.clear()
-        for map_ in self._maps:
-            map_.close()
-        self._maps.clear()
 
     # -------------------------------------------------------------- cells
 
@@ -119,51 +102,36 @@ class PageFileWriter:
         identity = unpack_identity(record) if len(record) == PAGE_RECORD else None
         if identity is None or identity.page_hash != page_hash:
             return None
-        begin = self._populate(cell, 1)
-        out[:] = self._views[cell // self.layout.extent_cells][begin : begin + self.layout.page_bytes]
+        if os.preadv(self._fd, [out.data], self.layout.page_at(cell)) != self.layout.page_bytes:
+            return None
         return identity if checksum(out) == identity.checksum else None
 
     def prefetch(self, cells: Iterable[int]) -> None:
-        """Read the pages of these cells into memory in the order of the file, adjacent ones in one call.
+        """Ask the kernel to read the pages of these cells in the order of the file, adjacent ones in one call.
 
         Prefixes are evicted from their end, so reading one page after the other would read the file backwards, at half
         the speed of the disk.  `read` reports errors.
         """
-        each = self.layout.extent_cells
-        for _, run in groupby(enumerate(sorted(cells)), lambda item: (item[1] - item[0], item[1] // each)):
-            first, *rest = [cell for _, cell in run]
+        layout = self.layout
+        for _, run in groupby(
+            enumerate(sorted(cells)), lambda item: (item[1] - item[0], item[1] // layout.extent_cells)
+        ):
+            run_cells = [cell for _, cell in run]
+            begin, size = layout.page_at(run_cells[0]), len(run_cells) * layout.page_bytes
             with suppress(OSError):
-                self._populate(first, 1 + len(rest))
-
-    def _populate(self, cell: int, count: int) -> int:
-        """Read adjacent pages of one extent into memory; returns the offset of the first one in the extent's map."""
-        extent = cell // self.layout.extent_cells
-        begin = self.layout.page_at(cell) - self.layout.extent_at(extent)
-        try:
-            self._maps[extent].madvise(_MADV_POPULATE_READ, begin, count * self.layout.page_bytes)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # a kernel before 5.14 does not support it
-                raise
-        return begin
+                os.posix_fadvise(self._fd, begin, size, os.POSIX_FADV_WILLNEED)
 
     # -------------------------------------------------------------- extents
 
     def grow(self) -> list[int]:
         """Append an extent; returns its cells."""
-        extent, layout = len(self._maps), self.layout
+        extent, layout = self.n_extents, self.layout
         os.posix_fallocate(self._fd, layout.extent_at(extent), layout.extent_bytes)
         write_all(self._fd, bytes(BLOCK), layout.extent_at(extent))
-        self._map(extent)
+        self.n_extents += 1
         return list(range(extent * layout.extent_cells, (extent + 1) * layout.extent_cells))
 
     def shrink(self) -> None:
         """Cut the last extent off."""
         os.ftruncate(self._fd, self.file_bytes - self.layout.extent_bytes)
-        self._views.pop()
-        self._maps.pop().close()
-
-    def _map(self, extent: int) -> None:
-        layout = self.layout
-        map_ = mmap.mmap(self._fd, layout.extent_bytes, access=mmap.ACCESS_READ, offset=layout.extent_at(extent))
-        self._maps.append(map_)
-        self._views.append(np.frombuffer(map_, np.uint8))
+        self.n_extents -= 1

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shm.pages import NUMERICS, KvGeometry
 from stages.kv.pool.page_pool import PagePool
-from stages.kv.storage.disk_store import DiskPageStore
+from stages.kv.storage.threaded_store import ThreadedPageStore
 
 IN_SPILL, IN_STATE = 1, 2  # bits of a page header's `residency`
 PROVEN_USES = 2  # sequences that have held a page worth saving at once
@@ -57,7 +57,7 @@ def file_identity(digest: str, geometry: KvGeometry) -> dict[str, object]:
     return {"digest": digest, "numerics": NUMERICS, **geometry._asdict()}
 
 
-def mark_copies(pool: PagePool, store: DiskPageStore) -> None:
+def mark_copies(pool: PagePool, store: ThreadedPageStore) -> None:
     """After a restart: note in the page headers which pages `store` contains."""
     for page_hash in store.hashes():
         page = pool.table.get_cached_page(page_hash)
@@ -65,12 +65,12 @@ def mark_copies(pool: PagePool, store: DiskPageStore) -> None:
             pool.headers.mark_copy(page, store.residency)
 
 
-def save_proven(pool: PagePool, store: DiskPageStore, limit: int) -> int:
+def save_proven(pool: PagePool, store: ThreadedPageStore, limit: int) -> int:
     """Save at most `limit` pages that several sequences have held. Returns the number saved."""
     return _save(pool, store, pool.headers.without_copy(store.residency, PROVEN_USES), limit)
 
 
-def save_idle(pool: PagePool, store: DiskPageStore, limit: int) -> int:
+def save_idle(pool: PagePool, store: ThreadedPageStore, limit: int) -> int:
     """While no sequence runs: save at most `limit` other pages into free cells. Returns the number saved."""
     room = min(limit, store.capacity - len(store))
     if pool.leased or room <= 0:
@@ -79,7 +79,7 @@ def save_idle(pool: PagePool, store: DiskPageStore, limit: int) -> int:
     return _save(pool, store, sorted(pages, key=pool.headers.last_use_ns, reverse=True), room)
 
 
-def save_recent(pool: PagePool, store: DiskPageStore, limit: int) -> int:
+def save_recent(pool: PagePool, store: ThreadedPageStore, limit: int) -> int:
     """Save at most `limit` of the most recently used pages that fit under the bound. Returns the number saved.
 
     A recent page that is saved already is touched, so that no older one replaces it.
@@ -94,7 +94,7 @@ def save_recent(pool: PagePool, store: DiskPageStore, limit: int) -> int:
     return _save(pool, store, wanted, limit)
 
 
-def _save(pool: PagePool, store: DiskPageStore, pages: list[int], limit: int) -> int:
+def _save(pool: PagePool, store: ThreadedPageStore, pages: list[int], limit: int) -> int:
     count = 0
     for page in pages:
         if count == limit:

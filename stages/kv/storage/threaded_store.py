@@ -1,0 +1,287 @@
+"""A page file that one thread reads and writes, so that a slow disk does not delay the stage: a `PageStore`.
+
+    save          copies the page and queues it; refused while more than `QUEUED_BYTES` wait: pages are only a cache
+    read_ahead    queues a read; `fetch` copies the page once the thread has it
+    release       the pages read ahead are not needed any more
+
+All methods are called by the stage's loop; only `_run` runs on the thread, and it alone uses the `DiskPageStore` for
+more than look-ups.  The jobs run in the order in which they were queued, so a page is read as it was last written.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from stages.kv.pool.page_headers import PageIdentity, unpack_identity
+from stages.kv.pool.prefix_hash import PageHash
+from stages.kv.storage.disk_store import DiskPageStore, StoreCounters
+
+log = logging.getLogger("starling.kv")
+
+QUEUED_BYTES = 64 << 20  # of pages that wait to be written
+STAGED_BYTES = 256 << 20  # of pages that were read ahead, or are about to be
+MAX_JOBS = 4096  # of all kinds
+CLOSE_S = 1.0  # `close` waits for the job in progress for this long
+
+
+class _Result(NamedTuple):
+    """A finished job."""
+
+    kind: Literal["read", "write", "remove"]
+    page_hash: PageHash
+    is_written: bool = False
+    identity: PageIdentity | None = None  # of a page that was read; None: it is missing or damaged
+    content: np.ndarray | None = None  # (page_bytes,) u8
+
+
+class ThreadedPageStore:
+    """Owns `store`. `wake` ends the wait of the loop; it is called by the thread."""
+
+    def __init__(
+        self,
+        store: DiskPageStore,
+        wake: Callable[[], object] = lambda: None,
+        on_lost: Callable[[PageHash], object] = lambda _: None,
+    ) -> None:
+        """`on_lost`: called by `poll` for each page that `save` accepted and the disk did not."""
+        self.residency = store.residency  # its bit in the page header
+        self._store = store
+        self._wake = wake
+        self._on_lost = on_lost
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._results: deque[_Result] = deque()
+        self._unwritten: dict[PageHash, tuple[bytes, np.ndarray]] = {}  # queued: record and page
+        self._removed: Counter[PageHash] = Counter()  # removals that are queued
+        self._touched: dict[PageHash, None] = {}  # uses that the thread has yet to count
+        self._reading: set[PageHash] = set()  # queued reads
+        self._staged: dict[PageHash, tuple[PageIdentity, np.ndarray]] = {}
+        self._wanted: Counter[PageHash] = Counter()  # calls of `read_ahead` without their `release`
+        self._is_compacting = self._has_more_holes = False
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=f"pages-{store.path.name}", daemon=True)
+        self._thread.start()
+
+    # -------------------------------------------------------------- contents
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._store.path
+
+    @property
+    def counters(self) -> StoreCounters:
+        """Totals since the file was opened."""
+        return self._store.counters
+
+    @property
+    def capacity(self) -> int:
+        """Most pages under the bound."""
+        return self._store.capacity
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file."""
+        return self._store.file_bytes
+
+    @property
+    def hole_bytes(self) -> int:
+        """Bytes of the file in cells without a page."""
+        return self._store.hole_bytes
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether pages wait to be written."""
+        return bool(self._unwritten)
+
+    def __contains__(self, page_hash: PageHash) -> bool:
+        if page_hash in self._unwritten:
+            return True
+        return page_hash in self._store and not self._removed[page_hash]
+
+    def __len__(self) -> int:
+        return len(self._store) + sum(page_hash not in self._store for page_hash in self._unwritten)
+
+    def hashes(self) -> list[PageHash]:
+        """All pages in the file, longest unused first."""
+        return self._store.hashes()
+
+    def idle(self, before_ns: int) -> list[PageHash]:
+        """Pages in the file whose last use was before `before_ns` (ns since 1970), longest unused first."""
+        return [page_hash for page_hash in self._store.idle(before_ns) if not self._removed[page_hash]]
+
+    # -------------------------------------------------------------- writing
+
+    def save(self, page_hash: PageHash, record: bytes, content: np.ndarray) -> bool:
+        """Queue a copy of the page. False: too much is queued, or the disk pauses."""
+        if page_hash in self._unwritten:
+            return True
+        if page_hash in self:
+            self.touch(page_hash)
+            return True
+        page_bytes = self._store.page_bytes
+        is_full = self._unwritten and (len(self._unwritten) + 1) * page_bytes > QUEUED_BYTES
+        if is_full or self._store.is_write_paused or not self._has_room:
+            return False
+        copy = content.copy()
+        self._unwritten[page_hash] = record, copy
+
+        def write() -> None:
+            is_written = False
+            try:
+                is_written = not self._is_closing and self._store.save(page_hash, record, copy)
+            finally:
+                self._finish(_Result("write", page_hash, is_written))
+
+        self._jobs.put(write)
+        return True
+
+    def touch(self, page_hash: PageHash) -> None:
+        """Count a use."""
+        if not self._touched:
+            self._jobs.put(self._count_uses)
+        self._touched[page_hash] = None
+
+    def _count_uses(self) -> None:
+        touched, self._touched = self._touched, {}
+        for page_hash in list(touched):
+            if page_hash in self._store:
+                self._store.touch(page_hash)
+
+    def remove(self, page_hash: PageHash) -> None:
+        """Remove a page, if it is there."""
+        if page_hash not in self:
+            return
+        self._unwritten.pop(page_hash, None)
+        self._removed[page_hash] += 1
+
+        def remove() -> None:
+            try:
+                self._store.remove(page_hash)
+            finally:
+                self._finish(_Result("remove", page_hash))
+
+        self._jobs.put(remove)
+
+    def compact(self, limit: int) -> bool:
+        """Queue moving at most `limit` pages into holes. Whether more remained after the last time."""
+        if not self._is_compacting and self._has_room and self._store.has_excess_holes:
+            self._is_compacting = True
+
+            def compact() -> None:
+                try:
+                    self._has_more_holes = not self._is_closing and self._store.compact(limit)
+                finally:
+                    self._is_compacting = False
+
+            self._jobs.put(compact)
+        return self._has_more_holes
+
+    @property
+    def _has_room(self) -> bool:
+        return self._jobs.qsize() < MAX_JOBS
+
+    # -------------------------------------------------------------- reading
+
+    def prefetch(self, hashes: Iterable[PageHash]) -> None:
+        """Nothing: `fetch` reads no disk."""
+
+    def read_ahead(self, hashes: Iterable[PageHash]) -> list[PageHash]:
+        """Read pages, in order, up to the bound. Returns those to `release` later."""
+        wanted = []
+        new = []
+        for page_hash in hashes:
+            known = page_hash in self._unwritten or page_hash in self._staged or page_hash in self._reading
+            if not known:
+                n_pages = len(self._staged) + len(self._reading) + 1
+                if self._store.is_read_paused or not self._has_room or n_pages * self._store.page_bytes > STAGED_BYTES:
+                    break
+                self._reading.add(page_hash)
+                new.append(page_hash)
+            self._wanted[page_hash] += 1
+            wanted.append(page_hash)
+        if new:
+            self._jobs.put(lambda: self._store.prefetch(new))
+            for page_hash in new:
+                self._jobs.put(lambda page_hash=page_hash: self._read(page_hash))  # type: ignore[misc]
+        return wanted
+
+    def is_reading(self, page_hash: PageHash) -> bool:
+        """Whether the thread has yet to read the page."""
+        return page_hash in self._reading
+
+    def release(self, hashes: Iterable[PageHash]) -> None:
+        """End a `read_ahead`."""
+        for page_hash in hashes:
+            self._wanted[page_hash] -= 1
+            if self._wanted[page_hash] <= 0:
+                del self._wanted[page_hash]
+                self._staged.pop(page_hash, None)
+
+    def fetch(self, page_hash: PageHash, out: np.ndarray) -> PageIdentity | None:
+        """Copy a page that was read ahead, or waits to be written, into `out` (page_bytes,) u8."""
+        identity: PageIdentity | None
+        if page_hash in self._staged:
+            identity, content = self._staged[page_hash]
+        elif page_hash in self._unwritten:
+            record, content = self._unwritten[page_hash]
+            identity = unpack_identity(record)
+        else:
+            return None
+        if identity is not None:
+            np.copyto(out, content)
+        return identity
+
+    # -------------------------------------------------------------- the thread
+
+    def poll(self) -> None:
+        """Take the results of the thread."""
+        while self._results:
+            result = self._results.popleft()
+            page_hash = result.page_hash
+            if result.kind == "read":
+                self._reading.discard(page_hash)
+                if result.identity is not None and result.content is not None and self._wanted[page_hash]:
+                    self._staged[page_hash] = result.identity, result.content
+            elif result.kind == "remove":
+                self._removed[page_hash] -= 1
+                if not self._removed[page_hash]:
+                    del self._removed[page_hash]
+            else:
+                self._unwritten.pop(page_hash, None)
+                if not result.is_written:
+                    self._on_lost(page_hash)
+
+    def _read(self, page_hash: PageHash) -> None:
+        identity = content = None
+        try:
+            if not self._is_closing:
+                content = np.empty(self._store.page_bytes, np.uint8)
+                identity = self._store.fetch(page_hash, content)
+        finally:
+            self._finish(_Result("read", page_hash, identity=identity, content=content))
+
+    def _finish(self, result: _Result) -> None:
+        self._results.append(result)
+        self._wake()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:
+                log.exception("%s: a page could not be read or written", self._store.path)
+        self._store.close()
+
+    def close(self) -> None:
+        """End the thread; pages that wait are not written. Idempotent."""
+        self._is_closing = True
+        self._jobs.put(None)
+        self._thread.join(CLOSE_S)

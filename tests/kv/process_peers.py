@@ -1,0 +1,60 @@
+"""The peers of a real kv process, and faults that are injected while it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.faults import points
+from pipeline.faults.plan import install
+from tests.kv.process import PAGE_TOKENS, WAIT_S, Gateway, Scheduler
+
+
+def words(*numbers: int) -> list[int]:
+    """A page of tokens for each number, and one token more."""
+    return [number for number in numbers for _ in range(PAGE_TOKENS)] + [1]
+
+
+class Peers:
+    """A scheduler, a gateway, and the faults of a running process."""
+
+    def __init__(self, home: Path, digest: str) -> None:
+        self.scheduler = Scheduler(home, digest)
+        self.gateway = Gateway(home)
+        self.path = home / "run" / points.FILE
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.scheduler.close()
+        self.gateway.link.close()
+
+    def idle(self, seconds: float) -> None:
+        """Send heartbeats only."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.scheduler.turn()
+            self.gateway.turn()
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Send heartbeats until the condition holds."""
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline
+            self.idle(0.1)
+
+    def wait_up(self) -> None:
+        self.wait(lambda: self.scheduler.ready is not None and self.gateway.link.peer is not None)
+
+    def wait_down(self) -> None:
+        self.wait(lambda: self.scheduler.ready is None and self.gateway.link.peer is None)
+
+    def begin(self, plan: str) -> None:
+        install(self.path, plan)
+        self.idle(0.4)  # four ticks of the process
+
+    def end(self) -> None:
+        self.path.unlink()
+        self.idle(0.4)

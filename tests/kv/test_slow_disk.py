@@ -1,0 +1,122 @@
+"""A real kv process on a slow disk: frames that need no disk are answered at once."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.protocol import messages as m
+from stages.kv.page_ins import WAIT_S
+from tests.kv.process import PAGE_TOKENS, KvProcess, configure, write_model
+from tests.kv.process_peers import Peers, words
+
+pytestmark = pytest.mark.slow
+
+DELAY_MS = 2000  # of each access
+ANSWER_S = 0.7  # an answer that needs no disk, on a loaded machine
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    configure(tmp_path, spill_path=str(tmp_path / "spill"), spill_mb=8)
+    return tmp_path
+
+
+def spill(peers: Peers) -> None:
+    """Fill the arena with other pages, so that those of before are in the spill file."""
+    scheduler = peers.scheduler
+    total = scheduler.wait_ready().pages
+    assert isinstance(scheduler.acquire("flood", [5], ahead=total * PAGE_TOKENS - 1), m.Granted)
+    scheduler.release("flood")
+
+
+def slowest_extend(peers: Peers, seconds: float) -> float:
+    """Extend a running sequence again and again; the longest time to an answer, in s."""
+    scheduler, slowest = peers.scheduler, 0.0
+    end = time.monotonic() + seconds
+    ready = scheduler.wait_ready()
+    number = 10_000
+    while time.monotonic() < end:
+        number += 1
+        begin = time.monotonic()
+        scheduler.link.send(m.Extend(number, ready.model, "running", 2 * PAGE_TOKENS))
+        scheduler.take(m.Granted, id=number)
+        slowest = max(slowest, time.monotonic() - begin)
+    return slowest
+
+
+@pytest.mark.parametrize("points", [("spill_read", "saved_read"), ("spill", "saved")])
+def test_running_sequences_do_not_wait_for_pages_of_others(home: Path, points: tuple[str, ...]) -> None:
+    digest = write_model(home)
+    with KvProcess(home), Peers(home, digest) as peers:
+        scheduler = peers.scheduler
+        peers.wait_up()
+        scheduler.run("first", words(1, 2, 3))
+        spill(peers)
+        scheduler.wait_total("starling_kv_cache_spilled_pages_total", 3)
+        peers.begin(", ".join(f"disk:slow@{point}={DELAY_MS}" for point in points))
+        assert isinstance(scheduler.acquire("running", [7, 8]), m.Granted)
+        # A sequence whose pages are on the disk, or that evicts pages to it.
+        scheduler.ask("waits", words(1, 2, 3))
+        assert slowest_extend(peers, 4.0) < ANSWER_S
+        answered = scheduler.answer("waits")
+        assert isinstance(answered, m.Granted)
+        scheduler.check("waits", answered.cached_tokens)
+        peers.end()
+
+
+def test_a_grant_waits_for_the_disk_for_a_bounded_time(home: Path) -> None:
+    digest = write_model(home)
+    with KvProcess(home), Peers(home, digest) as peers:
+        scheduler = peers.scheduler
+        peers.wait_up()
+        scheduler.run("first", words(1, 2, 3))
+        spill(peers)
+        scheduler.wait_total("starling_kv_cache_spilled_pages_total", 3)
+        peers.begin("disk:slow@spill_read=5000")
+        begin = time.monotonic()
+        granted = scheduler.acquire("a", words(1, 2, 3))
+        duration = time.monotonic() - begin
+        assert isinstance(granted, m.Granted)
+        assert granted.cached_tokens == 0
+        assert WAIT_S * 0.9 < duration < WAIT_S + 0.5
+        scheduler.release("a")
+        peers.end()
+
+
+def test_released_and_repeated_while_it_waits(home: Path) -> None:
+    """A release ends the wait; the same sequence again gets one answer, and pages with its own contents."""
+    digest = write_model(home)
+    with KvProcess(home), Peers(home, digest) as peers:
+        scheduler = peers.scheduler
+        peers.wait_up()
+        scheduler.run("first", words(1, 2, 3))
+        spill(peers)
+        scheduler.wait_total("starling_kv_cache_spilled_pages_total", 3)
+        peers.begin("disk:slow@spill_read=90")
+        for _ in range(3):
+            scheduler.ask("a", words(1, 2, 3))
+            scheduler.release("a")
+        assert scheduler.run("b", words(1, 2, 3)).cached_tokens == 3 * PAGE_TOKENS
+        assert not [frame for frame in scheduler.frames if getattr(frame, "sequence", "") == "a"]
+        assert scheduler.state().leased == 0
+        peers.end()
+
+
+def test_sequences_that_wait_for_the_same_pages_share_them(home: Path) -> None:
+    digest = write_model(home)
+    with KvProcess(home), Peers(home, digest) as peers:
+        scheduler = peers.scheduler
+        peers.wait_up()
+        scheduler.run("first", words(1, 2, 3))
+        spill(peers)
+        scheduler.wait_total("starling_kv_cache_spilled_pages_total", 3)
+        peers.begin("disk:slow@spill_read=90")
+        for i in range(3):
+            scheduler.ask(f"s{i}", words(1, 2, 3))
+        tables = [scheduler.answer(f"s{i}").pages for i in range(3)]
+        assert len({pages[:3] for pages in tables}) == 1
+        scheduler.wait_total("starling_kv_cache_restored_pages_total", 3)
+        peers.end()

@@ -1,0 +1,162 @@
+"""The page file behind a thread: what was queued is there, in order, and a slow disk delays no call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.faults import points
+from stages.kv.pool.prefix_hash import PageHash
+from stages.kv.storage import threaded_store
+from stages.kv.storage.threaded_store import ThreadedPageStore
+from tests.kv.disk_pages import PAGE_BYTES, open_store, page
+
+DELAY_S = 0.2
+CALL_S = 0.05  # no call may take longer
+
+
+@pytest.fixture
+def lost() -> list[PageHash]:
+    return []
+
+
+@pytest.fixture
+def store(tmp_path: Path, lost: list[PageHash]) -> Iterator[ThreadedPageStore]:
+    store = ThreadedPageStore(open_store(tmp_path / "pages"), on_lost=lost.append)
+    yield store
+    store.close()
+
+
+def wait(store: ThreadedPageStore, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        store.poll()
+        time.sleep(0.001)
+
+
+def read(store: ThreadedPageStore, i: int) -> bytes | None:
+    """Read ahead, wait, fetch."""
+    hashes = store.read_ahead([page(i)[0]])
+    wait(store, lambda: not any(map(store.is_reading, hashes)))
+    out = np.zeros(PAGE_BYTES, np.uint8)
+    identity = store.fetch(page(i)[0], out)
+    store.release(hashes)
+    return out.tobytes() if identity is not None else None
+
+
+def test_pages_are_there_before_and_after_they_are_written(store: ThreadedPageStore) -> None:
+    for i in range(8):
+        assert store.save(*page(i))
+        assert page(i)[0] in store
+        assert read(store, i) == page(i)[2].tobytes()
+    wait(store, lambda: not store.is_busy)
+    assert len(store) == 8
+    for i in range(8):
+        assert read(store, i) == page(i)[2].tobytes()
+    assert read(store, 9) is None
+
+
+def test_the_page_is_copied_before_save_returns(store: ThreadedPageStore) -> None:
+    page_hash, record, content = page(1)
+    own = content.copy()
+    assert store.save(page_hash, record, own)
+    own[:] = 0  # the arena gives the page to another sequence
+    wait(store, lambda: not store.is_busy)
+    assert read(store, 1) == content.tobytes()
+
+
+def test_removal_and_saving_again(store: ThreadedPageStore) -> None:
+    for _ in range(50):
+        store.save(*page(1))
+        store.remove(page(1)[0])
+        assert page(1)[0] not in store
+    store.save(*page(1))
+    assert page(1)[0] in store
+    wait(store, lambda: not store.is_busy and not store._removed)
+    assert read(store, 1) == page(1)[2].tobytes()
+    store.remove(page(1)[0])
+    wait(store, lambda: not store._removed)
+    assert len(store) == 0
+
+
+def test_a_page_that_cannot_be_written_is_reported(store: ThreadedPageStore, lost: list[PageHash]) -> None:
+    def fail(_: int) -> bool:
+        raise OSError(28, "No space left on device")
+
+    point = points.fault_point("disk", "spill")
+    point.trigger = fail
+    try:
+        assert store.save(*page(1))
+        wait(store, lambda: not store.is_busy)
+    finally:
+        point.trigger = None
+    assert lost == [page(1)[0]]
+    assert page(1)[0] not in store
+    assert not store.save(*page(2))  # the file pauses
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """The disk stands still until the event is set."""
+    event = threading.Event()
+    reads, writes = points.fault_point("disk", "spill_read"), points.fault_point("disk", "spill")
+    reads.trigger = writes.trigger = lambda _: not event.wait(10)
+    yield event
+    event.set()
+    reads.trigger = writes.trigger = None
+
+
+def test_no_call_waits_for_the_disk_and_the_queue_is_bounded(
+    store: ThreadedPageStore, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threaded_store, "QUEUED_BYTES", 4 * PAGE_BYTES)
+    begin = time.monotonic()
+    assert [store.save(*page(i)) for i in range(6)] == [True] * 4 + [False] * 2
+    store.touch(page(0)[0])
+    store.remove(page(3)[0])
+    store.compact(4)
+    store.poll()
+    assert time.monotonic() - begin < CALL_S
+    gate.set()
+    wait(store, lambda: not store.is_busy and not store._removed)
+    assert [read(store, i) is not None for i in range(6)] == [True] * 3 + [False] * 3
+
+
+def test_reading_ahead_is_bounded_and_shared(
+    store: ThreadedPageStore, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.set()
+    for i in range(8):
+        store.save(*page(i))
+    wait(store, lambda: not store.is_busy)
+    gate.clear()
+    monkeypatch.setattr(threaded_store, "STAGED_BYTES", 3 * PAGE_BYTES)
+    hashes = [page(i)[0] for i in range(8)]
+    begin = time.monotonic()
+    first, second = store.read_ahead(hashes), store.read_ahead(hashes)
+    assert time.monotonic() - begin < CALL_S
+    assert first == second == hashes[:3]
+    gate.set()
+    wait(store, lambda: not any(map(store.is_reading, first)))
+    store.release(first)
+    out = np.zeros(PAGE_BYTES, np.uint8)
+    assert all(store.fetch(page_hash, out) for page_hash in second)
+    store.release(second)
+    assert not store._staged
+    assert not store._wanted
+
+
+def test_closing_does_not_wait_for_the_disk(store: ThreadedPageStore, gate: threading.Event) -> None:
+    store.save(*page(1))
+    begin = time.monotonic()
+    store.close()
+    assert time.monotonic() - begin < threaded_store.CLOSE_S + 0.5
+    gate.set()
+    store._thread.join(5)
+    assert not store._thread.is_alive()
