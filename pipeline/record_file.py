@@ -7,10 +7,8 @@ The checksum covers the payload, or length, kind and payload, depending on the f
 
 from __future__ import annotations
 
-import contextlib
-import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import xxhash
@@ -52,21 +50,12 @@ class RecordFormat(NamedTuple):
             yield Record(kind, payload, begin, end)
             begin = end
 
-    def append(
-        self, fd: int, size: int, kind: int, payload: bytes, before_sync: Callable[[], object] = lambda: None
-    ) -> None:
-        """Append a record to a file of `size` bytes, durably. Raises `OSError`: then the file is as before.
+    def append(self, fd: int, size: int, kind: int, payload: bytes) -> None:
+        """Append a record to a file of `size` bytes. Raises `OSError`: then the file is as before.
 
-        A disk that refuses to truncate as well may keep the record: pass the same `size` to the next `append`.
+        A disk that refuses to truncate as well may keep a part: pass the same `size` to the next `append`.
         """
         append_all(fd, self.encode(kind, payload), size)
-        try:
-            before_sync()
-            os.fdatasync(fd)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(fd, size)
-            raise
 
     def _checksum(self, kind: int, payload: bytes) -> int:
         head = _CHECKED_HEAD.pack(len(payload), kind) if self.is_head_checked else b""

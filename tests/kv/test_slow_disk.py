@@ -120,3 +120,24 @@ def test_sequences_that_wait_for_the_same_pages_share_them(home: Path) -> None:
         assert len({pages[:3] for pages in tables}) == 1
         scheduler.wait_total("starling_kv_cache_restored_pages_total", 3)
         peers.end()
+
+
+def test_a_turn_is_acknowledged_before_it_is_synchronized(home: Path) -> None:
+    digest = write_model(home)
+    with KvProcess(home) as kv, Peers(home, digest) as peers:
+        peers.wait_up()
+        peers.begin(f"disk:slow@sessions_sync={DELAY_MS}")
+        begin = time.monotonic()
+        for i in range(8):
+            assert isinstance(peers.gateway.ask(m.SessionBegin(1, "tiny", "t", f"s{i}", create=True)), m.SessionHeld)
+            done = peers.gateway.ask(m.SessionCommit(2, "tiny", "t", f"s{i}", 1, 0, bytes(64)))
+            assert isinstance(done, m.SessionDone)
+        assert time.monotonic() - begin < DELAY_MS / 1000
+        kv.kill()
+        peers.wait_down()
+        kv.start()
+        peers.wait_up()
+        for i in range(8):
+            held = peers.gateway.ask(m.SessionBegin(1, "tiny", "t", f"s{i}"))
+            assert isinstance(held, m.SessionHeld)
+            assert held.turn == 2

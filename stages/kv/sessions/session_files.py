@@ -4,7 +4,8 @@
     kind 1   msgpack of `Opened`: the first record
     kind 2   a turn: time (f64, s since 1970), base (u32), tokens (int32 each), little-endian
 
-A record is durable (`fdatasync`) before the turn is acknowledged.  A partial record that a crash leaves at the end of a
+A record is written before the turn is acknowledged, so the turn survives every process; a thread then synchronizes the
+file with the disk, so that it survives a power failure as well.  A partial record that a crash leaves at the end of a
 file is recognised and cut off; a file without an intact first record is removed.  On a full or failing disk the turn is
 refused and the session stays as it was; a file that cannot be removed is emptied, and removed later.
 """
@@ -23,8 +24,9 @@ from pathlib import Path
 
 import msgspec
 
+from pipeline.background_sync import BackgroundSync
 from pipeline.faults import points
-from pipeline.files import DiskErrors, sync_directory
+from pipeline.files import DiskErrors
 from pipeline.record_file import PAYLOAD_CHECKED, RECORD_HEAD_BYTES
 from shm.decoding import DECODE_ERRORS
 from stages.kv.pool.prefix_hash import PageHash
@@ -88,6 +90,7 @@ class SessionFiles:
         self._points = points.DiskPoints("sessions")
         self._unremoved: dict[Path, None] = {}  # files of ended sessions that could not be removed
         self._unread: set[Path] = set()  # files that could not be read
+        self._sync = BackgroundSync(self.errors, self._points.sync.hit)
         self._points.open.hit()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -107,8 +110,7 @@ class SessionFiles:
             fd = self._open(path, os.O_CREAT | os.O_TRUNC)
             self._unremoved.pop(path, None)  # its contents are gone
             try:
-                session.file_bytes = self._append(fd, 0, _OPENED, msgspec.msgpack.encode(opened))
-                sync_directory(self.directory)
+                session.file_bytes = self._append(path, fd, 0, _OPENED, msgspec.msgpack.encode(opened))
             finally:
                 os.close(fd)
         except OSError as error:
@@ -116,6 +118,15 @@ class SessionFiles:
             self._remove(path)
             raise
         self.errors.worked("create")
+        self._sync_directory()
+
+    def _sync_directory(self) -> None:
+        with contextlib.suppress(OSError):
+            fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                self._sync.request(self.directory, fd)
+            finally:
+                os.close(fd)
 
     def append(self, session: Session, base: int, tokens: array[int], now: float) -> None:
         """Append a turn. Raises `OSError`: then the turn is not read back."""
@@ -126,7 +137,7 @@ class SessionFiles:
                 if os.fstat(fd).st_size > session.file_bytes:  # a turn that failed and could not be cut off
                     os.ftruncate(fd, session.file_bytes)
                 payload = _TURN.pack(now, base) + tokens.tobytes()
-                session.file_bytes = self._append(fd, session.file_bytes, _COMMITTED, payload)
+                session.file_bytes = self._append(path, fd, session.file_bytes, _COMMITTED, payload)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -138,10 +149,11 @@ class SessionFiles:
         self._points.open.hit()
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
 
-    def _append(self, fd: int, size: int, kind: int, payload: bytes) -> int:
+    def _append(self, path: Path, fd: int, size: int, kind: int, payload: bytes) -> int:
         """Append a record; returns the new size of the file."""
         self._points.write.hit()
-        PAYLOAD_CHECKED.append(fd, size, kind, payload, self._points.sync.hit)
+        PAYLOAD_CHECKED.append(fd, size, kind, payload)
+        self._sync.request(path, fd)
         return size + RECORD_HEAD_BYTES + len(payload)
 
     # -------------------------------------------------------------- removing
