@@ -71,6 +71,19 @@ def test_the_page_is_copied_before_save_returns(store: ThreadedPageStore) -> Non
     assert read(store, 1) == content.tobytes()
 
 
+def test_a_damaged_page_is_not_served_before_it_is_written(store: ThreadedPageStore, gate: threading.Event) -> None:
+    page_hash, record, content = page(1)
+    damaged = content.copy()
+    damaged[100] ^= 1
+    assert store.save(page_hash, record, damaged)
+    out = np.zeros(PAGE_BYTES, np.uint8)
+    assert page_hash in store
+    assert store.fetch(page_hash, out) is None
+    gate.set()
+    wait(store, lambda: not store.is_busy)
+    assert read(store, 1) is None
+
+
 def test_removal_and_saving_again(store: ThreadedPageStore) -> None:
     for _ in range(50):
         store.save(*page(1))
@@ -78,7 +91,7 @@ def test_removal_and_saving_again(store: ThreadedPageStore) -> None:
         assert page(1)[0] not in store
     store.save(*page(1))
     assert page(1)[0] in store
-    wait(store, lambda: not store.is_busy and not store._removed)
+    wait(store, lambda: not store.is_busy and not store._removed and not store._n_queued)
     assert read(store, 1) == page(1)[2].tobytes()
     store.remove(page(1)[0])
     wait(store, lambda: not store._removed)

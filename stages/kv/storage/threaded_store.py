@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from stages.kv.pool.page_headers import PageIdentity, unpack_identity
+from stages.kv.pool.page_headers import PageIdentity, checksum, unpack_identity
 from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.storage.disk_store import DiskPageStore, StoreCounters
 
@@ -59,8 +59,10 @@ class ThreadedPageStore:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._results: deque[_Result] = deque()
         self._unwritten: dict[PageHash, tuple[bytes, np.ndarray]] = {}  # queued: record and page
+        self._n_queued = 0  # pages in queued jobs, those included that were removed meanwhile
         self._removed: Counter[PageHash] = Counter()  # removals that are queued
         self._touched: dict[PageHash, None] = {}  # uses that the thread has yet to count
+        self._touched_lock = threading.Lock()
         self._reading: set[PageHash] = set()  # queued reads
         self._staged: dict[PageHash, tuple[PageIdentity, np.ndarray]] = {}
         self._wanted: Counter[PageHash] = Counter()  # calls of `read_ahead` without their `release`
@@ -127,11 +129,12 @@ class ThreadedPageStore:
             self.touch(page_hash)
             return True
         page_bytes = self._store.page_bytes
-        is_full = self._unwritten and (len(self._unwritten) + 1) * page_bytes > QUEUED_BYTES
+        is_full = self._n_queued and (self._n_queued + 1) * page_bytes > QUEUED_BYTES
         if is_full or self._store.is_write_paused or not self._has_room:
             return False
         copy = content.copy()
         self._unwritten[page_hash] = record, copy
+        self._n_queued += 1
 
         def write() -> None:
             is_written = False
@@ -145,13 +148,15 @@ class ThreadedPageStore:
 
     def touch(self, page_hash: PageHash) -> None:
         """Count a use."""
-        if not self._touched:
-            self._jobs.put(self._count_uses)
-        self._touched[page_hash] = None
+        with self._touched_lock:
+            if not self._touched:
+                self._jobs.put(self._count_uses)
+            self._touched[page_hash] = None
 
     def _count_uses(self) -> None:
-        touched, self._touched = self._touched, {}
-        for page_hash in list(touched):
+        with self._touched_lock:
+            touched, self._touched = self._touched, {}
+        for page_hash in touched:
             if page_hash in self._store:
                 self._store.touch(page_hash)
 
@@ -226,17 +231,18 @@ class ThreadedPageStore:
                 self._staged.pop(page_hash, None)
 
     def fetch(self, page_hash: PageHash, out: np.ndarray) -> PageIdentity | None:
-        """Copy a page that was read ahead, or waits to be written, into `out` (page_bytes,) u8."""
+        """Copy a page that was read ahead, or waits to be written, into `out` (page_bytes,) u8; None: neither."""
         identity: PageIdentity | None
         if page_hash in self._staged:
             identity, content = self._staged[page_hash]
         elif page_hash in self._unwritten:
             record, content = self._unwritten[page_hash]
             identity = unpack_identity(record)
+            if identity is None or checksum(content) != identity.checksum:  # it was damaged in the arena
+                return None
         else:
             return None
-        if identity is not None:
-            np.copyto(out, content)
+        np.copyto(out, content)
         return identity
 
     # -------------------------------------------------------------- the thread
@@ -255,6 +261,7 @@ class ThreadedPageStore:
                 if not self._removed[page_hash]:
                     del self._removed[page_hash]
             else:
+                self._n_queued -= 1
                 self._unwritten.pop(page_hash, None)
                 if not result.is_written:
                     self._on_lost(page_hash)
