@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pipeline.observe.metrics import Metrics
 from stages.kv.model import ModelPages
 from stages.kv.sessions.model_sessions import ModelSessions
+from stages.kv.sessions.session_thread import SessionThread
 
 _STATES = ("free", "cached", "leased")
 
@@ -46,7 +47,7 @@ def measure(
     models: list[ModelPages],
     metrics: Metrics,
     removed: RemovedVersions | None = None,
-    sessions: Mapping[str, ModelSessions] | None = None,
+    sessions: Mapping[str, ModelSessions | SessionThread] | None = None,
 ) -> None:
     """Set the metrics of all models. `sessions`: of all models that were ever loaded, by name."""
     sessions = {**(sessions or {}), **{model.name: model.model_sessions for model in models}}
@@ -65,7 +66,7 @@ def measure(
         levels["starling_kv_cache_bytes", "allocated"] += pool.total * page_bytes
         levels["starling_kv_cache_bytes", "resident"] += (pool.cached + pool.leased) * page_bytes
         for kind, store in (("spilled", model.spilled), ("saved", model.saved)):
-            if store is not None:
+            if store is not None and store.is_open:
                 levels["starling_kv_cache_bytes", kind] += len(store) * page_bytes
                 hole_share = store.hole_bytes / store.file_bytes
                 metrics.set("starling_kv_cache_fragmentation_ratio", hole_share, model.name, kind)

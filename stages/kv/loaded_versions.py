@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -30,12 +30,14 @@ from stages.kv.manager import Manager
 from stages.kv.model import ModelPages, ReservedArena, prune
 from stages.kv.page_ins import PageIns
 from stages.kv.sessions.model_sessions import ModelSessions
+from stages.kv.sessions.session_thread import SessionResult, SessionThread
 
 log = logging.getLogger("starling.kv")
 
 RETRY_S = 0.2  # between attempts to open a version whose model is not prepared, or whose arena does not fit
 MAX_STALL_S = 120.0  # reserving and scanning a large arena takes at most this long
 PRUNE_S = 3600.0  # between removals of old files
+CLOSE_WAIT_S = 1.0  # at the end: for the thread of each model's sessions
 RETRY_FILES_S = 10.0  # between attempts to open state files that could not be used
 
 
@@ -90,12 +92,13 @@ class LoadedVersions:
 
     def __init__(self, config: Config, loop: Loop, on_opened: Callable[[LoadedVersion], None]) -> None:
         self.by_id: dict[str, LoadedVersion] = {}
-        self.sessions: dict[str, ModelSessions] = {}  # by model name; stays when its versions are removed
+        self.sessions: dict[str, SessionThread] = {}  # by model name; stays when its versions are removed
         self.removed = RemovedVersions()
         self._config = config
         self._loop = loop
         self._on_opened = on_opened
         self._thread = ThreadPoolExecutor(1, "arenas")
+        self._prune_thread = ThreadPoolExecutor(1, "prune")
         self._follower = versions.VersionFollower(config)
         self._next_open = self._next_prune = self._next_retry = float("-inf")
         # Arenas of versions that were removed while no kv stage ran.
@@ -106,6 +109,9 @@ class LoadedVersions:
     def close(self) -> None:
         """Close all versions; their arenas stay for a successor."""
         self._thread.shutdown()
+        self._prune_thread.shutdown(wait=False, cancel_futures=True)
+        for sessions in self.sessions.values():
+            sessions.close(CLOSE_WAIT_S)
         for loaded in self.by_id.values():
             loaded.pages.close()
 
@@ -151,7 +157,10 @@ class LoadedVersions:
     def _add(self, version: ModelVersion) -> None:
         name = version.name
         directory = paths.state_dir(self._config) / "sessions"
-        sessions = self.sessions.setdefault(name, ModelSessions(directory, name.replace("/", "--")))
+        sessions = self.sessions.get(name)
+        if sessions is None:
+            own = ModelSessions(directory, name.replace("/", "--"))
+            sessions = self.sessions[name] = SessionThread(own, self._loop.wake)
         pages = ModelPages(self._config, version.model, self._loop.report_progress, name, sessions, self._loop.wake)
         self.by_id[version.id] = LoadedVersion(version, pages)
         self._next_open = float("-inf")
@@ -249,10 +258,10 @@ class LoadedVersions:
     # -------------------------------------------------------------- periodic work
 
     def prune_files(self, now: float) -> None:
-        """Remove files that are no longer served, every PRUNE_S. All versions are open."""
-        if now >= self._next_prune:
+        """Remove files that are no longer served, every PRUNE_S, on a thread. All versions are open."""
+        if now >= self._next_prune and all(sessions.is_complete for sessions in self.sessions.values()):
             self._next_prune = now + PRUNE_S
-            prune(self.pages(), time.time())
+            self._prune_thread.submit(_prune_files, self.pages())
 
     def do_chores(self) -> bool:
         """Expire, save and compact a few pages of each version; expire sessions. Returns whether pages remain."""
@@ -268,19 +277,30 @@ class LoadedVersions:
             pages.expire()
             more |= pages.save_some()
             more |= pages.compact()
-        for name, sessions in self.sessions.items():
+        for sessions in self.sessions.values():
             sessions.expire()
-            self.free_session_pages(name)
         return more
 
-    def free_session_pages(self, name: str) -> None:
-        """Free the pages of sessions that were closed, in every version of their model."""
-        freed = self.sessions[name].take_freed() if name in self.sessions else []
-        if not freed:
-            return
-        for loaded in self._versions_of(name):
-            if loaded.manager is not None:
-                loaded.manager.pool.remove(freed)
+    def poll_sessions(self) -> Iterator[SessionResult]:
+        """What the threads of the sessions have done; pages of sessions that were closed are freed in every version."""
+        for name, sessions in self.sessions.items():
+            for result in sessions.poll():
+                for loaded in self._versions_of(name) if result.freed else ():
+                    if loaded.manager is not None:
+                        loaded.manager.pool.remove(result.freed)
+                yield result
+
+    @property
+    def is_writing_sessions(self) -> bool:
+        """Whether turns of sessions are under way on the disk."""
+        return any(sessions.is_busy for sessions in self.sessions.values())
+
+
+def _prune_files(models: list[ModelPages]) -> None:
+    try:
+        prune(models, time.time())
+    except Exception:
+        log.exception("old files cannot be removed")
 
 
 def _remove_arena(loaded: LoadedVersion) -> None:

@@ -26,6 +26,7 @@ from stages.kv.pool.token_rows import TokenRows
 from stages.kv.sessions.model_sessions import ModelSessions
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_store import SessionStore
+from stages.kv.sessions.session_thread import SessionThread
 from stages.kv.storage import persist
 from stages.kv.storage.disk_store import DiskPageStore
 from stages.kv.storage.prune import prune_pages, prune_sessions
@@ -36,6 +37,8 @@ log = logging.getLogger("starling.kv")
 SPILL_FACTOR = 4  # bound of a spill file without a configured one: this many times the arena
 SAVE_PAGES = 4  # saved or moved in one call while the server runs, so that frames do not wait longer
 SAVE_PAGES_AT_STOP = 64  # saved in one call at a clean stop: about 20 ms
+OPEN_WAIT_S = 0.5  # at the start: for page files, whose pages are then found by the first requests
+CLOSE_WAIT_S = 1.0  # at the end: for the thread of each page file
 
 
 class ReservedArena(NamedTuple):
@@ -55,7 +58,7 @@ class ModelPages:
         model: ModelConfig,
         on_moved: Callable[[], object] = lambda: None,
         name: str = "",
-        model_sessions: ModelSessions | None = None,
+        model_sessions: ModelSessions | SessionThread | None = None,
         wake: Callable[[], object] = lambda: None,
     ) -> None:
         """`on_moved` is called after each page that was copied from another arena, `wake` by threads that use disks.
@@ -81,11 +84,13 @@ class ModelPages:
         self.saved: ThreadedPageStore | None = None
         self.spilled: ThreadedPageStore | None = None
         self.missing_stores: set[Path] = set()  # page files that could not be opened
+        self._unmarked: set[Path] = set()  # page files whose pages are not noted in the page headers yet
 
     @property
     def sessions(self) -> SessionStore | None:
-        """The sessions that can continue with this version."""
-        return self.model_sessions.store(self.tokenizer)
+        """The sessions that can continue with this version; None also if a thread has them."""
+        sessions = self.model_sessions
+        return sessions.store(self.tokenizer) if isinstance(sessions, ModelSessions) else None
 
     # -------------------------------------------------------------- opening
 
@@ -136,6 +141,10 @@ class ModelPages:
         self.manager = manager
         if is_alone:
             self.open_files()
+            deadline = time.monotonic() + OPEN_WAIT_S
+            for store in self.stores():
+                store.wait_opened(max(0.0, deadline - time.monotonic()))
+            self.poll_stores()
             self.open_sessions()
         log.info(
             "KV arena opened",
@@ -153,13 +162,15 @@ class ModelPages:
         return manager
 
     def open_files(self) -> None:
-        """Open the files of saved and spilled pages that are not open; from now on this version writes them."""
+        """Open the files of saved and spilled pages that are not open; from now on this version writes them.
+
+        Threads open them: `poll_stores` completes it.
+        """
         assert self.manager is not None
-        config, model, pool = self.config, self.model, self.manager.pool
+        config, model = self.config, self.model
         self.has_files = True
         if not config.cache.enabled:
             return
-        known = self.stores()
         if self.saved is None:
             saved_dir = paths.state_dir(config) / "kv"
             self.saved = self._open_store(saved_dir, config.cache.persist_mb << 20, persist.IN_STATE)
@@ -167,9 +178,6 @@ class ModelPages:
             max_bytes = model.spill_mb << 20 or SPILL_FACTOR * config.kv_cache_bytes(model)
             self.spilled = self._open_store(Path(model.spill_path).expanduser(), max_bytes, persist.IN_SPILL)
         self._set_sources()
-        for store in self.stores():
-            if store not in known:
-                persist.mark_copies(pool, store)
 
     def retry_files(self) -> None:
         """Open the page files and sessions that could not be used; the disk may work again."""
@@ -179,26 +187,44 @@ class ModelPages:
             self.open_sessions()
 
     def _open_store(self, directory: Path, max_bytes: int, residency: int) -> ThreadedPageStore | None:
-        """Open a file of pages; None when it cannot be used, which is logged: the server runs without it."""
+        """Begin to open a file of pages; None if its bound is 0."""
         assert self.geometry is not None
         if not max_bytes:
             return None
-        path = persist.store_path(directory, self.slug, self.digest, self.geometry)
+        slug, page_bytes = self.slug, self.geometry.page_bytes
+        path = persist.store_path(directory, slug, self.digest, self.geometry)
         identity = persist.file_identity(self.digest, self.geometry)
-        try:
-            for old in persist.remove_old_versions(directory, self.slug, path):
+        name = "saved" if residency == persist.IN_STATE else "spill"
+
+        def open_file() -> DiskPageStore:
+            for old in persist.remove_old_versions(directory, slug, path):
                 log.info("%s is of an older version of the model and was removed", old)
-            name = "saved" if residency == persist.IN_STATE else "spill"
-            store = DiskPageStore(path, identity, self.geometry.page_bytes, max_bytes, residency, name=name)
-        except (OSError, ValueError) as error:
+            return DiskPageStore(path, identity, page_bytes, max_bytes, residency, name=name)
+
+        self._unmarked.add(path)
+        return ThreadedPageStore(
+            path, residency, open_file, self._wake, lambda page: self._unmark_copy(page, residency)
+        )
+
+    def _complete_opening(self, store: ThreadedPageStore) -> None:
+        """A thread has opened a page file, or could not, which is logged: the server runs without it."""
+        path = store.path
+        if store.error is not None:
             if path not in self.missing_stores:
                 self.missing_stores.add(path)
-                log.error("%s cannot be used, pages are not saved there: %s", path, error)
-            return None
-        if path in self.missing_stores:
-            self.missing_stores.discard(path)
-            log.warning("%s can be used again", path)
-        return ThreadedPageStore(store, self._wake, lambda page_hash: self._unmark_copy(page_hash, residency))
+                log.error("%s cannot be used, pages are not saved there: %s", path, store.error)
+            if store is self.saved:
+                self.saved = None
+            else:
+                self.spilled = None
+            self._set_sources()
+        elif store.is_open and path in self._unmarked:
+            self._unmarked.discard(path)
+            if path in self.missing_stores:
+                self.missing_stores.discard(path)
+                log.warning("%s can be used again", path)
+            if self.manager is not None:
+                persist.mark_copies(self.manager.pool, store)
 
     def _unmark_copy(self, page_hash: PageHash, residency: int) -> None:
         """A page that was queued for a page file could not be written."""
@@ -246,6 +272,8 @@ class ModelPages:
         """Take the results of the page files' threads."""
         for store in self.stores():
             store.poll()
+            if store.path in self._unmarked or store.error is not None:
+                self._complete_opening(store)
 
     @property
     def is_writing(self) -> bool:
@@ -281,18 +309,21 @@ class ModelPages:
 
     # -------------------------------------------------------------- closing
 
-    def close_files(self) -> None:
-        """Close the page files, for another version to open. Idempotent."""
+    def close_files(self) -> list[ThreadedPageStore]:
+        """Close the page files, for another version to open. Idempotent. Returns those whose threads may still run."""
         self.has_files = False
         self.missing_stores.clear()
+        self._unmarked.clear()
         stores, self.saved, self.spilled, self._older_versions = self.stores(), None, None, []
         self._set_sources()
         for store in stores:
             store.close()
+        return stores
 
     def close(self) -> None:
         """Close everything; the arena's file stays for a successor. Idempotent."""
-        self.close_files()
+        for store in self.close_files():
+            store.join(CLOSE_WAIT_S)
         self.rows.detach()
         if self.arena is not None:
             self.arena.close()

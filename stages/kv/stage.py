@@ -20,7 +20,7 @@ import msgspec
 
 from pipeline.config import paths
 from pipeline.config.schema import Config
-from pipeline.errors import Conflict, InvalidRequest
+from pipeline.errors import InvalidRequest
 from pipeline.ipc.control_poll import PollControlServer
 from pipeline.ipc.liveness import IDLE_INTERVALS
 from pipeline.ipc.poll_loop import PollLoop
@@ -76,6 +76,8 @@ class KvStage:
         """Periodic work; returns the seconds until the next call, None: at the next tick."""
         now = time.monotonic()
         self._finish_page_ins()
+        for result in self.versions.poll_sessions():
+            self._reply(result.holder, result.reply)
         if self.loop.stopping:
             return self._work_while_stopping()
         self.versions.poll_record()
@@ -105,7 +107,7 @@ class KvStage:
             return STOP_POLL_S
         is_saving = any(pages.save_recent() for pages in self.versions.pages())
         is_writing = any(pages.is_writing for pages in self.versions.pages())
-        self.loop.busy = bool(self.hub.peers) or is_saving or is_writing
+        self.loop.busy = bool(self.hub.peers) or is_saving or is_writing or self.versions.is_writing_sessions
         return 0.0 if is_saving else STOP_POLL_S  # the threads end the wait when they have written a page
 
     # -------------------------------------------------------------- the scheduler
@@ -254,15 +256,12 @@ class KvStage:
         name = getattr(frame, "model", "")
         sessions = self.versions.sessions.get(name)
         loaded = self.versions.find(name, getattr(frame, "instance", ""))
-        store = None
-        try:
-            if sessions is not None and loaded is not None:
-                store = sessions.choose(frame, loaded.pages.tokenizer)
-        except Conflict as error:
-            self.gateways.send(peer, m.SessionRefused(getattr(frame, "id", 0), error.code, error.message, error.param))
-            return
-        reply = answer(store, peer, frame)
-        self.versions.free_session_pages(name)
+        if sessions is not None:
+            sessions.handle(peer, frame, loaded.pages.tokenizer if loaded is not None else "")
+        else:
+            self._reply(peer, answer(None, peer, frame))
+
+    def _reply(self, peer: bytes, reply: m.Frame | None) -> None:
         if reply is not None:
             self.gateways.send(peer, reply)  # if that fails, the gateway is gone; its successor asks again
 

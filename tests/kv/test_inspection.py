@@ -21,7 +21,7 @@ from stages.kv.model import ModelPages
 from stages.kv.pool import prefix_hash
 from stages.kv.pool.page_pool import PagePool
 from stages.kv.report import Report
-from stages.kv.storage import persist
+from stages.kv.storage import disk_store, persist
 from stages.kv.storage.page_file import BLOCK
 from stages.kv.storage.threaded_store import ThreadedPageStore
 from starling.cli import cli
@@ -33,6 +33,7 @@ from tests.kv.process import MODEL, configure, load_config, write_model
 def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelPages:
     """A model with two prompts that share a prefix, and one sequence in progress."""
     monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    monkeypatch.setattr(disk_store, "SLOW_S", 60.0)  # no pause on a loaded machine
     configure(tmp_path)
     digest = write_model(tmp_path)
     config = load_config(tmp_path)
@@ -165,6 +166,10 @@ def test_pages_of_another_version_are_not_used(pages: ModelPages, what: str, mon
         monkeypatch.setattr(persist, "NUMERICS", persist.NUMERICS + 1)
     pages.open_files()
     assert pages.saved is not None
+    pages.saved.wait_opened(10)
+    pages.poll_stores()
+    assert pages.saved is not None
+    assert pages.saved.is_open
     assert len(pages.saved) == 0
     pages.close()
 

@@ -349,6 +349,8 @@ def test_the_first_frame_finds_its_sessions(home: Path, monkeypatch: pytest.Monk
         answers: list[m.Frame] = []
         while not answers:
             stage.loop.poll(0)
+            if stage.loop.progress:  # the frame was read
+                stage._work()
             answers = gateway.turn()
         assert isinstance(answers[0], m.SessionHeld)
         gateway.link.send(m.SessionBegin(2, "other", "t", create=True))

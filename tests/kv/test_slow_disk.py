@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from pipeline.observe.metrics import Snapshot
 from pipeline.protocol import messages as m
 from stages.kv.page_ins import WAIT_S
 from tests.kv.process import PAGE_TOKENS, KvProcess, configure, write_model
@@ -32,14 +34,26 @@ def spill(peers: Peers) -> None:
     scheduler.release("flood")
 
 
-def slowest_extend(peers: Peers, seconds: float) -> float:
-    """Extend a running sequence again and again; the longest time to an answer, in s."""
+def open_files(peers: Peers) -> set[str]:
+    """Kinds of page files that the process has open, by its metrics."""
+    raw = (peers.scheduler.steps_path.parent / "kv.metrics").read_bytes()
+    families = msgspec.msgpack.decode(raw, type=Snapshot).families
+    return {series.labels[-1] for series in families.get("starling_kv_cache_fragmentation_ratio", [])}
+
+
+def slowest_extend(peers: Peers, seconds: float, answers: list[m.Frame] | None = None) -> float:
+    """Extend a running sequence again and again; the longest time to an answer, in s.
+
+    `answers` gets the frames for the gateway; when it has one, this function ends early.
+    """
     scheduler, slowest = peers.scheduler, 0.0
     end = time.monotonic() + seconds
     ready = scheduler.wait_ready()
     number = 10_000
-    while time.monotonic() < end:
+    while time.monotonic() < end and not answers:
         number += 1
+        if answers is not None:
+            answers += peers.gateway.turn()
         begin = time.monotonic()
         scheduler.link.send(m.Extend(number, ready.model, "running", 2 * PAGE_TOKENS))
         scheduler.take(m.Granted, id=number)
@@ -141,3 +155,58 @@ def test_a_turn_is_acknowledged_before_it_is_synchronized(home: Path) -> None:
             held = peers.gateway.ask(m.SessionBegin(1, "tiny", "t", f"s{i}"))
             assert isinstance(held, m.SessionHeld)
             assert held.turn == 2
+
+
+@pytest.mark.parametrize("point", ["sessions", "sessions_open", "sessions_sync"])
+def test_a_turn_on_a_slow_disk_delays_no_lease(home: Path, point: str) -> None:
+    digest = write_model(home)
+    with KvProcess(home), Peers(home, digest) as peers:
+        scheduler, gateway = peers.scheduler, peers.gateway
+        peers.wait_up()
+        assert isinstance(gateway.ask(m.SessionBegin(1, "tiny", "t", "a", create=True)), m.SessionHeld)
+        assert isinstance(scheduler.acquire("running", [7, 8]), m.Granted)
+        peers.begin(f"disk:slow@{point}={DELAY_MS}")
+        answers: list[m.Frame] = []
+        begin = time.monotonic()
+        gateway.link.send(m.SessionCommit(2, "tiny", "t", "a", 1, 0, bytes(64)))
+        assert slowest_extend(peers, 10.0, answers) < ANSWER_S
+        assert answers == [m.SessionDone(2, "a", 16)]
+        is_late = time.monotonic() - begin >= DELAY_MS / 1000
+        assert is_late == (point != "sessions_sync")  # acknowledged after its record is written
+        # Closing, too: the file is removed by the same thread.
+        peers.begin(f"disk:slow@sessions_unlink={DELAY_MS}")
+        answers.clear()
+        gateway.link.send(m.SessionClose(3, "tiny", "t", "a"))
+        assert slowest_extend(peers, 10.0, answers) < ANSWER_S
+        assert answers == [m.SessionDone(3, "a", 0)]
+        peers.end()
+
+
+def test_a_stage_starts_while_its_files_open_slowly(home: Path) -> None:
+    """Leases do not wait for page files and sessions; sessions and pages are there when the disk has answered."""
+    digest = write_model(home)
+    with Peers(home, digest) as peers:
+        scheduler, gateway = peers.scheduler, peers.gateway
+        with KvProcess(home) as kv:
+            peers.wait_up()
+            scheduler.run("first", words(1, 2, 3))
+            spill(peers)
+            scheduler.wait_total("starling_kv_cache_spilled_pages_total", 3)
+            assert isinstance(gateway.ask(m.SessionBegin(1, "tiny", "t", "a", create=True)), m.SessionHeld)
+            kv.kill()
+            peers.wait_down()
+        peers.begin(", ".join(f"disk:slow@{name}=8000" for name in ("spill_open", "saved_open", "sessions_open")))
+        with KvProcess(home):
+            begin = time.monotonic()
+            peers.wait_up()
+            peers.idle(0.5)  # greetings that were sent meanwhile
+            assert isinstance(scheduler.acquire("running", [7, 8]), m.Granted)
+            answers: list[m.Frame] = []
+            gateway.link.send(m.SessionBegin(2, "tiny", "t", "a"))
+            assert slowest_extend(peers, 30.0, answers) < ANSWER_S
+            assert time.monotonic() - begin > 6
+            assert isinstance(answers[0], m.SessionHeld)
+            scheduler.release("running")
+            peers.end()
+            peers.wait(lambda: "spilled" in open_files(peers))
+            assert scheduler.run("again", words(1, 2, 3)).cached_tokens == 3 * PAGE_TOKENS

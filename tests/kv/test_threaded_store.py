@@ -27,9 +27,12 @@ def lost() -> list[PageHash]:
 
 @pytest.fixture
 def store(tmp_path: Path, lost: list[PageHash]) -> Iterator[ThreadedPageStore]:
-    store = ThreadedPageStore(open_store(tmp_path / "pages"), on_lost=lost.append)
+    path = tmp_path / "pages"
+    store = ThreadedPageStore(path, 1, lambda: open_store(path), on_lost=lost.append)
+    store.wait_opened(10)
     yield store
     store.close()
+    store.join(10)
 
 
 def wait(store: ThreadedPageStore, condition: Callable[[], bool]) -> None:
@@ -165,11 +168,41 @@ def test_reading_ahead_is_bounded_and_shared(
     assert not store._wanted
 
 
-def test_closing_does_not_wait_for_the_disk(store: ThreadedPageStore, gate: threading.Event) -> None:
+def test_closing_does_not_wait_for_the_disk_and_the_next_user_does(
+    store: ThreadedPageStore, gate: threading.Event
+) -> None:
+    store.save(*page(0))
     store.save(*page(1))
+    wait(store, lambda: store._jobs.qsize() == 1)  # the first page is being written
     begin = time.monotonic()
     store.close()
-    assert time.monotonic() - begin < threaded_store.CLOSE_S + 0.5
+    following = ThreadedPageStore(store.path, 1, lambda: open_store(store.path))
+    assert not following.save(*page(2))
+    assert page(0)[0] not in following
+    assert following.read_ahead([page(0)[0]]) == []
+    assert len(following) == following.capacity == following.file_bytes == 0
+    assert time.monotonic() - begin < CALL_S
+    assert not following.is_open
     gate.set()
-    store._thread.join(5)
+    following.wait_opened(10)
+    assert following.error is None
+    assert read(following, 0) == page(0)[2].tobytes()  # it was being written
+    assert page(1)[0] not in following
+    store.join(5)
+    assert not store._thread.is_alive()
+    following.close()
+    following.join(5)
+
+
+def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    woken = threading.Event()
+    path = tmp_path / "file" / "pages"
+    store = ThreadedPageStore(path, 1, lambda: open_store(path), woken.set)
+    store.wait_opened(10)
+    assert woken.wait(10)
+    assert isinstance(store.error, OSError)
+    assert not store.save(*page(1))
+    store.close()
+    store.join(10)
     assert not store._thread.is_alive()

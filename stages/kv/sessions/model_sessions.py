@@ -35,16 +35,22 @@ class ModelSessions:
         self._slug = slug
         self._stores: dict[str, SessionStore] = {}  # by tag: the first digits of the tokenizer's digest
         self._has_read = False
+        self._unopened: set[str] = set()  # tags of directories that could not be opened
         self._errors = DiskErrors(log, "there are no sessions")
-        self.is_missing = False  # the files of the version that serves could not be used: call `open` again
+        self.is_missing = False  # some files could not be used: call `open` again
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `directories` has all that are in use: until then no directory may be removed."""
+        return self._has_read and not self._unopened
 
     def __len__(self) -> int:
-        return sum(map(len, self._stores.values()))
+        return sum(len(store) for store in list(self._stores.values()))  # a copy: a thread may change it
 
     @property
     def directories(self) -> list[Path]:
         """Directories in use: of the model's tokenizer, and of others that sessions began with."""
-        return [self._directory / f"{self._slug}-{tag}" for tag in self._stores]
+        return [self._directory / f"{self._slug}-{tag}" for tag in list(self._stores)]
 
     def store(self, tokenizer: str) -> SessionStore | None:
         """The store of a tokenizer (digest, hex); None before `open`, and when its files cannot be used."""
@@ -58,16 +64,17 @@ class ModelSessions:
         The version of the last call determines the page hashes.  None when the files cannot be used.
         """
         tags = [tokenizer[:TAG_DIGITS]]
-        self.is_missing = False
-        if not self._has_read:
-            self._has_read = True
+        tags += sorted(self._unopened - {tags[0]})
+        has_read = self._has_read
+        if not has_read:
+            has_read = True
             name = re.compile(re.escape(self._slug) + rf"-([0-9a-f]{{{TAG_DIGITS}}})")
             try:
                 found = [name.fullmatch(path.name) for path in self._directory.glob(f"{self._slug}-*")]
             except OSError as error:
                 self._errors.failed("list", self._directory, error)
-                self._has_read, found = False, []
-            tags += sorted({match[1] for match in found if match} - {tags[0]})
+                has_read, found = False, []
+            tags += sorted({match[1] for match in found if match} - set(tags))
         for tag in tags:
             directory = self._directory / f"{self._slug}-{tag}"
             known = self._stores.get(tag)
@@ -79,9 +86,12 @@ class ModelSessions:
                 self._stores[tag] = SessionStore(files, root_hash_of, page_tokens, bounds)
             except OSError as error:
                 self._errors.failed("open", directory, error)
-                self.is_missing = self.is_missing or tag == tags[0]
+                self._unopened.add(tag)
             else:
+                self._unopened.discard(tag)
                 self._errors.worked("open")
+        self._has_read = has_read
+        self.is_missing = not self.is_complete
         self._close_old_tokenizers(tags[0])
         return self._stores.get(tags[0])
 
@@ -120,7 +130,7 @@ class ModelSessions:
     @property
     def disk_errors(self) -> int:
         """Failed operations on files since the process started."""
-        return self._errors.count + sum(store.disk_errors for store in self._stores.values())
+        return self._errors.count + sum(store.disk_errors for store in list(self._stores.values()))
 
     # -------------------------------------------------------------- events
 

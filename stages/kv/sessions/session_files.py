@@ -107,6 +107,7 @@ class SessionFiles:
         assert path not in self._unread, "a session that could not be read would be lost"
         opened = Opened(session.id, session.tenant, session.salt, session.ttl_s, session.created)
         try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # prune.py removes empty ones
             fd = self._open(path, os.O_CREAT | os.O_TRUNC)
             self._unremoved.pop(path, None)  # its contents are gone
             try:

@@ -1,5 +1,6 @@
-"""A page file that one thread reads and writes, so that a slow disk does not delay the stage: a `PageStore`.
+"""A page file that one thread opens, reads and writes, so that a slow disk does not delay the stage: a `PageStore`.
 
+    opening       contains nothing; `poll` reports the end of it
     save          copies the page and queues it; refused while more than `QUEUED_BYTES` wait: pages are only a cache
     read_ahead    queues a read; `fetch` copies the page once the thread has it
     release       the pages read ahead are not needed any more
@@ -29,7 +30,8 @@ log = logging.getLogger("starling.kv")
 QUEUED_BYTES = 64 << 20  # of pages that wait to be written
 STAGED_BYTES = 256 << 20  # of pages that were read ahead, or are about to be
 MAX_JOBS = 4096  # of all kinds
-CLOSE_S = 1.0  # `close` waits for the job in progress for this long
+
+_file_locks: dict[Path, threading.Lock] = {}  # held by the thread of each file that is open in this process
 
 
 class _Result(NamedTuple):
@@ -47,13 +49,22 @@ class ThreadedPageStore:
 
     def __init__(
         self,
-        store: DiskPageStore,
+        path: Path,
+        residency: int,
+        open_store: Callable[[], DiskPageStore],
         wake: Callable[[], object] = lambda: None,
         on_lost: Callable[[PageHash], object] = lambda _: None,
     ) -> None:
-        """`on_lost`: called by `poll` for each page that `save` accepted and the disk did not."""
-        self.residency = store.residency  # its bit in the page header
-        self._store = store
+        """`open_store` opens the file at `path`; the thread calls it when an earlier user of the file has closed it.
+
+        `on_lost`: called by `poll` for each page that `save` accepted and the disk did not.
+        """
+        self.path = path
+        self.residency = residency  # its bit in the page header
+        self.error: Exception | None = None  # why the file cannot be used
+        self._open_store = open_store
+        self._opened: DiskPageStore | None = None
+        self._has_tried = threading.Event()  # the file is open, or cannot be opened
         self._wake = wake
         self._on_lost = on_lost
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -68,35 +79,44 @@ class ThreadedPageStore:
         self._wanted: Counter[PageHash] = Counter()  # calls of `read_ahead` without their `release`
         self._is_compacting = self._has_more_holes = False
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name=f"pages-{store.path.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"pages-{path.name}", daemon=True)
         self._thread.start()
 
     # -------------------------------------------------------------- contents
 
     @property
-    def path(self) -> Path:
-        """The file."""
-        return self._store.path
+    def is_open(self) -> bool:
+        """Whether the file has been opened."""
+        return self._opened is not None
+
+    def wait_opened(self, timeout_s: float) -> None:
+        """Wait until the file is open or cannot be opened, at most `timeout_s`."""
+        self._has_tried.wait(timeout_s)
+
+    @property
+    def _store(self) -> DiskPageStore:
+        assert self._opened is not None, "the file is not open"
+        return self._opened
 
     @property
     def counters(self) -> StoreCounters:
         """Totals since the file was opened."""
-        return self._store.counters
+        return self._store.counters if self.is_open else StoreCounters()
 
     @property
     def capacity(self) -> int:
-        """Most pages under the bound."""
-        return self._store.capacity
+        """Most pages under the bound; 0 before the file is open."""
+        return self._store.capacity if self.is_open else 0
 
     @property
     def file_bytes(self) -> int:
-        """Size of the file."""
-        return self._store.file_bytes
+        """Size of the file; 0 before it is open."""
+        return self._store.file_bytes if self.is_open else 0
 
     @property
     def hole_bytes(self) -> int:
         """Bytes of the file in cells without a page."""
-        return self._store.hole_bytes
+        return self._store.hole_bytes if self.is_open else 0
 
     @property
     def is_busy(self) -> bool:
@@ -104,25 +124,33 @@ class ThreadedPageStore:
         return bool(self._unwritten)
 
     def __contains__(self, page_hash: PageHash) -> bool:
+        if not self.is_open:
+            return False
         if page_hash in self._unwritten:
             return True
         return page_hash in self._store and not self._removed[page_hash]
 
     def __len__(self) -> int:
+        if not self.is_open:
+            return 0
         return len(self._store) + sum(page_hash not in self._store for page_hash in self._unwritten)
 
     def hashes(self) -> list[PageHash]:
         """All pages in the file, longest unused first."""
-        return self._store.hashes()
+        return self._store.hashes() if self.is_open else []
 
     def idle(self, before_ns: int) -> list[PageHash]:
         """Pages in the file whose last use was before `before_ns` (ns since 1970), longest unused first."""
+        if not self.is_open:
+            return []
         return [page_hash for page_hash in self._store.idle(before_ns) if not self._removed[page_hash]]
 
     # -------------------------------------------------------------- writing
 
     def save(self, page_hash: PageHash, record: bytes, content: np.ndarray) -> bool:
-        """Queue a copy of the page. False: too much is queued, or the disk pauses."""
+        """Queue a copy of the page. False: too much is queued, the disk pauses, or the file is not open."""
+        if not self.is_open:
+            return False
         if page_hash in self._unwritten:
             return True
         if page_hash in self:
@@ -177,7 +205,7 @@ class ThreadedPageStore:
 
     def compact(self, limit: int) -> bool:
         """Queue moving at most `limit` pages into holes. Whether more remained after the last time."""
-        if not self._is_compacting and self._has_room and self._store.has_excess_holes:
+        if self.is_open and not self._is_compacting and self._has_room and self._store.has_excess_holes:
             self._is_compacting = True
 
             def compact() -> None:
@@ -200,8 +228,10 @@ class ThreadedPageStore:
 
     def read_ahead(self, hashes: Iterable[PageHash]) -> list[PageHash]:
         """Read pages, in order, up to the bound. Returns those to `release` later."""
-        wanted = []
-        new = []
+        wanted: list[PageHash] = []
+        new: list[PageHash] = []
+        if not self.is_open:
+            return wanted
         for page_hash in hashes:
             known = page_hash in self._unwritten or page_hash in self._staged or page_hash in self._reading
             if not known:
@@ -280,15 +310,28 @@ class ThreadedPageStore:
         self._wake()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        with _file_locks.setdefault(self.path, threading.Lock()):
             try:
-                job()
-            except Exception:
-                log.exception("%s: a page could not be read or written", self._store.path)
-        self._store.close()
+                self._opened = self._open_store() if not self._is_closing else None
+            except (OSError, ValueError) as error:
+                self.error = error
+            finally:
+                self._has_tried.set()
+                self._wake()
+            if self._opened is None:
+                return
+            while (job := self._jobs.get()) is not None:
+                try:
+                    job()
+                except Exception:
+                    log.exception("%s: a page could not be read or written", self.path)
+            self._opened.close()
 
     def close(self) -> None:
-        """End the thread; pages that wait are not written. Idempotent."""
+        """End the thread after the job in progress; pages that wait are not written. Idempotent, does not wait."""
         self._is_closing = True
         self._jobs.put(None)
-        self._thread.join(CLOSE_S)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the thread, at most `timeout_s`."""
+        self._thread.join(timeout_s)
