@@ -84,7 +84,6 @@ def run(data: bytes) -> None:
             writer.shrink()
         assert os.fstat(fd).st_size == writer.file_bytes
     finally:
-        writer.close()
         os.close(fd)
 
 
