@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 
 import pytest
@@ -68,6 +69,18 @@ async def test_an_answer_that_is_generated_again_does_not_expire_meanwhile() -> 
     assert await table.named("k") == "req-1"
     assert table.keys.keep(spec, 100)
     assert table.keys.bytes == KEY_BYTES + 100
+
+
+@pytest.mark.parametrize(
+    ("age_s", "until"), [(0.0, TTL_S), (-1e9, TTL_S), (500.0, 100.0), (TTL_S, 0.0), (math.nan, TTL_S)]
+)
+async def test_an_answer_from_the_journal_has_the_rest_of_its_time(age_s: float, until: float) -> None:
+    table = Table()
+    spec = await table.start("req-1", "k")
+    assert table.keys.keep(spec, 100, age_s) == (until > 0)
+    for table.now in (until - 1, until):
+        table.keys.expire()
+        assert table.keys.holds("a", "k") == (table.now < until and until > 0)
 
 
 async def test_another_body_is_a_conflict_for_this_tenant_only() -> None:

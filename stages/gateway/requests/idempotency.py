@@ -136,6 +136,7 @@ class IdempotencyKeys:
             return False
         self._remove(claim)
         claim.size = KEY_BYTES + size
+        age_s = max(0.0, age_s)  # the wall clock may have been set back
         if age_s >= self.ttl_s or not self._make_room(claim.tenant, claim.size):
             return False
         claim.until = self._clock() + self.ttl_s - age_s
