@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from pipeline.config import paths
 from pipeline.config.schema import Config
-from pipeline.observe import status
+from pipeline.observe import process_use, status
 from pipeline.observe.metric_families import FAMILIES, Family
 from pipeline.observe.metrics import Metrics, Series, Snapshot
 from shm.arena import process_ticks
@@ -107,8 +107,10 @@ def _fits(family: Family, series: Series) -> bool:
 
 
 def _stage_families(run_dir: Path) -> Snapshot:
-    """Families about the stages themselves, from their status records."""
+    """Families about the stages themselves, from their status records, and about their other processes."""
     up = Metrics("", None)
+    for name, pid in process_use.other_processes(run_dir):
+        process_use.measure(up, name, pid)
     for record in status.read_all(run_dir):
         up.set("starling_stage_up", float(record.alive), record.stage)
         up.set("starling_stage_ready", float(record.alive and record.ready), record.stage)

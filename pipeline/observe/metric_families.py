@@ -88,6 +88,25 @@ FAMILIES: dict[str, Family] = {
         Family("starling_step_seconds", "histogram", "Duration of a step on the worker.", ("model",), SECONDS),
         Family("starling_steps_total", "counter", "Steps computed.", ("model",)),
         Family("starling_steps_repeated_total", "counter", "Steps computed again after a worker's death.", ("model",)),
+        Family(
+            "starling_discarded_samples_total",
+            "counter",
+            "Tokens sampled past a stop or a cancel, which were dropped.",
+            ("model",),
+        ),
+        Family(
+            "starling_quarantined_total",
+            "counter",
+            "Sequences ended because the worker died or stalled each time it computed them.",
+            ("model",),
+        ),
+        Family("starling_sequences_submitted_total", "counter", "Sequences that the queue took.", ("model",)),
+        Family(
+            "starling_sequences_refused_total",
+            "counter",
+            "Sequences refused, or removed from the queue to make room.",
+            ("model",),
+        ),
         Family("starling_preemptions_total", "counter", "Running sequences preempted.", ("model",)),
         Family("starling_finished_total", "counter", "Sequences ended, by finish reason.", ("model", "reason")),
         Family(
@@ -113,6 +132,14 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("starling_kv_cache_pages", "gauge", "KV pages, by state: free, cached, leased.", ("model", "state")),
         Family("starling_kv_cache_evictions_total", "counter", "KV pages evicted."),
+        Family(
+            "starling_kv_cache_expired_pages_total", "counter", "KV pages evicted because they were not used in time."
+        ),
+        Family(
+            "starling_kv_cache_unread_rows_total",
+            "counter",
+            "Times that full pages could not be named because their tokens could not be read.",
+        ),
         Family("starling_kv_cache_hits_total", "counter", "KV pages found in the prefix cache.", ("model",)),
         Family(
             "starling_kv_cache_misses_total",
@@ -144,6 +171,16 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("starling_kv_cache_restore_seconds", "histogram", "Time to restore a page.", (), SECONDS),
         Family("starling_sessions", "gauge", "Open sessions.", ("model",)),
+        # several stages
+        Family(
+            "starling_late_frames_total",
+            "counter",
+            "Frames for sequences that had ended, which is normal, by the stage that received them.",
+            ("stage",),
+        ),
+        Family(
+            "starling_token_gaps_total", "counter", "Times that tokens were missing and a sequence was submitted again."
+        ),
         # every stage
         Family("starling_stage_up", "gauge", "1 while the process of the stage runs.", ("stage",)),
         Family("starling_stage_ready", "gauge", "1 while the stage accepts work.", ("stage",)),
@@ -166,8 +203,18 @@ FAMILIES: dict[str, Family] = {
             "Connections to a tcp:// edge that did not prove the key, or this stage's own that the other side refused.",
             ("stage", "edge"),
         ),
-        Family("starling_process_cpu_seconds_total", "counter", "CPU time of the stage's own process.", ("stage",)),
-        Family("starling_process_resident_bytes", "gauge", "Resident memory, shared pages included.", ("stage",)),
-        Family("starling_process_open_fds", "gauge", "Open file descriptors.", ("stage",)),
+        Family(
+            "starling_process_cpu_seconds_total",
+            "counter",
+            "CPU time of a process: STAGE, its descendant STAGE/N, or STAGE/supervisor.",
+            ("stage",),
+        ),
+        Family(
+            "starling_process_resident_bytes",
+            "gauge",
+            "Resident memory of a process, shared pages included.",
+            ("stage",),
+        ),
+        Family("starling_process_open_fds", "gauge", "Open file descriptors of a process.", ("stage",)),
     )
 }

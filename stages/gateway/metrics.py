@@ -6,9 +6,7 @@ pipeline/observe/metric_families.py; the metrics of the other stages reach /metr
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from pipeline.observe.metrics import Metrics
 from stages.gateway.requests.idempotency import IdempotencyKeys
@@ -16,17 +14,22 @@ from stages.gateway.requests.relay import Counts
 from stages.gateway.requests.response_cache import HIT, ResponseCache
 from stages.gateway.requests.state import RequestState
 
+MEASURE_S = 1.0  # between two measurements of memory
+
 
 class GatewayMetrics:
-    """One per gateway. `numbers` holds the series, `clock` is monotonic, in s."""
+    """One per gateway. `numbers` holds the series, `clock` is monotonic, in s. `measure_memory`: of all processes."""
 
-    def __init__(self, numbers: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, numbers: Metrics, clock: Callable[[], float], measure_memory: Callable[[], int]) -> None:
         self.numbers = numbers
         self.total_requests = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self._clock = clock
         self._started = clock()
+        self._measure_memory = measure_memory
+        self._memory_bytes = 0
+        self._next_measurement = self._started
 
     def answered(self, endpoint: str, status: int, duration_s: float, code: str) -> None:
         """Count an HTTP request that has been answered. `code`: of its error; "": none."""
@@ -65,6 +68,8 @@ class GatewayMetrics:
         self.numbers.set("starling_journal_left_out_total", left_out)
         self.numbers.set("starling_requests_in_flight", in_flight)
         self.numbers.set("starling_recoveries_total", counts.resubmitted)
+        self.numbers.set("starling_late_frames_total", counts.late, "gateway")
+        self.numbers.set("starling_token_gaps_total", counts.gaps)
 
     def sample_keys(self, keys: IdempotencyKeys) -> None:
         """Update the metrics of idempotency keys."""
@@ -81,11 +86,13 @@ class GatewayMetrics:
             "uptime_seconds": int(self._clock() - self._started),
             "total_requests": self.total_requests,
             "cache_hit_rate": round(rate, 4),
-            "memory_usage_mb": _resident_mb(),
+            "memory_usage_mb": self._measured_bytes() >> 20,
         }
 
-
-def _resident_mb() -> int:
-    """Resident memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE") >> 20
+    def _measured_bytes(self) -> int:
+        """Memory of the server's processes, measured at most once in `MEASURE_S`: /health needs no key."""
+        now = self._clock()
+        if now >= self._next_measurement:
+            self._next_measurement = now + MEASURE_S
+            self._memory_bytes = self._measure_memory()
+        return self._memory_bytes

@@ -27,10 +27,12 @@ from collections.abc import Callable
 
 from pipeline.api.quota_file import QuotaFile
 from pipeline.api.quotas import Quotas
+from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.errors import StarlingError
 from pipeline.models import capacity
 from pipeline.models.versions import initial
+from pipeline.observe import process_use
 from pipeline.observe.metrics import Metrics
 from pipeline.protocol import messages as m
 from stages.gateway.admission.admit import Admission
@@ -76,7 +78,11 @@ class Service:
     ) -> None:
         self.config = config
         self.clock = clock
-        self.metrics = GatewayMetrics(metrics or Metrics("gateway", None, clock=clock), clock)
+        self.metrics = GatewayMetrics(
+            metrics or Metrics("gateway", None, clock=clock),
+            clock,
+            lambda: process_use.memory_bytes(paths.run_dir(config), paths.arena_dir(config)),
+        )
         self.catalog = catalog or VersionCatalog(config, initial(config), lambda version_table: None)
         self.tokenizer = TokenizerClient(send_tokenizer)
         self.relay = Relay(

@@ -33,6 +33,8 @@ def _totals(model: ModelPages) -> Counter[tuple[str, ...]]:
             ("starling_kv_cache_hits_total", model.name): counters.hits,
             ("starling_kv_cache_misses_total", model.name): counters.misses,
             ("starling_kv_cache_evictions_total",): counters.evictions,
+            ("starling_kv_cache_expired_pages_total",): counters.expired,
+            ("starling_kv_cache_unread_rows_total",): counters.unread,
             ("starling_kv_cache_checksum_failures_total",): counters.checksum_failures
             + sum(store.counters.damaged for store in stores),
             ("starling_kv_cache_disk_errors_total",): sum(store.counters.errors for store in stores),

@@ -28,6 +28,11 @@ class ModelMetrics:
         if engine is not None:
             self._past.merge(engine.stats)
 
+    @property
+    def late(self) -> int:
+        """Frames for sequences that had ended."""
+        return self._past.late + sum(engine.stats.late for engine in self.engines.values())
+
     def export(self, metrics: Metrics) -> None:
         """Write all values."""
         name, engines, stats = self._name, self.engines.values(), Stats()
@@ -43,6 +48,10 @@ class ModelMetrics:
             ("starling_steps_total", stats.steps),
             ("starling_steps_repeated_total", stats.repeated),
             ("starling_preemptions_total", stats.preemptions),
+            ("starling_discarded_samples_total", stats.discarded),
+            ("starling_quarantined_total", stats.culprits),
+            ("starling_sequences_submitted_total", stats.submitted),
+            ("starling_sequences_refused_total", stats.refused),
         ):
             metrics.set(family, value, name)
         metrics.set("starling_prompt_tokens_total", stats.prompt_computed, name, "computed")

@@ -264,6 +264,8 @@ class SchedulerStage:
             self._next_export = now + INTERVAL_S
             for metrics in self._metrics.values():
                 metrics.export(self.loop.metrics)
+            late = sum(metrics.late for metrics in self._metrics.values())
+            self.loop.metrics.set("starling_late_frames_total", late, "scheduler")
             engines = [runner.engine for runner in self.runners.values()]
             export_tenants(self.loop.metrics, engines, self._past_tenants)
 
