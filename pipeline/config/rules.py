@@ -39,9 +39,6 @@ class Unavailable(NamedTuple):
 
 
 UNAVAILABLE = {
-    "models.*.weight": Unavailable(
-        1.0, "models do not share cores by weight in this version; give each its own with cpus, drop the key"
-    ),
     "models.*.device": Unavailable("cpu", "the kernels run on the CPU; the only device is cpu"),
 }
 

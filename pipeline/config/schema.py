@@ -78,7 +78,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     cpus: tuple[Annotated[int, Meta(ge=0, le=4095)], ...] = ()  # cores to pin ranks to; empty: all allowed ones
     share_cache: bool = False  # of this model, all tenants share cached pages and answers
     device: str = "cpu"
-    weight: Weight = 1.0  # share of the machine among models
+    weight: Weight = 1.0  # share of the computing time of cores that it has in common with other models
     speculate: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] = 0  # maximum draft tokens in a step; 0: off
     draft_model: str = ""  # name of a smaller model in `models` that proposes draft tokens; "": none
 

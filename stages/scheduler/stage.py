@@ -150,7 +150,7 @@ class SchedulerStage:
             self.workers.send,
             self.kv.send,
         )
-        runner.cores = frozenset(model.cpus)
+        runner.cores, runner.weight = frozenset(model.cpus), model.weight
         return runner
 
     def run(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.scheduler.policy.core_sharing import PROMPT_LEAD_S, Claim, CoreShares, allowed_depth, overlap
@@ -66,6 +66,38 @@ def test_equal_shares_of_time_not_of_steps() -> None:
         first = shares.order([Claim(name, frozenset(), used, False) for name, used in spent.items()])[0]
         spent[first] += cost[first]
     assert abs(spent["short"] - spent["long"]) <= 0.05 + 1e-9
+
+
+@settings(deadline=None)
+@given(
+    weights=st.lists(st.floats(0.01, 1000.0), min_size=2, max_size=4),
+    costs=st.lists(st.floats(0.001, 0.1), min_size=4, max_size=4),
+)
+def test_computing_time_follows_the_weights(weights: list[float], costs: list[float]) -> None:
+    shares = CoreShares()
+    spent = [0.0] * len(weights)
+    for _ in range(300):
+        claims = [Claim(str(i), frozenset(), spent[i], False, weight=weight) for i, weight in enumerate(weights)]
+        first = int(shares.order(claims)[0])
+        spent[first] += costs[first]
+    # No account is ahead of another by more than the last step of its model.
+    accounts = [time / weight for time, weight in zip(spent, weights, strict=True)]
+    lowest = min(accounts)
+    for i, account in enumerate(accounts):
+        assert account - lowest <= costs[i] / weights[i] + 1e-6 * account
+
+
+def test_a_prompt_goes_first_for_the_same_computing_time_at_each_weight() -> None:
+    for weight in (0.1, 1.0, 10.0):
+        shares = CoreShares()
+        spent = {"old": 0.0, "new": 0.0}
+        while True:
+            claims = [Claim(name, frozenset(), used, False, name == "new", weight) for name, used in spent.items()]
+            first = shares.order(claims)[0]
+            if first == "old":
+                break
+            spent[first] += 0.05
+        assert abs(spent["new"] - PROMPT_LEAD_S) <= 0.05 + 1e-9
 
 
 def test_prompts_go_first_for_a_while() -> None:

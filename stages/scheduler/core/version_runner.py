@@ -65,6 +65,7 @@ class VersionRunner:
         self.kv: m.KvReady | None = None
         self.kv_state: m.KvState | None = None
         self.cores: frozenset[int] = frozenset()  # that its ranks are pinned to; empty: any
+        self.weight = 1.0  # share of cores that it has in common with other models
         self.doorbell = ""  # path of the doorbell socket
         self.peer = b""  # the worker's connection, b"" while it is down
         self.stalled_s = 0.0  # seconds since the worker with a step has shown signs of computing it
@@ -244,7 +245,7 @@ class VersionRunner:
         has_prompts = any(not sequence.outputs for sequence in engine.table.scheduled)
         # A group that is still mapping its arenas has a step and uses no core.
         is_computing = bool(engine.steps.unacknowledged) and ring is not None and ring.has_worker
-        return Claim(self.name, self.cores, engine.stats.step_s.total, is_computing, has_prompts)
+        return Claim(self.name, self.cores, engine.stats.step_s.total, is_computing, has_prompts, self.weight)
 
     def prepare_sleep(self) -> bool:
         """Before the stage blocks: request a doorbell. False: a step is acknowledged already."""
