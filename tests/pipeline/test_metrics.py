@@ -125,7 +125,7 @@ def test_gauges_of_a_dead_stage_are_dropped(config: Config, directory: Path) -> 
     assert ("starling_kv_cache_bytes", (("state", "resident"),)) not in found
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @example(b"\x94\xa1\xff\x01\x01\x80")  # a name that is not UTF-8
 @example(b"\x91" * 100_000)  # nested beyond the interpreter's limit
 @given(st.binary(max_size=100))
