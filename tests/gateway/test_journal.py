@@ -337,3 +337,22 @@ def test_a_journal_without_a_directory_works_when_there_is_one(tmp_path: Path, m
     assert target.open(make_spec("req-c"))
     target.close()
     assert set(recovered(tmp_path / "d")) == {"req-c"}
+
+
+@pytest.mark.parametrize("deadline", [float("nan"), float("inf"), -1e300])
+def test_a_request_that_cannot_be_restored_is_damage(tmp_path: Path, deadline: float) -> None:
+    """Its checksum is right: another release or a bad memory wrote it."""
+    journal = open_journal(tmp_path)
+    spec = make_spec("req-1")
+    journal.open(spec)
+    journal.open(msgspec.structs.replace(make_spec("req-2"), deadline=deadline))
+    journal.close()
+    assert list(recovered(tmp_path)) == ["req-1"]
+    journal = open_journal(tmp_path / "prompts")
+    journal.open(spec)
+    (sequence, *_) = spec.sequences
+    for prompt in (1, -1):
+        wrong = (msgspec.structs.replace(sequence, prompt=prompt),)
+        journal.open(msgspec.structs.replace(make_spec("req-2"), sequences=wrong))
+    journal.close()
+    assert list(recovered(tmp_path / "prompts")) == ["req-1"]

@@ -314,6 +314,8 @@ def parse(raw: bytes) -> Iterator[tuple[bytes, RequestSpec | RequestEnd, int]]:
         try:
             if record.kind == _SPEC:
                 value = msgspec.msgpack.decode(record.payload, type=RequestSpec)
+                if not value.is_consistent:
+                    return
             elif record.kind == _END:
                 value = msgspec.msgpack.decode(record.payload, type=RequestEnd)
             else:

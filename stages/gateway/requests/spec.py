@@ -17,6 +17,9 @@ from stages.gateway.requests.generation_request import GenerationRequest
 ResponseKey = NewType("ResponseKey", bytes)  # SHA-256 over everything that determines an answer's bytes
 
 
+MAX_TIME_S = 1e12  # s since 1970, of a deadline
+
+
 class SequenceSpec(msgspec.Struct, array_like=True, frozen=True):
     """One sequence: a prompt and the number of a choice."""
 
@@ -60,6 +63,12 @@ class RequestSpec(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     def vocabulary(self) -> str:
         """Key of the vocabulary of its token ids. Versions of a model may share one."""
         return self.tokenizer or self.version
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether a request can be made of it: a journal's record may come from another release or a bad disk."""
+        n_prompts = len(self.prompts) or 1
+        return abs(self.deadline) < MAX_TIME_S and all(0 <= one.prompt < n_prompts for one in self.sequences)
 
     def prompt_of(self, sequence: SequenceSpec) -> bytes:
         """Token ids of the sequence's prompt, i32 little-endian; b"" after `without_prompts`."""

