@@ -117,3 +117,20 @@ def test_invalid_input_is_refused_by_name_and_the_server_stays_ready(
     assert set(answer["error"]) >= {"message", "type", "code"}
     assert names in answer["error"]["message"]
     assert demo_server.request("GET", "/ready")[0] == 200
+
+
+def test_all_processes_are_measured(demo_server: Server) -> None:
+    demo_server.post("/v1/generate", prompt=[1, 2, 3], max_tokens=2)
+    resident = demo_server.metrics("starling_process_resident_bytes")
+    names = {labels.removeprefix('stage="').removesuffix('"') for labels in resident}
+    worker = f"worker-{DEMO_MODEL}"
+    stages = {"gateway", "tokenizer", "scheduler", "kv"}
+    assert {*stages, worker, f"{worker}/1", "worker/supervisor", *(f"{name}/supervisor" for name in stages)} <= names
+    for name in ("cpu_seconds_total", "open_fds"):
+        assert set(demo_server.metrics(f"starling_process_{name}")) == set(resident)
+    _, health, _ = demo_server.request("GET", "/health")
+    assert health["memory_usage_mb"] > 128, "the arena alone has 128 MiB"
+    for family in ("discarded_samples", "quarantined", "sequences_submitted", "sequences_refused", "late_frames"):
+        assert demo_server.metrics(f"starling_{family}_total"), family
+    for family in ("kv_cache_expired_pages", "kv_cache_unread_rows", "token_gaps", "idempotency_attached"):
+        assert demo_server.metrics(f"starling_{family}_total"), family
