@@ -5,6 +5,7 @@ The file system is a tmpfs in a mount namespace of the server's own, and the ker
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 from collections.abc import Iterator
@@ -46,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def sizes_of(config: dict[str, Any], path: Path, home: Path) -> ArenaSizes:
     resolved = resolve(config, {})
-    index = ingest(path, home / "sized.idx", "ab" * 32)
+    index = ingest(path, home / "sized.idx", hashlib.sha256(path.read_bytes()).hexdigest())
     return arena_sizes(resolved, resolved.models[0], index.hyper)
 
 
