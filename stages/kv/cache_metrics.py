@@ -69,7 +69,7 @@ def measure(
         levels["starling_kv_cache_bytes", "resident"] += (pool.cached + pool.leased) * page_bytes
         for kind, store in (("spilled", model.spilled), ("saved", model.saved)):
             if store is not None and store.is_open:
-                levels["starling_kv_cache_bytes", kind] += len(store) * page_bytes
+                levels["starling_kv_cache_bytes", kind] += store.n_written * page_bytes
                 hole_share = store.hole_bytes / store.file_bytes
                 metrics.set("starling_kv_cache_fragmentation_ratio", hole_share, model.name, kind)
         if model.has_files:  # one of the versions of a model

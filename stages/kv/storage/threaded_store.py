@@ -135,6 +135,11 @@ class ThreadedPageStore:
             return 0
         return len(self._store) + sum(page_hash not in self._store for page_hash in self._unwritten)
 
+    @property
+    def n_written(self) -> int:
+        """Pages in the file, without those that wait to be written."""
+        return len(self._store) if self.is_open else 0
+
     def hashes(self) -> list[PageHash]:
         """All pages in the file, longest unused first."""
         return self._store.hashes() if self.is_open else []
