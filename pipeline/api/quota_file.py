@@ -3,7 +3,7 @@
     0      64  magic "STRLQUO1", zeros
     64 n   64  records: key (16), per_minute i64, level f64, at f64 (s since 1970), zeros (16), XXH3-64 of the 56 before
 
-Each charge overwrites its bucket's record in place.  The record is in the page cache then and survives the process;
+A stored level overwrites its bucket's record in place.  The record is in the page cache then and survives the process;
 `unsynced` reports when the file needs an fsync to survive a power failure as well.  A torn or damaged record is
 ignored: its tenant starts with a full bucket.  The file stores digests, not names of tenants.  It holds at most
 `MAX_RECORDS` records; a new one replaces the record that was unused for the longest time.  A disk error is not fatal:
@@ -86,6 +86,10 @@ class QuotaFile(DurableFile):
         for key, level, number in sorted(found, key=lambda one: one[1].at):
             self.levels[key] = level
             self._record_numbers[key] = number
+
+    def level_of(self, key: bytes) -> Level | None:
+        """The level that was stored last for the bucket `key`."""
+        return self.levels.get(key)
 
     def put(self, key: bytes, level: Level) -> None:
         """Store the level of the bucket `key`, a result of `bucket_key`. Never raises."""

@@ -3,7 +3,7 @@
 A bucket holds one minute's worth: a burst may use all of it, then it refills evenly.  The cost of a request is
 only certain at its end, so its prompt is charged when it starts and its output when it ends.  The level may
 become negative; the next request then waits longer.  A prompt larger than one minute's worth is admitted when
-the bucket is full, so that every request can be admitted eventually.  With a `QuotaFile` the levels survive a
+the bucket is full, so that every request can be admitted eventually.  With a `LevelStore` the levels survive a
 restart: buckets refill while the server is down.
 """
 
@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Protocol
 
-from pipeline.api.quota_file import Level, QuotaFile, bucket_key
+from pipeline.api.quota_file import Level, bucket_key
 from pipeline.config.schema import RateLimitsConfig
 from pipeline.errors import RateLimited
 
@@ -55,6 +56,16 @@ class Bucket:
         return self.level >= self.per_minute
 
 
+class LevelStore(Protocol):
+    """Levels that survive a restart: a `QuotaFile`, or the thread that writes it."""
+
+    def level_of(self, key: bytes) -> Level | None:
+        """The level that was stored last for the bucket `key`."""
+
+    def put(self, key: bytes, level: Level) -> None:
+        """Store the level of a bucket. Never raises."""
+
+
 class Quotas:
     """The buckets of all tenants."""
 
@@ -64,7 +75,7 @@ class Quotas:
         self,
         limits: RateLimitsConfig,
         clock: Callable[[], float],
-        file: QuotaFile | None = None,
+        file: LevelStore | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """`clock` is monotonic, `wall` is s since 1970. Without a file the levels are lost on a restart."""
@@ -131,7 +142,7 @@ class Quotas:
 
     def _restore(self, kind: str, tenant: str, bucket: Bucket) -> None:
         """Charge what was used up when the bucket was last stored, less what has refilled since."""
-        known = self._file.levels.get(bucket_key(kind, tenant)) if self._file is not None else None
+        known = self._file.level_of(bucket_key(kind, tenant)) if self._file is not None else None
         if known is None or not math.isfinite(known.level):
             return
         passed_s = max(0.0, self._wall() - known.at)  # a clock that was set back refills nothing

@@ -7,7 +7,7 @@ STATE_FILES = {
     "saved": ("read", "open"),
     "sessions": ("read", "open", "sync", "unlink"),
     "journal": ("read", "open", "sync", "rename"),
-    "quotas": ("read", "open"),
+    "quotas": ("read", "open", "sync"),
     "logs": ("open", "rename", "unlink"),
     "locks": ("open",),
 }

@@ -51,6 +51,7 @@ FAMILIES: dict[str, Family] = {
             "starling_idempotency_attached_total", "counter", "Repetitions that got the request of an earlier attempt."
         ),
         Family("starling_idempotency_evictions_total", "counter", "Keys forgotten before their time, for a bound."),
+        Family("starling_journal_unreadable_total", "counter", "Journals that could not be read and were renamed."),
         Family("starling_rejections_total", "counter", "Requests refused, by error code.", ("code",)),
         Family(
             "starling_response_cache_hits_total", "counter", "Requests answered from the response cache.", ("model",)

@@ -63,9 +63,13 @@ class GatewayMetrics:
         self.numbers.set("starling_response_cache_evictions_total", cache.evicted, "full")
         self.numbers.set("starling_response_cache_evictions_total", cache.expired, "ttl")
 
-    def sample(self, in_flight: int, counts: Counts, left_out: int) -> None:
-        """Update the metrics that are read from state. `left_out`: requests that could not be journaled."""
+    def sample(self, in_flight: int, counts: Counts, left_out: int, unreadable: int) -> None:
+        """Update the metrics that are read from state.
+
+        `left_out`: requests that could not be journaled; `unreadable`: journals that could not be read.
+        """
         self.numbers.set("starling_journal_left_out_total", left_out)
+        self.numbers.set("starling_journal_unreadable_total", unreadable)
         self.numbers.set("starling_requests_in_flight", in_flight)
         self.numbers.set("starling_recoveries_total", counts.resubmitted)
         self.numbers.set("starling_late_frames_total", counts.late, "gateway")

@@ -25,7 +25,6 @@ import secrets
 import time
 from collections.abc import Callable
 
-from pipeline.api.quota_file import QuotaFile
 from pipeline.api.quotas import Quotas
 from pipeline.config import paths
 from pipeline.config.schema import Config
@@ -42,7 +41,6 @@ from stages.gateway.admission.in_flight import InFlight
 from stages.gateway.admission.server_readiness import ChangeSignal, ServerReadiness
 from stages.gateway.metrics import GatewayMetrics
 from stages.gateway.requests.idempotency import IdempotencyKeys
-from stages.gateway.requests.journal import Journal
 from stages.gateway.requests.lifecycle import RequestLifecycle
 from stages.gateway.requests.readers import Readers
 from stages.gateway.requests.recovery import Recovery
@@ -50,6 +48,7 @@ from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.response_cache import ResponseCache
 from stages.gateway.requests.resume import Resumer
 from stages.gateway.requests.sessions import Sessions
+from stages.gateway.requests.state_writer import StateWriter
 from stages.gateway.tokenizer_client import RETRY_AFTER_S, TokenizerClient
 from stages.gateway.versions.catalog import VersionCatalog
 from stages.gateway.versions.load_steps import MeasureMemory
@@ -69,10 +68,9 @@ class Service:
         clock: Callable[[], float] = time.monotonic,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(53),
         metrics: Metrics | None = None,
-        journal: Journal | None = None,
+        state_writer: StateWriter | None = None,
         wall: Callable[[], float] = time.time,
         send_kv: Callable[[m.Frame], bool] = lambda frame: False,
-        quota_file: QuotaFile | None = None,
         catalog: VersionCatalog | None = None,
         measure: MeasureMemory = capacity.measure,
     ) -> None:
@@ -98,7 +96,8 @@ class Service:
         keys = IdempotencyKeys(
             clock, server.idempotency_ttl_s, server.idempotency_tenant_mb << 20, server.idempotency_mb << 20
         )
-        self.recovery = Recovery(self.relay, self.readers, journal, clock, wall, timeout_s, keys)
+        writer = state_writer or StateWriter(None)
+        self.recovery = Recovery(self.relay, self.readers, writer, clock, wall, timeout_s, keys)
         self.resumer = Resumer(self.recovery, self.readers, self.relay.vocabularies)
         changes = ChangeSignal()
         self.loaded = LoadedVersions(config, self.catalog, self.relay.vocabularies, self.tokenizer, changes.notify)
@@ -110,7 +109,7 @@ class Service:
         waiting = config.server.response_buffer_mb << 20
         self.response_bytes = FairShares(waiting, waiting // 2, reserve=waiting // 4, first=waiting // 8)
         self.response_cache = ResponseCache(config.cache.responses, clock)
-        quotas = Quotas(config.rate_limits, clock, quota_file, wall)
+        quotas = Quotas(config.rate_limits, clock, writer, wall)
         self.lifecycle = RequestLifecycle(
             self.relay,
             self.sessions,
@@ -120,6 +119,7 @@ class Service:
             self.catalog,
             quotas,
             self.metrics,
+            clock,
         )
         self.admission = Admission(
             config,
@@ -227,7 +227,8 @@ class Service:
 
     def sample(self) -> None:
         """Update the metrics that are read from state."""
-        self.metrics.sample(self.in_flight.count, self.relay.counts, self.recovery.left_out)
+        journal = self.recovery.journal
+        self.metrics.sample(self.in_flight.count, self.relay.counts, journal.left_out, journal.unreadable)
         self.metrics.sample_keys(self.recovery.keys)
         if self.response_cache.is_enabled:
             self.metrics.sample_responses(self.response_cache, [model.name for model in self.config.models])

@@ -35,7 +35,7 @@ from stages.gateway.http.connection import Connection
 from stages.gateway.http.context import BACKLOGS, GATE
 from stages.gateway.http.idle_connections import IdleConnections
 from stages.gateway.requests.journal import Journal
-from stages.gateway.requests.recovery import sync_and_close
+from stages.gateway.requests.state_writer import StateWriter
 from stages.gateway.service import Service
 from stages.gateway.versions.catalog import VersionCatalog
 
@@ -60,18 +60,15 @@ class GatewayStage:
             "gateway-scheduler", lambda frame: self.service.on_scheduler(frame)
         )
         self.kv: Link = self.endpoints.connect("gateway-kv", lambda frame: self.service.sessions.on_frame(frame))
-        self.journal = _open_journal(config)
-        self.quota_file = _open_quotas(config)
-        self._quota_sync: asyncio.Future[None] | None = None
+        self.state_writer = StateWriter(_open_journal(config), _open_quotas(config))
         catalog = VersionCatalog(config, versions.read(config), lambda table: versions.write(config, table))
         self.service = Service(
             config,
             self.scheduler.send,
             self.tokenizer.send,
             metrics=self.endpoints.metrics,
-            journal=self.journal,
+            state_writer=self.state_writer,
             send_kv=self.kv.send,
-            quota_file=self.quota_file,
             catalog=catalog,
         )
         self.tokenizer.on_up = self.service.on_tokenizer_up
@@ -132,10 +129,7 @@ class GatewayStage:
                 self._inherited.close()
             await self.control.close()
             await self._runner.cleanup()
-            if self.journal is not None:
-                self.journal.close()
-            if self.quota_file is not None:
-                self.quota_file.close()
+            self.state_writer.close()
             self.endpoints.close()
 
     async def _listen(self) -> asyncio.Server:
@@ -210,10 +204,6 @@ class GatewayStage:
             log.info("draining", extra={"in_flight": service.in_flight.count})
             service.readiness.stop()
         service.tick(self.tokenizer.last_heartbeat, self.scheduler.last_heartbeat, self.kv.last_heartbeat)
-        if self.quota_file is not None and (self._quota_sync is None or self._quota_sync.done()):
-            fd = self.quota_file.unsynced()
-            if fd is not None:
-                self._quota_sync = asyncio.get_running_loop().run_in_executor(None, sync_and_close, fd)
         if not endpoints.stopping:
             service.loader.tick()
         if self._runner.server is not None:
@@ -249,15 +239,10 @@ class GatewayStage:
 
 
 def _open_journal(config: Config) -> Journal | None:
-    """None if it is off or cannot be opened: requests then end with this process."""
+    """None if it is off: requests then end with this process."""
     if not config.server.journal_mb:
         return None
-    directory = paths.state_dir(config) / "journal"
-    try:
-        return Journal(directory, config.server.journal_mb << 20, time.time)
-    except OSError as error:
-        log.error("the journal cannot be opened: %s: %s", directory, error.strerror)
-        return None
+    return Journal(paths.state_dir(config) / "journal", config.server.journal_mb << 20, time.time)
 
 
 def _open_quotas(config: Config) -> QuotaFile | None:

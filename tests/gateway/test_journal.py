@@ -19,7 +19,17 @@ from pipeline.protocol.messages import Sampling
 from pipeline.record_file import RECORD_HEAD_BYTES
 from stages.gateway.requests import journal
 from stages.gateway.requests.generation_request import GenerationRequest, SessionTurn
-from stages.gateway.requests.journal import FILE, KEEP_S, MAGIC, MAX_ENDED, NEW_FILE, Journal, RequestEnd, parse
+from stages.gateway.requests.journal import (
+    FILE,
+    KEEP_S,
+    MAGIC,
+    MAX_ENDED,
+    NEW_FILE,
+    UNREADABLE_FILE,
+    Journal,
+    RequestEnd,
+    parse,
+)
 from stages.gateway.requests.spec import RequestSpec, SequenceSpec
 from tests.gateway.journal_records import NOW, make_spec, open_journal, recovered
 
@@ -324,6 +334,30 @@ def test_a_journal_that_could_not_be_opened_works_when_the_disk_does(
     assert target.open(make_spec("req-a"))
     target.close()
     assert set(recovered(tmp_path)) == {"req-old", "req-a"}
+
+
+def test_an_unreadable_journal_is_renamed_as_soon_as_the_disk_permits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = open_journal(tmp_path)
+    assert before.open(make_spec("req-old"))
+    before.close()
+    old = before.path.read_bytes()
+    monkeypatch.setattr(journal, "REOPEN_S", 0.0)
+    monkeypatch.setenv("STARLING_FAULTS", "disk:eio@journal_read, disk:erofs@journal_rename")
+    target = open_journal(tmp_path)
+    assert target.take_entries() == []
+    assert "cannot be read" in caplog.text
+    assert not target.open(make_spec("req-a"))
+    assert target.path.read_bytes() == old
+    monkeypatch.undo()
+    for point in ("journal_read", "journal_rename"):
+        points.fault_point("disk", point)  # without a plan
+    assert target.open(make_spec("req-b"))
+    assert target.unreadable == 1
+    target.close()
+    assert (tmp_path / UNREADABLE_FILE).read_bytes() == old
+    assert set(recovered(tmp_path)) == {"req-b"}
 
 
 def test_a_journal_without_a_directory_works_when_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

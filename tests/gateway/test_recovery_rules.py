@@ -16,6 +16,7 @@ from stages.gateway.requests.readers import CLAIM_S, CatchUpWaiter, FanOutSink, 
 from stages.gateway.requests.recovery import Recovery
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.state import Outcome, RequestState
+from stages.gateway.requests.state_writer import StateWriter
 from stages.gateway.versions.catalog import VersionCatalog
 from tests.gateway.peers import MODEL
 from tests.gateway.request_states import DIGEST, make_state
@@ -33,16 +34,18 @@ class World:
         self.directory = directory
         self.now = 0.0
         self.sent: list[m.Frame] = []
+        self.writer = StateWriter(None)
         self.restart()
 
     def restart(self, after_s: float = 0.0) -> None:
         self.now += after_s
         self.sent.clear()
-        self.journal = Journal(self.directory, 1 << 20, lambda: 1e9 + self.now)
+        self.writer.close()
+        self.writer = StateWriter(Journal(self.directory, 1 << 20, lambda: 1e9 + self.now))
         self.relay = Relay(self._send, lambda: self.now, self._on_end)
         self.readers = Readers(self.relay, lambda: self.now)
         self.recovery = Recovery(
-            self.relay, self.readers, self.journal, lambda: self.now, lambda: 1e9 + self.now, timeout_s=300
+            self.relay, self.readers, self.writer, lambda: self.now, lambda: 1e9 + self.now, timeout_s=300
         )
 
     def _on_end(self, request: RequestState) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.replay_buffer import ENTRY_BYTES, ReplayBuffer, to_record
 from stages.gateway.requests.spec import RequestSpec
 from stages.gateway.requests.state import Outcome, RequestState, SequencePhase, SequenceState
+from stages.gateway.requests.state_writer import StateWriter
 from tests.gateway.journal_records import make_spec as make_journal_spec
 from tests.gateway.journal_records import open_journal, recovered
 from tests.gateway.peers import Generator, make_token_bytes
@@ -205,10 +207,10 @@ class Life:
     def __init__(self, directory: Path) -> None:
         self.now = 0.0
         self.generator = Generator()
-        self.journal = Journal(directory, 1 << 20, lambda: 1e9 + self.now)
+        self.writer = StateWriter(Journal(directory, 1 << 20, lambda: 1e9 + self.now))
         self.relay = Relay(self._submit, lambda: self.now, lambda request: self.recovery.record_end(request))
         self.readers = Readers(self.relay, lambda: self.now)
-        self.recovery = Recovery(self.relay, self.readers, self.journal, lambda: self.now, lambda: 1e9 + self.now, 300)
+        self.recovery = Recovery(self.relay, self.readers, self.writer, lambda: self.now, lambda: 1e9 + self.now, 300)
         self._number = 0
         self.relay.vocabularies["bytes"] = VOCABULARY
 
@@ -230,7 +232,9 @@ class Life:
         )
         reader = EventStream(request, generate.GenerateFormatter(request, VOCABULARY), lambda reason: None)
         request.sink = reader
-        self.recovery.record_start(request.spec)
+        written = threading.Event()
+        self.recovery.record_start(request.spec, written.set)
+        assert written.wait(10)
         self.relay.open(request)
         self.step(1)
         if end == "abandoned":
@@ -286,7 +290,7 @@ async def test_thousands_of_requests_leave_no_objects(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
         gc.enable()
-        life.journal.close()
+        life.writer.close()
 
 
 def test_the_journal_keeps_max_ended_requests_and_all_in_flight(tmp_path: Path) -> None:
@@ -341,10 +345,10 @@ def test_damaged_records_are_not_copied_into_the_new_file(tmp_path: Path) -> Non
 async def test_a_successor_returns_an_end_on_every_call(tmp_path: Path, code: str) -> None:
     life = Life(tmp_path)
     life.live("failed" if code else "finished")
-    life.journal.close()
+    life.writer.close()
     again = Life(tmp_path)
     for _ in range(2):
         request = again.recovery.find("req-1", "mine")
         assert request is not None
         assert request.outcome is (Outcome.FAILED if code else Outcome.OPEN)
-    again.journal.close()
+    again.writer.close()

@@ -30,6 +30,7 @@ from stages.gateway.endpoints import generate
 from stages.gateway.requests import recovery
 from stages.gateway.requests.journal import Journal
 from stages.gateway.requests.readers import FanOutSink
+from stages.gateway.requests.state_writer import StateWriter
 from stages.gateway.service import Service
 from stages.gateway.versions.catalog import VersionCatalog
 
@@ -73,7 +74,7 @@ class Versions(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         recovery.NUMERICS = admit.NUMERICS = shm.pages.NUMERICS
-        self.journal.close()
+        self.writer.close()
         self.loop.close()
         shutil.rmtree(self.home)
 
@@ -81,7 +82,7 @@ class Versions(RuleBasedStateMachine):
 
     def _gateway(self) -> None:
         """Start a gateway from the state on disk, connected to every stage."""
-        self.journal = Journal(self.home, 1 << 20, lambda: 1e9 + self.now)
+        self.writer = StateWriter(Journal(self.home, 1 << 20, lambda: 1e9 + self.now))
         self.catalog = VersionCatalog(
             self.config, versions.read(self.config), lambda fresh: versions.write(self.config, fresh)
         )
@@ -90,7 +91,7 @@ class Versions(RuleBasedStateMachine):
             self._to_scheduler,
             lambda frame: True,
             clock=lambda: self.now,
-            journal=self.journal,
+            state_writer=self.writer,
             wall=lambda: 1e9 + self.now,
             catalog=self.catalog,
         )
@@ -155,7 +156,7 @@ class Versions(RuleBasedStateMachine):
             assert serving is not None
             assert request.spec.version == serving.id
             request.sink = FanOutSink()
-            self.service.lifecycle.start(request)
+            await self.service.lifecycle.start(request)
 
         refusals: list[str] = []
         self._report_versions()
@@ -231,7 +232,7 @@ class Versions(RuleBasedStateMachine):
     @rule(late=st.booleans())
     def the_gateway_dies(self, late: bool) -> None:
         """The next gateway has the journal and the version table; `late`: the stages have not reported yet."""
-        self.journal.close()
+        self.writer.close()
         self.running.clear()
         self._gateway()
         for one in self.catalog.loading():
@@ -244,7 +245,7 @@ class Versions(RuleBasedStateMachine):
     def the_server_is_replaced(self, digest: str, numerics: int, late: bool) -> None:
         """An orderly restart removes the version table and keeps the journal; the model's file and the server's
         numerics may have changed."""
-        self.journal.close()
+        self.writer.close()
         self.running.clear()
         versions.table_path(self.config).unlink(missing_ok=True)
         self.files = {NAME: digest}

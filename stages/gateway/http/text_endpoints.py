@@ -117,7 +117,8 @@ async def _serve(request: web.Request, service: Service, state: RequestState) ->
     formatter = _formatter(service, state)
     sink = _event_stream(request, state, formatter) if state.spec.generation.stream else WholeResponse()
     state.sink = sink
-    service.lifecycle.start(state)
+    with service.in_flight.using(state.spec.version):
+        await service.lifecycle.start(state)
     try:
         return await _respond(request, sink, formatter)
     finally:

@@ -11,6 +11,7 @@ token_bytes.py          the bytes of each token of a vocabulary
 sessions.py             turns of sessions at the KV manager
 response_cache.py       answers by everything that determines them
 journal.py              the file that survives this process
+state_writer.py         the thread that writes journal and quotas
 replay_buffer.py        answers of ended requests
 recovery.py             continues the journal's requests after a restart
 readers.py              several sinks of one request, or none for the time being

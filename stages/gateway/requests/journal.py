@@ -38,6 +38,7 @@ log = logging.getLogger("starling.gateway.journal")
 
 MAGIC = b"STRLJNL1"
 FILE, NEW_FILE = "requests.journal", "requests.new"
+UNREADABLE_FILE = "requests.unreadable"  # the last journal that could not be read
 KEEP_S = 120.0  # how long a client may ask for the answer of an ended request
 REOPEN_S = 5.0  # between attempts to open a journal that could not be opened
 MAX_ENDED = 256  # ended requests that are stored, the latest ones: readers reconnect soon or not at all
@@ -80,14 +81,17 @@ class Journal(DurableFile):
     """One directory with one writer, the gateway. `wall()` returns seconds since 1970."""
 
     def __init__(self, directory: Path, max_bytes: int, wall: Callable[[], float]) -> None:
-        """Read the journal and rewrite it. Raises `OSError` if it cannot be read.
+        """Read the journal and rewrite it. Never raises `OSError`.
 
-        If it cannot be written, requests are left out of it until it can.
+        If it cannot be read, it is renamed and a new one begins; if it cannot be written, requests are left out of
+        it until it can.
         """
         super().__init__()
         self.directory = directory
         self.max_bytes = max_bytes
         self.left_out = 0  # requests that are not in the journal, or whose end is not
+        self.unreadable = 0  # journals that could not be read and were renamed
+        self._is_unreadable = False  # the file at `path` could not be read and is yet to be renamed
         self._entries: list[JournalEntry] = []  # found at the start, in order
         self._wall = wall
         self._points = points.DiskPoints("journal")
@@ -99,7 +103,15 @@ class Journal(DurableFile):
         self._has_complained = False
         self._is_closed = False
         self._next_reopen = 0.0  # s of the monotonic clock
-        sound = self._read()
+        sound = 0
+        try:
+            sound = self._read()
+        except OSError as error:
+            self._is_unreadable = True
+            log.error(
+                "%s cannot be read: %s; requests that were in flight are lost, and it is kept as %s",
+                *(self.path, error.strerror or error, UNREADABLE_FILE),
+            )
         try:
             self._rewrite()
         except OSError as error:
@@ -253,6 +265,8 @@ class Journal(DurableFile):
             self._points.sync.hit()
             os.fdatasync(fd)
             self._points.rename.hit()
+            if self._is_unreadable:
+                self._rename_unreadable()
             os.rename(new_path, self.path)
         except OSError:
             os.close(fd)
@@ -267,6 +281,13 @@ class Journal(DurableFile):
             self.forget(name)
         for name, at in offsets.items():
             self._locations[name].at = at
+
+    def _rename_unreadable(self) -> None:
+        """Rename the file that could not be read. Raises `OSError`."""
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.path, self.directory / UNREADABLE_FILE)
+            self.unreadable += 1
+        self._is_unreadable = False
 
     # -------------------------------------------------------------- reading
 

@@ -1,10 +1,14 @@
 """Start and end of an admitted request: where session, response cache, journal, relay, quotas and metrics meet.
 
-start   bind the session's turn, look in the response cache, journal the request, submit it (or serve the answer)
+start   bind the session's turn, journal the request, look in the response cache, submit it (or serve the answer)
 end     charge the output, count, journal the outcome, release the turn, store the answer
 """
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
 
 from pipeline.api.quotas import Quotas
 from pipeline.errors import StarlingError
@@ -33,7 +37,9 @@ class RequestLifecycle:
         catalog: VersionCatalog,
         quotas: Quotas,
         metrics: GatewayMetrics,
+        clock: Callable[[], float],
     ) -> None:
+        """`clock` is monotonic."""
         self._admitted = points.fault_point("gateway", "admitted")
         self._journaled = points.fault_point("gateway", "journaled")
         self._finishing = points.fault_point("gateway", "finishing")
@@ -45,18 +51,53 @@ class RequestLifecycle:
         self._catalog = catalog
         self._quotas = quotas
         self._metrics = metrics
+        self._clock = clock
 
-    def start(self, request: RequestState) -> None:
-        """Start an admitted request that has its sink."""
+    async def start(self, request: RequestState) -> None:
+        """Start an admitted request that has its sink. Raises a TIMEOUT if the disk does not take its record in time.
+
+        The caller keeps the request's version loaded meanwhile.
+        """
         self._admitted.count("", request.id)
         self._sessions.bind(request)
-        outputs = self._cached_answer(request)
-        self._recovery.record_start(request.spec)
+        if self._recovery.journal.has_journal:
+            await self._write_record(request)
+        self._recovery.keys.run(request.spec)  # from here on another attempt finds the request
         self._journaled.count("", request.id)
+        outputs = self._cached_answer(request)
         if outputs is None:
             self._relay.open(request)
         else:
             self._relay.open_answered(request, outputs)
+
+    async def _write_record(self, request: RequestState) -> None:
+        loop = asyncio.get_running_loop()
+        written: asyncio.Future[None] = loop.create_future()
+
+        def on_written() -> None:
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(_resolve, written)
+
+        self._recovery.record_start(request.spec, on_written)
+        try:
+            async with asyncio.timeout(request.deadline - self._clock()):
+                await written
+        except BaseException as error:
+            self._withdraw(request)
+            if isinstance(error, TimeoutError):
+                raise StarlingError(
+                    "TIMEOUT",
+                    "the disk did not take the request's journal record in the time that a request may take "
+                    "(server.request_timeout_ms); check the disk of server.state_dir",
+                ) from None
+            raise
+
+    def _withdraw(self, request: RequestState) -> None:
+        """The client has left, or the time is over, before the request was submitted."""
+        spec = request.spec
+        self._recovery.record_withdrawal(spec)
+        if spec.generation.turn is not None:
+            self._sessions.abort(spec.model, spec.tenant, spec.generation.turn)
 
     def _cached_answer(self, request: RequestState) -> list[SequenceOutput] | None:
         """From the response cache; None: it must be computed."""
@@ -99,3 +140,8 @@ class RequestLifecycle:
         for request in requests:
             self._relay.fail(request, error)
         return len(requests)
+
+
+def _resolve(written: asyncio.Future[None]) -> None:
+    if not written.done():  # the caller may have stopped waiting
+        written.set_result(None)

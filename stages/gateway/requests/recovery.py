@@ -5,29 +5,27 @@
     replayable    ended a short time ago in this process: the replay buffer has the answer
     dormant       ended a short time ago, according to the journal: generated again if a client asks
 
-Without a journal (`None`) everything works except the recovery. The clocks are injected.
+Without a journal everything works except the recovery. The clocks are injected.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
 from collections.abc import Callable, Mapping
 
 import msgspec
 
 from pipeline.errors import StarlingError
-from pipeline.faults import points
 from pipeline.protocol.messages import Described
 from shm.pages import NUMERICS
 from stages.gateway.requests.idempotency import IdempotencyKeys
-from stages.gateway.requests.journal import KEEP_S, Journal, JournalEntry, RequestEnd
+from stages.gateway.requests.journal import KEEP_S, JournalEntry, RequestEnd
 from stages.gateway.requests.readers import FanOutSink, Readers
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.replay_buffer import ReplayBuffer
 from stages.gateway.requests.spec import RequestSpec
 from stages.gateway.requests.state import Outcome, RequestState, SequencePhase
+from stages.gateway.requests.state_writer import StateWriter
 from stages.gateway.versions.catalog import VersionCatalog
 
 log = logging.getLogger("starling.gateway.recovery")
@@ -40,7 +38,7 @@ class Recovery:
         self,
         relay: Relay,
         readers: Readers,
-        journal: Journal | None,
+        journal: StateWriter,
         clock: Callable[[], float],
         wall: Callable[[], float],
         timeout_s: float,
@@ -57,8 +55,7 @@ class Recovery:
         self._timeout_s = timeout_s  # of a request that is generated again on demand
         self._waiting: dict[str, RequestState] = {}
         self._dormant: dict[str, JournalEntry] = {}
-        self._sync: asyncio.Future[None] | None = None
-        for entry in journal.take_entries() if journal is not None else ():
+        for entry in journal.take_entries():
             if entry.end is not None:
                 self._dormant[entry.spec.id] = entry
             else:
@@ -68,18 +65,15 @@ class Recovery:
         if self._waiting:
             log.warning("recovering requests that were in flight", extra={"requests": len(self._waiting)})
 
-    @property
-    def left_out(self) -> int:
-        """Requests that could not be journaled."""
-        return self.journal.left_out if self.journal is not None else 0
-
     # ---------------------------------------------------------------- the life of a request
 
-    def record_start(self, spec: RequestSpec) -> None:
-        """Journal an admitted request, before it is submitted."""
-        self.keys.run(spec)
-        if self.journal is not None:
-            self.journal.open(spec)
+    def record_start(self, spec: RequestSpec, on_written: Callable[[], object] = lambda: None) -> None:
+        """Journal an admitted request, which is submitted after `on_written`. A thread may call that."""
+        self.journal.open(spec, on_written)
+
+    def record_withdrawal(self, spec: RequestSpec) -> None:
+        """An admitted request is not submitted after all."""
+        self.journal.end(RequestEnd(spec.id, self._wall(), "ABANDONED"), is_kept=False)
 
     def record_end(self, request: RequestState) -> None:
         """Journal the outcome, and store the answer for readers."""
@@ -98,17 +92,15 @@ class Recovery:
             self.keys.forget(request.spec)
             if is_kept:
                 self.replay_buffer.put(request)
-        if self.journal is not None:
-            code = "" if is_kept else "ABANDONED"
-            code, message = (error.code, error.message) if error is not None else (code, "")
-            self.journal.end(RequestEnd(request.id, self._wall(), code, message), is_kept, is_pinned)
+        code = "" if is_kept else "ABANDONED"
+        code, message = (error.code, error.message) if error is not None else (code, "")
+        self.journal.end(RequestEnd(request.id, self._wall(), code, message), is_kept, is_pinned)
 
     def _drop(self, request_id: str) -> None:
         """The answer that was kept for an idempotency key need not be stored any longer."""
         self.replay_buffer.drop(request_id)
         self._dormant.pop(request_id, None)
-        if self.journal is not None:
-            self.journal.forget(request_id)
+        self.journal.forget(request_id)
 
     def _restore_keys(self) -> None:
         """Keep the idempotency keys of answered requests in the journal, the latest ones if not all fit."""
@@ -150,7 +142,7 @@ class Recovery:
         self.keys.expire()
         if self._dormant:
             self._dormant = {name: entry for name, entry in self._dormant.items() if not self._is_stale(entry)}
-        self._sync_journal()
+        self.journal.sync()
 
     def _try_open(self, request: RequestState, described: Mapping[str, Described], catalog: VersionCatalog) -> None:
         """Open a waiting request on a version that gives the same answer, or fail it if there will be none."""
@@ -194,14 +186,6 @@ class Recovery:
             request.sink.failed(error)
             request.sink.flush()
 
-    def _sync_journal(self) -> None:
-        """In a thread, so that a slow disk does not delay the streams."""
-        if self.journal is None or (self._sync is not None and not self._sync.done()):
-            return
-        fd = self.journal.unsynced()
-        if fd is not None:
-            self._sync = asyncio.get_running_loop().run_in_executor(None, sync_and_close, fd)
-
     # ---------------------------------------------------------------- journal entries and requests
 
     def _is_stale(self, entry: JournalEntry) -> bool:
@@ -224,8 +208,7 @@ class Recovery:
         spec = msgspec.structs.replace(spec, deadline=self._wall() + self._timeout_s, generation=generation)
         request = self._recovered(spec)
         request.is_charged = True
-        if self.journal is not None:
-            self.journal.open(spec)
+        self.journal.open(spec)  # its answer can be generated again from the old record as well: nothing waits for it
         self._waiting[spec.id] = request
         return request
 
@@ -238,16 +221,3 @@ class Recovery:
         for sequence in request.sequences:
             sequence.n_resubmitted = 1  # it was admitted before: if the scheduler's queue is full, it waits
         return request
-
-
-def sync_and_close(fd: int) -> None:
-    """Flush a file to disk and close it, in a thread. An error is logged."""
-    fault = points.fault_point("disk", "journal_sync")
-    try:
-        if fault.trigger is not None:
-            fault.trigger(0)
-        os.fdatasync(fd)
-    except OSError as error:
-        log.error("journal or quotas could not be synced: %s", error.strerror)
-    finally:
-        os.close(fd)
