@@ -58,7 +58,10 @@ from stages.gateway.versions.self_test import SelfTest
 
 
 class Service:
-    """One per process. `clock` is monotonic, `wall` is s since 1970."""
+    """One per process. `clock` is monotonic, `wall` is s since 1970 by the system's clock.
+
+    `steady` is s since 1970 that no change of that clock moves: for what is compared after a restart; None: `wall`.
+    """
 
     def __init__(
         self,
@@ -73,7 +76,9 @@ class Service:
         send_kv: Callable[[m.Frame], bool] = lambda frame: False,
         catalog: VersionCatalog | None = None,
         measure: MeasureMemory = capacity.measure,
+        steady: Callable[[], float] | None = None,
     ) -> None:
+        steady = steady or wall
         self.config = config
         self.clock = clock
         self.metrics = GatewayMetrics(
@@ -97,7 +102,7 @@ class Service:
             clock, server.idempotency_ttl_s, server.idempotency_tenant_mb << 20, server.idempotency_mb << 20
         )
         writer = state_writer or StateWriter(None)
-        self.recovery = Recovery(self.relay, self.readers, writer, clock, wall, timeout_s, keys)
+        self.recovery = Recovery(self.relay, self.readers, writer, clock, steady, timeout_s, keys)
         self.resumer = Resumer(self.recovery, self.readers, self.relay.vocabularies)
         changes = ChangeSignal()
         self.loaded = LoadedVersions(config, self.catalog, self.relay.vocabularies, self.tokenizer, changes.notify)
@@ -109,7 +114,7 @@ class Service:
         waiting = config.server.response_buffer_mb << 20
         self.response_bytes = FairShares(waiting, waiting // 2, reserve=waiting // 4, first=waiting // 8)
         self.response_cache = ResponseCache(config.cache.responses, clock)
-        quotas = Quotas(config.rate_limits, clock, writer, wall)
+        quotas = Quotas(config.rate_limits, clock, writer, steady)
         self.lifecycle = RequestLifecycle(
             self.relay,
             self.sessions,
@@ -132,6 +137,7 @@ class Service:
             self.tokenizer,
             clock,
             wall,
+            steady,
             draw_seed,
         )
         self.loader = Loader(
@@ -143,7 +149,7 @@ class Service:
             self.lifecycle,
             SelfTest(self.loaded, self.tokenizer, self.relay, clock),
             measure,
-            wall,
+            steady,
         )
 
     # ---------------------------------------------------------------- frames

@@ -10,7 +10,6 @@ import asyncio
 import gc
 import logging
 import socket
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -28,6 +27,7 @@ from pipeline.ipc.endpoint import Link
 from pipeline.models import versions
 from pipeline.observe import logs
 from pipeline.runtime.malloc_trim import MallocTrimmer
+from pipeline.runtime.steady_clock import SteadyClock, clock_path
 from pipeline.supervise import listen_fd as listening
 from stages.gateway.admin import MAX_TIMEOUT_S, Admin
 from stages.gateway.http.app import make_app
@@ -60,7 +60,8 @@ class GatewayStage:
             "gateway-scheduler", lambda frame: self.service.on_scheduler(frame)
         )
         self.kv: Link = self.endpoints.connect("gateway-kv", lambda frame: self.service.sessions.on_frame(frame))
-        self.state_writer = StateWriter(_open_journal(config), _open_quotas(config))
+        steady = SteadyClock(clock_path(paths.state_dir(config), "gateway")).seconds
+        self.state_writer = StateWriter(_open_journal(config, steady), _open_quotas(config))
         catalog = VersionCatalog(config, versions.read(config), lambda table: versions.write(config, table))
         self.service = Service(
             config,
@@ -70,6 +71,7 @@ class GatewayStage:
             state_writer=self.state_writer,
             send_kv=self.kv.send,
             catalog=catalog,
+            steady=steady,
         )
         self.tokenizer.on_up = self.service.on_tokenizer_up
         self.tokenizer.on_down = self.service.on_tokenizer_down
@@ -238,11 +240,11 @@ class GatewayStage:
                 await asyncio.sleep(0.01)
 
 
-def _open_journal(config: Config) -> Journal | None:
+def _open_journal(config: Config, steady: Callable[[], float]) -> Journal | None:
     """None if it is off: requests then end with this process."""
     if not config.server.journal_mb:
         return None
-    return Journal(paths.state_dir(config) / "journal", config.server.journal_mb << 20, time.time)
+    return Journal(paths.state_dir(config) / "journal", config.server.journal_mb << 20, steady)
 
 
 def _open_quotas(config: Config) -> QuotaFile | None:

@@ -7,7 +7,6 @@ stage, because only the stage can count pages while none of them changes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from pipeline.models import versions
 from pipeline.models.versions import ModelVersion
 from pipeline.observe.metrics import Snapshot
 from pipeline.observe.status import read_all
+from pipeline.runtime.steady_clock import clock_path, read_ns
 from shm.arena import ArenaError
 from shm.decoding import DECODE_ERRORS
 from shm.pages import PAGE_FULL, PAGE_LEASED, KvArena, attach_kv
@@ -39,7 +39,7 @@ READ_ATTEMPTS = 3  # for a page that looks damaged
 
 def inspect(config: Config, check: bool = False, now_ns: int | None = None) -> Report:
     """Read all models. `check` verifies every checksum, in the arena and on disk, and requests an audit."""
-    now = time.time_ns() if now_ns is None else now_ns
+    now = read_ns(clock_path(paths.state_dir(config), "kv")) if now_ns is None else now_ns
     report = Report(check, [_read_model(config, version, check, now) for version in versions.read(config).versions])
     if check:
         try:

@@ -23,6 +23,7 @@ from pipeline.config.schema import Config
 from pipeline.models import versions
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
+from pipeline.runtime.steady_clock import SteadyClock, clock_path
 from shm.arena import ArenaError, remove_stale_arenas
 from shm.checkpoint import CheckpointError
 from stages.kv.cache_metrics import RemovedVersions
@@ -100,6 +101,7 @@ class LoadedVersions:
         self._thread = ThreadPoolExecutor(1, "arenas")
         self._prune_thread = ThreadPoolExecutor(1, "prune")
         self._follower = versions.VersionFollower(config)
+        self._clock = SteadyClock(clock_path(paths.state_dir(config), "kv"))
         self._next_open = self._next_prune = self._next_retry = float("-inf")
         # Arenas of versions that were removed while no kv stage ran.
         kept = {version.slug for version in self._follower.table.versions}
@@ -159,9 +161,10 @@ class LoadedVersions:
         directory = paths.state_dir(self._config) / "sessions"
         sessions = self.sessions.get(name)
         if sessions is None:
-            own = ModelSessions(directory, name.replace("/", "--"))
+            own = ModelSessions(directory, name.replace("/", "--"), self._clock.seconds)
             sessions = self.sessions[name] = SessionThread(own, self._loop.wake)
-        pages = ModelPages(self._config, version.model, self._loop.report_progress, name, sessions, self._loop.wake)
+        loop = self._loop
+        pages = ModelPages(self._config, version.model, loop.report_progress, name, sessions, loop.wake, self._clock.ns)
         self.by_id[version.id] = LoadedVersion(version, pages)
         self._next_open = float("-inf")
 
@@ -261,7 +264,7 @@ class LoadedVersions:
         """Remove files that are no longer served, every PRUNE_S, on a thread. All versions are open."""
         if now >= self._next_prune and all(sessions.is_complete for sessions in self.sessions.values()):
             self._next_prune = now + PRUNE_S
-            self._prune_thread.submit(_prune_files, self.pages())
+            self._prune_thread.submit(_prune_files, self.pages(), self._clock.seconds())
 
     def do_chores(self) -> bool:
         """Expire, save and compact a few pages of each version; expire sessions. Returns whether pages remain."""
@@ -296,9 +299,9 @@ class LoadedVersions:
         return any(sessions.is_busy for sessions in self.sessions.values())
 
 
-def _prune_files(models: list[ModelPages]) -> None:
+def _prune_files(models: list[ModelPages], now: float) -> None:
     try:
-        prune(models, time.time())
+        prune(models, now)
     except Exception:
         log.exception("old files cannot be removed")
 

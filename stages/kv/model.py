@@ -60,12 +60,15 @@ class ModelPages:
         name: str = "",
         model_sessions: ModelSessions | SessionThread | None = None,
         wake: Callable[[], object] = lambda: None,
+        clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """`on_moved` is called after each page that was copied from another arena, `wake` by threads that use disks.
 
-        `name`: of the model that this is a version of; "" when it has only one version.
+        `name`: of the model that this is a version of; "" when it has only one version.  `clock_ns`: ns since 1970, the
+        same clock after a restart.
         """
         self.config = config
+        self._clock_ns = clock_ns
         self.model = model
         self.name = name or model.name
         self.slug = self.name.replace("/", "--")  # in the names of files that outlive this version
@@ -123,6 +126,7 @@ class ModelPages:
             opened.views,
             policy=config.cache.eviction_policy,
             ttl_ns=config.cache.ttl_s * 1_000_000_000,
+            clock_ns=self._clock_ns,
             fault=points.fault_point("kv", "page"),
             on_moved=self._on_moved,
         )
@@ -199,7 +203,7 @@ class ModelPages:
         def open_file() -> DiskPageStore:
             for old in persist.remove_old_versions(directory, slug, path):
                 log.info("%s is of an older version of the model and was removed", old)
-            return DiskPageStore(path, identity, page_bytes, max_bytes, residency, name=name)
+            return DiskPageStore(path, identity, page_bytes, max_bytes, residency, wall_ns=self._clock_ns, name=name)
 
         self._unmarked.add(path)
         return ThreadedPageStore(

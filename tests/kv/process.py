@@ -92,8 +92,10 @@ def load_config(home: Path) -> Any:
 class KvProcess:
     """`starling stage kv`."""
 
-    def __init__(self, home: Path, faults: str = "") -> None:
+    def __init__(self, home: Path, faults: str = "", site: Path | None = None) -> None:
+        """`site`: a directory with a sitecustomize.py for the process."""
         self.home = home
+        self.site = site
         self.faults = faults
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -101,7 +103,7 @@ class KvProcess:
         environment = {
             **os.environ,
             "STARLING_HOME": str(self.home),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(str(path) for path in (self.site, ROOT) if path is not None),
             "STARLING_CONFIG": str(self.home / "starling.yaml"),
             "STARLING_FAULTS": self.faults,
         }

@@ -53,7 +53,10 @@ class _Call(NamedTuple):
 
 
 class Admission:
-    """One per gateway. `clock` is monotonic, `wall` is s since 1970."""
+    """One per gateway. `clock` is monotonic, `wall` and `steady` are s since 1970.
+
+    `steady` ignores changes of the system's clock: a successor of this process compares deadlines with it.
+    """
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class Admission:
         tokenizer: TokenizerClient,
         clock: Callable[[], float],
         wall: Callable[[], float],
+        steady: Callable[[], float],
         draw_seed: Callable[[], int],
     ) -> None:
         self._received = points.fault_point("gateway", "received")
@@ -80,6 +84,7 @@ class Admission:
         self._tokenizer = tokenizer
         self._clock = clock
         self._wall = wall
+        self._steady = steady
         self._draw_seed = draw_seed
         self._timeout_s = config.server.request_timeout_ms / 1000
 
@@ -220,7 +225,7 @@ class Admission:
             seed=seed,
             created=created,
             fingerprint=f"fp_{described.digest[:12]}",
-            deadline=self._wall() + deadline - self._clock(),
+            deadline=self._steady() + deadline - self._clock(),
             priority=call.caller.priority,
             client_id=call.client_id or call.request_id,
             prompts=tuple(distinct),

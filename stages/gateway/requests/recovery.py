@@ -32,7 +32,7 @@ log = logging.getLogger("starling.gateway.recovery")
 
 
 class Recovery:
-    """One per gateway, beside its relay. `clock` is monotonic, `wall` is s since 1970."""
+    """One per gateway, beside its relay. `clock` is monotonic, `wall` is s since 1970 and steady."""
 
     def __init__(
         self,

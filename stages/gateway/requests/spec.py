@@ -32,7 +32,7 @@ class SequenceSpec(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RequestSpec(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """An admitted request. `created` and `deadline` are in seconds since 1970."""
+    """An admitted request. `created` is in seconds since 1970, `deadline` too, by the steady clock."""
 
     id: str  # req-HEX
     tenant: str

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.errors import Conflict, ModelUnavailable, StarlingError
@@ -30,7 +32,9 @@ TAG_DIGITS = 12  # hex digits of the tokenizer's digest in a directory's name
 class ModelSessions:
     """The sessions of the model with this `slug`. `directory`: `STATE_DIR/sessions`."""
 
-    def __init__(self, directory: Path, slug: str) -> None:
+    def __init__(self, directory: Path, slug: str, clock: Callable[[], float] = time.time) -> None:
+        """`clock`: s since 1970, the same one after a restart."""
+        self._clock = clock
         self._directory = directory
         self._slug = slug
         self._stores: dict[str, SessionStore] = {}  # by tag: the first digits of the tokenizer's digest
@@ -83,7 +87,7 @@ class ModelSessions:
                 continue
             try:
                 files = SessionFiles(directory)
-                self._stores[tag] = SessionStore(files, root_hash_of, page_tokens, bounds)
+                self._stores[tag] = SessionStore(files, root_hash_of, page_tokens, bounds, self._clock)
             except OSError as error:
                 self._errors.failed("open", directory, error)
                 self._unopened.add(tag)
@@ -126,6 +130,11 @@ class ModelSessions:
                 param="session_id",
             )
         return stores[0]
+
+    @property
+    def damaged(self) -> int:
+        """Sessions that lost turns, or all of them, since the process started."""
+        return sum(store.damaged for store in list(self._stores.values()))
 
     @property
     def disk_errors(self) -> int:
