@@ -182,6 +182,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "starling_token_gaps_total", "counter", "Times that tokens were missing and a sequence was submitted again."
         ),
+        Family("starling_sessions_damaged_total", "counter", "Sessions that lost turns by a damaged file."),
         # every stage
         Family("starling_stage_up", "gauge", "1 while the process of the stage runs.", ("stage",)),
         Family("starling_stage_ready", "gauge", "1 while the stage accepts work.", ("stage",)),

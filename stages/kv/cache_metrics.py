@@ -59,6 +59,7 @@ def measure(
     levels.update({("starling_kv_cache_pages", name, state): 0 for name in names for state in _STATES})
     levels.update({("starling_kv_cache_bytes", kind): 0 for kind in ("allocated", "resident", "spilled", "saved")})
     levels.update({("starling_sessions", name): 0 for name in names})
+    totals["starling_sessions_damaged_total",] = sum(one.damaged for one in sessions.values())
     totals["starling_state_file_errors_total", "sessions"] = sum(one.disk_errors for one in sessions.values())
     for model in models:
         if model.manager is None or model.geometry is None:

@@ -250,6 +250,9 @@ def test_damage_at_the_end_is_cut_off(tmp_path_factory: pytest.TempPathFactory, 
     again = open_sessions(directory, clock)
     for session in again.all():
         assert list(session.tokens) in states
+        if session.lost_bytes:
+            with pytest.raises(Conflict, match="has lost its latest turns"):
+                again.begin(ME, "t", "a")
         again.begin(ME, "t", "a")
         again.commit(ME, "t", "a", session.turn, 0, raw(9))  # the session continues
         assert [list(s.tokens) for s in open_sessions(directory, clock).all()] == [[9]]
@@ -320,3 +323,58 @@ def test_the_bytes_of_a_tenants_sessions_are_bounded(tmp_path: Path, clock: Time
     clock.now += 61
     sessions.begin(ME, "a", "", create=True)
     sessions.check()
+
+
+def three_turns(directory: Path, clock: Time) -> Path:
+    """A session "a" of three turns; returns its file."""
+    sessions = open_sessions(directory, clock)
+    for turn in (1, 2, 3):
+        sessions.begin(ME, "t", "a", create=True)
+        sessions.commit(ME, "t", "a", turn, turn - 1, raw(turn))
+    (path,) = directory.glob("*" + SUFFIX)
+    return path
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+@pytest.mark.parametrize("turn", [2, 3])
+def test_a_lost_turn_is_reported_once_and_earlier_turns_stay(
+    tmp_path: Path, clock: Time, damage: str, turn: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = three_turns(tmp_path, clock)
+    content = bytearray(path.read_bytes())
+    size = 16 + 12 + 4  # of a turn with one token
+    at = len(content) - (4 - turn) * size + 20
+    if damage == "flip":
+        content[at] ^= 1
+    path.write_bytes(content if damage == "flip" else content[:at])
+    for _ in range(2):  # until a client has received it, a restart does not end it
+        sessions = open_sessions(tmp_path, clock)
+        assert sessions.damaged == 1
+    assert "a session has lost turns" in caplog.text
+    with pytest.raises(Conflict, match=f"holds {turn - 1} turns with {turn - 1} tokens"):
+        sessions.begin(ME, "t", "a", resume=-1)
+    session = sessions.begin(ME, "t", "a")
+    assert (session.turn, list(session.tokens)) == (turn, list(range(1, turn)))
+    sessions.commit(ME, "t", "a", turn, turn - 1, raw(9))
+    again = open_sessions(tmp_path, clock)
+    assert again.damaged == 0
+    assert list(again.begin(ME, "t", "a").tokens) == [*range(1, turn), 9]
+
+
+def test_a_turn_that_was_being_written_when_kv_died_is_committed_again(tmp_path: Path, clock: Time) -> None:
+    """Its gateway begins it again and repeats the commit: nothing is lost, so nothing is reported."""
+    path = three_turns(tmp_path, clock)
+    path.write_bytes(path.read_bytes()[:-3])
+    sessions = open_sessions(tmp_path, clock)
+    sessions.begin(ME, "t", "a", resume=3)
+    sessions.commit(ME, "t", "a", 3, 2, raw(3))
+    assert list(sessions.begin(ME, "t", "a").tokens) == [1, 2, 3]
+    sessions.abort(ME, "t", "a", 4)
+    assert list(open_sessions(tmp_path, clock).begin(ME, "t", "a").tokens) == [1, 2, 3]
+
+
+def test_a_session_whose_first_record_is_damaged_is_counted(tmp_path: Path, clock: Time) -> None:
+    path = three_turns(tmp_path, clock)
+    path.write_bytes(b"x" + path.read_bytes()[1:])
+    sessions = open_sessions(tmp_path, clock)
+    assert (len(sessions), sessions.damaged, path.exists()) == (0, 1, False)

@@ -5,9 +5,10 @@
     kind 2   a turn: time (f64, s since 1970), base (u32), tokens (int32 each), little-endian
 
 A record is written before the turn is acknowledged, so the turn survives every process; a thread then synchronizes the
-file with the disk, so that it survives a power failure as well.  A partial record that a crash leaves at the end of a
-file is recognised and cut off; a file without an intact first record is removed.  On a full or failing disk the turn is
-refused and the session stays as it was; a file that cannot be removed is emptied, and removed later.
+file with the disk, so that it survives a power failure as well.  The turns before the first damaged record count; the
+session then reports its loss once (`lost_bytes`).  A file without an intact first record is removed.  On a full or
+failing disk the turn is refused and the session stays as it was; a file that cannot be removed is emptied, and removed
+later.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Session:
     holder: bytes = b""  # peer of the turn in progress; b"": no turn is in progress
     page_hashes: list[PageHash] = field(default_factory=list)  # of its full pages
     file_bytes: int = 0  # of intact records in its file
+    lost_bytes: int = 0  # after them: a turn that is damaged or was cut short, and all turns after it
 
     @property
     def turn(self) -> int:
@@ -68,6 +70,7 @@ class Session:
         self.turns += 1
         self.last_base = base
         self.last_use = when
+        self.lost_bytes = 0
 
 
 class Opened(msgspec.Struct, array_like=True):
@@ -87,6 +90,7 @@ class SessionFiles:
         """Create the directory. Raises `OSError`."""
         self.directory = directory
         self.errors = DiskErrors(log, "turns of sessions are refused, or the files of ended ones stay")
+        self.damaged = 0  # sessions that lost turns, or all of them, since the process started
         self._points = points.DiskPoints("sessions")
         self._unremoved: dict[Path, None] = {}  # files of ended sessions that could not be removed
         self._unread: set[Path] = set()  # files that could not be read
@@ -211,7 +215,6 @@ class SessionFiles:
             self._unread.discard(path)
             self.errors.worked("read")
             if session is None:
-                log.warning("%s is not a session and is removed", path)
                 self._remove(path)
             else:
                 yield session
@@ -221,11 +224,28 @@ class SessionFiles:
         raw = path.read_bytes()
         session, n_intact = parse(raw)
         if session is None or self.path(session.tenant, session.id) != path:
+            if raw:  # an empty file is of an ended session, and could not be removed
+                self.damaged += 1
+                log.error("%s is not a session and is removed", path)
             return None
-        session.file_bytes = n_intact
-        if n_intact < len(raw):
-            log.warning("%s: the last %d bytes are damaged and are overwritten", path, len(raw) - n_intact)
+        session.file_bytes, session.lost_bytes = n_intact, len(raw) - n_intact
+        if session.lost_bytes:
+            self.damaged += 1
+            facts = {"path": str(path), "lost_bytes": session.lost_bytes, "turns": session.turns}
+            log.error("a session has lost turns: its file is damaged", extra=facts)
         return session
+
+    def cut(self, session: Session) -> None:
+        """Cut the damaged records off a session's file. Never raises: the next turn overwrites them otherwise."""
+        session.lost_bytes = 0
+        path = self.path(session.tenant, session.id)
+        try:
+            self._points.write.hit()
+            os.truncate(path, session.file_bytes)
+        except OSError as error:
+            self.errors.failed("truncate", path, error)
+        else:
+            self.errors.worked("truncate")
 
 
 def parse(raw: bytes) -> tuple[Session | None, int]:

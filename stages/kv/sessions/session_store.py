@@ -78,6 +78,11 @@ class SessionStore:
         return session is not None and not self._is_expired(session, self._clock())
 
     @property
+    def damaged(self) -> int:
+        """Sessions that lost turns, or all of them, since the process started."""
+        return self._files.damaged
+
+    @property
     def disk_errors(self) -> int:
         """Failed operations on the sessions' files since the process started."""
         return self._files.errors.count
@@ -122,6 +127,14 @@ class SessionStore:
             raise Conflict(f"session {session.id!r} has a turn under way; wait for it", param="session_id")
         if not session.holder and resume <= 0:
             self._check_bytes(tenant)
+        if session.lost_bytes and resume <= 0:
+            self._files.cut(session)
+            raise Conflict(
+                f"session {session.id!r} has lost its latest turns, because its file was damaged: it holds "
+                f"{session.turns} turns with {len(session.tokens)} tokens; send the turn again to continue from "
+                "there, or close the session",
+                param="session_id",
+            )
         session.holder = holder
         return session
 

@@ -69,6 +69,11 @@ class SessionThread:
         return self._sessions.directories
 
     @property
+    def damaged(self) -> int:
+        """Sessions that lost turns, or all of them, since the process started."""
+        return self._sessions.damaged
+
+    @property
     def disk_errors(self) -> int:
         """Failed operations on files since the process started."""
         return self._sessions.disk_errors
