@@ -147,6 +147,32 @@ def test_attention_equals_the_twin(
     same(cache.attend(q[-1:], length - 1, 1), expected[-1:])
 
 
+@pytest.mark.parametrize("kv_type", ["f16", "f32", "int8"])
+@pytest.mark.parametrize("what", ["k", "v"])
+@pytest.mark.parametrize("lane", [0, 17, 63])
+def test_a_nan_in_the_cache_does_not_become_a_number(kv_type: str, what: str, lane: int) -> None:
+    rng = np.random.default_rng(lane)
+    k, v, q = values(rng, 40, 2, 64), values(rng, 40, 2, 64), values(rng, 40, 2, 64)
+    expected = Cache(kv_type, 64, 32, k, v).attend(q, 0, 8)
+    (k if what == "k" else v)[21, 1, lane] = np.nan
+    out = Cache(kv_type, 64, 32, k, v).attend(q, 0, 8)
+    same(out[:21], expected[:21])
+    same(out[:, :64], expected[:, :64])  # of the other head
+    damaged = out[21:, 64:]
+    assert np.isnan(damaged).all() if what == "k" else np.isnan(damaged[:, lane]).all()
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "int8"])
+@pytest.mark.parametrize("value", [np.inf, 1e30, 8_319_009.0, 8_319_008.0, 8_319_007.0, 65_505.0])
+def test_overflow_saturates(kv_type: str, value: float) -> None:
+    rng = np.random.default_rng(1)
+    k, v, q = values(rng, 40, 2, 64), values(rng, 40, 2, 64), values(rng, 40, 2, 64) * np.float32(1e-6)
+    k[21, 1, 40], v[22, 0, 3] = value, -value
+    k_stored, v_stored = arithmetic.stored(k, kv_type), arithmetic.stored(v, kv_type)
+    assert np.isfinite(k_stored).all()
+    same(Cache(kv_type, 64, 32, k, v).attend(q, 0, 8), exact_forward.attention(q, k_stored, v_stored, 0))
+
+
 def test_compiled_code_does_not_contract() -> None:
     """a * b + c is rounded twice unless fma is written."""
 

@@ -120,7 +120,7 @@ def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     inv = _F(127) / np.where(zero, _F(1), amax)
     scale = np.where(zero, _F(0), amax * _F(1 / 127))
     codes = np.clip(np.rint(blocks * inv[..., None]), -127, 127)
-    codes[zero] = 0
+    codes[zero | np.isnan(amax)] = 0  # a block with a NaN: its scale is NaN
     return codes.astype(np.int8), scale
 
 
@@ -131,7 +131,7 @@ def stored(x: np.ndarray, kv_type: str) -> np.ndarray:
     if kv_type == "f16":
         return np.clip(x, -F16_MAX, F16_MAX).astype(np.float16).astype(np.float32)
     if kv_type == "int8":
-        codes, scale = quantize(x)
+        codes, scale = quantize(np.clip(x, -127 * F16_MAX, 127 * F16_MAX))
         narrow = np.minimum(scale, F16_MAX).astype(np.float16).astype(np.float32)
         return (narrow[..., None] * codes.astype(np.float32)).reshape(*x.shape[:-1], -1)
     raise ValueError(f"kv_type is {kv_type!r}, expected 'f16', 'f32' or 'int8'")

@@ -19,6 +19,7 @@ from stages.worker.kernels.simd import (
     fma,
     get_u8,
     get_u16,
+    lanes_set,
     load_f32,
     load_f32_part,
     maximum,
@@ -39,6 +40,7 @@ from stages.worker.kernels.simd import (
 from stages.worker.kernels.simd.vectors import operation, pick
 
 F16_MAX = 65504.0
+INT8_MAX = 127 * F16_MAX  # the largest value of an int8 cache: the largest code and scale
 _TINY = float(2.0**-100)  # blocks with a smaller maximum are stored as zeros
 _BY_127 = float(np.float32(1.0 / 127.0))
 
@@ -179,15 +181,26 @@ def rotate_neox(x, y, cosine, sine, n_rot, n):
 
 @numba.njit(**JIT)
 def quantize_block(x, codes):
-    """32 f32 values at x to 32 s8 at codes; returns the scale (f32), 0 for a block of (nearly) zeros."""
-    low, high = load_f32(x), load_f32(x + 64)
+    """32 f32 values at x to 32 s8 at codes; returns the scale (f32).
+
+    It is 0 for a block of (nearly) zeros, and NaN for a block with a NaN, which must not become a plausible number.
+    Overflow saturates to +-INT8_MAX, as that of f16 to +-F16_MAX.
+    """
+    lowest, highest = splat_f32(np.float32(-INT8_MAX)), splat_f32(np.float32(INT8_MAX))
+    low = minimum(highest, maximum(lowest, load_f32(x)))
+    high = minimum(highest, maximum(lowest, load_f32(x + 64)))
     amax = reduce_max(maximum(absolute(low), absolute(high)))
-    tiny = amax < np.float32(_TINY)
-    inverse = splat_f32(np.float32(0.0) if tiny else np.float32(127.0) / amax)
+    inverse, scale = np.float32(0.0), np.float32(0.0)
+    if lanes_set((low == low) & (high == high)) != 0xFFFF:
+        scale = np.float32(np.nan)
+    elif amax >= np.float32(_TINY):
+        inverse = np.float32(127.0) / amax
+        scale = amax * np.float32(_BY_127)
+    factor = splat_f32(inverse)
     smallest, largest = splat_f32(np.float32(-127.0)), splat_f32(np.float32(127.0))
-    store_low8(codes, to_i32(maximum(minimum(round_even(low * inverse), largest), smallest)))
-    store_low8(codes + 16, to_i32(maximum(minimum(round_even(high * inverse), largest), smallest)))
-    return np.float32(0.0) if tiny else amax * np.float32(_BY_127)
+    store_low8(codes, to_i32(maximum(minimum(round_even(low * factor), largest), smallest)))
+    store_low8(codes + 16, to_i32(maximum(minimum(round_even(high * factor), largest), smallest)))
+    return scale
 
 
 @numba.njit(**JIT)
@@ -201,7 +214,7 @@ def narrow(x, y, n):
 
 @numba.njit(**JIT)
 def put_half(y, value, scratch):
-    """One f32 as f16 at y: half to even, at high 65504. `scratch`: 32 bytes."""
+    """One f32 as f16 at y: half to even, at high 65504, NaN stays. `scratch`: 32 bytes."""
     v = splat_f32(value)
     store_f16(scratch, f32_to_half(minimum(splat_f32(np.float32(F16_MAX)), v)))
     put_16(y, get_u16(scratch))
