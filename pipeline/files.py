@@ -5,30 +5,56 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 
-def replace_file(path: Path, data: bytes, *, durable: bool = False) -> None:
+def replace_file(
+    path: Path,
+    data: bytes,
+    *,
+    durable: bool = False,
+    mode: int = 0o666,
+    before: Callable[[str], object] = lambda operation: None,
+) -> None:
     """Write `data` beside `path` and rename it over `path`: a reader sees the old contents or the new, never a part.
 
-    `durable` writes the bytes to the disk before the rename, and the directory after it.  Raises `OSError`; unless only
-    the latter has failed, the old file then stands and the new one is removed.  One writer at a time: the temporary
-    name is derived from `path`.
+    `durable` writes the bytes to the disk before the rename, and the directory after it; if only the latter fails, the
+    new contents stand.  Raises `OSError`; the old file then stands and the new one is removed.  One writer at a time:
+    the temporary name is derived from `path`.  `before` is called with "open", "sync" and "rename" before each.
     """
     temporary = temporary_path(path)
     try:
-        with open(temporary, "wb") as file:
-            file.write(data)
+        before("open")
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        try:
+            write_all(fd, data, 0)
             if durable:
-                file.flush()
-                os.fsync(file.fileno())
+                before("sync")
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        before("rename")
         os.replace(temporary, path)
-        if durable:
-            sync_directory(path.parent)
     except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+    if durable:
+        with contextlib.suppress(OSError):
+            sync_directory(path.parent)
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory for its owner alone, with its parents, each durably, unless it exists. Raises `OSError`."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for directory in reversed(missing):
+        directory.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(OSError):
+            sync_directory(directory.parent)
 
 
 def sync_directory(directory: Path) -> None:

@@ -218,6 +218,7 @@ def _checked_payload(path: Path, file: _File) -> bytes:
 def write_index(path: Path, index: Index) -> None:
     """Replace an `.idx`: write it, synchronize it to the disk, rename it into place. Raises `OSError`."""
     os.rename(_write_temporary(path, index), path)
+    _sync_directory(path.parent)
 
 
 def _write_temporary(path: Path, index: Index) -> Path:
@@ -291,6 +292,15 @@ class Checkpoint:
 def checksum(data: Any) -> str:
     """BLAKE2b-128 of a buffer, hex."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _sync_directory(directory: Path) -> None:
+    """The renamed files survive a power failure."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class CheckpointWriter:
@@ -384,6 +394,7 @@ class CheckpointWriter:
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
+            _sync_directory(self._index_path.parent)
         except BaseException:
             self._temporary.unlink(missing_ok=True)
             raise

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import xxhash
 
 from pipeline.faults import points
-from pipeline.files import DiskErrors, DurableFile, sync_directory, write_all
+from pipeline.files import DiskErrors, DurableFile, make_directory, sync_directory, write_all
 
 log = logging.getLogger("starling.quotas")
 
@@ -56,7 +56,7 @@ class QuotaFile(DurableFile):
         self.errors = DiskErrors(log, "a restart would reset the quotas")
         self._points = points.DiskPoints("quotas")
         self._points.open.hit()
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(path.parent)
         super().__init__(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         try:
             self._read()

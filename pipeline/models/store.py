@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import ConfigError, ModelUnavailable
+from pipeline.files import sync_directory
 from pipeline.models import demo_models, digests
 from pipeline.models.download import download, no_progress
 from pipeline.models.locks import lock
@@ -164,4 +165,5 @@ def _place(part: Path, path: Path, model: ModelConfig, digest: str, models_dir: 
         os.fsync(file.fileno())
     part.chmod(0o444)
     part.rename(path)
+    sync_directory(path.parent)
     digests.remember(model.name, path, digests.Stamp(*digests.identity(path.stat()), digest), models_dir)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.files import replace_file
+from pipeline.files import make_directory, replace_file
 
 log = logging.getLogger("starling.clock")
 
@@ -71,7 +71,7 @@ class SteadyClock:
                 )
             self._epoch_ns = max(wall, earliest) - since_boot
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(path.parent)
             replace_file(path, msgspec.json.encode(_Record(boot, self._epoch_ns, self._epoch_ns + since_boot)))
         except OSError as error:
             log.warning("%s cannot be written: after a restart ages follow the system's clock: %s", path, error)

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from pipeline.errors import InvalidRequest
+from pipeline.files import replace_file
 from shm.decoding import DECODE_ERRORS
 from stages.gateway.admission.drain import ALL
 from stages.gateway.service import Service
@@ -143,11 +143,9 @@ class Admin:
     def _changed(self) -> None:
         self._service.readiness.notify()
         persistent = self._service.readiness.drains.persistent
-        new = self._drains_file.with_name(self._drains_file.name + ".new")
         try:
             if persistent:
-                new.write_bytes(msgspec.json.encode(persistent))
-                os.replace(new, self._drains_file)
+                replace_file(self._drains_file, msgspec.json.encode(persistent))
             else:
                 self._drains_file.unlink(missing_ok=True)
         except OSError as error:  # the drain stays in force until this process ends

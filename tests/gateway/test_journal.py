@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.faults import points
+from pipeline.files import temporary_path
 from pipeline.protocol.messages import Sampling
 from pipeline.record_file import RECORD_HEAD_BYTES
 from stages.gateway.requests import journal
@@ -24,7 +25,6 @@ from stages.gateway.requests.journal import (
     KEEP_S,
     MAGIC,
     MAX_ENDED,
-    NEW_FILE,
     UNREADABLE_FILE,
     Journal,
     RequestEnd,
@@ -180,9 +180,10 @@ def test_an_interrupted_rewrite_is_ignored(tmp_path: Path) -> None:
     target = open_journal(tmp_path)
     target.open(make_spec("req-a"))
     target.close()
-    (tmp_path / NEW_FILE).write_bytes(MAGIC + b"half")
+    new_file = temporary_path(tmp_path / FILE)
+    new_file.write_bytes(MAGIC + b"half")
     assert recovered(tmp_path) == {"req-a": None}
-    assert not (tmp_path / NEW_FILE).exists()
+    assert not new_file.exists()
 
 
 # ------------------------------------------------------------------ a journal of an earlier release

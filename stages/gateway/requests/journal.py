@@ -29,7 +29,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipeline.faults import points
-from pipeline.files import DurableFile, append_all, sync_directory, write_all
+from pipeline.files import DurableFile, append_all, make_directory, replace_file
 from pipeline.record_file import HEAD_CHECKED
 from shm.decoding import DECODE_ERRORS
 from stages.gateway.requests.spec import RequestSpec
@@ -37,7 +37,7 @@ from stages.gateway.requests.spec import RequestSpec
 log = logging.getLogger("starling.gateway.journal")
 
 MAGIC = b"STRLJNL1"
-FILE, NEW_FILE = "requests.journal", "requests.new"
+FILE = "requests.journal"
 UNREADABLE_FILE = "requests.unreadable"  # the last journal that could not be read
 KEEP_S = 120.0  # how long a client may ask for the answer of an ended request
 REOPEN_S = 5.0  # between attempts to open a journal that could not be opened
@@ -248,7 +248,6 @@ class Journal(DurableFile):
     def _rewrite(self) -> None:
         """Write all live records to a new file. Raises `OSError`; the old file is then unchanged."""
         self._expire()
-        new_path = self.directory / NEW_FILE
         offsets: dict[str, int] = {}
         parts, size = [MAGIC], len(MAGIC)
         for name, location in self._locations.items():
@@ -257,30 +256,26 @@ class Journal(DurableFile):
                 parts += record, location.end_record
                 size += len(record) + len(location.end_record)
         data = b"".join(parts)
-        self._points.open.hit()
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(new_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            write_all(fd, data, 0)
-            self._points.sync.hit()
-            os.fdatasync(fd)
-            self._points.rename.hit()
-            if self._is_unreadable:
-                self._rename_unreadable()
-            os.rename(new_path, self.path)
-        except OSError:
-            os.close(fd)
-            with contextlib.suppress(OSError):
-                new_path.unlink(missing_ok=True)
-            raise
-        with contextlib.suppress(OSError):  # of use after a power failure only
-            sync_directory(self.directory)
-        super().close()
-        self._fd, self._size = fd, size
+        make_directory(self.directory)
+        replace_file(self.path, data, durable=True, mode=0o600, before=self._before)
+        super().close()  # the old file has no name any more
+        self._fd, self._size = os.open(self.path, os.O_RDWR | os.O_CLOEXEC), size
         for name in [name for name in self._locations if name not in offsets]:
             self.forget(name)
         for name, at in offsets.items():
             self._locations[name].at = at
+
+    def _before(self, operation: str) -> None:
+        """The fault points of a rewrite."""
+        match operation:
+            case "open":
+                self._points.open.hit()
+            case "sync":
+                self._points.sync.hit()
+            case "rename":
+                self._points.rename.hit()
+                if self._is_unreadable:
+                    self._rename_unreadable()
 
     def _rename_unreadable(self) -> None:
         """Rename the file that could not be read. Raises `OSError`."""

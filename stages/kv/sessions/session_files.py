@@ -27,7 +27,7 @@ import msgspec
 
 from pipeline.background_sync import BackgroundSync
 from pipeline.faults import points
-from pipeline.files import DiskErrors
+from pipeline.files import DiskErrors, make_directory
 from pipeline.record_file import PAYLOAD_CHECKED, RECORD_HEAD_BYTES
 from shm.decoding import DECODE_ERRORS
 from stages.kv.pool.prefix_hash import PageHash
@@ -96,7 +96,7 @@ class SessionFiles:
         self._unread: set[Path] = set()  # files that could not be read
         self._sync = BackgroundSync(self.errors, self._points.sync.hit)
         self._points.open.hit()
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(directory)
 
     def path(self, tenant: str, session_id: str) -> Path:
         """File of a session. Its name is a hash, because clients choose ids and may use any characters."""
@@ -111,7 +111,7 @@ class SessionFiles:
         assert path not in self._unread, "a session that could not be read would be lost"
         opened = Opened(session.id, session.tenant, session.salt, session.ttl_s, session.created)
         try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # prune.py removes empty ones
+            make_directory(self.directory)  # prune.py removes empty ones
             fd = self._open(path, os.O_CREAT | os.O_TRUNC)
             self._unremoved.pop(path, None)  # its contents are gone
             try:
@@ -188,6 +188,7 @@ class SessionFiles:
             return False
         self._unremoved.pop(path, None)
         self.errors.worked("unlink")
+        self._sync_directory()
         return True
 
     # -------------------------------------------------------------- reading

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.faults import points
+from pipeline.files import make_directory, sync_directory
 from stages.kv.pool.page_headers import PageIdentity
 from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.storage.page_file import BLOCK, EXTENT_CELLS, CellLayout
@@ -85,11 +86,13 @@ class DiskPageStore:
         self._last_use_ns: dict[PageHash, int] = {}  # ns since 1970
         self._free: list[int] = []  # cells; the last one is used next
         self._points.open.hit()
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(path.parent)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._file = PageFileWriter(self._fd, layout)
+            with suppress(OSError):  # of use after a power failure only
+                sync_directory(path.parent)
             self._open({**identity, "page_bytes": page_bytes, "slots": self._extent_cells})
         except BaseException:
             os.close(self._fd)
