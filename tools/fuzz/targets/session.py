@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pipeline.errors import StarlingError
+from pipeline.errors import Conflict, StarlingError
 from pipeline.record_file import PAYLOAD_CHECKED
 from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.sessions.session_bounds import SessionBounds
@@ -50,6 +50,13 @@ def run(data: bytes) -> None:
     store.expire()
     if not len(store):
         return
+    if n_intact < len(raw):  # refused once
+        try:
+            store.begin(b"peer", session.tenant, session.id)
+        except Conflict:
+            pass
+        else:
+            raise AssertionError("the loss of turns was not reported")
     held = store.begin(b"peer", session.tenant, session.id)
     assert held.tokens == session.tokens
     turn = held.turn
