@@ -43,6 +43,7 @@ class Machine:
     scheduler_us: float = 150.0  # from a step's end to the publication of a step that needs its result
     kv_us: float = 100.0  # from a request to its answer
     jitter: float = 0.0  # relative standard deviation of a step's time
+    first_us: float = 0.0  # additional time of the first step
 
 
 @dataclass
@@ -109,11 +110,30 @@ class Simulation:
         self._n += 1
         heapq.heappush(self._events, (when, self._n, what))
 
-    def submit(self, when: float, name: str, prompt: int, output: int, tenant: str = "t", priority: int = 0) -> None:
+    def submit(
+        self,
+        when: float,
+        name: str,
+        prompt: int,
+        output: int,
+        tenant: str = "t",
+        priority: int = 0,
+        deadline_ms: int = 0,
+    ) -> None:
         """A sequence that generates `output` tokens from a prompt of `prompt` tokens that no other sequence shares."""
         self._prompts += 1
         tokens = array("i", [self._prompts] + [TOKEN] * (prompt - 1))
-        frame = Submit(name, name, "m", tenant, tokens.tobytes(), output, Sampling(), priority=priority)
+        frame = Submit(
+            name,
+            name,
+            "m",
+            tenant,
+            tokens.tobytes(),
+            output,
+            Sampling(),
+            priority=priority,
+            deadline_ms=deadline_ms,
+        )
 
         def arrive() -> None:
             self.records[name] = Record(tenant, self.now)
@@ -163,6 +183,7 @@ class Simulation:
         step = next(s for s in self.engine.steps.unacknowledged if s.number == number)
         took = self._truth.predict(step.tokens, step.positions) * 1e-6
         took *= max(0.5, self._rng.gauss(1.0, self.machine.jitter)) if self.machine.jitter else 1.0
+        took += self.machine.first_us * 1e-6 if number == 1 else 0.0
         slot = number % sh.SLOTS
         for row, start, count, samples, base, *_ in self._steps.entries[slot, : len(step.entries)].tolist():
             self._steps.out_token[slot, base : base + samples] = TOKEN

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from pipeline.observe.metric_families import BATCH, SECONDS
+from stages.scheduler.policy.output_lengths import OutputLengths
 
 
 class Histogram:
@@ -60,6 +61,7 @@ class Stats:
         self.waited_s = Histogram(SECONDS)  # from arrival to the first step
         self.step_s = Histogram(SECONDS)  # the worker's time
         self.mean_output = 64.0  # output tokens of a sequence, exponential average
+        self.output_lengths = OutputLengths()
         self.mean_fresh = 1.0  # share of a prompt that the cache does not have, exponential average
 
     def record_cached(self, prompt: int, cached: int) -> None:
@@ -70,9 +72,15 @@ class Stats:
     def record_finish(self, finish: str, outputs: int) -> None:
         """A sequence ended with finish reason `finish` after `outputs` tokens."""
         self.finished[finish] = self.finished.get(finish, 0) + 1
+        self.output_lengths.record_end(self.generated, finish == "stop")
         # An output that was cut off would have been longer: it counts only if it raises the mean.
         if finish in ("stop", "length") or outputs > self.mean_output:
             self.mean_output += 0.05 * (outputs - self.mean_output)
+
+    @property
+    def expected_output(self) -> float:
+        """Output tokens after which a sequence is expected to stop by itself."""
+        return self.output_lengths.mean(self.generated)
 
     def merge(self, other: Stats) -> None:
         """Add the counters and histograms of `other`."""

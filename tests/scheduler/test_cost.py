@@ -39,3 +39,45 @@ def test_a_chunk_costs_what_is_left_and_no_more():
         assert 0.9 * 10_000 - another < price <= 10_000
     assert cost.chunk(-1, 0, 100) == 0
     assert cost.chunk(1e9, 0, 7) == 7
+
+
+@pytest.mark.parametrize("factor", [0.01, 0.1, 1.0, 10.0])
+@pytest.mark.parametrize("first", [1.0, 1000.0])
+def test_a_few_steps_give_costs_of_the_right_size(factor: float, first: float) -> None:
+    """Also of full batches, which were not measured, and if one of the steps included a compilation."""
+    cost = CostModel()
+    true = CostModel(4000 * factor, 150 * factor, 0.1 * factor)
+    steps = [(200, 20_000), (1, 200), (1, 201), (2, 350), (2, 352)]
+    for i, (tokens, positions) in enumerate(steps):
+        assert not cost.is_known
+        cost.learn(tokens, positions, true.predict(tokens, positions) * (first if i == 0 else 1.0))
+    assert cost.is_known
+    for tokens, positions in ((1, 300), (32, 6400), (100, 30_000)):
+        assert 0.4 < cost.predict(tokens, positions) / max(true.predict(tokens, positions), 10.0) < 2.5
+
+
+def test_the_first_step_of_a_worker_is_not_learned() -> None:
+    cost = known_cost(1000.0)
+    before = cost.predict(1, 100)
+    cost.start_worker()
+    cost.learn(1, 100, 5e6)
+    cost.learn_pace(0.001, 5.0)
+    assert (cost.predict(1, 100), cost.pace) == (before, 1.0)
+    cost.learn(1, 100, 2.0 * before)
+    assert cost.predict(1, 100) > before
+
+
+def test_one_stall_hardly_changes_the_pace_and_a_slow_machine_does() -> None:
+    cost = known_cost(1000.0)
+    cost.learn_pace(0.001, 20.0)
+    assert cost.pace < 1.2
+    for _ in range(300):
+        cost.learn_pace(0.001, 0.005)
+    assert cost.pace == pytest.approx(5.0, rel=0.1)
+
+
+def known_cost(took_us: float) -> CostModel:
+    cost = CostModel()
+    while not cost.is_known:
+        cost.learn(1, 100, took_us)
+    return cost

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from stages.scheduler.core.row_scheduler import PREFETCH
+from stages.scheduler.policy.output_lengths import OutputLengths
 
 from .peers import submission
 from .world import GATEWAY, World
@@ -52,7 +53,8 @@ def test_a_request_that_can_begin_at_once_is_not_refused() -> None:
     world = World()
     learned(world, 390)
     world.set_cost(4000.0, 1.0, 0.001)
-    world.engine.stats.mean_output = 390.0  # such an output takes more than a second
+    world.engine.stats.output_lengths = OutputLengths(390.0)  # such an output takes more than a second
+    assert world.engine.waits.run_s(submission("short", [1, 2, 3], 390)) > 1.0
     world.submit(submission("short", [1, 2, 3], 390, deadline_ms=1000))
     assert "short" in world.engine.table.live
 

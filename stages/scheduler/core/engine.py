@@ -54,7 +54,7 @@ class Engine:
         pages = self.pages = PageSupply(limits, worker, table, leases, drafts, stats)
         rows = self.rows = RowScheduler(s, limits, worker, queues, table, leases, pages)
         waits = self.waits = WaitEstimate(s.max_batch_size, queues, table, cost, stats)
-        self.submissions = SubmissionQueue(s, limits, worker, queues, table, rows, outbox, waits, stats)
+        self.submissions = SubmissionQueue(s, limits, worker, queues, table, rows, outbox, waits, cost, stats)
         proposer = self.proposer = Proposer(table, queues, cost, stats)
         completion = StepCompletion(pacing, table, leases, outbox, proposer, drafts, cost, stats)
         quarantine = self._quarantine = Quarantine()
@@ -81,6 +81,7 @@ class Engine:
         """The worker has let go of everything before and reads the ring from now on."""
         self._limits.context_length, self._limits.vocab_size = context_length, vocab_size
         self.worker.is_attached = True
+        self.cost.start_worker()
 
     def halt(self, now: float) -> None:
         """Publish nothing more and return no row or page; the worker may still compute a step."""
@@ -133,6 +134,7 @@ class Engine:
     def tick(self, now: float) -> None:
         """Call about every 100 ms."""
         self.table.expire(now)
+        self.submissions.shed(now)
         self.queues.forget_idle()
         if not self.worker.is_attached and now - self.worker.detached_since > UNAVAILABLE_S:
             self.reject_all(Refusal("MODEL_UNAVAILABLE", "no worker became ready in time", "model", 5.0))

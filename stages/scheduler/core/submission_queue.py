@@ -11,12 +11,15 @@ from stages.scheduler.core.sequence_table import SequenceTable
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.core.worker_link import WorkerLink
 from stages.scheduler.policy.admission import Limits, Refusal, check_frame, check_limits
+from stages.scheduler.policy.cost import CostModel
 from stages.scheduler.policy.queues import QueueFullError, TenantQueues
 from stages.scheduler.policy.wait_estimate import WaitEstimate
 from stages.scheduler.stats import Stats
 
 UNAVAILABLE_S = 60.0  # sequences are refused when no worker has been attached for so long
-MIN_STEPS = 32  # steps after which costs are known well enough to refuse for a deadline
+MIN_STEPS = 32  # steps after which sequences are refused for a deadline even if none of them was measured
+SHED_S = 0.5  # between two checks of the waiting sequences
+SHED_MARGIN = 1.25  # a waiting sequence is refused if it would take so many times its remaining time
 
 
 class SubmissionQueue:
@@ -32,6 +35,7 @@ class SubmissionQueue:
         rows: RowScheduler,
         outbox: Outbox,
         waits: WaitEstimate,
+        cost: CostModel,
         stats: Stats,
     ) -> None:
         self._phases = PhasePoints()
@@ -43,7 +47,9 @@ class SubmissionQueue:
         self._rows = rows
         self._outbox = outbox
         self._waits = waits
+        self._cost = cost
         self._stats = stats
+        self._next_shed = float("-inf")
 
     def submit(self, gateway: bytes, frame: Submit, now: float) -> None:
         """Queue a sequence, or answer with `Rejected`."""
@@ -95,7 +101,7 @@ class SubmissionQueue:
             wait_s = self._waits.retry_after_s(removed.tenant)
             message = f"queue of {frame.model} is full and most of it is yours"
             self._table.reject(removed, Refusal("OVERLOADED", message, "", wait_s))
-        if frame.deadline_ms > 0 and self._stats.steps > MIN_STEPS:
+        if frame.deadline_ms > 0 and self._is_estimated:
             done_s = self._waits.backlog_s(tenant)
             if self._queues.depth:  # a sequence that can start at once may still stop early enough
                 done_s += self._waits.run_s(frame)
@@ -103,6 +109,29 @@ class SubmissionQueue:
                 message = f"it would take {done_s:.1f} s, the request's time is {frame.deadline_ms} ms"
                 return Refusal("OVERLOADED", message, "", self._waits.retry_after_s(tenant))
         return None
+
+    def shed(self, now: float) -> None:
+        """Refuse waiting sequences that will miss their deadline. Call about every 100 ms.
+
+        They were admitted before costs were known, or before it was known how long outputs become.  A request with a
+        choice that computes is not refused.
+        """
+        if now < self._next_shed or not self._queues.depth or not self._is_estimated:
+            return
+        self._next_shed = now + SHED_S
+        begun = {sequence.request for sequence in self._table.scheduled}
+        for tenant in [tenant for tenant in self._queues.tenants.values() if tenant.waiting]:
+            retry_s = self._waits.retry_after_s(tenant)
+            for sequence, takes_s in list(self._waits.too_late(tenant, now, SHED_MARGIN)):
+                if not sequence.outputs and sequence.request not in begun:
+                    left_s = sequence.deadline - now
+                    message = f"it would take {takes_s:.1f} s more, and {left_s:.1f} s of the request's time are left"
+                    self._table.reject(sequence, Refusal("OVERLOADED", message, "", retry_s))
+
+    @property
+    def _is_estimated(self) -> bool:
+        """Costs are known well enough to refuse for a deadline."""
+        return self._cost.is_known or self._stats.steps > MIN_STEPS
 
     def cancel(self, frame: Cancel) -> None:
         """End a sequence whose output is not wanted any more. Unknown ids are late, which is normal."""

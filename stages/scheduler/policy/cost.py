@@ -9,8 +9,11 @@ of a prompt goes into a step, never what is computed, so no output depends on it
 A server's time is not only steps: frames between processes, and steps of other models on the same cores.  `pace` is
 the time from one step's end to the next step's end, as a multiple of the cost.
 
-The three coefficients are tracked by a Kalman filter as a slow random walk.  Outliers (steps during which another
-process had the cores) are clipped, and coefficients stay positive.
+The first `WARM_STEPS` steps only scale the initial coefficients, by the median of measured and predicted times: the
+machine and the model may differ from the initial values by a factor of 100, and steps of one shape cannot tell the
+three coefficients apart.  After that they are tracked by a Kalman filter as a slow random walk.  Outliers (steps during
+which another process had the cores) are clipped, and coefficients stay positive.  The first step after a worker's start
+is not learned: it includes the start.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ INITIAL_VARIANCE = (1e6, 1e4, 1e4)  # us^2, of each coefficient; also the most t
 DRIFT = (500.0, 1.0, 1.0)  # us^2, growth of the variance in a step
 NOISE = 0.05  # of one measurement, as a part of the prediction
 PACE_DECAY = 0.99  # weight of the earlier measurements of the pace, at each new one
-MAX_PACE = 20.0  # of one measurement: a worker that starts compiles kernels, or waits for the disk
+PACE_CLIP = 2.0  # a measurement of the pace counts as at most so many times the present one
+PACE_PRIOR = 10  # measurements of pace 1 that are assumed before the first one
+WARM_STEPS = 5
 
 
 class CostModel:
@@ -31,19 +36,38 @@ class CostModel:
         self.fixed_us = fixed_us
         self.token_us = token_us
         self.position_us = position_us
+        self._initial = (fixed_us, token_us, position_us)
+        self._ratios = [1.0]  # measured times of the first steps, as multiples of the initial prediction
         # Covariance, upper triangle: fixed, token, 1000 positions.
         self._p = (INITIAL_VARIANCE[0], 0.0, 0.0, INITIAL_VARIANCE[1], 0.0, INITIAL_VARIANCE[2])
+        self._variance, self._drift = INITIAL_VARIANCE, DRIFT  # at the scale of this model
         self._predicted_s = self._passed_s = 0.0  # decaying sums
+        self._is_starting = False  # the next step is the first one of a worker
 
     @property
     def pace(self) -> float:
         """Time that passes for each second of predicted cost, at least 1.0."""
         return max(1.0, self._passed_s / self._predicted_s) if self._predicted_s else 1.0
 
+    @property
+    def is_known(self) -> bool:
+        """Enough steps were measured for predictions of about the right size."""
+        return len(self._ratios) > WARM_STEPS
+
+    def start_worker(self) -> None:
+        """The next step is the first one of a worker. Call `learn` for each step, then `learn_pace` for all of them."""
+        self._is_starting = True
+
     def learn_pace(self, predicted_s: float, passed_s: float) -> None:
         """Steps with a predicted cost of `predicted_s` were acknowledged after `passed_s`."""
-        self._predicted_s = PACE_DECAY * self._predicted_s + predicted_s
-        self._passed_s = PACE_DECAY * self._passed_s + min(passed_s, MAX_PACE * predicted_s)
+        if self._is_starting:
+            self._is_starting = False
+        elif self.is_known:
+            if not self._predicted_s:
+                self._predicted_s = self._passed_s = PACE_PRIOR * predicted_s
+            limit_s = PACE_CLIP * self.pace * predicted_s
+            self._predicted_s = PACE_DECAY * self._predicted_s + predicted_s
+            self._passed_s = PACE_DECAY * self._passed_s + min(passed_s, limit_s)
 
     def predict(self, tokens: int, positions: int) -> float:
         """Cost of one step, us."""
@@ -59,6 +83,11 @@ class CostModel:
 
     def learn(self, tokens: int, positions: int, took_us: float) -> None:
         """An acknowledged step of so many tokens and attention positions took `took_us`."""
+        if self._is_starting:
+            return
+        if not self.is_known:
+            self._scale(tokens, positions, took_us)
+            return
         expected = self.fixed_us + self.token_us * tokens + self.position_us * positions
         error = took_us - expected
         limit = CLIP * expected
@@ -68,12 +97,12 @@ class CostModel:
             error = -limit
         y, z = float(tokens), positions / UNIT_POSITIONS
         a, b, c, d, e, f = self._p
-        if a < INITIAL_VARIANCE[0]:
-            a += DRIFT[0]
-        if d < INITIAL_VARIANCE[1]:
-            d += DRIFT[1]
-        if f < INITIAL_VARIANCE[2]:
-            f += DRIFT[2]
+        if a < self._variance[0]:
+            a += self._drift[0]
+        if d < self._variance[1]:
+            d += self._drift[1]
+        if f < self._variance[2]:
+            f += self._drift[2]
         g0 = a + b * y + c * z
         g1 = b + d * y + e * z
         g2 = c + e * y + f * z
@@ -83,3 +112,16 @@ class CostModel:
         self.fixed_us = max(10.0, self.fixed_us + k0 * error)
         self.token_us = max(1.0, self.token_us + k1 * error)
         self.position_us = max(1e-4, self.position_us + k2 * error / UNIT_POSITIONS)
+
+    def _scale(self, tokens: int, positions: int, took_us: float) -> None:
+        """Scale the initial coefficients, and their variances, by the median ratio of the first steps."""
+        fixed_us, token_us, position_us = self._initial
+        self._ratios.append(took_us / (fixed_us + token_us * tokens + position_us * positions))
+        scale = sorted(self._ratios)[(len(self._ratios) - 1) // 2]  # the lower median
+        self.fixed_us = max(10.0, scale * fixed_us)
+        self.token_us = max(1.0, scale * token_us)
+        self.position_us = max(1e-4, scale * position_us)
+        a, b, c = (scale * scale * one for one in INITIAL_VARIANCE)
+        self._variance, self._p = (a, b, c), (a, 0.0, 0.0, b, 0.0, c)
+        d, e, f = (scale * scale * one for one in DRIFT)
+        self._drift = (d, e, f)

@@ -89,6 +89,7 @@ class TenantQueues:
         self._waiting.add(sequence)
         tenant.waiting += 1
         tenant.prompt_backlog += sequence.run.length
+        tenant.output_backlog += sequence.run.end - sequence.run.length
         self.depth += 1
 
     def pop(self, tenant: Tenant) -> SequenceState:
@@ -106,6 +107,7 @@ class TenantQueues:
         tenant = sequence.tenant
         tenant.waiting -= 1
         tenant.prompt_backlog -= sequence.run.length
+        tenant.output_backlog -= sequence.run.end - sequence.run.length
         self.depth -= 1
         heap = self._heaps[tenant.name]
         if not tenant.waiting:
@@ -113,6 +115,11 @@ class TenantQueues:
         elif len(heap) > 16 + 2 * tenant.waiting:
             heap = self._heaps[tenant.name] = [item for item in heap if item[1] in self._waiting]
             heapq.heapify(heap)
+
+    def in_order(self, tenant: Tenant) -> list[SequenceState]:
+        """The tenant's waiting sequences, the next one first."""
+        heap = self._heaps.get(tenant.name, ())
+        return [sequence for _, sequence in sorted(heap) if sequence in self._waiting]
 
     def next_tenant(self, places: int, batch: int) -> Tenant | None:
         """The tenant whose sequence is scheduled next; `places` of the regular `batch` places are free.

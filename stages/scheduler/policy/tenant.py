@@ -6,7 +6,17 @@ from __future__ import annotations
 class Tenant:
     """Counters of one tenant. `TenantQueues` holds its waiting sequences."""
 
-    __slots__ = ("computed", "inverse", "name", "prompt_backlog", "scheduled", "served", "waiting", "weight")
+    __slots__ = (
+        "computed",
+        "inverse",
+        "name",
+        "output_backlog",
+        "prompt_backlog",
+        "scheduled",
+        "served",
+        "waiting",
+        "weight",
+    )
 
     def __init__(self, name: str, weight: float) -> None:
         self.name = name
@@ -17,6 +27,7 @@ class Tenant:
         self.scheduled = 0  # sequences that have a row
         self.waiting = 0  # sequences in the queue
         self.prompt_backlog = 0  # known tokens of the waiting sequences
+        self.output_backlog = 0  # most tokens that they may still generate
 
     @property
     def is_active(self) -> bool:

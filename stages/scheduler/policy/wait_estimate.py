@@ -1,10 +1,16 @@
-"""Wait estimate: how long a tenant's backlog will take, from measured costs and the tenant's share."""
+"""Wait estimate: how long a tenant's backlog will take, from measured costs and the tenant's share.
+
+The length of an output is estimated from those that the model has generated so far (output_lengths.py), within the
+request's own limit.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 
 from pipeline.protocol.messages import Submit
+from stages.scheduler.core.sequence import SequenceState
 from stages.scheduler.core.sequence_table import SequenceTable
 from stages.scheduler.policy.cost import CostModel
 from stages.scheduler.policy.queues import TenantQueues
@@ -30,31 +36,56 @@ class WaitEstimate:
 
     def backlog_s(self, tenant: Tenant) -> float:
         """Seconds until the waiting sequences of `tenant` are done."""
-        n, scheduled = self._max_batch_size, self._table.scheduled
-        step_us, prompt_us = self._costs_us()
-        output_us = step_us / n * self._stats.mean_output
-
-        def work_us(t: Tenant) -> float:
-            return t.waiting * output_us + t.prompt_backlog * prompt_us
-
-        active = [t for t in self._queues.tenants.values() if t.is_active]
-        total_us = sum(work_us(t) for t in active)
-        total_us += sum(max(0, s.run.length - s.run.planned) * prompt_us + output_us / 2 for s in scheduled)
-        share = tenant.weight / (sum(t.weight for t in active if t is not tenant) + tenant.weight)
-        own_us = work_us(tenant) / share + output_us * n / 2
-        return min(total_us, own_us) * 1e-6
+        output_us, prompt_us = self._costs_us()
+        return self._done_s(tenant, output_us, prompt_us)(self._work_us(tenant, output_us, prompt_us))
 
     def run_s(self, frame: Submit) -> float:
         """Expected computing time of a new sequence in a full batch."""
-        step_us, prompt_us = self._costs_us()
-        outputs = min(frame.max_tokens, self._stats.mean_output)
-        return (outputs * step_us + len(frame.prompt) // 4 * prompt_us) * 1e-6
+        output_us, prompt_us = self._costs_us()
+        outputs = min(frame.max_tokens, self._stats.expected_output)
+        return (outputs * output_us * self._max_batch_size + len(frame.prompt) // 4 * prompt_us) * 1e-6
+
+    def too_late(self, tenant: Tenant, now: float, margin: float) -> Iterator[tuple[SequenceState, float]]:
+        """The waiting sequences of `tenant` that will miss their deadline, and the seconds that each would take.
+
+        Sequences behind one that is yielded are estimated without it.  A sequence is late if it would take more than
+        `margin` times its remaining time.
+        """
+        output_us, prompt_us = self._costs_us()
+        done_s = self._done_s(tenant, output_us, prompt_us)
+        mean, ahead_us = self._stats.expected_output, 0.0
+        for sequence in self._queues.in_order(tenant):
+            outputs = min(mean, sequence.run.end - sequence.run.length)
+            fresh_us = sequence.run.length * prompt_us
+            takes_s = done_s(ahead_us) + (outputs * output_us * self._max_batch_size + fresh_us) * 1e-6
+            if takes_s > margin * (sequence.deadline - now):
+                yield sequence, takes_s
+            else:
+                ahead_us += outputs * output_us + fresh_us
+
+    def _work_us(self, tenant: Tenant, output_us: float, prompt_us: float) -> float:
+        """Computing time of the waiting sequences of `tenant`."""
+        outputs = min(tenant.waiting * self._stats.expected_output, tenant.output_backlog)
+        return outputs * output_us + tenant.prompt_backlog * prompt_us
+
+    def _done_s(self, tenant: Tenant, output_us: float, prompt_us: float) -> Callable[[float], float]:
+        """Seconds until `tenant` has had so many us of computing time, as a function of these."""
+        n, scheduled, mean = self._max_batch_size, self._table.scheduled, self._stats.expected_output
+        active = [t for t in self._queues.tenants.values() if t.is_active]
+        others_us = sum(self._work_us(t, output_us, prompt_us) for t in active if t is not tenant)
+        others_us += sum(max(0, s.run.length - s.run.planned) for s in scheduled) * prompt_us
+        outputs = sum(min(mean, s.run.end - s.run.length) for s in scheduled)
+        others_us += outputs * output_us
+        share = tenant.weight / (sum(t.weight for t in active if t is not tenant) + tenant.weight)
+        # Until a sequence of the running batch ends.
+        first_us = outputs / len(scheduled) * output_us * n / 2 if scheduled else 0.0
+        return lambda own_us: min(others_us + own_us, own_us / share + first_us) * 1e-6
 
     def _costs_us(self) -> tuple[float, float]:
-        """Cost of a step with a full batch, and of a prompt token (some of which the cache has)."""
+        """Cost of an output token in a full batch, and of a prompt token (some of which the cache has)."""
         n, cost, scheduled = self._max_batch_size, self._cost, self._table.scheduled
         # Attention is estimated for sequences as long as the scheduled ones.
         length = sum(s.run.length for s in scheduled) / len(scheduled) if scheduled else self._stats.mean_output / 2
         step_us = cost.predict(n, round(n * length))
         prompt_us = (cost.token_us + cost.position_us * length / 2) * self._stats.mean_fresh
-        return step_us * cost.pace, prompt_us * cost.pace
+        return step_us / n * cost.pace, prompt_us * cost.pace
