@@ -86,6 +86,15 @@ def test_a_full_or_slow_disk_changes_no_byte(server: Server, scenario: str) -> N
         assert use["descriptors_end"] <= use["descriptors_most"]
 
 
+def test_clients_outlive_the_gateway(server: Server) -> None:
+    """The gateway comes first in the order of names, before the first request; its second round has streams."""
+    rows = {row["fault"]: row for row in chaos(server, "kill-each", 20)["rows"]}
+    killed = rows["kill gateway"]
+    assert killed["faults"] >= 1
+    assert killed["streams"] == killed["identical"] > 0
+    assert killed["resumed"] > 0
+
+
 def test_a_full_disk_ends_when_the_chaos_command_is_killed(server: Server) -> None:
     """SIGKILL leaves the command no chance to lift the limits itself."""
 
