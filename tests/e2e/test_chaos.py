@@ -23,6 +23,7 @@ from starling.chaos.requests import ChaosRequest
 from starling.chaos.scenario import actions, targets
 from starling.chaos.traffic import Traffic
 from tests.e2e import small_disk
+from tests.e2e.arenas import arenas_of
 from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import ROOT, Server
@@ -214,9 +215,11 @@ def test_a_model_that_does_not_fit_twice_is_not_reloaded(tmp_path: Path, monkeyp
         pytest.skip(f"no file system can be mounted here: {reason}")
     share_caches(tmp_path)
     (tmp_path / "arenas").mkdir()
-    model = {"name": "tiny", "path": str(write_model(tmp_path / "tiny.gguf", SHAPES["small"])), "kv_cache_mb": 16}
-    config = {"models": [model], "server": {"arena_dir": str(tmp_path / "arenas")}}
-    launcher = small_disk.mounted(90 << 10, tmp_path / "arenas")
+    path = write_model(tmp_path / "tiny.gguf", SHAPES["small"])
+    model = {"name": "tiny", "path": str(path), "kv_cache_mb": 16}
+    config: dict[str, Any] = {"models": [model], "server": {"arena_dir": str(tmp_path / "arenas")}}
+    arenas = arenas_of(config, path, tmp_path)
+    launcher = small_disk.mounted(3 * arenas.total // 2 >> 10, tmp_path / "arenas")
 
     def is_enough(found: Mixed) -> bool:
         return re.search(r"skip reload: .* exits with 78: .*of KV pages", " ".join(found.said.split())) is not None

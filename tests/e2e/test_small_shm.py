@@ -5,7 +5,6 @@ The file system is a tmpfs in a mount namespace of the server's own, and the ker
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 from collections.abc import Iterator
@@ -14,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.load import resolve
-from pipeline.models.arena_sizes import ArenaSizes, arena_sizes
-from stages.worker.checkpoint.ingest import ingest
 from tests.e2e import small_disk
+from tests.e2e.arenas import arenas_of
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server
 from tools.tiny_gguf import SHAPES, write_model
@@ -37,18 +34,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = write_model(home / "tiny.gguf", SHAPES["small"])
     models = [{"name": "tiny", "path": str(path), "kv_cache_mb": 4}]
     config: dict[str, Any] = {"models": models, "server": {"request_timeout_ms": 60_000}}
-    sizes = sizes_of(config, path, home)
+    sizes = arenas_of(config, path, home)
     assert min(sizes) > SPARE_BYTES
     launcher = small_disk.mounted((sizes.total + SPARE_BYTES) >> 10, Path("/dev/shm"))
     with Server(home, config, launcher=launcher) as server:
         yield server
         server.stop()
-
-
-def sizes_of(config: dict[str, Any], path: Path, home: Path) -> ArenaSizes:
-    resolved = resolve(config, {})
-    index = ingest(path, home / "sized.idx", hashlib.sha256(path.read_bytes()).hexdigest())
-    return arena_sizes(resolved, resolved.models[0], index.hyper)
 
 
 def shm(server: Server) -> Path:
