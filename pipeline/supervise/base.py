@@ -53,6 +53,11 @@ class SupervisorBase:
         for number in SIGNALS:
             signal.signal(number, self.on_signal)
 
+    @staticmethod
+    def ignore_restart_requests() -> None:
+        """This process ends: SIGHUP would kill an interpreter that finalizes, and its exit code would be lost."""
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
     def wait(self, timeout_s: float) -> set[int]:
         """Wait for a descriptor or a signal; the readable descriptors. The death of an ancestor requests a stop."""
         ready = {fd for fd, _ in self._poll.poll(timeout_s * 1000)}

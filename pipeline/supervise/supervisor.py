@@ -83,7 +83,10 @@ def supervise(
         start = start_fork(run, stage, config)
     policy = RestartPolicy(random.SystemRandom().random, limits)
     drain_s = config.server.drain_timeout_ms / 1000 + GRACE_S
-    return Supervisor(stage, start, policy, watched_ancestors, drain_s).run()
+    supervisor = Supervisor(stage, start, policy, watched_ancestors, drain_s)
+    code = supervisor.run()
+    supervisor.ignore_restart_requests()
+    return code
 
 
 def preloaded(preload: Callable[[], object] | None) -> bool:

@@ -102,6 +102,7 @@ class WorkerPool(SupervisorBase):
             self._follower.poll()
             self._reconcile()
             if self.stop_requests and not any(member.pid for member in self._members.values()):
+                self.ignore_restart_requests()
                 return self._code
             if self._renames in self.wait(self._timeout_s()):
                 os.read(self._renames, 65536)
