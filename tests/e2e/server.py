@@ -57,7 +57,8 @@ class Server:
         self.config_path = home / "starling.yaml"
         self.config_path.write_text(yaml.safe_dump(settings))
         self.environment = {
-            **os.environ,
+            # `make test ARGS=...` exports its arguments, which a nested `make serve` would take for its own.
+            **{name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES", "ARGS")},
             "STARLING_HOME": str(home),
             "STARLING_CONFIG": str(self.config_path),
             "PYTHONPATH": str(ROOT),
