@@ -26,7 +26,8 @@ def test_a_second_server_with_the_same_state_directory_is_refused(tmp_path: Path
     state = tmp_path / "state"
 
     def server(home: Path) -> Up:
-        return Up(home, {"models": models, "server": {"state_dir": str(state)}})
+        # The first server is killed: its arenas are not to stay in /dev/shm.
+        return Up(home, {"models": models, "server": {"state_dir": str(state), "arena_dir": str(home / "arenas")}})
 
     with server(homes[0]) as first:
         second = server(homes[1]).start()
