@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix check format bench chaos fuzz peers peers-native lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format bench chaos fuzz peers peers-native lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -30,7 +30,7 @@ setup: $(VENV)/.locked ## only the virtual environment
 test: test-fast test-slow ## all tests, the fast ones first
 
 test-fast: $(VENV)/.locked-dev ## tests that need no model, no compiled kernels and no processes
-	@$(BIN)/python -m pytest -q -x -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -q -x -n auto --dist worksteal -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.locked-dev ## the others; fetches the demo model
 	@$(BIN)/starling prepare
@@ -38,6 +38,9 @@ test-slow: $(VENV)/.locked-dev ## the others; fetches the demo model
 
 kill-matrix: $(VENV)/.locked-dev ## every process and pair of them killed in every phase of a request; some minutes
 	@STARLING_KILL_MATRIX=all $(BIN)/python -m pytest -q tests/e2e/test_phase_matrix.py $(ARGS)
+
+disk-faults: $(VENV)/.locked-dev ## every operation on every state file fails in every way; some minutes
+	@STARLING_DISK_FAULTS=all $(BIN)/python -m pytest -q tests/kv/test_disk_faults.py $(ARGS)
 
 check: $(VENV)/.locked-dev ## format, lint, types, layers, docs
 	@$(BIN)/ruff check .

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from pipeline.faults import points
-from pipeline.faults.plan import install
 from stages.gateway.requests.journal import FILE, UNREADABLE_FILE, RequestEnd, parse
+from tests import live_faults
 from tests.gateway.server import MakeServer, Server, Stream
 
 DELAY_S = 2.5  # of each access
@@ -22,14 +22,18 @@ BODY = {"prompt": "abc", "max_tokens": 3000, "seed": 1, "ignore_eos": True}
 LONG = "x" * 4000  # a record of 16 KB
 
 
+def wait(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
 @contextmanager
 def faults(server: Server, plan: str) -> Iterator[None]:
-    path = server.home / "run" / points.FILE
-    install(path, plan)
-    time.sleep(0.3)  # three ticks of the process
+    live_faults.begin(server.home, plan, wait)
     yield
-    path.unlink()
-    time.sleep(0.3)
+    live_faults.end(server.home, wait)
 
 
 class Follower(threading.Thread):
@@ -39,6 +43,7 @@ class Follower(threading.Thread):
         super().__init__()
         self.stream = stream
         self.longest_s = 0.0
+        self.n_events = 0
         self.is_done = False
         self.start()
 
@@ -47,6 +52,7 @@ class Follower(threading.Thread):
         for _ in self.stream.events():
             now = time.monotonic()
             self.longest_s, last = max(self.longest_s, now - last), now
+            self.n_events += 1
             if self.is_done:
                 break
         self.stream.close()
@@ -71,7 +77,8 @@ def test_a_slow_disk_delays_no_stream_in_flight(make_server: MakeServer, point: 
         begin = time.monotonic()
         assert server.post("/v1/generate", {"prompt": "x", "max_tokens": 1}).status == 200
         is_late = time.monotonic() - begin >= DELAY_S * 0.9
-        time.sleep(0.2)
+        n_events = follower.n_events
+        wait(lambda: follower.n_events >= n_events + 10)  # while the disk is slow
     assert is_late == (not point.endswith("_sync"))  # acknowledged after its record is written
     assert follower.end() < GAP_S
 
@@ -114,8 +121,7 @@ def test_a_client_that_leaves_while_the_disk_is_slow_leaves_nothing(make_server:
     assert server.peers.do(lambda: len(server.peers.generator.submitted)) == 2
     follower.end()
     file = server.home / "state" / "journal" / FILE
-    while sum(isinstance(value, RequestEnd) for _, value, _ in parse(file.read_bytes())) < 3:
-        time.sleep(0.01)
+    wait(lambda: sum(isinstance(value, RequestEnd) for _, value, _ in parse(file.read_bytes())) >= 3)
     server.kill_and_restart()
     server.wait_ready()
     assert not [line for line in server.lines if "recovering requests" in line]

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.faults import points
-from pipeline.faults.plan import install
+from tests import live_faults
 from tests.kv.process import PAGE_TOKENS, WAIT_S, Gateway, Scheduler
 
 
@@ -22,7 +21,7 @@ class Peers:
     def __init__(self, home: Path, digest: str) -> None:
         self.scheduler = Scheduler(home, digest)
         self.gateway = Gateway(home)
-        self.path = home / "run" / points.FILE
+        self.home = home
 
     def __enter__(self) -> Peers:
         return self
@@ -38,12 +37,12 @@ class Peers:
             self.scheduler.turn()
             self.gateway.turn()
 
-    def wait(self, condition: Callable[[], bool]) -> None:
+    def wait(self, condition: Callable[[], object]) -> None:
         """Send heartbeats until the condition holds."""
         deadline = time.monotonic() + WAIT_S
         while not condition():
             assert time.monotonic() < deadline
-            self.idle(0.1)
+            self.idle(0.02)
 
     def wait_up(self) -> None:
         self.wait(lambda: self.scheduler.ready is not None and self.gateway.link.peer is not None)
@@ -52,9 +51,8 @@ class Peers:
         self.wait(lambda: self.scheduler.ready is None and self.gateway.link.peer is None)
 
     def begin(self, plan: str) -> None:
-        install(self.path, plan)
-        self.idle(0.4)  # four ticks of the process
+        """Inject faults; a process that is up has them from here on, another one from its first turns on."""
+        live_faults.begin(self.home, plan, self.wait if self.scheduler.ready is not None else None)
 
     def end(self) -> None:
-        self.path.unlink()
-        self.idle(0.4)
+        live_faults.end(self.home, self.wait if self.scheduler.ready is not None else None)

@@ -105,8 +105,11 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", ["eio", "erofs"])
-@pytest.mark.parametrize("point", POINTS)
+ALL = [(point, fault) for point in POINTS for fault in ("eio", "erofs")]
+CASES = ALL if os.environ.get("STARLING_DISK_FAULTS") == "all" else ALL[::4] + ALL[3::4]  # one of each point, in turn
+
+
+@pytest.mark.parametrize(("point", "fault"), CASES)
 def test_no_state_file_ends_the_process(home: Path, point: str, fault: str) -> None:
     """Each operation fails while the process serves, and from its start; it serves, and recovers when the disk does."""
     digest = write_model(home)
@@ -147,7 +150,7 @@ def test_no_state_file_ends_the_process(home: Path, point: str, fault: str) -> N
             peers.wait(is_read)  # at most a round of retries
             gateway.link.send(m.SessionAbort("tiny", "t", "kept", 2))
             check_serves(peers)
-        assert len(session_files(home)) == 1
+            peers.wait(lambda: len(session_files(home)) == 1)  # removals that failed are repeated
 
 
 def test_a_failed_turn_is_not_read_back(home: Path) -> None:
