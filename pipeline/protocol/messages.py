@@ -77,6 +77,20 @@ class Sampling(Frame):
     logit_bias: tuple[tuple[int, float], ...] = ()  # at most 300
 
 
+class Constraint(Frame):
+    """What the whole output of a sequence must match; the end token is sampled only where it does.
+
+    `kind` is one of CONSTRAINT_KINDS.  `field` is the client's field that it came from, for error messages.
+    """
+
+    kind: str
+    text: str  # json_schema: JSON; choice: a JSON array of strings; the others: in their own language
+    field: str = ""
+
+
+CONSTRAINT_KINDS = ("json_schema", "regex", "choice", "lark", "gbnf")
+
+
 # ------------------------------------------------------------------ gateway <-> tokenizer
 
 
@@ -197,6 +211,7 @@ class Submit(Frame, tag="S"):
     priority: int = 0
     cache_salt: str = ""
     speculate: int = 0  # maximum draft tokens in a step; 0: as configured, -1: none
+    constraint: Constraint | None = None
 
 
 class Cancel(Frame, tag="C"):

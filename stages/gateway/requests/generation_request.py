@@ -13,7 +13,7 @@ import msgspec
 
 from pipeline.api.generation_fields import MAX_SEQUENCES, sampling_of
 from pipeline.errors import InvalidRequest
-from pipeline.protocol.messages import Sampling
+from pipeline.protocol.messages import Constraint, Sampling
 
 TextOrIds = str | tuple[int, ...]
 
@@ -55,6 +55,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     # Of a chat: what the template's `strftime_now` shows, ISO 8601; set at admission if the client gave none. UNSET is
     # not encoded, so that an older gateway finds the journal as it knows it.
     template_date: str | msgspec.UnsetType = msgspec.UNSET
+    constraint: Constraint | msgspec.UnsetType = msgspec.UNSET  # what the output must match; UNSET: anything
 
     @property
     def prompt_field(self) -> str:

@@ -58,6 +58,7 @@ def key_of(spec: RequestSpec, kv_type: str) -> ResponseKey:
         generation.skip_special,
         generation.stop,
         sequences,
+        *((generation.constraint.kind, generation.constraint.text) if generation.constraint else ()),
     )
     return ResponseKey(hashlib.sha256(msgspec.msgpack.encode(parts)).digest())
 

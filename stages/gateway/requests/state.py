@@ -230,4 +230,5 @@ def submission(sequence: SequenceState, forced: bytes, now: float) -> Submit:
         priority=spec.priority,
         cache_salt=generation.cache_salt,
         speculate=generation.speculate,
+        constraint=generation.constraint or None,
     )

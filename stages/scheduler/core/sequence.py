@@ -57,6 +57,7 @@ class SequenceState:
         "arrived",
         "cached_tokens",
         "choice",
+        "constraint",
         "deadline",
         "dedup_leader",
         "dedup_tokens",
@@ -96,6 +97,7 @@ class SequenceState:
         self.max_tokens: int = frame.max_tokens
         self.sampling: Sampling = frame.sampling
         self.choice: int = frame.choice
+        self.constraint = frame.constraint
         self.stop_ids = frozenset(frame.stop_ids)
         self.salt: str = frame.cache_salt
         self.deadline = now + frame.deadline_ms / 1000 if frame.deadline_ms > 0 else math.inf

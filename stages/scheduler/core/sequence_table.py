@@ -168,6 +168,7 @@ class SequenceTable:
             frame.sampling.logprobs >= 0
             or tokens[:split].tobytes() != frame.prompt
             or sequence.sampling != frame.sampling
+            or sequence.constraint != frame.constraint
             or sequence.max_tokens != frame.max_tokens
             or sequence.stop_ids != frozenset(frame.stop_ids)
             or tokens[split : split + received] != forced
