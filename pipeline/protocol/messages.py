@@ -172,6 +172,7 @@ class Described(Frame, tag="M"):
     pieces: bytes = b""  # the bytes of every token, concatenated
     piece_ends: bytes = b""  # u32 little-endian: end of each token's bytes in `pieces`
     control: bytes = b""  # i32 little-endian: ids of control tokens, which have no text
+    tool_format: str = ""  # how the model writes tool calls; "": its chat template has no place for tools
 
 
 class TokenizerFailed(Frame, tag="X"):

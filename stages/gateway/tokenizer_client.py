@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
 from pipeline.protocol import messages as m
+from stages.gateway.requests.generation_request import TemplateArguments
 
 TIMEOUT_S = 30.0  # for one reply
 MAX_PENDING = 2048  # requests without a reply
@@ -115,16 +116,26 @@ class TokenizerClient:
         self,
         version_id: str,
         messages: list[dict[str, Any]],
+        arguments: TemplateArguments,
         token_limit: int = 0,
         now: str = "",
         request_id: str = "",
     ) -> m.Encoded:
         """Return the token ids of a chat, rendered by the model's template; `token_limit` as for `encode`.
 
+        arguments: what the template gets besides the messages.
         now: the time that the template shows (ISO 8601), so that repeating the call gives the same ids.
         """
         reply: m.Encoded = await self.request(
-            lambda key: m.Render(key, version_id, messages, token_limit=token_limit, now=now, request=request_id)
+            lambda key: m.Render(
+                key,
+                version_id,
+                messages,
+                tools=arguments.tools,
+                token_limit=token_limit,
+                now=now,
+                request=request_id,
+            )
         )
         return reply
 

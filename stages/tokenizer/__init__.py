@@ -10,5 +10,6 @@ chunked_encode.py      long texts chunk by chunk
 token_lower_bound.py   a lower bound of a text's token count
 template.py            chat templates
 template_budget.py     the templates' sandbox: bounds on time and memory
+tool_format.py          how a model writes tool calls, by its template
 template_marks.py      which control tokens of a rendered chat are the template's own
 """

@@ -81,6 +81,7 @@ def _build(index_path: Path, index: Index) -> TokenizerModel:
         index.parameters,
         int(index_path.stat().st_mtime),
         index.tokenizer_digest,
+        tool_format=template.tool_format if template is not None else "",
     )
     return TokenizerModel(vocabulary, template, described)
 

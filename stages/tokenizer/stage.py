@@ -163,9 +163,9 @@ class TokenizerStage:
             return len(frame.text)
         if isinstance(frame, m.Detokenize):
             return len(frame.tokens)
-        return sum(
-            MESSAGE_LENGTH + sum(len(text) for text in message.values() if isinstance(text, str))
-            for message in frame.messages
+        values = [frame.tools or "", *(value for message in frame.messages for value in message.values())]
+        return MESSAGE_LENGTH * len(frame.messages) + sum(
+            len(value) if isinstance(value, str) else len(msgspec.msgpack.encode(value)) for value in values
         )
 
     def _send(self, peer: bytes, reply: m.Frame | None) -> None:

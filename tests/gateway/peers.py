@@ -28,6 +28,7 @@ VOCAB_SIZE = 258
 CONTEXT = 4096
 LONG = 100_000  # tokens up to which a text over the limit is counted exactly
 MODEL = "bytes"
+SAY = b"please say "
 TEXT = "Ein Käfig ging, 一只鸟 zu suchen 🐦. "
 
 
@@ -104,7 +105,14 @@ def make_token_bytes() -> TokenBytes:
 
 
 def output(prompt: bytes, seed: int, choice: int, n: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
-    """Return the tokens that a submission generates: bytes of TEXT from a random position, sometimes EOS."""
+    """Return the tokens that a submission generates: bytes of TEXT from a random position, sometimes EOS.
+
+    What stands after `SAY` in the prompt, up to the end of its line, is generated as it is; there \\n is a newline.
+    """
+    _, say, said = bytes(token for token in array("i", prompt) if token < 256).rpartition(SAY)
+    if say:
+        tokens = [*said.partition(b"\n")[0].replace(b"\\n", b"\n"), EOS]
+        return tokens[:n]
     digest = hashlib.sha256(prompt + seed.to_bytes(8, "little") + bytes([choice])).digest()
     text = TEXT.encode()
     start, ends_at = digest[0] % len(text), 5 + digest[1]

@@ -16,7 +16,16 @@ from pipeline.errors import InvalidRequest
 from stages.tokenizer import template_budget
 from stages.tokenizer.template import ChatTemplate
 from stages.tokenizer.template_marks import TemplateMarks
-from tests.tokenizer.chat_templates import ALWAYS, CONTROL, TEMPLATES, chat_vocabulary
+from tests.tokenizer.chat_templates import (
+    ALWAYS,
+    CHATML,
+    CHATML_TOOLS,
+    CONTROL,
+    LLAMA3,
+    MISTRAL,
+    TEMPLATES,
+    chat_vocabulary,
+)
 from tools.tiny_gguf import _CHAT_TEMPLATE
 
 VOCABULARY = chat_vocabulary()
@@ -241,3 +250,21 @@ def test_marks_are_removed_from_pieces_as_from_the_whole(texts: list[str]) -> No
     assert text == "".join(texts)
     assert marks.remove(["".join(pieces)]) == (text, positions)
     assert positions == {i for i, (a, b) in enumerate(zip("".join(pieces), text, strict=True)) if a != b}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (CHATML, ""),
+        (LLAMA3, ""),
+        (MISTRAL, "generic"),
+        (CHATML_TOOLS, "generic"),
+        ("{% if tools %}{{ '<tool_call>' }}{% endif %}", "hermes"),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}<|python_tag|>", "llama3"),
+        ("{% for tool in tools %}[AVAILABLE_TOOLS]{% endfor %}[TOOL_CALLS]", "mistral"),
+        ("{{ '<tool_call>' }}", ""),
+        ("{% if tools %}", ""),  # not valid
+    ],
+)
+def test_the_format_of_tool_calls_follows_from_the_template(source: str, expected: str) -> None:
+    assert ChatTemplate(source).tool_format == expected

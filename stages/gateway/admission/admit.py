@@ -39,6 +39,8 @@ from stages.gateway.requests.sessions import Sessions
 from stages.gateway.requests.spec import RequestSpec, SequenceSpec
 from stages.gateway.requests.state import RequestState
 from stages.gateway.tokenizer_client import RETRY_AFTER_S, TokenizerClient
+from stages.gateway.tool_calls.formats import GENERIC
+from stages.gateway.tool_calls.tool_fields import answer_salt
 from stages.gateway.versions.catalog import VersionCatalog
 from stages.gateway.versions.loaded_versions import LoadedVersions
 
@@ -215,13 +217,18 @@ class Admission:
             at = distinct.setdefault(array("i", prompt).tobytes(), len(distinct))
             sequences += [SequenceSpec(at, index, choice, budget, sampling, stop_ids) for choice in range(generation.n)]
         deadline = call.started_at + self._timeout_s
+        if tools := generation.tools:
+            salt = answer_salt(distinct, 0 if sampling.temperature == 0 else seed, described.digest)
+            tools = msgspec.structs.replace(tools, format=described.tool_format or GENERIC, salt=salt)
         spec = RequestSpec(
             id=call.request_id,
             tenant=call.caller.tenant,
             model=version.name,
             digest=described.digest,
             numerics=NUMERICS,
-            generation=msgspec.structs.replace(generation, prompts=[], messages=None),
+            generation=msgspec.structs.replace(
+                generation, prompts=[], messages=None, template=msgspec.UNSET, tools=tools
+            ),
             seed=seed,
             created=created,
             fingerprint=f"fp_{described.digest[:12]}",

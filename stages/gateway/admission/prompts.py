@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from typing import Any
+
+import msgspec
 
 from pipeline.errors import InvalidRequest
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from stages.gateway.admission.lengths import Bounds, longest_prompt, too_long
-from stages.gateway.requests.generation_request import GenerationRequest
+from stages.gateway.requests.generation_request import GenerationRequest, TemplateArguments
 from stages.gateway.tokenizer_client import TokenizerClient
+from stages.gateway.tool_calls.fallback_prompt import as_text, has_tools
+from stages.gateway.tool_calls.history import with_short_ids
 
 
 async def tokenize_prompts(
@@ -38,7 +43,8 @@ async def tokenize_prompts(
         if not described.chat:
             raise InvalidRequest(f"model {version.name!r} has no chat template; use /v1/completions", "model")
         date = generation.template_date or ""
-        return [checked(await tokenizer.render(version.id, generation.messages, limit, date, request_id))]
+        messages, arguments = chat_of(generation, described.tool_format)
+        return [checked(await tokenizer.render(version.id, messages, arguments, limit, date, request_id))]
     prompts: list[Awaitable[m.Encoded] | tuple[int, ...]] = [
         tokenizer.encode(version.id, prompt, add_bos=not n_held, token_limit=limit, request_id=request_id)
         if isinstance(prompt, str)
@@ -53,6 +59,17 @@ async def tokenize_prompts(
     return [
         prompt if isinstance(prompt, tuple) else checked(next(texts), index) for index, prompt in enumerate(prompts)
     ]
+
+
+def chat_of(generation: GenerationRequest, tool_format: str) -> tuple[list[dict[str, Any]], TemplateArguments]:
+    """The messages and arguments for the model's template, which may have no place for tools."""
+    messages, arguments = generation.messages or [], generation.template or TemplateArguments()
+    if tool_format:
+        return (with_short_ids(messages) if tool_format == "mistral" else messages), arguments
+    if arguments.tools or has_tools(messages):
+        messages = as_text(messages, arguments.tools or [])
+        arguments = msgspec.structs.replace(arguments, tools=None)
+    return messages, arguments
 
 
 def check_ids(generation: GenerationRequest, prompts: list[tuple[int, ...]], vocab_size: int) -> None:

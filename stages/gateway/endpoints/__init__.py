@@ -1,6 +1,7 @@
 """The endpoints' formats, without HTTP: from the fields of a body to a request, and from its state to JSON.
 
 chat.py, completions.py   OpenAI's text endpoints
+chat_tools.py             tool calls in the answers of chats
 generate.py               the server's own text endpoint
 response_formatter.py     the interface of their formatters
 openai_formatter.py       what the formatters of chat and completions have in common

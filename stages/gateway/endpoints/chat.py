@@ -20,15 +20,18 @@ from stages.gateway.endpoints.openai_formatter import OpenAIFormatter
 from stages.gateway.endpoints.response_formatter import finite_logprob, token_text
 from stages.gateway.requests.generation_request import (
     GenerationRequest,
+    TemplateArguments,
     check_combination,
     common_arguments,
     with_logprobs,
 )
 from stages.gateway.requests.state import SequenceState
+from stages.gateway.tool_calls.history import call_id, check_results, ignored, read_tool_calls
+from stages.gateway.tool_calls.tool_fields import read_tool_choice, read_tool_fields, read_tools, tool_name
 
 MAX_MESSAGES = 4096
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}(?:T[0-9]{2}:[0-9]{2}:[0-9]{2})?")
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # ------------------------------------------------------------------ request
 
@@ -41,27 +44,39 @@ def read_messages(value: Any, name: str) -> list[dict[str, Any]]:
         raise InvalidRequest(f"{name} is empty; send at least one message", name)
     if len(value) > MAX_MESSAGES:
         raise InvalidRequest(f"{name} has {len(value)} messages; at most {MAX_MESSAGES} are allowed", name)
-    return [_read_message(message, f"{name}[{index}]") for index, message in enumerate(value)]
+    places = [f"{name}[{index}]" for index in range(len(value))]
+    messages = [_read_message(message, place) for message, place in zip(value, places)]
+    check_results(messages, places)
+    return messages
 
 
 def _read_message(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise invalid_value(name, value, 'an object with "role" and "content"')
-    fields = read_fields(
-        value,
-        {"role": _read_role, "content": _read_content},
-        required=("role", "content"),
-        unsupported=_UNSUPPORTED_IN_MESSAGE,
-        within=name,
-    )
+    role = _read_role(value["role"], f"{name}.role") if value.get("role") is not None else ""
+    table: dict[str, Reader] = {"role": _read_role, "content": _read_content}
+    unsupported, required = _UNSUPPORTED_IN_MESSAGE, ["role", "content"]
+    if role == "assistant":
+        table |= {"tool_calls": read_tool_calls, "parsed": ignored}
+        if value.get("tool_calls"):
+            required.remove("content")
+    elif role == "tool":
+        table |= {"tool_call_id": call_id, "name": tool_name}
+        required.append("tool_call_id")
+    else:
+        unsupported = {**unsupported, **_UNSUPPORTED_CALLS}
+    fields = read_fields(value, table, required=tuple(required), unsupported=unsupported, within=name)
+    fields.setdefault("content", "")
+    fields.pop("parsed", None)
+    if not fields.get("tool_calls"):
+        fields.pop("tool_calls", None)
     # "developer" is OpenAI's newer name of "system".
-    role = "system" if fields["role"] == "developer" else fields["role"]
-    return {"role": role, "content": fields["content"]}
+    return {**fields, "role": "system" if role == "developer" else role}
 
 
 def _read_role(value: Any, name: str) -> str:
-    if value in ("tool", "function"):
-        raise InvalidRequest(f"{name} is {value!r}; tools are not supported by this server", name)
+    if value == "function":
+        raise InvalidRequest(f'{name} is "function", an older form of "tool"; send the result of a tool call', name)
     if not isinstance(value, str) or value not in ROLES:
         raise invalid_value(name, value, "one of " + ", ".join(ROLES))
     return value
@@ -108,20 +123,20 @@ def read_template_date(value: Any, name: str) -> str:
 
 _UNSUPPORTED_IN_MESSAGE = {
     "name": Unsupported(hint="write the name into the content"),
-    "tool_calls": Unsupported([], hint="tools are not available"),
-    "tool_call_id": Unsupported(hint="tools are not available"),
-    "function_call": Unsupported(hint="tools are not available"),
+    "function_call": Unsupported(hint="use tool_calls"),
     "refusal": Unsupported(),
     "annotations": Unsupported([]),
     "audio": Unsupported(hint="this server accepts text only"),
 }
 
+_UNSUPPORTED_CALLS = {
+    "tool_calls": Unsupported([], hint="an assistant's message has tool calls"),
+    "tool_call_id": Unsupported(hint="a message with the role tool has it"),
+}
+
 UNSUPPORTED = {
-    "tools": Unsupported([], hint="tools are not available"),
-    "tool_choice": Unsupported("none", hint="tools are not available"),
-    "parallel_tool_calls": Unsupported(hint="tools are not available"),
-    "functions": Unsupported([], hint="tools are not available"),
-    "function_call": Unsupported("none", hint="tools are not available"),
+    "functions": Unsupported([], hint="use tools"),
+    "function_call": Unsupported("none", hint="use tool_choice"),
     "modalities": Unsupported(["text"], hint="this server generates text only"),
     "audio": Unsupported(hint="this server generates text only"),
     "prediction": Unsupported(),
@@ -146,6 +161,9 @@ FIELDS: dict[str, Reader] = {
     "stream_options": read_stream_options,
     "response_format": read_response_format,
     "template_date": read_template_date,
+    "tools": read_tools,
+    "tool_choice": read_tool_choice,
+    "parallel_tool_calls": flag,
     "user": text(512),  # accepted for compatibility, without effect
 }
 
@@ -174,9 +192,17 @@ def read(body: dict[str, Any]) -> GenerationRequest:
         logprobs=has_logprobs,
         top_logprobs=top,
         template_date=values.get("template_date", msgspec.UNSET),
+        **_tool_arguments(values),
         **arguments,
     )
     return check_combination(request)
+
+
+def _tool_arguments(values: dict[str, Any]) -> dict[str, Any]:
+    tools = read_tool_fields(values)
+    if tools is None:
+        return {}
+    return {"template": TemplateArguments(tools=tools.definitions), "tools": tools.use}
 
 
 # ------------------------------------------------------------------ response

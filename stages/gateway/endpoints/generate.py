@@ -53,7 +53,7 @@ from pipeline.api.json_body import to_json
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import MAX_SESSION_ID
 from shm.step_ring import MAX_TOP
-from stages.gateway.endpoints.response_formatter import finite_logprob, token_text, usage
+from stages.gateway.endpoints.response_formatter import ResponseFormatter, finite_logprob, token_text, usage
 from stages.gateway.requests.generation_request import (
     GenerationRequest,
     TextOrIds,
@@ -134,7 +134,7 @@ def _session_arguments(values: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------ response
 
 
-class GenerateFormatter:
+class GenerateFormatter(ResponseFormatter):
     """Writes the response that the module's docstring describes."""
 
     def __init__(self, request: RequestState, vocabulary: TokenBytes) -> None:

@@ -6,18 +6,18 @@ logprobs.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
 from pipeline.api.json_body import to_json
-from stages.gateway.endpoints.response_formatter import usage
+from stages.gateway.endpoints.response_formatter import ResponseFormatter, usage
 from stages.gateway.requests.state import RequestState, SequenceState
 from stages.gateway.requests.token_bytes import TokenBytes
 
 _TEXT, _LOGPROBS = "\0text", "\0logprobs"  # placeholders in an encoded event; a NUL cannot stand in a field's name
 
 
-class OpenAIFormatter(ABC):
+class OpenAIFormatter(ResponseFormatter):
     """A `ResponseFormatter`; a subclass writes the part of a choice that has the text.
 
     Each `..._part` is the beginning of a choice object, before `logprobs` and `finish_reason`.
@@ -63,6 +63,9 @@ class OpenAIFormatter(ABC):
     def _logprobs(self, sequence: SequenceState, begin: int, end: int) -> Any:
         """Return the `logprobs` of the output tokens [begin, end)."""
 
+    def _finish_reason(self, sequence: SequenceState) -> str:
+        return sequence.finish_reason
+
     def opening_events(self) -> list[bytes]:
         """See `ResponseFormatter`."""
         parts = (self._opening_part(sequence) for sequence in self._request.sequences)
@@ -83,7 +86,7 @@ class OpenAIFormatter(ABC):
 
     def finish_event(self, sequence: SequenceState) -> bytes:
         """See `ResponseFormatter`."""
-        return to_json(self._event(self._finish_part(sequence), finish=sequence.finish_reason))
+        return to_json(self._event(self._finish_part(sequence), finish=self._finish_reason(sequence)))
 
     def closing_events(self) -> list[bytes]:
         """See `ResponseFormatter`. With include_usage one event has the usage and no choices."""
@@ -98,7 +101,7 @@ class OpenAIFormatter(ABC):
             {
                 **self._whole_part(s),
                 "logprobs": self._logprobs(s, 0, s.n_emitted) if request.spec.generation.logprobs else None,
-                "finish_reason": s.finish_reason,
+                "finish_reason": self._finish_reason(s),
             }
             for s in request.sequences
         ]

@@ -16,7 +16,8 @@ MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have; as
 class ResponseFormatter(Protocol):
     """JSON of one request, each result without a newline.
 
-    Events come in the order of the methods; those of several sequences may alternate.
+    Events come in the order of the methods; those of several sequences may alternate.  `text_event` with a sequence
+    that `is_flushed` has its last text.
     """
 
     def opening_events(self) -> list[bytes]:
@@ -24,6 +25,14 @@ class ResponseFormatter(Protocol):
 
     def text_event(self, sequence: SequenceState, new: str, begin: int, end: int) -> bytes | None:
         """Return the event of `new` text and the output tokens [begin, end); None if it would be empty."""
+
+    def rest_event(self, sequence: SequenceState) -> bytes | None:
+        """Return the event of text that was held back until the end of the sequence; None: there is none."""
+        return None
+
+    def skip(self, sequence: SequenceState, text: str, end: int, *, is_whole: bool) -> None:
+        """Count `text`, from the beginning on, and the output tokens before `end` as sent. `is_whole`: it is all."""
+        self.text_event(sequence, text, 0, end)
 
     def finish_event(self, sequence: SequenceState) -> bytes:
         """Return the event with the finish reason of a sequence."""

@@ -94,8 +94,12 @@ class EventStream:
             self._event(event)
 
     def ended(self, sequence: SequenceState) -> None:
-        """Add the event with the finish reason."""
+        """Add the event with the finish reason, after one with the text that the formatter has held back."""
         self._open()
+        rest = self._formatter.rest_event(sequence)
+        if rest is not None:
+            self._reach(sequence, sequence.n_emitted, FLUSHED)
+            self._event(rest)
         self._reach(sequence, sequence.n_emitted, ENDED)
         self._event(self._formatter.finish_event(sequence))
 
@@ -184,9 +188,7 @@ class EventStream:
         received = received if place.level == TOKENS else len(text)
         self._reach(sequence, begin, place.level)
         if begin or received:
-            self._formatter.text_event(
-                sequence, text[:received], 0, begin
-            )  # not sent: updates the formatter's counters
+            self._formatter.skip(sequence, text[:received], begin, is_whole=place.level != TOKENS)
         if sequence.n_emitted > begin or len(text) > received:
             self.text(sequence, text[received:], begin, sequence.n_emitted)
         if sequence.phase is SequencePhase.FINISHED and place.level < ENDED:

@@ -22,7 +22,7 @@ from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.config.schema import Config
 from pipeline.errors import Conflict, InvalidRequest, StarlingError
 from pipeline.ipc.tcp_transport import reset
-from stages.gateway.endpoints import chat, completions, generate
+from stages.gateway.endpoints import chat_tools, completions, generate
 from stages.gateway.endpoints.response_formatter import ResponseFormatter
 from stages.gateway.http.connection import PROBE
 from stages.gateway.http.context import BACKLOGS, CALLER, CLIENT_ID, PRINCIPAL, SERVICE, STARTED_AT, STATE, Handler
@@ -52,7 +52,7 @@ class TextEndpoint(NamedTuple):
 
 TEXT_ENDPOINTS = (
     TextEndpoint("generate", "/v1/generate", generate.GenerateFormatter),
-    TextEndpoint("chat", "/v1/chat/completions", chat.ChatFormatter),
+    TextEndpoint("chat", "/v1/chat/completions", chat_tools.make_formatter),
     TextEndpoint("completions", "/v1/completions", completions.CompletionFormatter),
 )
 

@@ -14,8 +14,11 @@ import msgspec
 from pipeline.api.generation_fields import MAX_SEQUENCES, sampling_of
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Constraint, Sampling
+from stages.gateway.tool_calls.formats import MARKERS
+from stages.gateway.tool_calls.tool_fields import ToolUse
 
 TextOrIds = str | tuple[int, ...]
+_NONE: frozenset[bytes] = frozenset()
 
 
 class SessionTurn(msgspec.Struct, array_like=True, frozen=True):
@@ -24,6 +27,12 @@ class SessionTurn(msgspec.Struct, array_like=True, frozen=True):
     session: str
     number: int  # 0: it has been committed and must not be committed again
     base: int  # tokens that the session held before
+
+
+class TemplateArguments(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """What the chat template gets besides the messages."""
+
+    tools: list[dict[str, Any]] | None = None
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
@@ -56,6 +65,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     # not encoded, so that an older gateway finds the journal as it knows it.
     template_date: str | msgspec.UnsetType = msgspec.UNSET
     constraint: Constraint | msgspec.UnsetType = msgspec.UNSET  # what the output must match; UNSET: anything
+    template: TemplateArguments | msgspec.UnsetType = msgspec.UNSET  # of a chat, until its prompt is rendered
+    tools: ToolUse | msgspec.UnsetType = msgspec.UNSET  # that an answer may call; UNSET: no call is looked for
+
+    @property
+    def kept_control(self) -> frozenset[bytes]:
+        """Control tokens that are text, although others are left out: they show where a tool call is."""
+        return MARKERS if self.tools else _NONE
 
     @property
     def prompt_field(self) -> str:

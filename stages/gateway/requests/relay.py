@@ -305,13 +305,13 @@ class Relay:
         decoder = sequence.decoder
         if decoder is None:
             decoder = sequence.decoder = StreamDecoder(request.spec.generation.stop)
-        skip_special = request.spec.generation.skip_special
+        skip_special, kept = request.spec.generation.skip_special, request.spec.generation.kept_control
         tokens, visible = sequence.tokens, sequence.visible
         # "length" comes with the token that reached the limit. A stop token may come in a frame of its own, so the text
         # that it releases is always a separate call, however the frames were grouped.
         last = visible if sequence.finish_reason and visible == len(tokens) else -1
         for end in range(sequence.n_emitted + 1, visible + 1):
-            text = decoder.push(vocabulary.shown(tokens[end - 1], skip_special))
+            text = decoder.push(vocabulary.shown(tokens[end - 1], skip_special, kept))
             if end == last and not decoder.stop_string:
                 text += decoder.finish()
             sequence.is_flushed = end == last or bool(decoder.stop_string)

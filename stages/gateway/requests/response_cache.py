@@ -55,7 +55,7 @@ def key_of(spec: RequestSpec, kv_type: str) -> ResponseKey:
         spec.digest,
         kv_type,
         generation.cache_salt,
-        generation.skip_special,
+        (generation.skip_special, bool(generation.kept_control)),
         generation.stop,
         sequences,
         *((generation.constraint.kind, generation.constraint.text) if generation.constraint else ()),

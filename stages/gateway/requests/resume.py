@@ -91,8 +91,9 @@ class Resumer:
             )
         generation = request.spec.generation
         decoder, length = StreamDecoder(generation.stop), 0
+        skip_special, kept = generation.skip_special, generation.kept_control
         for at in range(0, len(tokens), TOKENS_AT_ONCE):
             for token in tokens[at : at + TOKENS_AT_ONCE]:
-                length += len(decoder.push(vocabulary.shown(token, generation.skip_special)))
+                length += len(decoder.push(vocabulary.shown(token, skip_special, kept)))
             await asyncio.sleep(0)
         return length

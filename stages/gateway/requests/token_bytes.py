@@ -6,6 +6,7 @@ A few hundred KB for each vocabulary; versions of a model that have the same tok
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 
 from pipeline.protocol.messages import Described
 
@@ -33,9 +34,12 @@ class TokenBytes:
             raise ValueError(f"{len(ends)} tokens in {len(described.pieces)} bytes, expected {described.vocab_size}")
         self._data, self._ends, self.control = described.pieces, ends, frozenset(control)
 
-    def shown(self, token: int, skip_special: bool) -> bytes:
-        """The bytes of the token that are text: none of a control token if `skip_special`."""
-        return b"" if skip_special and token in self.control else self.get(token)
+    def shown(self, token: int, skip_special: bool, kept: Collection[bytes] = ()) -> bytes:
+        """The bytes of the token that are text: none of a control token if `skip_special`, except those in `kept`."""
+        if skip_special and token in self.control:
+            piece = self.get(token) if kept else b""
+            return piece if piece in kept else b""
+        return self.get(token)
 
     def get(self, token: int) -> bytes:
         """The token's bytes; of a special token its name. b"" for an id outside the vocabulary."""

@@ -1,0 +1,138 @@
+"""One call as a JSON object, `{"name": NAME, "arguments": {...}}`, while it is being generated.
+
+The names may come in any order, and others beside them; `parameters` means the same as `arguments`, and a `function`
+that is a string the same as `name`.  The call is certain as soon as its name is one of the request's tools and its
+arguments have begun; until then at most `MAX_HEAD` characters are taken.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+
+from stages.gateway.tool_calls.json_prefix import JsonValue
+
+MAX_HEAD = 4096  # characters before a call is certain
+SPACE = " \t\n\r"
+_KEYS = frozenset({"name", "function", "arguments", "parameters", "type", "id"})
+
+_KEY_OR_CLOSE, _KEY, _COLON, _VALUE, _COMMA_OR_CLOSE = range(5)
+
+
+class CallObject:
+    """Takes the text after the opening brace."""
+
+    __slots__ = (
+        "_is_key",
+        "_is_strict",
+        "_key",
+        "_lexeme",
+        "_names",
+        "_state",
+        "_taken",
+        "_value",
+        "arguments",
+        "fragment",
+        "is_bad",
+        "is_done",
+        "name",
+    )
+
+    def __init__(self, names: Collection[str], *, is_strict: bool = False) -> None:
+        """is_strict: a key that no call has shows that the object is not a call."""
+        self.name = ""
+        self.arguments: JsonValue | None = None
+        self.fragment = ""  # of the arguments; the caller takes it
+        self.is_bad = False  # the next character does not continue the object
+        self.is_done = False
+        self._names = names
+        self._is_strict = is_strict
+        self._state = _KEY_OR_CLOSE
+        self._taken = 1  # characters, while the call is not certain
+        self._value: JsonValue | None = None  # being read: a key, or the value of `_key`
+        self._is_key = False
+        self._key = ""
+        self._lexeme = ""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the text is a call of one of the request's tools."""
+        return bool(self.name) and self.arguments is not None
+
+    def feed(self, text: str, at: int) -> int:
+        """Take characters from `text[at]` on. Returns the position after the last one that belongs to the object."""
+        while at < len(text) and not (self.is_bad or self.is_done):
+            end = len(text) if self.is_certain else min(len(text), at + MAX_HEAD - self._taken)
+            if at >= end:
+                self.is_bad = True
+                break
+            begin, at = at, self._take(text, at, end)
+            self._taken += at - begin
+        return at
+
+    def _take(self, text: str, at: int, end: int) -> int:
+        if self._value is not None:
+            return self._continue_value(self._value, text, at, end)
+        c = text[at]
+        if c in SPACE:
+            return at + 1
+        state = self._state
+        if c == "}" and state in (_KEY_OR_CLOSE, _COMMA_OR_CLOSE):
+            self.is_done = True
+        elif c == '"' and state in (_KEY_OR_CLOSE, _KEY):
+            self._begin(is_key=True)
+            return at  # the string begins here
+        elif c == ":" and state == _COLON:
+            self._state = _VALUE
+        elif c == "," and state == _COMMA_OR_CLOSE:
+            self._state = _KEY
+        elif state == _VALUE and self._may_begin(c):
+            self._begin(is_key=False)
+            return at
+        else:
+            self.is_bad = True
+            return at
+        return at + 1
+
+    def _may_begin(self, c: str) -> bool:
+        """Whether the value of `_key` may begin with this character."""
+        if self._key in ("arguments", "parameters"):
+            return c == "{" and self.arguments is None
+        if self._key == "name":
+            return c == '"' and not self.name
+        return True
+
+    def _begin(self, *, is_key: bool) -> None:
+        self._value, self._is_key, self._lexeme = JsonValue(), is_key, ""
+        if not is_key and self._key in ("arguments", "parameters"):
+            self.arguments = self._value
+
+    def _continue_value(self, value: JsonValue, text: str, at: int, end: int) -> int:
+        begin, at = at, value.feed(text, at, end)
+        part = text[begin:at]
+        if value is self.arguments:
+            self.fragment += part
+        elif not self.is_certain or self._is_key:
+            self._lexeme += part
+        if value.is_bad:
+            self.is_bad = True
+        elif value.is_complete:
+            self._value = None
+            self._end(value)
+        return at
+
+    def _end(self, value: JsonValue) -> None:
+        """A key or a value is complete."""
+        if self._is_key:
+            self._key, self._state = json.loads(self._lexeme), _COLON
+            if self._is_strict and not self.is_certain and self._key not in _KEYS:
+                self.is_bad = True
+            return
+        self._state = _COMMA_OR_CLOSE
+        is_name = self._key == "name" or (self._key == "function" and not self.name and self._lexeme[:1] == '"')
+        if is_name and value is not self.arguments and not self.name:
+            name = json.loads(self._lexeme)
+            if name in self._names:
+                self.name = name
+            else:
+                self.is_bad = True
