@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format bench chaos fuzz peers peers-native lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format bench chaos fuzz peers peers-native fleet-peers lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -69,6 +69,9 @@ peers: $(VENV)/.locked-dev ## other engines for `make bench` to compare with
 peers-native: $(VENV)/.locked-dev $(BIN)/llama-server ## llama.cpp compiled for this CPU; takes minutes and a C++ compiler
 	@eval "$$(tools/peer_compiler.sh)"; CMAKE_ARGS="-DGGML_NATIVE=ON $(CMAKE_ARGS)" $(BIN)/python -m pip install --require-hashes \
 	  --no-binary llama-cpp-python -r locks/requirements-peers-native.lock
+
+fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fleet: S3
+	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r locks/requirements-fleet.lock
 
 lock: $(VENV)/.locked-dev ## resolve pyproject.toml into the lock files; ARGS=--upgrade takes newer versions
 	@tools/lock.sh $(BIN)/python $(ARGS)

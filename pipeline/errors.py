@@ -12,6 +12,7 @@
     ├── RateLimited              RATE_LIMITED           429  the tenant's quota is exhausted
     ├── Overloaded               OVERLOADED             429  a queue is full
     ├── ModelUnavailable         MODEL_UNAVAILABLE      503  loading, draining, or its workers are down
+    ├── StorageUnavailable       STORAGE_UNAVAILABLE    503  a blob store fails in a way that a retry may cure
     ├── ResourceError            INSUFFICIENT_RESOURCES 507  it can never fit (memory, disk, pages)
     ├── InferenceError           INFERENCE              500  the computation failed
     └── InternalError            INTERNAL               500  a fault of the server
@@ -47,6 +48,7 @@ CODES: dict[str, Code] = {
     "RATE_LIMITED": Code(429, "rate_limit_error", True),
     "OVERLOADED": Code(429, "overloaded_error", True),
     "MODEL_UNAVAILABLE": Code(503, "unavailable_error", True),
+    "STORAGE_UNAVAILABLE": Code(503, "unavailable_error", True),
     "DRAINING": Code(503, "unavailable_error", True),
     "TIMEOUT": Code(503, "timeout_error"),
     "INSUFFICIENT_RESOURCES": Code(507, "resource_error"),
@@ -175,6 +177,12 @@ class ModelUnavailable(_Kind):
     """The model is loading or draining, or its workers are down."""
 
     CODE = "MODEL_UNAVAILABLE"
+
+
+class StorageUnavailable(_Kind):
+    """A blob store does not answer, or answers with something else than what was asked for."""
+
+    CODE = "STORAGE_UNAVAILABLE"
 
 
 class ResourceError(_Kind):

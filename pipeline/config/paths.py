@@ -4,6 +4,7 @@ STARLING_HOME (~/.starling)
 ├── models/    GGUF files, checkpoints (.idx, .bin), digests
 ├── run/       sockets, status records, locks; 0700  (server.run_dir)
 ├── state/     journal, saved pages, sessions        (server.state_dir)
+├── blobs/     published models                       (fleet.blobs)
 ├── cache/     compiled kernels
 └── logs/
 /dev/shm/starling-UID-XXXXXXXXXXXX/                  (server.arena_dir)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from pipeline.config.addresses import check_address
 from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig
@@ -20,6 +21,7 @@ _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _API_KEY = re.compile(r"[!-~]{1,256}")
 _TENANT = re.compile(r"[A-Za-z0-9._@-]{0,64}")
 _SALT = re.compile(r"[^\x00-\x1f\x7f]{0,128}")
+_BLOB_SCHEMES = ("", "file", "http", "https", "s3", "gs", "az")
 _RESERVED_PATHS = ("/v1", "/health", "/ready")
 
 
@@ -53,6 +55,7 @@ def check_rules(config: Config) -> Iterator[Rule]:
     yield from _edges(config)
     yield from _sessions(config)
     yield from _server(config)
+    yield from _fleet(config)
 
 
 def _unavailable(config: Config) -> Iterator[Rule]:
@@ -94,6 +97,9 @@ def _models(config: Config) -> Iterator[Rule]:
         seen.setdefault(model.slug, index)
         if not model.path and model.name != DEMO_MODEL:
             yield Rule(f"{at}.path", "", f"missing; only the demo model ({DEMO_MODEL}) is known by name")
+        published = model.path.removeprefix("catalog:")
+        if published != model.path and (reason := check_name(published)):
+            yield Rule(f"{at}.path", repr(model.path), f"names no published model: {reason}")
         if model.sha256 and not _DIGEST.fullmatch(model.sha256):
             yield Rule(f"{at}.sha256", repr(model.sha256), "expected 64 hexadecimal digits")
         yield from _ranks(at, model)
@@ -227,3 +233,42 @@ def _server(config: Config) -> Iterator[Rule]:
         yield Rule("metrics.endpoint", repr(endpoint), "expected a path like /metrics")
     elif any(endpoint == path or endpoint.startswith(path + "/") for path in _RESERVED_PATHS):
         yield Rule("metrics.endpoint", repr(endpoint), "this path is taken by the API")
+
+
+def _fleet(config: Config) -> Iterator[Rule]:
+    fleet = config.fleet
+    for key, address in (
+        ("fleet.blobs", fleet.blobs),
+        *((f"fleet.mirrors.{i}", one) for i, one in enumerate(fleet.mirrors)),
+    ):
+        scheme = address.partition("://")[0] if "://" in address else ""
+        if scheme not in _BLOB_SCHEMES or (not address and key != "fleet.blobs"):
+            known = ", ".join(f"{one}://" for one in _BLOB_SCHEMES if one)
+            yield Rule(key, repr(address), f"expected a directory or a URL of one of {known}")
+        elif scheme and (reason := _url_problem(address, needs_host=scheme != "file")):
+            yield Rule(key, "", reason)
+    is_bucket = fleet.blobs.startswith("s3://")
+    if fleet.blobs_endpoint and not is_bucket:
+        yield Rule("fleet.blobs_endpoint", "", "names a server for buckets: set fleet.blobs to s3://BUCKET too")
+    elif fleet.blobs_endpoint and not fleet.blobs_endpoint.startswith(("http://", "https://")):
+        yield Rule("fleet.blobs_endpoint", repr(fleet.blobs_endpoint), "expected an http:// or https:// URL")
+    elif fleet.blobs_endpoint and (reason := _url_problem(fleet.blobs_endpoint)):
+        yield Rule("fleet.blobs_endpoint", "", reason)
+    if fleet.blobs_region and not (is_bucket and re.fullmatch(r"[a-z0-9-]{1,64}", fleet.blobs_region)):
+        yield Rule(
+            "fleet.blobs_region", repr(fleet.blobs_region), "expected the region of an s3:// bucket, as eu-west-1"
+        )
+
+
+def _url_problem(address: str, needs_host: bool = True) -> str:
+    """Why a URL cannot be used; "" when it can. The address itself is not shown: it may hold a password."""
+    try:
+        url = urlsplit(address)
+        _ = url.port  # raises for a wrong one
+    except ValueError as error:
+        return f"not a URL: {error}"
+    if needs_host and not url.hostname:
+        return "the URL names no host or bucket"
+    if url.username is not None or url.password is not None:
+        return "the URL contains credentials, which would be in logs; use the environment variables of the store"
+    return "expected a URL without query and fragment: keys are appended" if url.query or url.fragment else ""

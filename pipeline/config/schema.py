@@ -61,7 +61,10 @@ class ServerConfig(Section, frozen=True, kw_only=True):
 
 
 class ModelConfig(Section, frozen=True, kw_only=True):
-    """One model. `path`: a GGUF file, an http(s) or file URL, or "" for a demo model's name."""
+    """One model.
+
+    `path`: a GGUF file, an http(s) or file URL, `catalog:NAME` for a published model, or "" for a demo model's name.
+    """
 
     name: str
     path: str = ""
@@ -184,6 +187,20 @@ class MetricsConfig(Section, frozen=True, kw_only=True):
     endpoint: str = "/metrics"
 
 
+class FleetConfig(Section, frozen=True, kw_only=True):
+    """What the machines of a fleet share."""
+
+    # Published models: a directory, http(s)://HOST/PATH (read-only), s3://, gs:// or az://; "": STARLING_HOME/blobs
+    blobs: str = ""
+    blobs_endpoint: str = ""  # URL of a server that is compatible with S3; "": the cloud's own
+    blobs_region: str = ""  # "": AWS_REGION, or us-east-1
+    mirrors: tuple[str, ...] = ()  # further addresses of the same contents, to download from
+    download_connections: Annotated[int, Meta(ge=1, le=64)] = 16  # requests at once for one model, at most
+    download_mb_per_s: MegabytesOrNone = 0  # of all downloads of a process; 0: no bound
+    cache_mb: MegabytesOrNone = 0  # published models on this machine; 0: bounded by free_mb only
+    free_mb: MegabytesOrNone = 1024  # that downloads leave free on the disk
+
+
 class Config(Section, frozen=True, kw_only=True):
     """The whole configuration. `models` is never empty: by default the demo model is served."""
 
@@ -196,6 +213,7 @@ class Config(Section, frozen=True, kw_only=True):
     performance: PerformanceConfig = PerformanceConfig()
     logging: LoggingConfig = LoggingConfig()
     metrics: MetricsConfig = MetricsConfig()
+    fleet: FleetConfig = FleetConfig()
     edges: dict[str, str] = {}  # edge name (pipeline/protocol/topology.py) -> tcp:// or ipc:// address
 
     def model(self, name: str = "") -> ModelConfig | None:

@@ -5,7 +5,11 @@
     ├── NAME-XXXXXXXX.gguf               downloaded (download.py); the eight digits identify the URL
     ├── DIGEST.idx, DIGEST.bin           the checkpoint that ingest makes of a GGUF file
     ├── digests.json                     known SHA-256 digests (digests.py)
+    ├── catalog/                         records of published models that are here (pipeline/catalog/pulled.py)
     └── .fetch/                          unfinished downloads, continued by the next attempt
+
+A model may also be a checkpoint without its GGUF file: `catalog:NAME`, a published one (`starling pull`), or the path
+of an `.idx` in this directory.
 
 A model's digest is the SHA-256 of its GGUF file.  Files are renamed into place when they are complete and checked,
 so any process may use a file that it finds.  One process fetches a model at a time (locks.py); the others then find
@@ -20,12 +24,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeline.catalog import pulled
+from pipeline.catalog.pulled import published_name
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import ConfigError, ModelUnavailable
 from pipeline.files import sync_directory
 from pipeline.models import demo_models, digests
 from pipeline.models.download import download, no_progress
 from pipeline.models.locks import lock
+from shm.checkpoint import CheckpointError, bin_path, load_index
 
 Progress = Callable[[str, int, int], None]  # (what, done, total) in bytes; total 0: unknown
 
@@ -33,12 +40,12 @@ MAGIC = b"GGUF"
 
 
 class LocalModel(NamedTuple):
-    """A model whose GGUF file exists and has a known digest."""
+    """A model whose file exists and has a known digest."""
 
     name: str
-    path: Path
-    digest: str  # hex SHA-256 of the file
-    nbytes: int
+    path: Path  # of the GGUF file, or of the `.idx` of a checkpoint without one
+    digest: str  # hex SHA-256 of the GGUF file
+    nbytes: int  # of the file
 
 
 # ------------------------------------------------------------------ finding
@@ -46,6 +53,10 @@ class LocalModel(NamedTuple):
 
 def gguf_path(model: ModelConfig, models_dir: Path) -> Path:
     """Where the model's file is, or will be once it is fetched."""
+    if name := published_name(model.path):
+        record = pulled.read(models_dir, name)
+        # Without a record the digest is unknown, and with it the name of the file.
+        return models_dir / f"{record.entry.digest}.idx" if record else pulled.record_path(models_dir, name)
     if not model.path:
         return models_dir / f"{model.slug}.gguf"
     if _is_url(model.path):
@@ -57,6 +68,8 @@ def gguf_path(model: ModelConfig, models_dir: Path) -> Path:
 def find(model: ModelConfig, models_dir: Path) -> LocalModel | None:
     """The model, if its file exists and its digest is known. Uses no network and computes no digest."""
     path = gguf_path(model, models_dir)
+    if is_checkpoint(model):
+        return _find_checkpoint(model, path, models_dir)
     try:
         info = path.stat()
     except OSError:
@@ -65,6 +78,25 @@ def find(model: ModelConfig, models_dir: Path) -> LocalModel | None:
     if stamp is None or (stamp.size, stamp.mtime_ns, stamp.inode) != digests.identity(info):
         return None
     return LocalModel(model.name, path, stamp.sha256, stamp.size)
+
+
+def is_checkpoint(model: ModelConfig) -> bool:
+    """Whether the model is a checkpoint without its GGUF file."""
+    return bool(published_name(model.path)) or model.path.endswith(".idx")
+
+
+def _find_checkpoint(model: ModelConfig, path: Path, models_dir: Path) -> LocalModel | None:
+    """The checkpoint, if its index is in `models_dir` and right, and its `.bin` has the right size."""
+    if path.suffix != ".idx" or path.parent != models_dir:
+        return None
+    try:
+        index = load_index(path)
+        is_whole = bin_path(path).stat().st_size == index.bin_bytes
+    except (OSError, CheckpointError):
+        return None
+    if not is_whole or index.digest != path.stem:
+        return None
+    return LocalModel(model.name, path, index.digest, path.stat().st_size)
 
 
 def find_index(model: ModelConfig, models_dir: Path) -> Path | None:
@@ -86,6 +118,8 @@ def fetch(model: ModelConfig, models_dir: Path, progress: Progress = no_progress
     `ResourceError` (not enough space).
     """
     path = gguf_path(model, models_dir)
+    if is_checkpoint(model):
+        return _checkpoint(model, path, models_dir)
     is_local = bool(model.path) and not _is_url(model.path)
     if is_local and not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"
@@ -109,6 +143,25 @@ def fetch(model: ModelConfig, models_dir: Path, progress: Progress = no_progress
             + ("correct models.sha256 or the file" if is_local else f"remove {path} to fetch it again"),
             param="models.sha256",
         )
+    return found
+
+
+def _checkpoint(model: ModelConfig, path: Path, models_dir: Path) -> LocalModel:
+    """As `fetch`, for a checkpoint: `starling pull` brings a published one. Raises `ConfigError`."""
+    name = published_name(model.path)
+    found = find(model, models_dir)
+    if found is None:
+        remedy = f"run `starling pull {name}`" if name else f"give the path of a prepared .idx in {models_dir}"
+        raise ConfigError(f"model {model.name!r}: {model.path} is not a complete checkpoint; {remedy}", "models.path")
+    expected = _expected(model)
+    if expected and found.digest != expected:
+        raise ConfigError(
+            f"model {model.name!r}: {model.path} was prepared from a file with SHA-256 {found.digest}, expected "
+            f"{expected}; correct models.sha256, or name another model",
+            "models.sha256",
+        )
+    if name:
+        pulled.touch(models_dir, name)
     return found
 
 

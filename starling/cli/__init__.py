@@ -27,6 +27,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 EXIT_INTERRUPTED = 130
 
 COMMANDS = (
+    "catalog",
     "chaos",
     "config",
     "down",
@@ -37,6 +38,8 @@ COMMANDS = (
     "logs",
     "models",
     "prepare",
+    "publish",
+    "pull",
     "reload",
     "restart",
     "resume",
@@ -44,6 +47,7 @@ COMMANDS = (
     "status",
     "supervise",
     "unload",
+    "unpublish",
     "up",
     "verify",
 )
@@ -55,6 +59,10 @@ def load_command(name: str) -> click.Command | None:
     The imports stand here, one per command, so that `starling stage` imports no module of another command.
     """
     match name:
+        case "catalog":
+            from starling.cli.publish import catalog
+
+            return catalog
         case "chaos":
             from starling.cli.chaos import chaos
 
@@ -95,6 +103,14 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.prepare import prepare
 
             return prepare
+        case "publish":
+            from starling.cli.publish import publish
+
+            return publish
+        case "pull":
+            from starling.cli.pull import pull
+
+            return pull
         case "reload":
             from starling.cli.reload import reload
 
@@ -123,6 +139,10 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.reload import unload
 
             return unload
+        case "unpublish":
+            from starling.cli.publish import unpublish
+
+            return unpublish
         case "up":
             from starling.cli.up import up
 

@@ -18,7 +18,8 @@ from pipeline.models import digests, store
 from pipeline.runtime.process import EXIT_CONFIG
 from shm.checkpoint import VERSION, Checkpoint, CheckpointError
 from starling.cli.options import exit_codes, json_option
-from starling.cli.prepare import chosen_models, shown
+from starling.cli.prepare import chosen_models
+from starling.cli.progress import shown
 
 
 @click.command(
@@ -61,6 +62,8 @@ def _verify(model: ModelConfig, is_quiet: bool) -> list[dict[str, Any]]:
         return [_row(model, source, 0, 0.0, reason)]
     index_path = folder / f"{located.digest}.idx"
     with nullcontext(store.no_progress) if is_quiet else shown(model.name) as progress:
+        if store.is_checkpoint(model):  # the GGUF file is not here
+            return [_verify_checkpoint(model, index_path, progress)]
         return [_verify_source(model, located, progress), _verify_checkpoint(model, index_path, progress)]
 
 

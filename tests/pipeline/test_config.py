@@ -356,6 +356,7 @@ RECEIVERS = {
     "PerformanceConfig": "performance",
     "LoggingConfig": "logging",
     "MetricsConfig": "metrics",
+    "FleetConfig": "fleet",
     "Config": "config|self|c",
 }
 

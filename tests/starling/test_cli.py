@@ -15,7 +15,7 @@ import yaml
 from click.testing import CliRunner
 
 from starling.cli import COMMANDS, cli
-from starling.cli.prepare import _Lines, shown
+from starling.cli.progress import _Lines, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -69,8 +69,16 @@ def _is_usable_path(path: str) -> bool:
 
 
 def _check_file(settings: ModelConfig) -> None:
-    """Raise `InvalidRequest` unless the file is readable and starts like a GGUF file."""
+    """Raise `InvalidRequest` unless the file is readable and starts like a GGUF file, or is a prepared model."""
     path = Path(settings.path)
+    if store.is_checkpoint(settings):
+        if store.find(settings, paths.models_dir()) is None:
+            raise InvalidRequest(
+                f"model {settings.name!r}: {path} is not a complete checkpoint in {paths.models_dir()}; run `starling "
+                f"pull` for a published model, or give the path of a GGUF file",
+                "path",
+            )
+        return
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:

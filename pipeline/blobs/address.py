@@ -1,0 +1,36 @@
+"""From `fleet.blobs` to a store. An address is checked when the configuration is read, without a connection."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from pipeline.blobs.cloud import SCHEMES, CloudStore
+from pipeline.blobs.folder import FolderStore
+from pipeline.blobs.http import HttpStore
+from pipeline.blobs.interface import BlobStore
+from pipeline.config import paths
+from pipeline.config.schema import Config
+
+
+def open_store(config: Config, env: paths.Env = os.environ) -> BlobStore:
+    """The store of the configuration; nothing is connected. Raises `ConfigError`."""
+    return _open(config.fleet.blobs, config, env)
+
+
+def open_all(config: Config, env: paths.Env = os.environ) -> list[BlobStore]:
+    """The store of the configuration and its mirrors. Raises `ConfigError`."""
+    return [_open(address, config, env) for address in (config.fleet.blobs, *config.fleet.mirrors)]
+
+
+def _open(address: str, config: Config, env: paths.Env) -> BlobStore:
+    scheme = urlsplit(address).scheme if "://" in address else ""
+    if scheme in ("http", "https"):
+        return HttpStore(address)
+    if scheme in SCHEMES:
+        is_own = address == config.fleet.blobs
+        endpoint = config.fleet.blobs_endpoint if is_own else ""
+        return CloudStore(address, endpoint, config.fleet.blobs_region if is_own else "")
+    given = unquote(urlsplit(address).path) if scheme == "file" else address
+    return FolderStore(Path(os.path.abspath(Path(given).expanduser())) if given else paths.home(env) / "blobs")

@@ -1,0 +1,115 @@
+"""Blobs in a bucket: S3 and servers that are compatible with it, Azure Blob Storage, Google Cloud Storage.
+
+`obstore` (the extra `cloud`) speaks their protocols and finds credentials where their own tools do: AWS_ACCESS_KEY_ID
+and the like, web identities, the role of the machine.  Starling's configuration holds no credentials.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from pipeline.blobs.interface import MAX_LISTED, BlobInfo, BlobStore, Data, check_key, check_range, wrong_length
+from pipeline.errors import ConfigError, Conflict, NotFound, ResourceError, StorageUnavailable
+
+SCHEMES = ("s3", "gs", "az")
+CONNECT_S = 10
+REQUEST_S = 120  # of one request: 32 MiB at 2.2 Mbit/s
+_REPORTED = 300  # characters of the library's message
+
+
+class CloudStore(BlobStore):
+    """The blobs below `address`: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX` or `az://ACCOUNT/CONTAINER/PREFIX`.
+
+    `endpoint`: URL of a server that is compatible with S3; "": the cloud's own.  Raises `ConfigError`.
+    """
+
+    def __init__(self, address: str, endpoint: str = "", region: str = "") -> None:
+        self.address = address.rstrip("/")
+        try:
+            import obstore
+            from obstore import exceptions, store
+        except ImportError:
+            raise ConfigError(
+                f"fleet.blobs = {address!r} needs the extra `cloud`: pip install 'starling[cloud]'", "fleet.blobs"
+            ) from None
+        self._api, self._exceptions = obstore, exceptions
+        config: dict[str, Any] = {}
+        if endpoint:
+            config["endpoint"] = endpoint
+        if region:
+            config["region"] = region
+        try:
+            self._store: Any = store.from_url(
+                self.address,
+                config=config,
+                client_options={
+                    "connect_timeout": timedelta(seconds=CONNECT_S),
+                    "timeout": timedelta(seconds=REQUEST_S),
+                    "allow_http": endpoint.startswith("http://"),
+                },
+                # The callers retry (retry.py): here only a connection that has just been closed is tried again.
+                retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=REQUEST_S)},
+            )
+        except (exceptions.BaseError, ValueError) as error:
+            raise ConfigError(f"fleet.blobs = {address!r}: {_line(error)}", "fleet.blobs") from None
+
+    async def size(self, key: str) -> int:
+        """Bytes of a blob."""
+        with self._errors(key):
+            return int((await self._api.head_async(self._store, check_key(key)))["size"])
+
+    async def get(self, key: str, offset: int, nbytes: int) -> bytes:
+        """Exactly `nbytes` bytes from `offset`."""
+        check_range(offset, nbytes)
+        with self._errors(key):
+            found = await self._api.get_range_async(self._store, check_key(key), start=offset, length=nbytes)
+        data = await asyncio.to_thread(bytes, found) if nbytes > 1 << 20 else bytes(found)
+        if len(data) != nbytes:
+            raise wrong_length(f"{self.address}/{key}", offset, nbytes, len(data))
+        return data
+
+    async def put(self, key: str, data: Data, *, replace: bool = False) -> None:
+        """Place a blob by one PUT, which stores take as a whole or not at all."""
+        mode: Any = "overwrite" if replace else "create"
+        with self._errors(key):
+            await self._api.put_async(self._store, check_key(key), data, mode=mode, use_multipart=False)
+
+    async def scan(self, folder: str) -> list[BlobInfo]:
+        """All blobs below `folder`, sorted by key."""
+        found: list[BlobInfo] = []
+        with self._errors(folder):
+            async for batch in self._api.list(self._store, prefix=check_key(folder)):
+                found += [BlobInfo(str(one["path"]), int(one["size"])) for one in batch]
+                if len(found) > MAX_LISTED:
+                    raise ResourceError(f"{self.address}/{folder} has more than {MAX_LISTED:,} blobs; remove some")
+        return sorted(found)
+
+    async def delete(self, key: str) -> None:
+        """Remove a blob. Idempotent."""
+        with contextlib.suppress(NotFound), self._errors(key):
+            await self._api.delete_async(self._store, check_key(key))
+
+    @contextlib.contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        """Translate the library's exceptions."""
+        where = f"{self.address}/{key}"
+        known = self._exceptions
+        try:
+            yield
+        except FileNotFoundError:
+            raise NotFound(f"{where} does not exist") from None
+        except (known.AlreadyExistsError, known.PreconditionError):
+            raise Conflict(f"{where} exists already") from None
+        except (known.PermissionDeniedError, known.UnauthenticatedError, known.NotSupportedError) as error:
+            raise ConfigError(f"{where}: {_line(error)}; check the credentials", "fleet.blobs") from None
+        except (known.BaseError, OSError) as error:
+            raise StorageUnavailable(f"{where}: {_line(error)}") from None
+
+
+def _line(error: BaseException) -> str:
+    """The first line of the library's message, which may be a page."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:_REPORTED]

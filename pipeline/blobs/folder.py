@@ -1,0 +1,163 @@
+"""Blobs as files below a directory, which may be on a network file system.
+
+    ROOT/KEY                a blob
+    ROOT/.incoming/RANDOM   a blob being written; its writer holds flock(2) on it
+
+A blob is written to `.incoming`, synchronized to the disk and linked to its key: a reader never sees a part of it, and
+of two writers one gets `Conflict`.  What a killed writer leaves in `.incoming` is removed by a later one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pipeline.blobs.interface import MAX_LISTED, BlobInfo, BlobStore, Data, check_key, check_range, wrong_length
+from pipeline.errors import ConfigError, Conflict, NotFound, ResourceError, StarlingError, StorageUnavailable
+from pipeline.files import sync_directory, write_all
+
+INCOMING = ".incoming"
+ABANDONED_S = 3600.0  # age of a file in `.incoming` without a writer after which it is removed
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EMFILE, errno.ENFILE)
+
+
+class FolderStore(BlobStore):
+    """The store below `root`, which is created by the first `put`."""
+
+    def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
+        """`clock`: s since 1970, as file times."""
+        self.address = str(root)
+        self._root = root
+        self._clock = clock
+        self._has_swept = False
+
+    def path(self, key: str) -> Path:
+        """The file of a blob."""
+        return self._root / check_key(key)
+
+    async def size(self, key: str) -> int:
+        """Bytes of a blob."""
+        path = self.path(key)
+        with self._errors(path):
+            return (await asyncio.to_thread(path.stat)).st_size
+
+    async def get(self, key: str, offset: int, nbytes: int) -> bytes:
+        """Exactly `nbytes` bytes from `offset`."""
+        check_range(offset, nbytes)
+        path = self.path(key)
+        with self._errors(path):
+            data = await asyncio.to_thread(_read, path, offset, nbytes)
+        if len(data) != nbytes:
+            raise wrong_length(str(path), offset, nbytes, len(data))
+        return data
+
+    async def put(self, key: str, data: Data, *, replace: bool = False) -> None:
+        """Place a blob, durably."""
+        path = self.path(key)
+        with self._errors(path):
+            await asyncio.to_thread(self._put, path, data, replace)
+
+    async def scan(self, folder: str) -> list[BlobInfo]:
+        """All blobs below `folder`, sorted by key."""
+        path = self.path(folder)
+        with self._errors(path):
+            return await asyncio.to_thread(lambda: sorted(self._below(path)))
+
+    async def delete(self, key: str) -> None:
+        """Remove a blob. Idempotent."""
+        path = self.path(key)
+        with self._errors(path):
+            await asyncio.to_thread(path.unlink, True)
+
+    def _put(self, path: Path, data: Data, replace: bool) -> None:
+        incoming = self._root / INCOMING
+        for directory in (path.parent, incoming):
+            directory.mkdir(parents=True, exist_ok=True)
+        self._sweep(incoming)
+        temporary = incoming / secrets.token_hex(16)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            write_all(fd, data, 0)
+            os.fsync(fd)
+            if replace:
+                os.replace(temporary, path)
+            else:
+                os.link(temporary, path)
+            sync_directory(path.parent)
+        except FileExistsError:
+            raise Conflict(f"{path} exists already") from None
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            os.close(fd)
+
+    def _sweep(self, incoming: Path) -> None:
+        """Once in the store's life, remove what killed writers have left."""
+        if self._has_swept:
+            return
+        self._has_swept = True
+        for entry in os.scandir(incoming):
+            with contextlib.suppress(OSError):
+                if self._clock() - entry.stat(follow_symlinks=False).st_mtime > ABANDONED_S:
+                    fd = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                    try:
+                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer lives
+                        os.unlink(entry.path)
+                    finally:
+                        os.close(fd)
+
+    def _below(self, path: Path) -> Iterator[BlobInfo]:
+        count = 0
+        for folder, folders, names in os.walk(path):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for name in names:
+                file = Path(folder) / name
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    if name.startswith(".") or not file.is_file():
+                        continue
+                    count += 1
+                    if count > MAX_LISTED:
+                        raise ResourceError(f"{path} has more than {MAX_LISTED:,} files; remove some")
+                    yield BlobInfo(file.relative_to(self._root).as_posix(), file.stat().st_size)
+
+    @contextlib.contextmanager
+    def _errors(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._translated(path, error) from None
+
+    def _translated(self, path: Path, error: OSError) -> StarlingError:
+        reason = error.strerror or str(error)
+        if isinstance(error, FileNotFoundError):
+            return NotFound(f"{path} does not exist")
+        if error.errno in _FULL:
+            return ResourceError(f"{path} cannot be written: {reason}; free space there, or set fleet.blobs elsewhere")
+        if error.errno in _TRANSIENT:
+            return StorageUnavailable(f"{path}: {reason}")
+        return ConfigError(f"{path}: {reason}; check fleet.blobs and its permissions", "fleet.blobs")
+
+
+def _read(path: Path, offset: int, nbytes: int) -> bytes:
+    """Up to `nbytes`; fewer if the file ends before."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        nbytes = max(0, min(nbytes, os.fstat(fd).st_size - offset))  # the memory that is reserved
+        parts = []
+        while nbytes and (part := os.pread(fd, nbytes, offset)):
+            parts.append(part)
+            offset += len(part)
+            nbytes -= len(part)
+    finally:
+        os.close(fd)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

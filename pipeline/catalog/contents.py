@@ -1,0 +1,114 @@
+"""What the catalog contains: all entries, one of them, and its removal.
+
+The manifests are the catalog.  `catalog.json` repeats them for stores that cannot list (a plain web server): each
+writer of the catalog replaces it and then compares, so that of two writers at once the last one writes what both did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+
+from pipeline.blobs.interface import BlobStore
+from pipeline.blobs.retry import retried
+from pipeline.catalog.entry import (
+    FOLDER,
+    LISTING,
+    MAX_MANIFEST_BYTES,
+    Entry,
+    checked,
+    decode,
+    manifest_key,
+)
+from pipeline.errors import ConfigError, ModelNotFound, NotFound, StarlingError, StorageUnavailable
+from shm.decoding import DECODE_ERRORS
+
+log = logging.getLogger("starling.catalog")
+
+MAX_ENTRIES = 10_000
+MAX_LISTING_BYTES = MAX_ENTRIES * 4096
+READS_AT_ONCE = 16
+ROUNDS = 8  # of writing the listing while other publishers change it
+
+
+async def entries(store: BlobStore) -> list[Entry]:
+    """All entries, sorted by name. A manifest that cannot be used is logged and left out. Raises `StarlingError`."""
+    if not store.can_list:
+        return await _listed(store)
+    keys = [blob.key for blob in await retried(lambda: store.scan(FOLDER)) if blob.key.endswith(".json")]
+    if len(keys) > MAX_ENTRIES:
+        raise ConfigError(f"{store.address} has {len(keys):,} published models, expected at most {MAX_ENTRIES:,}")
+    limit = asyncio.Semaphore(READS_AT_ONCE)
+
+    async def one(key: str) -> Entry | None:
+        async with limit:
+            try:
+                found = decode(await retried(lambda: store.read(key, MAX_MANIFEST_BYTES)), f"{store.address}/{key}")
+            except NotFound:  # removed since it was listed
+                return None
+            except ConfigError as error:
+                log.warning("entry of the catalog is left out: %s", error)
+                return None
+            return found if manifest_key(found.name) == key else None
+
+    found = await asyncio.gather(*(one(key) for key in keys))
+    return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.name)
+
+
+async def find(store: BlobStore, name: str) -> Entry:
+    """The entry of a name. Raises `ModelNotFound` with the names that exist, and other `StarlingError`."""
+    key = manifest_key(name)
+    try:
+        return decode(await retried(lambda: store.read(key, MAX_MANIFEST_BYTES)), f"{store.address}/{key}")
+    except NotFound:
+        try:
+            known = ", ".join(entry.name for entry in await entries(store)) or "none"
+        except StarlingError:
+            known = "unknown"
+        raise ModelNotFound(
+            f"no model {name!r} is published at {store.address}; published models: {known[:500]}", "name"
+        ) from None
+
+
+async def remove(store: BlobStore, name: str) -> tuple[Entry, int]:
+    """Remove an entry, then the blobs that no other entry names; the entry, and the bytes removed.
+
+    Raises `ModelNotFound`, `StarlingError`.  Interrupted, it can be repeated: blobs go after the last entry.
+    """
+    entry = await find(store, name)
+    await retried(lambda: store.delete(manifest_key(name)))
+    await write_listing(store)
+    kept = {key for other in await entries(store) if other.digest == entry.digest for key in other.blobs()}
+    freed = 0
+    for blob in await retried(lambda: store.scan(entry.folder)):
+        if blob.key not in kept:
+            await retried(lambda key=blob.key: store.delete(key))  # type: ignore[misc]
+            freed += blob.nbytes
+    return entry, freed
+
+
+async def write_listing(store: BlobStore) -> None:
+    """Bring `catalog.json` in line with the manifests. Raises `StarlingError`."""
+    written = None
+    for _ in range(ROUNDS):
+        current = await entries(store)
+        if current == written:
+            return
+        data = msgspec.json.encode(current)
+        await retried(lambda data=data: store.put(LISTING, data, replace=True))  # type: ignore[misc]
+        written = current
+    log.warning("the listing of the catalog may lack the last change: other publishers write it all the time")
+
+
+async def _listed(store: BlobStore) -> list[Entry]:
+    where = f"{store.address}/{LISTING}"
+    try:
+        raw = await retried(lambda: store.read(LISTING, MAX_LISTING_BYTES))
+        found = msgspec.json.decode(raw, type=list[Entry])
+    except NotFound:
+        raise ConfigError(f"{where} does not exist: nothing has been published there; check fleet.blobs") from None
+    except DECODE_ERRORS as error:
+        raise StorageUnavailable(f"{where} is not a listing ({error}); it may be changing, try again") from None
+    return sorted((checked(entry, where) for entry in found), key=lambda entry: entry.name)

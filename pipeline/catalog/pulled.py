@@ -1,0 +1,90 @@
+"""Records of the published models on this machine: `MODELS_DIR/catalog/SLUG.json`, one for each name.
+
+The file's modification time is the model's last use.  The models directory also contains checkpoints that were
+prepared here, which have no record and are never evicted.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from pipeline.catalog.entry import FOLDER, Entry, manifest_key
+from pipeline.errors import StarlingError
+from pipeline.files import make_directory, replace_file
+from pipeline.models.locks import lock
+from shm.checkpoint import CheckpointError, load_index
+from shm.decoding import DECODE_ERRORS
+
+PREFIX = "catalog:"  # of `models.path`
+
+
+class Pulled(msgspec.Struct, frozen=True, kw_only=True):
+    """A published model on this machine."""
+
+    entry: Entry
+    is_owned: bool  # false: the checkpoint was here already, so that its eviction removes the record only
+
+
+def published_name(path: str) -> str:
+    """The name in `models.path` = "catalog:NAME"; "" for other paths."""
+    return path.removeprefix(PREFIX) if path.startswith(PREFIX) else ""
+
+
+def record_path(models_dir: Path, name: str) -> Path:
+    """Path of a name's record."""
+    return models_dir / manifest_key(name)
+
+
+def read(models_dir: Path, name: str) -> Pulled | None:
+    """The record of a name; None without one."""
+    return _read(record_path(models_dir, name))
+
+
+def read_all(models_dir: Path) -> list[tuple[Pulled, float]]:
+    """All records with the time of their last use, s since 1970."""
+    found = []
+    for path in sorted((models_dir / FOLDER).glob("*.json")):
+        record = _read(path)
+        try:
+            if record is not None:
+                found.append((record, path.stat().st_mtime))
+        except FileNotFoundError:  # removed meanwhile
+            continue
+    return found
+
+
+def write(models_dir: Path, record: Pulled) -> None:
+    """Write or replace a record. Raises `OSError`, `ConfigError`."""
+    path = record_path(models_dir, record.entry.name)
+    make_directory(path.parent)
+    with lock(models_dir, "catalog"):
+        replace_file(path, msgspec.json.encode(record), durable=True)
+
+
+def touch(models_dir: Path, name: str) -> None:
+    """Note a use, as far as the disk allows it."""
+    try:
+        os.utime(record_path(models_dir, name))
+    except OSError:
+        return
+
+
+def is_complete(models_dir: Path, entry: Entry) -> bool:
+    """Whether the checkpoint of an entry is here: an index that is right, and a `.bin` of its size."""
+    path = models_dir / f"{entry.digest}.idx"
+    try:
+        index = load_index(path)
+        nbytes = path.with_suffix(".bin").stat().st_size
+    except (OSError, CheckpointError):
+        return False
+    return index.pieces_digest == entry.weights_checksum and nbytes == index.bin_bytes == entry.weights_bytes
+
+
+def _read(path: Path) -> Pulled | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Pulled)
+    except (OSError, StarlingError, *DECODE_ERRORS):  # missing or damaged: pulled again
+        return None

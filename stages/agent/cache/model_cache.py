@@ -1,0 +1,122 @@
+"""The published models in the models directory: what is here, what may go, what a crash has left.
+
+    MODELS_DIR/DIGEST.idx, .bin, .verified   a model, complete
+    MODELS_DIR/catalog/SLUG.json             its names and last use (pipeline/catalog/pulled.py)
+    MODELS_DIR/.fetch/DIGEST.bin.part        an unfinished download; its process holds the lock `pull-DIGEST`
+
+There is no list of the cache besides these files: after a crash they are read again.  Checkpoints without a record were
+prepared on this machine and are not counted and not evicted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from pipeline.catalog import pulled
+from pipeline.models.locks import lock
+from stages.agent.cache.eviction import Bounds, Item, plan_eviction
+
+log = logging.getLogger("starling.cache")
+
+UNFINISHED = ".fetch"
+_PART = ".bin.part"
+
+
+class ModelCache:
+    """The models below `models_dir`. Several processes may use it: changes are made under its lock."""
+
+    def __init__(
+        self,
+        models_dir: Path,
+        bounds: Bounds,
+        disk_free: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
+    ) -> None:
+        """`disk_free`: free bytes of the file system of a directory."""
+        self.models_dir = models_dir
+        self._bounds = bounds
+        self._disk_free = disk_free
+
+    def part_path(self, digest: str) -> Path:
+        """Where a download is while it is unfinished."""
+        return self.models_dir / UNFINISHED / f"{digest}{_PART}"
+
+    def items(self, pinned: Collection[str] = ()) -> list[Item]:
+        """Models and unfinished downloads with their bytes on the disk. `pinned`: digests."""
+        used: dict[str, float] = {}
+        for record, at in pulled.read_all(self.models_dir):
+            if record.is_owned:
+                used[record.entry.digest] = max(at, used.get(record.entry.digest, 0.0))
+        found = [
+            Item(digest, sum(_allocated(path) for path in self._files(digest)), at, digest in pinned)
+            for digest, at in used.items()
+        ]
+        for path in sorted((self.models_dir / UNFINISHED).glob(f"*{_PART}")):
+            digest = path.name.removesuffix(_PART)
+            with contextlib.suppress(FileNotFoundError):
+                is_busy = digest in pinned or self._is_downloading(digest)
+                found.append(Item(path.name, _allocated(path), path.stat().st_mtime, is_busy))
+        return found
+
+    def make_room(self, digest: str, nbytes: int, pinned: Collection[str] = ()) -> list[str]:
+        """Evict what must go for a download of `nbytes`, and reserve nothing; the keys evicted.
+
+        Raises `ResourceError`, and then has evicted nothing.
+        """
+        part = self.part_path(digest)
+        part.parent.mkdir(parents=True, exist_ok=True)
+        with lock(self.models_dir, "cache"):
+            items = [item for item in self.items(pinned) if item.key not in (digest, part.name)]
+            missing = max(0, nbytes - _allocated(part))
+            evicted = plan_eviction(items, nbytes, missing, self._disk_free(self.models_dir), self._bounds)
+            for key in evicted:
+                self._evict(key)
+        return evicted
+
+    def _evict(self, key: str) -> None:
+        log.info("model evicted from the cache", extra={"key": key})
+        if key.endswith(_PART):
+            (self.models_dir / UNFINISHED / key).unlink(missing_ok=True)
+            return
+        # The index first: without it the other files are not a model. A worker that maps the .bin keeps its map.
+        for path in self._files(key):
+            path.unlink(missing_ok=True)
+        for record, _ in pulled.read_all(self.models_dir):
+            if record.entry.digest == key:
+                pulled.record_path(self.models_dir, record.entry.name).unlink(missing_ok=True)
+
+    def _files(self, digest: str) -> Iterator[Path]:
+        for suffix in (".idx", ".bin", ".verified"):
+            yield self.models_dir / f"{digest}{suffix}"
+
+    def _is_downloading(self, digest: str) -> bool:
+        """Whether a process holds the lock of the download."""
+        try:
+            fd = os.open(lock_path(self.models_dir, digest), os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+
+def lock_path(models_dir: Path, digest: str) -> Path:
+    """The lock that one process at a time holds while it downloads a model."""
+    return models_dir / f".pull-{digest[:16]}.lock"
+
+
+def _allocated(path: Path) -> int:
+    """Bytes that a file takes on the disk; 0 without one."""
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0

@@ -1,0 +1,199 @@
+"""Brings one published model to this machine: its index, room for it, the pieces of the `.bin`, and its place.
+
+The `.bin` is placed before the `.idx`, and the record of its name last: a process that finds an index can use it.  A
+`.bin` that is here without being right (a damaged one, or one that a crash left without its index) is the first source
+of the new one, so that only its damaged pieces are fetched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.blobs.interface import BlobStore
+from pipeline.blobs.retry import retried
+from pipeline.catalog import pulled
+from pipeline.catalog.entry import Entry
+from pipeline.errors import ConfigError, NotFound, ResourceError, StarlingError, StorageUnavailable
+from pipeline.files import replace_file
+from shm.checkpoint import PIECE_BYTES, CheckpointError, Index, load_index, piece_checksum
+from stages.agent.cache.model_cache import ModelCache, lock_path
+from stages.agent.downloads.bandwidth import Bandwidth
+from stages.agent.downloads.part_file import PartFile
+from stages.agent.downloads.sources import FileSource, Source, StoreSource
+from stages.agent.downloads.transfer import Clock, Limits, Sleep, Transfer, TransferReport, uninterrupted
+
+PHASE = "download"
+LOCK_POLL_S = 0.1
+
+Progress = Callable[[str, int, int], None]  # phase, done, total (bytes)
+
+
+class Arrival(NamedTuple):
+    """What a download did. `report` is None if the model was here already."""
+
+    index_path: Path
+    report: TransferReport | None
+    evicted: list[str]
+
+
+class Context(NamedTuple):
+    """What the downloads of a process have in common."""
+
+    cache: ModelCache
+    bandwidth: Bandwidth
+    limits: Limits = Limits()
+    clock: Clock = time.monotonic
+    sleep: Sleep = asyncio.sleep
+    jitter: Callable[[], float] = random.random
+
+
+async def download_model(
+    context: Context,
+    entry: Entry,
+    stores: list[BlobStore],
+    progress: Progress,
+    *,
+    pinned: Collection[str] = (),
+    verify: bool = False,
+) -> Arrival:
+    """Bring a model here unless it is; `verify` reads it then, and repairs it.
+
+    stores: where it may be fetched from.  pinned: digests that are not evicted for it.
+    Raises `NotFound`, `ConfigError`, `ResourceError`, `StorageUnavailable`; what has arrived is kept.
+    """
+    models_dir = context.cache.models_dir
+    index_path = models_dir / f"{entry.digest}.idx"
+    async with _locked(models_dir, entry.digest, context.sleep):
+        is_here = pulled.is_complete(models_dir, entry)
+        if is_here and not verify:
+            _record(models_dir, entry, is_new=False)
+            return Arrival(index_path, None, [])
+        raw, index = await _fetch_index(entry, stores, context)
+        if is_here and await _is_right(index_path.with_suffix(".bin"), index, progress):
+            _record(models_dir, entry, is_new=False)
+            return Arrival(index_path, None, [])
+        kept = {*pinned, entry.digest}
+        evicted = await asyncio.to_thread(context.cache.make_room, entry.digest, entry.nbytes, kept)
+        sources: list[Source] = [StoreSource(store, entry) for store in stores]
+        weights = index_path.with_suffix(".bin")
+        if weights.is_file():
+            sources.insert(0, FileSource(weights))
+        with PartFile(context.cache.part_path(entry.digest), entry.weights_bytes) as part:
+            transfer = Transfer(
+                part,
+                index.pieces,
+                sources,
+                context.bandwidth,
+                context.limits,
+                clock=context.clock,
+                sleep=context.sleep,
+                jitter=context.jitter,
+                progress=lambda done, total: progress(PHASE, done, total),
+            )
+            report = await transfer.run()
+            await uninterrupted(_place, part, index_path, raw)
+        _record(models_dir, entry, is_new=not is_here)
+        return Arrival(index_path, report, evicted)
+
+
+async def _is_right(path: Path, index: Index, progress: Progress) -> bool:
+    """Whether every piece of a `.bin` has its checksum. Reads it up to the first one that has not."""
+    file = FileSource(path)
+    for piece, expected in enumerate(index.pieces):
+        offset = piece * PIECE_BYTES
+        nbytes = min(PIECE_BYTES, index.bin_bytes - offset)
+        try:
+            data = await file.read(offset, nbytes)
+        except StarlingError:
+            return False
+        if await asyncio.to_thread(piece_checksum, data) != expected:
+            return False
+        progress("verify", offset + nbytes, index.bin_bytes)
+    return True
+
+
+def _place(part: PartFile, index_path: Path, raw: bytes) -> None:
+    """Place the pair. Raises `StarlingError`."""
+    try:
+        index_path.unlink(missing_ok=True)  # of other contents: it must not belong to the new .bin, even for a moment
+        part.place(index_path.with_suffix(".bin"))
+        replace_file(index_path, raw, durable=True, mode=0o444)
+    except OSError as error:
+        raise ResourceError(f"{index_path} cannot be written: {error.strerror}; check the disk") from None
+
+
+def _record(models_dir: Path, entry: Entry, is_new: bool) -> None:
+    """Record the name. A checkpoint that was here without a record was prepared here and stays its owner's."""
+    same = [record for record, _ in pulled.read_all(models_dir) if record.entry.digest == entry.digest]
+    is_owned = is_new or any(record.is_owned for record in same)
+    try:
+        pulled.write(models_dir, pulled.Pulled(entry=entry, is_owned=is_owned))
+    except OSError as error:
+        raise ResourceError(f"{models_dir}: the record of {entry.name!r} cannot be written: {error.strerror}") from None
+
+
+async def _fetch_index(entry: Entry, stores: list[BlobStore], context: Context) -> tuple[bytes, Index]:
+    """The index from the first store that has it: its bytes and contents. Raises the last store's error."""
+    failure: StarlingError | None = None
+    for store in stores:
+        try:
+            raw = await retried(
+                lambda store=store: store.get(entry.index_key, 0, entry.index_bytes),  # type: ignore[misc]
+                sleep=context.sleep,
+                jitter=context.jitter,
+            )
+            return raw, await asyncio.to_thread(_checked_index, raw, entry, store.address, context.cache)
+        except (NotFound, ConfigError, StorageUnavailable) as error:
+            failure = error
+    raise failure or ConfigError(f"{entry.name!r} has no source; set fleet.blobs", "fleet.blobs")
+
+
+def _checked_index(raw: bytes, entry: Entry, where: str, cache: ModelCache) -> Index:
+    """The index, if it is the one that the entry names. Raises `ConfigError`, `ResourceError`."""
+    if hashlib.sha256(raw).hexdigest() != entry.index_sha256:
+        raise ConfigError(f"{where}/{entry.index_key} does not have the SHA-256 in its name; publish the model again")
+    path = cache.part_path(entry.digest).with_name(f"{entry.digest}.idx.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(raw)
+        index = load_index(path)
+    except CheckpointError as error:
+        raise ConfigError(f"{where}/{entry.index_key}: {error}; publish the model again") from None
+    except OSError as error:
+        raise ResourceError(f"{path} cannot be written: {error.strerror}; free space there") from None
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+    named = (entry.digest, entry.weights_checksum, entry.weights_bytes)
+    if (index.digest, index.pieces_digest, index.bin_bytes) != named:
+        raise ConfigError(f"{where}/{entry.index_key} is of another model than its entry; publish the model again")
+    return index
+
+
+@contextlib.asynccontextmanager
+async def _locked(models_dir: Path, digest: str, sleep: Sleep) -> AsyncIterator[None]:
+    """Hold the lock of a download. Another process that downloads the same model is waited for."""
+    try:
+        models_dir.mkdir(parents=True, exist_ok=True)
+        fd = os.open(lock_path(models_dir, digest), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"models directory {models_dir}: {error.strerror}; STARLING_HOME moves it") from None
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await sleep(LOCK_POLL_S)
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,224 @@
+"""Brings the pieces of one `.bin` into its part file: several sources and requests, each piece verified on arrival.
+
+One loop starts requests and handles their results; only reading and writing happen elsewhere.  It ends when every piece
+is present, or when no source can bring one of them.  Cancelled, it leaves the part file for a later continuation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, TypeVar
+
+from pipeline.errors import StarlingError, StorageUnavailable
+from shm.checkpoint import piece_checksum
+from stages.agent.downloads.bandwidth import Bandwidth
+from stages.agent.downloads.concurrency import AdaptiveLimit
+from stages.agent.downloads.part_file import PartFile
+from stages.agent.downloads.pieces import PieceMap
+from stages.agent.downloads.sources import Source, SourceTable
+
+PIECE_TIMEOUT_S = 300.0  # 8 MiB at 28 kB/s
+MAX_CONNECTIONS = 16
+# At the end a piece is asked from a second source when it takes this much longer than that source is expected to take.
+LATE = 3.0
+LEAST_LATE_S = 0.5
+
+T = TypeVar("T")
+Progress = Callable[[int, int], None]  # bytes present, bytes of the file
+Clock = Callable[[], float]
+Sleep = Callable[[float], Awaitable[object]]
+
+
+class Limits(NamedTuple):
+    """Bounds of a transfer."""
+
+    connections: int = MAX_CONNECTIONS
+    piece_timeout_s: float = PIECE_TIMEOUT_S
+
+
+class TransferReport(NamedTuple):
+    """What a transfer has done."""
+
+    received: int  # bytes, without those that were there
+    rejected: int  # pieces that differed from their checksum
+    by_source: dict[str, tuple[int, int]]
+
+
+class _Result(NamedTuple):
+    piece: int
+    source: Source
+    seconds: float
+    nbytes: int
+    error: StarlingError | None
+    is_damaged: bool = False
+
+
+class Transfer:
+    """One transfer. `run` is called once."""
+
+    def __init__(
+        self,
+        file: PartFile,
+        checksums: list[int],
+        sources: list[Source],
+        bandwidth: Bandwidth,
+        limits: Limits,
+        *,
+        clock: Clock = time.monotonic,
+        sleep: Sleep = asyncio.sleep,
+        jitter: Callable[[], float] = lambda: 0.5,
+        progress: Progress = lambda done, total: None,
+    ) -> None:
+        """`checksums`: XXH3-64 of each piece."""
+        self._file = file
+        self._checksums = checksums
+        self._sources = SourceTable(sources, clock, jitter)
+        self._bandwidth = bandwidth
+        self._limits = limits
+        self._limit = AdaptiveLimit(limits.connections, clock)
+        self._clock = clock
+        self._sleep = sleep
+        self._progress = progress
+        self._pieces = PieceMap(0)
+        self._tasks: dict[asyncio.Task[_Result], tuple[int, Source]] = {}
+        self._done = 0  # bytes present
+        self._received = self._rejected = 0
+        self._begun: dict[int, float] = {}  # by piece in flight: when it was first asked for
+        self._late_at: float | None = None
+
+    async def run(self) -> TransferReport:
+        """Raises the `StarlingError` of the source that failed last, `ResourceError` when the disk is full."""
+        self._pieces = PieceMap(len(self._checksums), await self._find_present())
+        try:
+            while not self._pieces.is_complete:
+                self._start_requests()
+                if not self._tasks:  # every source pauses
+                    await self._sleep(self._wait_s() or 0.0)
+                    continue
+                await self._one_result()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        return TransferReport(self._received, self._rejected, self._sources.report())
+
+    async def _find_present(self) -> set[int]:
+        """The pieces that an earlier transfer has left."""
+        at, found = 0, set()
+        while at < self._file.nbytes:
+            piece, at = await uninterrupted(self._file.next_present, at, self._checksums)
+            if piece >= 0:
+                found.add(piece)
+                self._done += self._file.piece_range(piece)[1]
+                self._progress(self._done, self._file.nbytes)
+        self._progress(self._done, self._file.nbytes)
+        return found
+
+    def _start_requests(self) -> None:
+        while len(self._tasks) < self._limit.value:
+            piece = self._pieces.first_missing()
+            source = self._sources.choose(piece) if piece is not None else None
+            if piece is None:
+                piece, source = self._late()
+            if piece is None or source is None:
+                return
+            self._pieces.begin(piece)
+            self._sources.begin(source)
+            self._begun.setdefault(piece, self._clock())
+            self._tasks[asyncio.create_task(self._fetch(piece, source))] = piece, source
+
+    def _late(self) -> tuple[int | None, Source | None]:
+        """At the end: a piece that takes too long, and another source for it. Otherwise sets `_late_at`."""
+        self._late_at = None
+        piece = self._pieces.repeatable() if self._sources.n_usable > 1 else None
+        if piece is None:
+            return None, None
+        first = next(source for asked, source in self._tasks.values() if asked == piece)
+        other = self._sources.choose(piece, first)
+        if other is None or first.is_local:
+            return None, None
+        expected = self._sources.expected_s(other, self._file.piece_range(piece)[1])
+        at = self._begun[piece] + max(LEAST_LATE_S, LATE * expected)
+        if self._clock() < at:
+            self._late_at = at
+            return None, None
+        return piece, other
+
+    def _wait_s(self) -> float | None:
+        """Seconds until a paused source is asked for the next piece, or a piece is late; None for neither."""
+        piece = self._pieces.first_missing()
+        if piece is not None:
+            return self._sources.next_ready_s(piece) or None
+        return None if self._late_at is None else max(0.001, self._late_at - self._clock())
+
+    async def _one_result(self) -> None:
+        # A paused source becomes ready while others still work.
+        done, _ = await asyncio.wait(self._tasks, timeout=self._wait_s(), return_when=asyncio.FIRST_COMPLETED)
+        results = []
+        for task in done:
+            self._sources.ended(self._tasks.pop(task)[1])
+            results.append(task.result())
+        for result in results:
+            self._settle(result)
+
+    def _settle(self, result: _Result) -> None:
+        piece, source, error = result.piece, result.source, result.error
+        if piece not in self._pieces.in_flight or self._pieces.in_flight[piece] == 1:
+            self._begun.pop(piece, None)
+        if error is None:
+            self._sources.succeeded(source, result.nbytes, result.seconds)
+            if self._pieces.arrived(piece):
+                self._limit.arrived(result.nbytes)
+                self._received += result.nbytes
+                self._done += result.nbytes
+                self._progress(self._done, self._file.nbytes)
+            return
+        is_needed = piece not in self._pieces.present
+        self._pieces.failed(piece)
+        if result.is_damaged:
+            self._rejected += 1
+        if not is_needed:
+            return
+        if result.is_damaged:
+            self._sources.rejected(source, piece, error)
+        else:
+            if isinstance(error, StorageUnavailable):
+                self._limit.throttled()
+            self._sources.failed(source, piece, error)
+
+    async def _fetch(self, piece: int, source: Source) -> _Result:
+        """Read, verify and write one piece. Raises only what ends the transfer: errors of the own disk."""
+        offset, nbytes = self._file.piece_range(piece)
+        if wait := self._bandwidth.delay_s(nbytes):
+            await self._sleep(wait)
+        begun = self._clock()
+        try:
+            async with asyncio.timeout(self._limits.piece_timeout_s):
+                data = await source.read(offset, nbytes)
+        except TimeoutError:
+            slow = StorageUnavailable(f"{source.name}: piece {piece} took over {self._limits.piece_timeout_s:.0f} s")
+            return _Result(piece, source, 0.0, nbytes, slow)
+        except StarlingError as error:
+            return _Result(piece, source, 0.0, nbytes, error)
+        seconds = max(self._clock() - begun, 1e-6)
+        if len(data) != nbytes or await asyncio.to_thread(piece_checksum, data) != self._checksums[piece]:
+            damaged = StorageUnavailable(
+                f"{source.name}: piece {piece} (bytes {offset}..{offset + nbytes}) differs from its checksum: what is "
+                f"stored there is not what was published; publish the model again"
+            )
+            return _Result(piece, source, seconds, nbytes, damaged, is_damaged=True)
+        if piece not in self._pieces.present:
+            await uninterrupted(self._file.write, piece, data)
+        return _Result(piece, source, seconds, nbytes, None)
+
+
+async def uninterrupted(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function in a thread. Cancelled, wait for its end first: it uses a file that is closed afterwards."""
+    call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        raise

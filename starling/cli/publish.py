@@ -1,0 +1,146 @@
+"""`starling publish`, `starling unpublish` and `starling catalog`: the models in the blob store of a fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from pipeline.blobs.address import open_store
+from pipeline.catalog import contents
+from pipeline.catalog.entry import Entry
+from pipeline.catalog.publish import Published
+from pipeline.catalog.publish import publish as publish_model
+from pipeline.config import paths
+from pipeline.config.load import load
+from pipeline.config.rules import check_name
+from pipeline.config.schema import Config, ModelConfig
+from pipeline.models import store
+from starling.cli.options import exit_codes, json_option
+from starling.cli.progress import shown
+
+CODES = {
+    0: "success",
+    1: "failure that a retry may cure: the store, the network, or another model has the name",
+    2: "no such file or model",
+    78: "the file, the configuration or the store must be changed first",
+}
+
+
+@click.command(epilog=exit_codes(CODES))
+@click.argument("file")
+@click.option("--name", help="What requests ask for; by default the configured name, or the name of the file.")
+@click.option("--replace", is_flag=True, help="Publish even if the name has another model now.")
+@json_option()
+def publish(file: str, name: str | None, replace: bool, as_json: bool) -> None:
+    """Put a model into the fleet's blob store (fleet.blobs).
+
+    FILE is a GGUF file or a configured model. It is prepared first if necessary: what is published is the checkpoint,
+    which other machines map as it is. Repeated, the command sends only what the store lacks.
+    """
+    from stages.worker.checkpoint.prepare import prepare_checkpoint
+
+    config = load()
+    model = _model(config, file, name)
+    with nullcontext(store.no_progress) if as_json else shown(model.name) as progress:
+        index_path = prepare_checkpoint(model, paths.models_dir(), progress)
+        source = store.gguf_path(model, paths.models_dir()).name
+        done = asyncio.run(_publish(config, index_path, model.name, source, progress, replace))
+    if as_json:
+        click.echo(msgspec.json.encode({**_row(done.entry), "sent_bytes": done.sent, "kept_bytes": done.kept}))
+        return
+    sent = f"{done.sent / 1e6:.0f} MB sent, {done.kept / 1e6:.0f} MB there already"
+    click.echo(f"{model.name}: published as {done.entry.digest} ({sent})")
+
+
+async def _publish(
+    config: Config, index_path: Path, name: str, source: str, progress: store.Progress, replace: bool
+) -> Published:
+    async with open_store(config) as blobs:
+        return await publish_model(blobs, index_path, name, source, int(time.time()), progress, replace=replace)
+
+
+def _model(config: Config, file: str, name: str | None) -> ModelConfig:
+    """The model that FILE names. Raises `click.BadParameter`."""
+    path = Path(file).expanduser()
+    named = config.model(file)
+    if path.is_file():
+        folder = paths.models_dir()
+        found = next((one for one in config.models if _is_same(store.gguf_path(one, folder), path)), None)
+        model = found or ModelConfig(name=_name_of(path), path=str(path.absolute()))
+    elif named is not None:
+        model = named
+    else:
+        known = ", ".join(one.name for one in config.models)
+        raise click.BadParameter(f"{file!r} is neither a file nor a configured model ({known})", param_hint="FILE")
+    chosen = name or model.name
+    if reason := check_name(chosen):
+        raise click.BadParameter(f"{chosen!r} cannot be a model's name: {reason}", param_hint="--name")
+    if model.path or chosen == model.name:
+        return msgspec.structs.replace(model, name=chosen)
+    # The demo model is known by its own name only; under another one it is the file.
+    located = store.fetch(model, paths.models_dir())
+    return msgspec.structs.replace(model, name=chosen, path=str(located.path))
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except OSError:
+        return False
+
+
+def _name_of(path: Path) -> str:
+    """A model's name from a file's."""
+    return re.sub(r"[^a-z0-9._-]+", "-", path.stem.lower()).strip("-._") or "model"
+
+
+@click.command(epilog=exit_codes(CODES))
+@click.argument("name")
+def unpublish(name: str) -> None:
+    """Remove a model from the fleet's blob store.
+
+    NAME is a model that `starling catalog` lists. Its blobs are removed with it, unless another entry of the catalog
+    uses them. Machines keep what they have received.
+    """
+
+    async def remove() -> tuple[Entry, int]:
+        async with open_store(config) as blobs:
+            return await contents.remove(blobs, name)
+
+    config = load()
+    _, freed = asyncio.run(remove())
+    click.echo(f"{name}: removed ({freed / 1e6:.0f} MB)")
+
+
+@click.command(epilog=exit_codes({0: "success", 1: CODES[1], 78: CODES[78]}))
+@json_option()
+def catalog(as_json: bool) -> None:
+    """List the published models: what requests to a fleet may name."""
+
+    async def read() -> tuple[str, list[Entry]]:
+        async with open_store(config) as blobs:
+            return blobs.address, await contents.entries(blobs)
+
+    config = load()
+    address, found = asyncio.run(read())
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode([_row(entry) for entry in found])).decode())
+        return
+    if not found:
+        click.echo(f"nothing is published at {address}; `starling publish FILE` does that")
+    for entry in found:
+        facts = f"{entry.source.architecture}, {entry.source.parameters / 1e6:.0f}M parameters, {entry.source.file}"
+        click.echo(f"{entry.name}  {entry.nbytes / 1e6:.0f} MB  {facts}")
+        click.echo(f"  sha256 {entry.digest}")
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    """An entry as JSON shows it."""
+    return {**msgspec.to_builtins(entry), "bytes": entry.nbytes, "pieces": entry.n_pieces}

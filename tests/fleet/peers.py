@@ -1,0 +1,126 @@
+"""Real servers for the tests of stores, from packages (`make fleet-peers`). Without one its tests are skipped."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.blobs.cloud import CloudStore
+
+START_S = 60.0
+_S3_IDENTITY = """{"identities": [{"name": "test", "actions": ["Admin", "Read", "Write", "List"],
+ "credentials": [{"accessKey": "test", "secretKey": "testtest"}]}]}"""
+
+
+class Bucket:
+    """A bucket of a running server."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+
+    def address(self, prefix: str) -> str:
+        return f"s3://starling-test/{prefix}"
+
+    def open(self, prefix: str) -> CloudStore:
+        return CloudStore(self.address(prefix), self.endpoint, "us-east-1")
+
+
+def free_port() -> int:
+    """A port that is free now, below the ephemeral ones of most systems."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def program(name: str) -> str:
+    """Path of an installed server; otherwise the test is skipped."""
+    found = shutil.which(name) or shutil.which(name, path=f"{Path(sys.executable).parent}:/usr/sbin:/usr/local/sbin")
+    if not found:
+        pytest.skip(f"{name} is not installed: make fleet-peers")
+    return found
+
+
+@contextlib.contextmanager
+def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A server process, ended by its pid."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        try:
+            yield process
+        finally:
+            process.kill()  # what it has stored is not needed any more
+            process.wait()
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until a server listens."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"the server did not start: {log.read_text()[-2000:]}")
+
+
+@contextlib.contextmanager
+def s3_bucket(folder: Path) -> Iterator[Bucket]:
+    """A bucket of SeaweedFS. The credentials are in the environment meanwhile."""
+    pytest.importorskip("obstore", reason="obstore is not installed: make fleet-peers")
+    weed = program("weed")
+    ports = [free_port() for _ in range(4)]
+    identity = folder / "s3.json"
+    identity.write_text(_S3_IDENTITY)
+    # fmt: off
+    command = [
+        weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", f"-s3.config={identity}",
+        f"-master.port={ports[0]}", f"-volume.port={ports[1]}", f"-filer.port={ports[2]}", f"-s3.port={ports[3]}",
+        f"-master.port.grpc={free_port()}", f"-volume.port.grpc={free_port()}", f"-filer.port.grpc={free_port()}",
+        f"-s3.port.grpc={free_port()}", "-volume.max=8", "-master.volumeSizeLimitMB=64",
+    ]
+    # fmt: on
+    patch = pytest.MonkeyPatch()
+    patch.setenv("AWS_ACCESS_KEY_ID", "test")
+    patch.setenv("AWS_SECRET_ACCESS_KEY", "testtest")
+    try:
+        with running(command, folder / "weed.log") as process:
+            wait_for_port(ports[3], process, folder / "weed.log")
+            bucket = Bucket(f"http://127.0.0.1:{ports[3]}")
+            _create_bucket(bucket.endpoint, process)
+            yield bucket
+    finally:
+        patch.undo()
+
+
+def _create_bucket(endpoint: str, process: subprocess.Popen[bytes]) -> None:
+    """PUT /BUCKET, signed by obstore, whose stores have no call for it."""
+    from datetime import timedelta
+
+    import obstore
+    from obstore.store import S3Store
+
+    store = S3Store(
+        "starling-test",
+        endpoint=endpoint,
+        region="us-east-1",
+        client_options={"allow_http": True},  # type: ignore[call-arg]
+    )
+    deadline = time.monotonic() + START_S
+    while True:
+        url = obstore.sign(store, "PUT", "", timedelta(minutes=5))
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=10):
+                return
+        except (urllib.error.URLError, OSError) as error:
+            if time.monotonic() > deadline or process.poll() is not None:
+                raise AssertionError(f"no bucket: {error}") from None
+            time.sleep(0.1)
