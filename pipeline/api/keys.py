@@ -1,4 +1,4 @@
-"""API keys: from an `Authorization` header to the tenant that sends the request."""
+"""API keys: from an `Authorization` or `X-Api-Key` header to the tenant that sends the request."""
 
 from __future__ import annotations
 
@@ -41,12 +41,14 @@ class Keys:
         """Whether keys are configured."""
         return bool(self._keys)
 
-    def caller(self, authorization: str | None) -> Caller:
-        """Return the owner of the key in an `Authorization` header. Raises `Unauthenticated`."""
+    def caller(self, authorization: str | None, api_key: str | None = None) -> Caller:
+        """Return the owner of the key in an `Authorization` header, or in `X-Api-Key`. Raises `Unauthenticated`."""
         if not self._keys:
             return Caller(DEFAULT_TENANT)
+        if not authorization and api_key:
+            authorization = f"Bearer {api_key}"
         if not authorization:
-            raise Unauthenticated("no API key: send the header Authorization: Bearer KEY")
+            raise Unauthenticated("no API key: send the header Authorization: Bearer KEY, or X-Api-Key: KEY")
         scheme, _, key = authorization.strip().partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthenticated("the Authorization header is not of the form: Bearer KEY")

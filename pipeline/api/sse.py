@@ -15,8 +15,10 @@ COMMENT = b":\n\n"  # clients skip it
 DONE = b"data: [DONE]\n\n"  # the last event of a stream, as in OpenAI's API
 
 
-def event(data: bytes, event_id: bytes = b"") -> bytes:
-    """Return one event; without an id the client keeps the id of the event before."""
+def event(data: bytes, event_id: bytes = b"", name: bytes = b"") -> bytes:
+    """Return one event; without an id the client keeps the id of the event before, and without a name it has none."""
+    if name:
+        return b"id: %b\nevent: %b\ndata: %b\n\n" % (event_id, name, data)
     if event_id:
         return b"id: %b\ndata: %b\n\n" % (event_id, data)
     return b"data: %b\n\n" % data

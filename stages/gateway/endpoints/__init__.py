@@ -2,6 +2,8 @@
 
 chat.py, completions.py   OpenAI's text endpoints
 chat_tools.py             tool calls in the answers of chats
+messages.py               Anthropic's text endpoint: its requests
+message_formatter.py      and its responses
 generate.py               the server's own text endpoint
 response_formatter.py     the interface of their formatters
 openai_formatter.py       what the formatters of chat and completions have in common

@@ -8,10 +8,12 @@ parser_pool.py        parses bodies, large ones in processes of their own
 parser_process.py     such a process
 errors.py             errors as responses
 text_endpoints.py     handlers that generate text or resume a request
-token_endpoints.py    /v1/tokenize and /v1/detokenize
+token_endpoints.py    /v1/tokenize, /v1/detokenize and /v1/messages/count_tokens
 model_endpoints.py    /v1/models
 probes.py             /health, /ready and metrics
+message_version.py    the version of Anthropic's API
 sinks.py              an event stream or a whole response
+block_stream.py       an event stream of Anthropic's API
 whole_response.py     writes a whole body within its limits of time and bytes
 stream_backlogs.py    bytes that wait for the clients of event streams
 held_bytes.py         bytes of bodies, counted for each tenant or address

@@ -26,6 +26,7 @@ from stages.gateway.http.context import (
     Handler,
     json_response,
 )
+from stages.gateway.http.message_version import checked
 from stages.gateway.http.middleware import make_header_setter, make_middleware
 from stages.gateway.http.parser_pool import ParserPool
 from stages.gateway.http.request_body import read_body
@@ -50,7 +51,9 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
     )
     app.on_response_prepare.append(make_header_setter(config))
     for endpoint in text_endpoints.TEXT_ENDPOINTS:
-        app.router.add_post(endpoint.path, text_endpoints.text_handler(endpoint, config, service))
+        handler = text_endpoints.text_handler(endpoint, config, service)
+        app.router.add_post(endpoint.path, checked(handler) if endpoint.name == "messages" else handler)
+    app.router.add_post("/v1/messages/count_tokens", checked(token_endpoints.count_tokens))
     app.router.add_get("/v1/requests/{id}", text_endpoints.get_request)
     app.router.add_post("/v1/session/close", _close_session)
     app.router.add_post("/v1/tokenize", token_endpoints.tokenize)

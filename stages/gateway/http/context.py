@@ -40,6 +40,11 @@ def request_id(request: web.Request) -> str:
     return request.get(CLIENT_ID, "") or (state.id if state is not None else "")
 
 
+def is_anthropic(request: web.Request) -> bool:
+    """Whether the request is one of Anthropic's API."""
+    return request.path == "/v1/messages" or request.path.startswith("/v1/messages/")
+
+
 def json_response(body: Any, status: int = 200) -> web.Response:
     """Return a response with `body` as JSON."""
     return web.Response(body=to_json(body), status=status, content_type=CONTENT_TYPE)

@@ -8,13 +8,14 @@ from pipeline.api.error_response import error_response
 from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.config.schema import Config
 from pipeline.errors import NotFound, StarlingError
+from stages.gateway.http.context import is_anthropic, request_id
 from stages.gateway.http.request_body import body_too_large
 from stages.gateway.http.text_endpoints import TEXT_ENDPOINTS
 
 
-def to_response(error: StarlingError) -> web.Response:
-    """Return the HTTP response that reports `error`."""
-    response = error_response(error)
+def to_response(request: web.Request, error: StarlingError) -> web.Response:
+    """Return the HTTP response that reports `error`, in the form of the request's API."""
+    response = error_response(error, is_anthropic=is_anthropic(request), request_id=request_id(request))
     return web.Response(body=response.body, status=response.status, headers=response.headers, content_type=CONTENT_TYPE)
 
 

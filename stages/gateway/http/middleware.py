@@ -31,6 +31,7 @@ from stages.gateway.http.context import (
     STARTED_AT,
     STATE,
     Handler,
+    is_anthropic,
     request_id,
 )
 from stages.gateway.http.errors import error_of, to_response
@@ -61,7 +62,9 @@ def make_middleware(config: Config, service: Service) -> Middleware:
                 response: web.StreamResponse = web.Response(status=204)
             else:
                 if request.path.startswith("/v1/"):
-                    request[CALLER] = keys.caller(request.headers.get("Authorization"))
+                    request[CALLER] = keys.caller(
+                        request.headers.get("Authorization"), request.headers.get("X-Api-Key")
+                    )
                     request[PRINCIPAL] = request[CALLER].tenant if keys else address_principal(request.remote or "")
                     if request.app[GATE].is_reserved(request.protocol):
                         _check_reserved(request, service)
@@ -100,7 +103,7 @@ def _report(request: web.Request, error: StarlingError) -> web.StreamResponse:
     """Return the response that reports `error`; abort the connection if another response has begun."""
     begun = request.get(BEGUN)
     if begun is None:
-        return to_response(error)
+        return to_response(request, error)
     log.info("a response was cut off: %s", error.message, extra={"request_id": request_id(request)})
     if request.transport is not None:
         reset(request.transport)
@@ -127,6 +130,8 @@ def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamRespo
             response.headers["Connection"] = "close"
         if name := request_id(request):
             response.headers["X-Request-Id"] = name
+            if is_anthropic(request):
+                response.headers["Request-Id"] = name
         state = request.get(STATE)
         if state is not None:
             response.headers["X-Starling-Request"] = state.id
@@ -140,7 +145,8 @@ def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamRespo
             if request.method == "OPTIONS":
                 response.headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"
                 response.headers["Access-Control-Allow-Headers"] = (
-                    "Authorization, Content-Type, X-Request-Id, Last-Event-ID, Idempotency-Key"
+                    "Authorization, Content-Type, X-Request-Id, Last-Event-ID, Idempotency-Key, X-Api-Key, "
+                    "Anthropic-Version, Anthropic-Beta, Anthropic-Dangerous-Direct-Browser-Access"
                 )
                 response.headers["Access-Control-Max-Age"] = "86400"
 

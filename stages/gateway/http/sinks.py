@@ -11,6 +11,7 @@ events before the first text only the last one has an id: a client that received
 
 from __future__ import annotations
 
+import abc
 import asyncio
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
@@ -55,19 +56,20 @@ class WholeResponse:
         """Nothing to write."""
 
 
-class EventStream:
+class StreamSink(abc.ABC):
     """The sink of a streamed request. Collects events until `attach` provides the transport.
 
-    `begun` is set when the request has left the queue, or with the first event: an error before it is reported with its
-    own HTTP status.  `over` is set at the end of the stream.
+    A subclass formats the events.  `begun` is set when the request has left the queue, or with the first event: an
+    error before it is reported with its own HTTP status.  `over` is set at the end of the stream.
     """
 
-    def __init__(self, request: RequestState, formatter: ResponseFormatter, drop: Callable[[str], None]) -> None:
+    END: bytes  # the last event, after which the client closes the connection; b"": there is none
+
+    def __init__(self, request: RequestState, drop: Callable[[str], None]) -> None:
         loop = asyncio.get_running_loop()
         self.begun: asyncio.Future[None] = loop.create_future()
         self.over: asyncio.Future[None] = loop.create_future()
         self.bytes_sent = 0
-        self._formatter = formatter
         self._drop = drop  # called once, with the reason, if the client reads too slowly
         self._is_dropped = False
         self._max_backlog = MAX_BACKLOG_BYTES
@@ -85,30 +87,19 @@ class EventStream:
         if not self.begun.done():
             self.begun.set_result(None)
 
+    @abc.abstractmethod
     def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None:
-        """Add an event of new text."""
-        self._open()
-        self._reach(sequence, end, FLUSHED if sequence.is_flushed else TOKENS)
-        event = self._formatter.text_event(sequence, new, begin, end)
-        if event is not None:
-            self._event(event)
+        """Add the events of new text."""
 
+    @abc.abstractmethod
     def ended(self, sequence: SequenceState) -> None:
-        """Add the event with the finish reason, after one with the text that the formatter has held back."""
-        self._open()
-        rest = self._formatter.rest_event(sequence)
-        if rest is not None:
-            self._reach(sequence, sequence.n_emitted, FLUSHED)
-            self._event(rest)
-        self._reach(sequence, sequence.n_emitted, ENDED)
-        self._event(self._formatter.finish_event(sequence))
+        """Add the events with the finish reason."""
 
     def finished(self) -> None:
         """Add the closing events and end the stream."""
         self._places = [place.rstrip("fed") + LEVELS[CLOSED] for place in self._places]
-        for event in self._formatter.closing_events():
-            self._event(event)
-        self._close(sse.DONE)
+        self._add_closing_events()
+        self._close()
 
     def failed(self, error: StarlingError) -> None:
         """End the stream with an error event; while the headers are not sent, `begun` raises the error instead."""
@@ -120,10 +111,8 @@ class EventStream:
         if not self._is_open:
             self._is_open = True
             self._pending.append(sse.retry_field())
-        over = (LEVELS[ENDED], LEVELS[CLOSED])
-        open_choices = [index for index, place in enumerate(self._places) if not place.endswith(over)]
-        self._event(error_event(error, open_choices))
-        self._close(sse.DONE)
+        self._add_error(error)
+        self._close()
 
     def flush(self) -> None:
         """Write the pending events in one piece. Drops the connection if the client reads too slowly."""
@@ -174,7 +163,7 @@ class EventStream:
                 self._resume_sequence(sequence, places[sequence.index], received[sequence.index])
         if request.outcome is Outcome.FINISHED:
             if places and all(place.level == CLOSED for place in places):
-                self._close(sse.DONE)
+                self._close()
             else:
                 self.finished()
         elif request.error is not None:
@@ -188,7 +177,7 @@ class EventStream:
         received = received if place.level == TOKENS else len(text)
         self._reach(sequence, begin, place.level)
         if begin or received:
-            self._formatter.skip(sequence, text[:received], begin, is_whole=place.level != TOKENS)
+            self._skip(sequence, text[:received], begin, is_whole=place.level != TOKENS)
         if sequence.n_emitted > begin or len(text) > received:
             self.text(sequence, text[received:], begin, sequence.n_emitted)
         if sequence.phase is SequencePhase.FINISHED and place.level < ENDED:
@@ -213,22 +202,81 @@ class EventStream:
             return
         self._is_open = True
         self._pending.append(sse.retry_field())
-        *before, last = self._formatter.opening_events() or (b"",)
-        self._pending.extend(sse.event(event) for event in before)
-        if last:
-            self._event(last)
+        self._add_opening_events()
         if not self.begun.done():
             self.begun.set_result(None)
 
     def _reach(self, sequence: SequenceState, tokens: int, level: int) -> None:
         self._places[sequence.index] = f"{tokens}{LEVELS[level]}"
 
-    def _event(self, data: bytes) -> None:
+    def _event(self, data: bytes, name: bytes = b"") -> None:
         places = self._places
         position = places[0] if len(places) == 1 else ".".join(places)
-        self._pending.append(sse.event(data, self._id + position.encode()))
+        self._pending.append(sse.event(data, self._id + position.encode(), name))
 
-    def _close(self, last: bytes) -> None:
-        self._pending.append(last)
+    def _close(self) -> None:
+        if self.END:
+            self._pending.append(self.END)
         if not self.over.done():
             self.over.set_result(None)
+
+    # ---------------------------------------------------------------- of the subclasses
+
+    @abc.abstractmethod
+    def _add_opening_events(self) -> None: ...
+
+    @abc.abstractmethod
+    def _add_closing_events(self) -> None: ...
+
+    @abc.abstractmethod
+    def _add_error(self, error: StarlingError) -> None: ...
+
+    @abc.abstractmethod
+    def _skip(self, sequence: SequenceState, text: str, end: int, *, is_whole: bool) -> None:
+        """Count `text`, from the beginning on, and the output tokens before `end` as sent."""
+
+
+class EventStream(StreamSink):
+    """A stream whose tokens have one event each, and that ends with `[DONE]`, as in OpenAI's API."""
+
+    END = sse.DONE
+
+    def __init__(self, request: RequestState, formatter: ResponseFormatter, drop: Callable[[str], None]) -> None:
+        super().__init__(request, drop)
+        self._formatter = formatter
+
+    def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None:
+        """Add an event of new text."""
+        self._open()
+        self._reach(sequence, end, FLUSHED if sequence.is_flushed else TOKENS)
+        event = self._formatter.text_event(sequence, new, begin, end)
+        if event is not None:
+            self._event(event)
+
+    def ended(self, sequence: SequenceState) -> None:
+        """Add the event with the finish reason, after one with the text that the formatter has held back."""
+        self._open()
+        rest = self._formatter.rest_event(sequence)
+        if rest is not None:
+            self._reach(sequence, sequence.n_emitted, FLUSHED)
+            self._event(rest)
+        self._reach(sequence, sequence.n_emitted, ENDED)
+        self._event(self._formatter.finish_event(sequence))
+
+    def _add_opening_events(self) -> None:
+        *before, last = self._formatter.opening_events() or (b"",)
+        self._pending.extend(sse.event(event) for event in before)
+        if last:
+            self._event(last)
+
+    def _add_closing_events(self) -> None:
+        for event in self._formatter.closing_events():
+            self._event(event)
+
+    def _add_error(self, error: StarlingError) -> None:
+        over = (LEVELS[ENDED], LEVELS[CLOSED])
+        open_choices = [index for index, place in enumerate(self._places) if not place.endswith(over)]
+        self._event(error_event(error, open_choices))
+
+    def _skip(self, sequence: SequenceState, text: str, end: int, *, is_whole: bool) -> None:
+        self._formatter.skip(sequence, text, end, is_whole=is_whole)

@@ -12,7 +12,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from aiohttp import HttpVersion11, web
 from aiohttp.hdrs import METH_HEAD
@@ -23,11 +23,12 @@ from pipeline.config.schema import Config
 from pipeline.errors import Conflict, InvalidRequest, StarlingError
 from pipeline.ipc.tcp_transport import reset
 from stages.gateway.endpoints import chat_tools, completions, generate
-from stages.gateway.endpoints.response_formatter import ResponseFormatter
+from stages.gateway.endpoints.message_formatter import MessageFormatter
+from stages.gateway.http.block_stream import BlockStream
 from stages.gateway.http.connection import PROBE
 from stages.gateway.http.context import BACKLOGS, CALLER, CLIENT_ID, PRINCIPAL, SERVICE, STARTED_AT, STATE, Handler
 from stages.gateway.http.request_body import read_body
-from stages.gateway.http.sinks import EventStream, WholeResponse
+from stages.gateway.http.sinks import EventStream, StreamSink, WholeResponse
 from stages.gateway.http.whole_response import send_body
 from stages.gateway.requests.event_cursor import EventCursor, parse_event_cursor
 from stages.gateway.requests.generation_request import GenerationRequest
@@ -42,18 +43,27 @@ log = logging.getLogger("starling.gateway.http")
 LAST_BYTES_TIMEOUT_S = 30.0  # for a client to accept the end of its stream
 
 
+class WholeFormatter(Protocol):
+    """What all formatters have."""
+
+    def whole_response(self) -> bytes:
+        """Return the body of a response that is not streamed."""
+
+
 class TextEndpoint(NamedTuple):
     """An endpoint that generates text, and how to format its response."""
 
     name: str  # GenerationRequest.endpoint, and the key of its body's reader
     path: str
-    formatter: Callable[[RequestState, TokenBytes], ResponseFormatter]
+    formatter: Callable[[RequestState, TokenBytes], Any]
+    stream: Callable[[RequestState, Any, Callable[[str], None]], StreamSink] = EventStream  # gets the formatter
 
 
 TEXT_ENDPOINTS = (
     TextEndpoint("generate", "/v1/generate", generate.GenerateFormatter),
     TextEndpoint("chat", "/v1/chat/completions", chat_tools.make_formatter),
     TextEndpoint("completions", "/v1/completions", completions.CompletionFormatter),
+    TextEndpoint("messages", "/v1/messages", MessageFormatter, BlockStream),
 )
 
 
@@ -115,7 +125,7 @@ async def _serve(request: web.Request, service: Service, state: RequestState) ->
     """Start an admitted request and send its response."""
     request[STATE] = state
     formatter = _formatter(service, state)
-    sink = _event_stream(request, state, formatter) if state.spec.generation.stream else WholeResponse()
+    sink = _stream_sink(request, state, formatter) if state.spec.generation.stream else WholeResponse()
     state.sink = sink
     with service.in_flight.using(state.spec.version):
         await service.lifecycle.start(state)
@@ -151,9 +161,9 @@ async def _resume(
     request[STATE] = state
     formatter = _formatter(service, state)
 
-    def make_sink(received: list[int]) -> EventStream | WholeResponse:
+    def make_sink(received: list[int]) -> StreamSink | WholeResponse:
         if state.spec.generation.stream:
-            stream = _event_stream(request, state, formatter)
+            stream = _stream_sink(request, state, formatter)
             stream.resume(state, cursor.choices if cursor is not None else (), received)
             return stream
         whole = WholeResponse()
@@ -171,26 +181,30 @@ async def _resume(
             service.readers.leave(state, sink)
 
 
-def _formatter(service: Service, state: RequestState) -> ResponseFormatter:
+def _endpoint(state: RequestState) -> TextEndpoint:
+    return next(endpoint for endpoint in TEXT_ENDPOINTS if endpoint.name == state.spec.generation.endpoint)
+
+
+def _formatter(service: Service, state: RequestState) -> Any:
     """Return the formatter of a request. Raises `Conflict` if the vocabulary that its logprobs need is gone."""
-    endpoint = next(e for e in TEXT_ENDPOINTS if e.name == state.spec.generation.endpoint)
+    endpoint = _endpoint(state)
     vocabulary = service.relay.vocabularies.setdefault(state.spec.vocabulary, TokenBytes())
     if not vocabulary and state.outcome is Outcome.FINISHED and any(s.logprobs for s in state.sequences):
         raise Conflict(f"the logprobs of {state.id} cannot be formatted: its vocabulary is no longer loaded")
     return endpoint.formatter(state, vocabulary)
 
 
-def _event_stream(request: web.Request, state: RequestState, formatter: ResponseFormatter) -> EventStream:
+def _stream_sink(request: web.Request, state: RequestState, formatter: Any) -> StreamSink:
     def drop(reason: str) -> None:
         log.warning("dropping a connection: %s", reason, extra={"request_id": state.id})
         if request.transport is not None:
             reset(request.transport)
 
-    return EventStream(state, formatter, drop)
+    return _endpoint(state).stream(state, formatter, drop)
 
 
 async def _respond(
-    request: web.Request, sink: EventStream | WholeResponse, formatter: ResponseFormatter
+    request: web.Request, sink: StreamSink | WholeResponse, formatter: WholeFormatter
 ) -> web.StreamResponse:
     """Send what the sink collects, until its end."""
     if isinstance(sink, WholeResponse):

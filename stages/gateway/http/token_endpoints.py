@@ -1,4 +1,4 @@
-"""Handlers of /v1/tokenize and /v1/detokenize."""
+"""Handlers of /v1/tokenize, /v1/detokenize and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from aiohttp import web
 
 from pipeline.api.generation_fields import MAX_PROMPT_IDS
 from pipeline.api.json_body import to_json
-from stages.gateway.admission.prompts import check_range
+from stages.gateway.admission.lengths import Bounds
+from stages.gateway.admission.prompts import check_range, tokenize_prompts
+from stages.gateway.endpoints.messages import text_characters
 from stages.gateway.endpoints.tokenize import tokenize_response
-from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE
+from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE, request_id
 from stages.gateway.http.request_body import read_body
 from stages.gateway.http.whole_response import held_response, send_body, send_parts
 
@@ -42,6 +44,22 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
                 await asyncio.sleep(0)  # let other requests run
             del encoded
             return await send_parts(request, parts)
+
+
+async def count_tokens(request: web.Request) -> web.StreamResponse:
+    """POST /v1/messages/count_tokens: the number of tokens of a prompt."""
+    service = request.app[SERVICE]
+    with service.admission.slot(request[PRINCIPAL]):
+        service.admission.charge_attempt(request[CALLER])
+        generation = await read_body(request, service.config, "count_tokens")
+        model = service.catalog.resolve(generation.model)
+        service.admission.charge_tokens(request[CALLER], -(-text_characters(generation) // CHARGED_BYTES))
+        with service.admission.serving_version(model) as version:
+            described = await service.readiness.describe(version)
+            bounds = Bounds(MAX_PROMPT_IDS + 1, 0, 0)
+            name = request_id(request)
+            (prompt,) = await tokenize_prompts(generation, version, described, service.tokenizer, bounds, 0, name)
+        return await send_body(request, to_json({"input_tokens": len(prompt)}))
 
 
 async def detokenize(request: web.Request) -> web.StreamResponse:

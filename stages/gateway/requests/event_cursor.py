@@ -6,6 +6,9 @@ the scheduler grouped the tokens. A position counts tokens, because the text of 
 
     17    text of the first 17 tokens         17e   and the finish reason
     17f   all of the choice's text            17d   and the events after the last finish reason
+
+Where a token makes several events, those before the last one have a hyphen and the number of *units* up to their end
+(`endpoints/message_formatter.py`): 17-230, 230 units of what the first 17 tokens make.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from stages.gateway.requests.state import SequenceState
 LEVELS = ("", "f", "e", "d")
 TOKENS, FLUSHED, ENDED, DONE = range(4)
 
-_ID = re.compile(r"(req-[0-9a-f]{1,64}):([0-9]{1,9}[fed]?(?:\.[0-9]{1,9}[fed]?){0,255})")
+_PLACE = r"[0-9]{1,9}[fed]?(?:-[0-9]{1,10})?"
+_ID = re.compile(rf"(req-[0-9a-f]{{1,64}}):({_PLACE}(?:\.{_PLACE}){{0,255}})")
 
 
 class ChoiceCursor(NamedTuple):
@@ -27,6 +31,7 @@ class ChoiceCursor(NamedTuple):
 
     tokens: int
     level: int = TOKENS
+    units: int = 0  # 0: all events of these tokens
 
 
 class EventCursor(NamedTuple):
@@ -46,8 +51,9 @@ def parse_event_cursor(text: str) -> EventCursor:
         )
     choices = []
     for part in match[2].split("."):
+        part, _, units = part.partition("-")
         letter = part[-1] if part[-1] in "fed" else ""
-        choices.append(ChoiceCursor(int(part.removesuffix(letter)), LEVELS.index(letter)))
+        choices.append(ChoiceCursor(int(part.removesuffix(letter)), LEVELS.index(letter), int(units or 0)))
     return EventCursor(match[1], tuple(choices))
 
 

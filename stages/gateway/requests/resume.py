@@ -72,7 +72,7 @@ class Resumer:
         counts = [0] * len(request.sequences)
         for sequence, choice in zip(request.sequences, cursor.choices):
             tokens = min(choice.tokens, sequence.n_emitted)
-            if choice.level != TOKENS or not tokens:
+            if choice.level != TOKENS or not tokens or choice.units:
                 continue
             if tokens == sequence.n_emitted and not sequence.is_flushed:
                 counts[sequence.index] = sequence.text_length

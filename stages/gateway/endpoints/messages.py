@@ -1,0 +1,335 @@
+"""POST /v1/messages and /v1/messages/count_tokens: reads the parameters of Anthropic's API.
+
+Content blocks become the messages of the chat template: text, calls (`tool_use`) and results (`tool_result`).
+Consecutive messages of one role become one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pipeline.api.fields import Reader, Unsupported, flag, integer, invalid_value, number, read_fields, show, text
+from pipeline.api.generation_fields import MAX_MODEL_CHARACTERS, MAX_OUTPUT_TOKENS, read_seed, sampling_of
+from pipeline.errors import InvalidRequest
+from stages.gateway.endpoints.chat import MAX_MESSAGES
+from stages.gateway.requests.generation_request import GenerationRequest, TemplateArguments
+from stages.gateway.tool_calls.history import call_id, check_results, template_call
+from stages.gateway.tool_calls.tool_fields import (
+    MAX_DESCRIPTION,
+    MAX_TOOLS,
+    ToolUse,
+    json_object,
+    read_strict,
+    template_form,
+    tool_name,
+    unique_tools,
+)
+
+MAX_STOP_SEQUENCES = 16
+MAX_STOP_CHARACTERS = 256
+ERROR_PREFIX = "Error: "  # before the content of a result with `is_error`
+
+# ------------------------------------------------------------------ content blocks
+
+
+def read_cache_control(value: Any, name: str) -> None:
+    """Read a hint: prefixes are cached without it."""
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object {"type": "ephemeral"}')
+    table: dict[str, Reader] = {"type": _one_of("ephemeral"), "ttl": _one_of("5m", "1h")}
+    read_fields(value, table, required=("type",), within=name)
+
+
+def _one_of(*values: str) -> Reader:
+    expected = " or ".join(f'"{value}"' for value in values)
+
+    def read(value: Any, name: str) -> str:
+        if not isinstance(value, str) or value not in values:
+            raise invalid_value(name, value, expected)
+        return value
+
+    return read
+
+
+def read_input(value: Any, name: str) -> dict[str, Any]:
+    """Read the input of a `tool_use` block."""
+    return json_object(value, name)
+
+
+def _read_result_content(value: Any, name: str) -> str:
+    return "\n".join(block["text"] for block in read_blocks(value, name, ("text",), may_be_empty=True))
+
+
+_TEXT: dict[str, Reader] = {"text": text(1 << 30, empty=False)}
+_BLOCKS: dict[str, tuple[dict[str, Reader], tuple[str, ...]]] = {  # by type: fields, and which are required
+    "text": (_TEXT, ("text",)),
+    "tool_use": ({"id": call_id, "name": tool_name, "input": read_input}, ("id", "name", "input")),
+    "tool_result": (
+        {"tool_use_id": call_id, "content": _read_result_content, "is_error": flag},
+        ("tool_use_id",),
+    ),
+}
+_UNSUPPORTED_IN_BLOCK = {
+    "citations": Unsupported([], {"enabled": False}),
+    "caller": Unsupported({"type": "direct"}),
+    "toolset_name": Unsupported(),
+}
+
+
+def read_blocks(value: Any, name: str, types: tuple[str, ...], *, may_be_empty: bool = False) -> list[dict[str, Any]]:
+    """Read a string, or an array of content blocks of these types, into blocks."""
+    if isinstance(value, str):
+        if not value and not may_be_empty:
+            raise InvalidRequest(f"{name} is empty; send some text", name)
+        return [{"type": "text", "text": value}] if value else []
+    if not isinstance(value, list):
+        raise invalid_value(name, value, "a string or an array of content blocks")
+    if not value and not may_be_empty:
+        raise InvalidRequest(f"{name} is empty; send at least one content block", name)
+    return [_read_block(block, f"{name}[{index}]", types) for index, block in enumerate(value)]
+
+
+def _read_block(value: Any, name: str, types: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object like {"type": "text", "text": ...}')
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in types:
+        raise InvalidRequest(
+            f"{name}.type is {show(kind)}; this server accepts {', '.join(types)} here", f"{name}.type"
+        )
+    fields, required = _BLOCKS[kind]
+    table = {**fields, "type": _one_of(kind), "cache_control": read_cache_control}
+    return read_fields(value, table, required=required, unsupported=_UNSUPPORTED_IN_BLOCK, within=name)
+
+
+# ------------------------------------------------------------------ messages
+
+
+def read_messages(value: Any, name: str) -> list[dict[str, Any]]:
+    """Read messages with content blocks into messages of the chat template."""
+    if not isinstance(value, list):
+        raise invalid_value(name, value, "an array of messages")
+    if not value:
+        raise InvalidRequest(f"{name} is empty; send at least one message", name)
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequest(f"{name} has {len(value)} messages; at most {MAX_MESSAGES} are allowed", name)
+    messages: list[dict[str, Any]] = []
+    places: list[str] = []
+    for index, item in enumerate(value):
+        place = f"{name}[{index}]"
+        for message in _read_message(item, place):
+            if messages and _continues(messages[-1], message):
+                messages[-1] = _joined(messages[-1], message)
+            else:
+                messages.append(message)
+                places.append(place)
+    check_results(messages, places, "tool_use_id")
+    if messages[-1]["role"] == "assistant":
+        raise InvalidRequest(
+            f'{places[-1]}.role is "assistant" in the last message, which this server does not continue; end with a '
+            f"message of the user",
+            f"{places[-1]}.role",
+        )
+    return messages
+
+
+def _read_message(value: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object with "role" and "content"')
+    role = value.get("role")
+    types = {"assistant": ("text", "tool_use"), "system": ("text",)}.get(str(role), ("text", "tool_result"))
+
+    def read_content(value: Any, name: str) -> list[dict[str, Any]]:
+        return read_blocks(value, name, types)
+
+    table: dict[str, Reader] = {"role": _one_of("user", "assistant", "system"), "content": read_content}
+    blocks = read_fields(value, table, required=("role", "content"), within=name)["content"]
+    if role == "assistant":
+        calls = [template_call(b["id"], b["name"], b["input"]) for b in blocks if b["type"] == "tool_use"]
+        message = {"role": role, "content": "".join(b["text"] for b in blocks if b["type"] == "text")}
+        return [{**message, "tool_calls": calls} if calls else message]
+    messages: list[dict[str, Any]] = []
+    for block in blocks:
+        message = _result(block) if block["type"] == "tool_result" else {"role": role, "content": block["text"]}
+        if messages and _continues(messages[-1], message):
+            message = _joined(messages.pop(), message)
+        messages.append(message)
+    return messages
+
+
+def _result(block: dict[str, Any]) -> dict[str, Any]:
+    content = block.get("content", "")
+    if block.get("is_error"):
+        content = ERROR_PREFIX + content
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
+
+
+def _continues(before: dict[str, Any], message: dict[str, Any]) -> bool:
+    if "tool_calls" in before:
+        return False  # its results come next
+    return bool(before["role"] == message["role"] and message["role"] != "tool")
+
+
+def _joined(before: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
+    separator = "" if message["role"] == "assistant" else "\n"
+    return {**message, "content": f"{before['content']}{separator}{message['content']}"}
+
+
+# ------------------------------------------------------------------ fields
+
+
+def read_system(value: Any, name: str) -> str:
+    """Read a string or text blocks."""
+    return "\n".join(block["text"] for block in read_blocks(value, name, ("text",), may_be_empty=True))
+
+
+_TOOL: dict[str, Reader] = {
+    "name": tool_name,
+    "description": text(MAX_DESCRIPTION),
+    "input_schema": json_object,
+    "strict": read_strict,
+    "type": _one_of("custom"),
+    "cache_control": read_cache_control,
+    "eager_input_streaming": flag,  # input is always streamed as it is generated
+}
+
+
+_UNSUPPORTED_IN_TOOL = {
+    "allowed_callers": Unsupported(["direct"]),
+    "defer_loading": Unsupported(False),
+    "input_examples": Unsupported([], hint="put them into the description"),
+}
+
+
+def read_tools(value: Any, name: str) -> list[dict[str, Any]]:
+    """Read Anthropic's `tools` into the form of the chat template."""
+    if not isinstance(value, list):
+        raise invalid_value(name, value, "an array of tools")
+    if len(value) > MAX_TOOLS:
+        raise InvalidRequest(f"{name} has {len(value)} tools; at most {MAX_TOOLS} are allowed", name)
+    tools = []
+    for index, tool in enumerate(value):
+        where = f"{name}[{index}]"
+        if not isinstance(tool, dict):
+            raise invalid_value(where, tool, 'an object with "name", "description" and "input_schema"')
+        if tool.get("type") not in (None, "custom"):
+            raise InvalidRequest(
+                f"{where}.type is {show(tool['type'])}, a tool that runs at Anthropic or that its models know; "
+                f"describe it with name, description and input_schema",
+                f"{where}.type",
+            )
+        required = ("name", "input_schema")
+        fields = read_fields(tool, _TOOL, required=required, unsupported=_UNSUPPORTED_IN_TOOL, within=where)
+        tools.append(template_form(fields["name"], fields.get("description", ""), fields["input_schema"]))
+    return unique_tools(tools, name)
+
+
+def read_tool_choice(value: Any, name: str) -> dict[str, Any]:
+    """Read Anthropic's `tool_choice`: auto or none."""
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object like {"type": "auto"}')
+    if value.get("type") in ("any", "tool"):
+        raise InvalidRequest(
+            f"{name}.type is {show(value['type'])}, which is not supported by this server: it does not force calls; "
+            f'send {{"type": "auto"}} or {{"type": "none"}}',
+            f"{name}.type",
+        )
+    table: dict[str, Reader] = {"type": _one_of("auto", "none"), "disable_parallel_tool_use": flag}
+    return read_fields(value, table, required=("type",), within=name)
+
+
+def read_stop_sequences(value: Any, name: str) -> tuple[str, ...]:
+    """Read an array of stop strings."""
+    if not isinstance(value, list):
+        raise invalid_value(name, value, f"an array of up to {MAX_STOP_SEQUENCES} strings")
+    if len(value) > MAX_STOP_SEQUENCES:
+        raise InvalidRequest(f"{name} has {len(value)} strings; at most {MAX_STOP_SEQUENCES} are allowed", name)
+    each = text(MAX_STOP_CHARACTERS, empty=False)
+    return tuple(dict.fromkeys(each(item, f"{name}[{index}]") for index, item in enumerate(value)))
+
+
+def read_metadata(value: Any, name: str) -> None:
+    """Read a hint."""
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object {"user_id": ...}')
+    read_fields(value, {"user_id": text(512)}, within=name)
+
+
+UNSUPPORTED = {
+    "thinking": Unsupported({"type": "disabled"}, hint="leave it out"),
+    "container": Unsupported(),
+    "diagnostics": Unsupported(),
+    "speed": Unsupported("standard"),
+    "context_management": Unsupported(),
+    "inference_geo": Unsupported(),
+    "mcp_servers": Unsupported([], hint="call them from the client, with tools"),
+    "output_config": Unsupported(),
+    "output_format": Unsupported(),
+}
+_PROMPT_FIELDS: dict[str, Reader] = {
+    "model": text(MAX_MODEL_CHARACTERS, empty=False),
+    "messages": read_messages,
+    "system": read_system,
+    "tools": read_tools,
+    "tool_choice": read_tool_choice,
+    "cache_control": read_cache_control,
+}
+FIELDS: dict[str, Reader] = {
+    **_PROMPT_FIELDS,
+    "max_tokens": integer(1, MAX_OUTPUT_TOKENS),
+    "stop_sequences": read_stop_sequences,
+    "temperature": number(0, 1, hint="0 is greedy"),
+    "top_p": number(0, 1, above=True, hint="1 switches it off"),
+    "top_k": integer(0, 1_000_000, hint="0 switches it off"),
+    "seed": read_seed,
+    "stream": flag,
+    "metadata": read_metadata,  # these two are accepted for compatibility, without effect
+    "service_tier": _one_of("auto", "standard_only"),
+}
+
+
+def read(body: dict[str, Any]) -> GenerationRequest:
+    """Read the body of a request for a message. Raises `InvalidRequest`."""
+    values = read_fields(body, FIELDS, required=("model", "max_tokens", "messages"), unsupported=UNSUPPORTED)
+    return GenerationRequest(
+        endpoint="messages",
+        max_tokens=values["max_tokens"],
+        seed=values.get("seed"),
+        sampling=sampling_of(values),
+        stop=values.get("stop_sequences", ()),
+        stream=values.get("stream", False),
+        **_prompt_arguments(values),
+    )
+
+
+def read_count(body: dict[str, Any]) -> GenerationRequest:
+    """Read the body of a request to count the tokens of a prompt. Raises `InvalidRequest`."""
+    values = read_fields(body, _PROMPT_FIELDS, required=("model", "messages"), unsupported=UNSUPPORTED)
+    return GenerationRequest(endpoint="count_tokens", **_prompt_arguments(values))
+
+
+def _prompt_arguments(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `GenerationRequest` that make the prompt."""
+    messages, system = values["messages"], values.get("system", "")
+    definitions, choice = values.get("tools", []), values.get("tool_choice", {})
+    if choice.get("type") == "none":
+        definitions = []
+    arguments: dict[str, Any] = {
+        "model": values["model"],
+        "messages": [{"role": "system", "content": system}, *messages] if system else messages,
+        "template": TemplateArguments(tools=definitions or None),
+    }
+    if definitions:
+        names = tuple(tool["function"]["name"] for tool in definitions)
+        arguments["tools"] = ToolUse(names, is_single=choice.get("disable_parallel_tool_use", False))
+    return arguments
+
+
+def text_characters(generation: GenerationRequest) -> int:
+    """Return the number of characters of the messages and tools, to charge for their tokens."""
+    template = generation.template or TemplateArguments()
+    return sum(len(message["content"]) for message in generation.messages or []) + len(
+        msgspec.json.encode(template.tools or [])
+    )

@@ -1,0 +1,67 @@
+"""The sink of a stream of named events of which one token may make several, as in Anthropic's API.
+
+The last event of a token has the token's cursor as its id, like the events of other streams.  Those before it have the
+number of units (`message_formatter.py`) too: `req-5f..:17-230`, 230 units of what the first 17 tokens make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipeline.api.error_response import anthropic_error
+from pipeline.api.json_body import to_json
+from pipeline.errors import StarlingError
+from stages.gateway.endpoints.message_formatter import BlockEvent, MessageFormatter
+from stages.gateway.http.sinks import StreamSink
+from stages.gateway.requests.event_cursor import ENDED, FLUSHED, TOKENS, ChoiceCursor
+from stages.gateway.requests.state import RequestState, SequenceState
+
+
+class BlockStream(StreamSink):
+    """See `StreamSink`. The request has one sequence."""
+
+    END = b""
+
+    def __init__(self, request: RequestState, formatter: MessageFormatter, drop: Callable[[str], None]) -> None:
+        super().__init__(request, drop)
+        self._formatter = formatter
+
+    def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None:
+        """Add the events of new text."""
+        self._open()
+        level = FLUSHED if sequence.is_flushed else TOKENS
+        self._add(self._formatter.text_events(sequence, new), sequence, end, level)
+
+    def ended(self, sequence: SequenceState) -> None:
+        """Add the events with the stop reason."""
+        self._open()
+        self._add(self._formatter.end_events(sequence), sequence, sequence.n_emitted, ENDED)
+
+    def _add(self, events: list[BlockEvent], sequence: SequenceState, tokens: int, level: int) -> None:
+        for event in events[:-1]:
+            self._reach(sequence, tokens, level)
+            self._places[sequence.index] += f"-{event.units}"
+            self._event(event.data, event.name)
+        self._reach(sequence, tokens, level)
+        for event in events[-1:]:
+            self._event(event.data, event.name)
+
+    def _add_opening_events(self) -> None:
+        for event in self._formatter.opening_events():
+            self._event(event.data, event.name)
+
+    def _add_closing_events(self) -> None:
+        for event in self._formatter.closing_events():
+            self._event(event.data, event.name)
+
+    def _add_error(self, error: StarlingError) -> None:
+        self._event(to_json(anthropic_error(error)), b"error")
+
+    def _skip(self, sequence: SequenceState, text: str, end: int, *, is_whole: bool) -> None:
+        self._formatter.skip(text, is_whole=is_whole)
+
+    def _resume_sequence(self, sequence: SequenceState, place: ChoiceCursor, received: int) -> None:
+        if place.units:
+            self._formatter.skip_units(place.units)
+            place, received = ChoiceCursor(0), 0
+        super()._resume_sequence(sequence, place, received)
