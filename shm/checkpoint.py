@@ -68,11 +68,21 @@ class Hyper(msgspec.Struct, array_like=True, frozen=True):
     context_length: int
     norm_eps: float  # f32 value
     n_rot: int  # leading values of a head that RoPE rotates
-    rope_pairing: str  # "neighbours" (2i, 2i+1) or "halves" (i, i + n_rot/2)
+    rope_pairing: str  # "neighbours" (2i, 2i+1), "halves" (i, i + n_rot/2), or "": positions are embedded
     activation: str  # "silu" or "gelu"
     rope_base: float = 10000.0
     rope_scale: float = 1.0  # positions are divided by it
     attention_bias: bool = False  # q, k and v have biases
+    # f32 values from here on; an index without them is of a llama or qwen2 graph.
+    norm: str = "rms"  # or "layer": of the residual stream
+    attention_scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim)
+    attention_cap: float = 0.0  # soft cap of scores; 0: none
+    logit_cap: float = 0.0  # soft cap of logits; 0: none
+    logit_scale: float = 1.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what a layer adds to the residual stream
+    windows: tuple[int, ...] = ()  # positions that each layer attends to, 0: all; empty: all layers to all
+    has_local_rope: bool = False  # layers with a window have RoPE tables of their own
 
 
 class TokenizerData(msgspec.Struct, array_like=True, frozen=True):

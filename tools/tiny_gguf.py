@@ -1,4 +1,4 @@
-"""Writes small random llama and qwen2 models as GGUF files, for tests and benchmarks.
+"""Writes small random models as GGUF files, for tests and benchmarks: a shape for each supported architecture.
 
     python -m tools.tiny_gguf model.gguf --shape grouped --format Q4_K_M --seed 7
 
@@ -26,10 +26,7 @@ from tools.reference.blocks import BLOCKS, DENSE
 
 
 class Shape(NamedTuple):
-    """Hyper-parameters of a llama graph (qwen2: with biases on q, k, v).
-
-    Widths are multiples of 32; `head_dim * n_heads` need not be `width`.
-    """
+    """Hyper-parameters of a model. Widths are multiples of 32; `head_dim * n_heads` need not be `width`."""
 
     n_layers: int
     width: int
@@ -43,6 +40,9 @@ class Shape(NamedTuple):
     rope_base: float = 10000.0
     long_context: bool = False  # with the frequency factors of Llama 3
     architecture: str = "llama"
+    n_rot: int = 0  # values of a head that RoPE rotates; 0: all
+    window: int = 0  # of layers with a sliding window; 0: the key is missing
+    rope_scaling: str = ""  # "linear", "yarn" or "longrope", each by 4
 
 
 SHAPES = {
@@ -52,6 +52,23 @@ SHAPES = {
     "super": Shape(2, 256, 4, 2, 64, 512, 307, tied=False, rope_base=500000.0, long_context=True),
     "wide": Shape(1, 256, 4, 1, 128, 256, 333, context_length=8192),
     "biased": Shape(2, 128, 4, 2, 32, 192, 277, rope_base=1000000.0, architecture="qwen2"),
+    "partial": Shape(2, 128, 4, 2, 64, 192, 269, tied=False, n_rot=32),
+    "windowed": Shape(2, 128, 4, 1, 32, 192, 269, window=300),
+    "linear": Shape(2, 64, 2, 1, 32, 96, 263, rope_scaling="linear"),
+    "yarn": Shape(2, 64, 2, 1, 32, 96, 263, context_length=8192, rope_scaling="yarn"),
+    "qwen3": Shape(2, 128, 4, 2, 64, 192, 277, rope_base=1000000.0, architecture="qwen3"),
+    "gemma": Shape(2, 128, 4, 1, 64, 256, 283, architecture="gemma"),
+    "gemma2": Shape(2, 128, 2, 1, 256, 192, 283, architecture="gemma2", window=24),
+    "gemma3": Shape(6, 64, 4, 2, 32, 96, 283, rope_base=1e6, architecture="gemma3", window=300, rope_scaling="linear"),
+    "phi3": Shape(2, 96, 3, 3, 32, 160, 271, tied=False, architecture="phi3"),
+    "phi3-long": Shape(
+        2, 64, 2, 1, 32, 96, 271, tied=False, context_length=8192, architecture="phi3", rope_scaling="longrope"
+    ),
+    "granite": Shape(2, 128, 4, 2, 32, 192, 271, architecture="granite"),
+    "olmo2": Shape(2, 128, 4, 2, 32, 192, 271, tied=False, architecture="olmo2"),
+    "stablelm": Shape(2, 128, 4, 4, 32, 192, 271, tied=False, architecture="stablelm", n_rot=8),
+    "starcoder2": Shape(2, 128, 4, 2, 32, 256, 271, architecture="starcoder2"),
+    "gpt2": Shape(2, 128, 4, 4, 32, 256, 271, context_length=640, architecture="gpt2"),
     "llama-1b": Shape(16, 2048, 32, 8, 64, 8192, 128256, True, 131072, 500000.0, True),
 }
 
@@ -166,28 +183,50 @@ def tensor_plan(shape: Shape, recipe: str) -> list[tuple[str, Type, int, int]]:
     def vector(name: str, columns: int) -> tuple[str, Type, int, int]:
         return f"{name}.weight", Type.F32, 0, columns
 
-    def biases(layer: int) -> list[tuple[str, Type, int, int]]:
-        return [(f"blk.{layer}.attn_{x}.bias", Type.F32, 0, n) for x, n in (("q", q), ("k", kv), ("v", kv))]
+    def bias(name: str, columns: int) -> tuple[str, Type, int, int]:
+        return f"{name}.bias", Type.F32, 0, columns
 
+    def norm(name: str) -> list[tuple[str, Type, int, int]]:
+        layer_norm = arch in ("stablelm", "starcoder2", "gpt2")
+        return [vector(name, width), *([bias(name, width)] if layer_norm else ())]
+
+    def linear(rows: dict[str, int], columns: int, has_bias: bool) -> list[tuple[str, Type, int, int]]:
+        biases = [bias(name, n) for name, n in rows.items()] if has_bias else []
+        return [*(matrix(name, n, columns) for name, n in rows.items()), *biases]
+
+    arch, width, hidden = shape.architecture, shape.width, shape.hidden
     q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-    plan = [matrix("token_embd", shape.vocab_size, shape.width)]
+    all_biases = arch in ("starcoder2", "gpt2")
+    plan = [matrix("token_embd", shape.vocab_size, width)]
+    if arch == "gpt2":
+        plan.append(matrix("position_embd", shape.context_length, width))
     if shape.long_context:
         plan.append(vector("rope_freqs", shape.head_dim // 2))
+    if shape.rope_scaling == "longrope":
+        plan += [vector(f"rope_factors_{length}", shape.head_dim // 2) for length in ("long", "short")]
     for layer in range(shape.n_layers):
-        plan += [
-            vector(f"blk.{layer}.attn_norm", shape.width),
-            matrix(f"blk.{layer}.attn_q", q, shape.width),
-            matrix(f"blk.{layer}.attn_k", kv, shape.width),
-            matrix(f"blk.{layer}.attn_v", kv, shape.width),
-            *(biases(layer) if shape.architecture == "qwen2" else ()),
-            matrix(f"blk.{layer}.attn_output", shape.width, q),
-            vector(f"blk.{layer}.ffn_norm", shape.width),
-            matrix(f"blk.{layer}.ffn_gate", shape.hidden, shape.width),
-            matrix(f"blk.{layer}.ffn_up", shape.hidden, shape.width),
-            matrix(f"blk.{layer}.ffn_down", shape.width, shape.hidden),
-        ]
-    plan.append(vector("output_norm", shape.width))
-    return plan if shape.tied else [*plan, matrix("output", shape.vocab_size, shape.width)]
+        block = f"blk.{layer}."
+        qkv = {f"{block}attn_q": q, f"{block}attn_k": kv, f"{block}attn_v": kv}
+        if arch in ("phi3", "gpt2"):
+            qkv = {f"{block}attn_qkv": q + 2 * kv}
+        if arch == "phi3":
+            up = {f"{block}ffn_up": 2 * hidden}
+        else:
+            up = {f"{block}ffn_up": hidden} if all_biases else {f"{block}ffn_gate": hidden, f"{block}ffn_up": hidden}
+        plan += norm(f"{block}attn_norm") if arch != "olmo2" else []
+        plan += linear(qkv, width, all_biases or arch in ("qwen2", "stablelm"))
+        if arch in ("qwen3", "gemma3", "olmo2"):
+            sizes = (q, kv) if arch == "olmo2" else (shape.head_dim, shape.head_dim)
+            plan += [vector(f"{block}attn_{x}_norm", n) for x, n in zip("qk", sizes, strict=True)]
+        plan += linear({f"{block}attn_output": width}, q, all_biases)
+        has_post_norms = arch in ("gemma2", "gemma3", "olmo2")
+        plan += [vector(f"{block}post_attention_norm", width)] if has_post_norms else []
+        plan += norm(f"{block}ffn_norm") if arch != "olmo2" else []
+        plan += linear(up, width, all_biases)
+        plan += linear({f"{block}ffn_down": width}, hidden, all_biases)
+        plan += [vector(f"{block}post_ffw_norm", width)] if has_post_norms else []
+    plan += norm("output_norm")
+    return plan if shape.tied else [*plan, matrix("output", shape.vocab_size, width)]
 
 
 def rope_factors(shape: Shape) -> np.ndarray:
@@ -202,6 +241,41 @@ def rope_factors(shape: Shape) -> np.ndarray:
 
 
 # ------------------------------------------------------------------ the file
+
+
+def _add_positions(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    if shape.architecture == "gpt2":
+        return
+    writer.add_rope_dimension_count(shape.n_rot or shape.head_dim)
+    writer.add_rope_freq_base(shape.rope_base)
+    if shape.rope_scaling in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(shape.rope_scaling))
+        writer.add_rope_scaling_factor(4.0)
+    if shape.rope_scaling in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(shape.context_length // 4)
+    if shape.rope_scaling == "longrope":
+        writer.add_rope_scaling_attn_factors(1.19)
+
+
+def _add_switches(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    """The metadata that only some architectures have."""
+    arch = shape.architecture
+    if arch in ("stablelm", "starcoder2", "gpt2"):
+        writer.add_layer_norm_eps(1e-5)
+    else:
+        writer.add_layer_norm_rms_eps(1e-5)
+    if shape.window:
+        writer.add_sliding_window(shape.window)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(2.0)  # small: so that caps change these scores and logits
+        writer.add_final_logit_softcapping(8.0)
+    if arch == "granite":
+        writer.add_embedding_scale(12.0)
+        writer.add_residual_scale(0.22)
+        writer.add_attention_scale(0.125)
+        writer.add_logit_scale(2.0)
+    if arch == "stablelm":
+        writer.add_parallel_residual(False)
 
 
 def write_model(path: Path, shape: Shape, recipe: str = "Q4_1", seed: int = 0, real_layers: int = 0) -> Path:
@@ -220,9 +294,8 @@ def write_model(path: Path, shape: Shape, recipe: str = "Q4_1", seed: int = 0, r
     writer.add_head_count_kv(shape.n_kv_heads)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(shape.rope_base)
-    writer.add_layer_norm_rms_eps(1e-5)
+    _add_positions(writer, shape)
+    _add_switches(writer, shape)
     writer.add_vocab_size(shape.vocab_size)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     tokens, types, merges = vocabulary(shape.vocab_size, seed)
@@ -252,6 +325,8 @@ def write_model(path: Path, shape: Shape, recipe: str = "Q4_1", seed: int = 0, r
         rng = idle if is_idle else own  # so that the others are those of the model without idle layers
         if name == "rope_freqs.weight":
             data = rope_factors(shape)
+        elif name.startswith("rope_factors"):
+            data = rng.uniform(1.0, 8.0 if "long" in name else 1.5, columns).astype(np.float32)
         elif name.endswith(".bias"):
             data = rng.standard_normal(columns, np.float32) * np.float32(0.3)
         elif rows == 0:

@@ -89,7 +89,7 @@ def _activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int) -> 
         tokens * _row_bytes(heads),
         4 * tokens * h.ffn_width,
         tokens * _row_bytes(h.ffn_width),
-        tokens * 2 * align(2 * h.n_rot),
+        tokens * (2 if h.has_local_rope else 1) * 2 * align(2 * h.n_rot),
         samples * 4 * align(h.vocab_size),
         4 * (h.head_dim + 16) * splits,
     )

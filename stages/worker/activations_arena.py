@@ -90,7 +90,8 @@ def strides(h: Hyper) -> dict[int, int]:
         c.ATTN_OUT_STRIDE: 4 * heads,
         c.ATTN_OUT_Q_STRIDE: row_bytes(heads),
         c.HIDDEN_Q_STRIDE: row_bytes(h.ffn_width),
-        c.ROPE_STRIDE: 2 * align(2 * h.n_rot),
+        c.ROPE_STRIDE: (2 if h.has_local_rope else 1) * 2 * align(2 * h.n_rot),
+        c.SINES: align(2 * h.n_rot),
         c.LOGITS_STRIDE: 4 * align(h.vocab_size),
     }
 

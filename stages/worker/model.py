@@ -29,7 +29,23 @@ _MATRICES = (
     ("ffn_up", c.UP, c.UP_FORMAT),
     ("ffn_down", c.DOWN, c.DOWN_FORMAT),
 )
-_BIASES = (("attn_q", c.Q_BIAS), ("attn_k", c.K_BIAS), ("attn_v", c.V_BIAS))
+_VECTORS = (
+    ("attn_norm.weight", c.ATTN_NORM),
+    ("attn_norm.bias", c.ATTN_NORM_BIAS),
+    ("attn_q.bias", c.Q_BIAS),
+    ("attn_k.bias", c.K_BIAS),
+    ("attn_v.bias", c.V_BIAS),
+    ("attn_q_norm.weight", c.Q_NORM),
+    ("attn_k_norm.weight", c.K_NORM),
+    ("attn_output.bias", c.O_BIAS),
+    ("post_attention_norm.weight", c.POST_ATTENTION_NORM),
+    ("ffn_norm.weight", c.FFN_NORM),
+    ("ffn_norm.bias", c.FFN_NORM_BIAS),
+    ("ffn_gate.bias", c.GATE_BIAS),
+    ("ffn_up.bias", c.UP_BIAS),
+    ("ffn_down.bias", c.DOWN_BIAS),
+    ("post_ffw_norm.weight", c.POST_FFN_NORM),
+)
 
 
 def _bits(value: float) -> int:
@@ -52,21 +68,28 @@ class Model:
                 param="model",
             )
         self._base = self.checkpoint.data.ctypes.data
+        self._tensors = {tensor.name: tensor for tensor in self.index.tensors}
         self.layers = np.zeros((h.n_layers, c.LAYER_WORDS), np.int64)
         for i, row in enumerate(self.layers):
             for name, at, kind in _MATRICES:
                 row[at], row[kind] = self._matrix(f"blk.{i}.{name}.weight")
-            for name, at in _BIASES if h.attention_bias else ():
-                row[at] = self._address(f"blk.{i}.{name}.bias")
-            row[c.ATTN_NORM] = self._address(f"blk.{i}.attn_norm.weight")
-            row[c.FFN_NORM] = self._address(f"blk.{i}.ffn_norm.weight")
+            for name, at in _VECTORS:
+                row[at] = self._address(f"blk.{i}.{name}")
+            q_norm = self._tensors.get(f"blk.{i}.attn_q_norm.weight")
+            row[c.NORM_ALL_HEADS] = q_norm is not None and q_norm.columns != h.head_dim
+            row[c.WINDOW] = h.windows[i] if h.windows else 0
+            if row[c.WINDOW] and h.has_local_rope:
+                row[c.ANGLES] = act.strides(h)[c.ROPE_STRIDE] // 2
         self.words = self._words(h)
 
     def _address(self, name: str) -> int:
-        return self._base + self.index.tensor(name).offset
+        """Address of a tensor; 0 when the model has none of this name."""
+        tensor = self._tensors.get(name)
+        return 0 if tensor is None else self._base + tensor.offset
 
     def _matrix(self, name: str) -> tuple[int, int]:
-        return self._address(name), FORMATS[self.index.tensor(name).format].id
+        tensor = self._tensors.get(name)
+        return self._address(name), 0 if tensor is None else FORMATS[tensor.format].id
 
     def _words(self, h: Hyper) -> dict[int, int]:
         words = {
@@ -81,27 +104,39 @@ class Model:
             c.NEOX_ROPE: int(h.rope_pairing == "halves"),
             c.GELU: int(h.activation == "gelu"),
             c.EPS: _bits(h.norm_eps),
-            c.SCORE_SCALE: _bits(1.0 / h.head_dim**0.5),
+            c.LAYER_NORM: int(h.norm == "layer"),
             c.MAX_POSITIONS: h.context_length,
+            c.SCORE_SCALE: _bits(h.attention_scale or 1.0 / h.head_dim**0.5),
+            c.SCORE_CAP: _bits(h.attention_cap),
+            c.EMBEDDING_SCALE: _bits(h.embedding_scale),
+            c.RESIDUAL_SCALE: _bits(h.residual_scale),
+            c.LOGIT_SCALE: _bits(h.logit_scale),
+            c.LOGIT_CAP: _bits(h.logit_cap),
             c.LAYERS: self.layers.ctypes.data,
             c.FINAL_NORM: self._address("output_norm.weight"),
+            c.FINAL_NORM_BIAS: self._address("output_norm.bias"),
             c.COS_LO: self._address("rope.cos_lo"),
             c.SIN_LO: self._address("rope.sin_lo"),
             c.COS_HI: self._address("rope.cos_hi"),
             c.SIN_HI: self._address("rope.sin_hi"),
+            c.LOCAL_COS_LO: self._address("rope.local.cos_lo"),
+            c.LOCAL_SIN_LO: self._address("rope.local.sin_lo"),
+            c.LOCAL_COS_HI: self._address("rope.local.cos_hi"),
+            c.LOCAL_SIN_HI: self._address("rope.local.sin_hi"),
         }
+        words[c.POSITIONS], words[c.POSITIONS_FORMAT] = self._matrix("position_embd.weight")
         words[c.EMBEDDING], words[c.EMBEDDING_FORMAT] = self._matrix("token_embd.weight")
         words[c.HEAD], words[c.HEAD_FORMAT] = self._matrix(self.index.head_name)
         return words
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the checkpoint that a decode step reads: all tensors but RoPE tables and an untied embedding."""
+        """Bytes of the checkpoint that a decode step reads: all but tables by position and an untied embedding."""
         tied = self.index.head_name == "token_embd.weight"
         return sum(
             t.nbytes
             for t in self.index.tensors
-            if not t.name.startswith("rope.") and (tied or t.name != "token_embd.weight")
+            if not t.name.startswith(("rope.", "position_embd")) and (tied or t.name != "token_embd.weight")
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +37,7 @@ def hyper(heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, contex
     step_tokens=st.integers(128, 4096),
     drafts=st.booleans(),
     page_tokens=st.sampled_from([16, 32, 256]),
+    local_rope=st.booleans(),
 )
 def test_steps_and_activations_have_the_computed_size(
     heads: int,
@@ -48,8 +50,9 @@ def test_steps_and_activations_have_the_computed_size(
     step_tokens: int,
     drafts: bool,
     page_tokens: int,
+    local_rope: bool,
 ) -> None:
-    h = hyper(heads, kv_heads, head_dim, ffn, vocab, context)
+    h = msgspec.structs.replace(hyper(heads, kv_heads, head_dim, ffn, vocab, context), has_local_rope=local_rope)
     models = [{"name": "m", "path": "p", "max_batch_size": batch, "page_tokens": page_tokens, "kv_cache_mb": 64}]
     if drafts:
         models.append({"name": "target", "path": "q", "draft_model": "m", "max_batch_size": 1})

@@ -14,6 +14,7 @@ from stages.worker.kernels import elementwise as ew
 from stages.worker.kernels.simd import JIT
 from stages.worker.rope import rope_tables
 from tools.reference import arithmetic, exact_forward
+from tools.reference.fma import fma
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,31 @@ def test_elementwise_equals_the_twin(n: int) -> None:
     total = x.copy()
     ew.add(at(total), at(w), n)
     same(total, x + w)
+    ew.gelu(at(x), at(y), n)
+    same(y[:n], arithmetic.gelu(x))
+    y[:n] = x
+    ew.scale(at(y), np.float32(1.7), n)
+    same(y[:n], x * np.float32(1.7))
+    y[:n] = x
+    ew.soft_cap(at(y), np.float32(3), n)
+    same(y[:n], arithmetic.soft_cap(x, np.float32(3)))
     assert y[n] == 7  # nothing past the end
+
+
+@pytest.mark.parametrize("n", [32, 96, 576])
+def test_norms_equal_the_twin(n: int) -> None:
+    rng, eps = np.random.default_rng(n), np.float32(1e-5)
+    x, w, b, y = values(rng, n), values(rng, n), values(rng, n), np.full(n + 1, 7, np.float32)
+    ew.layer_norm(at(x), at(w), at(b), at(y), n, eps)
+    same(y[:n], arithmetic.layer_norm(x, w, b, eps))
+    ew.layer_norm(at(x), at(w), 0, at(y), n, eps)
+    same(y[:n], arithmetic.layer_norm(x, w, None, eps))
+    ew.rms_norm_part(at(x), n, eps, at(x) + 64, at(w), at(y), 16)
+    same(y[:16], arithmetic.rms_norm(x, np.roll(w, 16), eps)[16:32])
+    total = x.copy()
+    ew.add_scaled(at(total), at(w), np.float32(0.22), n)
+    same(total, fma(w, np.float32(0.22), x))
+    assert y[n] == 7
 
 
 @pytest.mark.parametrize(("pairs", "kernel"), [("neighbours", ew.rotate), ("halves", ew.rotate_neox)])
@@ -88,13 +113,13 @@ class Cache:
                 kp, vp = k[p, head].copy(), v[p, head].copy()
                 WRITE[kv_type](at(kp), at(vp), key, value, p % page_tokens, page_tokens, head_dim, at(scratch))
 
-    def attend(self, q: np.ndarray, first: int, block: int) -> np.ndarray:
+    def attend(self, q: np.ndarray, first: int, block: int, cap: float = 0.0, window: int = 0) -> np.ndarray:
         """q (n, heads, head_dim), in blocks of at most `block` queries."""
         g, (n, heads, d) = self.geometry, q.shape
         group = heads // 2
         scratch = np.zeros(attention.scratch_words(d), np.float32)
         out = np.zeros((n, heads * d), np.float32)
-        scale = np.array([1 / np.sqrt(d)], np.float32)
+        scale = np.array([1 / np.sqrt(d), 0, cap, 0], np.float32)
         run = attention.ENTRIES[g.kv_type]
         for head in range(2):
             for t in range(0, n, block):
@@ -115,6 +140,7 @@ class Cache:
                     at(out) + 4 * (t * heads + head * group) * d,
                     4 * heads * d,
                     -1,
+                    window,
                 )
         return out
 
@@ -145,6 +171,49 @@ def test_attention_equals_the_twin(
     expected = exact_forward.attention(q, arithmetic.stored(k, kv_type), arithmetic.stored(v, kv_type), first)
     same(cache.attend(q, first, block), expected)
     same(cache.attend(q[-1:], length - 1, 1), expected[-1:])
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "int8"])
+@pytest.mark.parametrize(
+    ("head_dim", "group", "length", "block", "window", "cap"),
+    [
+        (64, 3, 600, 8, 256, 0.0),  # whole splits are out of sight, and rows of a block begin in different splits
+        (64, 1, 530, 24, 1, 0.0),
+        (32, 2, 300, 12, 7, 2.0),  # queries of a block share no position
+        (64, 3, 70, 5, 20, 0.0),
+        (256, 2, 290, 4, 100, 0.5),
+        (64, 3, 290, 8, 0, 3.0),
+        (96, 1, 40, 1, 1000, 0.0),  # longer than the sequence
+    ],
+)
+def test_windows_and_caps_equal_the_twin(
+    kv_type: str, head_dim: int, group: int, length: int, block: int, window: int, cap: float
+) -> None:
+    rng = np.random.default_rng(window)
+    k, v = values(rng, length, 2, head_dim), values(rng, length, 2, head_dim)
+    queries = min(60, length)
+    q = values(rng, queries, 2 * group, head_dim) * np.float32(0.05)
+    first = length - queries
+    cache = Cache(kv_type, head_dim, 32, k, v)
+    how = exact_forward.Scores(np.float32(1 / np.sqrt(head_dim)), np.float32(cap), window)
+    k_stored, v_stored = arithmetic.stored(k, kv_type), arithmetic.stored(v, kv_type)
+    expected = exact_forward.attention(q, k_stored, v_stored, first, how)
+    same(cache.attend(q, first, block, cap, window), expected)
+    same(cache.attend(q[-1:], length - 1, 1, cap, window), expected[-1:])
+    plain = exact_forward.attention(q, k_stored, v_stored, first)
+    assert (plain != expected).any() == (cap > 0 or 0 < window < length)
+
+
+def test_a_nan_outside_of_the_window_has_no_effect() -> None:
+    """Whether or not a query that sees it is computed in the same block."""
+    rng = np.random.default_rng(1)
+    k, v, q = values(rng, 60, 2, 64), values(rng, 60, 2, 64), values(rng, 60, 2, 64)
+    expected = Cache("f16", 64, 32, k, v).attend(q, 0, 8, window=10)
+    k[20, 1, 3], v[21, 1, 5] = np.nan, np.nan
+    out = Cache("f16", 64, 32, k, v).attend(q, 0, 8, window=10)
+    same(out[:20], expected[:20])
+    same(out[31:], expected[31:])
+    assert np.isnan(out[20:31, 64:]).any(axis=1).all()
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "f32", "int8"])

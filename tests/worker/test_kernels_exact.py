@@ -13,35 +13,12 @@ import pytest
 
 from tests.worker import reference
 from tests.worker.conftest import Ingested, TinyGguf
+from tests.worker.kernel_logits import kernel_logits, same_bytes
 from tools.reference.exact_forward import ExactModel, ExactSequence
 from tools.step_runner import StepRunner
 from tools.tiny_gguf import RECIPES
 
 pytestmark = pytest.mark.slow
-
-
-def kernel_logits(
-    index_path: Path,
-    directory: Path,
-    tokens: np.ndarray,
-    kv_type: str = "f16",
-    chunk: int = 7,
-    ranks: int = 1,
-) -> np.ndarray:
-    """Logits of all positions: (len(tokens), vocab) f32."""
-    n, found = len(tokens), []
-    bounds = {"max_rows": 1, "max_tokens": n, "step_tokens": 64, "max_samples": 64}
-    with StepRunner(index_path, directory, ranks=ranks, kv_type=kv_type, **bounds) as runner:
-        for start in range(0, n, chunk):
-            count = min(chunk, n - start)
-            runner.write_row(0, tokens)  # again: an entry with one sample has overwritten the token after its position
-            runner.run([(0, start, count, count)])
-            found += [runner.logits(i) for i in range(count)]
-    return np.array(found)
-
-
-def same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 @pytest.mark.parametrize("recipe", list(RECIPES))

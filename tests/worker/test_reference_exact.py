@@ -21,7 +21,7 @@ from tools.reference.blocks import BLOCKS, DENSE, Matrix, Type, multiply_out, un
 from tools.reference.exact_forward import ExactModel, ExactSequence
 from tools.reference.float_forward import FloatModel
 from tools.reference.fma import fma
-from tools.tiny_gguf import RECIPES, random_tensor
+from tools.tiny_gguf import RECIPES, SHAPES, random_tensor
 
 F = np.float32
 Number = float | np.float32
@@ -207,7 +207,7 @@ def test_chunked_prompts_give_the_same_bytes(tiny_gguf: TinyGguf, shape: str, kv
 
 def test_chunked_prompts_give_the_same_bytes_across_splits(tiny_gguf: TinyGguf) -> None:
     model = ExactModel(tiny_gguf("small"))
-    tokens = np.random.default_rng(2).integers(0, 300, 530)
+    tokens = np.random.default_rng(2).integers(0, 260, 530)
     whole = ExactSequence(model).extend(tokens)
     sequence = ExactSequence(model)
     pieces = [sequence.extend(tokens[a:b]) for a, b in ((0, 200), (200, 300), (300, 513), (513, 530))]
@@ -225,10 +225,10 @@ def test_exact_and_float_reference_agree(tiny_gguf: TinyGguf, recipe: str) -> No
     assert difference.mean() < 0.1
 
 
-@pytest.mark.parametrize("shape", ["small", "odd", "grouped", "wide", "biased"])
+@pytest.mark.parametrize("shape", [*(name for name in SHAPES if name != "llama-1b")])
 def test_exact_and_float_reference_agree_in_every_shape(tiny_gguf: TinyGguf, shape: str) -> None:
     path = tiny_gguf(shape, "F32")
-    tokens = np.random.default_rng(4).integers(0, 261, 24)
+    tokens = np.random.default_rng(4).integers(0, 261, 32)
     exact_logits = ExactSequence(ExactModel(path), "f32").extend(tokens)
     assert np.abs(exact_logits - FloatModel(path).logits(tokens)).max() < 1e-3
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from stages.worker.rope import FRACTION_BITS, rope_frequencies, rope_tables
+from stages.worker.rope import FRACTION_BITS, Yarn, rope_frequencies, rope_tables
 from tools.reference.exact_forward import rotations
 
 
@@ -45,6 +45,31 @@ def test_far_positions_combine_from_both_tables() -> None:
     assert np.abs(sine - np.sin(angles)).max() < 2e-7
 
 
+@pytest.mark.parametrize(("base", "n_rot", "scale", "original"), [(10000.0, 128, 16.0, 4096), (1e6, 64, 4.0, 32768)])
+def test_yarn_is_the_formula_of_the_paper(base: float, n_rot: int, scale: float, original: int) -> None:
+    """Written down again in f64: r turns of pair i in the original context, ramp between beta_slow and beta_fast."""
+    found = rope_frequencies(base, n_rot, None, scale, Yarn(original))
+
+    def pair_of(turns: float) -> float:
+        return n_rot * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = math.floor(pair_of(32.0)), math.ceil(pair_of(1.0))
+    for i, frequency in enumerate(found):
+        own = base ** (-2 * i / n_rot)
+        divided = min(1.0, max(0.0, (i - low) / (high - low)))
+        expected = own / scale * divided + own * (1 - divided)
+        assert frequency / (1 << FRACTION_BITS) == pytest.approx(expected, rel=1e-12)
+    assert found[0] == rope_frequencies(base, n_rot)[0], "fast pairs keep their frequency"
+    assert found[-1] == rope_frequencies(base, n_rot, None, scale)[-1], "slow ones are divided"
+
+
+def test_yarn_makes_cosines_and_sines_larger() -> None:
+    positions = np.array([0, 3, 700])
+    tables = rope_tables(10000.0, 64, 1024, None, 4.0, Yarn(256), 1.5)
+    cosine, sine = rotations(tables, positions)
+    assert np.allclose(np.hypot(cosine, sine), 1.5 * (1 + 0.1 * math.log(4.0)), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -53,6 +78,8 @@ def test_far_positions_combine_from_both_tables() -> None:
         ((10000.0, 32, 16, np.ones(3, np.float32)), "3 values, expected 16"),
         ((10000.0, 32, 16, np.zeros(16, np.float32)), "rope factor is 0.0"),
         ((10000.0, 32, 16, None, math.nan), "rope scale is nan"),
+        ((1.0, 32, 16, None, 2.0, Yarn(64)), "rope base is 1.0, expected more than 1 with YaRN"),
+        ((10000.0, 32, 16, None, 1.0, None, math.inf), "rope magnitude is inf"),
     ],
 )
 def test_what_has_no_angle_is_refused(arguments: tuple, named: str) -> None:

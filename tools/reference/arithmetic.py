@@ -97,6 +97,22 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: np.float32) -> np.ndarray:
     return (x * r[..., None]) * weight
 
 
+def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, eps: np.float32) -> np.ndarray:
+    """x (..., n), weight and bias (n,), all f32."""
+    d = x - (lane_sum(x) / _F(x.shape[-1]))[..., None]
+    r = _F(1) / np.sqrt(lane_sum_of_squares(d) / _F(x.shape[-1]) + _F(eps))
+    y = (d * r[..., None]) * weight
+    return y if bias is None else y + bias
+
+
+def soft_cap(x: np.ndarray, cap: np.float32) -> np.ndarray:
+    """cap * tanh(x / cap); a cap of 0 changes nothing."""
+    if cap == 0:
+        return x
+    z = x * (_F(1) / _F(cap))
+    return _F(cap) * (_F(1) - _F(2) / (exp(_F(2) * z) + _F(1)))
+
+
 def silu(g: np.ndarray) -> np.ndarray:
     """x / (1 + exp(-x)) with the exponential of docs/numerics.md."""
     return g / (_F(1) + exp(-g))

@@ -1,4 +1,4 @@
-"""The exact reference: the forward pass of a llama or qwen2 GGUF, bit for bit as docs/numerics.md defines it.
+"""The exact reference: the forward pass of a GGUF, bit for bit as docs/numerics.md defines it.
 
     model = ExactModel(path)
     logits = ExactSequence(model, kv_type="f16").extend(tokens)      # (len(tokens), vocab) f32
@@ -9,13 +9,13 @@ A sequence keeps its K and V, so it can be extended in any number of pieces; the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from stages.worker.rope import SPAN, RopeTables, rope_tables
-from tools.reference.arithmetic import exp, lane_sum, quantize, rms_norm, silu, stored
+from stages.worker.rope import SPAN, RopeTables
+from tools.reference.arithmetic import exp, gelu, lane_sum, layer_norm, quantize, rms_norm, silu, soft_cap, stored
 from tools.reference.blocks import Matrix
 from tools.reference.fma import fma
 from tools.reference.source import Source, pair_slices
@@ -85,29 +85,52 @@ def rotate(x: np.ndarray, cosine: np.ndarray, sine: np.ndarray, pairs: str) -> n
     return turned
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int) -> np.ndarray:
+class Scores(NamedTuple):
+    """How scores are made: their scale, their soft cap (0: none), and the positions a query sees (0: all)."""
+
+    scale: np.float32
+    cap: np.float32 = np.float32(0)
+    window: int = 0
+
+
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int, scores: Scores | None = None) -> np.ndarray:
     """Causal attention of queries at positions first, first + 1, ...
 
-    q (n, heads, head_dim); k, v (first + n, kv heads, head_dim), as read back from the cache; all f32.
+    q (n, heads, head_dim); k, v (first + n, kv heads, head_dim), as read back from the cache; all f32.  The scale is
+    1 / sqrt(head_dim) without `scores`.
     """
     n, heads, head_dim = q.shape
+    scores = scores or Scores(np.float32(1.0 / head_dim**0.5))
     step = max(1, 4 * _CHUNK // (heads * SEGMENT))
     group = np.arange(heads) // (heads // k.shape[1])
     pieces = [
-        _attend(q[t : t + step], k[: first + t + step], v[: first + t + step], first + t, group)
+        _attend(q[t : t + step], k[: first + t + step], v[: first + t + step], first + t, group, scores)
         for t in range(0, n, step)
     ]
     return np.concatenate(pieces).reshape(n, heads * head_dim)
 
 
-def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int, group: np.ndarray) -> np.ndarray:
+def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int, group: np.ndarray, scores: Scores) -> np.ndarray:
     """One chunk of queries; `group[h]` is the kv head of head h."""
-    n = q.shape[0]
-    largest, total, out = _segment(q, k[:SEGMENT, group], v[:SEGMENT, group], first)
-    for begin in range(SEGMENT, first + n, SEGMENT):
-        some = slice(max(0, begin - first), n)  # queries that reach into this segment
+    n, heads, head_dim = q.shape
+    largest, total = np.zeros((n, heads), np.float32), np.zeros((n, heads), np.float32)
+    out = np.zeros((n, heads, head_dim), np.float32)
+    has_begun = np.zeros(n, bool)
+    positions = first + np.arange(n)
+    lowest = np.maximum(0, positions + 1 - scores.window) if scores.window else np.zeros(n, int)
+    for begin in range(0, first + n, SEGMENT):
+        # Queries that see positions of this segment.
+        some = np.flatnonzero((positions >= begin) & (lowest < begin + SEGMENT))
+        if not len(some):
+            continue
         part = slice(begin, begin + SEGMENT)
-        m, sums, values = _segment(q[some], k[part, group], v[part, group], first + some.start - begin)
+        m, sums, values = _segment(
+            q[some], k[part, group], v[part, group], positions[some] - begin, lowest[some] - begin, scores
+        )
+        starts, goes_on = some[~has_begun[some]], has_begun[some]
+        largest[starts], total[starts], out[starts] = m[~goes_on], sums[~goes_on], values[~goes_on]
+        has_begun[some] = True
+        some, m, sums, values = some[goes_on], m[goes_on], sums[goes_on], values[goes_on]
         new = np.maximum(largest[some], m)
         a, b = exp(largest[some] - new), exp(m - new)
         largest[some] = new
@@ -116,10 +139,12 @@ def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int, group: np.n
     return out * (np.float32(1) / total)[..., None]
 
 
-def _segment(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _segment(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, last: np.ndarray, lowest: np.ndarray, how: Scores
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Maximum (n, heads), sum (n, heads) and weighted values (n, heads, head_dim) over one segment.
 
-    k, v (positions, heads, head_dim); query t sees positions 0 .. first + t of them.
+    k, v (positions, heads, head_dim); query t sees positions lowest[t] .. last[t] of them; both ascend.
     """
     n, heads, head_dim = q.shape
     length = k.shape[0]
@@ -127,15 +152,15 @@ def _segment(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int) -> tuple[n
     scores = np.zeros((n, heads, length), np.float32)
     for d in range(head_dim):
         scores = fma(q[:, :, d, None], columns[d], scores)
-    scores = scores * np.float32(1.0 / sqrt(head_dim))
-    hidden = np.arange(length) > (first + np.arange(n))[:, None]
+    scores = soft_cap(scores * how.scale, how.cap)
+    hidden = (np.arange(length) > last[:, None]) | (np.arange(length) < lowest[:, None])
     scores = np.where(hidden[:, None, :], np.float32(-np.inf), scores)
     largest = scores.max(axis=-1)
     weights = exp(scores - largest[..., None])  # a hidden position weighs exactly 0
     out = np.zeros((n, heads, head_dim), np.float32)
     for j in range(length):
-        sees = max(0, j - first)
-        out[sees:] = fma(weights[sees:, :, j, None], v[j], out[sees:])
+        sees = slice(np.searchsorted(last, j), np.searchsorted(lowest, j, side="right"))
+        out[sees] = fma(weights[sees, :, j, None], v[j], out[sees])
     return largest, lane_sum(weights), out
 
 
@@ -145,8 +170,7 @@ class ExactModel:
     def __init__(self, path: Path) -> None:
         self.source = Source(path)
         self.hyper = h = self.source.hyper
-        factors = self.source.values("rope_freqs.weight") if "rope_freqs.weight" in self.source else None
-        self.rope = rope_tables(h.rope_base, h.n_rot, h.context_length, factors, h.rope_scale)
+        self.rope = [self.source.rope(is_local).tables(h.context_length) for is_local in (False, True) if h.n_rot]
         self._matrices: dict[str, Matrix | np.ndarray] = {}
 
     def matmul(self, name: str, x: np.ndarray) -> np.ndarray:
@@ -161,8 +185,20 @@ class ExactModel:
         return y + self.source.values(f"{name}.bias") if f"{name}.bias" in self.source else y
 
     def norm(self, name: str, x: np.ndarray) -> np.ndarray:
-        """RMS norm of x with the weights `name`."""
-        return rms_norm(x, self.source.values(name), self.hyper.eps)
+        """RMS norm of x with the weights `name`; a layer norm where they have a bias; x where there are none."""
+        if f"{name}.weight" not in self.source:
+            return x
+        weight = self.source.values(f"{name}.weight")
+        if f"{name}.bias" in self.source:
+            return layer_norm(x, weight, self.source.values(f"{name}.bias"), self.hyper.eps)
+        return rms_norm(x, weight, self.hyper.eps)
+
+    def heads_norm(self, name: str, x: np.ndarray) -> np.ndarray:
+        """RMS norm of heads x (n, heads, head_dim): of each, or of all together, as the weights are long; or x."""
+        if f"{name}.weight" not in self.source:
+            return x
+        together = self.source.values(f"{name}.weight").size != x.shape[-1]
+        return self.norm(name, x.reshape(len(x), -1) if together else x).reshape(x.shape)
 
 
 class ExactSequence:
@@ -176,28 +212,50 @@ class ExactSequence:
 
     def extend(self, tokens: Sequence[int] | np.ndarray, last_only: bool = False) -> np.ndarray:
         """Compute more positions: logits (len(tokens), vocab) f32, or (1, vocab) of the last one."""
-        m = self.model
+        m, h = self.model, self.model.hyper
         positions = np.arange(self.length, self.length + len(tokens))
-        cosine, sine = rotations(m.rope, positions)
+        turns = [rotations(tables, positions) for tables in m.rope]
         x = m.source.rows("token_embd.weight", np.asarray(tokens, np.int64))
-        for layer in range(m.hyper.n_layers):
+        if h.embedding_scale != 1:
+            x = x * h.embedding_scale
+        if not turns:
+            x = x + m.source.rows("position_embd.weight", positions)
+        for layer in range(h.n_layers):
             block = f"blk.{layer}"
-            x = x + self._attention(layer, m.norm(f"{block}.attn_norm.weight", x), cosine, sine)
-            y = m.norm(f"{block}.ffn_norm.weight", x)
-            gated = silu(m.matmul(f"{block}.ffn_gate.weight", y)) * m.matmul(f"{block}.ffn_up.weight", y)
-            x = x + m.matmul(f"{block}.ffn_down.weight", gated)
+            y = self._attention(layer, m.norm(f"{block}.attn_norm", x), turns)
+            x = self._added(x, m.norm(f"{block}.post_attention_norm", y))
+            y = self._feed_forward(block, m.norm(f"{block}.ffn_norm", x))
+            x = self._added(x, m.norm(f"{block}.post_ffw_norm", y))
         self.length += len(tokens)
         if last_only:
             x = x[-1:]
-        return m.matmul(m.source.head_name, m.norm("output_norm.weight", x))
+        logits = m.matmul(m.source.head_name, m.norm("output_norm", x))
+        return soft_cap(logits if h.logit_scale == 1 else logits * h.logit_scale, h.logit_cap)
 
-    def _attention(self, layer: int, y: np.ndarray, cosine: np.ndarray, sine: np.ndarray) -> np.ndarray:
+    def _added(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        scale = self.model.hyper.residual_scale
+        return x + y if scale == 1 else fma(y, scale, x)
+
+    def _feed_forward(self, block: str, y: np.ndarray) -> np.ndarray:
+        m = self.model
+        up = m.linear(f"{block}.ffn_up", y)
+        act = gelu if m.hyper.gelu else silu
+        if f"{block}.ffn_gate.weight" not in m.source:
+            return m.linear(f"{block}.ffn_down", act(up))
+        return m.linear(f"{block}.ffn_down", act(m.linear(f"{block}.ffn_gate", y)) * up)
+
+    def _attention(self, layer: int, y: np.ndarray, turns: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
         m, h, block = self.model, self.model.hyper, f"blk.{layer}"
         q = m.linear(f"{block}.attn_q", y).reshape(len(y), h.n_heads, h.head_dim)
         k = m.linear(f"{block}.attn_k", y).reshape(len(y), h.n_kv_heads, h.head_dim)
         v = m.linear(f"{block}.attn_v", y).reshape(len(y), h.n_kv_heads, h.head_dim)
-        q, k = rotate(q, cosine, sine, h.pairs), rotate(k, cosine, sine, h.pairs)
+        q, k = m.heads_norm(f"{block}.attn_q_norm", q), m.heads_norm(f"{block}.attn_k_norm", k)
+        window = h.windows[layer]
+        if turns:
+            cosine, sine = turns[window > 0]
+            q, k = rotate(q, cosine, sine, h.pairs), rotate(k, cosine, sine, h.pairs)
         self.keys[layer] = np.concatenate([self.keys[layer], stored(k, self.kv_type)])
         self.values[layer] = np.concatenate([self.values[layer], stored(v, self.kv_type)])
-        mixed = attention(q, self.keys[layer], self.values[layer], self.length)
-        return m.matmul(f"{block}.attn_output.weight", mixed)
+        scores = Scores(h.score_scale, h.score_cap, window)
+        mixed = attention(q, self.keys[layer], self.values[layer], self.length, scores)
+        return m.linear(f"{block}.attn_output", mixed)

@@ -1,4 +1,4 @@
-"""The float reference: the forward pass of a llama or qwen2 GGUF with dequantized weights and f32 activations.
+"""The float reference: the forward pass of a GGUF with dequantized weights and f32 activations.
 
 It is not part of the numerics contract: it checks that the graph is right, within a tolerance of an independent
 engine, and does not define bits.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stages.worker.rope import FRACTION_BITS, rope_frequencies
+from stages.worker.rope import FRACTION_BITS
 from tools.reference.arithmetic import stored
 from tools.reference.source import Source, pair_slices
 
@@ -25,56 +25,86 @@ class FloatModel:
     def __init__(self, path: Path, kv_type: str = "f32") -> None:
         self.kv_type = kv_type
         self.source = Source(path)
-        h = self.source.hyper
-        factors = self.source.values("rope_freqs.weight") if "rope_freqs.weight" in self.source else None
-        fixed = rope_frequencies(h.rope_base, h.n_rot, factors, h.rope_scale)
-        self._frequencies = np.array([f / (1 << FRACTION_BITS) for f in fixed])
+        self._rope = [self.source.rope(is_local) for is_local in (False, True) if self.source.hyper.n_rot]
 
     def logits(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Logits of all positions of one sequence: (len(tokens), vocab) f32."""
         source, h = self.source, self.source.hyper
-        angles = np.arange(len(tokens))[:, None] * self._frequencies
-        x = source.rows("token_embd.weight", np.asarray(tokens, np.int64))
+        positions = np.arange(len(tokens))
+        turns = []
+        for rope in self._rope:
+            angles = positions[:, None] * np.array([f / (1 << FRACTION_BITS) for f in rope.frequencies])
+            turns.append([(rope.largest * part(angles))[:, None, :].astype(np.float32) for part in (np.cos, np.sin)])
+        x: np.ndarray = source.rows("token_embd.weight", np.asarray(tokens, np.int64)) * h.embedding_scale
+        if not turns:
+            x = x + source.rows("position_embd.weight", positions)
         for layer in range(h.n_layers):
             block = f"blk.{layer}"
-            y = self._norm(f"{block}.attn_norm.weight", x)
-            x = x + self._attention(block, y, angles)
-            y = self._norm(f"{block}.ffn_norm.weight", x)
-            gate, up = self._matmul(f"{block}.ffn_gate.weight", y), self._matmul(f"{block}.ffn_up.weight", y)
-            x = x + self._matmul(f"{block}.ffn_down.weight", gate / (1 + np.exp(-gate)) * up)
-        return self._matmul(source.head_name, self._norm("output_norm.weight", x))
-
-    def _matmul(self, name: str, x: np.ndarray) -> np.ndarray:
-        return x @ self.source.values(name).T
+            y = self._attention(layer, self._norm(f"{block}.attn_norm", x), turns)
+            x = x + self._norm(f"{block}.post_attention_norm", y) * h.residual_scale
+            y = self._feed_forward(block, self._norm(f"{block}.ffn_norm", x))
+            x = x + self._norm(f"{block}.post_ffw_norm", y) * h.residual_scale
+        y = self._norm("output_norm", x)
+        return _capped(y @ source.values(source.head_name).T * h.logit_scale, h.logit_cap)
 
     def _linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        y = self._matmul(f"{name}.weight", x)
+        y = x @ self.source.values(f"{name}.weight").T
         return y + self.source.values(f"{name}.bias") if f"{name}.bias" in self.source else y
 
     def _norm(self, name: str, x: np.ndarray) -> np.ndarray:
-        mean = np.mean(x.astype(np.float64) ** 2, axis=-1, keepdims=True) + self.source.hyper.eps
-        return (x / np.sqrt(mean)).astype(np.float32) * self.source.values(name)
+        if f"{name}.weight" not in self.source:
+            return x
+        wide, has_bias = x.astype(np.float64), f"{name}.bias" in self.source
+        if has_bias:
+            wide = wide - wide.mean(axis=-1, keepdims=True)
+        mean = np.mean(wide**2, axis=-1, keepdims=True) + self.source.hyper.eps
+        y = (wide / np.sqrt(mean)).astype(np.float32) * self.source.values(f"{name}.weight")
+        return y + self.source.values(f"{name}.bias") if has_bias else y
 
-    def _attention(self, block: str, y: np.ndarray, angles: np.ndarray) -> np.ndarray:
-        h, n = self.source.hyper, len(y)
-        q = self._rotate(self._linear(f"{block}.attn_q", y).reshape(n, h.n_heads, -1), angles)
-        k = self._rotate(self._linear(f"{block}.attn_k", y).reshape(n, h.n_kv_heads, -1), angles)
-        v = self._linear(f"{block}.attn_v", y).reshape(n, h.n_kv_heads, -1)
+    def _feed_forward(self, block: str, y: np.ndarray) -> np.ndarray:
+        up = self._linear(f"{block}.ffn_up", y)
+        if f"{block}.ffn_gate.weight" not in self.source:
+            return self._linear(f"{block}.ffn_down", self._activation(up))
+        return self._linear(f"{block}.ffn_down", self._activation(self._linear(f"{block}.ffn_gate", y)) * up)
+
+    def _activation(self, x: np.ndarray) -> np.ndarray:
+        if self.source.hyper.gelu:
+            return (0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))).astype(np.float32)
+        return x / (1 + np.exp(-x))
+
+    def _heads(self, block: str, part: str, y: np.ndarray) -> np.ndarray:
+        """q, k or v (n, heads, head_dim), normed where the model has a norm of it."""
+        x = self._linear(f"{block}.attn_{part}", y)
+        norm = f"{block}.attn_{part}_norm"
+        heads = (len(y), -1, self.source.hyper.head_dim)
+        if f"{norm}.weight" in self.source and self.source.values(f"{norm}.weight").size == x.shape[-1]:
+            return self._norm(norm, x).reshape(heads)
+        return self._norm(norm, x.reshape(heads))
+
+    def _attention(self, layer: int, y: np.ndarray, turns: list[list[np.ndarray]]) -> np.ndarray:
+        h, n, block = self.source.hyper, len(y), f"blk.{layer}"
+        q, k, v = (self._heads(block, part, y) for part in "qkv")
+        window = h.windows[layer]
+        if turns:
+            q, k = self._rotate(q, *turns[window > 0]), self._rotate(k, *turns[window > 0])
         k, v = stored(k, self.kv_type), stored(v, self.kv_type)
         q = q.reshape(n, h.n_kv_heads, -1, h.head_dim)  # heads that share a kv head are neighbours
-        scores = np.einsum("ighd,jgd->ghij", q, k, optimize=True) / np.sqrt(np.float32(h.head_dim))
-        scores = np.where(np.tri(n, dtype=bool), scores, -np.inf)
+        scores = _capped(np.einsum("ighd,jgd->ghij", q, k, optimize=True) * h.score_scale, h.score_cap)
+        visible = np.tri(n, dtype=bool) & ~np.tri(n, k=-window if window else -n, dtype=bool)
+        scores = np.where(visible, scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
         mixed = np.einsum("ghij,jgd->ighd", weights, v, optimize=True).reshape(n, -1).astype(np.float32)
-        return self._matmul(f"{block}.attn_output.weight", mixed)
+        return self._linear(f"{block}.attn_output", mixed)
 
-    def _rotate(self, x: np.ndarray, angles: np.ndarray) -> np.ndarray:
-        first, second = pair_slices(2 * angles.shape[1], self.source.hyper.pairs)
+    def _rotate(self, x: np.ndarray, cosine: np.ndarray, sine: np.ndarray) -> np.ndarray:
+        first, second = pair_slices(self.source.hyper.n_rot, self.source.hyper.pairs)
         a, b = x[..., first], x[..., second]
-        c = np.cos(angles)[:, None, :].astype(np.float32)
-        s = np.sin(angles)[:, None, :].astype(np.float32)
         turned = x.copy()
-        turned[..., first] = a * c - b * s
-        turned[..., second] = a * s + b * c
+        turned[..., first] = a * cosine - b * sine
+        turned[..., second] = a * sine + b * cosine
         return turned
+
+
+def _capped(x: np.ndarray, cap: np.float32) -> np.ndarray:
+    return cap * np.tanh(x / cap) if cap else x

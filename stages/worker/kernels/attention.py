@@ -38,9 +38,10 @@ from stages.worker.kernels.attention_tiles import (
     code_bytes,
     scale_bytes,
 )
+from stages.worker.kernels.elementwise import soft_cap
 from stages.worker.kernels.entries import INNER, MERGED
 from stages.worker.kernels.simd import JIT, LANES, get_f32, get_i32, get_i64, put_i64, splat_f32, store_f32
-from stages.worker.kernels.split_combine import combine, finish, softmax_weights
+from stages.worker.kernels.split_combine import combine, finish, hide, softmax_weights
 
 ROWS = 24  # bound of the rows of a block
 
@@ -94,14 +95,36 @@ def _fill_table(table, pages, head_at, page_bytes, tables, split, n, page_tokens
         put_i64(table + 384 + 8 * group, base + both + codes + slot * (head_dim // 32) * e_width)
 
 
+@numba.njit(**INNER)
+def lowest_split(position, window):
+    """The first split that a query at `position` sees; `window` 0: it sees all positions."""
+    if window == 0:
+        return 0
+    return max(0, position + 1 - window) // KV_SPLIT
+
+
 @numba.njit(**MERGED)
 def attend_split(
-    kv, scratch, pages, head_at, page_bytes, tables, index, first, rows, group_size, head_dim, page_tokens, scale
+    kv,
+    scratch,
+    pages,
+    head_at,
+    page_bytes,
+    tables,
+    index,
+    first,
+    rows,
+    group_size,
+    head_dim,
+    page_tokens,
+    scale,
+    cap,
+    window,
 ):
     """Compute split `index` for the rows of Q, whose queries have positions first + row // group_size.
 
-    Row r attends to positions up to its own.  Leaves m and l in STATE and the weighted values in O.  Returns the first
-    row that has positions in the split.
+    Row r attends to positions up to its own, with a window to so many.  The last one has positions in the split.
+    Leaves m and l in STATE and the weighted values in O.  Returns the first row that has positions in the split.
     """
     s = scratch + 4 * ROWS * head_dim
     o = s + 4 * ROWS * KV_SPLIT
@@ -117,25 +140,42 @@ def attend_split(
     todo = rows - skipped
     at_q, at_s = scratch + 4 * skipped * head_dim, s + 4 * skipped * KV_SPLIT
     at_o = o + 4 * skipped * head_dim
-    for group in range(0, (n + LANES - 1) // LANES, VECTORS):
+    low = np.int64(0)  # the first position of the split that a row sees
+    if window:
+        low = max(low, first + skipped // group_size + 1 - window - begin)
+    for group in range(low // (VECTORS * LANES) * VECTORS, (n + LANES - 1) // LANES, VECTORS):
         all_scores(kv, at_q, at_s, table, group, todo, head_dim, page_tokens, scale)
     zero = splat_f32(np.float32(0.0))
     for i in range(0, 4 * todo * head_dim, 64):
         store_f32(at_o + i, zero)
     for r in range(skipped, rows):
         seen = min(KV_SPLIT, first + r // group_size + 1 - begin)
+        if cap != np.float32(0.0):
+            soft_cap(s + 4 * (r * KV_SPLIT + low), cap, seen - low)
+        if window:
+            hide(s + 4 * r * KV_SPLIT, first + r // group_size + 1 - window - begin)
         softmax_weights(s + 4 * r * KV_SPLIT, seen, state + 16 * r)
-    common = min(KV_SPLIT, first + skipped // group_size + 1 - begin)
-    all_values(kv, at_s, at_o, table, todo, 0, common, head_dim, page_tokens)
-    # Past the first query's position the rows part: those of one query go on together.
-    query = skipped // group_size + 1
-    while query * group_size < rows:
-        seen = min(KV_SPLIT, first + query + 1 - begin)
-        if seen > common:
-            r = query * group_size
-            at_sr, at_or = s + 4 * r * KV_SPLIT, o + 4 * r * head_dim
-            all_values(kv, at_sr, at_or, table, group_size, common, seen, head_dim, page_tokens)
-        query += 1
+    # All rows see positions shared .. common - 1; before and after them the rows of each query go on by themselves.
+    common, shared = min(KV_SPLIT, first + skipped // group_size + 1 - begin), np.int64(0)
+    if window:
+        shared = max(shared, last + 1 - window - begin)
+        for query in range(skipped // group_size, (rows - 1) // group_size + 1):
+            own = max(np.int64(0), first + query + 1 - window - begin)
+            stop = shared if shared < common else min(KV_SPLIT, first + query + 1 - begin)
+            if own < stop:
+                r = query * group_size
+                at_sr, at_or = s + 4 * r * KV_SPLIT, o + 4 * r * head_dim
+                all_values(kv, at_sr, at_or, table, group_size, own, stop, head_dim, page_tokens)
+    if shared < common:
+        all_values(kv, at_s, at_o, table, todo, shared, common, head_dim, page_tokens)
+        query = skipped // group_size + 1
+        while query * group_size < rows:
+            seen = min(KV_SPLIT, first + query + 1 - begin)
+            if seen > common:
+                r = query * group_size
+                at_sr, at_or = s + 4 * r * KV_SPLIT, o + 4 * r * head_dim
+                all_values(kv, at_sr, at_or, table, group_size, common, seen, head_dim, page_tokens)
+            query += 1
     return skipped
 
 
@@ -156,18 +196,21 @@ def attend(
     out,
     out_stride,
     only,
+    window,
 ):
     """All splits for `queries` queries packed in Q, rows (query, head of the group), to `out`.
 
+    scale_at: the scale of scores, f32, and 8 bytes later their soft cap (0: none).
     out: f32 of the group's first head for the first query; the group's heads follow each other.
     With `only` >= 0: nothing but that split, whose results stay in STATE and O.  AFTER is read.
+    window: positions that a query attends to, itself included; 0: all.
     """
     rows = queries * group_size
     o = scratch + 4 * ROWS * (head_dim + KV_SPLIT)
     acc = o + 4 * ROWS * head_dim
     state = acc + 4 * ROWS * head_dim
-    scale = get_f32(scale_at)
-    begin, end = 0, (first + queries - 1) // KV_SPLIT + 1
+    scale, cap = get_f32(scale_at), get_f32(scale_at + 8)
+    begin, end = lowest_split(first, window), (first + queries - 1) // KV_SPLIT + 1
     if only >= 0:
         begin, end = only, only + 1
     table = table_at(scratch, head_dim)
@@ -187,6 +230,9 @@ def attend(
         else:
             for i in range(0, 32, 8):
                 put_i64(table + NEXT + i, get_i64(table + AFTER + i))
+        reached = rows  # the rows after it see later splits only
+        if window:
+            reached = min(rows, ((index + 1) * KV_SPLIT + window - 1 - first) * group_size)
         begun = attend_split(
             kv,
             scratch,
@@ -196,17 +242,20 @@ def attend(
             tables,
             index,
             first,
-            rows,
+            reached,
             group_size,
             head_dim,
             page_tokens,
             scale,
+            cap,
+            window,
         )
         if only < 0:
-            for r in range(begun, rows):
+            for r in range(begun, reached):
                 at = state + 16 * r
                 o_r, m, l = o + 4 * r * head_dim, get_f32(at + 8), get_f32(at + 12)  # noqa: E741
-                combine(acc + 4 * r * head_dim, at, o_r, m, l, head_dim, index == 0)
+                is_first = index == lowest_split(first + r // group_size, window)
+                combine(acc + 4 * r * head_dim, at, o_r, m, l, head_dim, is_first)
     if only < 0:
         for r in range(rows):
             place = out + r // group_size * out_stride + r % group_size * 4 * head_dim
@@ -231,6 +280,7 @@ def _entry(name: str, cache: Any) -> Any:
         out,
         out_stride,
         only,
+        window,
     ):
         attend(
             cache,
@@ -248,6 +298,7 @@ def _entry(name: str, cache: Any) -> Any:
             out,
             out_stride,
             only,
+            window,
         )
 
     # Entries are compiled in several processes and loaded into one, where their symbols differ by this name alone.
@@ -256,4 +307,4 @@ def _entry(name: str, cache: Any) -> Any:
 
 
 ENTRIES = {name: _entry(name, cache) for name, cache in (("f16", F16), ("f32", F32), ("int8", INT8))}
-ENTRY_ARGUMENTS = 14
+ENTRY_ARGUMENTS = 15

@@ -23,25 +23,36 @@ from stages.worker.kernels.simd import get_f32, get_i32, get_i64, prefetch, put_
 
 
 @njit(**INNER)
-def _rotate(params, token, x, y):
-    angles = param(params, pb.ROPE) + token * param(params, pb.ROPE_STRIDE)
-    sine = angles + param(params, pb.ROPE_STRIDE) // 2
+def _rotate(params, layer, token, heads, n_heads, head, norm, y):
+    """y = RoPE of head `head` of `n_heads` heads at `heads`; with the weights of a `norm`, after their RMS norm."""
+    dim = param(params, pb.HEAD_DIM)
+    x = heads + 4 * head * dim
+    if norm:
+        eps = get_f32(params + 8 * pb.EPS)
+        if param(layer, pb.NORM_ALL_HEADS):
+            ew.rms_norm_part(heads, n_heads * dim, eps, x, norm + 4 * head * dim, y, dim)
+        else:
+            ew.rms_norm(x, norm, y, dim, eps)
+        x = y
+    angles = param(params, pb.ROPE) + token * param(params, pb.ROPE_STRIDE) + param(layer, pb.ANGLES)
+    sine = angles + param(params, pb.SINES)
     if param(params, pb.NEOX_ROPE):
-        ew.rotate_neox(x, y, angles, sine, param(params, pb.N_ROT), param(params, pb.HEAD_DIM))
+        ew.rotate_neox(x, y, angles, sine, param(params, pb.N_ROT), dim)
     else:
-        ew.rotate(x, y, angles, sine, param(params, pb.N_ROT), param(params, pb.HEAD_DIM))
+        ew.rotate(x, y, angles, sine, param(params, pb.N_ROT), dim)
 
 
 @njit(**INNER)
-def _pack_queries(params, token, queries, kv_head, scratch):
+def _pack_queries(params, layer, token, queries, kv_head, scratch):
     """The rotated queries of a block into Q of the attention scratch: rows (query, head of the group)."""
     dim = param(params, pb.HEAD_DIM)
     group = param(params, pb.N_HEADS) // param(params, pb.N_KV_HEADS)
     to = scratch
+    norm = param(layer, pb.Q_NORM)
     for t in range(token, token + queries):
-        x = param(params, pb.QKV) + t * param(params, pb.QKV_STRIDE) + 4 * kv_head * group * dim
+        x = param(params, pb.QKV) + t * param(params, pb.QKV_STRIDE)
         for g in range(group):
-            _rotate(params, t, x + 4 * g * dim, to)
+            _rotate(params, layer, t, x, param(params, pb.N_HEADS), kv_head * group + g, norm, to)
             to += 4 * dim
 
 
@@ -61,15 +72,16 @@ def quantize_attn_out(params, token, kv_head):
 
 
 @njit(**INNER)
-def write_kv(params, entry, token, kv_head, head_at, scratch):
+def write_kv(params, layer, entry, token, kv_head, head_at, scratch):
     """K and V of one token and kv head into its page."""
     dim, page_tokens = param(params, pb.HEAD_DIM), param(params, pb.PAGE_TOKENS)
     position = get_i64(p.token_at(params, token))
     number = get_i32(_table(params, entry) + 4 * (position // page_tokens))
     at = param(params, pb.PAGES) + number * param(params, pb.PAGE_BYTES) + head_at
-    k = param(params, pb.QKV) + token * param(params, pb.QKV_STRIDE) + 4 * (param(params, pb.N_HEADS) + kv_head) * dim
-    v = k + 4 * param(params, pb.N_KV_HEADS) * dim
-    _rotate(params, token, k, scratch)
+    kv_heads = param(params, pb.N_KV_HEADS)
+    k = param(params, pb.QKV) + token * param(params, pb.QKV_STRIDE) + 4 * param(params, pb.N_HEADS) * dim
+    v = k + 4 * (kv_heads + kv_head) * dim
+    _rotate(params, layer, token, k, kv_heads, kv_head, param(layer, pb.K_NORM), scratch)
     half = param(params, pb.HEAD_BYTES) // 2
     slot, width = position % page_tokens, param(params, pb.KV_WIDTH)
     if width == 2:
@@ -93,38 +105,38 @@ def prefetch_page(params, entry, head_at):
 
 
 @njit(**MERGED)
-def write_kv_of_chunks(params, layer):
-    """K and V of this rank's share of the tokens of entries with several tokens."""
+def write_kv_of_chunks(params, layer, index):
+    """K and V of this rank's share of the tokens of entries with several tokens; `layer` is row `index` of LAYERS."""
     heads = param(params, pb.N_KV_HEADS)
     first, end = share(params, param(param(params, pb.PLAN), p.TOKENS))
     for t in range(first, end):
         entry = p.entry_at(params, get_i64(p.token_at(params, t) + 16))
         if param(entry, p.P_COUNT) > 1:
             for head in range(heads):
-                at = (layer * heads + head) * param(params, pb.HEAD_BYTES)
-                write_kv(params, entry, t, head, at, param(params, pb.ATTENTION))
+                at = (index * heads + head) * param(params, pb.HEAD_BYTES)
+                write_kv(params, layer, entry, t, head, at, param(params, pb.ATTENTION))
 
 
 @njit(**MERGED)
-def combine_splits(params, entry, token, kv_head, splits, scratch):
-    """Combine the split results of a query's group of heads, in ascending order, into ATTN_OUT."""
+def combine_splits(params, entry, token, kv_head, lowest, splits, scratch):
+    """Combine splits `lowest` .. `splits - 1` of a query's group of heads, in ascending order, into ATTN_OUT."""
     dim, heads = param(params, pb.HEAD_DIM), param(params, pb.N_HEADS)
     group = heads // param(params, pb.N_KV_HEADS)
     size = 4 * (dim + GROUP)
     for g in range(group):
         head = kv_head * group + g
-        for s in range(splits):
+        for s in range(lowest, splits):
             at = param(params, pb.SPLIT_RESULTS) + size * (param(entry, p.P_SPLIT) + s * heads + head)
-            split_combine.combine(scratch + 64, scratch, at + 64, get_f32(at), get_f32(at + 4), dim, s == 0)
+            split_combine.combine(scratch + 64, scratch, at + 64, get_f32(at), get_f32(at + 4), dim, s == lowest)
         out = param(params, pb.ATTN_OUT) + token * param(params, pb.ATTN_OUT_STRIDE) + 4 * head * dim
         split_combine.finish(scratch + 64, scratch, out, dim)
 
 
 @njit(**INNER)
-def set_next_unit(params, layer, entry, head, split):
+def set_next_unit(params, index, entry, head, split):
     """Set what attention prefetches at the end of a unit: K of a split of a single query, or nothing (split -1)."""
     dim, kv_heads = param(params, pb.HEAD_DIM), param(params, pb.N_KV_HEADS)
-    head_at = (layer * kv_heads + head) * param(params, pb.HEAD_BYTES)
+    head_at = (index * kv_heads + head) * param(params, pb.HEAD_BYTES)
     attention.set_next_prefetch(
         attention.table_at(param(params, pb.ATTENTION), dim) + attention_tiles.AFTER,
         param(params, pb.PAGES),
@@ -139,12 +151,12 @@ def set_next_unit(params, layer, entry, head, split):
 
 
 @njit(**MERGED)
-def attend_split(params, entry, token, kv_head, head_at, index, splits, splits_done):
+def attend_split(params, layer, entry, token, kv_head, head_at, index, lowest, splits, splits_done):
     """One split of a single query; the rank that finishes the last of its splits combines them."""
     dim, heads = param(params, pb.HEAD_DIM), param(params, pb.N_HEADS)
     group = heads // param(params, pb.N_KV_HEADS)
     scratch = param(params, pb.ATTENTION)
-    _pack_queries(params, token, 1, kv_head, scratch)
+    _pack_queries(params, layer, token, 1, kv_head, scratch)
     run_entry(
         param(params, pb.ATTEND),
         (
@@ -162,6 +174,7 @@ def attend_split(params, entry, token, kv_head, head_at, index, splits, splits_d
             0,
             0,
             index,
+            param(layer, pb.WINDOW),
         ),
     )
     o = scratch + 4 * attention.ROWS * (dim + KV_SPLIT)
@@ -172,18 +185,18 @@ def attend_split(params, entry, token, kv_head, head_at, index, splits, splits_d
         put_f32(at, get_f32(state + 16 * g + 8))
         put_f32(at + 4, get_f32(state + 16 * g + 12))
         split_combine.copy(o + 4 * g * dim, at + 64, dim)
-    if atomic_add(splits_done, 1) == splits - 1:
+    if atomic_add(splits_done, 1) == splits - lowest - 1:
         store_release(splits_done, 0)
-        combine_splits(params, entry, token, kv_head, splits, scratch)
+        combine_splits(params, entry, token, kv_head, lowest, splits, scratch)
         quantize_attn_out(params, token, kv_head)
 
 
 @njit(**MERGED)
-def attend_queries(params, entry, token, first, queries, kv_head, head_at):
+def attend_queries(params, layer, entry, token, first, queries, kv_head, head_at):
     """A block of queries of one sequence from position `first` on."""
     dim, group = param(params, pb.HEAD_DIM), param(params, pb.N_HEADS) // param(params, pb.N_KV_HEADS)
     scratch = param(params, pb.ATTENTION)
-    _pack_queries(params, token, queries, kv_head, scratch)
+    _pack_queries(params, layer, token, queries, kv_head, scratch)
     out = param(params, pb.ATTN_OUT) + token * param(params, pb.ATTN_OUT_STRIDE) + 4 * kv_head * group * dim
     run_entry(
         param(params, pb.ATTEND),
@@ -202,6 +215,7 @@ def attend_queries(params, entry, token, first, queries, kv_head, head_at):
             out,
             param(params, pb.ATTN_OUT_STRIDE),
             -1,
+            param(layer, pb.WINDOW),
         ),
     )
     for t in range(token, token + queries):
@@ -209,47 +223,48 @@ def attend_queries(params, entry, token, first, queries, kv_head, head_at):
 
 
 @njit(**MERGED)
-def attend(params, layer):
-    """This rank's units of the layer."""
+def attend(params, layer, number):
+    """This rank's units of a layer, which is row `number` of LAYERS."""
     rank, ranks = param(params, pb.RANK), param(params, pb.RANKS)
-    kv_heads = param(params, pb.N_KV_HEADS)
+    kv_heads, window = param(params, pb.N_KV_HEADS), param(layer, pb.WINDOW)
     block = attention.ROWS // (param(params, pb.N_HEADS) // kv_heads)
     unit, entries = 0, param(param(params, pb.PLAN), p.ENTRIES_KEPT)
     for e in range(entries):
         entry = p.entry_at(params, e)
         start, count, token = param(entry, p.P_START), param(entry, p.P_COUNT), param(entry, p.P_TOKEN)
-        splits = start // KV_SPLIT + 1
+        splits, lowest = start // KV_SPLIT + 1, attention.lowest_split(start, window)
         for head in range(kv_heads):
-            head_at = (layer * kv_heads + head) * param(params, pb.HEAD_BYTES)
+            head_at = (number * kv_heads + head) * param(params, pb.HEAD_BYTES)
             if param(entry, p.P_SPLIT) >= 0:
-                for index in range(splits):
+                for index in range(lowest, splits):
                     if unit % ranks == rank:
                         if index == splits - 1:
                             prefetch_page(params, entry, head_at)
-                            write_kv(params, entry, token, head, head_at, param(params, pb.ATTENTION))
-                        after = index + ranks
-                        if head + after // splits < kv_heads:
-                            set_next_unit(params, layer, entry, head + after // splits, after % splits)
+                            write_kv(params, layer, entry, token, head, head_at, param(params, pb.ATTENTION))
+                        after, of = index - lowest + ranks, splits - lowest
+                        if head + after // of < kv_heads:
+                            set_next_unit(params, number, entry, head + after // of, lowest + after % of)
                         else:
-                            set_next_unit(params, layer, entry, head, -1)
+                            set_next_unit(params, number, entry, head, -1)
                         splits_done = param(params, pb.SPLITS_DONE) + 64 * (e * kv_heads + head)
-                        attend_split(params, entry, token, head, head_at, index, splits, splits_done)
+                        attend_split(params, layer, entry, token, head, head_at, index, lowest, splits, splits_done)
                     unit += 1
                 continue
             for begin in range(0, count, block):
                 if unit % ranks == rank:
                     if count == 1:
                         prefetch_page(params, entry, head_at)
-                        write_kv(params, entry, token, head, head_at, param(params, pb.ATTENTION))
+                        write_kv(params, layer, entry, token, head, head_at, param(params, pb.ATTENTION))
                         after, following = head + ranks, entry
                         if after >= kv_heads and e + 1 < entries:
                             after, following = after - kv_heads, p.entry_at(params, e + 1)
                         if after < kv_heads and param(following, p.P_COUNT) == 1:
-                            set_next_unit(params, layer, following, after, 0)
+                            first = attention.lowest_split(param(following, p.P_START), window)
+                            set_next_unit(params, number, following, after, first)
                         else:
-                            set_next_unit(params, layer, entry, head, -1)
+                            set_next_unit(params, number, entry, head, -1)
                     queries = min(block, count - begin)
-                    attend_queries(params, entry, token + begin, start + begin, queries, head, head_at)
+                    attend_queries(params, layer, entry, token + begin, start + begin, queries, head, head_at)
                 unit += 1
 
 

@@ -89,6 +89,71 @@ def rms_norm(x, weight, y, n, eps):
 
 
 @numba.njit(**JIT)
+def layer_norm(x, weight, bias, y, n, eps):
+    """y = ((x - mean) * r) * weight + bias over n f32 values (a multiple of 16), r = 1 / sqrt(variance + eps).
+
+    `bias` 0: none.
+    """
+    lanes = splat_f32(np.float32(0.0))
+    for i in range(0, 4 * n, 64):
+        lanes = lanes + load_f32(x + i)
+    count = splat_f32(np.float32(n))
+    mean = splat_f32(reduce_add(lanes)) / count
+    lanes = splat_f32(np.float32(0.0))
+    for i in range(0, 4 * n, 64):
+        d = load_f32(x + i) - mean
+        lanes = fma(d, d, lanes)
+    r = splat_f32(np.float32(1.0)) / sqrt(splat_f32(reduce_add(lanes)) / count + splat_f32(eps))
+    for i in range(0, 4 * n, 64):
+        z = ((load_f32(x + i) - mean) * r) * load_f32(weight + i)
+        if bias:
+            z = z + load_f32(bias + i)
+        store_f32(y + i, z)
+
+
+@numba.njit(**JIT)
+def rms_norm_part(x, n, eps, part, weight, y, size):
+    """y = (part * r) * weight over `size` f32 values, r of the n values at x (a multiple of 16), as in `rms_norm`."""
+    lanes = splat_f32(np.float32(0.0))
+    for i in range(0, 4 * n, 64):
+        v = load_f32(x + i)
+        lanes = fma(v, v, lanes)
+    mean = splat_f32(reduce_add(lanes)) / splat_f32(np.float32(n))
+    r = splat_f32(np.float32(1.0)) / sqrt(mean + splat_f32(eps))
+    for i in range(0, 4 * size, 64):
+        store_f32(y + i, (load_f32(part + i) * r) * load_f32(weight + i))
+
+
+@numba.njit(**JIT)
+def scale(x, factor, n):
+    """x *= factor over n f32 values."""
+    by = splat_f32(factor)
+    for i in range(0, n, LANES):
+        rest = min(n - i, LANES)
+        store_f32_part(x + 4 * i, load_f32_part(x + 4 * i, rest, np.float32(0.0)) * by, rest)
+
+
+@numba.njit(**JIT)
+def add_scaled(x, y, factor, n):
+    """x = fma(y, factor, x) over n f32 values (a multiple of 16)."""
+    by = splat_f32(factor)
+    for i in range(0, 4 * n, 64):
+        store_f32(x + i, fma(load_f32(y + i), by, load_f32(x + i)))
+
+
+@numba.njit(**JIT)
+def soft_cap(x, cap, n):
+    """x = cap * tanh(x / cap) over n f32 values."""
+    one, two = splat_f32(np.float32(1.0)), splat_f32(np.float32(2.0))
+    largest, inverse = splat_f32(cap), splat_f32(np.float32(1.0) / cap)
+    for i in range(0, n, LANES):
+        rest = min(n - i, LANES)
+        z = load_f32_part(x + 4 * i, rest, np.float32(0.0)) * inverse
+        t = one - two / (exp(two * z) + one)
+        store_f32_part(x + 4 * i, largest * t, rest)
+
+
+@numba.njit(**JIT)
 def add(x, y, n):
     """x += y over n f32 values."""
     whole = n // LANES * LANES
@@ -127,6 +192,19 @@ def gelu_times(gate, up, y, n):
         z = outer * fma(cubic * x * x, x, x)
         t = one - two / (exp(two * z) + one)
         store_f32_part(y + 4 * i, half * x * (one + t) * u, rest)
+
+
+@numba.njit(**JIT)
+def gelu(x, y, n):
+    """y = gelu(x) over n f32 values, the tanh form."""
+    one, two, half = splat_f32(np.float32(1.0)), splat_f32(np.float32(2.0)), splat_f32(np.float32(0.5))
+    cubic, outer = splat_f32(np.float32(0.044715)), splat_f32(np.float32(0.7978845608))
+    for i in range(0, n, LANES):
+        rest = min(n - i, LANES)
+        v = load_f32_part(x + 4 * i, rest, np.float32(0.0))
+        z = outer * fma(cubic * v * v, v, v)
+        t = one - two / (exp(two * z) + one)
+        store_f32_part(y + 4 * i, half * v * (one + t), rest)
 
 
 @numba.njit(**JIT)

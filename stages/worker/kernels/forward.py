@@ -14,6 +14,7 @@ them and wait once more.  Nothing is allocated here; `params` is the parameter b
 
 from __future__ import annotations
 
+import numpy as np
 from numba import njit
 
 from shm import step_ring
@@ -53,11 +54,26 @@ from stages.worker.kernels.rank_sync import (
     wait_for_ranks,
     wait_prefetching,
 )
-from stages.worker.kernels.simd import get_i64, put_i32
+from stages.worker.kernels.simd import get_f32, get_i64, put_i32
 
 _OUTPUT_START, _MAX_TOP = 8 * step_ring.OUTPUT_START, step_ring.MAX_TOP
 _ROW_INTS, _ROW_FLOATS, _MAX_MASK = 8 * step_ring.ROW_INTS, 4 * step_ring.ROW_FLOATS, 4 * step_ring.MAX_MASK
 _MAX_BIAS = 4 * step_ring.MAX_BIAS
+
+
+@njit(**INNER)
+def _angles(params, tables, position, pairs, to):
+    """Cosines and sines of a position to `to`; `tables`: word of the first of the four tables, in their order."""
+    high, low = position // 256 * pairs * 4, position % 256 * pairs * 4
+    ew.rope_angles(
+        param(params, tables + 2) + high,
+        param(params, tables + 3) + high,
+        param(params, tables) + low,
+        param(params, tables + 1) + low,
+        to,
+        to + param(params, pb.SINES),
+        pairs,
+    )
 
 
 @njit(**MERGED)
@@ -71,17 +87,18 @@ def _embed(params, tokens):
         x = param(params, pb.X) + 4 * t * width
         kind, w = param(params, pb.EMBEDDING_FORMAT), param(params, pb.EMBEDDING)
         run_entry(param(params, pb.EMBED_ROW), (kind, w, width, token, x))
-        high, low = position // 256 * pairs * 4, position % 256 * pairs * 4
+        factor = get_f32(params + 8 * pb.EMBEDDING_SCALE)
+        if factor != np.float32(1.0):
+            ew.scale(x, factor, width)
+        if param(params, pb.POSITIONS):
+            kind, w, y = param(params, pb.POSITIONS_FORMAT), param(params, pb.POSITIONS), param(params, pb.Y)
+            run_entry(param(params, pb.EMBED_ROW), (kind, w, width, position, y + 4 * t * width))
+            ew.add(x, y + 4 * t * width, width)
+            continue
         angles = param(params, pb.ROPE) + t * param(params, pb.ROPE_STRIDE)
-        ew.rope_angles(
-            param(params, pb.COS_HI) + high,
-            param(params, pb.SIN_HI) + high,
-            param(params, pb.COS_LO) + low,
-            param(params, pb.SIN_LO) + low,
-            angles,
-            angles + param(params, pb.ROPE_STRIDE) // 2,
-            pairs,
-        )
+        _angles(params, pb.COS_LO, position, pairs, angles)
+        if param(params, pb.LOCAL_COS_LO):
+            _angles(params, pb.LOCAL_COS_LO, position, pairs, angles + param(params, pb.ROPE_STRIDE) // 2)
 
 
 @njit(**MERGED)
@@ -124,27 +141,30 @@ def _run_layer(params, index, tokens, chunks):
     layer = param(params, pb.LAYERS) + 8 * pb.LAYER_WORDS * index
     width, ffn = param(params, pb.WIDTH), param(params, pb.FFN)
     now = phase_begin(params)
-    norm_and_quantize(params, param(layer, pb.ATTN_NORM), tokens, False)
+    norm_and_quantize(params, param(layer, pb.ATTN_NORM), param(layer, pb.ATTN_NORM_BIAS), tokens, False)
     now = phase_end(params, NORM, now)
     project_qkv(params, layer, tokens)
     phase_end(params, QKV, now)
     wait_before_output(params, layer, 0)
     if chunks:
         now = phase_begin(params)
-        write_kv_of_chunks(params, index)
+        write_kv_of_chunks(params, layer, index)
         phase_end(params, KEYS, now)
         wait_for_ranks(params)
     now = phase_begin(params)
-    attend(params, index)
+    attend(params, layer, index)
     phase_end(params, ATTENTION, now)
     wait_before_output(params, layer, PREFETCH_BYTES)
     quantize_straddling(params, tokens)
     now = phase_begin(params)
     project_output(params, layer, tokens)
     phase_end(params, OUTPUT, now)
-    wait_prefetching(params, param(layer, pb.GATE_FORMAT), param(layer, pb.GATE), width, hidden_share(params), 0)
+    kind, w = param(layer, pb.GATE_FORMAT), param(layer, pb.GATE)
+    if w == 0:
+        kind, w = param(layer, pb.UP_FORMAT), param(layer, pb.UP)
+    wait_prefetching(params, kind, w, width, hidden_share(params), 0)
     now = phase_begin(params)
-    norm_and_quantize(params, param(layer, pb.FFN_NORM), tokens, False)
+    norm_and_quantize(params, param(layer, pb.FFN_NORM), param(layer, pb.FFN_NORM_BIAS), tokens, False)
     now = phase_end(params, NORM, now)
     project_gate_up(params, layer, tokens)
     phase_end(params, GATE_UP, now)
@@ -180,7 +200,7 @@ def run_step(params):
                 store_release(progress, get_i64(progress) + 1)
     if samples:
         now = phase_begin(params)
-        norm_and_quantize(params, param(params, pb.FINAL_NORM), samples, True)
+        norm_and_quantize(params, param(params, pb.FINAL_NORM), param(params, pb.FINAL_NORM_BIAS), samples, True)
         now = phase_end(params, NORM, now)
         project_head(params, samples)
         phase_end(params, HEAD, now)

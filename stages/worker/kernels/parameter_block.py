@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-# The model: counts, and two f32 by their bits
+# The model: counts, and f32 by their bits.  attention.py reads SCORE_CAP (0: none) behind SCORE_SCALE.
 (
     N_LAYERS,
     WIDTH,
@@ -25,11 +25,13 @@ from numba.extending import intrinsic
     NEOX_ROPE,
     GELU,
     EPS,
-    SCORE_SCALE,
+    LAYER_NORM,
     MAX_POSITIONS,
-) = range(13)
+    SCORE_SCALE,
+    SCORE_CAP,
+) = range(15)
 
-# Weights: addresses, and formats by GGML's number
+# Weights: addresses, and formats by GGML's number; POSITIONS (embeddings of positions) is 0 where RoPE has them
 (
     EMBEDDING,
     EMBEDDING_FORMAT,
@@ -41,7 +43,10 @@ from numba.extending import intrinsic
     COS_HI,
     SIN_HI,
     LAYERS,
-) = range(16, 26)
+    FINAL_NORM_BIAS,
+    POSITIONS,
+    POSITIONS_FORMAT,
+) = range(16, 29)
 
 # The steps arena: addresses, and bytes from one slot or row to the next
 (
@@ -73,7 +78,8 @@ from numba.extending import intrinsic
 # The KV arena; KV_WIDTH is the bytes of a stored value: 1 int8, 2 f16, 4 f32
 PAGES, PAGE_BYTES, N_PAGES, PAGE_TOKENS, HEAD_BYTES, KV_WIDTH = range(64, 70)
 
-# The activations arena: addresses, and bytes from one token (or sample) to the next
+# The activations arena: addresses, and bytes from one token (or sample) to the next; at ROPE SINES is the bytes from a
+# token's cosines to its sines
 (
     PLAN,
     PLAN_TABLES,
@@ -100,7 +106,8 @@ PAGES, PAGE_BYTES, N_PAGES, PAGE_TOKENS, HEAD_BYTES, KV_WIDTH = range(64, 70)
     SPLITS_DONE,
     STEP_TOKENS,
     STEP_SAMPLES,
-) = range(72, 97)
+    SINES,
+) = range(72, 98)
 
 # This rank: its number, the number of ranks, and its private scratch (addresses)
 (
@@ -120,9 +127,23 @@ PAGES, PAGE_BYTES, N_PAGES, PAGE_TOKENS, HEAD_BYTES, KV_WIDTH = range(64, 70)
 # Entries (entries.py): addresses
 MATMUL, EMBED_ROW, ATTEND, DRAW = range(112, 116)
 
+# Scales as f32 bits (1: none), a soft cap (0: none), and the tables for layers with RoPE of their own (addresses)
+(
+    EMBEDDING_SCALE,
+    RESIDUAL_SCALE,
+    LOGIT_SCALE,
+    LOGIT_CAP,
+    LOCAL_COS_LO,
+    LOCAL_SIN_LO,
+    LOCAL_COS_HI,
+    LOCAL_SIN_HI,
+) = range(116, 124)
+
 WORDS = 128
 
-# Words of a layer's row at LAYERS; a bias of 0 is none
+# Words of a layer's row at LAYERS: addresses and formats; 0: the layer has no such tensor.  NORM_ALL_HEADS: q and k
+# have one norm for all heads.  WINDOW: positions that a query sees, 0 for all.  ANGLES: bytes from a token's place at
+# ROPE to the angles of this layer.
 (
     ATTN_NORM,
     Q,
@@ -143,8 +164,21 @@ WORDS = 128
     UP_FORMAT,
     DOWN,
     DOWN_FORMAT,
-) = range(19)
-LAYER_WORDS = 24
+    ATTN_NORM_BIAS,
+    Q_NORM,
+    K_NORM,
+    NORM_ALL_HEADS,
+    O_BIAS,
+    POST_ATTENTION_NORM,
+    FFN_NORM_BIAS,
+    GATE_BIAS,
+    UP_BIAS,
+    DOWN_BIAS,
+    POST_FFN_NORM,
+    WINDOW,
+    ANGLES,
+) = range(32)
+LAYER_WORDS = 32
 
 FEW = 4  # up to so many tokens every rank norms and quantizes all of them itself, which saves a barrier
 

@@ -5,6 +5,7 @@ Each function computes this rank's share of row groups for all tokens of the ste
 
 from __future__ import annotations
 
+import numpy as np
 from numba import njit
 
 from stages.worker.kernels import elementwise as ew
@@ -17,6 +18,7 @@ from stages.worker.kernels.parameter_block import param
 from stages.worker.kernels.quantize_activations import RECORD, quantize_row
 from stages.worker.kernels.rank_sync import MIN_CHUNK, hidden_share, share, wait_for_ranks
 from stages.worker.kernels.simd import get_f32, get_i64
+from stages.worker.kernels.split_combine import copy
 
 GATED_BYTES = 64 * 1024  # of gate, and of up: what is computed at once before the two are multiplied
 
@@ -26,18 +28,29 @@ def gated_bytes(max_tokens: int) -> int:
     return 2 * max(GATED_BYTES, max_tokens * MIN_CHUNK * GROUP * 4)
 
 
+@njit(**INNER)
+def _norm(params, x, weight, bias, y):
+    """y = norm of a row x (width f32) of the residual stream; without a weight a copy."""
+    width, eps = param(params, pb.WIDTH), get_f32(params + 8 * pb.EPS)
+    if weight == 0:
+        copy(x, y, width)
+    elif param(params, pb.LAYER_NORM):
+        ew.layer_norm(x, weight, bias, y, width, eps)
+    else:
+        ew.rms_norm(x, weight, y, width, eps)
+
+
 @njit(**MERGED)
-def norm_and_quantize(params, weight, rows, of_samples):
-    """RMSNorm of `rows` rows of X (`of_samples`: of the samples' rows) and their records: `normed`, `normed_q`."""
+def norm_and_quantize(params, weight, bias, rows, of_samples):
+    """Norm of `rows` rows of X (`of_samples`: of the samples' rows) and their records: `normed`, `normed_q`."""
     few = rows <= pb.FEW
     first, end = (0, rows) if few else share(params, rows)
     width = param(params, pb.WIDTH)
-    eps = get_f32(params + 8 * pb.EPS)
     floats, records = normed(params, rows), normed_q(params, rows)
     for i in range(first, end):
         t = get_i64(p.sample_at(params, i)) if of_samples else i
         y = floats + 4 * i * width
-        ew.rms_norm(param(params, pb.X) + 4 * t * width, weight, y, width, eps)
+        _norm(params, param(params, pb.X) + 4 * t * width, weight, bias, y)
         quantize_row(y, width, records + i * param(params, pb.NORM_Q_STRIDE))
     if not few:
         wait_for_ranks(params)
@@ -117,6 +130,8 @@ def project_output(params, layer, tokens):
         params,
         param(layer, pb.O_FORMAT),
         param(layer, pb.O),
+        param(layer, pb.O_BIAS),
+        param(layer, pb.POST_ATTENTION_NORM),
         columns,
         param(params, pb.ATTN_OUT),
         param(params, pb.ATTN_OUT_Q),
@@ -126,45 +141,70 @@ def project_output(params, layer, tokens):
 
 
 @njit(**INNER)
-def residual(params, kind, w, columns, floats, records, records_stride, tokens):
-    """X += W y, this rank's rows."""
+def residual(params, kind, w, bias, norm, columns, floats, records, records_stride, tokens):
+    """X += W y + bias, this rank's rows. With the weights of a `norm`: X += norm(W y + bias), this rank's tokens."""
     width = param(params, pb.WIDTH)
     first, end = share(params, width // GROUP)
     x, y = param(params, pb.X), param(params, pb.Y)
     project(params, kind, w, columns, width, floats, records, records_stride, tokens, y, 4 * width, first, end)
+    factor, n = get_f32(params + 8 * pb.RESIDUAL_SCALE), GROUP * (end - first)
     for t in range(tokens):
         at = 4 * t * width + 64 * first
-        ew.add(x + at, y + at, GROUP * (end - first))
+        if bias:
+            ew.add(y + at, bias + 64 * first, n)
+        if norm == 0:
+            if factor == np.float32(1.0):
+                ew.add(x + at, y + at, n)
+            else:
+                ew.add_scaled(x + at, y + at, factor, n)
+    if norm:
+        wait_for_ranks(params)
+        first, end = share(params, tokens)
+        for t in range(first, end):
+            at = 4 * t * width
+            ew.rms_norm(y + at, norm, y + at, width, get_f32(params + 8 * pb.EPS))
+            ew.add(x + at, y + at, width)
+
+
+@njit(**INNER)
+def _add_bias(rows, stride, bias, first, groups, tokens):
+    """Add a bias to groups `first` on of some tokens' rows, which begin at `rows`."""
+    if bias:
+        for t in range(tokens):
+            ew.add(rows + t * stride, bias + 64 * first, GROUP * groups)
 
 
 @njit(**MERGED)
 def project_gate_up(params, layer, tokens):
-    """HIDDEN of this rank's rows: act(W_gate x) * (W_up x), and its records."""
+    """HIDDEN of this rank's rows: act(W_gate x) * (W_up x), without a gate act(W_up x); and its records."""
     width, ffn = param(params, pb.WIDTH), param(params, pb.FFN)
     floats, records, stride = normed(params, tokens), normed_q(params, tokens), param(params, pb.NORM_Q_STRIDE)
     first, end = hidden_share(params)
     at_once = max(MIN_CHUNK, GATED_BYTES // (64 * tokens) // MIN_CHUNK * MIN_CHUNK)
     gate = param(params, pb.GATED)
     keep = trait(param(layer, pb.DOWN_FORMAT), IS_DENSE) != 0
+    is_gated = param(layer, pb.GATE) != 0
     while first < end:
         n = min(at_once, end - first)
         up = gate + 64 * tokens * n
         # matmul writes group g at 64 * g: let the first one land at the start.
-        project(
-            params,
-            param(layer, pb.GATE_FORMAT),
-            param(layer, pb.GATE),
-            width,
-            ffn,
-            floats,
-            records,
-            stride,
-            tokens,
-            gate - 64 * first,
-            64 * n,
-            first,
-            first + n,
-        )
+        if is_gated:
+            project(
+                params,
+                param(layer, pb.GATE_FORMAT),
+                param(layer, pb.GATE),
+                width,
+                ffn,
+                floats,
+                records,
+                stride,
+                tokens,
+                gate - 64 * first,
+                64 * n,
+                first,
+                first + n,
+            )
+            _add_bias(gate, 64 * n, param(layer, pb.GATE_BIAS), first, n, tokens)
         project(
             params,
             param(layer, pb.UP_FORMAT),
@@ -180,11 +220,14 @@ def project_gate_up(params, layer, tokens):
             first,
             first + n,
         )
+        _add_bias(up, 64 * n, param(layer, pb.UP_BIAS), first, n, tokens)
         for t in range(tokens):
             y = up + t * 64 * n
             if keep:
                 y = param(params, pb.HIDDEN) + 4 * t * ffn + 64 * first
-            if param(params, pb.GELU):
+            if not is_gated:
+                ew.gelu(up + t * 64 * n, y, GROUP * n)
+            elif param(params, pb.GELU):
                 ew.gelu_times(gate + t * 64 * n, up + t * 64 * n, y, GROUP * n)
             else:
                 ew.silu_times(gate + t * 64 * n, up + t * 64 * n, y, GROUP * n)
@@ -201,6 +244,8 @@ def project_down(params, layer, tokens):
         params,
         param(layer, pb.DOWN_FORMAT),
         param(layer, pb.DOWN),
+        param(layer, pb.DOWN_BIAS),
+        param(layer, pb.POST_FFN_NORM),
         param(params, pb.FFN),
         param(params, pb.HIDDEN),
         param(params, pb.HIDDEN_Q),
@@ -229,3 +274,10 @@ def project_head(params, samples):
         first,
         end,
     )
+    factor, cap = get_f32(params + 8 * pb.LOGIT_SCALE), get_f32(params + 8 * pb.LOGIT_CAP)
+    for i in range(samples):
+        logits = param(params, pb.LOGITS) + i * param(params, pb.LOGITS_STRIDE) + 64 * first
+        if factor != np.float32(1.0):
+            ew.scale(logits, factor, GROUP * (end - first))
+        if cap != np.float32(0.0):
+            ew.soft_cap(logits, cap, GROUP * (end - first))

@@ -24,6 +24,14 @@ from stages.worker.kernels.simd import (
 
 
 @numba.njit(**INNER)
+def hide(s, n):
+    """Scores of one row's first n positions to -inf, so that their weights are 0; n below 1: none."""
+    low = splat_f32(np.float32(-np.inf))
+    for i in range(0, n, LANES):
+        store_f32_part(s + 4 * i, low, min(n - i, LANES))
+
+
+@numba.njit(**INNER)
 def softmax_weights(s, n, state):
     """Scores of one row's first n positions to weights; m and l of the split go to state[2], state[3]."""
     low = np.float32(-np.inf)

@@ -33,11 +33,11 @@ def run(data: bytes) -> None:
     reader = _Reader(file)
     hyper = reader.hyper()
     reader.tokenizer()
-    plan = list(_plan(file, hyper))
+    plan = list(_plan(file, reader, hyper))
     if hyper.context_length <= 1024 and hyper.n_rot <= 32:
         tables = reader.rope(hyper)
-        assert all(np.isfinite(table).all() for table in tables)
-    assert sum(info.nbytes for info in plan) <= file.size
+        assert all(np.isfinite(table).all() for table in tables.values())
+    assert sum(part.nbytes for part in plan) <= file.size
 
 
 def _text(value: str) -> bytes:
@@ -74,7 +74,7 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
 
 
 def seeds() -> Iterator[bytes]:
-    """A llama of one layer, a qwen2 with wrong shapes, and the first one as a whole file."""
+    """A llama of one layer, others with windows, YaRN or wrong shapes, and the first one as a whole file."""
     numbers: dict[str, Any] = {
         "embedding_length": 32,
         "block_count": 1,
@@ -111,6 +111,10 @@ def seeds() -> Iterator[bytes]:
     yield b"\0" + join(
         [join(_keys("qwen2", **numbers)), join([*tensors, _tensor("blk.0.attn_q.bias", (32,), 1, offset)])]
     )
+    windowed = {**numbers, "attention.sliding_window": 8, "attention.sliding_window_pattern": 2}
+    yield b"\0" + join([join(_keys("gemma3", **windowed)), join(tensors)])
+    yarn = _key("phi3.rope.scaling.type", 8, _text("yarn")), _key("phi3.rope.scaling.factor", 6, struct.pack("<f", 4.0))
+    yield b"\0" + join([join([*_keys("phi3", **numbers), *yarn]), join(tensors)])
     counts = struct.pack("<QQ", len(tensors), len(llama))
     yield b"\1" + HEAD + counts + b"".join(llama) + b"".join(tensors) + bytes(offset + 32)
 
@@ -119,6 +123,11 @@ TARGET = Target(
     run,
     seeds,
     errors=(GgufError,),
-    modules=("stages.worker.checkpoint.gguf", "stages.worker.checkpoint.ingest", "stages.worker.rope"),
+    modules=(
+        "stages.worker.checkpoint.gguf",
+        "stages.worker.checkpoint.hyperparameters",
+        "stages.worker.checkpoint.ingest",
+        "stages.worker.rope",
+    ),
     max_bytes=8192,
 )

@@ -1,0 +1,280 @@
+"""Reads a GGUF's hyper-parameters by the row of its architecture, and checks the bounds that the kernels rely on.
+
+Errors name the key, its value, the bound and a remedy.  Nothing is mapped or written before all of them are checked.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shm.checkpoint import Hyper
+from stages.worker.checkpoint.architectures import (
+    ARCHITECTURES,
+    LAYER,
+    LEARNED,
+    Architecture,
+    window_of,
+)
+from stages.worker.checkpoint.gguf import AGAIN, GgufError, GgufFile, TensorInfo
+from stages.worker.rope import RopeTables, Yarn, rope_tables
+
+UNSUPPORTED = "this model cannot be served; use another one"
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_MAX_DIMENSION = 1 << 24
+_MAX_CONTEXT = 1 << 20  # as `max_sequence_length`; step arena and RoPE tables grow with it
+_MAX_SCALE = 1e6
+MAX_GROUP = 24  # query heads of a KV head: `ROWS` of kernels/attention.py, which would import numba
+
+
+class _Rope(NamedTuple):
+    """Arguments of `rope_tables`."""
+
+    scale: float
+    yarn: Yarn | None
+    magnitude: float
+
+
+class HyperReader:
+    """Typed access to the metadata of one file."""
+
+    def __init__(self, file: GgufFile) -> None:
+        """Raises `GgufError` for an architecture that cannot be served."""
+        self.file, self.metadata = file, file.metadata
+        self.architecture = self._get("general.architecture", str)
+        if self.architecture not in ARCHITECTURES:
+            raise GgufError(
+                f"{file.path}: general.architecture is {self.architecture[:60]!r}; supported: "
+                f"{', '.join(ARCHITECTURES)}; use another model"
+            )
+        self.row: Architecture = ARCHITECTURES[self.architecture]
+
+    # -------------------------------------------------------------- keys
+
+    def _get(self, key: str, kind: Any, default: Any = None) -> Any:
+        value = self.metadata.get(key, default)
+        if value is None:
+            raise GgufError(f"{self.file.path}: metadata key {key!r} is missing; {AGAIN}")
+        kinds = (int, float) if kind is float else kind
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
+            raise GgufError(f"{self.file.path}: {key} is {str(value)[:60]!r}, expected {kind.__name__}; {AGAIN}")
+        return value
+
+    def _int(self, key: str, low: int, high: int = _MAX_DIMENSION, default: int | None = None) -> int:
+        key = f"{self.architecture}.{key}"
+        value: int = self._get(key, int, default)
+        if not low <= value <= high:
+            raise GgufError(f"{self.file.path}: {key} is {value}, expected {low} to {high}; {UNSUPPORTED}")
+        return value
+
+    def _float(self, key: str, low: float, high: float, default: float | None = None) -> float:
+        """An f32 value from `low` to `high`."""
+        key = f"{self.architecture}.{key}"
+        value = float(self._get(key, float, default))
+        if not low <= value <= high:
+            raise GgufError(f"{self.file.path}: {key} is {value}, expected {low:g} to {high:g}; {UNSUPPORTED}")
+        return float(np.float32(value))
+
+    def _multiple(self, key: str, value: int, of: int) -> None:
+        if value % of:
+            raise GgufError(
+                f"{self.file.path}: {self.architecture}.{key} is {value}, expected a multiple of {of}; {UNSUPPORTED}"
+            )
+
+    def _refuse(self, key: str, value: object, expected: str) -> GgufError:
+        return GgufError(
+            f"{self.file.path}: {self.architecture}.{key} is {value!r}, expected {expected}; {UNSUPPORTED}"
+        )
+
+    # -------------------------------------------------------------- the graph
+
+    def hyper(self) -> Hyper:
+        """The hyper-parameters. Raises `GgufError`."""
+        path, arch, row = self.file.path, self.architecture, self.row
+        experts = self._int("expert_count", 0, default=0)
+        if experts:
+            raise GgufError(
+                f"{path}: {arch}.expert_count is {experts}, expected 0 (no mixture of experts); {UNSUPPORTED}"
+            )
+        width = self._int("embedding_length", 32)
+        n_layers = self._int("block_count", 1, 4096)
+        n_heads = self._int("attention.head_count", 1, 4096)
+        n_kv_heads = self._int("attention.head_count_kv", 1, n_heads, default=n_heads)
+        if n_heads % n_kv_heads:
+            raise GgufError(
+                f"{path}: {arch}.attention.head_count is {n_heads}, expected a multiple of head_count_kv "
+                f"({n_kv_heads}); {UNSUPPORTED}"
+            )
+        if n_heads // n_kv_heads > MAX_GROUP:
+            raise GgufError(
+                f"{path}: {arch}.attention.head_count_kv is {n_kv_heads}, so that {n_heads // n_kv_heads} query heads "
+                f"share a KV head, expected at most {MAX_GROUP}; {UNSUPPORTED}"
+            )
+        head_dim = self._int("attention.key_length", 1, 1024, default=width // n_heads)
+        if self._int("attention.value_length", 1, 1024, default=head_dim) != head_dim:
+            raise GgufError(
+                f"{path}: {arch}.attention.value_length differs from key_length, expected {head_dim}; {UNSUPPORTED}"
+            )
+        learned = row.positions == LEARNED
+        n_rot = 0 if learned else self._int("rope.dimension_count", 2, head_dim, default=head_dim)
+        ffn_width = self._int("feed_forward_length", 32)
+        self._multiple("embedding_length", width, 32)
+        self._multiple("feed_forward_length", ffn_width, 32)
+        self._multiple("attention.key_length", head_dim, 16)
+        self._multiple("rope.dimension_count", n_rot, 2)
+        if (n_heads * head_dim) % 32:
+            raise GgufError(
+                f"{path}: {n_heads} heads of {head_dim} values are {n_heads * head_dim}, expected a multiple of 32; "
+                f"{UNSUPPORTED}"
+            )
+        context = self._int("context_length", 1, _MAX_CONTEXT)
+        eps_key = "attention.layer_norm_epsilon" if row.norm == LAYER else "attention.layer_norm_rms_epsilon"
+        eps = float(self._get(f"{arch}.{eps_key}", float))
+        if not 0 <= eps < 1:
+            raise GgufError(f"{path}: {arch}.{eps_key} is {eps}, expected 0 to below 1; {AGAIN}")
+        embedding = self.file.tensors.get("token_embd.weight")
+        if embedding is None or len(embedding.shape) != 2:
+            raise GgufError(f"{path}: tensor 'token_embd.weight' is missing or not a matrix; {AGAIN}")
+        windows = self._windows(n_layers, context)
+        return Hyper(
+            n_layers=n_layers,
+            width=width,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            ffn_width=ffn_width,
+            vocab_size=embedding.shape[0],
+            context_length=context,
+            norm_eps=float(np.float32(eps)),
+            n_rot=n_rot,
+            rope_pairing="" if learned else row.positions,
+            activation=row.activation,
+            rope_base=float(self._get(f"{arch}.rope.freq_base", float, 10000.0)),
+            rope_scale=self._rope().scale,
+            attention_bias="blk.0.attn_q.bias" in self.file.tensors,
+            norm=row.norm,
+            attention_scale=self._attention_scale(n_layers, width, n_heads, head_dim),
+            attention_cap=self._cap("attn_logit_softcapping", row.attention_cap, row.attention_cap > 0),
+            logit_cap=self._cap("final_logit_softcapping", row.logit_cap, row.has_logit_cap),
+            logit_scale=self._logit_scale(),
+            embedding_scale=self._embedding_scale(width),
+            residual_scale=self._scale("residual_scale"),
+            windows=windows,
+            has_local_rope=bool(row.local_rope_base) and any(windows),
+        )
+
+    def _scale(self, key: str) -> float:
+        return self._float(key, 0.0, _MAX_SCALE, 1.0) if self.row.scales else 1.0
+
+    def _embedding_scale(self, width: int) -> float:
+        return float(np.sqrt(np.float32(width))) if self.row.scaled_embedding else self._scale("embedding_scale")
+
+    def _logit_scale(self) -> float:
+        """Granite's key is a divisor."""
+        if not self.row.scales:
+            return 1.0
+        return float(np.float32(1) / np.float32(self._float("logit_scale", 1e-6, _MAX_SCALE, 1.0)))
+
+    def _attention_scale(self, n_layers: int, width: int, n_heads: int, head_dim: int) -> float:
+        if self.row.scales and f"{self.architecture}.attention.scale" in self.metadata:
+            return self._float("attention.scale", 1e-6, _MAX_SCALE)
+        is_wide = n_layers == self.row.wide_scale_layers
+        return float(np.float32(1.0 / (width // n_heads if is_wide else head_dim) ** 0.5))
+
+    def _cap(self, key: str, default: float, counts: bool) -> float:
+        """Bound of a soft cap; 0: none."""
+        return self._float(key, 0.0, _MAX_SCALE, default) if counts else 0.0
+
+    def _windows(self, n_layers: int, context: int) -> tuple[int, ...]:
+        """Window of each layer, 0 where it sees all positions; empty when all do."""
+        window = self._int("attention.sliding_window", 0, 1 << 31, default=self.row.window)
+        if not 0 < window < context:
+            return ()
+        period = self.row.window_period
+        if period is None:
+            raise self._refuse("attention.sliding_window", window, f"0 or at least the context length ({context})")
+        key = f"{self.architecture}.attention.sliding_window_pattern"
+        pattern = self.metadata.get(key)
+        if isinstance(pattern, np.ndarray):
+            if len(pattern) != n_layers:
+                raise self._refuse("attention.sliding_window_pattern", len(pattern), f"{n_layers} entries")
+            return tuple(window if is_local else 0 for is_local in pattern.tolist())
+        if pattern is not None:
+            period = self._int("attention.sliding_window_pattern", 0, 4096)
+        return tuple(window_of(layer, window, period) for layer in range(n_layers))
+
+    # -------------------------------------------------------------- positions
+
+    def _rope(self) -> _Rope:
+        arch = self.architecture
+        kind = self._get(f"{arch}.rope.scaling.type", str, "none")
+        if kind not in ("none", "linear", "yarn", "longrope"):
+            raise GgufError(
+                f"{self.file.path}: {arch}.rope.scaling.type is {kind[:60]!r}; supported: 'none', 'linear', 'yarn', "
+                f"'longrope' and rope_freqs factors; {UNSUPPORTED}"
+            )
+        magnitude = 1.0
+        if kind in ("yarn", "longrope") or "rope_factors_long.weight" in self.file.tensors:
+            magnitude = self._float("rope.scaling.attn_factor", 1e-3, 1e3, 1.0)
+        old = self.metadata.get(f"{arch}.rope.scale_linear")
+        if old is not None and kind == "none":
+            return _Rope(float(self._get(f"{arch}.rope.scale_linear", float)), None, magnitude)
+        if kind == "linear":
+            return _Rope(float(self._get(f"{arch}.rope.scaling.factor", float, 1.0)), None, magnitude)
+        if kind != "yarn":
+            return _Rope(1.0, None, magnitude)
+        for key, expected in (("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
+            value = float(self._get(f"{arch}.rope.scaling.{key}", float, expected))
+            if value != expected:
+                raise self._refuse(f"rope.scaling.{key}", value, f"{expected:g}")
+        yarn = Yarn(
+            self._int("rope.scaling.original_context_length", 1, default=self._int("context_length", 1)),
+            self._float("rope.scaling.yarn_beta_fast", 1e-3, 1e6, 32.0),
+            self._float("rope.scaling.yarn_beta_slow", 1e-3, 1e6, 1.0),
+        )
+        return _Rope(float(self._get(f"{arch}.rope.scaling.factor", float)), yarn, magnitude)
+
+    def rope(self, h: Hyper) -> dict[str, np.ndarray]:
+        """The RoPE tables by their names in the checkpoint; none where positions are learned. Raises `GgufError`."""
+        if not h.n_rot:
+            return {}
+        found = _named("rope.", self._tables(h, h.rope_base, self._factors(h), self._rope()))
+        if h.has_local_rope:
+            base = float(self._get(f"{self.architecture}.rope.freq_base_swa", float, self.row.local_rope_base))
+            found |= _named("rope.local.", self._tables(h, base, None, _Rope(1.0, None, 1.0)))
+        return found
+
+    def _tables(self, h: Hyper, base: float, factors: np.ndarray | None, rope: _Rope) -> RopeTables:
+        try:
+            return rope_tables(base, h.n_rot, h.context_length, factors, *rope)
+        except ValueError as error:
+            raise GgufError(f"{self.file.path}: {error}; {UNSUPPORTED}") from None
+
+    def _factors(self, h: Hyper) -> np.ndarray | None:
+        """The divisors of the frequencies: of a long context those for it, if the file has two sets."""
+        original = self._int("rope.scaling.original_context_length", 1, default=h.context_length)
+        long = "rope_factors_long.weight" if h.context_length > original else "rope_factors_short.weight"
+        for name in ("rope_freqs.weight", long):
+            info = self.file.tensors.get(name)
+            if info is None:
+                continue
+            if info.shape != (h.n_rot // 2,) or not info.format.dense:
+                raise GgufError(
+                    f"{self.file.path}: tensor {name!r} is {info.format.name} {list(info.shape)}, "
+                    f"expected F32 [{h.n_rot // 2}]; {AGAIN}"
+                )
+            return vector(self.file, info)
+        return None
+
+
+def _named(prefix: str, tables: RopeTables) -> dict[str, np.ndarray]:
+    return {f"{prefix}{name}": table for name, table in tables._asdict().items()}
+
+
+def vector(file: GgufFile, info: TensorInfo) -> np.ndarray:
+    """The values of a tensor of an unquantized format, flat f32."""
+    raw = file.data[info.start : info.start + info.nbytes]
+    if info.format.name == "BF16":
+        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return raw.view("<f4" if info.format.name == "F32" else "<f2").astype(np.float32)

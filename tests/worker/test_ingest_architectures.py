@@ -1,0 +1,150 @@
+"""Files of every architecture become checkpoints; files that differ from its row in the table are refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from pipeline.errors import ConfigError
+from shm.checkpoint import Checkpoint
+from stages.worker.checkpoint.hyperparameters import MAX_GROUP
+from stages.worker.checkpoint.ingest import ingest
+from stages.worker.checkpoint.layout import unpack
+from stages.worker.kernels.formats import FORMATS
+from tests.worker.conftest import Ingested, TinyGguf
+from tools.tiny_gguf import SHAPES, Shape, write_model
+
+
+def digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def values(model: Checkpoint, name: str) -> np.ndarray:
+    entry, found = model.index.tensor(name), model.view(name)
+    return unpack(found, FORMATS[entry.format], entry.rows, entry.columns) if entry.layout == "groups" else found
+
+
+@pytest.mark.parametrize("shape", ["phi3", "gpt2"])
+def test_fused_tensors_are_taken_apart(tiny_gguf: TinyGguf, ingested: Ingested, shape: str) -> None:
+    path, s = tiny_gguf(shape, "Q4_K_M"), SHAPES[shape]
+    model = Checkpoint(ingested(path))
+    tensors = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
+    parts = {"attn_qkv": ("attn_q", "attn_k", "attn_v")} | (
+        {"ffn_up": ("ffn_gate", "ffn_up")} if shape == "phi3" else {}
+    )
+    for layer in range(s.n_layers):
+        for fused, names in parts.items():
+            for kind in ("weight", "bias") if shape == "gpt2" else ("weight",):
+                whole = [values(model, f"blk.{layer}.{name}.{kind}") for name in names]
+                joined = np.concatenate(whole, axis=0 if kind == "weight" else 1)
+                assert np.array_equal(joined.squeeze(), tensors[f"blk.{layer}.{fused}.{kind}"].squeeze())
+    assert model.index.parameters == sum(t.size for t in tensors.values())
+
+
+def test_switches_come_from_the_table_and_the_file(tiny_gguf: TinyGguf, ingested: Ingested) -> None:
+    def hyper(shape: str):  # type: ignore[no-untyped-def]
+        return Checkpoint(ingested(tiny_gguf(shape, "Q8_0"))).index.hyper
+
+    h = hyper("gemma2")
+    assert (h.windows, h.has_local_rope, h.attention_cap, h.logit_cap, h.activation) == ((24, 0), False, 2, 8, "gelu")
+    assert h.embedding_scale == float(np.sqrt(np.float32(128)))
+    h = hyper("gemma3")
+    assert (h.windows, h.has_local_rope, h.attention_cap) == ((300,) * 5 + (0,), True, 0)
+    h = hyper("granite")
+    assert (h.attention_scale, h.logit_scale, h.embedding_scale) == (0.125, 0.5, 12)
+    assert h.residual_scale == float(np.float32(0.22))
+    h = hyper("gpt2")
+    assert (h.norm, h.n_rot, h.rope_pairing, h.windows) == ("layer", 0, "", ())
+    assert (hyper("windowed").windows, hyper("small").windows) == ((300, 300), ())
+
+
+def with_window(architecture: str, context: int = 2048) -> Shape:
+    return SHAPES["small"]._replace(architecture=architecture, window=100, context_length=context)
+
+
+def test_a_window_that_the_graph_does_not_have_is_refused(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", with_window("qwen2"), "Q8_0")
+    with pytest.raises(ConfigError, match="qwen2.attention.sliding_window is 100, expected 0 or at least the context"):
+        ingest(path, tmp_path / "m.idx", digest_of(path))
+    write_model(path, with_window("qwen2", context=100), "Q8_0")
+    assert ingest(path, tmp_path / "m.idx", digest_of(path)).hyper.windows == ()
+
+
+def test_too_many_heads_of_a_kv_head_are_refused(tmp_path: Path) -> None:
+    from stages.worker.kernels import attention
+
+    assert attention.ROWS == MAX_GROUP
+    shape = SHAPES["small"]._replace(n_heads=2 * (MAX_GROUP + 1), n_kv_heads=2)
+    path = write_model(tmp_path / "m.gguf", shape, "Q8_0")
+    with pytest.raises(
+        ConfigError, match="head_count_kv is 2, so that 25 query heads share a KV head, expected at most 24"
+    ):
+        ingest(path, tmp_path / "m.idx", digest_of(path))
+
+
+CHANGES = {
+    "a missing norm": (
+        "qwen3",
+        b"blk.1.attn_q_norm",
+        b"blk.1.attn_x_norm",
+        "'blk.1.attn_q_norm.weight' is missing, ex",
+    ),
+    "a missing bias": (
+        "gpt2",
+        b"blk.0.ffn_up.bias",
+        b"blk.0.ffn_xx.bias",
+        "'blk.0.ffn_up.bias' is missing, expected [256]",
+    ),
+    "a bias in one layer only": (
+        "biased",
+        b"blk.1.attn_q.bias",
+        b"blk.1.attn_x.bias",
+        "'blk.1.attn_q.bias' is missing",
+    ),
+    "another graph": ("gemma3", b"gemma3", b"gemma2", "'blk.0.attn_k_norm.weight' is not part of this architecture"),
+    "a graph with norms": (
+        "qwen2-as-qwen3",
+        b"qwen2",
+        b"qwen3",
+        "'blk.0.attn_q_norm.weight' is missing, expected [32]",
+    ),
+    "another RoPE": (
+        "yarn",
+        b"\x04\0\0\0\0\0\0\0yarn",
+        b"\x04\0\0\0\0\0\0\0tarn",
+        "rope.scaling.type is 'tarn'; supported: ",
+    ),
+    "layer norm": (
+        "stablelm",
+        b"layer_norm_epsilon",
+        b"layer_norm_epsilox",
+        "attention.layer_norm_epsilon' is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_differs_is_named(what: str, tiny_gguf: TinyGguf, tmp_path: Path) -> None:
+    shape, old, new, message = CHANGES[what]
+    path = tmp_path / "bad.gguf"
+    raw = tiny_gguf("biased" if shape == "qwen2-as-qwen3" else shape, "Q8_0").read_bytes()
+    assert old in raw
+    path.write_bytes(raw.replace(old, new))
+    with pytest.raises(ConfigError) as caught:
+        ingest(path, tmp_path / "bad.idx", digest_of(path))
+    assert message in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["bad.gguf"]
+
+
+def test_a_fused_tensor_of_another_size_is_refused(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", SHAPES["phi3"], "Q8_0")
+    raw = path.read_bytes()
+    name = b"blk.1.attn_qkv.weight"
+    at = raw.index(name) + len(name) + 4 + 8  # behind the number of dimensions and the columns
+    path.write_bytes(raw[:at] + (256).to_bytes(8, "little") + raw[at + 8 :])
+    with pytest.raises(ConfigError, match=r"'blk.1.attn_qkv.weight' has shape \[256, 96\], expected \[288, 96\]"):
+        ingest(path, tmp_path / "m.idx", digest_of(path))
