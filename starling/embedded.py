@@ -276,14 +276,33 @@ class Embedded:
         """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return self._tokenizer.vocabulary.decode(tokens, skip_special)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+    ) -> list[int]:
         """The prompt for chat messages, `{"role": ..., "content": ...}` each, by the model's chat template.
+
+        chat_template_kwargs: further variables of the template.
+        continue_final_message: the prompt ends where the last message does, without a generation prompt.
 
         Raises `InvalidRequest` when the model has no template or the template refuses the messages.
         """
         if self._tokenizer.template is None:
             raise InvalidRequest(f"model {self.model.name!r} has no chat template; submit a text", "messages")
-        chat = self._tokenizer.template.render(messages)
+        chat = self._tokenizer.template.render(
+            messages,
+            not continue_final_message if add_generation_prompt is None else add_generation_prompt,
+            tools,
+            chat_template_kwargs,
+            documents=documents,
+            continue_final_message=continue_final_message,
+        )
         return self._tokenizer.vocabulary.encode(chat.text, True, add_bos=True, marks=chat.marks)
 
     def stats(self) -> EngineStats:

@@ -119,6 +119,8 @@ class Render(Frame, tag="r"):
     token_limit: int = 0  # as in Encode
     now: str = ""  # what `strftime_now` shows, ISO 8601; "": the tokenizer's clock
     request: str = ""  # as in Encode
+    documents: list[dict[str, Any]] | None = None
+    continue_final_message: bool = False  # the prompt ends where the content of the last message ends
 
 
 class Detokenize(Frame, tag="d"):

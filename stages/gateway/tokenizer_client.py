@@ -131,10 +131,14 @@ class TokenizerClient:
                 key,
                 version_id,
                 messages,
-                tools=arguments.tools,
-                token_limit=token_limit,
-                now=now,
-                request=request_id,
+                arguments.add_generation_prompt,
+                arguments.tools,
+                arguments.variables,
+                token_limit,
+                now,
+                request_id,
+                arguments.documents,
+                arguments.continue_final_message,
             )
         )
         return reply

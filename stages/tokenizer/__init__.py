@@ -9,6 +9,7 @@ pretokenizers.py       how text is split before merges
 chunked_encode.py      long texts chunk by chunk
 token_lower_bound.py   a lower bound of a text's token count
 template.py            chat templates
+chat_messages.py       messages without a system role, and a message to continue
 template_budget.py     the templates' sandbox: bounds on time and memory
 tool_format.py          how a model writes tool calls, by its template
 template_marks.py      which control tokens of a rendered chat are the template's own

@@ -124,7 +124,15 @@ class TokenizerService:
             now = datetime.fromisoformat(frame.now) if frame.now else None
         except ValueError:
             raise InvalidRequest(f"the time {frame.now[:40]!r} is not in ISO 8601", param="template_date") from None
-        chat = model.template.render(frame.messages, frame.add_generation_prompt, frame.tools, frame.template_vars, now)
+        chat = model.template.render(
+            frame.messages,
+            frame.add_generation_prompt,
+            frame.tools,
+            frame.template_vars,
+            now,
+            documents=frame.documents,
+            continue_final_message=frame.continue_final_message,
+        )
         tokens = yield from model.vocabulary.encode_steps(
             chat.text, parse_special=True, add_bos=True, token_limit=frame.token_limit, marks=chat.marks
         )

@@ -163,7 +163,8 @@ class TokenizerStage:
             return len(frame.text)
         if isinstance(frame, m.Detokenize):
             return len(frame.tokens)
-        values = [frame.tools or "", *(value for message in frame.messages for value in message.values())]
+        values = [frame.tools or "", frame.documents or "", frame.template_vars or ""]
+        values += [value for message in frame.messages for value in message.values()]
         return MESSAGE_LENGTH * len(frame.messages) + sum(
             len(value) if isinstance(value, str) else len(msgspec.msgpack.encode(value)) for value in values
         )

@@ -12,12 +12,13 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import msgspec
 
 from pipeline.errors import InvalidRequest
+from stages.tokenizer.chat_messages import RenderedChat, cut_at_end, fold_system_messages, mark_end
 from stages.tokenizer.template_budget import BoundedEnvironment, RenderLimit
 from stages.tokenizer.template_marks import Marking, TemplateMarks
 from stages.tokenizer.tool_format import tool_format
@@ -26,6 +27,7 @@ log = logging.getLogger("starling.tokenizer")
 
 MAX_SOURCE = 256 << 10  # characters; published templates have up to 20 thousand
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_PROBE_SYSTEM, _PROBE_USER = "probe of the system role", "probe of the user role"
 _WIDE_DATE = re.compile(r"%[^A-Za-z%]*[0-9]{3}")
 
 
@@ -35,13 +37,6 @@ class _Rejected(Exception):
 
 def _raise(message: str) -> NoReturn:
     raise _Rejected(message)
-
-
-class RenderedChat(NamedTuple):
-    """A rendered chat. `marks`: positions of the characters that begin or end the template's own control tokens."""
-
-    text: str
-    marks: frozenset[int]
 
 
 class ChatTemplate:
@@ -76,6 +71,9 @@ class ChatTemplate:
         except Exception as error:  # of the parser (nesting), of Python's compiler (nested loops), ...
             self.failure = f"{type(error).__name__}: {error}"[:500]
             log.warning("the chat template cannot be compiled", extra={"reason": self.failure})
+        self.lacks_system_role = self._template is not None and self._has_no_system_role()
+        if self.lacks_system_role:
+            log.info("the chat template has no system role; system messages are put before the next user message")
 
     def render(
         self,
@@ -84,22 +82,47 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         now: datetime | None = None,
+        *,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
     ) -> RenderedChat:
         """Return the prompt. Raises `InvalidRequest` if the template fails or rejects the messages.
 
+        variables: further variables of the template. Those that have a parameter here cannot be replaced.
         now: what `strftime_now` shows; None: the time of the template's clock.
+        continue_final_message: the prompt ends where the content of the last message ends.
         """
+        _check_all_unicode((messages, tools, variables, documents))
+        if self.lacks_system_role:
+            messages = fold_system_messages(messages)
+        if continue_final_message:
+            messages = mark_end(messages)
+        chat = self._render(messages, add_generation_prompt, tools, variables, now, documents)
+        if continue_final_message:
+            chat = cut_at_end(chat)
+        _check_unicode(chat.text)
+        return chat
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+        now: datetime | None,
+        documents: Sequence[Mapping[str, Any]] | None,
+    ) -> RenderedChat:
         if self._template is None:
             raise InvalidRequest(
                 f"the model's chat template is not valid ({self.failure}); use /v1/completions", param="model"
             )
-        _check_all_unicode((messages, tools, variables))
         values = {
             "strftime_now": lambda form: _format_date(now or self._now(), form),
             **(variables or {}),
             **self._always,
             "messages": messages,
             "tools": tools,
+            "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
         environment = self._environment
@@ -126,8 +149,20 @@ class ChatTemplate:
             ) from None
         finally:
             environment.stop()
-        _check_unicode(rendered.text)
         return rendered
+
+    def _has_no_system_role(self) -> bool:
+        """Whether the template shows a user message and no system message before it."""
+        user, system = {"role": "user", "content": _PROBE_USER}, {"role": "system", "content": _PROBE_SYSTEM}
+        try:
+            if _PROBE_USER not in self._render([user], True, None, None, None, None).text:
+                return False
+        except InvalidRequest:
+            return False
+        try:
+            return _PROBE_SYSTEM not in self._render([system, user], True, None, None, None, None).text
+        except InvalidRequest:
+            return True
 
     def _unmarked(self, error: Exception) -> str:
         text = self._marks.remove([str(error)[:2000]])[0]

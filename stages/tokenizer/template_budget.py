@@ -20,6 +20,8 @@ from typing import Any
 
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -135,6 +137,17 @@ class RenderLimit(Exception):
     """A rendering exceeds its time or its memory."""
 
 
+class _Generation(Extension):
+    """`{% generation %}`: templates enclose in it what an assistant said, for training. It has no effect here."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the enclosed statements."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class _Budget(threading.local):
     """What the rendering of this thread may still use."""
 
@@ -153,7 +166,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols"],
+            extensions=["jinja2.ext.loopcontrols", _Generation],
             optimized=False,
             finalize=self._finalize,
         )

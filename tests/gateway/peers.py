@@ -8,6 +8,7 @@ choice and position alone, so that a recovery must not change a byte.
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
 from collections.abc import Callable, Collection, Iterator
 from datetime import datetime
@@ -20,7 +21,7 @@ from pipeline.errors import ModelNotFound
 from pipeline.protocol import messages as m
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.tokenizer.service import TokenizerModel, TokenizerService
-from stages.tokenizer.template import RenderedChat
+from stages.tokenizer.chat_messages import RenderedChat
 from stages.tokenizer.vocabulary import TooManyTokens
 
 EOS, BOS = 256, 257
@@ -63,14 +64,23 @@ class ByteVocabulary:
 
 
 class JoiningTemplate:
-    """A template that writes the date where a message has {now}."""
+    """A template that writes the date where a message has {now}, and its arguments where a message has {arguments}."""
 
     def render(
-        self, messages: list[dict], generate: bool, tools: object, variables: dict, now: datetime | None
+        self,
+        messages: list[dict],
+        generate: bool,
+        tools: object,
+        variables: dict,
+        now: datetime | None,
+        *,
+        documents: object,
+        continue_final_message: bool,
     ) -> RenderedChat:
         text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
         text = text.replace("{now}", f"{now:%A %d %B %Y %H:%M}" if now is not None else "")
-        return RenderedChat(text, frozenset())
+        given = [generate, tools, documents, variables, continue_final_message]
+        return RenderedChat(text.replace("{arguments}", json.dumps(given)), frozenset())
 
 
 def make_tokenizer() -> TokenizerService:

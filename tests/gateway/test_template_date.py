@@ -7,23 +7,12 @@ from typing import Any
 
 import pytest
 
-from stages.gateway.requests.journal import FILE, parse
-from stages.gateway.requests.spec import RequestSpec
 from tests.gateway.peers import MODEL
 from tests.gateway.server import MakeServer, Server
+from tests.gateway.server_journal import journaled, prompt
 
 PATH = "/v1/chat/completions"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "{now}"}], "max_tokens": 9, "seed": 3}
-
-
-def journaled(server: Server) -> list[RequestSpec]:
-    """The requests in the journal of a server."""
-    (path,) = server.home.rglob(FILE)
-    return [value for _, value, _ in parse(path.read_bytes()) if isinstance(value, RequestSpec)]
-
-
-def prompt(spec: RequestSpec) -> str:
-    return bytes(memoryview(spec.prompts[0]).cast("i").tolist()).decode()
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from pipeline.errors import InvalidRequest
 from shm.step_ring import MAX_TOP
 from stages.gateway.endpoints.openai_formatter import OpenAIFormatter
 from stages.gateway.endpoints.response_formatter import finite_logprob, token_text
+from stages.gateway.endpoints.template_fields import TEMPLATE_FIELDS, template_arguments
 from stages.gateway.requests.generation_request import (
     GenerationRequest,
-    TemplateArguments,
     check_combination,
     common_arguments,
     with_logprobs,
@@ -164,6 +164,7 @@ FIELDS: dict[str, Reader] = {
     "tools": read_tools,
     "tool_choice": read_tool_choice,
     "parallel_tool_calls": flag,
+    **TEMPLATE_FIELDS,
     "user": text(512),  # accepted for compatibility, without effect
 }
 
@@ -182,6 +183,7 @@ def read(body: dict[str, Any]) -> GenerationRequest:
     top = values.get("top_logprobs", 0)
     if has_logprobs:
         arguments["sampling"] = with_logprobs(arguments["sampling"], top)
+    tools = read_tool_fields(values)
     field = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
     request = GenerationRequest(
         endpoint="chat",
@@ -192,17 +194,11 @@ def read(body: dict[str, Any]) -> GenerationRequest:
         logprobs=has_logprobs,
         top_logprobs=top,
         template_date=values.get("template_date", msgspec.UNSET),
-        **_tool_arguments(values),
+        template=template_arguments(values, tools.definitions if tools else None),
+        tools=tools.use if tools else msgspec.UNSET,
         **arguments,
     )
     return check_combination(request)
-
-
-def _tool_arguments(values: dict[str, Any]) -> dict[str, Any]:
-    tools = read_tool_fields(values)
-    if tools is None:
-        return {}
-    return {"template": TemplateArguments(tools=tools.definitions), "tools": tools.use}
 
 
 # ------------------------------------------------------------------ response

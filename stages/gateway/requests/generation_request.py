@@ -33,6 +33,10 @@ class TemplateArguments(msgspec.Struct, kw_only=True, frozen=True, omit_defaults
     """What the chat template gets besides the messages."""
 
     tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    variables: dict[str, Any] = {}  # `chat_template_kwargs`
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):

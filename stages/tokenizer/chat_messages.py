@@ -1,0 +1,75 @@
+"""Changes of a chat's messages around its template: system messages without a role, and a message to continue.
+
+A template that has no system role drops system messages or rejects them.  Their text is then put before the next user
+message.
+
+A prompt that continues the last message ends inside of it.  `mark_end` appends a character to the message's content
+that no valid text can contain; where the template has put it, `cut_at_end` ends the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pipeline.errors import InvalidRequest
+
+END = "\ud800"  # a lone surrogate, and not one of the stand-ins of template_marks.py
+# Whether a template trims messages is seen from whether this space, which follows END, is in the prompt.
+_SPACE = " "
+
+
+class RenderedChat(NamedTuple):
+    """A rendered chat. `marks`: positions of the characters that begin or end the template's own control tokens."""
+
+    text: str
+    marks: frozenset[int]
+
+
+def fold_system_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages with the text of the leading system messages before that of the next user message.
+
+    Without a user message there, it becomes one.
+    """
+    texts: list[str] = []
+    for message in messages:
+        if message.get("role") != "system" or not isinstance(message.get("content"), str):
+            break
+        texts.append(message["content"])
+    rest = list(messages[len(texts) :])
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        return rest
+    if rest and rest[0].get("role") == "user" and isinstance(rest[0].get("content"), str):
+        return [{**rest[0], "content": "\n\n".join([*texts, rest[0]["content"]])}, *rest[1:]]
+    return [{"role": "user", "content": "\n\n".join(texts)}, *rest]
+
+
+def mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages with `END` after the content of the last one. Raises `InvalidRequest` if it has none."""
+    content = messages[-1].get("content") if messages else None
+    if not isinstance(content, str):
+        raise InvalidRequest(
+            "continue_final_message is true, and the last message has no text to continue: give it a content",
+            param="continue_final_message",
+        )
+    return [*messages[:-1], {**messages[-1], "content": content + END + _SPACE}]
+
+
+def cut_at_end(chat: RenderedChat) -> RenderedChat:
+    """Return the chat up to `END`. Raises `InvalidRequest` if the template has not written it.
+
+    If the template trims messages, so does this; the content that is continued then ends with its last character that
+    is not white space.
+    """
+    at = chat.text.rfind(END)
+    if at < 0:
+        raise InvalidRequest(
+            "continue_final_message is true, and the model's chat template does not show the last message: end with "
+            "another one",
+            param="continue_final_message",
+        )
+    text = chat.text[:at]
+    if not chat.text.startswith(_SPACE, at + 1):
+        text = text.rstrip()
+    return RenderedChat(text, frozenset(position for position in chat.marks if position < len(text)))
