@@ -34,6 +34,7 @@ from shm.decoding import DECODE_ERRORS
 
 VERSION = 2  # of the index; grows when its layout changes
 VERSION_WITHOUT_PIECES = 1  # still read, and migrated; files of other versions are ingested again
+VOCABULARY_REVISION = 1  # of `TokenizerData`; since 1, None says that a file does not state a flag
 ALIGNMENT = 64
 PIECE_BYTES = 8 << 20  # of the `.bin`, for each checksum
 
@@ -99,9 +100,10 @@ class TokenizerData(msgspec.Struct, array_like=True, frozen=True):
     eot: int
     unknown: int
     padding: int
-    add_bos: bool
-    add_space_prefix: bool
+    add_bos: bool | None  # None: the file does not say
+    add_space_prefix: bool | None  # likewise
     chat_template: str
+    revision: int = 0  # `VOCABULARY_REVISION` when it was written
 
 
 class Index(msgspec.Struct, array_like=True, frozen=True):
@@ -131,6 +133,16 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
             return msgspec.msgpack.decode(self.tokenizer_raw, type=TokenizerData)
         except DECODE_ERRORS as error:
             raise CheckpointError(f"index of {self.name}: bad tokenizer data ({error}); ingest it again") from None
+
+    @property
+    def has_current_vocabulary(self) -> bool:
+        """Whether the tokenizer data has all that its kind of vocabulary needs. Raises `CheckpointError`."""
+        try:
+            kind = msgspec.msgpack.decode(self.tokenizer_raw, type=_Kind).model
+        except DECODE_ERRORS as error:
+            raise CheckpointError(f"index of {self.name}: bad tokenizer data ({error}); ingest it again") from None
+        # Byte-level vocabularies of revision 0 are complete.
+        return kind in ("gpt2", "none") or self.tokenizer.revision >= VOCABULARY_REVISION
 
     @property
     def tokenizer_digest(self) -> str:
@@ -166,6 +178,12 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
     def head_name(self) -> str:
         """Name of the output head: its own tensor, or the embedding when the two are tied."""
         return "output.weight" if self.has("output.weight") else "token_embd.weight"
+
+
+class _Kind(msgspec.Struct, array_like=True):
+    """The first field of `TokenizerData`."""
+
+    model: str
 
 
 class _Pieces(msgspec.Struct, array_like=True):

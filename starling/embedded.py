@@ -36,7 +36,7 @@ from stages.gateway.admission.lengths import Bounds, output_budget
 from stages.gateway.admission.prompts import check_ids
 from stages.gateway.endpoints import generate
 from stages.gateway.requests.generation_request import GenerationRequest
-from stages.tokenizer.opened_models import open_model
+from stages.tokenizer.opened_models import ModelSource, open_model
 from stages.worker.checkpoint.prepare import open_verified, prepare
 from stages.worker.model import Model
 from starling.assembly import Parts, assemble, choose_model
@@ -71,7 +71,7 @@ class Embedded:
     def __init__(self, config: Config, model: ModelConfig, index_path: Path) -> None:
         """`index_path`: the model's prepared checkpoint; its kernels must be compiled."""
         self.config, self.model = config, model
-        self._tokenizer = open_model(index_path)
+        self._tokenizer = open_model(ModelSource.of(index_path, model))
         self._requests: dict[str, LocalRequest] = {}  # by request id
         self._parts: Parts | None = assemble(
             config, model, Model(open_verified(index_path, use_mmap=config.performance.use_mmap))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -278,8 +279,32 @@ def _add_switches(writer: gguf.GGUFWriter, shape: Shape) -> None:
         writer.add_parallel_residual(False)
 
 
-def write_model(path: Path, shape: Shape, recipe: str = "Q4_1", seed: int = 0, real_layers: int = 0) -> Path:
+def add_byte_level_vocabulary(writer: gguf.GGUFWriter, size: int, seed: int) -> None:
+    """Add `vocabulary` and a chat template to a file."""
+    tokens, types, merges = vocabulary(size, seed)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(SPECIALS.index("<|im_start|>"))
+    writer.add_eos_token_id(SPECIALS.index("<|im_end|>"))
+    writer.add_unk_token_id(SPECIALS.index("<|endoftext|>"))
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(_CHAT_TEMPLATE)
+
+
+def write_model(
+    path: Path,
+    shape: Shape,
+    recipe: str = "Q4_1",
+    seed: int = 0,
+    real_layers: int = 0,
+    add_vocabulary: Callable[[gguf.GGUFWriter], None] | None = None,
+) -> Path:
     """Write a model; tensors go to the file one by one. Returns `path`.
+
+    `add_vocabulary`: adds the `tokenizer.*` keys; None: those of `vocabulary`, a byte-level one.
 
     `real_layers`: those beyond the first so many add nothing (0: all add something). Such a model says what the
     same one with only its first layers says, and takes longer for it.
@@ -298,17 +323,10 @@ def write_model(path: Path, shape: Shape, recipe: str = "Q4_1", seed: int = 0, r
     _add_switches(writer, shape)
     writer.add_vocab_size(shape.vocab_size)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    tokens, types, merges = vocabulary(shape.vocab_size, seed)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges(merges)
-    writer.add_bos_token_id(SPECIALS.index("<|im_start|>"))
-    writer.add_eos_token_id(SPECIALS.index("<|im_end|>"))
-    writer.add_unk_token_id(SPECIALS.index("<|endoftext|>"))
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(_CHAT_TEMPLATE)
+    if add_vocabulary is None:
+        add_byte_level_vocabulary(writer, shape.vocab_size, seed)
+    else:
+        add_vocabulary(writer)
 
     plan = tensor_plan(shape, recipe)
     for name, kind, rows, columns in plan:

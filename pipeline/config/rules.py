@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from pipeline.config.addresses import check_address
 from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig
 from pipeline.errors import ConfigError
+from pipeline.models.pretokenizers import PRETOKENIZERS
 from pipeline.protocol.topology import EDGES
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
@@ -105,6 +106,11 @@ def _models(config: Config) -> Iterator[Rule]:
         yield from _ranks(at, model)
         if model.spill_mb and not model.spill_path:
             yield Rule(f"{at}.spill_mb", str(model.spill_mb), "bounds a spill file: set spill_path too")
+        if model.pretokenizer and model.pretokenizer not in PRETOKENIZERS:
+            known = ", ".join(sorted(PRETOKENIZERS))
+            yield Rule(
+                f"{at}.pretokenizer", repr(model.pretokenizer), f"no pre-tokenizer has this name; known: {known}"
+            )
         if model.draft_model and (reason := _draft(config, model)):
             yield Rule(f"{at}.draft_model", repr(model.draft_model), reason)
 

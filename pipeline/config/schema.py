@@ -84,6 +84,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     weight: Weight = 1.0  # share of the computing time of cores that it has in common with other models
     speculate: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] = 0  # maximum draft tokens in a step; 0: off
     draft_model: str = ""  # name of a smaller model in `models` that proposes draft tokens; "": none
+    pretokenizer: str = ""  # how a byte-level vocabulary splits text; "": as the file says in tokenizer.ggml.pre
+    chat_template: str = ""  # a Jinja template, or the path of a file with one; "": the template of the model's file
 
     @property
     def slug(self) -> str:

@@ -5,11 +5,13 @@ service.py             the reply to each frame
 opened_models.py       vocabulary and template of each checkpoint in use
 encode_queue.py        the queue of long texts, encoded by one thread
 vocabulary.py          a model's vocabulary
-pretokenizers.py       how text is split before merges
+byte_level.py          byte-level BPE (`gpt2`)
+sentencepiece.py       SentencePiece BPE with scores (`llama`)
 chunked_encode.py      long texts chunk by chunk
 token_lower_bound.py   a lower bound of a text's token count
 template.py            chat templates
 chat_messages.py       messages without a system role, and a message to continue
+fallback_templates.py  templates for model files that have none
 template_budget.py     the templates' sandbox: bounds on time and memory
 tool_format.py          how a model writes tool calls, by its template
 template_marks.py      which control tokens of a rendered chat are the template's own

@@ -6,12 +6,13 @@ Names of special tokens are chunk borders: the text between them is encoded sepa
 window of the text is encoded.  All but the last `MARGIN` of its pieces are used, and the next window starts where they
 end.  A piece is a match of the pre-tokenizer's patterns; merges never cross pieces.  The result is exact because
 
-    a match depends only on the text after its start: no pattern looks back or has anchors, so the pieces after a
-        border are the same with or without the text before it;
-    a match that ends before the window's end depends on at most three more pieces: an alternative consists of at most
-        one character, runs of one character class, and one character of lookahead.  A run that a pattern inspects and
+    a match depends only on the text after its start: no pattern looks back, so the pieces after a border are the same
+        with or without the text before it;
+    a match that ends before the window's end depends on few more pieces: an alternative consists of at most one
+        character, runs of one character class, and one character of lookahead.  A run that a pattern inspects and
         does not consume (white space before a line's end, capitals without a following lower-case letter, an
-        incomplete contraction) is at most three pieces.
+        incomplete contraction) is at most three pieces, ten where white space is split into powers of two;
+    where digits are grouped from the right, no border is used within a number that the window may cut.
 
 If a window has too few pieces (a run of one character class can be as long as the text), its size is doubled.
 """
@@ -24,7 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from tokenizers import Encoding, Tokenizer
 
 WINDOW = 32_768  # characters: about 30 ms, and 6 MB
-MARGIN = 8  # pieces at a window's end that may change with the text after it
+MARGIN = 16  # pieces at a window's end that may change with the text after it
 SHORT = 4096  # characters: about 4 ms, short enough to hold the interpreter lock
 _MAX_DEPTH = 40  # of nested groups in a pattern: `re` is recursive
 
@@ -99,18 +100,23 @@ def _common_prefix(one: str, other: str) -> int:
 
 
 def encode_chunks(
-    tokenizer: Tokenizer, names: SpecialTokenFinder, text: str, window: int = WINDOW
+    tokenizer: Tokenizer,
+    names: SpecialTokenFinder,
+    text: str,
+    window: int = WINDOW,
+    groups_from_right: bool = False,
 ) -> Iterator[tuple[int, list[int]]]:
     """Yield (end of a chunk in the text, its token ids) from the text's start to its end.
 
     A chunk may be empty: the window had no usable border, and the next one is twice as large.
+    groups_from_right: the pieces of a number depend on all of its digits.
     """
     at, size = 0, window
     while at < len(text):
         end = min(at + size, len(text))
         name = names.find(text, at, end)
         if name is None and end < len(text):
-            ids, taken = _encode_window(tokenizer, text[at:end])
+            ids, taken = _encode_window(tokenizer, text[at:end], groups_from_right)
             # A window of which little was used stays large: otherwise the rest would be encoded several times.
             size = max(window, size // 2) if 4 * taken >= 3 * size else size if taken else 2 * size
             at += taken
@@ -146,12 +152,15 @@ def _call(encode: Callable[..., list[Encoding]], text: str) -> Encoding:
     return encoded
 
 
-def _encode_window(tokenizer: Tokenizer, window: str) -> tuple[list[int], int]:
+def _encode_window(tokenizer: Tokenizer, window: str, groups_from_right: bool) -> tuple[list[int], int]:
     """Return the token ids that do not depend on the text after the window, and how many characters they cover.
 
     They cover at least half of the window, or nothing.
     """
     encoding = _call(tokenizer.encode_batch, window)
+    last_border = len(window)
+    while groups_from_right and last_border and window[last_border - 1].isnumeric():
+        last_border -= 1
     last = encoding.token_to_word(len(encoding) - 1) if len(encoding) else None
     for word in range((last or 0) - MARGIN + 1, 0, -1):
         before, after = encoding.word_to_chars(word - 1), encoding.word_to_chars(word)
@@ -159,6 +168,8 @@ def _encode_window(tokenizer: Tokenizer, window: str) -> tuple[list[int], int]:
         if before is None or after is None or before[1] != after[0]:
             continue
         taken, tokens = after[0], encoding.word_to_tokens(word)
+        if taken > last_border:
+            continue
         if 2 * taken < len(window):
             break
         if tokens is not None:

@@ -1,56 +1,85 @@
-"""Vocabulary and chat template of a checkpoint, built from its index once per process."""
+"""Vocabulary and chat template of a checkpoint, built from its index and the model's settings once per process."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import NamedTuple, Self
 
+from pipeline.config.schema import ModelConfig
 from pipeline.errors import ModelUnavailable, StarlingError
 from pipeline.protocol import messages as m
-from shm.checkpoint import CheckpointError, Index, load_index
+from shm.checkpoint import CheckpointError, Index, TokenizerData, load_index
+from stages.tokenizer.fallback_templates import fallback_template
 from stages.tokenizer.service import TokenizerModel
-from stages.tokenizer.template import ChatTemplate
+from stages.tokenizer.template import MAX_SOURCE, ChatTemplate
 from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary
 
 log = logging.getLogger("starling.tokenizer")
 
-_opened: dict[Path, TokenizerModel] = {}  # by index file: a checkpoint is immutable
-_unusable: dict[Path, tuple[int, str]] = {}  # by index file: when it was written (ns since 1970), and what is wrong
+
+class ModelSource(NamedTuple):
+    """What a tokenizer is built from: an index file, which is immutable, and settings of the model."""
+
+    index_path: Path
+    pretokenizer: str = ""  # instead of the file's
+    chat_template: str = ""  # a template, or the path of one, instead of the file's
+
+    @classmethod
+    def of(cls, index_path: Path, settings: ModelConfig) -> Self:
+        """The source of a model with these settings."""
+        return cls(index_path, settings.pretokenizer, settings.chat_template)
+
+    @property
+    def template_path(self) -> Path | None:
+        """The file with the configured template, if it is not in the configuration itself."""
+        is_path = self.chat_template and "{" not in self.chat_template
+        return Path(self.chat_template.removeprefix("file://")).expanduser() if is_path else None
+
+    def written_ns(self) -> tuple[int, ...]:
+        """When the files were written, ns since 1970. Raises `OSError` if there is no index."""
+        path = self.template_path
+        return self.index_path.stat().st_mtime_ns, path.stat().st_mtime_ns if path and path.exists() else 0
+
+
+_opened: dict[ModelSource, TokenizerModel] = {}
+_unusable: dict[ModelSource, tuple[tuple[int, ...], str]] = {}  # when the files were written, and what is wrong
 
 
 class UnusableModel(ModelUnavailable):
     """A checkpoint's index is damaged or not supported: waiting does not help."""
 
 
-def open_model(index_path: Path) -> TokenizerModel:
-    """Build vocabulary and template from a checkpoint's index. Raises `ModelUnavailable`, `UnusableModel`.
+def open_model(source: ModelSource) -> TokenizerModel:
+    """Build vocabulary and template. Raises `ModelUnavailable`, `UnusableModel`.
 
-    The result is cached: versions of a model with the same checkpoint share it, and so do `preload` and the stage.  A
-    file that cannot be used is read again when it has changed.
+    The result is cached: versions of a model with the same source share it, and so do `preload` and the stage.  Files
+    that cannot be used are read again when they have changed.
     """
-    if index_path in _opened:
-        return _opened[index_path]
+    if source in _opened:
+        return _opened[source]
     try:
-        written_ns = index_path.stat().st_mtime_ns
-        known_ns, reason = _unusable.get(index_path, (0, ""))
+        written_ns = source.written_ns()
+        known_ns, reason = _unusable.get(source, ((), ""))
         if known_ns == written_ns:
             raise UnusableModel(reason, param="model")
-        model = _opened[index_path] = build_model(index_path)
+        model = _opened[source] = build_model(source)
     except OSError as error:
         raise ModelUnavailable(str(error), param="model") from None
     except UnusableModel as error:
-        if index_path not in _unusable:
-            log.error("a model cannot be used", extra={"path": str(index_path), "reason": error.message})
-        _unusable[index_path] = written_ns, error.message
+        if source not in _unusable:
+            log.error("a model cannot be used", extra={"path": str(source.index_path), "reason": error.message})
+        _unusable[source] = written_ns, error.message
         raise
-    _unusable.pop(index_path, None)
+    _unusable.pop(source, None)
     return model
 
 
-def build_model(index_path: Path) -> TokenizerModel:
-    """As `open_model`, without its cache. Raises `UnusableModel` and `OSError`, whatever the file holds."""
+def build_model(source: ModelSource) -> TokenizerModel:
+    """As `open_model`, without its cache. Raises `UnusableModel` and `OSError`, whatever the index holds."""
+    path = source.index_path
     try:
-        return _build(index_path, load_index(index_path))
+        return _build(source, load_index(path))
     except CheckpointError as error:
         raise UnusableModel(str(error), param="model") from None
     except StarlingError as error:
@@ -58,17 +87,33 @@ def build_model(index_path: Path) -> TokenizerModel:
     except OSError:
         raise
     except Exception as error:  # of the library: the file is not trusted
-        reason = f"{index_path}: its vocabulary cannot be used ({type(error).__name__}: {error})"
+        reason = f"{path}: its vocabulary cannot be used ({type(error).__name__}: {error})"
         raise UnusableModel(reason, param="model") from None
 
 
-def _build(index_path: Path, index: Index) -> TokenizerModel:
+def _build(source: ModelSource, index: Index) -> TokenizerModel:
     t = index.tokenizer
-    vocabulary = Vocabulary(TokenizerSpec(t.model, t.pre, t.tokens, t.types, t.merges, t.bos, t.eos, t.eot, t.add_bos))
+    spec = TokenizerSpec(
+        t.model,
+        source.pretokenizer or t.pre,
+        t.tokens,
+        t.types,
+        t.merges,
+        t.bos,
+        t.eos,
+        t.eot,
+        t.add_bos,
+        t.scores,
+        t.unknown,
+        t.add_space_prefix,
+        t.revision,
+    )
+    vocabulary = Vocabulary(spec)
     template = None
-    if t.chat_template:
+    text = _template_text(source, index, t)
+    if text:
         bos, eos = (vocabulary.token_bytes(i).decode("utf-8", "replace") for i in (t.bos, t.eos))
-        template = ChatTemplate(t.chat_template, bos, eos, control_names=vocabulary.control_names)
+        template = ChatTemplate(text, bos, eos, control_names=vocabulary.control_names)
     described = m.Described(
         "",
         "",
@@ -79,20 +124,45 @@ def _build(index_path: Path, index: Index) -> TokenizerModel:
         template is not None,
         index.architecture,
         index.parameters,
-        int(index_path.stat().st_mtime),
+        int(source.index_path.stat().st_mtime),
         index.tokenizer_digest,
         tool_format=template.tool_format if template is not None else "",
     )
     return TokenizerModel(vocabulary, template, described)
 
 
-def is_open(index_path: Path) -> bool:
+def _template_text(source: ModelSource, index: Index, t: TokenizerData) -> str:
+    """Return the template that applies: the configured one, the file's, or the one of its family; "": none."""
+    path = source.template_path
+    if path is not None:
+        try:
+            with path.open(encoding="utf-8") as file:
+                return file.read(MAX_SOURCE + 1)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelUnavailable(
+                f"models[].chat_template is {source.chat_template[:200]!r}, a file that cannot be read ({error}); "
+                f"name a file of UTF-8 text, or give the template itself"
+            ) from None
+    if source.chat_template or t.chat_template:
+        return source.chat_template or t.chat_template
+    found = fallback_template(index.architecture, t)
+    if found is None:
+        return ""
+    name, text = found
+    log.warning(
+        "the model file has no chat template; a built-in one is used",
+        extra={"path": str(source.index_path), "architecture": index.architecture, "template": name},
+    )
+    return text
+
+
+def is_open(source: ModelSource) -> bool:
     """Whether `open_model` would return at once."""
-    return index_path in _opened
+    return source in _opened
 
 
 def close_except(digests: set[str]) -> None:
     """Forget the checkpoints of other digests."""
     for models in (_opened, _unusable):
-        for path in [path for path in models if path.stem not in digests]:
-            models.pop(path, None)
+        for source in [source for source in models if source.index_path.stem not in digests]:
+            models.pop(source, None)

@@ -113,13 +113,18 @@ class TokenizerService:
         text = _utf8(frame.text, "prompt")
         tokens = yield from vocabulary.encode_steps(text, frame.parse_special, frame.add_bos, frame.token_limit)
         self.tokens_encoded += len(tokens)
-        offsets = vocabulary.offsets(text, tokens).astype("<u4").tobytes() if frame.offsets else b""
+        offsets = b""
+        if frame.offsets:
+            offsets = vocabulary.offsets(text, tokens, frame.parse_special).astype("<u4").tobytes()
         return m.Encoded(frame.id, tuple(tokens), offsets)
 
     def _render(self, frame: m.Render) -> Generator[None, None, m.Encoded]:
         model = self.model(frame.model)
         if model.template is None:
-            raise InvalidRequest(f"model {frame.model!r} has no chat template; use /v1/completions", param="model")
+            raise InvalidRequest(
+                f"model {frame.model!r} has no chat template; set its chat_template, or use /v1/completions",
+                param="model",
+            )
         try:
             now = datetime.fromisoformat(frame.now) if frame.now else None
         except ValueError:
@@ -140,13 +145,12 @@ class TokenizerService:
         return m.Encoded(frame.id, tuple(tokens))
 
     def _decode(self, frame: m.Detokenize) -> Generator[None, None, m.Detokenized]:
-        vocabulary, decoder = self.model(frame.model).vocabulary, _decoder("replace")
-        hidden = vocabulary.control if frame.skip_special else frozenset()
+        pieces, decoder = self.model(frame.model).vocabulary.decoder(frame.skip_special), _decoder("replace")
         texts: list[str] = []
         size = 0  # bytes
         for at in range(0, len(frame.tokens), TOKENS_PER_STEP):
             tokens = frame.tokens[at : at + TOKENS_PER_STEP]
-            texts.append(decoder.decode(b"".join(vocabulary.token_bytes(t) for t in tokens if t not in hidden)))
+            texts.append(decoder.decode(b"".join(pieces.push(tokens))))
             size += len(texts[-1].encode())
             if size > MAX_TEXT_BYTES:
                 raise InvalidRequest(

@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 
@@ -24,6 +23,7 @@ from pipeline.protocol import messages as m
 from pipeline.runtime.malloc_trim import MallocTrimmer
 from stages.tokenizer import opened_models
 from stages.tokenizer.encode_queue import EncodeQueue
+from stages.tokenizer.opened_models import ModelSource
 from stages.tokenizer.service import TextRequest, TokenizerModel, TokenizerService
 
 log = logging.getLogger("starling.tokenizer")
@@ -51,8 +51,8 @@ class TokenizerStage:
         self._spent = 0.0  # CPU time of the background thread, s
         self.loop.on_tick += [self._count_progress, MallocTrimmer(self.loop.clock).tick]
         self.follower = versions.VersionFollower(config)
-        self._opening: dict[Path, threading.Thread] = {}  # checkpoints of versions that are being loaded
-        self._failed: dict[Path, StarlingError] = {}
+        self._opening: dict[ModelSource, threading.Thread] = {}  # of versions that are being loaded
+        self._failed: dict[ModelSource, StarlingError] = {}
 
     def run(self) -> int:
         """Serve until told to stop; return the exit code."""
@@ -79,28 +79,29 @@ class TokenizerStage:
         is_loading = version.state == "loading"
         if index_path is None or (is_loading and not version.digest):
             raise ModelUnavailable(f"model {name!r} is not prepared yet", param="model", retry_after_s=5)
-        if is_loading and not opened_models.is_open(index_path):
-            self._open_in_background(index_path, name)
-        opened = opened_models.open_model(index_path)
+        source = ModelSource.of(index_path, version.settings)
+        if is_loading and not opened_models.is_open(source):
+            self._open_in_background(source, name)
+        opened = opened_models.open_model(source)
         return opened._replace(described=msgspec.structs.replace(opened.described, model=name))
 
-    def _open_in_background(self, index_path: Path, name: str) -> None:
+    def _open_in_background(self, source: ModelSource, name: str) -> None:
         """Build a vocabulary on a separate thread while the stage serves. Raises until it is built."""
-        if index_path in self._failed:
-            raise self._failed.pop(index_path)
-        if index_path not in self._opening:
-            thread = threading.Thread(target=self._build, args=(index_path,), name="open", daemon=True)
-            self._opening[index_path] = thread
+        if source in self._failed:
+            raise self._failed.pop(source)
+        if source not in self._opening:
+            thread = threading.Thread(target=self._build, args=(source,), name="open", daemon=True)
+            self._opening[source] = thread
             thread.start()
         raise ModelUnavailable(f"the vocabulary of model {name!r} is being loaded", param="model", retry_after_s=1)
 
-    def _build(self, index_path: Path) -> None:
+    def _build(self, source: ModelSource) -> None:
         try:
-            opened_models.open_model(index_path)
+            opened_models.open_model(source)
         except StarlingError as error:
-            self._failed[index_path] = error
+            self._failed[source] = error
         finally:
-            self._opening.pop(index_path, None)
+            self._opening.pop(source, None)
 
     def _unload_removed(self) -> None:
         """Unload the versions that are no longer in the version table."""
@@ -208,7 +209,7 @@ def preload(config: Config) -> None:
         index_path = versions.find_index(version, paths.models_dir())
         if index_path is not None:
             with suppress(ModelUnavailable):  # the stage reports it
-                opened_models.open_model(index_path)
+                opened_models.open_model(ModelSource.of(index_path, version.settings))
 
 
 def main(config: Config) -> int:

@@ -1,37 +1,35 @@
-"""A GGUF `gpt2` vocabulary: from text to token ids, and from ids to bytes.
+"""A vocabulary of a GGUF file: from text to token ids, and from ids to bytes.
 
-Byte-level BPE (Sennrich et al. 2016; the byte alphabet of GPT-2): every byte has a printable stand-in
-character, tokens are strings of stand-ins, merges are ranked pairs.  The `tokenizers` library merges, chunk by
-chunk (`chunked_encode.py`).  Independent of requests, streams and templates.
+Common to all kinds of vocabularies: names of special tokens, the BOS token, limits, the bytes of tokens.  How the text
+between special tokens is encoded is up to the kind's encoder (`byte_level.py`, `sentencepiece.py`).  Independent of
+requests, streams and templates.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Generator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Regex, Tokenizer
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel, Split
-from tokenizers.pre_tokenizers import Sequence as Chain
 
 from pipeline.errors import ModelUnavailable
-from stages.tokenizer.chunked_encode import WINDOW, MarkedTokenFinder, SpecialTokenFinder, encode_chunks
-from stages.tokenizer.pretokenizers import PRETOKENIZERS
+from pipeline.models.pretokenizers import PRETOKENIZERS
+from pipeline.models.vocabularies import (
+    CONTROL,
+    NORMAL,
+    SENTENCEPIECE,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    vocabulary_problem,
+)
+from shm.checkpoint import VOCABULARY_REVISION
+from stages.tokenizer.byte_level import ByteLevelEncoder
+from stages.tokenizer.chunked_encode import WINDOW, MarkedTokenFinder, SpecialTokenFinder
+from stages.tokenizer.sentencepiece import SentencePieceEncoder
 from stages.tokenizer.token_lower_bound import TokenLowerBound, min_tokens
-
-# tokenizer.ggml.token_type (GGUF specification)
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's stand-in characters: printable Latin-1 for themselves, the others from U+0100 up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
 class TooManyTokens(Exception):
@@ -43,9 +41,9 @@ class TooManyTokens(Exception):
 
 
 class TokenizerSpec(NamedTuple):
-    """The `tokenizer.*` keys of a GGUF file."""
+    """The `tokenizer.*` keys of a GGUF file; a missing id is -1, a flag that the file does not state None."""
 
-    kind: str  # tokenizer.ggml.model
+    model: str
     pre: str
     tokens: Sequence[str]
     types: Sequence[int]
@@ -53,57 +51,67 @@ class TokenizerSpec(NamedTuple):
     bos: int = -1
     eos: int = -1
     eot: int = -1
-    add_bos: bool = False
-    chat_template: str = ""
+    add_bos: bool | None = None
+    scores: Sequence[float] = ()
+    unknown: int = -1
+    add_space_prefix: bool | None = None
+    revision: int = VOCABULARY_REVISION
+
+
+class Encoder(Protocol):
+    """Encodes the text between special tokens, for one kind of vocabulary."""
+
+    token_bytes: list[bytes]  # of each id; the name of a special token
+    holes: frozenset[int]  # bytes without a token: encoding drops them
+    adds_bos: bool  # unless the file says otherwise
+
+    def chunks(self, names: SpecialTokenFinder, text: str, window: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield (end of a chunk in the text, its token ids) from the text's start to its end."""
+
+    def lengths(self, names: SpecialTokenFinder, text: str, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many bytes of the text each token covers; those of holes are not counted."""
+
+    def lower_bound(self) -> TokenLowerBound:
+        """Return the lower bound of a text's token count."""
+
+    def shown(self, tokens: Iterable[int], is_first: bool) -> tuple[list[bytes], bool]:
+        """Return the bytes of tokens as parts of a text, and `is_first` for the tokens that follow.
+
+        is_first: the tokens begin the text, or follow a special token.
+        """
 
 
 class Vocabulary:
     """Immutable. The constructor raises `ModelUnavailable` for a vocabulary that it cannot reproduce exactly."""
 
     def __init__(self, spec: TokenizerSpec) -> None:
-        if spec.kind != "gpt2":
-            raise ModelUnavailable(f"tokenizer.ggml.model is {spec.kind!r}; supported: 'gpt2' (byte-level BPE)")
-        pre = PRETOKENIZERS.get(spec.pre)
-        if pre is None:
-            raise ModelUnavailable(f"tokenizer.ggml.pre is {spec.pre!r}; supported: {', '.join(sorted(PRETOKENIZERS))}")
-        if len(spec.types) not in (0, len(spec.tokens)):
-            raise ModelUnavailable(
-                f"tokenizer.ggml.token_type has {len(spec.types)} entries for {len(spec.tokens)} tokens"
-            )
+        problem = vocabulary_problem(spec)
+        if problem:
+            raise ModelUnavailable(problem)
         types = spec.types or [NORMAL] * len(spec.tokens)
-        alphabet = byte_alphabet()
         self.size = len(spec.tokens)
-        self.bos, self.eos, self.add_bos = spec.bos, spec.eos, spec.add_bos and spec.bos >= 0
-        self.eos_ids: tuple[int, ...] = tuple(sorted({i for i in (spec.eos, spec.eot) if 0 <= i < self.size}))
         self.control = frozenset(i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN, UNUSED))
-        self._bytes: list[bytes] = []
         specials: dict[str, int] = {}  # control tokens by name
         always: dict[str, int] = {}
         for i, (text, kind) in enumerate(zip(spec.tokens, types, strict=True)):
-            plain = kind in (NORMAL, BYTE) and all(c in alphabet for c in text)
-            self._bytes.append(bytes(alphabet[c] for c in text) if plain else text.encode())
             if kind in (CONTROL, UNKNOWN) and text:
                 specials.setdefault(text, i)
             elif kind == USER_DEFINED and text:
                 always.setdefault(text, i)
-        self._lengths = np.array([len(data) for data in self._bytes], np.int64)
+        self._encoder: Encoder
+        if spec.model == SENTENCEPIECE:
+            prefix = spec.add_space_prefix is not False
+            self._encoder = SentencePieceEncoder(spec.tokens, types, spec.scores, spec.unknown, prefix)
+        else:
+            self._encoder = ByteLevelEncoder(spec.tokens, types, spec.merges, PRETOKENIZERS[spec.pre])
+        self.bos, self.eos = spec.bos, spec.eos
+        self.add_bos = (self._encoder.adds_bos if spec.add_bos is None else spec.add_bos) and spec.bos >= 0
+        self.eos_ids: tuple[int, ...] = tuple(sorted({i for i in (spec.eos, spec.eot) if 0 <= i < self.size}))
+        self._bytes, self.holes = self._encoder.token_bytes, self._encoder.holes
         self._always = SpecialTokenFinder(always)
         self._specials = SpecialTokenFinder(always | specials)
         self.control_names = {text: i for text, i in specials.items() if text not in always}
-        ids = {text: i for i, text in reversed(list(enumerate(spec.tokens)))}
-        # Bytes without a token: encoding drops them, as every published tokenizer does.
-        self.holes = frozenset(byte for character, byte in alphabet.items() if character not in ids)
-        self._lower_bound = TokenLowerBound(self._bytes, self.holes)
-        merges = []
-        for line in spec.merges:
-            # The separator is the first space after at least one character: stand-ins are never spaces.
-            left, space, right = line.partition(" ")
-            if space and left in ids and right in ids and left + right in ids:
-                merges.append((left, right))
-        self._tokenizer = Tokenizer(BPE(ids, merges, ignore_merges=pre.whole_pieces))
-        self._tokenizer.pre_tokenizer = Chain(
-            [Split(Regex(p), "isolated") for p in pre.patterns] + [ByteLevel(add_prefix_space=False, use_regex=False)]
-        )
+        self._lower_bound = self._encoder.lower_bound()
 
     def token_bytes(self, token: int) -> bytes:
         """Return the token's bytes: its name for a special token, none for an id outside the vocabulary."""
@@ -112,7 +120,10 @@ class Vocabulary:
     @property
     def pieces(self) -> tuple[bytes, bytes]:
         """The bytes of all tokens concatenated, and the end of each (u32 little-endian)."""
-        return b"".join(self._bytes), np.cumsum(self._lengths).astype("<u4").tobytes()
+        lengths = np.fromiter(map(len, self._bytes), np.int64, len(self._bytes))
+        return b"".join(self._bytes), np.cumsum(lengths).astype("<u4").tobytes()
+
+    # ---------------------------------------------------------------- encoding
 
     def encode(
         self, text: str, parse_special: bool, add_bos: bool = False, marks: Collection[int] | None = None
@@ -146,11 +157,8 @@ class Vocabulary:
         rest = self._lower_bound.weight(text) if is_bounded else 0  # of the text not yet encoded
         if is_bounded and min_tokens(rest) > token_limit:
             raise TooManyTokens(min_tokens(rest), False)
-        names = self._specials if parse_special else self._always
-        if parse_special and marks is not None:
-            names = MarkedTokenFinder(self._specials, self.control_names.keys(), marks)
         ids, seen = array("i"), 0
-        for end, new in encode_chunks(self._tokenizer, names, text, WINDOW):
+        for end, new in self._encoder.chunks(self._names(parse_special, marks), text, WINDOW):
             ids.fromlist(new)
             if new and end - seen < WINDOW // 2 and end < len(text):
                 continue  # many short chunks, between names of special tokens, are one step
@@ -166,18 +174,30 @@ class Vocabulary:
             raise TooManyTokens(len(ids), True)
         return ids
 
-    def offsets(self, text: str, tokens: Sequence[int]) -> NDArray[np.int64]:
+    def _names(self, parse_special: bool, marks: Collection[int] | None = None) -> SpecialTokenFinder:
+        if not parse_special:
+            return self._always
+        if marks is None:
+            return self._specials
+        return MarkedTokenFinder(self._specials, self.control_names.keys(), marks)
+
+    def offsets(self, text: str, tokens: Sequence[int], parse_special: bool = False) -> NDArray[np.int64]:
         """Return the byte range [begin, end) of each token in the UTF-8 of its text; shape (tokens, 2).
 
-        A BOS token that was added has an empty range.  No range starts with a byte that encoding dropped because the
-        vocabulary has no token for it.
+        A token that was added, such as BOS, has an empty range.  No range starts with a byte that encoding dropped
+        because the vocabulary has no token for it.
         """
-        data = text.encode()
-        lengths = self._lengths[np.asarray(tokens, np.int64)]
-        if len(tokens) and tokens[0] == self.bos and not data.startswith(self.token_bytes(self.bos)):
-            lengths[0] = 0
+        ids = np.asarray(tokens, np.int64)
+        names = self._names(parse_special)
+        n_added = 0
+        if len(tokens) and tokens[0] == self.bos:
+            first = names.find(text, 0, 1)
+            n_added = 0 if first is not None and first[2] == self.bos else 1
+        lengths = np.zeros(len(ids), np.int64)
+        lengths[n_added:] = self._encoder.lengths(names, text, ids[n_added:])
         ends = np.cumsum(lengths)
         ranges = np.stack([ends - lengths, ends], axis=1)
+        data = text.encode() if self.holes else b""
         if not self.holes.isdisjoint(data):
             # The ranges ignore the dropped bytes; `kept` has the positions of the others.
             kept = np.flatnonzero(~np.isin(np.frombuffer(data, np.uint8), list(self.holes)))
@@ -185,8 +205,28 @@ class Vocabulary:
             ranges[some] = np.stack([kept[ranges[some, 0]], kept[ranges[some, 1] - 1] + 1], axis=1)
         return ranges
 
+    # ---------------------------------------------------------------- decoding
+
     def decode(self, tokens: Sequence[int], skip_special: bool = False) -> str:
-        """Return the tokens' bytes as text, with U+FFFD for bytes that are not UTF-8."""
-        return b"".join(self.token_bytes(t) for t in tokens if not (skip_special and t in self.control)).decode(
-            "utf-8", "replace"
-        )
+        """Return the tokens' bytes as text, with U+FFFD for bytes that are not UTF-8. The inverse of `encode`."""
+        return b"".join(self.decoder(skip_special).push(tokens)).decode("utf-8", "replace")
+
+    def decoder(self, skip_special: bool = False) -> TokenDecoder:
+        """Return a decoder of one sequence of tokens that `encode` could have made."""
+        return TokenDecoder(self._encoder, self.control if skip_special else frozenset(), self.size)
+
+
+class TokenDecoder:
+    """Makes the bytes of a text from its tokens, part by part: any split of the tokens gives the same bytes."""
+
+    def __init__(self, encoder: Encoder, hidden: frozenset[int], size: int) -> None:
+        self._encoder, self._hidden, self._size = encoder, hidden, size
+        self._is_first = True
+
+    def push(self, tokens: Sequence[int]) -> list[bytes]:
+        """Return the bytes of the next tokens; ids outside the vocabulary have none."""
+        known = [token for token in tokens if 0 <= token < self._size]
+        parts, self._is_first = self._encoder.shown(known, self._is_first)
+        if self._hidden:
+            return [part for token, part in zip(known, parts, strict=True) if token not in self._hidden]
+        return parts

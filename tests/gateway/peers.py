@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime
 from itertools import accumulate
 
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from pipeline.errors import ModelNotFound
 from pipeline.protocol import messages as m
 from stages.gateway.requests.token_bytes import TokenBytes
-from stages.tokenizer.service import TokenizerModel, TokenizerService
 from stages.tokenizer.chat_messages import RenderedChat
+from stages.tokenizer.service import TokenizerModel, TokenizerService
 from stages.tokenizer.vocabulary import TooManyTokens
 
 EOS, BOS = 256, 257
@@ -33,12 +33,23 @@ SAY = b"please say "
 TEXT = "Ein Käfig ging, 一只鸟 zu suchen 🐦. "
 
 
+class ByteDecoder:
+    def __init__(self, hidden: Collection[int]) -> None:
+        self._hidden = hidden
+
+    def push(self, tokens: Sequence[int]) -> list[bytes]:
+        return [ByteVocabulary().token_bytes(token) for token in tokens if token not in self._hidden]
+
+
 class ByteVocabulary:
     control = frozenset((EOS, BOS))
     size = VOCAB_SIZE
 
     def token_bytes(self, token: int) -> bytes:
         return {EOS: b"<|end|>", BOS: b"<|begin|>"}.get(token) or bytes([token])
+
+    def decoder(self, skip_special: bool) -> ByteDecoder:
+        return ByteDecoder(self.control if skip_special else frozenset())
 
     @property
     def pieces(self) -> tuple[bytes, bytes]:
@@ -59,7 +70,7 @@ class ByteVocabulary:
             raise TooManyTokens(n, is_exact=n <= LONG)
         return list(text.encode())
 
-    def offsets(self, text: str, tokens: list[int]) -> NDArray[np.int64]:
+    def offsets(self, text: str, tokens: list[int], parse_special: bool) -> NDArray[np.int64]:
         return np.arange(len(tokens))[:, None] + np.arange(2)
 
 

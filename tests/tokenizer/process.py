@@ -41,7 +41,7 @@ def write_model(home: Path, name: str = MODEL, template: str = "") -> Path:
     digest = store.fetch(model, home / "models").digest
     spec = byte_spec(pre="llama3")
     tokenizer = checkpoint.TokenizerData(
-        spec.kind,
+        spec.model,
         spec.pre,
         list(spec.tokens),
         list(spec.types),

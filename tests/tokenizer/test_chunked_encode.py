@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.models.pretokenizers import _GROUPS
 from stages.tokenizer import chunked_encode
 from stages.tokenizer import vocabulary as vocabulary_module
-from stages.tokenizer.chunked_encode import WINDOW, RunTooLong, SpecialTokenFinder, encode_chunks
-from stages.tokenizer.pretokenizers import _GROUPS
+from stages.tokenizer.chunked_encode import WINDOW, RunTooLong, SpecialTokenFinder
 from stages.tokenizer.token_lower_bound import TokenLowerBound, min_tokens
 from stages.tokenizer.vocabulary import TooManyTokens, Vocabulary
 from tests.tokenizer.byte_vocabulary import ALPHABET, byte_spec
 
-PRES = [names[0] for names in _GROUPS.values()]
+PRES = [names.split()[0] for names in _GROUPS.values()]
 # Characters of each class that a pattern distinguishes, and parts of contractions.
 HOSTILE = [
     *"aBsréǅʰ日12²_/!?'",
@@ -64,7 +64,7 @@ def test_chunks_equal_the_whole(pre: str, text: str, window: int) -> None:
     vocabulary = VOCABULARIES[pre]
     whole = vocabulary.encode(text, True)  # in one window
     parts, end = [], 0
-    for now, ids in encode_chunks(vocabulary._tokenizer, vocabulary._specials, text, window):
+    for now, ids in vocabulary._encoder.chunks(vocabulary._specials, text, window):
         assert now >= end
         parts, end = parts + ids, now
     assert parts == whole
@@ -73,7 +73,7 @@ def test_chunks_equal_the_whole(pre: str, text: str, window: int) -> None:
 
 def test_a_text_with_borders_has_many_chunks() -> None:
     vocabulary = VOCABULARIES["llama3"]
-    ends = [end for end, _ in encode_chunks(vocabulary._tokenizer, vocabulary._always, "ab 12! " * 100, 64)]
+    ends = [end for end, _ in vocabulary._encoder.chunks(vocabulary._always, "ab 12! " * 100, 64)]
     assert len(ends) > 10
 
 
@@ -179,4 +179,4 @@ def test_names_that_are_prefixes_of_each_other() -> None:
 def test_a_run_that_the_library_cannot_process_is_an_error_and_not_a_panic() -> None:
     vocabulary = Vocabulary(byte_spec(pre="llama3"))
     with pytest.raises(RunTooLong, match="12000000 characters without a border"):
-        chunked_encode._encode_all(vocabulary._tokenizer, " " * 12_000_000)
+        chunked_encode._encode_all(vocabulary._encoder._tokenizer, " " * 12_000_000)

@@ -74,8 +74,8 @@ def test_offsets_skip_bytes_without_a_token() -> None:
 
 
 def test_unsupported_vocabularies_are_rejected_by_name() -> None:
-    with pytest.raises(ModelUnavailable, match="tokenizer.ggml.model is 'llama'"):
-        Vocabulary(byte_spec(kind="llama"))
+    with pytest.raises(ModelUnavailable, match="tokenizer.ggml.model is 'rwkv'; supported: 'gpt2'"):
+        Vocabulary(byte_spec(model="rwkv"))
     with pytest.raises(ModelUnavailable, match="tokenizer.ggml.pre is 'absent'"):
         Vocabulary(byte_spec(pre="absent"))
     with pytest.raises(ModelUnavailable, match="token_type has 3 entries for 262"):

@@ -177,10 +177,10 @@ def test_the_share_of_repeated_words() -> None:
 
 @pytest.mark.slow
 def test_prompts_have_their_number_of_tokens(demo_gguf: Path, tmp_path: Path) -> None:
-    from stages.tokenizer.opened_models import open_model
+    from stages.tokenizer.opened_models import ModelSource, open_model
 
     index = prepare_checkpoint(ModelConfig(name=DEMO_MODEL, path=str(demo_gguf)), tmp_path)
-    prompts, vocabulary = Prompts(index, 1), open_model(index).vocabulary
+    prompts, vocabulary = Prompts(index, 1), open_model(ModelSource(index)).vocabulary
     for work in WORKS:
         clients = prompts.requests(work, "m", {"a": "key"})
         assert len(clients) == work.clients and all(len(requests) == work.requests for requests in clients)

@@ -16,7 +16,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from stages.worker.checkpoint.architectures import Sizes, tensors
 from stages.worker.checkpoint.gguf import AGAIN, GgufError, GgufFile, TensorInfo
 from stages.worker.checkpoint.hyperparameters import ROPE_TENSORS, HyperReader, vector
 from stages.worker.checkpoint.layout import pack
+from stages.worker.checkpoint.vocabulary import read_vocabulary
 
 Progress = Callable[[str, int, int], None]  # phase, done, total (bytes)
 _HASHED_BYTES = 8 << 20  # at a time
@@ -35,14 +36,30 @@ class SourceChanged(ConfigError):
     """The bytes of the source are not those that its digest was computed from."""
 
 
-def ingest(source: Path, index_path: Path, digest: str, progress: Progress = lambda phase, done, total: None) -> Index:
+def check_source(source: Path, pretokenizer: str = "") -> None:
+    """Check all that can be checked of a GGUF file without its tensors' bytes. Raises `ConfigError`, `OSError`."""
+    try:
+        _read_head(GgufFile(source), pretokenizer)
+    except GgufError as error:
+        raise ConfigError(str(error), param="model") from None
+
+
+def ingest(
+    source: Path,
+    index_path: Path,
+    digest: str,
+    progress: Progress = lambda phase, done, total: None,
+    pretokenizer: str = "",
+) -> Index:
     """Write `index_path` and its `.bin` from the GGUF `source`, whose SHA-256 is `digest` (hex).
+
+    pretokenizer: accepted in place of the file's; the index keeps the file's.
 
     Raises `ConfigError` when the file cannot be used, `SourceChanged` when it has another digest, `ResourceError` when
     the disk is too small for the checkpoint.  After an error no file is left.
     """
     try:
-        return _ingest(source, index_path, digest, progress)
+        return _ingest(source, index_path, digest, progress, pretokenizer)
     except GgufError as error:
         raise ConfigError(str(error), param="model") from None
     except OSError as error:
@@ -55,11 +72,15 @@ def ingest(source: Path, index_path: Path, digest: str, progress: Progress = lam
         ) from None
 
 
-def _ingest(source: Path, index_path: Path, digest: str, progress: Progress) -> Index:
-    file = GgufFile(source)
+def _read_head(file: GgufFile, pretokenizer: str) -> tuple[_Reader, Hyper, TokenizerData, list[Part]]:
     reader = _Reader(file)
-    hyper, tokenizer = reader.hyper(), reader.tokenizer()
-    plan = list(_plan(file, reader, hyper))
+    hyper = reader.hyper()
+    return reader, hyper, read_vocabulary(file, pretokenizer), list(_plan(file, reader, hyper))
+
+
+def _ingest(source: Path, index_path: Path, digest: str, progress: Progress, pretokenizer: str) -> Index:
+    file = GgufFile(source)
+    reader, hyper, tokenizer, plan = _read_head(file, pretokenizer)
     tables = reader.rope(hyper)
     total = sum(part.nbytes for part in plan)
     done = 0
@@ -180,70 +201,8 @@ def _plan(file: GgufFile, reader: HyperReader, h: Hyper) -> Iterator[Part]:
 
 
 class _Reader(HyperReader):
-    """The metadata of one file: hyper-parameters, name and tokenizer."""
+    """The metadata of one file: hyper-parameters and name."""
 
     def name(self, default: str) -> str:
         value = self.metadata.get("general.name")
         return value if isinstance(value, str) else default
-
-    def tokenizer(self) -> TokenizerData:
-        def texts(key: str) -> list[str]:
-            value = self.metadata.get(f"tokenizer.ggml.{key}", [])
-            if isinstance(value, np.ndarray) and not value.size:
-                return []
-            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-                raise GgufError(f"{self.file.path}: tokenizer.ggml.{key} is not a list of texts; {AGAIN}")
-            return value
-
-        def numbers(key: str, kinds: str) -> list[Any]:
-            value = self.metadata.get(f"tokenizer.ggml.{key}")
-            if value is None:
-                return []
-            if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds:
-                raise GgufError(
-                    f"{self.file.path}: tokenizer.ggml.{key} is not a list of "
-                    f"{'whole numbers' if 'i' in kinds else 'numbers'}; {AGAIN}"
-                )
-            if len(value) > embedding:
-                raise GgufError(
-                    f"{self.file.path}: tokenizer.ggml.{key} has {len(value)} entries, expected at most {embedding} "
-                    f"(rows of 'token_embd.weight'); {AGAIN}"
-                )
-            return value.tolist()
-
-        def number(key: str) -> int:
-            return int(self._get(f"tokenizer.ggml.{key}_token_id", int, -1))
-
-        embedding = self.file.tensors["token_embd.weight"].shape[0]
-        tokens = texts("tokens")
-        if len(tokens) > embedding:
-            raise GgufError(
-                f"{self.file.path}: tokenizer.ggml.tokens has {len(tokens)} entries, expected at most {embedding} "
-                f"(rows of 'token_embd.weight'); {AGAIN}"
-            )
-        for key in ("bos", "eos", "eot", "unknown", "padding"):
-            # Published files write "none" as -1 or as its unsigned form.
-            if number(key) >= embedding and number(key) != 0xFFFFFFFF:
-                raise GgufError(
-                    f"{self.file.path}: tokenizer.ggml.{key}_token_id is {number(key)}, expected less than "
-                    f"{embedding}; {AGAIN}"
-                )
-        bos, eos, eot, unknown, padding = (
-            -1 if number(key) == 0xFFFFFFFF else number(key) for key in ("bos", "eos", "eot", "unknown", "padding")
-        )
-        return TokenizerData(
-            model=self._get("tokenizer.ggml.model", str, "none"),
-            pre=self._get("tokenizer.ggml.pre", str, "default"),
-            tokens=tokens,
-            types=numbers("token_type", "iu"),
-            merges=texts("merges"),
-            scores=numbers("scores", "f"),
-            bos=bos,
-            eos=eos,
-            eot=eot,
-            unknown=unknown,
-            padding=padding,
-            add_bos=self._get("tokenizer.ggml.add_bos_token", bool, False),
-            add_space_prefix=self._get("tokenizer.ggml.add_space_prefix", bool, False),
-            chat_template=self._get("tokenizer.chat_template", str, ""),
-        )

@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError, ModelUnavailable
 from pipeline.models import digests, store
 from pipeline.models.locks import lock
 from shm.checkpoint import VERSION, Checkpoint, CheckpointError, load_index
-from stages.worker.checkpoint.ingest import SourceChanged, ingest
+from stages.worker.checkpoint.ingest import SourceChanged, check_source, ingest
 from stages.worker.checkpoint.verify import migrate, verify, verify_once
 from stages.worker.checkpoint.weights_memory import read_weights
 
@@ -44,13 +44,23 @@ def prepare_checkpoint(
 
 
 def _ingest_if_missing(model: ModelConfig, models_dir: Path, progress: store.Progress) -> Path:
+    source = store.gguf_path(model, models_dir)
+    if source.is_file() and store.find_index(model, models_dir) is None:
+        _check_source(source, model)  # before all of it is hashed
     located = store.fetch(model, models_dir, progress)
     index_path = models_dir / f"{located.digest}.idx"
     if not _make_usable(index_path, models_dir, progress):
         with lock(models_dir, f"ingest-{located.digest[:16]}"):
             if _usable_version(index_path) != VERSION:
-                ingest(located.path, index_path, located.digest, progress)
+                ingest(located.path, index_path, located.digest, progress, model.pretokenizer)
     return index_path
+
+
+def _check_source(source: Path, model: ModelConfig) -> None:
+    try:
+        check_source(source, model.pretokenizer)
+    except OSError as error:
+        raise ModelUnavailable(str(error), param="model") from None
 
 
 def open_verified(index_path: Path, progress: store.Progress = store.no_progress, use_mmap: bool = True) -> Checkpoint:
@@ -115,6 +125,9 @@ def _usable_version(index_path: Path) -> int:
     try:
         index = load_index(index_path)
         is_complete = index_path.with_suffix(".bin").stat().st_size == index.bin_bytes
+        if not index.has_current_vocabulary:
+            log.info("checkpoint is of an older release, ingesting again", extra={"path": str(index_path)})
+            return 0
     except FileNotFoundError:
         return 0
     except (OSError, CheckpointError) as error:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from stages.tokenizer.opened_models import open_model
+from stages.tokenizer.opened_models import ModelSource, open_model
 from tools.bench.http.client import ClientRequest, Response, Run
 
 OUTPUT = 64  # tokens of every response
@@ -72,7 +72,7 @@ class Prompts:
     """Distinct texts with an exact number of tokens: each word is one token."""
 
     def __init__(self, index_path: Path, seed: int) -> None:
-        vocabulary = open_model(index_path).vocabulary
+        vocabulary = open_model(ModelSource(index_path)).vocabulary
         words = dict.fromkeys(WORDS.split())
         self.words = [word for word in words if len(vocabulary.encode(" " + word, False)) == 1]
         if len(self.words) < 32:

@@ -22,7 +22,7 @@ from shm.checkpoint import (
     load_index,
     piece_checksum,
 )
-from stages.tokenizer.opened_models import build_model
+from stages.tokenizer.opened_models import ModelSource, build_model
 from tools.fuzz.parts import join, split, written
 from tools.fuzz.target import Target
 
@@ -41,7 +41,7 @@ def run(data: bytes) -> None:
         assert 0 <= tensor.offset <= tensor.offset + tensor.nbytes <= index.bin_bytes
         index.tensor(tensor.name)
     index.tokenizer_digest, index.vocabulary_digest, index.head_name  # noqa: B018
-    build_model(path)
+    build_model(ModelSource(path))
 
 
 def _index(tokenizer: TokenizerData) -> Index:

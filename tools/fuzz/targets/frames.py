@@ -26,9 +26,10 @@ from stages.kv.sessions.model_sessions import answer
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import SessionFiles
 from stages.kv.sessions.session_store import SessionStore
+from stages.tokenizer.byte_level import byte_alphabet
 from stages.tokenizer.service import TokenizerModel, TokenizerService
 from stages.tokenizer.template import ChatTemplate
-from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary, byte_alphabet
+from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary
 from tools.fuzz.parts import join, scratch, split
 from tools.fuzz.target import Target
 

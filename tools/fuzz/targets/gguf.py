@@ -13,6 +13,7 @@ import numpy as np
 
 from stages.worker.checkpoint.gguf import GgufError, GgufFile
 from stages.worker.checkpoint.ingest import _plan, _Reader
+from stages.worker.checkpoint.vocabulary import read_vocabulary
 from tools.fuzz.parts import join, split, written
 from tools.fuzz.target import Target
 
@@ -32,7 +33,7 @@ def run(data: bytes) -> None:
         assert file.rows(info).nbytes == info.nbytes
     reader = _Reader(file)
     hyper = reader.hyper()
-    reader.tokenizer()
+    read_vocabulary(file)
     plan = list(_plan(file, reader, hyper))
     if hyper.context_length <= 1024 and hyper.n_rot <= 32:
         tables = reader.rope(hyper)

@@ -1,0 +1,90 @@
+"""Which vocabularies of GGUF files can be served: checked before a file is ingested, and when its index is opened."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from pipeline.models.pretokenizers import PRETOKENIZERS
+from shm.checkpoint import VOCABULARY_REVISION
+
+BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
+KINDS = {BYTE_LEVEL: "byte-level BPE", SENTENCEPIECE: "SentencePiece BPE"}  # values of tokenizer.ggml.model
+SPACE = "\u2581"  # stands for a space in the tokens of SentencePiece
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type (GGUF specification)
+
+
+def byte_name(byte: int) -> str:
+    """Return the text of the token that stands for a byte in a SentencePiece vocabulary."""
+    return f"<0x{byte:02X}>"
+
+
+class VocabularyData(Protocol):
+    """What of a file's `tokenizer.*` keys is checked; as `TokenizerData`."""
+
+    @property
+    def model(self) -> str: ...  # noqa: D102
+    @property
+    def pre(self) -> str: ...  # noqa: D102
+    @property
+    def tokens(self) -> Sequence[str]: ...  # noqa: D102
+    @property
+    def types(self) -> Sequence[int]: ...  # noqa: D102
+    @property
+    def scores(self) -> Sequence[float]: ...  # noqa: D102
+    @property
+    def unknown(self) -> int: ...  # noqa: D102
+    @property
+    def revision(self) -> int: ...  # noqa: D102
+
+
+def vocabulary_problem(data: VocabularyData, pretokenizer: str = "") -> str:
+    """Return why a vocabulary cannot be reproduced exactly, with the key, its value and what is supported; "": it can.
+
+    pretokenizer: of the model's configuration, instead of the file's `tokenizer.ggml.pre`.
+    """
+    if data.model not in KINDS:
+        supported = ", ".join(f"{kind!r} ({name})" for kind, name in KINDS.items())
+        return f"tokenizer.ggml.model is {data.model[:60]!r}; supported: {supported}; use another model"
+    if not data.tokens:
+        return "tokenizer.ggml.tokens is missing or empty; fetch or convert the file again"
+    if len(data.types) not in (0, len(data.tokens)):
+        return (
+            f"tokenizer.ggml.token_type has {len(data.types)} entries for {len(data.tokens)} tokens; fetch or convert "
+            f"the file again"
+        )
+    return _byte_level_problem(data, pretokenizer) if data.model == BYTE_LEVEL else _sentencepiece_problem(data)
+
+
+def _byte_level_problem(data: VocabularyData, pretokenizer: str) -> str:
+    if pretokenizer and pretokenizer not in PRETOKENIZERS:
+        return f"models[].pretokenizer is {pretokenizer[:60]!r}; supported: {', '.join(sorted(PRETOKENIZERS))}"
+    if not pretokenizer and data.pre not in PRETOKENIZERS:
+        return (
+            f"tokenizer.ggml.pre is {data.pre[:60]!r}; supported: {', '.join(sorted(PRETOKENIZERS))}; if the model "
+            f"splits text as one of these does, name it in models[].pretokenizer"
+        )
+    return ""
+
+
+def _sentencepiece_problem(data: VocabularyData) -> str:
+    if data.revision < VOCABULARY_REVISION:
+        return "its index was made by an older release; `starling prepare` ingests the file again"
+    if len(data.scores) != len(data.tokens):
+        return (
+            f"tokenizer.ggml.scores has {len(data.scores)} entries for {len(data.tokens)} tokens; fetch or convert the "
+            f"file again"
+        )
+    if any(math.isnan(score) for score in data.scores):
+        return "tokenizer.ggml.scores has a value that is not a number; fetch or convert the file again"
+    known = set(data.tokens)
+    if SPACE not in known:
+        return f"tokenizer.ggml.tokens has no {SPACE!r}, which stands for the space; fetch or convert the file again"
+    missing = [byte for byte in range(256) if byte_name(byte) not in known]
+    if missing and not 0 <= data.unknown < len(data.tokens):
+        return (
+            f"tokenizer.ggml.tokens has no {byte_name(missing[0])!r} ({len(missing)} such tokens are missing), and "
+            f"tokenizer.ggml.unknown_token_id names no token for unknown characters; fetch or convert the file again"
+        )
+    return ""

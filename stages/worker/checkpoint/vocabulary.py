@@ -1,0 +1,112 @@
+"""Reads the `tokenizer.*` keys of a GGUF file, and refuses a vocabulary that cannot be served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pipeline.models.vocabularies import BYTE_LEVEL, SENTENCEPIECE, vocabulary_problem
+from shm.checkpoint import VOCABULARY_REVISION, TokenizerData
+from stages.worker.checkpoint.gguf import AGAIN, GgufError, GgufFile
+
+_NONE = 0xFFFFFFFF  # published files write "none" as -1 or as its unsigned form
+_IDS = ("bos", "eos", "eot", "unknown", "padding")
+# SentencePiece's own ids, where a file does not give them.
+_SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
+
+
+def read_vocabulary(file: GgufFile, pretokenizer: str = "") -> TokenizerData:
+    """Return the vocabulary, special ids and template of a file. Raises `GgufError`.
+
+    pretokenizer: of the model's configuration, accepted in place of the file's `tokenizer.ggml.pre`.
+    """
+    reader = _Reader(file)
+    kind = reader.get("model", str, "none")
+    tokens = reader.texts("tokens")
+    reader.check_count("tokens", len(tokens))
+    defaults = _SENTENCEPIECE_IDS if kind == SENTENCEPIECE else {}
+    ids = {name: reader.token_id(name, defaults.get(name, -1)) for name in _IDS}
+    data = TokenizerData(
+        model=kind,
+        pre=reader.get("pre", str, "default"),
+        tokens=tokens,
+        types=reader.numbers("token_type", "iu"),
+        merges=reader.texts("merges"),
+        scores=reader.numbers("scores", "fi"),
+        **ids,
+        add_bos=reader.flag("add_bos_token"),
+        add_space_prefix=reader.flag("add_space_prefix"),
+        chat_template=reader.template(),
+        revision=VOCABULARY_REVISION,
+    )
+    problem = vocabulary_problem(data, pretokenizer)
+    if kind == BYTE_LEVEL and "tokenizer.ggml.merges" not in file.metadata:
+        problem = problem or f"tokenizer.ggml.merges is missing; {AGAIN}"
+    if problem:
+        raise GgufError(f"{file.path}: {problem}")
+    return data
+
+
+class _Reader:
+    """Typed access to the keys."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file, self._metadata = file, file.metadata
+        self._rows = file.tensors["token_embd.weight"].shape[0]
+
+    def get(self, key: str, kind: type, default: Any) -> Any:
+        value = self._metadata.get(f"tokenizer.ggml.{key}", default)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise GgufError(
+                f"{self._file.path}: tokenizer.ggml.{key} is {str(value)[:60]!r}, expected {kind.__name__}; {AGAIN}"
+            )
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        return None if f"tokenizer.ggml.{key}" not in self._metadata else bool(self.get(key, bool, False))
+
+    def template(self) -> str:
+        value = self._metadata.get("tokenizer.chat_template", "")
+        if not isinstance(value, str):
+            raise GgufError(f"{self._file.path}: tokenizer.chat_template is {str(value)[:60]!r}, expected str; {AGAIN}")
+        return value
+
+    def token_id(self, name: str, default: int) -> int:
+        value = int(self.get(f"{name}_token_id", int, default))
+        # A default may be outside of a small vocabulary.
+        if value == _NONE or (value == default and value >= self._rows):
+            return -1
+        if value >= self._rows:
+            raise GgufError(
+                f"{self._file.path}: tokenizer.ggml.{name}_token_id is {value}, expected less than {self._rows}; "
+                f"{AGAIN}"
+            )
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        value = self._metadata.get(f"tokenizer.ggml.{key}", [])
+        if isinstance(value, np.ndarray) and not value.size:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise GgufError(f"{self._file.path}: tokenizer.ggml.{key} is not a list of texts; {AGAIN}")
+        return value
+
+    def numbers(self, key: str, kinds: str) -> list[Any]:
+        value = self._metadata.get(f"tokenizer.ggml.{key}")
+        if value is None:
+            return []
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds:
+            raise GgufError(
+                f"{self._file.path}: tokenizer.ggml.{key} is not a list of "
+                f"{'numbers' if 'f' in kinds else 'whole numbers'}; {AGAIN}"
+            )
+        self.check_count(key, len(value))
+        return value.tolist()
+
+    def check_count(self, key: str, count: int) -> None:
+        if count > self._rows:
+            raise GgufError(
+                f"{self._file.path}: tokenizer.ggml.{key} has {count} entries, expected at most {self._rows} "
+                f"(rows of 'token_embd.weight'); {AGAIN}"
+            )

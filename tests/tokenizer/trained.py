@@ -1,0 +1,86 @@
+"""Small vocabularies that are trained on the lines of `lines.py`, without borders between words.
+
+Merges therefore cross every place where a pre-tokenizer may split, so that a wrong split changes the ids.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+
+from pipeline.models.vocabularies import SPACE, byte_name
+from stages.tokenizer.byte_level import byte_alphabet
+from stages.tokenizer.vocabulary import TokenizerSpec
+from tests.tokenizer.lines import written
+
+CONTROL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+USER_DEFINED = ("<tool>", "[INST]")
+
+
+def _merges(texts: Sequence[list[str]], count: int) -> list[tuple[str, str]]:
+    """Return the merges of byte-pair encoding, most frequent pairs first."""
+    words, merges = [list(text) for text in texts], []
+    for _ in range(count):
+        pairs = Counter(pair for word in words for pair in pairwise(word))
+        left, right = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        merges.append((left, right))
+        for word in words:
+            at = 0
+            while at + 1 < len(word):
+                if word[at] == left and word[at + 1] == right:
+                    word[at : at + 2] = [left + right]
+                at += 1
+    return merges
+
+
+@cache
+def byte_level_spec(pre: str = "gpt-2") -> TokenizerSpec:
+    """A byte-level vocabulary of 256 bytes and 600 merges."""
+    stand_in = {byte: character for character, byte in byte_alphabet().items()}
+    # Parts of numbers, white space and capitals, which the written lines have few of.
+    extra = ["12 123 1234 12345 1 22 333 4444 123,456", "a  b   c    d\n\n\n e\t\tf \n  g", "ABC aB Ab É é's 'S'LL 'll"]
+    texts = [[stand_in[byte] for byte in line.encode()] for line in [*written(), *extra * 4]]
+    merges = _merges(texts, 600)
+    merges += [
+        (one, other)
+        for one in map(stand_in.get, b" 1'\nA")
+        for other in map(stand_in.get, b" 12sa\n!")
+        if one and other
+    ]
+    merges = list(dict.fromkeys(merges))
+    tokens = [*CONTROL, *USER_DEFINED, *stand_in.values(), *(left + right for left, right in merges)]
+    types = [3] * len(CONTROL) + [4] * len(USER_DEFINED)
+    tokens = list(dict.fromkeys(tokens))
+    types += [1] * (len(tokens) - len(types))
+    return TokenizerSpec(
+        "gpt2", pre, tokens, types, [f"{left} {right}" for left, right in merges], bos=0, eos=1, add_bos=False
+    )
+
+
+@cache
+def sentencepiece_spec(add_space_prefix: bool = True) -> TokenizerSpec:
+    """A SentencePiece vocabulary in which scores repeat, pieces overlap, and most characters are bytes."""
+    texts = [list((" " + line).replace(" ", SPACE)) for line in [*written(), "aaaaaaa      bbbbb ababab"] * 2]
+    merges = _merges(texts, 500)
+    frequent = [c for c, n in Counter(c for text in texts for c in text).most_common(120) if n > 2 and c != "\n"]
+    pieces = dict.fromkeys([*frequent, *(left + right for left, right in merges), "aaa", "aa", SPACE * 3, SPACE * 4])
+    named = dict.fromkeys(["<unk>", *CONTROL, *USER_DEFINED, *(byte_name(byte) for byte in range(256))])
+    tokens = [*named, *(piece for piece in pieces if piece not in named)]
+    types = [2] + [3] * len(CONTROL) + [4] * len(USER_DEFINED) + [6] * 256
+    types += [1] * (len(tokens) - len(types))
+    scores = [0.0] * len(named) + [-float(i // 3) for i in range(len(tokens) - len(named))]  # three of each score
+    return TokenizerSpec(
+        "llama",
+        "default",
+        tokens,
+        types,
+        [],
+        bos=1,
+        eos=2,
+        add_bos=True,
+        scores=scores,
+        unknown=0,
+        add_space_prefix=add_space_prefix,
+    )
