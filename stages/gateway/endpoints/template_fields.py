@@ -86,7 +86,7 @@ TEMPLATE_FIELDS: dict[str, Reader] = {
 def template_arguments(
     values: Mapping[str, Any], tools: list[dict[str, Any]] | None = None
 ) -> TemplateArguments | msgspec.UnsetType:
-    """Return the tools and what was read with `TEMPLATE_FIELDS`; UNSET if nothing was given. Raises `InvalidRequest`."""
+    """Return the tools and what `TEMPLATE_FIELDS` has read; UNSET if nothing was given. Raises `InvalidRequest`."""
     continues = values.get("continue_final_message", False)
     if continues and values.get("add_generation_prompt"):
         raise InvalidRequest(
