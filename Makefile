@@ -70,8 +70,9 @@ peers-native: $(VENV)/.locked-dev $(BIN)/llama-server ## llama.cpp compiled for 
 	@eval "$$(tools/peer_compiler.sh)"; CMAKE_ARGS="-DGGML_NATIVE=ON $(CMAKE_ARGS)" $(BIN)/python -m pip install --require-hashes \
 	  --no-binary llama-cpp-python -r locks/requirements-peers-native.lock
 
-fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fleet: S3
+fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fleet: S3, etcd
 	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r locks/requirements-fleet.lock
+	@command -v etcd >/dev/null || echo 'etcd is missing: install the package etcd-server; its tests are skipped without it'
 
 lock: $(VENV)/.locked-dev ## resolve pyproject.toml into the lock files; ARGS=--upgrade takes newer versions
 	@tools/lock.sh $(BIN)/python $(ARGS)

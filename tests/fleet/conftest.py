@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,10 @@ import pytest
 from pipeline.blobs.folder import FolderStore
 from pipeline.catalog.entry import Entry
 from pipeline.catalog.publish import publish
+from pipeline.coordination.interface import CoordinationStore
 from tests.fleet.checkpoints import write_checkpoint
+from tests.fleet.coordination_stores import Clock, make_store
+from tests.fleet.peers import Etcd
 from tests.fleet.range_server import served
 from tests.fleet.site import NBYTES, Site
 
@@ -47,3 +50,35 @@ def site(published: tuple[Path, Entry], short_pauses: None, tmp_path: Path) -> I
     root, entry = published
     with served(root) as server:
         yield Site(root, entry, server, tmp_path / "models")
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    with Etcd(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "sqlite", "etcd"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> AsyncIterator[CoordinationStore]:
+    async with make_store(request, tmp_path, clock) as made:
+        yield made
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+async def timed(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> AsyncIterator[CoordinationStore]:
+    """A store with the test's clock."""
+    async with make_store(request, tmp_path, clock) as made:
+        yield made
+
+
+@pytest.fixture(params=["sqlite", "etcd"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
+    """The arguments with which a process opens the store of a test."""
+    if request.param == "sqlite":
+        return [str(tmp_path / "c.db"), ""]
+    return [str(request.getfixturevalue("etcd").port), tmp_path.name + "/"]

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.blobs.cloud import CloudStore
+from pipeline.coordination.etcd_store import EtcdStore
 
 START_S = 60.0
 _S3_IDENTITY = """{"identities": [{"name": "test", "actions": ["Admin", "Read", "Write", "List"],
@@ -33,6 +34,58 @@ class Bucket:
 
     def open(self, prefix: str) -> CloudStore:
         return CloudStore(self.address(prefix), self.endpoint, "us-east-1")
+
+
+class Etcd:
+    """An etcd of its own, which can be killed and started again. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        pytest.importorskip("aetcd", reason="aetcd is not installed: make fleet-peers")
+        self._program = program("etcd")
+        self._folder = folder
+        self._ports = free_port(), free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Etcd:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        """Start it on its files and wait until it answers."""
+        client, peer = (f"http://127.0.0.1:{port}" for port in self._ports)
+        # fmt: off
+        command = [
+            self._program, f"--data-dir={self._folder / 'data'}", f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}", f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}", "--unsafe-no-fsync",
+        ]
+        # fmt: on
+        log = self._folder / "log"
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        wait_for_port(self._ports[0], self._process, log)
+
+    @property
+    def port(self) -> int:
+        return self._ports[0]
+
+    def kill(self) -> None:
+        """SIGKILL. Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def open(self, namespace: str) -> EtcdStore:
+        return EtcdStore("127.0.0.1", self._ports[0], namespace)
+
+
+async def compact(store: EtcdStore, revision: int) -> None:
+    """Let etcd forget the changes before a revision."""
+    await store._call(store._stub("KVStub").Compact(store._rpc.CompactionRequest(revision=revision), timeout=30))
 
 
 def free_port() -> int:

@@ -1,0 +1,8 @@
+"""The coordination store: small values that the processes of a fleet agree on.
+
+interface.py     keys, revisions, transactions, leases, watches: what every store does
+memory.py        in one process, for tests and for a fleet of one process
+sqlite_store.py  the processes of one machine, without a server
+etcd_store.py    processes on several machines, on etcd
+election.py      at most one leader, on any store
+"""

@@ -1,0 +1,297 @@
+"""The store of the processes of one machine: a SQLite file, without a server.
+
+    meta      revision, boot (the boot id of the kernel), forgotten
+    items     key, value, revision, lease
+    leases    id, ttl_s, ends        on the monotonic clock, which all processes of a boot share
+    events    the last changes, for watchers
+
+Every call is one transaction (`BEGIN IMMEDIATE`), which first ends the leases that are over.  SQLite's lock orders the
+processes; a killed one leaves no half transaction.  After a reboot the clock starts anew, so that all leases end.  A
+watcher looks at `PRAGMA data_version`, which costs microseconds, and reads events when it has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from pipeline.coordination.interface import (
+    Change,
+    Condition,
+    CoordinationStore,
+    Event,
+    Item,
+    Update,
+    check_transaction,
+    check_ttl,
+)
+from pipeline.errors import ConfigError, StorageUnavailable
+
+VERSION = 1  # of the schema: `PRAGMA user_version`
+KEPT_EVENTS = 10_000
+BUSY_S = 5.0  # how long a transaction waits for those of other processes
+POLL_S = 0.02  # between two looks of a watcher
+
+T = TypeVar("T")
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS items
+  (key TEXT PRIMARY KEY, value BLOB NOT NULL, revision INTEGER NOT NULL, lease TEXT NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS items_of_a_lease ON items (lease) WHERE lease != '';
+CREATE TABLE IF NOT EXISTS leases (id TEXT PRIMARY KEY, ttl_s REAL NOT NULL, ends REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS events
+  (number INTEGER PRIMARY KEY, key TEXT NOT NULL, value BLOB, revision INTEGER NOT NULL);
+INSERT OR IGNORE INTO meta VALUES ('revision', '0'), ('forgotten', '0'), ('boot', '');
+"""
+
+
+def boot_id() -> str:
+    """The kernel's id of this boot; "" where it has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+class SqliteStore(CoordinationStore):
+    """The store in the file `path`, which is created. Used in one event loop; its calls run in one other thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        clock: Callable[[], float] = time.monotonic,
+        boot: Callable[[], str] = boot_id,
+        kept_events: int = KEPT_EVENTS,
+    ) -> None:
+        """`clock`: the same for all processes of a boot. Raises `ConfigError`, `StorageUnavailable`."""
+        self.path = path
+        self._clock = clock
+        self._boot = boot()
+        self._kept_events = kept_events
+        self._thread = ThreadPoolExecutor(1, "coordination")
+        try:
+            self._database = self._thread.submit(self._connect).result()
+        except BaseException:
+            self._thread.shutdown()
+            raise
+        self._is_closed = False
+
+    def _connect(self) -> sqlite3.Connection:
+        with self._errors():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            database = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
+            try:
+                database.execute("PRAGMA journal_mode = WAL")
+                database.execute(
+                    "PRAGMA synchronous = NORMAL"
+                )  # a power cut may lose the last moments, never consistency
+                database.execute("BEGIN IMMEDIATE")
+                (version,) = database.execute("PRAGMA user_version").fetchone()
+                if version not in (0, VERSION):
+                    raise ConfigError(
+                        f"{self.path} has version {version}, expected {VERSION}: another release wrote it"
+                    )
+                for statement in _SCHEMA.strip().split(";\n"):
+                    database.execute(statement.rstrip(";"))
+                database.execute(f"PRAGMA user_version = {VERSION}")
+                (boot,) = database.execute("SELECT value FROM meta WHERE name = 'boot'").fetchone()
+                if boot != self._boot:
+                    database.execute("UPDATE leases SET ends = -1e300")  # their clock has started anew
+                    database.execute("UPDATE meta SET value = ? WHERE name = 'boot'", (self._boot,))
+                database.execute("COMMIT")
+            except BaseException:
+                database.close()
+                raise
+            return database
+
+    async def close(self) -> None:
+        """Close the file. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            await self._call(self._database.close)
+            self._thread.shutdown()
+
+    # ------------------------------------------------------------------ values
+
+    async def get(self, key: str) -> Item | None:
+        """The value of a key."""
+
+        def read(db: sqlite3.Connection) -> Item | None:
+            row = db.execute("SELECT key, value, revision FROM items WHERE key = ?", (key,)).fetchone()
+            return Item(*row) if row else None
+
+        return await self._transaction(read)
+
+    async def scan(self, prefix: str) -> tuple[list[Item], int]:
+        """All values below a prefix, and the revision."""
+        return await self._transaction(lambda db: (self._below(db, prefix), self._revision(db)))
+
+    async def transact(self, conditions: Sequence[Condition], changes: Sequence[Change]) -> int | None:
+        """Apply all changes or none."""
+        check_transaction(conditions, changes)
+
+        def apply(db: sqlite3.Connection) -> int | None:
+            for key, revision in conditions:
+                row = db.execute("SELECT revision FROM items WHERE key = ?", (key,)).fetchone()
+                if (row[0] if row else 0) != revision:
+                    return None
+            for lease in {change.lease for change in changes if change.lease}:
+                if db.execute("SELECT 1 FROM leases WHERE id = ?", (lease,)).fetchone() is None:
+                    return None
+            self._apply(db, changes)
+            return self._revision(db)
+
+        return await self._transaction(apply)
+
+    # ------------------------------------------------------------------ leases
+
+    async def grant(self, ttl_s: float) -> str:
+        """A new lease."""
+        check_ttl(ttl_s)
+        lease = secrets.token_hex(8)
+        ends = self._clock() + ttl_s
+        await self._transaction(lambda db: db.execute("INSERT INTO leases VALUES (?, ?, ?)", (lease, ttl_s, ends)))
+        return lease
+
+    async def renew(self, lease: str) -> bool:
+        """Prolong a lease."""
+
+        def prolong(db: sqlite3.Connection) -> bool:
+            done = db.execute("UPDATE leases SET ends = ? + ttl_s WHERE id = ?", (self._clock(), lease))
+            return done.rowcount == 1
+
+        return await self._transaction(prolong)
+
+    async def revoke(self, lease: str) -> None:
+        """End a lease."""
+        await self._transaction(lambda db: self._end(db, [lease]))
+
+    # ------------------------------------------------------------------ watching
+
+    async def watch(self, prefix: str, after: int = 0) -> AsyncIterator[Update]:
+        """Updates without end."""
+        seen = after or None
+        while True:
+            version, ends = await self._call(self._glance)
+            while True:
+                update = await self._transaction(lambda db, seen=seen: self._update(db, prefix, seen))  # type: ignore[misc]
+                if update is None:
+                    break
+                seen = update.revision
+                if update.events or update.is_snapshot:
+                    yield update
+            while (await self._call(self._glance))[0] == version and (ends is None or self._clock() < ends):
+                await asyncio.sleep(POLL_S)
+
+    def _glance(self) -> tuple[int, float | None]:
+        """A number that changes with the file, and when the next lease ends. Reads only."""
+        with self._errors():
+            (version,) = self._database.execute("PRAGMA data_version").fetchone()
+            (ends,) = self._database.execute("SELECT min(ends) FROM leases").fetchone()
+            # `data_version` does not count this connection's own changes.
+            return version * 1_000_003 + self._database.total_changes, ends
+
+    def _update(self, db: sqlite3.Connection, prefix: str, seen: int | None) -> Update | None:
+        """What a watcher has not seen; None if it has seen everything."""
+        revision = self._revision(db)
+        if seen is None or seen < self._meta(db, "forgotten") or seen > revision:
+            return Update(revision, tuple(Event(*item) for item in self._below(db, prefix)), True)
+        if seen == revision:
+            return None
+        rows = db.execute("SELECT key, value, revision FROM events WHERE revision > ? ORDER BY number", (seen,))
+        return Update(revision, tuple(Event(*row) for row in rows if row[0].startswith(prefix)), False)
+
+    # ------------------------------------------------------------------ inside a transaction
+
+    def _apply(self, db: sqlite3.Connection, changes: Sequence[Change]) -> None:
+        revision = self._revision(db) + 1
+        changed = False
+        for key, value, lease in changes:
+            if value is not None:
+                db.execute("INSERT OR REPLACE INTO items VALUES (?, ?, ?, ?)", (key, value, revision, lease))
+            elif not db.execute("DELETE FROM items WHERE key = ?", (key,)).rowcount:
+                continue
+            db.execute("INSERT INTO events (key, value, revision) VALUES (?, ?, ?)", (key, value, revision))
+            changed = True
+        if not changed:
+            return
+        self._set_meta(db, "revision", revision)
+        (last,) = db.execute("SELECT max(number) FROM events").fetchone()
+        row = db.execute("SELECT max(revision) FROM events WHERE number <= ?", (last - self._kept_events,)).fetchone()
+        if row[0] is not None:
+            db.execute("DELETE FROM events WHERE number <= ?", (last - self._kept_events,))
+            self._set_meta(db, "forgotten", row[0])
+
+    def _end(self, db: sqlite3.Connection, leases: Sequence[str]) -> None:
+        keys = []
+        for lease in leases:
+            if db.execute("DELETE FROM leases WHERE id = ?", (lease,)).rowcount:
+                keys += [key for (key,) in db.execute("SELECT key FROM items WHERE lease = ? ORDER BY key", (lease,))]
+        if keys:
+            self._apply(db, [Change(key, None) for key in sorted(keys)])
+
+    def _expire(self, db: sqlite3.Connection) -> None:
+        self._end(db, [lease for (lease,) in db.execute("SELECT id FROM leases WHERE ends <= ?", (self._clock(),))])
+
+    @staticmethod
+    def _below(db: sqlite3.Connection, prefix: str) -> list[Item]:
+        rows = db.execute(
+            "SELECT key, value, revision FROM items WHERE key >= ? AND key < ? ORDER BY key",
+            (prefix, prefix + "\U0010ffff"),
+        )
+        return [Item(*row) for row in rows]
+
+    @staticmethod
+    def _meta(db: sqlite3.Connection, name: str) -> int:
+        return int(db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()[0])
+
+    def _revision(self, db: sqlite3.Connection) -> int:
+        return self._meta(db, "revision")
+
+    @staticmethod
+    def _set_meta(db: sqlite3.Connection, name: str, value: int) -> None:
+        db.execute("UPDATE meta SET value = ? WHERE name = ?", (str(value), name))
+
+    # ------------------------------------------------------------------ the thread
+
+    async def _transaction(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Run `work` in a transaction, after the end of leases that are over."""
+
+        def run() -> T:
+            with self._errors():
+                db = self._database
+                db.execute("BEGIN IMMEDIATE")
+                try:
+                    self._expire(db)
+                    result = work(db)
+                    db.execute("COMMIT")
+                except BaseException:
+                    if db.in_transaction:
+                        db.execute("ROLLBACK")
+                    raise
+                return result
+
+        return await self._call(run)
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            code = getattr(error, "sqlite_errorname", "")
+            if code.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT", "SQLITE_CANTOPEN", "SQLITE_READONLY")):
+                raise ConfigError(f"{self.path}: {error}; remove it, or name another file") from None
+            raise StorageUnavailable(f"{self.path}: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"{self.path}: {error.strerror}") from None
