@@ -247,6 +247,16 @@ def test_the_prompt(server: Server) -> None:
     assert server.post(f"{PATH}/count_tokens", counted).json == {"input_tokens": len(prompt(server).encode())}
 
 
+def test_a_last_message_of_the_assistant_is_continued(server: Server) -> None:
+    question = {"role": "user", "content": "{arguments}"}
+    for messages in ([question], [question, {"role": "assistant", "content": "The best answer is ("}]):
+        body = {"model": MODEL, "max_tokens": 5, "messages": messages}
+        assert server.post(PATH, body).status == 200
+        arguments = json.loads(prompt(server).split("\n")[0].removeprefix("user: "))
+        begins, continues = arguments[0], arguments[-1]
+        assert (begins, continues) == (len(messages) == 1, len(messages) == 2)
+
+
 def _content(*blocks: Any, role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "x"}, {"role": role, "content": list(blocks)}]}
 
@@ -268,7 +278,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (_content(RESULT), 'messages[1].tool_use_id is "t1"'),
     (_content(USE, role="assistant"), 'the tool call "t1" has no result'),
     (_content({**USE, "input": "{}"}, role="assistant"), "messages[1].content[0].input"),
-    (_content({"type": "text", "text": "so"}, role="assistant"), 'messages[1].role is "assistant" in the last'),
+    (_content({"type": "text", "text": "so "}, role="assistant"), "ends with white space"),
     (_content({"type": "text", "text": "x", "cache_control": {"type": "forever"}}), "cache_control.type"),
     ({"temperature": 1.5}, "temperature is 1.5"),
     ({"top_p": 0}, "top_p is 0"),

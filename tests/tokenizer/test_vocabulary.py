@@ -80,3 +80,13 @@ def test_unsupported_vocabularies_are_rejected_by_name() -> None:
         Vocabulary(byte_spec(pre="absent"))
     with pytest.raises(ModelUnavailable, match="token_type has 3 entries for 262"):
         Vocabulary(byte_spec(types=[1, 1, 1]))
+
+
+def test_the_end_of_a_message_with_a_tool_call_ends_the_output() -> None:
+    words = ["<|eom_id|>" if word == "he" else word for word in byte_spec().tokens]
+    types = [3 if word == "<|eom_id|>" else 3 if i < 2 else 1 for i, word in enumerate(words)]
+    merges = ["l l"]
+    vocabulary = Vocabulary(byte_spec(tokens=words, types=types, merges=merges))
+    assert vocabulary.eos_ids == (1, words.index("<|eom_id|>"))
+    types[words.index("<|eom_id|>")] = 1  # an ordinary token of that text
+    assert Vocabulary(byte_spec(tokens=words, types=types, merges=merges)).eos_ids == (1,)

@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: reads the parameters of Anthropic's API.
 
 Content blocks become the messages of the chat template: text, calls (`tool_use`) and results (`tool_result`).
-Consecutive messages of one role become one.
+Consecutive messages of one role become one, and a last message of the assistant is continued.
 """
 
 from __future__ import annotations
@@ -126,11 +126,10 @@ def read_messages(value: Any, name: str) -> list[dict[str, Any]]:
                 messages.append(message)
                 places.append(place)
     check_results(messages, places, "tool_use_id")
-    if messages[-1]["role"] == "assistant":
+    if messages[-1]["role"] == "assistant" and messages[-1]["content"][-1:].isspace():
         raise InvalidRequest(
-            f'{places[-1]}.role is "assistant" in the last message, which this server does not continue; end with a '
-            f"message of the user",
-            f"{places[-1]}.role",
+            f"{places[-1]}.content ends with white space, and the answer continues it; leave the white space out",
+            f"{places[-1]}.content",
         )
     return messages
 
@@ -313,13 +312,16 @@ def read_count(body: dict[str, Any]) -> GenerationRequest:
 def _prompt_arguments(values: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `GenerationRequest` that make the prompt."""
     messages, system = values["messages"], values.get("system", "")
+    continues = messages[-1]["role"] == "assistant"
     definitions, choice = values.get("tools", []), values.get("tool_choice", {})
     if choice.get("type") == "none":
         definitions = []
     arguments: dict[str, Any] = {
         "model": values["model"],
         "messages": [{"role": "system", "content": system}, *messages] if system else messages,
-        "template": TemplateArguments(tools=definitions or None),
+        "template": TemplateArguments(
+            tools=definitions or None, add_generation_prompt=not continues, continue_final_message=continues
+        ),
     }
     if definitions:
         names = tuple(tool["function"]["name"] for tool in definitions)
