@@ -175,6 +175,16 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
         return any(t.name == name for t in self.tensors)
 
     @property
+    def decode_bytes(self) -> int:
+        """Bytes of the weights that a decode step reads: all but tables by position and an untied embedding."""
+        is_tied = self.head_name == "token_embd.weight"
+        return sum(
+            t.nbytes
+            for t in self.tensors
+            if not t.name.startswith(("rope.", "position_embd")) and (is_tied or t.name != "token_embd.weight")
+        )
+
+    @property
     def head_name(self) -> str:
         """Name of the output head: its own tensor, or the embedding when the two are tied."""
         return "output.weight" if self.has("output.weight") else "token_embd.weight"

@@ -131,13 +131,8 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the checkpoint that a decode step reads: all but tables by position and an untied embedding."""
-        tied = self.index.head_name == "token_embd.weight"
-        return sum(
-            t.nbytes
-            for t in self.index.tensors
-            if not t.name.startswith(("rope.", "position_embd")) and (tied or t.name != "token_embd.weight")
-        )
+        """Bytes of the checkpoint that a decode step reads."""
+        return self.index.decode_bytes
 
 
 class Arenas(NamedTuple):

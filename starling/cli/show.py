@@ -9,9 +9,10 @@ import msgspec
 
 from pipeline.config import paths
 from pipeline.config.load import find_file, load, render
-from pipeline.config.schema import Config
+from pipeline.config.schema import Config, ModelConfig
 from pipeline.models import store
 from starling.cli.options import exit_codes, json_option
+from starling.cli.prepare import chosen_models
 
 CODES = exit_codes({0: "success", 78: "the configuration is wrong"})
 
@@ -50,8 +51,12 @@ def directories(config: Config) -> dict[str, str]:
 
 @click.command(epilog=CODES)
 @json_option()
-def models(as_json: bool) -> None:
+@click.option("--plan", "with_plan", is_flag=True, help="Show the memory and the speed of prepared models instead.")
+@click.argument("name", required=False)
+def models(as_json: bool, with_plan: bool, name: str | None) -> None:
     """List the configured models with their files and states.
+
+    NAME is a configured model; the default is all of them.
 
     \b
     to be fetched   the file is missing
@@ -61,7 +66,11 @@ def models(as_json: bool) -> None:
     resolved = load()
     folder = paths.models_dir()
     rows: list[dict[str, Any]] = []
-    for model in resolved.models:
+    chosen = chosen_models(resolved, name)
+    if with_plan:
+        _show_plans(resolved, chosen, as_json)
+        return
+    for model in chosen:
         found = store.find(model, folder)
         rows.append(
             {
@@ -83,3 +92,15 @@ def models(as_json: bool) -> None:
         click.echo(f"  {row['path']}")
         if row["digest"]:
             click.echo(f"  sha256 {row['digest']}")
+
+
+def _show_plans(config: Config, chosen: tuple[ModelConfig, ...], as_json: bool) -> None:
+    from starling.cli import plan  # imports numpy, which no other listing needs
+
+    plans = {model.name: plan.plan(config, model, paths.models_dir()) for model in chosen}
+    if as_json:
+        _print_json([found for found in plans.values() if found is not None])
+        return
+    for name, found in plans.items():
+        for line in plan.lines(found) if found else [f"{name}  not prepared: run `starling prepare {name}` first"]:
+            click.echo(line)

@@ -66,6 +66,14 @@ def test_models_says_how_far_they_are(home: Path) -> None:
     assert "to be fetched" in CliRunner().invoke(cli, ["models"]).output
 
 
+def test_a_plan_of_what_is_not_prepared_names_the_command(home: Path) -> None:
+    result = CliRunner().invoke(cli, ["models", "--plan"])
+    assert (result.exit_code, result.output) == (
+        0,
+        "smollm2-135m-instruct  not prepared: run `starling prepare smollm2-135m-instruct` first\n",
+    )
+
+
 def test_status_of_a_server_that_is_down(home: Path) -> None:
     result = CliRunner().invoke(cli, ["status"], standalone_mode=False)
     assert (result.return_value, result.output) == (1, "no stage is running\n")

@@ -1,0 +1,71 @@
+"""`starling models --plan`: sizes are those of the files, and the bound on speed follows from what a token reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from pipeline.config.load import resolve
+from pipeline.config.schema import Config
+from pipeline.models.arena_sizes import arena_sizes
+from shm.checkpoint import Hyper, load_index
+from stages.worker.checkpoint.prepare import prepare_checkpoint
+from starling.cli import cli
+from starling.cli.plan import attended, read_rate
+from tools.tiny_gguf import SHAPES, write_model
+
+
+@pytest.fixture
+def config(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Two models, of which the first is prepared."""
+    paths = [str(write_model(tmp_path / f"{name}.gguf", SHAPES[name], "Q8_0")) for name in ("gemma3", "odd")]
+    fields = {"kv_cache_mb": 8, "max_batch_size": 4, "max_sequence_length": 512}
+    values = {"models": [{"name": f"m{i}", "path": path, **fields} for i, path in enumerate(paths)]}
+    (tmp_path / "starling.yaml").write_text(yaml.safe_dump(values))
+    monkeypatch.setenv("STARLING_CONFIG", str(tmp_path / "starling.yaml"))
+    found = resolve(values, {})
+    (home / "models").mkdir(parents=True)
+    prepare_checkpoint(found.models[0], home / "models")
+    return found
+
+
+def test_sizes_are_those_of_the_files(config: Config, home: Path) -> None:
+    result = CliRunner().invoke(cli, ["models", "--plan", "--json"], catch_exceptions=False)
+    (row,) = json.loads(result.output)
+    (index_path,) = (home / "models").glob("*.idx")
+    index = load_index(index_path)
+    sizes = arena_sizes(config, config.models[0], index.hyper)
+    assert (row["name"], row["weights"], row["context_length"]) == ("m0", index.bin_bytes, 512)
+    assert row["weights"] == index_path.with_suffix(".bin").stat().st_size
+    assert (row["kv_arena"], row["step_arena"], row["activations"]) == tuple(sizes)
+    assert row["kv_per_position"] == 6 * 2 * 2 * 32 * 2, "6 layers, K and V of 2 heads of 32 values of 2 bytes"
+    assert 0 < row["kv_positions"] * row["kv_per_position"] <= 8 << 20
+    assert row["weights_per_token"] < row["weights"], "RoPE tables are not read"
+    rate = row["read_bytes_per_s"]
+    assert row["tokens_per_s"] == pytest.approx(rate / row["weights_per_token"])
+    read = row["weights_per_token"] + row["kv_per_position"] / 6 * (5 * 300 + 512)
+    assert row["tokens_per_s_at_full_context"] == pytest.approx(rate / read)
+
+
+def test_a_plan_is_text_with_the_next_command(config: Config) -> None:
+    shown = CliRunner().invoke(cli, ["models", "--plan"], catch_exceptions=False).output
+    assert "tokens/s for one request" in shown
+    assert "m1  not prepared: run `starling prepare m1` first" in shown
+    alone = CliRunner().invoke(cli, ["models", "--plan", "m1"], catch_exceptions=False).output
+    assert alone == "m1  not prepared: run `starling prepare m1` first\n"
+
+
+def test_a_window_bounds_what_a_layer_attends_to() -> None:
+    h = Hyper(3, 32, 1, 1, 32, 32, 4, 4096, 1e-5, 32, "halves", "silu", windows=(100, 100, 0))
+    assert (attended(h, 50), attended(h, 1000)) == (150, 1200)
+
+
+def test_the_rate_is_bytes_by_time() -> None:
+    """A clock that goes on 0.125 s at each look: two reads of all bytes, and six looks after the first one."""
+    ticks = iter(range(1000))
+    assert read_rate(np.zeros(1000, np.uint8), 1, lambda: next(ticks) * 0.125) == pytest.approx(2000 / 0.75)
