@@ -14,6 +14,20 @@ KINDS = {BYTE_LEVEL: "byte-level BPE", SENTENCEPIECE: "SentencePiece BPE"}  # va
 SPACE = "\u2581"  # stands for a space in the tokens of SentencePiece
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type (GGUF specification)
 
+# Names of tokens that end a turn. Many files give only the token that ends a text, and chats end with these.
+_TURN_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|end_of_turn|>"),
+    *("<|END_OF_TURN_TOKEN|>", "<|endofturn|>", "<end_of_utterance>", "<EOT>", "[EOT]"),
+)
+_HARMONY = "<|return|>"  # a vocabulary with this token uses <|end|> within an answer
+
+
+def turn_ends(tokens: Sequence[str], types: Sequence[int]) -> list[int]:
+    """Return the ids of the control and user-defined tokens that end a turn, by their names."""
+    special = {text: i for i, (text, kind) in enumerate(zip(tokens, types)) if kind in (CONTROL, USER_DEFINED) and text}
+    names = [name for name in _TURN_ENDS if name != "<|end|>" or _HARMONY not in special]
+    return [special[name] for name in names if name in special]
+
 
 def byte_name(byte: int) -> str:
     """Return the text of the token that stands for a byte in a SentencePiece vocabulary."""

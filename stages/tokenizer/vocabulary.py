@@ -23,6 +23,7 @@ from pipeline.models.vocabularies import (
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
+    turn_ends,
     vocabulary_problem,
 )
 from shm.checkpoint import VOCABULARY_REVISION
@@ -30,9 +31,6 @@ from stages.tokenizer.byte_level import ByteLevelEncoder
 from stages.tokenizer.chunked_encode import WINDOW, MarkedTokenFinder, SpecialTokenFinder
 from stages.tokenizer.sentencepiece import SentencePieceEncoder
 from stages.tokenizer.token_lower_bound import TokenLowerBound, min_tokens
-
-# Llama 3 ends an answer with it that has a tool call; files name only the end of a turn.
-END_OF_MESSAGE = "<|eom_id|>"
 
 
 class TooManyTokens(Exception):
@@ -109,8 +107,8 @@ class Vocabulary:
             self._encoder = ByteLevelEncoder(spec.tokens, types, spec.merges, PRETOKENIZERS[spec.pre])
         self.bos, self.eos = spec.bos, spec.eos
         self.add_bos = (self._encoder.adds_bos if spec.add_bos is None else spec.add_bos) and spec.bos >= 0
-        ends = (spec.eos, spec.eot, specials.get(END_OF_MESSAGE, -1))
-        self.eos_ids: tuple[int, ...] = tuple(sorted({i for i in ends if 0 <= i < self.size}))
+        ends = {spec.eos, spec.eot, *turn_ends(spec.tokens, types)}
+        self.eos_ids: tuple[int, ...] = tuple(sorted(i for i in ends if 0 <= i < self.size))
         self._bytes, self.holes = self._encoder.token_bytes, self._encoder.holes
         self._always = SpecialTokenFinder(always)
         self._specials = SpecialTokenFinder(always | specials)

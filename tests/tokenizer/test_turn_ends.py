@@ -1,0 +1,34 @@
+"""Answers end with the token that ends a turn, also if the file names only the one that ends a text."""
+
+from __future__ import annotations
+
+import pytest
+
+from stages.tokenizer.vocabulary import Vocabulary
+from tests.tokenizer.byte_vocabulary import byte_spec
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "expected"),
+    [
+        (["<end_of_turn>"], 3, [0]),
+        (["<end_of_turn>"], 4, [0]),
+        (["<end_of_turn>"], 1, []),  # text
+        (["<|end|>", "<|user|>"], 3, [0]),
+        (["<|end|>", "<|return|>"], 3, []),  # parts of one answer
+        (["<|eot_id|>", "<|eom_id|>"], 3, [0, 1]),
+        (["<|endoftext|>"], 3, []),
+    ],
+)
+def test_names_of_turn_ends(names: list[str], kind: int, expected: list[int]) -> None:
+    spec = byte_spec()
+    vocabulary = Vocabulary(
+        spec._replace(tokens=[*spec.tokens, *names], types=[*spec.types, *[kind] * len(names)], eos=1)
+    )
+    assert vocabulary.eos_ids == (1, *(len(spec.tokens) + i for i in expected))
+
+
+def test_the_files_own_ids_come_first_and_once() -> None:
+    spec = byte_spec()
+    vocabulary = Vocabulary(spec._replace(tokens=[*spec.tokens, "<|im_end|>"], types=[*spec.types, 3], eot=262))
+    assert vocabulary.eos_ids == (1, 262)
