@@ -16,8 +16,7 @@ from stages.kv.storage import threaded_store
 from stages.kv.storage.threaded_store import ThreadedPageStore
 from tests.kv.disk_pages import PAGE_BYTES, open_store, page
 
-DELAY_S = 0.2
-CALL_S = 0.05  # no call may take longer
+CALL_S = 5.0  # half of the time that the disk stands still
 
 
 @pytest.fixture
@@ -117,14 +116,25 @@ def test_a_page_that_cannot_be_written_is_reported(store: ThreadedPageStore, los
     assert not store.save(*page(2))  # the file pauses
 
 
+class Gate(threading.Event):
+    """The disk stands still until it is set; `reached` is set when an operation waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+
+    def stop(self, _: int) -> bool:
+        self.reached.set()
+        return not self.wait(10)
+
+
 @pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    """The disk stands still until the event is set."""
-    event = threading.Event()
+def gate() -> Iterator[Gate]:
+    gate = Gate()
     reads, writes = points.fault_point("disk", "spill_read"), points.fault_point("disk", "spill")
-    reads.trigger = writes.trigger = lambda _: not event.wait(10)
-    yield event
-    event.set()
+    reads.trigger = writes.trigger = gate.stop
+    yield gate
+    gate.set()
     reads.trigger = writes.trigger = None
 
 
@@ -168,12 +178,10 @@ def test_reading_ahead_is_bounded_and_shared(
     assert not store._wanted
 
 
-def test_closing_does_not_wait_for_the_disk_and_the_next_user_does(
-    store: ThreadedPageStore, gate: threading.Event
-) -> None:
+def test_closing_does_not_wait_for_the_disk_and_the_next_user_does(store: ThreadedPageStore, gate: Gate) -> None:
     store.save(*page(0))
     store.save(*page(1))
-    wait(store, lambda: store._jobs.qsize() == 1)  # the first page is being written
+    assert gate.reached.wait(10)  # the first page is being written
     begin = time.monotonic()
     store.close()
     following = ThreadedPageStore(store.path, 1, lambda: open_store(store.path))
