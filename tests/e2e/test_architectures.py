@@ -1,0 +1,64 @@
+"""Models of several architectures behind one server: what clients receive is what the reference implementation says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.conftest import share_caches
+from tests.e2e.server import Server
+from tools.reference.exact_forward import ExactModel, ExactSequence
+from tools.tiny_gguf import SHAPES, write_model
+
+pytestmark = pytest.mark.slow
+
+# Together they use every switch: windows and tables of their own, caps, fused tensors, learned positions.
+MODELS = ("gemma2", "gemma3", "phi3", "gpt2")
+CORES = sorted(os.sched_getaffinity(0))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    return {name: write_model(directory / f"{name}.gguf", SHAPES[name], "Q4_0", seed=2) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, files: dict[str, Path]) -> Iterator[Server]:
+    home = tmp_path_factory.mktemp("architectures")
+    share_caches(home)
+    models = [
+        {"name": name, "path": str(path), "kv_cache_mb": 32, "cpus": CORES[i % len(CORES) :][:1], "max_batch_size": 4}
+        for i, (name, path) in enumerate(files.items())
+    ]
+    with Server(home, {"models": models}) as server:
+        yield server
+        server.stop()
+        assert server.leftovers() == []
+
+
+def greedy(path: Path, prompt: list[int], n: int) -> list[int]:
+    sequence = ExactSequence(ExactModel(path))
+    logits, found = sequence.extend(prompt, last_only=True), []
+    for _ in range(n):
+        found.append(int(logits[0].argmax()))
+        logits = sequence.extend(found[-1:], last_only=True)
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_server_answers_what_the_reference_computes(server: Server, files: dict[str, Path], model: str) -> None:
+    prompt = np.random.default_rng(1).integers(3, 260, 310).tolist()  # beyond the windows
+    body = {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    answer = server.post("/v1/generate", **body)["choices"][0]
+    assert answer["tokens"] == greedy(files[model], prompt, 12)
+    again = server.post("/v1/generate", **body)["choices"][0]  # over cached pages
+    assert again["tokens"] == answer["tokens"]
+    chat = {"model": model, "messages": [{"role": "user", "content": "the quick brown fox"}], "max_tokens": 8}
+    assert server.post("/v1/chat/completions", **chat)["usage"]["completion_tokens"] >= 1
+    shown = server.request("GET", f"/v1/models/{model}")[1]
+    assert shown["architecture"] == SHAPES[model].architecture
