@@ -41,7 +41,6 @@ class EtcdStore(CoordinationStore):
     def __init__(self, host: str, port: int, namespace: str = "starling/") -> None:
         """Raises `ConfigError` when the extra is not installed."""
         try:
-            import grpc
             from aetcd import rpc
         except ImportError:
             raise ConfigError(
@@ -50,13 +49,12 @@ class EtcdStore(CoordinationStore):
         self.address = f"{host}:{port}"
         self._namespace = namespace
         self._rpc: Any = rpc
-        self._grpc: Any = grpc
         self._channel: Any = None
 
     def _stub(self, kind: str) -> Any:
         """A stub of a service, on the one channel, which connects by itself."""
         if self._channel is None:
-            self._channel = self._grpc.aio.insecure_channel(self.address, options=_OPTIONS)
+            self._channel = self._rpc.insecure_channel(self.address, options=_OPTIONS)
         return getattr(self._rpc, kind)(self._channel)
 
     async def close(self) -> None:
@@ -145,7 +143,7 @@ class EtcdStore(CoordinationStore):
             await self._call(stream.write(self._rpc.WatchRequest(create_request=create)))
             while True:
                 answer = await self._call(stream.read())
-                if answer is self._grpc.aio.EOF:
+                if not isinstance(answer, self._rpc.WatchResponse):  # the end of the stream
                     return
                 if answer.compact_revision or answer.canceled:
                     yield None
@@ -184,17 +182,17 @@ class EtcdStore(CoordinationStore):
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         """Translate gRPC's errors. An object that does not exist is a `LookupError`."""
-        codes = self._grpc.StatusCode
+        codes = self._rpc.StatusCode
         try:
             yield
-        except self._grpc.aio.AioRpcError as error:
+        except self._rpc.AioRpcError as error:
             what = f"etcd at {self.address}: {(error.details() or error.code().name)[:300]}"
             if error.code() == codes.NOT_FOUND:
                 raise LookupError(what) from None
             if error.code() in (codes.UNAUTHENTICATED, codes.PERMISSION_DENIED):
                 raise ConfigError(what) from None
             raise StorageUnavailable(what) from None
-        except self._grpc.aio.UsageError as error:  # the channel was closed meanwhile
+        except self._rpc.BaseError as error:  # the channel was closed meanwhile
             raise StorageUnavailable(f"etcd at {self.address}: {error}") from None
 
 

@@ -128,6 +128,10 @@ class SourceTable:
             ),
         ).source
 
+    def has_failed(self, source: Source, piece: int) -> bool:
+        """Whether a source has failed to bring a piece."""
+        return self._of(source).piece_failures[piece] > 0
+
     def expected_s(self, source: Source, nbytes: int) -> float:
         """Seconds until the answer to another request."""
         state = self._of(source)

@@ -137,7 +137,7 @@ class Transfer:
             return None, None
         first = next(source for asked, source in self._tasks.values() if asked == piece)
         other = self._sources.choose(piece, first)
-        if other is None or first.is_local:
+        if other is None or first.is_local or self._sources.has_failed(other, piece):
             return None, None
         expected = self._sources.expected_s(other, self._file.piece_range(piece)[1])
         at = self._begun[piece] + max(LEAST_LATE_S, LATE * expected)
@@ -177,11 +177,10 @@ class Transfer:
             return
         is_needed = piece not in self._pieces.present
         self._pieces.failed(piece)
-        if result.is_damaged:
-            self._rejected += 1
         if not is_needed:
             return
         if result.is_damaged:
+            self._rejected += 1
             self._sources.rejected(source, piece, error)
         else:
             if isinstance(error, StorageUnavailable):
