@@ -14,7 +14,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from types import BuiltinMethodType
 from typing import Any
 
@@ -314,12 +314,31 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         return bounded
 
-    def _tojson(self, value: Any, indent: int | None = None) -> str:
-        weight = self._weight(value)
+    def _tojson(
+        self,
+        value: Any,
+        ensure_ascii: bool | int = False,
+        indent: int | None = None,
+        separators: Sequence[str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """Write JSON. The parameters are those that Hugging Face gives templates; Jinja's own one is `indent`."""
+        if isinstance(ensure_ascii, int) and not isinstance(ensure_ascii, bool):
+            ensure_ascii, indent = False, ensure_ascii
         if indent is not None and not 0 <= int(indent) <= MAX_INDENT:
             raise RenderLimit(f"it indents by more than {MAX_INDENT} characters")
-        self.charge(weight * (1 + (indent or 0)))
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+        if separators is not None and (len(separators) != 2 or max(len(one) for one in separators) > MAX_INDENT):
+            raise RenderLimit(f"it needs separators other than two strings of at most {MAX_INDENT} characters")
+        longest = max((len(one) for one in separators or ()), default=0)
+        # A character becomes up to two escapes of six.
+        self.charge(self._weight(value) * (12 if ensure_ascii else 1) * (1 + (indent or 0) + longest))
+        return json.dumps(
+            value,
+            ensure_ascii=bool(ensure_ascii),
+            indent=indent,
+            separators=None if separators is None else (separators[0], separators[1]),
+            sort_keys=bool(sort_keys),
+        )
 
     def _iterate(self, values: Iterable[Any]) -> Iterable[Any]:
         self.charge(1)

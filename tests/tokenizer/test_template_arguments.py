@@ -118,3 +118,34 @@ def test_a_template_with_a_system_role_gets_the_messages_as_they_are(name: str) 
 def test_parts_for_training_are_plain_text() -> None:
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}.{% endfor %}"
     assert compiled(source).render([say("user", "a"), say("user", "b")]).text == "a.b."
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("tojson", '{"b": "é", "a": [1]}'),
+        ("tojson(ensure_ascii=True)", '{"b": "\\u00e9", "a": [1]}'),
+        ("tojson(ensure_ascii=False, sort_keys=true)", '{"a": [1], "b": "é"}'),
+        ("tojson(separators=(',', ':'))", '{"b":"é","a":[1]}'),
+        ("tojson(indent=1)", '{\n "b": "é",\n "a": [\n  1\n ]\n}'),
+        ("tojson(1)", '{\n "b": "é",\n "a": [\n  1\n ]\n}'),
+    ],
+)
+def test_json_takes_the_parameters_of_published_templates(call: str, expected: str) -> None:
+    chat = compiled("{{ tools[0] | " + call + " }}").render([], True, [{"b": "é", "a": [1]}])
+    assert chat.text == expected
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "tojson(indent=100000)",
+        "tojson(separators=(',' * 100000, ':'))",
+        "tojson(separators=(',',))",
+        "tojson(ensure_ascii=True)",
+    ],
+)
+def test_json_is_bounded(call: str) -> None:
+    tools = [{"a": "é" * (12 << 20)}] if "ascii" in call else [{"a": [1] * 100}]
+    with pytest.raises(InvalidRequest, match="within its limits"):
+        compiled("{{ tools | " + call + " }}").render([], True, tools)
