@@ -7,6 +7,7 @@ ended counts as absent or as zero.  Start times: `shm.arena.process_ticks`.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,10 +67,9 @@ def started_at(pid: int) -> float | None:
     """When the process started, s since 1970; None when it has ended."""
     try:
         ticks = int(_read(f"/proc/{pid}/stat").rsplit(b")", 1)[1].split()[19])
-        boot_s = int(_read("/proc/stat").split(b"\nbtime ")[1].split()[0])
     except (OSError, IndexError, ValueError):
         return None
-    return boot_s + ticks / TICKS_PER_S
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / TICKS_PER_S)
 
 
 def is_stopped(pid: int) -> bool:

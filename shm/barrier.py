@@ -4,7 +4,7 @@
     0                     epoch   rank 0: n after all ranks have arrived n times
 
     word of a rank's line   field      writer: the rank that owns the line
-    0                       arrivals   barriers that this rank has reached since `reset`
+    0                       arrivals   barriers that this rank has reached since the words were zero
     1                       sleeping   non-zero: the rank sleeps in a futex (rank 0 on `arrivals`, others on `epoch`)
 
 Words are 8 bytes, a line is 8 words (a cache line).  Rank 0 collects the arrivals and then stores `epoch`, which
@@ -33,15 +33,6 @@ EPOCH = 0  # word offsets from the barrier's address
 _ARRIVALS, _SLEEPING = 0, 8  # byte offsets in a rank's line
 _LINE_BYTES = 64
 _CALM_SPINS = 2000  # before the first look at the clock: most waits end here
-
-
-@numba.njit(nogil=True)
-def reset(barrier, lines, n_ranks):
-    """Zero all words. Only for the leader, before any other rank waits."""
-    for rank in range(n_ranks):
-        store_release(lines + _LINE_BYTES * rank + _ARRIVALS, 0)
-        store_release(lines + _LINE_BYTES * rank + _SLEEPING, 0)
-    store_release(barrier + 8 * EPOCH, 0)
 
 
 @numba.njit(nogil=True)

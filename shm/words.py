@@ -8,11 +8,14 @@ another word: put `fence` between them (store HEAD, fence, check whether the pee
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import numpy as np
 
 _lock = threading.Lock()
+_libc = ctypes.CDLL(None)
+_SYS_FUTEX, _FUTEX_WAKE, _EVERY_WAITER = 202, 1, 0x7FFFFFFF
 
 
 def load(words: np.ndarray, index: int) -> int:
@@ -30,3 +33,9 @@ def fence() -> None:
     # Taking a free lock is a locked compare-and-exchange, which is a full fence on x86-64.
     with _lock:
         pass
+
+
+def wake(words: np.ndarray, index: int) -> None:
+    """Wake all processes that sleep on the low half of a word (`atomics.futex_wait`)."""
+    address = ctypes.c_void_p(words.ctypes.data + words.itemsize * index)
+    _libc.syscall(_SYS_FUTEX, address, _FUTEX_WAKE, _EVERY_WAITER, None, None, 0)

@@ -13,10 +13,10 @@ from __future__ import annotations
 import threading
 from typing import Self
 
-from shm import barrier, words
 from shm import step_ring as sh
+from shm import words
 from stages.worker import activations_arena as act
-from stages.worker.kernels import rank_loop
+from stages.worker.kernels import compiled
 from stages.worker.model import Arenas, Model, RankTable
 
 FOLLOW_NS = 60_000_000_000  # how long a rank stays in compiled code without a step before it returns to Python
@@ -39,7 +39,7 @@ class WorkerGroup:
         self.ranks = arenas.geometry.ranks
         self.tables = [RankTable(model, arenas, rank, profile) for rank in range(self.ranks)]
         self._control = arenas.activations.buffer.ctypes.data
-        barrier.reset(self._control + 8 * act.BARRIER, self._control + 8 * act.LINES, self.ranks)
+        act.reset_barrier(act.control_words(arenas.activations), self.ranks)
         self._number = 0  # of the last announcement: even for a step, odd for a return to Python
         self._is_closing = False
         self.threads = [
@@ -75,7 +75,7 @@ class WorkerGroup:
     def _lead(self, step: int, limit_ns: int, ring: int, bell: int) -> int:
         self._number += 2
         timing = self.arenas.steps.timing.ctypes.data
-        refused = rank_loop.run_steps(
+        refused = compiled.run_steps(
             self.tables[0].address, self._control, self._number, step, timing, limit_ns, ring, bell
         )
         return int(refused)
@@ -84,7 +84,7 @@ class WorkerGroup:
         """The thread of a rank other than 0."""
         number = 0
         while not self._is_closing:
-            number = rank_loop.run_steps(table.address, self._control, number, 0, 0, FOLLOW_NS, 0, -1)
+            number = compiled.run_steps(table.address, self._control, number, 0, 0, FOLLOW_NS, 0, -1)
             if number & 1:
                 return
 
@@ -92,7 +92,7 @@ class WorkerGroup:
         """End the threads. The arenas stay the caller's. Idempotent."""
         self._is_closing = True
         if self.threads:
-            rank_loop.announce(self._control, self._number + 1, self.ranks)
+            act.announce(act.control_words(self.arenas.activations), self._number + 1, self.ranks)
         for thread in self.threads:
             thread.join()
         self.threads = []

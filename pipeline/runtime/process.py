@@ -77,6 +77,29 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         os._exit(EXIT_ORPHANED)
 
 
+def _arguments() -> tuple[int, int]:
+    """Where this process's arguments begin and end in its memory (arg_start, arg_end of /proc/self/stat)."""
+    fields = Path("/proc/self/stat").read_bytes().rsplit(b")", 1)[1].split()
+    return int(fields[45]), int(fields[46])
+
+
+def fits_command(command: list[str]) -> bool:
+    """Whether `set_command` shows all of `command`."""
+    begin, end = _arguments()
+    return sum(len(os.fsencode(word)) + 1 for word in command) <= end - begin
+
+
+def set_command(command: list[str]) -> None:
+    """Let `ps` and /proc/PID/cmdline show `command` for this process: after a fork it still shows the parent's.
+
+    The words overwrite the memory of the original arguments, and are cut to its size.
+    """
+    begin, end = _arguments()
+    if begin < end:
+        words = b"\0".join(map(os.fsencode, command))[: end - begin - 1]
+        ctypes.memmove(begin, words.ljust(end - begin, b"\0"), end - begin)
+
+
 def watch_parent() -> int:
     """A pidfd of the parent, readable when it has ended; -1 when it cannot be watched."""
     try:

@@ -35,6 +35,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ResourceError, StarlingError
 from pipeline.observe import logs
 from pipeline.runtime import process, timer_coalescing
+from pipeline.runtime.malloc_trim import trim
 from pipeline.supervise import ancestors, base, listen_fd
 from pipeline.supervise.base import SupervisorBase
 from pipeline.supervise.restart_policy import Limits, RestartPolicy
@@ -103,6 +104,7 @@ def preloaded(preload: Callable[[], object] | None) -> bool:
         log.warning("preloading started threads, restarts will import again", extra={"threads": threads})
         return False
     gc.collect()
+    trim()  # what `preload` needed for a moment would be free memory in every child
     gc.freeze()  # keeps memory shared: the children's collectors do not touch these objects
     return True
 

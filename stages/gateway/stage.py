@@ -22,7 +22,7 @@ from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, Conflict, InvalidRequest, StarlingError
 from pipeline.ipc.asyncio_loop import AsyncioLoop
-from pipeline.ipc.control import ControlServer
+from pipeline.ipc.control_asyncio import ControlServer
 from pipeline.ipc.endpoint import Link
 from pipeline.models import versions
 from pipeline.observe import logs

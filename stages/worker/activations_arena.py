@@ -17,14 +17,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from pipeline.errors import ResourceError
+from shm import words
 from shm.arena import Arena, align
 from shm.checkpoint import Hyper
 from shm.pages import KV_SPLIT
 from shm.step_ring import MAX_RANKS, StepsGeometry
 from stages.worker.kernels import parameter_block as c
-from stages.worker.kernels.plan import SPLIT_UNITS, plan_words
-from stages.worker.kernels.quantize_activations import row_bytes
+from stages.worker.kernels.buffer_sizes import SPLIT_UNITS, plan_words, row_bytes
 
 KIND = "activations"
 LAYOUT = 1
@@ -144,3 +146,27 @@ def attach_activations(path: Path, digest: bytes) -> tuple[Arena, ActivationsGeo
     """Map the arena; called by the other ranks. Raises `FileNotFoundError`, `ArenaError`."""
     arena = Arena.attach(path, KIND, LAYOUT, digest=digest)
     return arena, ActivationsGeometry(*(int(arena.meta[name]) for name in ActivationsGeometry._fields))
+
+
+# ------------------------------------------------------------------ control words
+
+
+def control_words(arena: Arena) -> np.ndarray:
+    """The control words: i64 (CONTROL_WORDS,), a view of the arena."""
+    return arena.view(0, (CONTROL_WORDS,), np.int64)
+
+
+def reset_barrier(control: np.ndarray, ranks: int) -> None:
+    """Zero the words of the barrier (shm/barrier.py). Only for rank 0, before any other rank waits."""
+    for rank in range(ranks):
+        words.store(control, LINES + 8 * rank, 0)
+        words.store(control, LINES + 8 * rank + 1, 0)
+    words.store(control, BARRIER, 0)
+
+
+def announce(control: np.ndarray, number: int, ranks: int) -> None:
+    """Rank 0: store `number` at STEP and wake the ranks, as `rank_loop.announce` does in jitted code."""
+    words.store(control, STEP, number)
+    words.fence()
+    if any(words.load(control, LINES + 8 * rank + SLEEPS) for rank in range(1, ranks)):
+        words.wake(control, STEP)

@@ -16,7 +16,8 @@ from shm.checkpoint import Checkpoint, Hyper
 from shm.pages import KV_TYPES, KvArena, KvGeometry
 from shm.step_ring import PROGRESS, Steps, StepsGeometry
 from stages.worker import activations_arena as act
-from stages.worker.kernels import attention, build, matmul, projections, rank_sync, sampler_vocabulary
+from stages.worker.kernels import buffer_sizes as bs
+from stages.worker.kernels import compiled
 from stages.worker.kernels import parameter_block as c
 from stages.worker.kernels.formats import FORMATS
 
@@ -62,9 +63,9 @@ class Model:
         self.hyper = h = self.index.hyper
         self.digest = bytes.fromhex(self.index.digest)
         group = h.n_heads // h.n_kv_heads
-        if group > attention.ROWS:
+        if group > bs.ROWS:
             raise ModelUnavailable(
-                f"{self.index.name}: {group} query heads share a KV head; the kernels support at most {attention.ROWS}",
+                f"{self.index.name}: {group} query heads share a KV head; the kernels support at most {bs.ROWS}",
                 param="model",
             )
         self._base = self.checkpoint.data.ctypes.data
@@ -167,7 +168,7 @@ class RankTable:
     def __init__(self, model: Model, arenas: Arenas, rank: int, profile: bool = False) -> None:
         check_arenas(model.hyper, arenas)
         self.model, self.arenas, self.rank = model, arenas, rank
-        self.phases = np.zeros(len(rank_sync.PHASES), np.int64)  # cycles spent in each phase, counted with `profile`
+        self.phases = np.zeros(len(bs.PHASES), np.int64)  # cycles spent in each phase, counted with `profile`
         self._keep: list[np.ndarray] = []
         words = dict(model.words)
         words |= self._steps_words(arenas.steps, arenas.steps_geometry)
@@ -194,7 +195,7 @@ class RankTable:
             c.PHASES: self.phases.ctypes.data if profile else 0,
         }
         words |= self._scratch(model.hyper, g)
-        words |= build.addresses(kv.kv_type)
+        words |= compiled.addresses(kv.kv_type)
         self.table = np.zeros(c.WORDS, np.int64)
         for word, value in words.items():
             self.table[word] = value
@@ -236,10 +237,10 @@ class RankTable:
         sizes = {
             c.OWN_NORM: 4 * c.FEW * h.width,
             c.OWN_NORM_Q: c.FEW * act.strides(h)[c.NORM_Q_STRIDE],
-            c.ATTENTION: 4 * attention.scratch_words(h.head_dim),
-            c.GATED: projections.gated_bytes(g.step_tokens),
-            c.SAMPLER: sampler_vocabulary.scratch_bytes(h.vocab_size),
-            c.MULTIPLY: matmul.SCRATCH_BYTES,
+            c.ATTENTION: 4 * bs.attention_words(h.head_dim),
+            c.GATED: bs.gated_bytes(g.step_tokens),
+            c.SAMPLER: bs.sampler_bytes(h.vocab_size),
+            c.MULTIPLY: bs.MATMUL_BYTES,
         }
         addresses = {}
         for name, size in sizes.items():

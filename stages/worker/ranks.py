@@ -25,8 +25,8 @@ from pipeline.runtime import process
 from shm.arena import Arena, process_ticks
 from shm.pages import attach_kv
 from shm.step_ring import attach_steps
-from stages.worker.activations_arena import attach_activations
-from stages.worker.kernels import rank_loop
+from stages.worker.activations_arena import attach_activations, control_words
+from stages.worker.kernels import compiled
 from stages.worker.model import Arenas, Model, RankTable
 
 FOLLOW_NS = 60_000_000_000  # in compiled code without a step; rank 0's death ends it there, too
@@ -66,6 +66,7 @@ class Attachment:
             self.close()
             raise
         self.control = activations.buffer.ctypes.data
+        self.words = control_words(activations)
         self.ring = self.steps.control.ctypes.data
         self.timing = self.steps.timing.ctypes.data
 
@@ -161,7 +162,7 @@ def _follow(model: Model, rank: int, channel: Channel) -> int:
             continue
         number = 0
         while not number & 1:
-            number = rank_loop.run_steps(attachment.table.address, attachment.control, number, 0, 0, FOLLOW_NS, 0, -1)
+            number = compiled.run_steps(attachment.table.address, attachment.control, number, 0, 0, FOLLOW_NS, 0, -1)
 
 
 def attach_ranks(ranks: list[Rank], paths: ArenaPaths) -> None:

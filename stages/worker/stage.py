@@ -24,15 +24,15 @@ from pipeline.models import versions
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from pipeline.runtime.process import EXIT_FATAL
-from shm import barrier, words
 from shm import step_ring as sh
+from shm import words
 from shm.arena import Arena, ArenaError, process_ticks
 from shm.checkpoint import Checkpoint, CheckpointError
 from shm.pages import attach_kv
 from shm.step_ring import attach_steps
 from stages.worker import activations_arena as act
 from stages.worker.checkpoint.prepare import open_verified, prepare
-from stages.worker.kernels import features, rank_loop
+from stages.worker.kernels import compiled, features, stored_code
 from stages.worker.model import Model
 from stages.worker.ranks import ArenaPaths, Attachment, Rank, attach_ranks, pin, spawn, watch
 
@@ -148,8 +148,7 @@ class WorkerStage:
         geometry = act.geometry_for(s, self.model.hyper, self.config.scheduler.max_step_tokens, self.n_ranks)
         act.check_size(geometry, self.model.hyper, self.config.performance.memory_pool_size_mb, self.name)
         self._activations = act.create_activations(where, geometry, self.model.hyper, self.model.digest)
-        control = self._activations.buffer.ctypes.data
-        barrier.reset(control + 8 * act.BARRIER, control + 8 * act.LINES, self.n_ranks)
+        act.reset_barrier(act.control_words(self._activations), self.n_ranks)
         self._announced = 0
         arena_paths = ArenaPaths(frame.steps_path, frame.kv_path, str(where))
         self._attachment = Attachment(self.model, arena_paths, 0)
@@ -173,7 +172,7 @@ class WorkerStage:
         """Release the arenas in all ranks. Idempotent."""
         attachment, self._attachment = self._attachment, None
         if attachment is not None:
-            rank_loop.announce(attachment.control, self._announced + 1, self.n_ranks)
+            act.announce(attachment.words, self._announced + 1, self.n_ranks)
             attach_ranks(self.ranks, ArenaPaths())
             attachment.close()
         if self._activations is not None:
@@ -213,7 +212,7 @@ class WorkerStage:
         control = attachment.steps.control
         step = int(control[sh.DONE]) + 1
         base = attachment.ring
-        if not rank_loop.wait_for_head(base, step, 0 if self.loop.is_idle else SPIN_NS):
+        if not compiled.wait_for_head(base, step, 0 if self.loop.is_idle else SPIN_NS):
             return False
         self.loop.busy = True
         if self.loop.is_idle:
@@ -224,7 +223,7 @@ class WorkerStage:
             self._steps += 1
             self._fault.trigger(self._steps)
         self._announced += 2
-        refused = rank_loop.run_steps(
+        refused = compiled.run_steps(
             attachment.table.address,
             attachment.control,
             self._announced,
@@ -279,11 +278,9 @@ class WorkerStage:
 
 def preload(config: Config) -> None:
     """Load compiled kernels, if they are in the cache, before the stage is forked: restarts then start faster."""
-    from stages.worker.kernels import build
-
     for kv_type in {model.kv_type for model in config.models}:
-        if build.is_compiled(kv_type):
-            build.addresses(kv_type)
+        if stored_code.is_compiled(kv_type):
+            compiled.addresses(kv_type)
 
 
 def main(config: Config, version_id: str = "") -> int:

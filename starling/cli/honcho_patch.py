@@ -1,4 +1,4 @@
-"""honcho with three changes: `python -m starling.cli.honcho_patch start -f PROCFILE` (started by honcho_runner.py).
+"""honcho with four changes: `python -m starling.cli.honcho_patch start -f PROCFILE` (started by honcho_runner.py).
 
 It sleeps while its processes run. honcho polls its event queue ten times per second, although every event wakes it:
 that is a sixth of the CPU time of an idle server. Timeouts matter only after the first process has ended.
@@ -8,6 +8,8 @@ It discards its output once the reader has closed the pipe. honcho would fail, a
 It starts a process again that a signal has killed (SIGKILL, for instance by the kernel when memory is short). Such a
 process is the supervisor of a stage, and the stage has died with it: honcho sees the end of a process only when all
 its descendants have closed their output. A process that exits ends all others, as in honcho.
+
+Supervisors are forks of it, which share its memory (forked_supervisor.py).
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ import time
 from multiprocessing.queues import Queue
 from typing import Any
 
-from honcho import command, manager, printer
+from honcho import command, manager, printer, process
 
 from pipeline.supervise.restart_policy import RestartPolicy
+from starling.cli import forked_supervisor
 from starling.cli.broken_pipe import silence
 
 HEALTHY_S = 5.0  # a process that has run for so long counts as one that had been ready
@@ -63,6 +66,7 @@ class Manager(manager.Manager):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.events = Events(self, ctx=multiprocessing.get_context())
+        self._process_ctor = Process
         self._policies: dict[str, RestartPolicy] = {}
         self._started: dict[str, float] = {}  # by process, monotonic s
         self._held: dict[str, tuple[float, Any]] = {}  # killed processes: when to start them, and their stop events
@@ -112,6 +116,14 @@ class Manager(manager.Manager):
         return None
 
 
+class Process(process.Process):
+    """honcho's process, with a fork as its child where that is possible."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._child_ctor = forked_supervisor.child_of
+
+
 class Printer(printer.Printer):
     """honcho's printer that goes on after its reader has closed the pipe."""
 
@@ -125,6 +137,8 @@ class Printer(printer.Printer):
 
 def main() -> None:
     """Run honcho's command line with the changed classes."""
+    multiprocessing.set_start_method("fork", force=True)
+    forked_supervisor.preload()
     command.Manager = Manager
     command.Printer = Printer
     command.main()

@@ -2,6 +2,8 @@
 
 honcho runs outside the terminal's foreground process group, so that Ctrl-C does not reach it directly. Every stage's
 supervisor detects honcho's death and then ends its stage; therefore stopping honcho stops all stages.
+
+It is a fork of this process, and the supervisors are forks of it: all share the memory of what is imported here.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
+from pipeline.runtime.malloc_trim import trim
 from pipeline.runtime.process import EXIT_FATAL, die_with_parent
+from starling.cli.forked_program import ForkedProgram, can_fork
+from starling.cli.forked_supervisor import command_of, preload
+from starling.cli.stage import STAGES
 
 CHECK_S = 0.1  # between two calls of `check`
 STARTED_S = 1.0  # no signal earlier: honcho fails at one that comes before it has recorded all processes
@@ -32,17 +38,11 @@ class HonchoRunner:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._old = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         self._begun = time.monotonic()
-        parent_pid = os.getpid()
-
-        def end_with_parent() -> None:
-            die_with_parent(parent_pid)
-
-        self._honcho = subprocess.Popen(
-            [sys.executable, "-m", "starling.cli.honcho_patch", "start", "-f", str(procfile)],
-            env={**env, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"},
-            process_group=0,
-            preexec_fn=end_with_parent,
-        )
+        arguments = ["start", "-f", str(procfile)]
+        env = {**env, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"}
+        # A child of the fork has as much room for its command as this process.
+        longest = max((command_of(stage) for stage in STAGES), key=lambda words: len("".join(words)))
+        self._honcho = _fork(arguments, env) if can_fork(longest) else _spawn(arguments, env)
         self._pidfd = os.pidfd_open(self._honcho.pid)
         self._poll = select.poll()
         for fd in (self._wake, self._pidfd):
@@ -89,3 +89,27 @@ class HonchoRunner:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
         os.eventfd_write(self._wake, 1)  # after a handler Python resumes poll() (PEP 475); this ends it
+
+
+def _fork(arguments: list[str], env: Mapping[str, str]) -> ForkedProgram:
+    preload()
+    trim()
+
+    def run() -> None:
+        from starling.cli import honcho_patch
+
+        sys.argv = ["honcho", *arguments]
+        honcho_patch.main()
+
+    return ForkedProgram(["honcho", *arguments], run, env, dies_with_parent=True)
+
+
+def _spawn(arguments: list[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """As a new program, for a process with threads."""
+    parent_pid = os.getpid()
+    return subprocess.Popen(
+        [sys.executable, "-m", "starling.cli.honcho_patch", *arguments],
+        env=env,
+        process_group=0,
+        preexec_fn=lambda: die_with_parent(parent_pid),
+    )

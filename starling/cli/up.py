@@ -7,7 +7,6 @@ that no socket and no arena stays after Ctrl-C.
 
 from __future__ import annotations
 
-import http.client
 import os
 import shutil
 import socket
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import click
 
+from pipeline import procfs
 from pipeline.config import paths
 from pipeline.config.load import load
 from pipeline.config.schema import Config
@@ -54,8 +54,10 @@ def up() -> int:
 
     On Ctrl-C (SIGINT, SIGTERM or SIGHUP) streams in flight finish first. A second Ctrl-C kills all stages.
     """
+    timeline = Timeline(procfs.started_at(os.getpid()) or time.time())
     config = load()
     check_faults(os.environ)
+    timeline.reached("command")
     run_dir = rundir.prepare(paths.run_dir(config))
     only_one = rundir.StageLock(run_dir, "up")
     held: ServerLocks | None = None
@@ -63,10 +65,11 @@ def up() -> int:
         check_port(config)
         moved = choose_arena_dir(config)  # before a long download
         prepare_all(config)
+        timeline.reached("models")
         env = {**os.environ, **(moved or choose_arena_dir(config))}  # the sizes of all arenas are known now
         arena_dir.prepare(load(env=env))
         held = ServerLocks(load(env=env), run_dir)  # for its whole life, so that no gap between two stages loses them
-        watcher = _Watcher(config, run_dir)
+        watcher = _Watcher(config, run_dir, timeline)
         code = HonchoRunner(write_procfile(run_dir), env).run(watcher.check)
     finally:
         if held is not None:
@@ -154,10 +157,28 @@ def write_procfile(run_dir: Path) -> Path:
 # ------------------------------------------------------------------ while it runs
 
 
+class Timeline:
+    """When each phase of the start was reached; `str` shows all, in order, in seconds since the command began."""
+
+    def __init__(self, begun: float) -> None:
+        """`begun`: s since 1970."""
+        self._begun = begun
+        self._reached: dict[str, float] = {}
+
+    def reached(self, phase: str, at: float = 0.0) -> None:
+        """`phase` has ended, now or at `at` (s since 1970); only the first call for a phase counts."""
+        self._reached.setdefault(phase, at or time.time())
+
+    def __str__(self) -> str:
+        order = sorted(self._reached.items(), key=lambda item: item[1])
+        return "Started: " + ", ".join(f"{phase} {at - self._begun:.2f}" for phase, at in order) + " s."
+
+
 class _Watcher:
     """Checks whether the server is ready, and prints the banner or the stages that are not ready."""
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, config: Config, run_dir: Path, timeline: Timeline) -> None:
+        self._timeline = timeline
         self._config = config
         self._run_dir = run_dir
         self._begun = time.monotonic()
@@ -168,9 +189,13 @@ class _Watcher:
         took = time.monotonic() - self._begun
         records = [record for record in status.read_all(self._run_dir) if record.alive]
         waiting = [f"{record.stage} ({record.reason or 'starting'})" for record in records if not record.ready]
+        for record in records:
+            if record.ready:
+                self._timeline.reached(record.stage, record.written)
         # Requested only when every stage is ready, because the gateway logs every request.
         if records and not waiting and _answers_ready(self._config):
-            _print(banner(self._config, took))
+            self._timeline.reached("/ready")
+            _print(banner(self._config, took) + f"\n{self._timeline}\n")
             return True
         if took > WAITING_S and waiting and waiting != self._reported:
             self._reported = waiting
@@ -186,14 +211,15 @@ def _print(text: str) -> None:
 
 
 def _answers_ready(config: Config) -> bool:
-    connection = http.client.HTTPConnection(listen_fd.reachable(config.server.host), config.server.port, timeout=1.0)
+    # By hand: the HTTP client and what it imports would stay in memory for the server's whole life.
+    address = listen_fd.reachable(config.server.host), config.server.port
     try:
-        connection.request("GET", "/ready")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
+        with socket.create_connection(address, timeout=1.0) as connection:
+            connection.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
+            with connection.makefile("rb") as answer:
+                return answer.readline().split()[1:2] == [b"200"]
+    except OSError:
         return False
-    finally:
-        connection.close()
 
 
 def banner(config: Config, took_s: float) -> str:

@@ -14,7 +14,8 @@ import pytest_asyncio
 
 from pipeline.errors import Conflict, StarlingError
 from pipeline.ipc import control
-from pipeline.ipc.control import ControlServer, Unreachable
+from pipeline.ipc.control import Unreachable
+from pipeline.ipc.control_asyncio import ControlServer
 
 
 async def answer(request: dict[str, Any]) -> dict[str, Any]:

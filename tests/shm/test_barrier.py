@@ -36,16 +36,15 @@ def shared() -> np.ndarray:
     return np.frombuffer(mmap.mmap(-1, 8192), np.uint64)
 
 
-def prepare(shared: np.ndarray, ranks: int) -> int:
+def prepare(shared: np.ndarray) -> int:
     base = shared.ctypes.data
-    barrier.reset(base + BARRIER, base + LINES, ranks)
-    walk(base, 0, 1, 1)  # compiled before the fork
+    walk(base, 0, 1, 1)  # compiled before the fork; one rank alone touches no word of the barrier
     return base
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_stores_before_the_barrier_are_visible_after_it(shared: np.ndarray, ranks: int) -> None:
-    base, found = prepare(shared, ranks), [1] * ranks
+    base, found = prepare(shared), [1] * ranks
 
     def run(rank: int) -> None:
         found[rank] = walk(base, rank, ranks, 300 if ranks > 2 else 3000)

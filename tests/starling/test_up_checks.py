@@ -93,3 +93,10 @@ def test_the_banner_is_a_line_to_paste() -> None:
     assert words[:2] == ["-N", "http://127.0.0.1:8080/v1/chat/completions"]
     assert "Authorization: Bearer YOUR-API-KEY" in words
     assert json.loads(words[-1])["model"] == "smollm2-135m-instruct"
+
+
+def test_the_timeline_shows_each_phase_once_and_in_order() -> None:
+    timeline = up_module.Timeline(1000.0)
+    for phase, at in (("command", 1000.25), ("worker-m", 1002.5), ("kv", 1002.0), ("kv", 1009.0)):
+        timeline.reached(phase, at)
+    assert str(timeline) == "Started: command 0.25, kv 2.00, worker-m 2.50 s."

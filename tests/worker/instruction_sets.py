@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 
-import llvmlite.binding as llvm
-
 from stages.worker.kernels import features
 
 
 def available_isas() -> list[str]:
     """The values of STARLING_ISA that this CPU supports."""
-    host, found = dict(llvm.get_host_cpu_features()), []
+    host, found = features.host_features(), []
     for isa in features.ISAS:
         with contextlib.suppress(features.UnsupportedCpu):
             features.choose_isa(host, isa)

@@ -9,9 +9,10 @@ import gguf
 import numpy as np
 
 from stages.worker.checkpoint.layout import groups_of, pack
+from stages.worker.kernels.buffer_sizes import MATMUL_BYTES, row_bytes
 from stages.worker.kernels.formats import FORMATS, GROUP, Format, QuantizedFormat
-from stages.worker.kernels.matmul import SCRATCH_BYTES, matmul
-from stages.worker.kernels.quantize_activations import quantize_rows, row_bytes
+from stages.worker.kernels.matmul import matmul
+from stages.worker.kernels.quantize_activations import quantize_rows
 from tools.tiny_gguf import random_tensor
 
 Type = gguf.GGMLQuantizationType
@@ -65,7 +66,7 @@ def multiply(matrix: Packed, x: np.ndarray, split: int = 0, scratch: np.ndarray 
     tokens, groups = x.shape[0], groups_of(matrix.rows)
     given, stride = activations(x, matrix.fmt)
     out = np.full((tokens, groups * GROUP), np.nan, np.float32)
-    scratch = aligned(SCRATCH_BYTES) if scratch is None else scratch
+    scratch = aligned(MATMUL_BYTES) if scratch is None else scratch
     for first, end in ((0, split), (split, groups)):
         matmul(
             matrix.fmt.id,

@@ -16,6 +16,7 @@ import pytest
 from llvmlite import ir
 
 from stages.worker.kernels import amx, gemm
+from stages.worker.kernels.buffer_sizes import MATMUL_BYTES
 from stages.worker.kernels.formats import QUANTIZED
 from tests.worker.instruction_sets import available_isas
 from tests.worker.matrices import aligned, digest_of_products, multiply, random_matrix
@@ -84,7 +85,7 @@ def formats_by_tiles() -> str:
     found = []
     for fmt in QUANTIZED:
         m = random_matrix(fmt.name, 32, 1, rng)
-        scratch = aligned(gemm.SCRATCH_BYTES)
+        scratch = aligned(MATMUL_BYTES)
         multiply(m, rng.standard_normal((16, m.columns)).astype(np.float32), scratch=scratch)
         if scratch[gemm.CHUNKS_BYTES :].any():
             found.append(fmt.name)

@@ -11,6 +11,7 @@ import pytest
 from shm.pages import KvGeometry
 from stages.worker.kernels import attention
 from stages.worker.kernels import elementwise as ew
+from stages.worker.kernels.buffer_sizes import attention_words
 from stages.worker.kernels.simd import JIT
 from stages.worker.rope import rope_tables
 from tools.reference import arithmetic, exact_forward
@@ -117,7 +118,7 @@ class Cache:
         """q (n, heads, head_dim), in blocks of at most `block` queries."""
         g, (n, heads, d) = self.geometry, q.shape
         group = heads // 2
-        scratch = np.zeros(attention.scratch_words(d), np.float32)
+        scratch = np.zeros(attention_words(d), np.float32)
         out = np.zeros((n, heads * d), np.float32)
         scale = np.array([1 / np.sqrt(d), 0, cap, 0], np.float32)
         run = attention.ENTRIES[g.kv_type]

@@ -42,7 +42,7 @@ def test_amx_that_is_not_permitted_is_not_used(tmp_path: Path, monkeypatch: pyte
     def refused() -> None:
         raise UnsupportedCpu("the system does not permit AMX tiles")
 
-    monkeypatch.setattr(features.llvm, "get_host_cpu_features", lambda: NEWER)
+    monkeypatch.setattr(features, "host_features", lambda: NEWER)
     monkeypatch.setattr(features, "permit_amx", refused)
     monkeypatch.setenv("STARLING_HOME", str(tmp_path))
     monkeypatch.setenv("STARLING_ISA", "native")
@@ -52,17 +52,10 @@ def test_amx_that_is_not_permitted_is_not_used(tmp_path: Path, monkeypatch: pyte
         features.isa.__wrapped__()
 
 
-class Host(dict[str, bool]):
-    """CPU features as llvmlite returns them."""
-
-    def flatten(self) -> str:
-        return ",".join(f"+{name}" for name in self)
-
-
 @pytest.fixture
 def amx_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A CPU with AMX that the system permits, no named formats, and an empty home, whose path is returned."""
-    monkeypatch.setattr(features.llvm, "get_host_cpu_features", lambda: Host(NEWER))
+    monkeypatch.setattr(features, "host_features", lambda: NEWER)
     monkeypatch.setattr(features, "permit_amx", lambda: None)
     monkeypatch.setenv("STARLING_HOME", str(tmp_path))
     monkeypatch.setenv("STARLING_ISA", "native")

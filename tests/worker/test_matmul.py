@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from stages.worker.checkpoint.layout import groups_of
 from stages.worker.checkpoint.layout import unpack as layout_unpack
+from stages.worker.kernels.buffer_sizes import RECORD, row_bytes
 from stages.worker.kernels.dots import STARTS_BIASED
 from stages.worker.kernels.formats import FORMATS, QUANTIZED
-from stages.worker.kernels.quantize_activations import RECORD, SCALE, SSUM, row_bytes
+from stages.worker.kernels.quantize_activations import SCALE, SSUM
 from tests.worker.instruction_sets import available_isas
 from tests.worker.matrices import (
     activations,

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shm import step_ring
-from stages.worker.kernels import sampler, sampler_vocabulary
+from stages.worker.kernels import sampler
+from stages.worker.kernels.buffer_sizes import sampler_bytes
 from tools.reference import sampling as reference
 
 pytestmark = pytest.mark.slow
@@ -49,7 +50,7 @@ class Row:
 
 class Sampler:
     def __init__(self, vocab: int) -> None:
-        self.scratch = np.zeros(sampler_vocabulary.scratch_bytes(vocab), np.uint8)
+        self.scratch = np.zeros(sampler_bytes(vocab), np.uint8)
 
     def __call__(self, logits: np.ndarray, tokens: np.ndarray, start: int, p: reference.Parameters) -> int:
         row = Row(p)
@@ -144,7 +145,7 @@ def test_philox_known_answers() -> None:
 def test_logprobs_equal_the_twin(vocab: int) -> None:
     logits = logits_of(np.random.default_rng(vocab), vocab, "normal")
     n = min(20, vocab)
-    scratch = np.zeros(sampler_vocabulary.scratch_bytes(vocab), np.uint8)
+    scratch = np.zeros(sampler_bytes(vocab), np.uint8)
     out, ids, best = np.zeros(1, np.float32), np.zeros(20, np.int32), np.zeros(20, np.float32)
     addresses = [a.ctypes.data for a in (out, ids, best, scratch)]
     sampler.logprobs(logits.ctypes.data, vocab, vocab // 2, n, *addresses)

@@ -18,6 +18,7 @@ from shm.checkpoint import VERSION, Checkpoint, CheckpointError, load_index
 from stages.worker.checkpoint.ingest import SourceChanged, check_source, ingest
 from stages.worker.checkpoint.verify import migrate, verify, verify_once
 from stages.worker.checkpoint.weights_memory import read_weights
+from stages.worker.kernels.background_build import BackgroundBuild
 
 log = logging.getLogger("starling.checkpoint")
 
@@ -86,22 +87,14 @@ def open_verified(index_path: Path, progress: store.Progress = store.no_progress
 def prepare(
     model: ModelConfig, models_dir: Path, progress: store.Progress = store.no_progress, digest: str = ""
 ) -> Path:
-    """As `prepare_checkpoint`; then compile the kernels of the model's KV type into the cache.
+    """As `prepare_checkpoint`; meanwhile compile the kernels of the model's KV type into the cache.
 
     Raises `StarlingError`, or `RuntimeError` with the compiler's last output.
     """
-    index_path = prepare_checkpoint(model, models_dir, progress, digest)
-    compile_kernels(model, progress)
+    with BackgroundBuild(model.kv_type) as kernels:
+        index_path = prepare_checkpoint(model, models_dir, progress, digest)
+        kernels.wait(progress)
     return index_path
-
-
-def compile_kernels(model: ModelConfig, progress: store.Progress) -> None:
-    """Compile the kernels that the cache lacks for the model's KV type. Raises `RuntimeError`."""
-    from stages.worker.kernels import build  # imports numba: only processes that need kernels pay for it
-
-    if not build.is_compiled(model.kv_type):
-        progress("compile kernels", 0, len(build.ENTRIES))
-        build.build(model.kv_type, progress=lambda name, done, total: progress("compile kernels", done, total))
 
 
 def _make_usable(index_path: Path, models_dir: Path, progress: store.Progress) -> bool:

@@ -18,7 +18,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from stages.worker.kernels.block_codegen import CODE_BYTES, UNPACKED_BYTES, emit_half_sum
+from stages.worker.kernels.block_codegen import emit_half_sum
+from stages.worker.kernels.buffer_sizes import CODE_BYTES, PRODUCT, UNPACKED_BYTES
 from stages.worker.kernels.dots import emit_dot4_u8
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.format_traits import HAS_HALVES, HAS_MINIMUMS, START, UNPACKED, trait
@@ -41,8 +42,6 @@ from stages.worker.kernels.simd.vectors import ADDRESS, FLOAT, I8, I32, I64, loa
 from stages.worker.kernels.tiles import spread
 
 TOKENS = 16  # of a tile, and rows
-PRODUCT = 1024  # bytes of stored sums
-SPILL_BYTES = 4 * PRODUCT + 64  # four products on their way, and the tile configuration
 EMULATED = ISA == "tiles"
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from numba import njit
 
 from stages.worker.kernels import amx, gemm
-from stages.worker.kernels.block_codegen import CODE_BYTES, unpacked_bytes
+from stages.worker.kernels.buffer_sizes import CODE_BYTES, SPILL_BYTES, unpacked_bytes
 from stages.worker.kernels.features import Verdict
 from stages.worker.kernels.formats import QUANTIZED, QuantizedFormat
 from stages.worker.kernels.quantize_activations import RECORD, quantize_rows
@@ -110,7 +110,7 @@ def compare(
     rng = np.random.default_rng(1)
     n = BLOCKS * 32
     records, x = _aligned(TOKENS * BLOCKS * RECORD)
-    scratch, spill = _aligned(amx.SPILL_BYTES)
+    scratch, spill = _aligned(SPILL_BYTES)
     values = rng.normal(size=(TOKENS, n)).astype(np.float32)
     values[1], values[2, :32] = 0, np.inf
     _records(values, n, x)

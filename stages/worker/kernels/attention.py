@@ -4,7 +4,7 @@ A *block* is some queries of one sequence, times the heads that share a kv head:
 all of them.  Every row's arithmetic is that of docs/numerics.md, whatever shares its block; splits of 256 positions are
 combined in ascending order.
 
-Scratch of one rank, in f32 words from `scratch` (see `scratch_words`):
+Scratch of one rank, in f32 words from `scratch` (`attention_words`):
 
     Q       (ROWS, head_dim)     the block's queries, packed
     S       (ROWS, 256)          scores, then weights, of the current split
@@ -38,17 +38,11 @@ from stages.worker.kernels.attention_tiles import (
     code_bytes,
     scale_bytes,
 )
+from stages.worker.kernels.buffer_sizes import ROWS
 from stages.worker.kernels.elementwise import soft_cap
 from stages.worker.kernels.entries import INNER, MERGED
 from stages.worker.kernels.simd import JIT, LANES, get_f32, get_i32, get_i64, put_i64, splat_f32, store_f32
 from stages.worker.kernels.split_combine import combine, finish, hide, softmax_weights
-
-ROWS = 24  # bound of the rows of a block
-
-
-def scratch_words(head_dim: int) -> int:
-    """f32 words of one rank's scratch."""
-    return ROWS * (3 * head_dim + KV_SPLIT + 4) + 4 * 16 * 2 + 64
 
 
 @numba.njit(**MERGED)

@@ -16,7 +16,7 @@ from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels import plan as p
 from stages.worker.kernels.entries import INNER, MERGED, run_entry
 from stages.worker.kernels.formats.description import GROUP
-from stages.worker.kernels.parameter_block import param
+from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.quantize_activations import RECORD, quantize_row
 from stages.worker.kernels.rank_sync import share, wait_for_ranks
 from stages.worker.kernels.simd import get_f32, get_i32, get_i64, prefetch, put_f32

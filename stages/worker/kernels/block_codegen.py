@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from llvmlite import ir
 from numba import types
 
+from stages.worker.kernels.buffer_sizes import CODE_BYTES
 from stages.worker.kernels.dots import emit_dot4, emit_dot4_u8
 from stages.worker.kernels.formats import QuantizedFormat
 from stages.worker.kernels.formats.description import BLOCK, GROUP, LINE, RUNS, Codes
@@ -46,8 +47,6 @@ AHEAD = 2560  # bytes that prefetches run before loads
 # Where a record holds what the integer sum of a part starts at, by the code that stands for 0.
 _STARTS = {0: ZERO, 8: START4, 16: START5, 128: START8}
 _HALF_STARTS = {0: ZERO, 32: START6}
-CODE_BYTES = RUNS * LINE  # of an unpacked block
-UNPACKED_BYTES = CODE_BYTES + 2 * LINE  # of an unpacked block with at most two vectors of D and M
 
 
 def start_offset(fmt: QuantizedFormat) -> int:
@@ -56,11 +55,6 @@ def start_offset(fmt: QuantizedFormat) -> int:
     if fmt.codes.zero not in starts:
         raise ValueError(f"{fmt.name}: zero is {fmt.codes.zero}, activation records have starts for {sorted(starts)}")
     return starts[fmt.codes.zero]
-
-
-def unpacked_bytes(fmt: QuantizedFormat) -> int:
-    """Of an unpacked block."""
-    return CODE_BYTES + LINE * max(2, fmt.scales.parts * (1 + fmt.scales.minimum))
 
 
 # ------------------------------------------------------------------ reading all rows, or one

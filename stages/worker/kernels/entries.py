@@ -1,8 +1,8 @@
 """Entries: jitted functions that are called by address, so that each is compiled apart, once.
 
 Numba copies a callee's code into its caller and optimizes both again, at every level.  A large function (a matrix
-product, attention, the sampler) is therefore an entry: compiled and cached apart, in parallel with others, and called
-through the word of the parameter block that holds its address.
+product, attention, the sampler) is therefore an entry: compiled apart, in parallel with others, stored as object code
+(stored_code.py), and called through the word of the parameter block that holds its address.
 
     run_entry(address, (a, b, c))       an entry of three int64
     call_entry(address, (a, b, c))      one that returns an int64
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from stages.worker.kernels.simd import JIT
@@ -50,15 +50,15 @@ call_entry = _caller(types.int64)
 run_entry = _caller(types.none)
 
 
-def entry_address(function: Any, n: int) -> int:
-    """Address of a jitted function for n int64 arguments: compiled now, or loaded from the cache.
+def entry_object(function: Any, n: int) -> tuple[bytes, str]:
+    """Compile a jitted function for n int64 arguments; returns its object code, and its name in that.
 
-    The caller keeps the function alive as long as the address is used.  Raises `TypeError` when it returns
-    anything but an int64 or nothing.
+    Raises `TypeError` when it returns anything but an int64 or nothing.
     """
     signature = (types.int64,) * n
-    function.compile(signature)
-    result = function.overloads[signature]
+    uncached = njit(**INNER)(function.py_func)  # numba gives away the object code of what it finds in its own cache
+    uncached.compile(signature)
+    result = uncached.overloads[signature]
     if result.signature.return_type not in (types.int64, types.none):
         raise TypeError(f"{function.__name__} returns {result.signature.return_type}, not int64 or nothing")
-    return int(result.library.get_pointer_to_function(result.fndesc.llvm_func_name))
+    return bytes(result.library._get_compiled_object()), result.fndesc.llvm_func_name

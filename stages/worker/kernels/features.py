@@ -21,7 +21,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
-import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
@@ -30,8 +30,6 @@ import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
-
-import llvmlite.binding as llvm
 
 from pipeline.errors import ConfigError
 from stages.worker.kernels.formats import QUANTIZED
@@ -44,8 +42,17 @@ ISAS = ("portable", "vnni", "amx", "native", "tiles")
 ALL_FORMATS = frozenset(f.name for f in QUANTIZED)
 PROBE = ["-m", "stages.worker.kernels.amx_probe"]  # arguments of a Python that prints the speedups as JSON
 PROBE_S = 300  # time limit of the AMX probe; a longer one counts as failed
+_SHOW_CPU = (
+    "import json, llvmlite.binding as llvm;"
+    "print(json.dumps([llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]))"
+)
 _PORTABLE_CPU = "x86-64-v3"
 _PORTABLE_FEATURES = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse4.2,+ssse3"
+
+
+# Names of the kernel (/proc/cpuinfo) that differ from LLVM's.
+_KERNEL_NAMES = {"avx512_vnni": "avx512vnni", "amx_tile": "amx-tile", "amx_int8": "amx-int8"}
+_IDENTITY = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")  # of /proc/cpuinfo
 
 
 class UnsupportedCpu(ConfigError):
@@ -55,6 +62,19 @@ class UnsupportedCpu(ConfigError):
 def starling_home() -> Path:
     """The directory of models, state and caches: `STARLING_HOME`, or ~/.starling."""
     return Path(os.environ.get("STARLING_HOME") or Path.home() / ".starling")
+
+
+@functools.cache
+def _cpu_lines() -> dict[str, str]:
+    """The fields of the first processor in /proc/cpuinfo."""
+    first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def host_features() -> dict[str, bool]:
+    """This CPU's features that the system supports, by LLVM's names. Needs no compiler."""
+    return {_KERNEL_NAMES.get(name, name): True for name in _cpu_lines().get("flags", "").split()}
 
 
 def choose_isa(host: dict[str, bool], wanted: str) -> str:
@@ -93,7 +113,7 @@ def permit_amx() -> None:
 def isa() -> str:
     """The instruction set of this process's kernels. For AMX, requests permission and runs the probe."""
     wanted = os.environ.get("STARLING_ISA") or "native"
-    chosen = choose_isa(dict(llvm.get_host_cpu_features()), wanted)
+    chosen = choose_isa(host_features(), wanted)
     if chosen != "amx":
         return chosen
     try:
@@ -196,10 +216,52 @@ def _probe() -> Verdict:
 
 
 def target(name: str) -> tuple[str, str]:
-    """LLVM's CPU name and feature string that the kernels of an instruction set are compiled for."""
+    """LLVM's CPU name and feature string that the kernels of an instruction set are compiled for.
+
+    Asks LLVM in a process of its own, so that this one does not hold the compiler for its whole life.
+    """
     if name == "portable":
         return _PORTABLE_CPU, _PORTABLE_FEATURES
-    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    cpu, features = json.loads(
+        subprocess.run([sys.executable, "-c", _SHOW_CPU], capture_output=True, check=True).stdout
+    )
+    return str(cpu), str(features)
+
+
+def _stored_target(name: str, directory: Path) -> tuple[str, str]:
+    """`target`, stored with the kernel cache, so that a process that only loads kernels does not import llvmlite."""
+    path = directory / "target.json"
+    try:
+        cpu, features = json.loads(path.read_text())
+        return str(cpu), str(features)
+    except (OSError, ValueError):
+        found = target(name)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.write_text(json.dumps(found))
+        part.replace(path)
+        return found
+
+
+def _identity(name: str) -> tuple[str, ...]:
+    """What identifies the CPU that the kernels of an instruction set are compiled for."""
+    if name == "portable":
+        return _PORTABLE_CPU, _PORTABLE_FEATURES
+    return tuple(_cpu_lines().get(field, "") for field in _IDENTITY)
+
+
+def _version(package: str) -> str:
+    """The name of the directory that describes an installed package, which has its version.
+
+    `importlib.metadata` finds the version, too, but its imports take 20 ms and 2 MB.
+    """
+    spec = importlib.util.find_spec(package)
+    places = spec.submodule_search_locations if spec is not None else None
+    found = [path.name for place in places or () for path in Path(place).parent.glob(f"{package}-*.dist-info")]
+    if len(found) == 1:
+        return found[0]
+    from importlib.metadata import version
+
+    return version(package)
 
 
 @functools.cache
@@ -219,9 +281,9 @@ def cache_key(name: str, formats: frozenset[str]) -> str:
     ]:
         h.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     # Numba names cache files by the path of the source: another checkout cannot use this one's.
-    h.update("|".join((str(here.resolve()), name, *sorted(formats), *target(name), sys.version)).encode())
+    h.update("|".join((str(here.resolve()), name, *sorted(formats), *_identity(name), sys.version)).encode())
     for package in ("numba", "llvmlite", "numpy"):
-        h.update(f"|{package} {importlib.metadata.version(package)}".encode())
+        h.update(f"|{package} {_version(package)}".encode())
     return h.hexdigest()[:16]
 
 
@@ -240,11 +302,11 @@ def settle() -> str:
 
     Raises `UnsupportedCpu`, or `RuntimeError` when numba was set up for another CPU before.
     """
-    name, features = target(isa())
     directory = cache_dir()
     directory.mkdir(parents=True, exist_ok=True)
     os.utime(directory)
     _prune(directory.parent)
+    name, features = _stored_target(isa(), directory)
     os.environ["NUMBA_CACHE_DIR"] = str(directory)
     os.environ["NUMBA_CPU_NAME"] = name
     os.environ["NUMBA_CPU_FEATURES"] = features
@@ -260,7 +322,7 @@ def _reload(name: str) -> None:
 
     # The first jitted function fixes the CPU of all others.
     is_fixed = "_toplevel_target_context" in vars(registry.cpu_target)
-    if is_fixed and name != (numba.core.config.CPU_NAME or llvm.get_host_cpu_name()):
+    if is_fixed and name != (numba.core.config.CPU_NAME or target("native")[0]):
         raise RuntimeError(f"functions were jitted before `stages.worker` asked for {name}: import it first")
     numba.core.config.reload_config()
 

@@ -10,7 +10,8 @@ from llvmlite import ir
 from numba import njit, types
 
 from stages.worker.kernels import features
-from stages.worker.kernels.block_codegen import start_offset, unpacked_bytes
+from stages.worker.kernels.block_codegen import start_offset
+from stages.worker.kernels.buffer_sizes import unpacked_bytes
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.formats import BLOCK, BY_ID, Format, QuantizedFormat
 from stages.worker.kernels.simd import INLINE

@@ -25,7 +25,7 @@ from stages.worker.kernels import plan as p
 from stages.worker.kernels.attention_units import attend, quantize_straddling, write_kv_of_chunks
 from stages.worker.kernels.entries import INNER, MERGED, call_entry, run_entry
 from stages.worker.kernels.formats.description import GROUP
-from stages.worker.kernels.parameter_block import param
+from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.projections import (
     norm_and_quantize,
     project_down,

@@ -12,7 +12,7 @@ from typing import Any
 from numba import njit
 
 from stages.worker.kernels import amx, tiles
-from stages.worker.kernels.block_codegen import CODE_BYTES, UNPACKED_BYTES
+from stages.worker.kernels.buffer_sizes import CHUNK, CHUNK_BYTES, CHUNKS_BYTES, CODE_BYTES, DENSE_CHUNK
 from stages.worker.kernels.entries import INNER, MERGED
 from stages.worker.kernels.format_traits import (
     HAS_HALVES,
@@ -27,7 +27,7 @@ from stages.worker.kernels.format_traits import (
     trait,
     unit_blocks,
 )
-from stages.worker.kernels.formats import BLOCK, QUANTIZED
+from stages.worker.kernels.formats import BLOCK
 from stages.worker.kernels.quantize_activations import RECORD, SCALE, SSUM, ZERO
 from stages.worker.kernels.simd import (
     AMX,
@@ -41,20 +41,7 @@ from stages.worker.kernels.simd import (
 )
 from stages.worker.kernels.unpack import unpack
 
-CHUNK = 18  # bound of the blocks of a row group that are unpacked at a time: 11 KB of scratch
-DENSE_CHUNK = 160  # K values of a dense row group unpacked at a time
 TOKENS_BYTES = 640 << 10  # activations that a pass over the weights keeps in the second-level cache
-
-
-def _chunk_bytes() -> int:
-    """Scratch of one row group's chunk in any format."""
-    quantized = max(CHUNK // f.blocks * f.blocks * int(trait.py_func(f.id, UNPACKED)) for f in QUANTIZED)
-    return max(CHUNK * UNPACKED_BYTES, quantized, 64 * DENSE_CHUNK)
-
-
-CHUNK_BYTES = _chunk_bytes()
-CHUNKS_BYTES = 2 * CHUNK_BYTES
-SCRATCH_BYTES = CHUNKS_BYTES + amx.SPILL_BYTES
 
 
 # ------------------------------------------------------------------ tiles of tokens

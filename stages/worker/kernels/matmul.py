@@ -5,7 +5,7 @@
 computes row groups first .. end-1 (16 rows each) of the matrix at address `w`, whose format has GGML's type number
 `kind` and whose bytes formats/description.py draws, for `tokens` rows of activations.  It writes 16 f32 for each group
 and token at `out + token * out_stride + 64 * group`.  `x` holds int8 records (quantize_activations.py), or f32 rows for
-dense weights.  `scratch` is the address of `SCRATCH_BYTES` of the caller's own, 64-byte aligned.  Addresses and strides
+dense weights.  `scratch` is the address of `MATMUL_BYTES` of the caller's own, 64-byte aligned.  Addresses and strides
 are int64, in bytes.
 
 One token is a matrix times a vector (gemv.py), more go through unpacked chunks (gemm.py).  Every accumulator sees the
@@ -16,11 +16,9 @@ from __future__ import annotations
 
 from numba import njit
 
-from stages.worker.kernels.gemm import SCRATCH_BYTES, gemm
+from stages.worker.kernels.gemm import gemm
 from stages.worker.kernels.gemv import gemv
 from stages.worker.kernels.simd import JIT
-
-__all__ = ["ENTRY_ARGUMENTS", "SCRATCH_BYTES", "matmul"]
 
 ENTRY_ARGUMENTS = 11
 

@@ -1,16 +1,11 @@
 """The kernel parameter block: i64 words with the model's sizes and the addresses of weights, arenas and scratch.
 
 `stages/worker/model.py` fills it when arenas are attached; kernels only read it.  Addresses are those of one process's
-maps, so each rank has a block of its own.
+maps, so each rank has a block of its own.  Jitted code reads it through parameter_access.py; this module knows nothing
+of numba.
 """
 
 from __future__ import annotations
-
-from typing import Any
-
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 # The model: counts, and f32 by their bits.  attention.py reads SCORE_CAP (0: none) behind SCORE_SCALE.
 (
@@ -181,14 +176,3 @@ WORDS = 128
 LAYER_WORDS = 32
 
 FEW = 4  # up to so many tokens every rank norms and quantizes all of them itself, which saves a barrier
-
-
-@intrinsic
-def param(typingctx: Any, block: Any, i: Any) -> Any:
-    """Word i (int64) of a parameter block, a layer's row or an entry's plan at an address."""
-
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        at = builder.add(args[0], builder.mul(args[1], ir.Constant(args[1].type, 8)))
-        return builder.load(builder.inttoptr(at, args[1].type.as_pointer()))
-
-    return types.int64(types.int64, types.int64), codegen

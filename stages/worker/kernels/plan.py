@@ -19,18 +19,14 @@ from numba import njit
 from shm import step_ring
 from shm.pages import KV_SPLIT
 from stages.worker.kernels import parameter_block as pb
+from stages.worker.kernels.buffer_sizes import ENTRY_PLAN, PLAN_HEAD, SAMPLE_PLAN, SPLIT_UNITS, TOKEN_PLAN
 from stages.worker.kernels.entries import INNER
-from stages.worker.kernels.parameter_block import param
+from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.simd import get_i32, get_i64, put_i32, put_i64
 
 BAD_ENTRY = -2
 ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, SLOT = range(5)
-HEAD = 8
 (P_ROW, P_START, P_COUNT, P_SAMPLES, P_SAMPLE_BASE, P_TOKEN, P_SPLIT, P_TABLE) = range(8)
-ENTRY_PLAN = 8
-TOKEN_PLAN = 3
-SAMPLE_PLAN = 3
-SPLIT_UNITS = 16  # with fewer (entry, kv head) units than this, KV splits are units of their own
 
 _SLOTS, _SLOT_WORDS, _ENTRY_WORDS = step_ring.SLOTS, step_ring.SLOT_WORDS, step_ring.ENTRY_WORDS
 _N_ENTRIES, _STEP = step_ring.SLOT_ENTRIES, step_ring.SLOT_STEP
@@ -43,27 +39,22 @@ _ROW, _START, _COUNT, _SAMPLES, _BASE = (
 )
 
 
-def plan_words(max_entries: int, max_tokens: int, max_samples: int) -> int:
-    """i64 words of a plan."""
-    return HEAD + ENTRY_PLAN * max_entries + TOKEN_PLAN * max_tokens + SAMPLE_PLAN * max_samples
-
-
 @njit(**INNER)
 def entry_at(params, entry):
     """Address of the plan of entry number `entry`."""
-    return param(params, pb.PLAN) + 8 * (HEAD + ENTRY_PLAN * entry)
+    return param(params, pb.PLAN) + 8 * (PLAN_HEAD + ENTRY_PLAN * entry)
 
 
 @njit(**INNER)
 def token_at(params, token):
     """Address of the plan of token number `token` of the step."""
-    return param(params, pb.PLAN) + 8 * (HEAD + ENTRY_PLAN * param(params, pb.MAX_ENTRIES) + TOKEN_PLAN * token)
+    return param(params, pb.PLAN) + 8 * (PLAN_HEAD + ENTRY_PLAN * param(params, pb.MAX_ENTRIES) + TOKEN_PLAN * token)
 
 
 @njit(**INNER)
 def sample_at(params, sample):
     """Address of the plan of sample number `sample` of the step."""
-    words = HEAD + ENTRY_PLAN * param(params, pb.MAX_ENTRIES) + TOKEN_PLAN * param(params, pb.STEP_TOKENS)
+    words = PLAN_HEAD + ENTRY_PLAN * param(params, pb.MAX_ENTRIES) + TOKEN_PLAN * param(params, pb.STEP_TOKENS)
     return param(params, pb.PLAN) + 8 * (words + SAMPLE_PLAN * sample)
 
 

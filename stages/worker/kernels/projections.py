@@ -11,21 +11,15 @@ from numba import njit
 from stages.worker.kernels import elementwise as ew
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels import plan as p
+from stages.worker.kernels.buffer_sizes import GATED_BYTES, MIN_CHUNK
 from stages.worker.kernels.entries import INNER, MERGED, run_entry
 from stages.worker.kernels.format_traits import IS_DENSE, trait
 from stages.worker.kernels.formats.description import GROUP
-from stages.worker.kernels.parameter_block import param
+from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.quantize_activations import RECORD, quantize_row
-from stages.worker.kernels.rank_sync import MIN_CHUNK, hidden_share, share, wait_for_ranks
+from stages.worker.kernels.rank_sync import hidden_share, share, wait_for_ranks
 from stages.worker.kernels.simd import get_f32, get_i64
 from stages.worker.kernels.split_combine import copy
-
-GATED_BYTES = 64 * 1024  # of gate, and of up: what is computed at once before the two are multiplied
-
-
-def gated_bytes(max_tokens: int) -> int:
-    """Scratch for gate and up of one chunk of rows."""
-    return 2 * max(GATED_BYTES, max_tokens * MIN_CHUNK * GROUP * 4)
 
 
 @njit(**INNER)

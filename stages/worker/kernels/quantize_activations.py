@@ -20,7 +20,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from stages.worker.kernels.buffer_sizes import RECORD
 from stages.worker.kernels.dots import STARTS_BIASED
+from stages.worker.kernels.formats import BLOCK
 from stages.worker.kernels.simd import (
     INLINE,
     JIT,
@@ -40,20 +42,12 @@ from stages.worker.kernels.simd import (
     to_i32,
 )
 
-RECORD = 64
 SCALE, SSUM, START4, START5, START8, START6, ZERO = 32, 36, 40, 44, 48, 52, 60
-BLOCK = 32
 
 _BIAS = -128 if STARTS_BIASED else 0
 _TINY = np.float32(2.0**-100)
 _TOP = np.float32(127)
 _INVERSE_TOP = np.float32(1 / 127)
-
-
-def row_bytes(columns: int) -> int:
-    """Bytes between rows of records; never a multiple of 4096, so that rows do not share cache sets."""
-    n = -(-columns // BLOCK) * RECORD
-    return n + 64 if n % 1024 == 0 else n
 
 
 @njit(**INLINE)

@@ -15,7 +15,7 @@ from stages.worker import activations_arena as act
 from stages.worker.kernels import forward
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels.entries import INNER
-from stages.worker.kernels.parameter_block import param
+from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.plan import make_plan
 from stages.worker.kernels.simd import JIT, put_i64
 
@@ -28,15 +28,15 @@ _HEAD, _DONE, _WAKE_AT = 8 * step_ring.HEAD, 8 * step_ring.DONE, 8 * step_ring.W
 
 @njit(**JIT)
 def wait_for_head(control, step, limit_ns):
-    """Whether step `step` is published within `limit_ns`. `control`: address of the steps arena's first word."""
+    """1 if step `step` is published within `limit_ns`, else 0. `control`: address of the steps arena's first word."""
     begun = monotonic_ns()
     while True:
         for _ in range(64):
             if load_acquire(control + _HEAD) >= step:
-                return True
+                return 1
             pause()
         if monotonic_ns() - begun > limit_ns:
-            return False
+            return 0
 
 
 @njit(**JIT)
@@ -118,4 +118,5 @@ def run_steps(params, control, number, step, timing, limit_ns, ring, bell):
         forward.run_step(params)
 
 
+HEAD_ARGUMENTS = 3
 ENTRY_ARGUMENTS = 8

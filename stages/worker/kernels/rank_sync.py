@@ -7,15 +7,14 @@ from numba import njit
 from shm.atomics import cycles
 from shm.barrier import wait
 from stages.worker.kernels import parameter_block as pb
+from stages.worker.kernels.buffer_sizes import MIN_CHUNK, PHASES
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.format_traits import group_bytes
 from stages.worker.kernels.formats.description import GROUP
-from stages.worker.kernels.parameter_block import param
+from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.simd import get_i64, put_i64
 
 PREFETCH_BYTES = 8192  # of weights that a rank prefetches while it waits
-MIN_CHUNK = 2  # row groups: 32 rows make an activation record
-PHASES = ("embed", "norm", "qkv", "keys", "attention", "output", "gate_up", "down", "head", "sample", "wait")
 (EMBED, NORM, QKV, KEYS, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, SAMPLE, WAIT) = range(len(PHASES))
 
 

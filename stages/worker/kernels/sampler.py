@@ -10,12 +10,11 @@ import numba
 import numpy as np
 
 from shm import step_ring
+from stages.worker.kernels.buffer_sizes import DIGIT, SUM_BLOCK
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.sampler_candidates import prefix_length, sort_list, top_k, top_p, weigh_list
 from stages.worker.kernels.sampler_scalars import log, uniform
 from stages.worker.kernels.sampler_vocabulary import (
-    DIGIT,
-    SUM_BLOCK,
     first_largest,
     is_finite,
     largest,

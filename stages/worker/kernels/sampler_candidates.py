@@ -9,8 +9,9 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from stages.worker.kernels.buffer_sizes import DIGIT, MAX_BLOCK
 from stages.worker.kernels.entries import INNER
-from stages.worker.kernels.sampler_vocabulary import DIGIT, MAX_BLOCK, gather_above, largest, padded, weigh_vocabulary
+from stages.worker.kernels.sampler_vocabulary import gather_above, largest, padded, weigh_vocabulary
 from stages.worker.kernels.simd import (
     LANES,
     bits_of,

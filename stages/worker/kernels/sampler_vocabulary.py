@@ -1,6 +1,6 @@
 """The sampler's scratch, and its passes over the logits of the whole vocabulary.
 
-Scratch of one rank (`scratch_bytes`), n = vocabulary rounded up to SUM_BLOCK, in this order:
+Scratch of one rank (`sampler_bytes`), n = vocabulary rounded up to SUM_BLOCK, in this order:
 
     VAL    n f32        the whole vocabulary's values, while nothing is selected
     W      n f32        weights exp(v - v_max), of VAL or of the list
@@ -19,6 +19,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from stages.worker.kernels.buffer_sizes import SUM_BLOCK
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.simd import (
     LANES,
@@ -42,16 +43,7 @@ from stages.worker.kernels.simd import (
     store_f32,
 )
 
-SUM_BLOCK = 1024  # ids of which the weights are summed apart
-MAX_BLOCK = 64  # ids of which the maximum is taken apart
-DIGIT = 11  # bits of one pass of the radix sort
 _F = np.float32
-
-
-def scratch_bytes(vocab_size: int) -> int:
-    """Of one rank; zeroed when it is made."""
-    n = -(-vocab_size // SUM_BLOCK) * SUM_BLOCK
-    return 8 * 4 * n + 4 * (1 << DIGIT) + 8 * (n // SUM_BLOCK) + 4 * (n // MAX_BLOCK)
 
 
 @numba.njit(**INNER)

@@ -6,7 +6,8 @@ from typing import Any
 
 from numba import njit
 
-from stages.worker.kernels.block_codegen import AHEAD, block_operations, unpacked_bytes
+from stages.worker.kernels.block_codegen import AHEAD, block_operations
+from stages.worker.kernels.buffer_sizes import unpacked_bytes
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.format_traits import by_format
 from stages.worker.kernels.formats import DENSE, QUANTIZED, DenseFormat, QuantizedFormat

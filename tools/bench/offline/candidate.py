@@ -16,8 +16,8 @@ from typing import Any, Self
 import numpy as np
 
 from stages.scheduler.policy.pacing import PacingPolicy
+from stages.worker.kernels.buffer_sizes import PHASES
 from stages.worker.kernels.features import isa
-from stages.worker.kernels.rank_sync import PHASES
 from tools.step_runner import StepRunner
 
 STEP_TOKENS = 512

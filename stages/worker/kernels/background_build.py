@@ -1,0 +1,67 @@
+"""Compiles kernels while the caller fetches and converts the model: both wait, for the network and for the disk.
+
+    with BackgroundBuild("f16") as kernels:
+        ...
+        kernels.wait(progress)
+
+A thread feeds the compiler processes (build.py) and ends with the `with` block.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Self
+
+from stages.worker.kernels import build, stored_code
+
+REPORT_S = 0.2  # between two calls of `progress`
+
+
+class BackgroundBuild:
+    """One build for a type of KV cache; nothing if its kernels are in the cache. A context manager."""
+
+    def __init__(self, kv_type: str, jobs: int = 0) -> None:
+        self._kv_type, self._jobs = kv_type, jobs
+        self._done = 0  # entries that are in the cache
+        self._error: Exception | None = None
+        self._cancel = -1  # an eventfd
+        self._thread: threading.Thread | None = None
+        self.took_s = 0.0  # from the start to the last kernel
+
+    def __enter__(self) -> Self:
+        if not stored_code.is_compiled(self._kv_type):
+            self._cancel = os.eventfd(0, os.EFD_CLOEXEC)
+            self._thread = threading.Thread(target=self._run, name="compile kernels", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._thread is not None:
+            os.eventfd_write(self._cancel, 1)
+            self._thread.join()
+            os.close(self._cancel)
+            self._thread = None
+
+    def _run(self) -> None:
+        begun = time.monotonic()
+        try:
+            build.build(self._kv_type, self._jobs, self._on_entry, self._cancel)
+        except Exception as error:
+            self._error = error
+        self.took_s = time.monotonic() - begun
+
+    def _on_entry(self, name: str, done: int, of: int) -> None:
+        self._done = done
+
+    def wait(self, progress: build.Progress) -> None:
+        """Wait for the last kernel. `progress` is called in this thread. Raises what `build` raises."""
+        if self._thread is None:
+            return
+        while self._thread.is_alive():
+            progress("compile kernels", self._done, len(stored_code.ENTRIES))
+            self._thread.join(REPORT_S)
+        if self._error is not None:
+            raise self._error
+        progress("compile kernels", len(stored_code.ENTRIES), len(stored_code.ENTRIES))

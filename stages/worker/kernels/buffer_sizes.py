@@ -1,0 +1,95 @@
+"""Sizes of the buffers that kernels work in, and the numbers that they follow from.
+
+The kernels' modules import these numbers and draw the layouts; `stages/worker/model.py` and `activations_arena.py`
+allocate the buffers.  Knows nothing of numba: a process that only runs compiled kernels need not import it.
+"""
+
+from __future__ import annotations
+
+from shm.pages import KV_SPLIT
+from stages.worker.kernels.formats import BLOCK, GROUP, QUANTIZED, QuantizedFormat
+from stages.worker.kernels.formats.description import LINE, RUNS
+
+# ------------------------------------------------------------------ plan.py
+
+PLAN_HEAD = 8  # i64 words
+ENTRY_PLAN = 8  # i64 words of an entry
+TOKEN_PLAN = 3  # of a token
+SAMPLE_PLAN = 3  # of a sample
+SPLIT_UNITS = 16  # with fewer (entry, kv head) units than this, KV splits are units of their own
+
+
+def plan_words(max_entries: int, max_tokens: int, max_samples: int) -> int:
+    """i64 words of a plan."""
+    return PLAN_HEAD + ENTRY_PLAN * max_entries + TOKEN_PLAN * max_tokens + SAMPLE_PLAN * max_samples
+
+
+# ------------------------------------------------------------------ quantize_activations.py
+
+RECORD = 64  # bytes of an activation record
+
+
+def row_bytes(columns: int) -> int:
+    """Bytes between rows of records; never a multiple of 4096, so that rows do not share cache sets."""
+    n = -(-columns // BLOCK) * RECORD
+    return n + 64 if n % 1024 == 0 else n
+
+
+# ------------------------------------------------------------------ gemm.py, amx.py
+
+CHUNK = 18  # bound of the blocks of a row group that are unpacked at a time: 11 KB of scratch
+DENSE_CHUNK = 160  # K values of a dense row group unpacked at a time
+CODE_BYTES = RUNS * LINE  # of an unpacked block
+UNPACKED_BYTES = CODE_BYTES + 2 * LINE  # of an unpacked block with at most two vectors of D and M
+PRODUCT = 1024  # bytes of the stored sums of a tile product
+SPILL_BYTES = 4 * PRODUCT + 64  # four products on their way, and the tile configuration
+
+
+def unpacked_bytes(fmt: QuantizedFormat) -> int:
+    """Of an unpacked block."""
+    return CODE_BYTES + LINE * max(2, fmt.scales.parts * (1 + fmt.scales.minimum))
+
+
+def _chunk_bytes() -> int:
+    """Scratch of one row group's chunk in any format."""
+    quantized = max(CHUNK // f.blocks * f.blocks * unpacked_bytes(f) for f in QUANTIZED)
+    return max(CHUNK * UNPACKED_BYTES, quantized, 64 * DENSE_CHUNK)
+
+
+CHUNK_BYTES = _chunk_bytes()
+CHUNKS_BYTES = 2 * CHUNK_BYTES
+MATMUL_BYTES = CHUNKS_BYTES + SPILL_BYTES  # scratch of `matmul`, 64-byte aligned
+
+# ------------------------------------------------------------------ attention.py
+
+ROWS = 24  # bound of the rows of a block of queries
+
+
+def attention_words(head_dim: int) -> int:
+    """f32 words of one rank's scratch."""
+    return ROWS * (3 * head_dim + KV_SPLIT + 4) + 4 * 16 * 2 + 64
+
+
+# ------------------------------------------------------------------ projections.py, rank_sync.py
+
+MIN_CHUNK = 2  # row groups: 32 rows make an activation record
+GATED_BYTES = 64 * 1024  # of gate, and of up: what is computed at once before the two are multiplied
+PHASES = ("embed", "norm", "qkv", "keys", "attention", "output", "gate_up", "down", "head", "sample", "wait")
+
+
+def gated_bytes(max_tokens: int) -> int:
+    """Scratch for gate and up of one chunk of rows."""
+    return 2 * max(GATED_BYTES, max_tokens * MIN_CHUNK * GROUP * 4)
+
+
+# ------------------------------------------------------------------ sampler_vocabulary.py
+
+SUM_BLOCK = 1024  # ids of which the weights are summed apart
+MAX_BLOCK = 64  # ids of which the maximum is taken apart
+DIGIT = 11  # bits of one pass of the radix sort
+
+
+def sampler_bytes(vocab_size: int) -> int:
+    """Scratch of one rank's sampler; zeroed when it is made."""
+    n = -(-vocab_size // SUM_BLOCK) * SUM_BLOCK
+    return 8 * 4 * n + 4 * (1 << DIGIT) + 8 * (n // SUM_BLOCK) + 4 * (n // MAX_BLOCK)

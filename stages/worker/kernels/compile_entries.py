@@ -1,0 +1,50 @@
+"""Compiles entries (entries.py) into the kernel cache: a process of its own, because it needs numba.
+
+    python -m stages.worker.kernels.compile_entries f16 PID      compile the entries named on stdin, one a line
+
+PID is the parent process, with which the compiler ends.  build.py starts it.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from pipeline.runtime import process
+from stages.worker.kernels import attention, dequantize_row, matmul, rank_loop, sampler, stored_code
+from stages.worker.kernels.entries import entry_object
+
+# By name: the jitted function for a type of KV cache, and the number of its arguments.
+FUNCTIONS: dict[str, tuple[Callable[[str], Any], int]] = {
+    "matmul": (lambda kv_type: matmul.matmul, matmul.ENTRY_ARGUMENTS),
+    "attend": (lambda kv_type: attention.ENTRIES[kv_type], attention.ENTRY_ARGUMENTS),
+    "steps": (lambda kv_type: rank_loop.run_steps, rank_loop.ENTRY_ARGUMENTS),
+    "draw": (lambda kv_type: sampler.draw, sampler.ENTRY_ARGUMENTS),
+    "embed": (lambda kv_type: dequantize_row.dequantize_row, dequantize_row.ENTRY_ARGUMENTS),
+    "head": (lambda kv_type: rank_loop.wait_for_head, rank_loop.HEAD_ARGUMENTS),
+}
+assert FUNCTIONS.keys() == stored_code.ENTRIES.keys()
+
+
+def compile_entry(name: str, kv_type: str) -> None:
+    """Compile one entry and store its object code."""
+    function, arguments = FUNCTIONS[name]
+    code, symbol = entry_object(function(kv_type), arguments)
+    stored_code.store(name, kv_type, code, symbol)
+
+
+def main(arguments: list[str]) -> None:
+    """Compile entries until stdin ends, without garbage collection, which would cost an eighth of the time."""
+    kv_type, parent = arguments
+    process.die_with_parent(int(parent))
+    gc.disable()
+    for line in sys.stdin:
+        compile_entry(line.strip(), kv_type)
+        print(line.strip(), flush=True)
+        gc.collect()  # the next one starts from little
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,78 @@
+"""The compiled kernels, called from Python: loaded from the kernel cache (stored_code.py), without numba.
+
+    addresses("f16")          the entries that the parameter block names; compiles what the cache lacks
+    wait_for_head, run_steps  the entries that Python calls; see rank_loop.py
+
+Each entry is loaded once per process; children of a `fork` share the memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+from stages.worker.kernels import build, stored_code
+from stages.worker.kernels.object_code import ObjectCode, ObjectCodeError
+
+HEAD_ARGUMENTS, STEPS_ARGUMENTS = 3, 8
+
+
+@functools.cache
+def _load(name: str, stored_type: str) -> tuple[ObjectCode, int]:
+    """An entry's code, which lives as long as this process, and its address. Raises `ObjectCodeError`."""
+    return stored_code.load(name, stored_type)
+
+
+def _addresses(kv_type: str) -> dict[str, int]:
+    return {name: _load(name, stored_code.stored_type(name, kv_type))[1] for name in stored_code.ENTRIES}
+
+
+def addresses(kv_type: str) -> dict[int, int]:
+    """The entries' addresses in this process, by word of the parameter block.
+
+    Compiles entries that are missing or damaged. Raises `RuntimeError` if that fails.
+    """
+    if not stored_code.is_compiled(kv_type):
+        build.build(kv_type)
+    try:
+        by_name = _addresses(kv_type)
+    except ObjectCodeError:  # `load` has removed the damaged entry
+        build.build(kv_type)
+        by_name = _addresses(kv_type)
+    return {word: by_name[name] for name, word in stored_code.ENTRIES.items() if word >= 0}
+
+
+class _Function:
+    """An entry as a Python function of integers. Releases the interpreter lock while it runs.
+
+    Numba's calling convention (numba.core.callconv.CPUCallConv): a status is returned; pointers to the result and to
+    the description of an exception precede the arguments.
+    """
+
+    def __init__(self, name: str, arguments: int) -> None:
+        address = _load(name, stored_code.stored_type(name, ""))[1]
+        pointers = (ctypes.c_void_p, ctypes.c_void_p)
+        self._call = ctypes.CFUNCTYPE(ctypes.c_int32, *pointers, *(ctypes.c_int64,) * arguments)(address)
+
+    def __call__(self, *arguments: int) -> int:
+        """The entry's result."""
+        result, exception = ctypes.c_int64(), ctypes.c_void_p()
+        status = self._call(ctypes.byref(result), ctypes.byref(exception), *arguments)
+        if status:
+            raise RuntimeError(f"a kernel ended with status {status}")
+        return result.value
+
+
+_function = functools.cache(_Function)
+
+
+def wait_for_head(control: int, step: int, limit_ns: int) -> bool:
+    """`rank_loop.wait_for_head`. Call `addresses` first."""
+    return bool(_function("head", HEAD_ARGUMENTS)(control, step, limit_ns))
+
+
+def run_steps(
+    params: int, control: int, number: int, step: int, timing: int, limit_ns: int, ring: int, bell: int
+) -> int:
+    """`rank_loop.run_steps`. Call `addresses` first."""
+    return _function("steps", STEPS_ARGUMENTS)(params, control, number, step, timing, limit_ns, ring, bell)

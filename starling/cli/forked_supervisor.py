@@ -1,0 +1,51 @@
+"""Starts the supervisors of `starling up` as forks of honcho's process (forked_program.py).
+
+`child_of(command)` recognizes the lines of the project's Procfile; honcho starts any other line by a shell.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from starling.cli.forked_program import ForkedProgram, can_fork
+from starling.cli.run_command import run_command
+
+_LINE = re.compile(r'(?:PATH="\$PATH:\$PWD/\.venv/bin" )?exec starling supervise ([a-z]+)')
+
+
+def preload() -> None:
+    """Import what every supervisor and stage needs, and keep its pages shared after a fork."""
+    from pipeline.ipc import poll_loop  # noqa: F401
+    from shm import arena  # noqa: F401
+    from starling.cli import stage  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
+def child_of(command: str, env: Mapping[str, str] | None = None, cwd: str | None = None) -> Any:
+    """Start a line of a Procfile: an object with `pid`, `stdout`, `wait` and `returncode`, as subprocess.Popen has."""
+    from honcho.process import Popen
+
+    found = _LINE.fullmatch(command.strip())
+    if found is None or not can_fork(shown := command_of(found[1])):
+        return Popen(command, env=env, cwd=cwd)
+    stage, env = found[1], os.environ if env is None else env
+    return ForkedProgram(shown, lambda: _main(stage), env, cwd=cwd, is_piped=True, leads_session=True)
+
+
+def command_of(stage: str) -> list[str]:
+    """The command line that a supervisor shows; `starling down` recognizes it."""
+    return ["starling", "supervise", stage]
+
+
+def _main(stage: str) -> None:
+    from starling.cli.stage import supervise
+
+    sys.argv = ["starling supervise", stage]
+    run_command(supervise, "starling supervise")

@@ -1,0 +1,64 @@
+"""What each process imports: a module that it does not need costs memory in every server, for its whole life."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+# Compilers, other stages' libraries, and what only commands, downloads and tests need.
+FORBIDDEN = {
+    "aiohttp",
+    "email",
+    "honcho",
+    "http.client",
+    "huggingface_hub",
+    "hypothesis",
+    "importlib.metadata",
+    "jinja2",
+    "llvmlite",
+    "multiprocessing",
+    "numba",
+    "prometheus_client",
+    "pytest",
+    "requests",
+    "rich",
+    "scipy",
+    "ssl",
+    "tokenizers",
+    "uvloop",
+    "xml",
+    "zipfile",
+}
+# What a stage is for: by stage, those of FORBIDDEN that it needs.
+NEEDED = {
+    "gateway": {"aiohttp", "email", "http.client", "prometheus_client", "ssl", "uvloop"},
+    "tokenizer": {"jinja2", "tokenizers"},
+    "scheduler": set(),
+    "kv": set(),
+    "worker": set(),
+}
+SHOW = "import json, sys; print(json.dumps(sorted(sys.modules)))"
+
+
+def imported(code: str) -> set[str]:
+    """The modules of a new process that runs `code`."""
+    done = subprocess.run([sys.executable, "-c", f"{code}; {SHOW}"], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("stage", NEEDED)
+def test_a_stage_imports_what_it_needs(stage: str) -> None:
+    found = imported(f"import starling.cli.stage, stages.{stage}.stage")
+    assert f"stages.{stage}.stage" in found
+    assert (found & FORBIDDEN) - NEEDED[stage] == set()
+    others = {name for name in NEEDED if name != stage}
+    assert not {name for name in found if name.startswith("stages.") and name.split(".")[1] in others}
+
+
+@pytest.mark.parametrize("module", ["starling.cli.stage", "starling.cli.up", "pipeline.ipc.poll_loop"])
+def test_processes_that_only_start_others_import_little(module: str) -> None:
+    """`up` checks the models before it starts the stages, without the compiler."""
+    assert imported(f"import {module}") & FORBIDDEN == set()

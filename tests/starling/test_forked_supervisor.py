@@ -1,0 +1,71 @@
+"""`starling up` forks supervisors from honcho's process; other lines of a Procfile are started by a shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# In a process of its own: that of the tests may have threads. Prints what is seen of the child that runs `line`.
+RUN = """
+import json, logging, os, sys
+from starling.cli import forked_supervisor
+logging.basicConfig()  # as honcho does
+forked_supervisor.preload()
+child = forked_supervisor.child_of(sys.argv[1], {**os.environ, "GREETING": "hello"}, sys.argv[2])
+output = child.stdout.read().decode()
+session = os.getsid(child.pid)
+print(json.dumps([type(child).__name__, child.wait(), child.returncode, session == child.pid, output]))
+"""
+
+
+def run(line: str, directory: Path) -> list[object]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, line, str(directory)], env=environment, capture_output=True, text=True, check=True
+    )
+    found: list[object] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("prefix", ["", 'PATH="$PATH:$PWD/.venv/bin" '])
+def test_a_supervisor_is_a_fork_with_its_own_session_output_and_exit_code(tmp_path: Path, prefix: str) -> None:
+    kind, code, returncode, leads_session, output = run(f"{prefix}exec starling supervise nonsense", tmp_path)
+    assert (kind, code, returncode, leads_session) == ("ForkedProgram", 2, 2, True)
+    assert "'nonsense' is not one of" in str(output)
+
+
+def test_other_lines_are_started_by_a_shell(tmp_path: Path) -> None:
+    kind, code, _, leads_session, output = run("echo $GREETING; pwd; exit 3", tmp_path)
+    assert (kind, code, leads_session) == ("Popen", 3, True)
+    assert output == f"hello\n{tmp_path}\n"
+
+
+def test_a_fork_shows_its_own_command(tmp_path: Path) -> None:
+    """`starling down` and `ps` find supervisors by it."""
+    code = """
+import os, sys
+from pathlib import Path
+from pipeline import procfs
+from pipeline.runtime import process
+process.set_command(["python", "-m", "starling", "supervise", "kv"])
+print(procfs.command(os.getpid())[:5])
+before = len(Path("/proc/self/cmdline").read_bytes())
+process.set_command(["x" * 100_000])
+assert len(Path("/proc/self/cmdline").read_bytes()) == before
+assert os.environ["AFTER"] == "unharmed" and b"AFTER=unharmed" in Path("/proc/self/environ").read_bytes()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code + "#" + "a" * 200],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "AFTER": "unharmed"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "['python', '-m', 'starling', 'supervise', 'kv']\n"
