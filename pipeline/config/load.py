@@ -23,6 +23,7 @@ import yaml
 from pipeline.config.check import Findings, check, printable
 from pipeline.config.env import apply_environment
 from pipeline.config.file import complete, gather_models, read_file
+from pipeline.config.paths import pulled_names
 from pipeline.config.rules import check_rules
 from pipeline.config.schema import Config, mask
 from pipeline.errors import ConfigError
@@ -58,7 +59,7 @@ def resolve(raw: dict[str, Any], env: Env, source: str = "the configuration") ->
     check(Config, raw, (), findings)
     if not findings.problems:
         config = msgspec.convert(raw, Config)
-        for rule in check_rules(config):
+        for rule in check_rules(config, pulled_names(env)):
             findings.add(tuple(rule.key.split(".")), rule.reason, rule.value)
         if not findings.problems:
             return config

@@ -40,6 +40,14 @@ def models_dir(env: Env = os.environ) -> Path:
     return home(env) / "models"
 
 
+def pulled_names(env: Env = os.environ) -> frozenset[str]:
+    """The file names of the records of pulled models, without their suffix (pipeline/models/registry.py)."""
+    try:
+        return frozenset(name.removesuffix(".json") for name in os.listdir(models_dir(env) / "names"))
+    except OSError:
+        return frozenset()
+
+
 def cache_dir(env: Env = os.environ) -> Path:
     """Compiled kernels."""
     return home(env) / "cache"

@@ -7,7 +7,7 @@ similar servers have it, and is refused at every value except the neutral one: n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -46,10 +46,10 @@ UNAVAILABLE = {
 }
 
 
-def check_rules(config: Config) -> Iterator[Rule]:
-    """Every broken rule."""
+def check_rules(config: Config, pulled: Collection[str] = ()) -> Iterator[Rule]:
+    """Every broken rule. `pulled`: the slugs of the names that `starling pull` has stored."""
     yield from _unavailable(config)
-    yield from _models(config)
+    yield from _models(config, pulled)
     yield from _limits(config)
     yield from _auth(config)
     yield from _idempotency(config)
@@ -86,7 +86,7 @@ def check_name(name: str) -> str:
     return "expected up to 128 letters, digits, dots, dashes and underscores, in parts joined by single slashes"
 
 
-def _models(config: Config) -> Iterator[Rule]:
+def _models(config: Config, pulled: Collection[str]) -> Iterator[Rule]:
     seen: dict[str, int] = {}
     for index, model in enumerate(config.models):
         at = f"models.{index}"
@@ -96,8 +96,9 @@ def _models(config: Config) -> Iterator[Rule]:
             taken = f"models.{seen[model.slug]} has this name already; rename one"
             yield Rule(f"{at}.name", repr(model.name), taken)
         seen.setdefault(model.slug, index)
-        if not model.path and model.name != DEMO_MODEL:
-            yield Rule(f"{at}.path", "", f"missing; only the demo model ({DEMO_MODEL}) is known by name")
+        if not model.path and model.name != DEMO_MODEL and model.slug not in pulled:
+            reason = f"missing; only the demo model ({DEMO_MODEL}) and pulled models (starling pull) are known by name"
+            yield Rule(f"{at}.path", "", reason)
         published = model.path.removeprefix("catalog:")
         if published != model.path and (reason := check_name(published)):
             yield Rule(f"{at}.path", repr(model.path), f"names no published model: {reason}")

@@ -63,7 +63,8 @@ class ServerConfig(Section, frozen=True, kw_only=True):
 class ModelConfig(Section, frozen=True, kw_only=True):
     """One model.
 
-    `path`: a GGUF file, an http(s) or file URL, `catalog:NAME` for a published model, or "" for a demo model's name.
+    `path`: a GGUF file, a source (pipeline/models/sources.py), `catalog:NAME` for a published model, or "" for a pulled
+    or demo model.
     """
 
     name: str
@@ -203,6 +204,13 @@ class FleetConfig(Section, frozen=True, kw_only=True):
     free_mb: MegabytesOrNone = 1024  # that downloads leave free on the disk
 
 
+class RegistryConfig(Section, frozen=True, kw_only=True):
+    """Pulled models."""
+
+    # Patterns of sources that may be fetched, redirects included: hf:my-org/*, https://models.example.org/*, file:*.
+    sources: tuple[str, ...] = ("*",)
+
+
 class Config(Section, frozen=True, kw_only=True):
     """The whole configuration. `models` is never empty: by default the demo model is served."""
 
@@ -216,6 +224,7 @@ class Config(Section, frozen=True, kw_only=True):
     logging: LoggingConfig = LoggingConfig()
     metrics: MetricsConfig = MetricsConfig()
     fleet: FleetConfig = FleetConfig()
+    registry: RegistryConfig = RegistryConfig()
     edges: dict[str, str] = {}  # edge name (pipeline/protocol/topology.py) -> tcp:// or ipc:// address
 
     def model(self, name: str = "") -> ModelConfig | None:

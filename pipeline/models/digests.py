@@ -36,6 +36,11 @@ def identity(info: os.stat_result) -> tuple[int, int, int]:
     return info.st_size, info.st_mtime_ns, info.st_ino
 
 
+def identity_of(stamp: Stamp) -> tuple[int, int, int]:
+    """The identity of the file that a stamp belongs to."""
+    return stamp.size, stamp.mtime_ns, stamp.inode
+
+
 def read_all(models_dir: Path) -> dict[str, Stamp]:
     """Known digests by real path."""
     try:

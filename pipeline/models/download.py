@@ -1,81 +1,385 @@
-"""Downloads one file over HTTP and continues an interrupted download. Knows nothing of models.
+"""Downloads one file over HTTP: several ranges at a time, resumed after any interruption. Knows nothing of models.
 
-`PART.tag` beside `PART` contains the entity tag (or date) of the partial file.  If the server still has that version
-it sends the rest (`If-Range`); otherwise the download starts again.
+    GET Range: bytes=0-...   206 and a strong validator:  pieces of `PIECE_BYTES`, `CONNECTIONS` at a time, each with
+                             If-Range, written to their place in PART; PART.json names the complete ones
+                             200, or no validator:        one stream, which cannot be resumed
+    SHA-256                  follows the pieces in order while the next ones arrive
+
+A validator is a strong entity tag or a date.  A file that changes between two ranges is noticed by it (and by its
+total length), and the download starts again.  Bytes that the server sends beyond the range are not read.
 """
 
 from __future__ import annotations
 
-import http.client
+import asyncio
+import contextlib
+import errno
+import hashlib
+import os
+import re
 import shutil
-import urllib.error
-import urllib.request
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urljoin
+
+import msgspec
 
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError
+from pipeline.files import replace_file
+from shm.decoding import DECODE_ERRORS
 
-CHUNK = 1 << 20  # bytes read at a time
+if TYPE_CHECKING:
+    import aiohttp
+
+CONNECTIONS = 4
+PIECE_BYTES = 8 << 20  # of a range; lost at most, per connection, when the process is killed
+CHUNK_BYTES = 1 << 18  # written at a time
+ATTEMPTS = 6  # at one piece without receiving a byte of it
+CHANGES = 3  # of the file during the download, until it is given up
+REDIRECTS = 10
 TIMEOUT_S = 30.0  # without data
+BACKOFF_S = 0.5  # before the second attempt; doubles
+MAX_WAIT_S = 30.0  # of a Retry-After
+_REFUSED = (400, 401, 403, 404, 405, 410, 451)
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+Progress = Callable[[str, int, int], None]  # (what, done, total) in bytes; total 0: unknown
 
 
-def download(url: str, part: Path, progress: Callable[[str, int, int], None], subject: str) -> None:
-    """Download `url` into `part`, which keeps the received bytes when this raises.
-
-    Raises `ConfigError` (the server refuses or lacks the file), `ModelUnavailable` (network, 5xx,
-    connection lost), `ResourceError` (not enough space).  Messages begin with `subject`.
-    """
-    tag_file = part.with_name(part.name + ".tag")
-    have = part.stat().st_size if part.exists() and tag_file.exists() else 0
-    request = urllib.request.Request(url, headers={"User-Agent": "starling", "Accept-Encoding": "identity"})
-    if have:
-        request.add_header("Range", f"bytes={have}-")
-        request.add_header("If-Range", tag_file.read_text())
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-            _receive(response, part, tag_file, have, progress, subject)
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code == 416:  # the file has shrunk, or is complete: start again
-            part.unlink(missing_ok=True)
-            tag_file.unlink(missing_ok=True)
-        kind = ConfigError if error.code in (400, 401, 403, 404, 405, 410) else ModelUnavailable
-        raise kind(f"{subject}: {url} answers {error.code} {error.reason}") from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise ModelUnavailable(
-            f"{subject}: {url} could not be downloaded ({reason}); the received part is kept, try again"
-        ) from None
-    tag_file.unlink(missing_ok=True)
+def no_progress(what: str, done: int, total: int) -> None:
+    """A `progress` that shows nothing."""
 
 
-def _receive(
-    response: http.client.HTTPResponse,
+def allow_all(url: str) -> None:
+    """An `allow` that refuses no address."""
+
+
+class State(msgspec.Struct):
+    """PART.json: what a partial file is part of, and which of its pieces are complete."""
+
+    validator: str
+    total: int
+    piece_bytes: int
+    done: list[int]
+
+
+class Identity(NamedTuple):
+    """What all ranges must have in common."""
+
+    validator: str
+    total: int
+
+
+class _Changed(Exception):
+    """The server has another file now."""
+
+
+class _NoRanges(Exception):
+    """The server sends the whole file, or gives nothing by which ranges can be joined."""
+
+
+class _Failed(Exception):
+    """An attempt failed, and another one may succeed."""
+
+    def __init__(self, reason: str, wait_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.wait_s = wait_s
+
+
+def download(
+    url: str,
     part: Path,
-    tag_file: Path,
-    have: int,
-    progress: Callable[[str, int, int], None],
+    progress: Progress,
     subject: str,
-) -> None:
-    done = have if response.status == 206 else 0
-    length = int(response.headers.get("Content-Length") or 0)
-    total = done + length if length else 0
-    free = shutil.disk_usage(part.parent).free
-    if length > free:
-        raise ResourceError(
-            f"{subject}: needs {length:,} bytes in {part.parent}, which has {free:,} free; free some or "
-            "move STARLING_HOME"
+    allow: Callable[[str], None] = allow_all,
+    connections: int = CONNECTIONS,
+    pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> str:
+    """Download `url` into `part`, which keeps the received bytes when this raises; the file's SHA-256, hex.
+
+    `allow(url)` raises for an address that must not be fetched, redirects included.  Raises `ConfigError` (the server
+    refuses or lacks the file), `ModelUnavailable` (network, 5xx, connection lost), `ResourceError` (not enough space).
+    Messages begin with `subject`.
+    """
+    return asyncio.run(_Download(url, part, progress, subject, allow, connections, pause).run())
+
+
+class _Download:
+    def __init__(
+        self,
+        url: str,
+        part: Path,
+        progress: Progress,
+        subject: str,
+        allow: Callable[[str], None],
+        connections: int,
+        pause: Callable[[float], Awaitable[None]],
+    ) -> None:
+        self._url = url
+        self._part = part
+        self._state_file = part.with_name(part.name + ".json")
+        self._progress = progress
+        self._subject = subject
+        self._allow = allow
+        self._connections = connections
+        self._pause = pause
+        self._received = 0  # bytes of this file in `part`, incomplete pieces included
+
+    async def run(self) -> str:
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
+        headers = {"User-Agent": "starling", "Accept-Encoding": "identity"}
+        try:
+            async with aiohttp.ClientSession(timeout=timeout, headers=headers, trust_env=True) as session:
+                for _ in range(CHANGES):
+                    try:
+                        return await self._whole_file(session)
+                    except _Changed:
+                        self._drop()
+                raise ModelUnavailable(f"{self._subject}: {self._url} changed {CHANGES} times while it was downloaded")
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
+            raise ConfigError(f"{self._subject}: {self._url!r} is not an address ({error})") from None
+
+    def _drop(self) -> None:
+        self._part.unlink(missing_ok=True)
+        self._state_file.unlink(missing_ok=True)
+
+    async def _whole_file(self, session: aiohttp.ClientSession) -> str:
+        state = self._read_state()
+        try:
+            identity = await self._with_attempts(lambda: self._identify(session, state))
+        except _NoRanges:
+            self._drop()
+            return await self._one_stream(session)
+        if state is None or identity != Identity(state.validator, state.total):
+            self._drop()
+            state = State(identity.validator, identity.total, PIECE_BYTES, [])
+        return await self._pieces(session, state)
+
+    def _read_state(self) -> State | None:
+        """The state of an earlier attempt; None if there is none that can be continued."""
+        try:
+            state = msgspec.json.decode(self._state_file.read_bytes(), type=State)
+            size = self._part.stat().st_size
+        except (OSError, *DECODE_ERRORS):
+            return None
+        last = max(state.done, default=-1)
+        is_sound = state.piece_bytes == PIECE_BYTES and state.total > 0 and min(state.done, default=0) >= 0
+        return state if is_sound and last * PIECE_BYTES < state.total <= max(size, state.total) else None
+
+    # -------------------------------------------------------------- requests
+
+    async def _identify(self, session: aiohttp.ClientSession, state: State | None) -> Identity:
+        """Validator and total length. Raises `_NoRanges`."""
+        async with self._get(session, 0, 0, "") as response:
+            if response.status == 200:
+                raise _NoRanges
+            validator = _validator(response.headers)
+            found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+            if not validator or not found or int(found[1]) != 0:
+                raise _NoRanges
+            return Identity(validator, int(found[3]))
+
+    @contextlib.asynccontextmanager
+    async def _get(
+        self, session: aiohttp.ClientSession, begin: int, end: int, validator: str
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response of 200 or 206 to a request for the bytes [begin, end], after redirects. Raises `_Failed`."""
+        import aiohttp
+
+        headers = (
+            {"Range": f"bytes={begin}-{end}", **({"If-Range": validator} if validator else {})} if end >= 0 else {}
         )
-    tag = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
-    # A weak tag does not guarantee equal bytes, so two parts cannot be joined by it.
-    if tag and not tag.startswith("W/"):
-        tag_file.write_text(tag)
-    else:
-        tag_file.unlink(missing_ok=True)
-    with part.open("ab" if done else "wb") as out:
-        while chunk := response.read(CHUNK):
-            out.write(chunk)
-            done += len(chunk)
-            progress("download", done, total)
-    if total and done != total:
-        raise OSError(f"connection lost after {done:,} of {total:,} bytes")
+        url = self._url
+        try:
+            for _ in range(REDIRECTS):
+                self._allow(url)
+                async with session.get(url, headers=headers, allow_redirects=False) as response:
+                    if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
+                        url = urljoin(url, response.headers["Location"])
+                        continue
+                    if response.status in (200, 206):
+                        yield response
+                        return
+                    self._refuse(url, response, begin)
+            raise ConfigError(f"{self._subject}: {self._url} redirects more than {REDIRECTS} times")
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
+            raise
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise _Failed(_reason(error)) from None
+
+    def _refuse(self, url: str, response: aiohttp.ClientResponse, begin: int) -> None:
+        reason = f"{self._subject}: {url} answers {response.status} {response.reason}"
+        if response.status == 416:
+            raise _Failed(f"{reason} to a request for bytes from {begin:,}: the file is shorter than was announced")
+        if response.status in _REFUSED:
+            raise ConfigError(reason)
+        wait = response.headers.get("Retry-After", "")
+        raise _Failed(
+            reason.removeprefix(f"{self._subject}: "), min(float(wait), MAX_WAIT_S) if wait.isdecimal() else 0
+        )
+
+    async def _with_attempts(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
+        """The result of `attempt`, repeated after a failure. An attempt that received bytes is not counted."""
+        failures = 0
+        while True:
+            received = self._received
+            try:
+                return await attempt()
+            except _Failed as failed:
+                failures = 1 if self._received > received else failures + 1
+                if failures >= ATTEMPTS:
+                    raise ModelUnavailable(
+                        f"{self._subject}: {self._url} could not be downloaded ({failed}); the received part is kept, "
+                        f"try again"
+                    ) from None
+                await self._pause(max(failed.wait_s, BACKOFF_S * 2 ** (failures - 1)))
+            except OSError as error:
+                raise ResourceError(
+                    f"{self._subject}: {self._part.parent}: {error.strerror}; free space there"
+                ) from None
+
+    def _check_space(self, needed: int) -> None:
+        free = shutil.disk_usage(self._part.parent).free
+        if needed > free:
+            raise ResourceError(
+                f"{self._subject}: needs {needed:,} bytes in {self._part.parent}, which has {free:,} free; free some "
+                f"or move STARLING_HOME"
+            )
+
+    # -------------------------------------------------------------- ranges
+
+    async def _pieces(self, session: aiohttp.ClientSession, state: State) -> str:
+        """Fetch the pieces that are missing; the digest of the file. Raises `_Changed`."""
+        total = state.total
+        count = -(-total // PIECE_BYTES)
+        missing = [piece for piece in range(count) if piece not in set(state.done)]
+        have = total - sum(_length(piece, total) for piece in missing)
+        self._check_space(sum(_length(piece, total) for piece in missing))
+        self._received = have
+        fd = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(fd).st_size != total:
+                os.ftruncate(fd, total)
+            complete = [asyncio.Event() for _ in range(count)]
+            for piece in set(range(count)) - set(missing):
+                complete[piece].set()
+            waiting = iter(missing)
+
+            async def work() -> None:
+                for piece in waiting:  # shared: each piece is taken once, in order
+                    await self._piece(session, fd, piece, state)
+                    complete[piece].set()
+
+            tasks = [asyncio.create_task(work()) for _ in range(min(self._connections, len(missing)))]
+            hashing = asyncio.create_task(_hash(fd, total, complete))
+            try:
+                for done in asyncio.as_completed([*tasks, hashing]):
+                    await done
+            finally:
+                for task in (*tasks, hashing):
+                    task.cancel()
+                await asyncio.gather(*tasks, hashing, return_exceptions=True)
+        except OSError as error:
+            raise ResourceError(f"{self._subject}: {self._part}: {error.strerror}; free space there") from None
+        finally:
+            os.close(fd)
+        self._state_file.unlink(missing_ok=True)
+        return hashing.result()
+
+    async def _piece(self, session: aiohttp.ClientSession, fd: int, piece: int, state: State) -> None:
+        begin, at = piece * PIECE_BYTES, piece * PIECE_BYTES
+        end = begin + _length(piece, state.total)
+
+        async def attempt() -> None:
+            nonlocal at
+            async with self._get(session, at, end - 1, state.validator) as response:
+                if response.status == 200:
+                    raise _Changed
+                found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+                if not found or int(found[3]) != state.total:
+                    raise _Changed
+                if _validator(response.headers) not in ("", state.validator):
+                    raise _Changed
+                if int(found[1]) != at:
+                    raise _Failed(f"the server sent bytes from {int(found[1]):,} for a request from {at:,}")
+                async for chunk in response.content.iter_chunked(CHUNK_BYTES):
+                    data = chunk[: end - at]
+                    _write(fd, data, at)
+                    at += len(data)
+                    self._received += len(data)
+                    self._progress("download", self._received, state.total)
+                    if at == end:
+                        break
+            if at < end:
+                raise _Failed(f"connection lost after {self._received:,} of {state.total:,} bytes")
+
+        await self._with_attempts(attempt)
+        state.done.append(piece)
+        replace_file(self._state_file, msgspec.json.encode(state))
+
+    # -------------------------------------------------------------- without ranges
+
+    async def _one_stream(self, session: aiohttp.ClientSession) -> str:
+        digest = hashlib.sha256()
+
+        async def attempt() -> str:
+            nonlocal digest
+            digest, done = hashlib.sha256(), 0
+            async with self._get(session, 0, -1, "") as response:
+                total = response.content_length or 0
+                self._check_space(total)
+                with self._part.open("wb") as out:
+                    async for chunk in response.content.iter_chunked(CHUNK_BYTES):
+                        out.write(chunk)
+                        digest.update(chunk)
+                        done += len(chunk)
+                        self._progress("download", done, total)
+                if total and done != total:
+                    raise _Failed(f"connection lost after {done:,} of {total:,} bytes")
+            return digest.hexdigest()
+
+        result = await self._with_attempts(attempt)
+        return str(result)
+
+
+# ------------------------------------------------------------------ parts
+
+
+async def _hash(fd: int, total: int, complete: list[asyncio.Event]) -> str:
+    """SHA-256 of the file, piece by piece as they become complete."""
+    digest = hashlib.sha256()
+    for piece, event in enumerate(complete):
+        await event.wait()
+        data = await asyncio.to_thread(os.pread, fd, _length(piece, total), piece * PIECE_BYTES)
+        await asyncio.to_thread(digest.update, data)
+    return digest.hexdigest()
+
+
+def _length(piece: int, total: int) -> int:
+    return min(PIECE_BYTES, total - piece * PIECE_BYTES)
+
+
+def _write(fd: int, data: bytes, at: int) -> None:
+    rest = memoryview(data)
+    while rest:
+        done = os.pwrite(fd, rest, at)
+        at, rest = at + done, rest[done:]
+
+
+def _validator(headers: Any) -> str:
+    """By which two responses are known to be of the same bytes. A weak tag does not guarantee that."""
+    tag = headers.get("ETag", "")
+    if tag.startswith("W/"):
+        return ""
+    return str(tag or headers.get("Last-Modified", ""))
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no data for {TIMEOUT_S:.0f} s"
+    return str(error) or type(error).__name__

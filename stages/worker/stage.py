@@ -20,7 +20,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, InternalError, ModelUnavailable, StarlingError
 from pipeline.faults import points
 from pipeline.ipc.poll_loop import MAX_WAIT_S, PollLoop
-from pipeline.models import versions
+from pipeline.models import store, versions
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from pipeline.runtime.process import EXIT_FATAL
@@ -93,6 +93,7 @@ class WorkerStage:
 
         with self.loop.allow_stall(PREPARE_S):
             index_path = prepare(self.model_config, paths.models_dir(), progress, self.version.digest)
+            store.mark_used(index_path.stem, paths.models_dir())
             return open_verified(index_path, progress, self.config.performance.use_mmap)
 
     # -------------------------------------------------------------- frames of the scheduler

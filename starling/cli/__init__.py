@@ -24,10 +24,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 COMMANDS = (
     "catalog",
     "chaos",
+    "completion",
     "config",
     "down",
     "drain",
     "fetch",
+    "gc",
     "kv",
     "load",
     "logs",
@@ -38,6 +40,8 @@ COMMANDS = (
     "reload",
     "restart",
     "resume",
+    "rm",
+    "show",
     "stage",
     "status",
     "supervise",
@@ -62,6 +66,10 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.chaos import chaos
 
             return chaos
+        case "completion":
+            from starling.cli.completion import completion
+
+            return completion
         case "config":
             from starling.cli.show import config
 
@@ -74,10 +82,10 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.drain import drain
 
             return drain
-        case "fetch":
-            from starling.cli.prepare import fetch
+        case "fetch" | "pull":
+            from starling.cli.pull import pull
 
-            return fetch
+            return pull
         case "kv":
             from starling.cli.kv import kv
 
@@ -90,10 +98,22 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.logs import logs
 
             return logs
+        case "gc":
+            from starling.cli.models import gc
+
+            return gc
         case "models":
-            from starling.cli.show import models
+            from starling.cli.models import models
 
             return models
+        case "rm":
+            from starling.cli.models import rm
+
+            return rm
+        case "show":
+            from starling.cli.models import show
+
+            return show
         case "prepare":
             from starling.cli.prepare import prepare
 
@@ -102,10 +122,6 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.publish import publish
 
             return publish
-        case "pull":
-            from starling.cli.pull import pull
-
-            return pull
         case "reload":
             from starling.cli.reload import reload
 

@@ -1,4 +1,4 @@
-"""`starling fetch` and `starling prepare`: fetch, ingest and compile before a start, and print the progress.
+"""`starling prepare`: fetch, ingest and compile before a start, and print the progress.
 
 Phases that are complete already print nothing and cost no time.
 """
@@ -14,6 +14,7 @@ from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ConfigError, ModelNotFound
 from pipeline.models import store
 from shm.checkpoint import load_index
+from starling import model_list
 from starling.cli.options import exit_codes
 from starling.cli.progress import shown
 
@@ -29,25 +30,10 @@ CODES = exit_codes(
 
 @click.command(epilog=CODES)
 @click.argument("name", required=False)
-def fetch(name: str | None) -> None:
-    """Fetch the model files and verify them.
-
-    NAME is a configured model; the default is all of them.
-    """
-    resolved = load()
-    pull_published(resolved, name)
-    for model in chosen_models(resolved, name):
-        with shown(model.name) as progress:
-            found = store.fetch(model, paths.models_dir(), progress)
-        click.echo(f"{model.name}: {found.path}")
-
-
-@click.command(epilog=CODES)
-@click.argument("name", required=False)
 def prepare(name: str | None) -> None:
     """Fetch, ingest and compile the models before a start.
 
-    NAME is a configured model; the default is all of them. `starling up` does the same.
+    NAME is a configured or pulled model; the default is all configured ones. `starling up` does the same.
     """
     prepare_all(load(), name)
 
@@ -67,7 +53,8 @@ def pull_published(config: Config, name: str | None) -> None:
     """Bring the configured models with a path `catalog:NAME` that are not here."""
     models = chosen_models(config, name)
     if any(published_name(model.path) for model in models):
-        from starling.cli.pull import pull_configured  # imports asyncio and an HTTP client: few servers need them
+        # It imports asyncio and an HTTP client, which few servers need.
+        from starling.cli.pull_published import pull_configured
 
         pull_configured(config, models, shown)
 
@@ -94,11 +81,12 @@ def check_drafts(config: Config) -> None:
 
 
 def chosen_models(config: Config, name: str | None) -> tuple[ModelConfig, ...]:
-    """All configured models, or the one called `name`. Raises `ModelNotFound`."""
+    """All configured models, or the configured or pulled one called `name`. Raises `ModelNotFound`."""
     if not name:
         return config.models
-    model = config.model(name)
+    known = model_list.known(config)
+    model = next((model for model in known if model.name == name), None)
     if model is None:
-        known = ", ".join(model.name for model in config.models)
-        raise ModelNotFound(f"no model {name!r} is configured; the configured models are {known}", param="name")
+        names = ", ".join(model.name for model in known)
+        raise ModelNotFound(f"no model {name!r} is configured or pulled; there are {names}", param="name")
     return (model,)

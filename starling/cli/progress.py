@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ import click
 from pipeline.models import store
 
 REPORT_S = 5.0  # between two lines about one phase
+RATE_S = 10.0  # over which a rate is measured
 BYTES = 1_000_000  # a total above this is a number of bytes, one below it a count
 
 
@@ -36,6 +38,7 @@ class _Lines:
         self.phase = ""
         self.total = 0
         self.begun = self.reported = 0.0
+        self.rate = Rate(clock)
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         now = self.clock()
@@ -43,9 +46,11 @@ class _Lines:
             self.finish()
             self.phase, self.begun, self.reported = phase, now, now
             click.echo(f"{self.subject}: {phase} ...")
+            self.rate = Rate(self.clock)
         elif now - self.reported >= REPORT_S and done < total:
             self.reported = now
-            click.echo(f"{self.subject}: {phase} {_amount(done, total)}")
+            click.echo(f"{self.subject}: {phase} {_amount(done, total)}{self.rate.text(done, total)}")
+        self.rate.add(done)
         self.total = total
 
     def finish(self) -> None:
@@ -53,6 +58,36 @@ class _Lines:
             size = f"{self.total / 1e6:.0f} MB, " if self.total > BYTES else ""
             click.echo(f"{self.subject}: {self.phase} done ({size}{self.clock() - self.begun:.1f} s)")
         self.phase = ""
+
+
+class Rate:
+    """Bytes per second over the last `RATE_S`, and the time left."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: deque[tuple[float, int]] = deque(maxlen=512)
+
+    def add(self, done: int) -> None:
+        """`done` bytes are complete now."""
+        now = self._clock()
+        if not self._seen or now - self._seen[-1][0] >= RATE_S / 100:
+            self._seen.append((now, done))
+        while len(self._seen) > 2 and now - self._seen[0][0] > RATE_S:
+            self._seen.popleft()
+
+    def text(self, done: int, total: int) -> str:
+        """`, 12.3 MB/s, 1:05 left`; "" for counts and before the rate is known."""
+        if total <= BYTES or not self._seen:
+            return ""
+        begun, first = self._seen[0]
+        took = self._clock() - begun
+        if took <= 0 or done <= first:
+            return ""
+        rate = (done - first) / took
+        left = int((total - done) / rate)
+        hours, minutes = divmod(left // 60, 60)
+        shown = f"{hours}:{minutes:02}:{left % 60:02}" if hours else f"{minutes}:{left % 60:02}"
+        return f", {rate / 1e6:.1f} MB/s, {shown} left"
 
 
 def _amount(done: int, total: int) -> str:
@@ -65,15 +100,18 @@ def _bars(subject: str) -> Iterator[store.Progress]:
 
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
-        TextColumn("{task.fields[amount]:>16}"),
+        BarColumn(bar_width=12),
+        TextColumn("{task.fields[amount]}"),
         TimeElapsedColumn(),
     )
     with Progress(*columns) as bars:
         tasks: dict[str, TaskID] = {}
+        rates: dict[str, Rate] = {}
 
         def show(phase: str, done: int, total: int) -> None:
-            amount = _amount(done, total)
+            rate = rates.setdefault(phase, Rate())
+            amount = _amount(done, total) + (rate.text(done, total) if done < total else "")
+            rate.add(done)
             if phase not in tasks:
                 for task in tasks.values():
                     bars.stop_task(task)

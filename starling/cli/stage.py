@@ -40,7 +40,7 @@ CODES = exit_codes(
 @click.argument("name", type=_STAGE, metavar="STAGE")
 @click.option("--model", default="", metavar="NAME", help="For worker: the model; default: the first one.")
 def stage(name: str, model: str) -> int:
-    """Run STAGE in this process, without a supervisor.
+    """Run STAGE in this process, unsupervised.
 
     STAGE is tokenizer, scheduler, kv, worker or gateway.
     """

@@ -17,6 +17,7 @@ from pipeline.errors import StarlingError
 from pipeline.models import digests, store
 from pipeline.runtime.process import EXIT_CONFIG
 from shm.checkpoint import VERSION, Checkpoint, CheckpointError
+from starling import model_list
 from starling.cli.options import exit_codes, json_option
 from starling.cli.prepare import chosen_models
 from starling.cli.progress import shown
@@ -36,10 +37,13 @@ from starling.cli.progress import shown
 def verify(name: str | None, as_json: bool) -> int:
     """Verify the models' files: GGUF files and prepared checkpoints.
 
-    Reads every byte, whatever was verified before; a server may run meanwhile. NAME is a configured model; the default
-    is all of them. A damaged checkpoint is refused at the next start of its workers.
+    Reads every byte, whatever was verified before; a server may run meanwhile. NAME is a configured or pulled
+    model; the default is all configured and pulled ones. A damaged checkpoint is refused at the next start of its
+    workers.
     """
-    rows = [row for model in chosen_models(load(), name) for row in _verify(model, as_json)]
+    config = load()
+    chosen = chosen_models(config, name) if name else model_list.known(config)
+    rows = [row for model in chosen for row in _verify(model, as_json)]
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(rows)).decode())
     else:
@@ -57,6 +61,10 @@ def _verify(model: ModelConfig, is_quiet: bool) -> list[dict[str, Any]]:
     folder = paths.models_dir()
     source = store.gguf_path(model, folder)
     located = store.find(model, folder)
+    expected = store.expected_digest(model, folder)
+    if located is not None and expected and located.digest != expected:
+        reason = f"{source}: SHA-256 is {located.digest}, expected {expected}: it is another file; fetch it again"
+        return [_row(model, source, located.nbytes, 0.0, reason)]
     if located is None:
         reason = f"{source} is missing or has changed since it was prepared; run `starling prepare {model.name}`"
         return [_row(model, source, 0, 0.0, reason)]

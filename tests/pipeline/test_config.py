@@ -357,6 +357,7 @@ RECEIVERS = {
     "LoggingConfig": "logging",
     "MetricsConfig": "metrics",
     "FleetConfig": "fleet",
+    "RegistryConfig": "registry",
     "Config": "config|self|c",
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import http.server
 import os
 import resource
 import signal
@@ -18,66 +17,18 @@ import pytest
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError
 from pipeline.models import demo_models, demo_wheel, store
-from pipeline.models.download import download
 from pipeline.models.store import no_progress
+from tests.pipeline.file_server import FileServer
 
 Usage = namedtuple("Usage", "total used free")
 CONTENT = b"GGUF" + bytes(range(256)) * 9000  # over two chunks
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
-class Files(http.server.ThreadingHTTPServer):
-    """Serves CONTENT with ranges; `cut` ends a body early, once."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.content = CONTENT
-        self.tag = '"one"'
-        self.cut = 0
-        self.status = 0
-        self.ranges: list[str | None] = []
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client may close the connection early; that is no error here."""
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/model.gguf"
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    server: Files
-
-    def do_GET(self) -> None:
-        wanted = self.headers.get("Range")
-        self.server.ranges.append(wanted)
-        if self.server.status:
-            self.send_error(self.server.status)
-            return
-        start = 0
-        if wanted and self.headers.get("If-Range") == self.server.tag:
-            start = int(wanted.removeprefix("bytes=").removesuffix("-"))
-        body = self.server.content[start:]
-        self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(body)))
-        if self.server.tag:
-            self.send_header("ETag", self.server.tag)
-        self.end_headers()
-        cut, self.server.cut = self.server.cut, 0
-        self.wfile.write(body[:cut] if cut else body)
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
-def files() -> Iterator[Files]:
-    with Files() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+def files() -> Iterator[FileServer]:
+    with FileServer(CONTENT) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def model(path: str = "", name: str = "m", sha256: str = "") -> ModelConfig:
@@ -188,72 +139,29 @@ def test_a_models_directory_that_cannot_be_created(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ over HTTP
 
 
-def test_a_url_is_fetched_once(tmp_path: Path, files: Files) -> None:
+def test_a_url_is_fetched_once(tmp_path: Path, files: FileServer) -> None:
     found = store.fetch(model(files.url, sha256=DIGEST.upper()), tmp_path)
     assert found.digest == DIGEST
     assert found.path.read_bytes() == CONTENT
     assert store.fetch(model(files.url), tmp_path) == found
-    assert len(files.ranges) == 1
+    assert len(files.ranges) == 2  # which file it is, and its one piece
     assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == [
         "digests.json",
         found.path.name,
     ]
 
 
-def test_a_lost_connection_is_continued_where_it_ended(tmp_path: Path, files: Files) -> None:
-    files.cut = 1 << 20
-    with pytest.raises(ModelUnavailable, match="the received part is kept"):
-        store.fetch(model(files.url), tmp_path)
-    assert store.fetch(model(files.url), tmp_path).digest == DIGEST
-    assert files.ranges == [None, f"bytes={1 << 20}-"]
-
-
-def test_a_file_that_changed_meanwhile_is_fetched_from_the_start(tmp_path: Path, files: Files) -> None:
-    files.cut = 1 << 20
-    with pytest.raises(ModelUnavailable):
-        store.fetch(model(files.url), tmp_path)
-    files.content, files.tag = CONTENT[::-1].replace(CONTENT[::-1][:4], b"GGUF"), '"two"'
-    found = store.fetch(model(files.url), tmp_path)
-    assert found.path.read_bytes() == files.content
-
-
-@pytest.mark.parametrize("tag", ["", 'W/"weak"'])
-def test_parts_without_a_strong_tag_are_not_joined(tmp_path: Path, files: Files, tag: str) -> None:
-    files.tag, files.cut = tag, 1 << 20
-    with pytest.raises(ModelUnavailable):
-        store.fetch(model(files.url), tmp_path)
-    assert store.fetch(model(files.url), tmp_path).digest == DIGEST
-    assert files.ranges == [None, None]
-
-
-def test_a_download_that_is_not_gguf_is_removed(tmp_path: Path, files: Files) -> None:
+def test_a_download_that_is_not_gguf_is_removed(tmp_path: Path, files: FileServer) -> None:
     files.content = b"<html>sign in</html>"
     with pytest.raises(ConfigError, match="is not a GGUF file"):
         store.fetch(model(files.url), tmp_path)
     assert not list(tmp_path.rglob("*.gguf*"))
 
 
-def test_a_download_with_a_wrong_checksum_is_removed(tmp_path: Path, files: Files) -> None:
+def test_a_download_with_a_wrong_checksum_is_removed(tmp_path: Path, files: FileServer) -> None:
     with pytest.raises(ModelUnavailable, match=f"has SHA-256 {DIGEST}, expected 111"):
         store.fetch(model(files.url, sha256="1" * 64), tmp_path)
     assert not list(tmp_path.rglob("*.gguf*"))
-
-
-@pytest.mark.parametrize(("status", "kind"), [(404, ConfigError), (403, ConfigError), (503, ModelUnavailable)])
-def test_http_errors_are_reported(tmp_path: Path, files: Files, status: int, kind: type[Exception]) -> None:
-    files.status = status
-    with pytest.raises(kind, match=f"answers {status}"):
-        store.fetch(model(files.url), tmp_path)
-
-
-def test_a_part_that_is_longer_than_the_file_is_dropped(tmp_path: Path, files: Files) -> None:
-    part = tmp_path / "p"
-    part.write_bytes(b"x")
-    part.with_name("p.tag").write_text('"one"')
-    files.status = 416
-    with pytest.raises(ModelUnavailable, match="answers 416"):
-        download(files.url, part, no_progress, "model")
-    assert not part.exists()
 
 
 def test_a_refused_connection_is_reported(tmp_path: Path) -> None:
@@ -262,7 +170,7 @@ def test_a_refused_connection_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_lack_of_space_is_reported_with_numbers(
-    tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, files: FileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(1000, 0, 1000))
     with pytest.raises(ResourceError, match=f"needs {len(CONTENT):,} bytes in .* which has 1,000 free"):

@@ -1,0 +1,100 @@
+"""Removes files of the models directory that no model needs. The callers know which digests are in use."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.catalog import pulled
+from pipeline.models import digests, registry
+from pipeline.models.locks import lock
+
+_FILE = re.compile(r"([0-9a-f]{64})\.(gguf|idx|bin|verified|used)")
+
+
+class Item(NamedTuple):
+    """A file or a directory that is removed."""
+
+    path: str
+    nbytes: int
+    reason: str
+
+
+def collect(models_dir: Path, in_use: Collection[str], is_dry: bool, with_downloads: bool = True) -> list[Item]:
+    """Remove what is not in use, or only list it (`is_dry`).
+
+    in_use: digests of configured and loaded models.  Files whose name is still pulled, or whose source is in the models
+    directory or known by its path, stay.  A download or conversion that runs is left alone.
+    """
+    removed: list[Item] = []
+    with lock(models_dir, "names"):
+        needed = {*in_use, *(record.digest for record in registry.read_all(models_dir))}
+        needed |= {record.entry.digest for record, _ in pulled.read_all(models_dir)}  # published ones have no GGUF
+        blobs = {os.path.realpath(registry.blob_path(models_dir, digest)) for digest in _digests(models_dir) - needed}
+        for known, stamp in digests.read_all(models_dir).items():
+            if known not in blobs and os.path.exists(known):
+                needed.add(stamp.sha256)
+        for path in sorted(models_dir.iterdir()):
+            found = _FILE.fullmatch(path.name)
+            if found and found[1] not in needed and not _is_locked(models_dir, f"ingest-{found[1][:16]}"):
+                reason = "no model has this file" if found[2] == "gguf" else "its model file is gone"
+                removed.append(Item(str(path), _size(path), reason))
+                if not is_dry:
+                    path.unlink(missing_ok=True)
+    if with_downloads:
+        removed += _downloads(models_dir, is_dry)
+    return removed
+
+
+def _digests(models_dir: Path) -> set[str]:
+    return {found[1] for path in models_dir.iterdir() if (found := _FILE.fullmatch(path.name))}
+
+
+def _downloads(models_dir: Path, is_dry: bool) -> Iterator[Item]:
+    """Unfinished downloads that no process continues."""
+    folder = models_dir / ".fetch"
+    # A file is of a configured or a published model; by its name it is not known which.
+    is_fetching = any(
+        _is_locked(models_dir, one.name[1:-5])
+        for pattern in (".fetch-*.lock", ".pull-*.lock")
+        for one in models_dir.glob(pattern)
+    )
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if _is_locked(models_dir, f"pull-{path.name}") if path.is_dir() else is_fetching:
+            continue
+        nbytes = _size(path)
+        if not is_dry:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        yield Item(str(path), nbytes, "unfinished download")
+
+
+def _size(path: Path) -> int:
+    """Bytes on the disk; a file with another name costs nothing."""
+    files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
+    sizes = []
+    for file in files:
+        with contextlib.suppress(OSError):
+            info = file.stat()
+            sizes.append(info.st_blocks * 512 if info.st_nlink == 1 else 0)
+    return sum(sizes)
+
+
+def _is_locked(models_dir: Path, name: str) -> bool:
+    """Does a process hold the lock?"""
+    try:
+        fd = os.open(models_dir / f".{name}.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)

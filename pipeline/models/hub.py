@@ -1,0 +1,183 @@
+"""Files of a model hub's repositories: which there are, which one to take, and its download by `huggingface_hub`.
+
+The library honours HF_ENDPOINT, HF_TOKEN and the token of `hf auth login`.  It is imported when it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.errors import ConfigError, InvalidRequest, ModelUnavailable, ResourceError
+from pipeline.models.sources import HubSource
+
+# By use: what fits most machines at little loss comes first.
+_FIRST = ("Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q6_K", "Q8_0")
+PREFERRED = (*_FIRST, "Q3_K_M", "Q3_K_L", "Q3_K_S", "Q2_K", "F16", "BF16", "F32")
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_QUANTIZATION = re.compile(r"(?<![A-Za-z0-9])(IQ[1-4]_[A-Z0-9_]+|Q[2-8](?:_[0-9KSML]+)*|BF16|F16|F32|FP16|FP32)", re.I)
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+
+Progress = Callable[[str, int, int], None]
+
+
+class HubFile(NamedTuple):
+    """A file of a repository."""
+
+    name: str
+    nbytes: int
+    sha256: str = ""  # of a large file
+
+
+class Repository(NamedTuple):
+    """The files of one commit."""
+
+    name: str
+    commit: str
+    files: tuple[HubFile, ...]
+
+
+def quantization_of(file: str) -> str:
+    """The quantization that a file's name tells, as Q4_K_M; "" if it tells none."""
+    found = _QUANTIZATION.findall(file.rpartition("/")[2].removesuffix(".gguf"))
+    return found[-1].upper().replace("FP", "F") if found else ""
+
+
+def choose(repository: Repository, file: str = "", quantization: str = "") -> HubFile:
+    """The file to take: `file`, or the only one of a quantization. Raises `InvalidRequest` that lists the choices."""
+    where = f"hf:{repository.name}"
+    names = {one.name: one for one in repository.files}
+    if file:
+        if file.endswith(PICKLED):
+            raise InvalidRequest(f"{where}/{file} is pickled: reading it can run code; take a GGUF file", "source")
+        if file in names:
+            return names[file]
+        raise InvalidRequest(f"{where} has no file {file!r}{_choices(_ggufs(repository))}", "source")
+    ggufs = _ggufs(repository)
+    if not ggufs:
+        raise InvalidRequest(f"{where} {_without_gguf(repository)}", "source")
+    if quantization:
+        fits = [one for one in ggufs if quantization_of(one.name) == quantization.upper()]
+        if len(fits) == 1:
+            return fits[0]
+        what = "several files" if fits else "no file"
+        raise InvalidRequest(f"{where} has {what} of {quantization.upper()}{_choices(fits or ggufs)}", "quantization")
+    for preferred in PREFERRED:
+        fits = [one for one in ggufs if quantization_of(one.name) == preferred]
+        if len(fits) == 1:
+            return fits[0]
+        if fits:
+            break
+    if len(ggufs) == 1:
+        return ggufs[0]
+    raise InvalidRequest(f"{where} has several files; name one{_choices(ggufs)}", "source")
+
+
+def _ggufs(repository: Repository) -> list[HubFile]:
+    """The model files: whole ones, without projectors of images."""
+    files = [one for one in repository.files if one.name.endswith(".gguf")]
+    return [one for one in files if not _SPLIT.search(one.name) and "mmproj" not in one.name.lower()]
+
+
+def _choices(files: Sequence[HubFile]) -> str:
+    lines = [f"  {one.name} ({one.nbytes / 1e6:,.0f} MB)" for one in files[:40]]
+    return ":\n" + "\n".join(lines) if lines else ""
+
+
+def _without_gguf(repository: Repository) -> str:
+    names = [one.name for one in repository.files]
+    if any(_SPLIT.search(name) for name in names):
+        return "has its GGUF in several parts only; join them with llama-gguf-split --merge and pull the file"
+    if any(name.endswith(".safetensors") for name in names):
+        return "has safetensors and no GGUF; convert it (convert_hf_to_gguf.py of llama.cpp), or take a GGUF repository"
+    if pickled := [name for name in names if name.endswith(PICKLED)]:
+        return (
+            f"has only pickled weights ({', '.join(pickled[:3])}), which can run code when they are read; it is refused"
+        )
+    return "has no GGUF file"
+
+
+# ------------------------------------------------------------------ the hub
+
+
+def look_up(source: HubSource) -> Repository:
+    """The files of the repository. Raises `ConfigError`, `ModelUnavailable`."""
+    from huggingface_hub import HfApi
+
+    with _errors(source):
+        info = HfApi().model_info(source.repository, revision=source.revision or None, files_metadata=True)
+    files = [
+        HubFile(one.rfilename, one.size or 0, (one.lfs.sha256 or "") if one.lfs else "") for one in info.siblings or ()
+    ]
+    return Repository(source.repository, info.sha or source.revision or "main", tuple(files))
+
+
+def fetch(repository: Repository, file: HubFile, folder: Path, progress: Progress) -> Path:
+    """Download the file below `folder`, which keeps the received bytes when this raises; its path there."""
+    from huggingface_hub import hf_hub_download
+
+    source = HubSource(repository.name, file.name, repository.commit)
+    with _errors(source):
+        path = hf_hub_download(
+            repository.name,
+            file.name,
+            revision=repository.commit,
+            local_dir=folder,
+            tqdm_class=_reporter(progress, file.nbytes),
+        )
+    return Path(path)
+
+
+def _reporter(progress: Progress, total: int) -> Any:
+    """A class that `huggingface_hub` uses as its progress bar, and that calls `progress`."""
+    from tqdm.auto import tqdm
+
+    class Reporter(tqdm):  # type: ignore[type-arg, misc, unused-ignore]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._done = int(options.get("initial") or 0)
+            options.pop("name", None)
+            super().__init__(*args, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self._done += int(n or 0)
+            progress("download", min(self._done, total or self._done), total)
+            return None
+
+    return Reporter
+
+
+@contextlib.contextmanager
+def _errors(source: HubSource) -> Iterator[None]:
+    """Translate the library's exceptions."""
+    from huggingface_hub import errors
+
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise ConfigError(
+            f"{source}: {endpoint} asks for consent: accept it there and set HF_TOKEN", "source"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ConfigError(
+            f"{source}: {endpoint} has no such repository, or it is private: set HF_TOKEN", "source"
+        ) from None
+    except (errors.RevisionNotFoundError, errors.EntryNotFoundError, errors.HFValidationError) as error:
+        raise ConfigError(f"{source}: {_line(error)}", "source") from None
+    except OSError as error:  # connections are OSErrors of several kinds
+        if error.errno in (28, 122):  # ENOSPC, EDQUOT
+            raise ResourceError(f"{source}: {error.strerror}; free space there or move STARLING_HOME") from None
+        raise ModelUnavailable(f"{source}: {endpoint}: {_line(error)}; the received part is kept, try again") from None
+    except Exception as error:
+        # The library's HTTP client has exceptions of its own, which are no OSErrors.
+        if type(error).__module__.partition(".")[0] not in ("httpx", "httpx2", "httpcore", "httpcore2", "requests"):
+            raise
+        raise ModelUnavailable(f"{source}: {endpoint}: {_line(error)}; the received part is kept, try again") from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

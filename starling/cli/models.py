@@ -1,0 +1,163 @@
+"""`starling models`, `show`, `rm` and `gc`: what is stored, and how it goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import click
+import msgspec
+
+from pipeline.config import paths
+from pipeline.config.load import load
+from pipeline.config.schema import Config, ModelConfig
+from pipeline.errors import ConfigError, ModelNotFound
+from pipeline.models import collect, registry
+from pipeline.models.locks import lock
+from starling import model_list
+from starling.cli import completion
+from starling.cli.options import exit_codes, json_option
+from starling.cli.prepare import chosen_models
+from starling.cli.status import duration, size
+
+CODES = exit_codes({0: "success", 78: "the configuration is wrong"})
+NAMED = exit_codes({0: "success", 2: "no such model", 78: "the model is in use, or the configuration is wrong"})
+TITLES = ("NAME", "ARCH", "SIZE", "QUANT", "CTX", "DIGEST", "STATE", "USED")
+
+
+@click.command(epilog=exit_codes({0: "success", 2: "no such model", 78: "the configuration is wrong"}))
+@click.argument("name", required=False, shell_complete=completion.model_names)
+@click.option("--plan", "with_plan", is_flag=True, help="Show the memory and the speed of prepared models instead.")
+@json_option()
+def models(name: str | None, with_plan: bool, as_json: bool) -> None:
+    """List the configured and the pulled models.
+
+    NAME is one of them; the default is all.
+
+    \b
+    loaded          the running server has it
+    ready           converted; the next start needs no preparation
+    fetched         the file is there and not converted yet
+    changed         the file is not the one that was pulled
+    to be fetched   the file is missing
+
+    USED is the time since its weights were last loaded.
+    """
+    from starling.cli.tables import print_table
+
+    config = load()
+    chosen = chosen_models(config, name) if name else model_list.known(config)
+    if with_plan:
+        _show_plans(config, chosen, as_json)
+        return
+    names = {model.name for model in chosen}
+    found = [row for row in model_list.rows(config) if not name or row.name in names]
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        return
+    print_table(TITLES, [_cells(row) for row in found], right=("SIZE", "CTX", "USED"))
+
+
+def _show_plans(config: Config, chosen: Sequence[ModelConfig], as_json: bool) -> None:
+    from starling.cli import plan  # imports numpy, which no other listing needs
+
+    plans = {model.name: plan.plan(config, model, paths.models_dir()) for model in chosen}
+    if as_json:
+        found = [one for one in plans.values() if one is not None]
+        click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        return
+    for name, one in plans.items():
+        for line in plan.lines(one) if one else [f"{name}  not prepared: run `starling prepare {name}` first"]:
+            click.echo(line)
+
+
+def _cells(row: model_list.Row) -> list[str]:
+    return [
+        row.name,
+        row.architecture or "-",
+        size(row.bytes) if row.bytes else "-",
+        row.quantization or "-",
+        _thousands(row.context_length),
+        row.digest[:12] or "-",
+        row.state,
+        duration(max(0.0, time.time() - row.last_used)) if row.last_used else "-",
+    ]
+
+
+def _thousands(count: int) -> str:
+    return "-" if not count else f"{count // 1024}K" if count % 1024 == 0 else str(count)
+
+
+@click.command(epilog=NAMED)
+@click.argument("name", shell_complete=completion.model_names)
+@json_option()
+def show(name: str, as_json: bool) -> None:
+    """Show what is known of the model NAME."""
+    row = _find(name)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(row)).decode())
+        return
+    for key, value in msgspec.to_builtins(row).items():
+        if key in ("pulled", "last_used"):
+            value = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value)) if value else ""
+        elif isinstance(value, bool):
+            value = "yes" if value else "no"
+        elif isinstance(value, int):
+            value = f"{value:,}" if value else ""
+        if value != "":
+            click.echo(f"{key.replace('_', ' '):<16}{value}")
+
+
+def _find(name: str) -> model_list.Row:
+    found = model_list.rows(load())
+    row = next((row for row in found if row.name == name), None)
+    if row is None:
+        known = ", ".join(row.name for row in found)
+        raise ModelNotFound(f"no model {name!r} is configured or pulled; there are {known}", "name")
+    return row
+
+
+@click.command(epilog=NAMED)
+@click.argument("name", shell_complete=completion.model_names)
+def rm(name: str) -> None:
+    """Remove the pulled model NAME.
+
+    Its files go too unless another name has them. A model that is loaded is refused: `starling unload NAME` first.
+    """
+    config = load()
+    folder = paths.models_dir()
+    slug = name.replace("/", "--")
+    if registry.read(folder, slug) is None:
+        _find(name)
+        raise ConfigError(f"{name!r} is configured and was not pulled: remove it from the configuration", "name")
+    if any(version.name == name for version in model_list.loaded_versions(config)):
+        raise ConfigError(f"{name!r} is loaded: `starling unload {name}` first", "name")
+    with lock(folder, "names"):
+        registry.remove(folder, slug)
+    freed = sum(item.nbytes for item in _collect(model_list.rows(config), is_dry=False, only_models=True))
+    click.echo(f"{name}: removed, {freed / 1e6:,.0f} MB freed")
+
+
+@click.command(epilog=CODES)
+@click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
+@json_option()
+def gc(dry_run: bool, as_json: bool) -> None:
+    """Remove files that no model needs.
+
+    These are stored models without a name, converted models whose file is gone, and unfinished downloads. Nothing that
+    the running server has loaded is removed.
+    """
+    removed = _collect(model_list.rows(load()), dry_run)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode([item._asdict() for item in removed])).decode())
+        return
+    for item in removed:
+        click.echo(f"{item.reason}: {item.path} ({item.nbytes / 1e6:,.0f} MB)")
+    total = sum(item.nbytes for item in removed) / 1e6
+    click.echo(f"{total:,.0f} MB {'would be' if dry_run else 'were'} freed")
+
+
+def _collect(rows: list[model_list.Row], is_dry: bool, only_models: bool = False) -> list[collect.Item]:
+    in_use = {row.digest for row in rows if row.digest}
+    in_use |= {version.digest for version in model_list.loaded_versions(load())}
+    return collect.collect(paths.models_dir(), in_use, is_dry, with_downloads=not only_models)

@@ -1,0 +1,84 @@
+"""Text from a model on a terminal, and progress on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import Protocol
+
+import click
+
+# C0 without tab and newline, DEL, C1: a model must not move the cursor, set the title or write to the clipboard.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_BIDI = re.compile(r"[\u202a-\u202e\u2066-\u2069]")  # would reorder what follows on the line
+
+
+def visible(text: str) -> str:
+    """`text` with control characters replaced by symbols for them."""
+    return _BIDI.sub("\ufffd", _CONTROL.sub(_symbol, text))
+
+
+def _symbol(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
+
+
+class AnswerPrinter:
+    """Prints the pieces of an answer to standard output as they come, and a newline at its end, also of a part."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+        self._last = "\n"
+
+    def write(self, text: str) -> None:
+        """Print a piece. A pipe gets the bytes as they are, a terminal no control characters."""
+        if text:
+            self._last = text[-1]
+            click.echo(visible(text) if self._is_terminal else text, nl=False)
+
+    def __enter__(self) -> AnswerPrinter:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._last != "\n":
+            click.echo()
+            self._last = "\n"
+
+
+def note(text: str) -> None:
+    """A remark on standard error, dimmed on a terminal."""
+    click.echo(click.style(visible(text), dim=True) if sys.stderr.isatty() else text, err=True)
+
+
+class Progress(Protocol):
+    """Shows what a long wait is for."""
+
+    def show(self, line: str) -> None:
+        """Replace the line that is shown."""
+
+
+class _Quiet:
+    def show(self, line: str) -> None:
+        """Nothing: standard error is not a terminal."""
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Progress]:
+    """On a terminal a spinner with one line that is replaced and leaves nothing; elsewhere nothing."""
+    if not sys.stderr.isatty():
+        yield _Quiet()
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    with console.status("") as status:
+
+        class Spinner:
+            def show(self, line: str) -> None:
+                from rich.markup import escape
+
+                status.update(escape(visible(line)[: console.width - 4]))
+
+        yield Spinner()

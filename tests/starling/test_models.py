@@ -1,0 +1,164 @@
+"""`starling models`, `show`, `rm`, `gc` and `verify` with pulled models, and the completion of their names."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pipeline.models import pull, registry
+from pipeline.models.locks import lock
+from pipeline.models.sources import FileSource
+from starling.cli import cli
+from starling.model_facts import read_facts
+from tools.tiny_gguf import SHAPES, write_model
+
+
+@pytest.fixture
+def folder(home: Path) -> Path:
+    """A models directory with one model under two names, and another model."""
+    folder = home / "models"
+    for name, seed in (("one", 1), ("org/alias", 1), ("two", 2)):
+        path = write_model(home.parent / f"{seed}-Q4_1.gguf", SHAPES["small"], seed=seed)
+        pull.pull(FileSource(path), folder, name, describe=read_facts)
+    return folder
+
+
+def starling(*args: str) -> Result:
+    return CliRunner().invoke(cli, list(args))
+
+
+def failing(*args: str) -> tuple[int, str]:
+    """Exit code and message of the real command."""
+    done = subprocess.run([sys.executable, "-m", "starling", *args], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr
+
+
+def stored(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("*.gguf")}
+
+
+def test_the_list(folder: Path) -> None:
+    rows = {row["name"]: row for row in json.loads(starling("models", "--json").output)}
+    assert list(rows) == ["smollm2-135m-instruct", "one", "org/alias", "two"]
+    one, alias = rows["one"], rows["org/alias"]
+    assert (one["state"], one["architecture"], one["quantization"]) == ("fetched", "llama", "Q4_1")
+    assert one["digest"] == alias["digest"] != rows["two"]["digest"]
+    assert one["bytes"] > 0 and one["context_length"] > 0 and one["last_used"] == 0
+    text = starling("models").output
+    assert text.splitlines()[0].split() == ["NAME", "ARCH", "SIZE", "QUANT", "CTX", "DIGEST", "STATE", "USED"]
+    assert one["digest"][:12] in text and "\x1b" not in text
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_the_list_on_a_terminal(folder: Path, colour: bool) -> None:
+    """80 columns; colours unless NO_COLOR is set."""
+    master, slave = pty.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "80", **({} if colour else {"NO_COLOR": "1"})}
+    process = subprocess.Popen([sys.executable, "-m", "starling", "models"], stdout=slave, stderr=slave, env=env)
+    os.close(slave)
+    seen = b""
+    while True:
+        try:
+            seen += os.read(master, 65536)
+        except OSError:  # the other side is closed
+            break
+    os.close(master)
+    assert process.wait(60) == 0
+    text = seen.decode()
+    assert ("\x1b[3" in text) == colour
+    lines = [line for line in text.replace("\r", "").splitlines() if "\x1b" not in line]
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_show(folder: Path) -> None:
+    row = json.loads(starling("show", "org/alias", "--json").output)
+    assert (row["name"], row["source"]) == ("org/alias", f"file:{folder.parent.parent / '1-Q4_1.gguf'}")
+    assert row["digest"] in starling("show", "org/alias").output
+    assert failing("show", "three") == (
+        2,
+        "starling: no model 'three' is configured or pulled; there are smollm2-135m-instruct, one, org/alias, two\n",
+    )
+
+
+def test_a_file_stays_until_its_last_name_goes(folder: Path) -> None:
+    before = stored(folder)
+    assert "one: removed, 0 MB freed" in starling("rm", "one").output
+    assert stored(folder) == before
+    (digest,) = {record.digest for record in registry.read_all(folder) if record.name == "org/alias"}
+    for suffix in ("idx", "bin", "verified"):
+        (folder / f"{digest}.{suffix}").write_bytes(bytes(10))
+    assert starling("rm", "org/alias").exit_code == 0
+    assert not list(folder.glob(f"{digest}*"))
+    assert len(stored(folder)) == 1
+    assert failing("rm", "one")[0] == 2
+    assert failing("rm", "smollm2-135m-instruct") == (
+        78,
+        "starling: 'smollm2-135m-instruct' is configured and was not pulled: remove it from the configuration\n",
+    )
+
+
+def test_gc_removes_what_nothing_needs(folder: Path) -> None:
+    (digest,) = {record.digest for record in registry.read_all(folder) if record.name == "two"}
+    (folder / f"{digest}.bin").write_bytes(bytes(10))
+    (folder / f"{'0' * 64}.bin").write_bytes(bytes(10))
+    (folder / ".fetch" / "abc").mkdir()
+    (folder / ".fetch" / "busy").mkdir()
+    registry.remove(folder, "one")
+    registry.remove(folder, "org--alias")
+    with lock(folder, "pull-busy"):
+        listed = json.loads(starling("gc", "--dry-run", "--json").output)
+        assert len(stored(folder)) == 2
+        assert starling("gc").exit_code == 0
+    reasons = sorted(item["reason"] for item in listed)
+    assert reasons == ["its model file is gone", "no model has this file", "unfinished download"]
+    assert stored(folder) == {f"{digest}.gguf"}
+    assert [path.name for path in folder.glob("*.bin")] == [f"{digest}.bin"]
+    assert [path.name for path in (folder / ".fetch").iterdir()] == ["busy"]
+    assert json.loads(starling("gc", "--json").output)[0]["path"].endswith("busy")
+
+
+def test_a_file_that_another_one_has_replaced_is_named(folder: Path) -> None:
+    """The list sees it by the file's identity, `verify` and the next start by both digests."""
+    records = {record.name: record for record in registry.read_all(folder)}
+    blob = registry.blob_path(folder, records["one"].digest)
+    blob.unlink()
+    blob.write_bytes(registry.blob_path(folder, records["two"].digest).read_bytes())
+    rows = {row["name"]: row for row in json.loads(starling("models", "--json").output)}
+    assert (rows["one"]["state"], rows["two"]["state"]) == ("changed", "fetched")
+    for command in (("prepare", "one"), ("pull", "one")):
+        code, message = failing(*command)
+        assert code == 78 or command[0] == "pull", message
+        if command[0] == "prepare":
+            assert records["one"].digest in message and records["two"].digest in message
+    code = starling("verify", "one", "--json")
+    (row,) = json.loads(code.output)
+    assert records["one"].digest in row["problem"] and records["two"].digest in row["problem"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(folder: Path, shell: str) -> None:
+    script = starling("completion", shell).output
+    assert "_STARLING_COMPLETE" in script
+    words = {"bash": ("starling show o", "2"), "zsh": ("starling show o", "2"), "fish": ("starling show o", "o")}[shell]
+    env = {**os.environ, "_STARLING_COMPLETE": f"{shell}_complete", "COMP_WORDS": words[0], "COMP_CWORD": words[1]}
+    code = "from starling.cli import main; import sys; sys.argv[0] = 'starling'; main()"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert "one" in done.stdout and "org/alias" in done.stdout and "two" not in done.stdout
+
+
+def test_the_list_needs_no_compiler(folder: Path) -> None:
+    """What takes longest to import is not imported."""
+    code = (
+        "import sys; from starling.cli import main\n"
+        "try: main()\nfinally: print(sorted({'numba', 'llvmlite', 'aiohttp', 'huggingface_hub'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "models"], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]"

