@@ -26,6 +26,7 @@ COMMANDS = (
     "chaos",
     "completion",
     "config",
+    "doctor",
     "down",
     "drain",
     "fetch",
@@ -74,6 +75,10 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.show import config
 
             return config
+        case "doctor":
+            from starling.cli.doctor import doctor
+
+            return doctor
         case "down":
             from starling.cli.down import down
 

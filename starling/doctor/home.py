@@ -1,0 +1,210 @@
+"""Checks of this home: configuration, directories, port, models, kernels, and what crashes have left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.config import paths
+from pipeline.config.load import find_file
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+from pipeline.models import digests, store
+from pipeline.observe import status
+from pipeline.runtime import run_dir as rundir
+from pipeline.supervise import listen_fd
+from shm.checkpoint import VERSION, CheckpointError, load_index
+from starling.doctor.finding import Finding, megabytes, ok, problem, warning
+
+KERNEL_ENTRIES = 5  # compiled functions of a KV type
+LEAST_DISK = 1 << 30  # bytes: logs, state and saved pages of a small server
+
+
+def check_home(config: Config) -> Iterator[Finding]:
+    """Every finding about this home."""
+    yield ok("configuration", f"{find_file() or 'defaults'}; {len(config.models)} model(s)")
+    yield from directories(config)
+    yield server(config)
+    yield port(config)
+    for model in config.models:
+        yield model_files(config, model.name)
+    yield kernels(config)
+    yield from leftovers(config)
+
+
+def directories(config: Config) -> Iterator[Finding]:
+    """Can they be created and written, by this user alone where that matters?"""
+    home = paths.home()
+    for what, folder in (("home", home), ("run directory", paths.run_dir(config)), ("state", paths.state_dir(config))):
+        place = folder
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            yield problem(what, f"{folder} cannot be written", "set another STARLING_HOME, or run as its owner")
+            continue
+        info = place.stat()
+        if what == "run directory" and place == folder and stat.S_IMODE(info.st_mode) & 0o077:
+            mode = f"{stat.S_IMODE(info.st_mode):o}"
+            yield problem(what, f"{folder} has mode {mode}: others can reach its sockets", f"chmod 700 {folder}")
+    free = shutil.disk_usage(_existing(home)).free
+    if free < LEAST_DISK:
+        yield warning("disk", f"{home}: {megabytes(free)} free", "free space there, or move STARLING_HOME")
+    else:
+        yield ok("disk", f"{home}: {megabytes(free)} free")
+
+
+def _existing(folder: Path) -> Path:
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def server(config: Config) -> Finding:
+    """Does the server of this home run?"""
+    records = [record for record in status.read_all(paths.run_dir(config)) if record.alive]
+    if not records:
+        return ok("server", "does not run")
+    waiting = [f"{record.stage} ({record.reason or 'starting'})" for record in records if not record.ready]
+    if waiting:
+        return warning("server", f"runs; not ready: {', '.join(waiting)}", "see `starling status` and `starling logs`")
+    return ok("server", f"runs, {len(records)} stages are ready")
+
+
+def port(config: Config) -> Finding:
+    """Can the server listen on its address, or does it?"""
+    address = f"{config.server.host}:{config.server.port}"
+    gateway = [one for one in status.read_all(paths.run_dir(config)) if one.alive and one.stage == "gateway"]
+    if gateway:
+        return ok("port", f"{address} is this server's ({listen_fd.url(config)})")
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            config.server.host, config.server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+            probe.listen(1)
+    except OSError as error:
+        remedy = "stop the program that uses it, or set server.host and server.port"
+        return problem("port", f"cannot listen on {address}: {error.strerror}", remedy)
+    if not config.auth.api_keys and config.server.host not in ("127.0.0.1", "::1", "localhost"):
+        return warning("port", f"{address} is reachable from other machines without a key", "set auth.api_keys")
+    return ok("port", f"{address} is free")
+
+
+def model_files(config: Config, name: str) -> Finding:
+    """File, digest and checkpoint of a model."""
+    model = config.model(name)
+    assert model is not None
+    check, folder = f"model {name}", paths.models_dir()
+    file = store.gguf_path(model, folder)
+    if not file.is_file():
+        if model.path and not model.path.startswith(("http://", "https://")):
+            return problem(check, f"{file} does not exist", "correct models[].path")
+        return warning(check, "is not here yet", f"`starling prepare {name}` fetches it; `starling up` does so too")
+    located = store.find(model, folder)
+    if located is None:
+        return warning(check, f"{file} is new or has changed", f"run `starling prepare {name}`")
+    expected = store.expected_digest(model, folder)
+    if expected and located.digest != expected:
+        found = f"{file} has SHA-256 {located.digest}, expected {expected}"
+        return problem(check, found, "correct models[].sha256, or remove the file and fetch it again")
+    found = f"{megabytes(located.nbytes)}, sha256 {located.digest[:12]}"
+    index_path = folder / f"{located.digest}.idx"
+    try:
+        index = load_index(index_path)
+        if index_path.with_suffix(".bin").stat().st_size != index.bin_bytes or index.version != VERSION:
+            return warning(check, f"{found}; its checkpoint is incomplete or old", f"run `starling prepare {name}`")
+    except FileNotFoundError:
+        return warning(check, f"{found}; not prepared", f"run `starling prepare {name}`, or let `starling up` do it")
+    except (OSError, CheckpointError) as error:
+        return problem(check, f"{found}; {error}", f"remove {index_path} and run `starling prepare {name}`")
+    return ok(check, f"{found}; prepared. `starling verify {name}` reads every byte")
+
+
+def kernels(config: Config) -> Finding:
+    """Are the kernels compiled for this CPU and this version?"""
+    try:
+        from stages.worker.kernels import features
+    except ConfigError:
+        return warning("kernels", "there are none for this CPU", "see cpu")
+    cache = features.cache_dir()
+    for kv_type in sorted({model.kv_type for model in config.models}):
+        found = [*cache.glob("*-any.compiled"), *cache.glob(f"*-{kv_type}.compiled")]
+        if len(found) < KERNEL_ENTRIES:
+            remedy = "`starling prepare` compiles them, once, in a minute; the first start does so too"
+            return warning("kernels", f"not compiled yet for this CPU, version and {kv_type}", remedy)
+    size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
+    return ok("kernels", f"compiled, {megabytes(size)} in {cache}")
+
+
+# ------------------------------------------------------------------ leftovers
+
+
+def leftovers(config: Config) -> Iterator[Finding]:
+    """What stopped or killed servers have left."""
+    run_dir = paths.run_dir(config)
+    dead = [one.stage for one in status.read_all(run_dir) if not one.alive]
+    runs = bool(rundir.lock_holder(run_dir, "up")) or any(one.alive for one in status.read_all(run_dir))
+    if dead and not runs:
+        yield warning("leftovers", f"records of stages that died: {', '.join(dead)}", "the next start replaces them")
+    yield from _arenas_of_dead_servers(config, runs)
+    yield from _unfinished_downloads()
+    yield from _unused_checkpoints(config)
+
+
+def _arenas_of_dead_servers(config: Config, runs: bool, shm: Path = Path("/dev/shm")) -> Iterator[Finding]:
+    own = paths.arena_dir(config)
+    for folder in sorted(shm.glob(f"starling-{os.getuid()}-*")):
+        if folder.is_symlink() or not folder.is_dir() or (folder == own and runs):
+            continue
+        files = [path for path in folder.iterdir() if path.is_file()]
+        if not files or _is_in_use(folder):
+            continue
+        size = megabytes(sum(path.stat().st_blocks * 512 for path in files))
+        if folder == own:
+            yield warning("leftovers", f"{size} of arenas of a killed server", "the next start uses them again")
+        else:
+            remedy = f"if no server of another STARLING_HOME uses it: rm -r {folder}"
+            yield warning("leftovers", f"{folder} has {size} of arenas and no live server", remedy)
+
+
+def _is_in_use(folder: Path) -> bool:
+    """Does a live process hold the directory's lock?"""
+    import fcntl
+
+    try:
+        fd = os.open(folder / "server.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+
+
+def _unfinished_downloads() -> Iterator[Finding]:
+    folder = paths.models_dir() / ".fetch"
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    size = sum(path.stat().st_blocks * 512 for path in files)
+    if size:
+        remedy = f"repeat the download, which continues it, or rm -r {folder}"
+        yield warning("leftovers", f"{megabytes(size)} of unfinished downloads", remedy)
+
+
+def _unused_checkpoints(config: Config) -> Iterator[Finding]:
+    folder = paths.models_dir()
+    known = {stamp.sha256 for stamp in digests.read_all(folder).values()}
+    files = [path for path in folder.glob("*.bin") if path.stem not in known] if folder.is_dir() else []
+    size = sum(path.stat().st_blocks * 512 for path in files)
+    if size:
+        names = ", ".join(path.name[:12] for path in files[:3])
+        remedy = "`starling gc` removes them"
+        yield warning("leftovers", f"{megabytes(size)} of checkpoints without a model file ({names})", remedy)

@@ -1,0 +1,196 @@
+"""Checks of the machine: CPU, cores, memory, shared memory, huge pages, files, clock."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline import procfs
+from pipeline.config import paths
+from pipeline.config.schema import Config
+from pipeline.models import capacity
+from starling.doctor import cgroup
+from starling.doctor.finding import Finding, megabytes, ok, problem, warning
+
+FILES_BESIDE_REQUESTS = 400  # of the gateway: probes, spare connections, its own files
+GOOD_CLOCKS = ("tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_counter")
+_2024 = 1_704_067_200.0  # no machine with this program has an earlier clock
+
+
+class Machine(NamedTuple):
+    """Where the facts are, so that tests can give others."""
+
+    proc: Path = Path("/proc")
+    sys: Path = Path("/sys")
+
+
+def check_machine(config: Config, machine: Machine) -> Iterator[Finding]:
+    """Every finding about the machine."""
+    limits = cgroup.read(machine.proc, machine.sys / "fs" / "cgroup")
+    yield cpu()
+    yield cores(config, limits, len(os.sched_getaffinity(0)))
+    yield memory(config, limits, machine)
+    yield arenas(config)
+    yield huge_pages(config, machine)
+    yield file_limit(config, *resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield clock(machine, time.time(), newest_file(config))
+
+
+def cpu() -> Finding:
+    """The instructions of the CPU, and the kernels that use them."""
+    from pipeline.errors import ConfigError
+
+    try:
+        from stages.worker.kernels import features  # chooses the kernels for this CPU
+    except ConfigError as error:
+        return problem("cpu", error.message, "run the server on another CPU, or correct STARLING_ISA")
+    isa = features.isa()
+    kernels = {
+        "portable": "AVX2 kernels",
+        "vnni": "AVX-512 VNNI kernels",
+        "amx": "AVX-512 VNNI and AMX tile kernels",
+        "tiles": "tile kernels without AMX, for tests",
+    }[isa]
+    name = _cpu_name()
+    if wanted := os.environ.get("STARLING_ISA"):
+        return warning("cpu", f"{name}: {kernels}, by STARLING_ISA={wanted}", "unset STARLING_ISA for the fastest")
+    found = f"{name}: {kernels}"
+    if formats := sorted(features.tile_formats()):
+        found += f" (AMX for {', '.join(formats)})"
+    return ok("cpu", found)
+
+
+def _cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return "this CPU"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "this CPU")
+
+
+def cores(config: Config, limits: cgroup.Limits, allowed: int) -> Finding:
+    """Cores that the ranks get. Ranks that wait for each other stall when a quota stops one of them."""
+    found = f"{allowed} core{'s' if allowed > 1 else ''}"
+    most = max(model.ranks or len(model.cpus) or allowed for model in config.models)
+    if limits.cpus is not None:
+        found += f", the control group allows the time of {limits.cpus:g}"
+        if limits.cpus < most:
+            fits = max(1, int(limits.cpus))
+            remedy = f"set models[].ranks: {fits}, or raise the quota (docker run --cpus, cpu.max) to {most}"
+            return warning("cores", f"{found}, and a model has {most} ranks, which a quota stops in turn", remedy)
+    if most > allowed:
+        return warning("cores", f"{found}, and a model has {most} ranks", f"set models[].ranks: {allowed}")
+    return ok("cores", found)
+
+
+def memory(config: Config, limits: cgroup.Limits, machine: Machine) -> Finding:
+    """Memory for weights and arenas of the configured models."""
+    free = procfs.available_memory(machine.proc / "meminfo")
+    where = "available"
+    if limits.memory_free is not None and limits.memory_free < free:
+        free, where = limits.memory_free, f"free below the control group's limit of {megabytes(limits.memory or 0)}"
+    arenas_need = sum(capacity.need(config, model) for model in config.models)
+    fixed = arenas_need + sum(capacity.weights_need(config, model) for model in config.models)
+    weights = sum(_file_bytes(config, index) for index in range(len(config.models)))
+    found = f"{megabytes(free)} {where}; weights {megabytes(weights)}, arenas {megabytes(arenas_need)}"
+    if fixed > free:
+        return problem("memory", found, "lower kv_cache_mb, serve fewer models, or take a smaller quantization")
+    if arenas_need + weights > free:
+        remedy = "weights are read again from the disk while the model runs: take a smaller quantization or kv_cache_mb"
+        return warning("memory", found, remedy)
+    return ok("memory", found)
+
+
+def _file_bytes(config: Config, index: int) -> int:
+    from pipeline.models import store
+
+    try:
+        return store.gguf_path(config.models[index], paths.models_dir()).stat().st_size
+    except OSError:
+        return 0
+
+
+def arenas(config: Config) -> Finding:
+    """Space of the file system of the arenas."""
+    folder = paths.arena_dir(config)
+    own = sum(path.stat().st_size for path in folder.glob("*")) if folder.is_dir() else 0
+    place = folder
+    while not place.is_dir():
+        place = place.parent
+    facts = os.statvfs(place)
+    free, total = facts.f_bavail * facts.f_frsize + own, facts.f_blocks * facts.f_frsize
+    need = sum(capacity.need(config, model) for model in config.models)
+    found = f"{folder.parent}: {megabytes(free)} of {megabytes(total)} free, arenas need {megabytes(need)}"
+    if free >= need:
+        return ok("arenas", found)
+    remedy = (
+        "raise its size (docker run --shm-size, mount -o remount,size=), lower kv_cache_mb, or set server.arena_dir; "
+        "otherwise `starling up` puts them into STARLING_HOME, which is slower"
+    )
+    return warning("arenas", found, remedy)
+
+
+def huge_pages(config: Config, machine: Machine) -> Finding:
+    """Huge pages matter for weights that are read into memory."""
+    folder = machine.sys / "kernel" / "mm"
+    try:
+        text = (folder / "transparent_hugepage" / "enabled").read_text()
+        transparent = text.split("[")[1].split("]")[0]
+    except (OSError, IndexError):
+        transparent = "not available"
+    try:
+        reserved = int((folder / "hugepages" / "hugepages-2048kB" / "nr_hugepages").read_text())
+    except (OSError, ValueError):
+        reserved = 0
+    found = f"transparent: {transparent}; reserved: {reserved} of 2 MB"
+    if config.performance.use_mmap or transparent in ("always", "madvise"):
+        return ok("huge pages", found)
+    remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, which use_mmap: false needs for its speed"
+    return warning("huge pages", found, remedy)
+
+
+def file_limit(config: Config, soft: int, hard: int) -> Finding:
+    """The hard limit of open files: stages raise their soft limit to it."""
+    need = config.server.max_concurrent_requests + FILES_BESIDE_REQUESTS
+    shown = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
+    found = f"{shown} open files (hard limit), {need:,} for server.max_concurrent_requests"
+    if hard == resource.RLIM_INFINITY or hard >= need:
+        return ok("files", found)
+    remedy = f"raise the hard limit (ulimit -Hn, LimitNOFILE=) to {need}, or lower server.max_concurrent_requests"
+    return problem("files", found, remedy)
+
+
+def clock(machine: Machine, now: float, newest: float) -> Finding:
+    """The time: sessions, quotas and cached answers expire by it."""
+    source = "unknown"
+    try:
+        file = machine.sys / "devices" / "system" / "clocksource" / "clocksource0" / "current_clocksource"
+        source = file.read_text().strip()
+    except OSError:
+        pass
+    found = f"{time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(now))}, source {source}"
+    if now < _2024:
+        return problem("clock", found, "set the time (timedatectl set-ntp true)")
+    if newest > now + 60:
+        behind = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(newest))
+        remedy = "set the time (timedatectl set-ntp true): sessions and cached answers expire by it"
+        return warning("clock", f"{found}; a file of this home is of {behind}, in the future", remedy)
+    if source not in (*GOOD_CLOCKS, "unknown"):
+        return warning("clock", found, "each reading of this clock is a system call; boot with clocksource=tsc")
+    return ok("clock", found)
+
+
+def newest_file(config: Config) -> float:
+    """The latest time of change of the files in the state and the models directory; 0.0 without files."""
+    times = [0.0]
+    for folder in (paths.state_dir(config), paths.models_dir()):
+        try:
+            with os.scandir(folder) as entries:
+                times += [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
+        except OSError:
+            continue
+    return max(times)

@@ -1,0 +1,201 @@
+"""`starling doctor`: what it finds on machines with limits, in homes with faults; and how it says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig, ServerConfig
+from starling.cli import cli
+from starling.cli.doctor import lines
+from starling.doctor import cgroup, machine
+from starling.doctor.finding import Finding
+
+CONFIG = Config(models=(ModelConfig(name=DEMO_MODEL),))
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+
+
+# ------------------------------------------------------------------ limits of control groups
+
+
+def test_the_tightest_limit_of_version_2_counts(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            "cg/a/cpu.max": "150000 100000\n",
+            "cg/a/memory.max": "2000000000\n",
+            "cg/a/memory.current": "500000000\n",
+            "cg/a/memory.stat": "anon 1\ninactive_file 100000000\n",
+            "cg/a/b/cpu.max": "max 100000\n",
+            "cg/a/b/memory.max": "max\n",
+        },
+    )
+    assert cgroup.read(tmp_path / "proc", tmp_path / "cg") == (1.5, 2_000_000_000, 1_600_000_000)
+
+
+def test_limits_of_version_1(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "3:cpu,cpuacct:/docker/x\n2:memory:/docker/x\n",
+            "cg/cpu/cpu.cfs_quota_us": "200000",
+            "cg/cpu/cpu.cfs_period_us": "100000",
+            "cg/memory/memory.limit_in_bytes": "1000000000",
+            "cg/memory/memory.usage_in_bytes": "400000000",
+        },
+    )
+    assert cgroup.read(tmp_path / "proc", tmp_path / "cg") == (2.0, 1_000_000_000, 600_000_000)
+    write(tmp_path, {"cg/memory/memory.limit_in_bytes": "9223372036854771712", "cg/cpu/cpu.cfs_quota_us": "-1"})
+    assert cgroup.read(tmp_path / "proc", tmp_path / "cg") == (None, None, None)
+
+
+def test_a_machine_without_control_groups(tmp_path: Path) -> None:
+    assert cgroup.read(tmp_path, tmp_path) == (None, None, None)
+
+
+def test_cores() -> None:
+    none = cgroup.Limits(None, None, None)
+    assert machine.cores(CONFIG, none, 8).state == "ok"
+    found = machine.cores(CONFIG, cgroup.Limits(1.5, None, None), 8)
+    assert (found.state, found.remedy.partition(",")[0]) == ("warning", "set models[].ranks: 1")
+    ranks = Config(models=(ModelConfig(name=DEMO_MODEL, ranks=4),))
+    assert machine.cores(ranks, none, 2).state == "warning"
+    assert machine.cores(ranks, cgroup.Limits(4.0, None, None), 8).state == "ok"
+
+
+def test_memory(tmp_path: Path, home: Path) -> None:
+    write(tmp_path, {"proc/meminfo": "MemTotal: 9000000 kB\nMemAvailable: 8000000 kB\n"})
+    here = machine.Machine(tmp_path / "proc", tmp_path / "sys")
+    none = cgroup.Limits(None, None, None)
+    assert machine.memory(CONFIG, none, here).state == "ok"
+    limited = machine.memory(CONFIG, cgroup.Limits(None, 500_000_000, 400_000_000), here)
+    assert limited.state == "problem"
+    assert "400 MB free below the control group's limit of 500 MB" in limited.found
+
+
+@pytest.mark.parametrize(("hard", "state"), [(-1, "ok"), (4096, "ok"), (600, "problem")])
+def test_open_files(hard: int, state: str) -> None:
+    assert machine.file_limit(CONFIG, 100, hard).state == state
+
+
+@pytest.mark.parametrize(
+    ("now", "newest", "source", "state"),
+    [
+        (1.8e9, 1.7e9, "tsc", "ok"),
+        (1.8e9, 1.9e9, "tsc", "warning"),
+        (1.8e9, 0.0, "hpet", "warning"),
+        (86400.0, 0.0, "tsc", "problem"),
+        (1.8e9, 0.0, "", "ok"),
+    ],
+)
+def test_the_clock(tmp_path: Path, now: float, newest: float, source: str, state: str) -> None:
+    if source:
+        write(tmp_path, {"sys/devices/system/clocksource/clocksource0/current_clocksource": source + "\n"})
+    found = machine.clock(machine.Machine(tmp_path / "proc", tmp_path / "sys"), now, newest)
+    assert found.state == state, found
+
+
+@pytest.mark.parametrize(
+    ("enabled", "use_mmap", "state"),
+    [("always [madvise] never", False, "ok"), ("always madvise [never]", False, "warning"), ("", True, "ok")],
+)
+def test_huge_pages(tmp_path: Path, enabled: str, use_mmap: bool, state: str) -> None:
+    write(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": enabled})
+    from pipeline.config.schema import PerformanceConfig
+
+    config = Config(models=CONFIG.models, performance=PerformanceConfig(use_mmap=use_mmap))
+    assert machine.huge_pages(config, machine.Machine(tmp_path / "proc", tmp_path / "sys")).state == state
+
+
+# ------------------------------------------------------------------ this home
+
+
+def test_a_port_that_is_taken(home: Path) -> None:
+    from starling.doctor.home import port
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = Config(models=CONFIG.models, server=ServerConfig(port=taken.getsockname()[1]))
+        assert port(config).state == "problem"
+    assert port(config).state == "ok"
+    assert port(Config(models=CONFIG.models, server=ServerConfig(host="0.0.0.0", port=0))).state == "warning"
+
+
+def test_files_of_models(tmp_path: Path, home: Path) -> None:
+    from starling.doctor.home import model_files
+
+    def found(path: str = "") -> Finding:
+        return model_files(Config(models=(ModelConfig(name=DEMO_MODEL, path=path),)), DEMO_MODEL)
+
+    assert found().state == "warning"
+    assert found("/no/such.gguf").state == "problem"
+    (tmp_path / "new.gguf").write_bytes(b"GGUF")
+    assert found(str(tmp_path / "new.gguf")).state == "warning"
+
+
+def test_what_a_crash_has_left(home: Path) -> None:
+    from starling.doctor.home import leftovers
+
+    assert not [one for one in leftovers(CONFIG) if str(os.getpid()) in one.found]
+    (home / "models" / ".fetch").mkdir(parents=True)
+    (home / "models" / ".fetch" / "x.part").write_bytes(bytes(4096))
+    (home / "models" / f"{'0' * 64}.bin").write_bytes(bytes(4096))
+    texts = [one.found for one in leftovers(CONFIG)]
+    assert any("unfinished downloads" in text for text in texts)
+    assert any("checkpoints without a model file" in text for text in texts)
+
+
+# ------------------------------------------------------------------ the command
+
+
+def test_the_report_of_an_empty_home(home: Path) -> None:
+    done = CliRunner().invoke(cli, ["doctor", "--json"], env={"STARLING_SERVER__PORT": "0"}, standalone_mode=False)
+    rows = {row["check"]: row for row in json.loads(done.output)}
+    assert {"cpu", "cores", "memory", "arenas", "huge pages", "files", "clock", "port", "disk", "kernels"} <= set(rows)
+    assert all(row["remedy"] for row in rows.values() if row["state"] != "ok")
+    failed = [row for row in rows.values() if row["state"] == "problem"]
+    assert done.return_value == (78 if failed else 0)
+    text = CliRunner().invoke(cli, ["doctor"], env={"STARLING_SERVER__PORT": "0"}).output
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+
+
+def test_a_wrong_configuration_is_a_problem(home: Path) -> None:
+    done = CliRunner().invoke(cli, ["doctor"], env={"STARLING_SERVER__PORT": "x"}, standalone_mode=False)
+    assert done.return_value == 78
+    assert "FAIL  configuration" in done.output
+    assert "server.port" in done.output
+
+
+@pytest.mark.parametrize("length", [1, 60, 300])
+def test_lines_have_80_columns(length: int) -> None:
+    shown = list(lines(Finding("model a-long-name-of-a-model", "warning", "word " * length, "do " * length)))
+    assert max(map(len, shown)) <= 80
+
+
+def test_it_takes_no_second(home: Path) -> None:
+    """No import of numba: that alone takes longer than all checks."""
+    code = (
+        "import sys; from starling.cli import main\n"
+        "try: main()\nfinally: print('numba' in sys.modules, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, "doctor"]
+    begun = time.monotonic()
+    done = subprocess.run(command, env={**os.environ, "STARLING_SERVER__PORT": "0"}, capture_output=True, text=True)
+    assert time.monotonic() - begun < 60
+    assert done.stderr.strip() == "False"
