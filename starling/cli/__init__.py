@@ -24,6 +24,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 COMMANDS = (
     "catalog",
     "chaos",
+    "chat",
     "completion",
     "config",
     "doctor",
@@ -42,6 +43,7 @@ COMMANDS = (
     "restart",
     "resume",
     "rm",
+    "run",
     "show",
     "stage",
     "status",
@@ -67,6 +69,10 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.chaos import chaos
 
             return chaos
+        case "chat":
+            from starling.cli.chat import chat
+
+            return chat
         case "completion":
             from starling.cli.completion import completion
 
@@ -139,6 +145,10 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.drain import resume
 
             return resume
+        case "run":
+            from starling.cli.run import run
+
+            return run
         case "stage":
             from starling.cli.stage import stage
 

@@ -15,9 +15,6 @@ from starling.cli.options import exit_codes, json_option
 CODES = exit_codes({0: "success", 78: "the configuration is wrong"})
 
 
-def _print_json(value: Any) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
-
 
 @click.command(epilog=CODES)
 @json_option()

@@ -34,6 +34,7 @@ from starling.cli.broken_pipe import silence
 from starling.cli.honcho_runner import HonchoRunner
 from starling.cli.options import exit_codes
 from starling.cli.prepare import prepare_all
+from starling.cli.server_use import end_when_unused
 from starling.cli.stage import STAGES
 
 PROCFILE = Path(__file__).resolve().parent.parent.parent / "Procfile"
@@ -49,7 +50,13 @@ WAITING_S = 5.0  # before it prints which stages are not ready
         }
     )
 )
-def up() -> int:
+@click.option(
+    "--while-used",
+    is_flag=True,
+    hidden=True,
+    help="End when no `starling run` or `starling chat` uses the server.",
+)
+def up(while_used: bool) -> int:
     """Prepare the models, start every stage, and run until Ctrl-C.
 
     On Ctrl-C (SIGINT, SIGTERM or SIGHUP) streams in flight finish first. A second Ctrl-C kills all stages.
@@ -60,6 +67,8 @@ def up() -> int:
     timeline.reached("command")
     run_dir = rundir.prepare(paths.run_dir(config))
     only_one = rundir.StageLock(run_dir, "up")
+    if while_used:
+        end_when_unused(run_dir)
     held: ServerLocks | None = None
     try:
         check_port(config)

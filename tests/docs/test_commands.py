@@ -47,7 +47,14 @@ def run(block: markdown.Block, server: Server) -> None:
     text = block.text.replace("127.0.0.1:8080", f"127.0.0.1:{server.port}")
     program = ["bash", "-euo", "pipefail", "-c", text] if block.language == "sh" else [sys.executable, "-c", text]
     done = subprocess.run(
-        program, cwd=ROOT, env=server.environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        program,
+        cwd=ROOT,
+        env=server.environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
     )
     assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     assert "Traceback" not in done.stderr

@@ -1,0 +1,283 @@
+"""`starling run` and `starling chat` in processes of their own, with servers that they find, start, lose and end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import starling
+from tests.e2e.conftest import share_caches
+from tests.e2e.resumable import wait_answering
+from tests.e2e.server import ROOT, START_S, Server, wait_gone
+from tools.tiny_gguf import SHAPES, write_model
+
+pytestmark = pytest.mark.slow
+
+LONG = ("run", "tiny", "Go on.", "--seed", "5", "--max-tokens", "600", "--json")
+
+
+def configured(home: Path, **server: object) -> Server:
+    share_caches(home)
+    path = write_model(home / "tiny.gguf", SHAPES["small"])
+    models = [{"name": "tiny", "path": str(path), "kv_cache_mb": 16}]
+    keys = [{"key": "sk-admin", "admin": True}, {"key": "sk-user", "tenant": "user"}]
+    return Server(home, {"models": models, "auth": {"api_keys": keys}, "server": server})
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with configured(tmp_path_factory.mktemp("run")) as server:
+        yield server
+        server.stop()
+        assert server.leftovers() == []
+
+
+def begin(server: Server, *args: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "starling", *args],
+        cwd=ROOT,
+        env=server.environment,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def typed(server: Server, text: str, *args: str) -> str:
+    """The output of a command with `text` on its standard input."""
+    process = begin(server, *args, stdin=subprocess.PIPE)
+    out, errors = process.communicate(text.encode(), timeout=120)
+    assert process.returncode == 0, errors
+    return out.decode()
+
+
+def pid_of_up(server: Server) -> int:
+    """The pid in the lock file of `starling up`, once it is there. Does not touch the lock itself."""
+    deadline = time.monotonic() + START_S
+    while True:
+        with contextlib.suppress(OSError, ValueError):
+            return int((server.home / "run" / "up.lock").read_text())
+        assert time.monotonic() < deadline
+
+
+def first_byte(process: subprocess.Popen[bytes]) -> bytes:
+    assert process.stdout is not None
+    assert select.select([process.stdout], [], [], START_S)[0]
+    return os.read(process.stdout.fileno(), 1)
+
+
+# ------------------------------------------------------------------ with a server that runs
+
+
+def test_an_answer_is_the_apis(server: Server) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello\n\nthere"}], "seed": 3, "max_tokens": 30}
+    status, answer, _ = server.request("POST", "/v1/chat/completions", body, {"Authorization": "Bearer sk-user"})
+    assert status == 200
+    expected = answer["choices"][0]["message"]["content"]
+    options = ("--seed", "3", "--max-tokens", "30")
+    assert typed(server, "there\n", "run", "tiny", "Hello", *options) == expected.removesuffix("\n") + "\n"
+    shown = json.loads(typed(server, "Hello\n\nthere\n", "run", "tiny", "--json", *options))
+    assert (shown["text"], shown["seed"], shown["output_tokens"]) == (expected, 3, 30)
+    assert typed(server, "Hello\\\n\\\nthere\n", "chat", *options) == expected.removesuffix("\n") + "\n"
+
+
+def test_raw_continues_the_text(server: Server) -> None:
+    body = {"prompt": "The end", "seed": 3, "max_tokens": 20}
+    _, answer, _ = server.request("POST", "/v1/generate", body, {"Authorization": "Bearer sk-user"})
+    shown = json.loads(typed(server, "", "run", "--raw", "--json", "tiny", "The", "end", "--seed=3", "--max-tokens=20"))
+    assert shown["text"] == answer["choices"][0]["text"]
+
+
+def test_a_conversation_has_all_its_messages(server: Server) -> None:
+    """Each turn sends what was said before; /retry with the same seed says the same again."""
+    out = typed(server, "One\n/set seed 4\n/retry\nTwo\n/undo\nTwo\n", "chat", "--max-tokens", "8", "--seed", "4")
+    said = re.sub(r"\A(?s:(.*?))seed: 4\n", r"\1", out)
+    first, second = said[: len(said) // 2], said[len(said) // 2 :]
+    assert "removed\n" in out
+    assert first and second
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (("run", "absent", "x"), 2, "no model 'absent'"),
+        (("run", "tiny"), 2, "no prompt: give PROMPT"),
+        (("run", "tiny", "x", "--temperature", "3"), 2, "not in the range 0<=x<=2"),
+        (("run", "tiny", "x " * 5000), 2, "context"),
+        (("run", "tiny", "x", "--max-tokens", "90000"), 2, "context"),
+        (("run", "tiny", "x", "--key", "sk-wrong"), 78, "--key or STARLING_API_KEY"),
+        (("run", "tiny", "x", "--url", "http://127.0.0.1:9"), 1, "no server answers at http://127.0.0.1:9"),
+        (("run", "tiny", "x", "--url", "localhost"), 2, "expected http://HOST:PORT"),
+        (("run", "tiny", "x", "--raw", "--system", "y"), 2, "--system needs the model's chat template"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(server: Server, args: tuple[str, ...], code: int, message: str) -> None:
+    process = begin(server, *args)
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out) == (code, b""), errors
+    assert message in errors.decode()
+    assert b"Traceback" not in errors
+
+
+def test_ctrl_c_cancels_the_request(server: Server) -> None:
+    process = begin(server, *LONG[:-1])
+    first_byte(process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.decode().strip() == "starling: interrupted"
+    server.wait_metrics("starling_requests_in_flight", lambda found: not any(found.values()))
+
+
+@pytest.mark.parametrize("stage", ["gateway", "worker-tiny", "scheduler"])
+def test_a_stage_that_dies_costs_no_byte(server: Server, stage: str) -> None:
+    undisturbed = json.loads(starling(server, *LONG))
+    process = begin(server, *LONG[:-1])
+    begun = first_byte(process)
+    pid = server.pid_of(stage)
+    os.kill(pid, signal.SIGKILL)
+    rest, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert (begun + rest).decode() == undisturbed["text"].removesuffix("\n") + "\n"
+    assert wait_gone(pid)
+    wait_answering(server)
+
+
+def test_a_request_that_the_gateway_forgot_is_sent_again(tmp_path: Path) -> None:
+    with configured(tmp_path, journal_mb=0) as server:
+        undisturbed = json.loads(starling(server, *LONG))
+        process = begin(server, *LONG)
+        server.wait_metrics("starling_requests_in_flight", lambda found: any(found.values()))
+        os.kill(server.pid_of("gateway"), signal.SIGKILL)
+        out, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        shown = json.loads(out)
+        assert shown["resumed"] == 1
+        assert (shown["text"], shown["finish_reason"]) == (undisturbed["text"], undisturbed["finish_reason"])
+
+
+def test_a_chat_on_a_terminal(server: Server) -> None:
+    master, slave = pty.openpty()
+    environment = {**server.environment, "TERM": "dumb", "COLUMNS": "80"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "starling", "chat", "--max-tokens", "2000", "--seed", "1"],
+        cwd=ROOT,
+        env=environment,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    )
+    os.close(slave)
+    seen = ""
+
+    def wait_for(pattern: str) -> None:
+        nonlocal seen
+        deadline = time.monotonic() + 60
+        while not re.search(pattern, seen):
+            assert select.select([master], [], [], max(0, deadline - time.monotonic()))[0], seen
+            seen += os.read(master, 65536).decode("utf-8", "replace")
+        seen = re.split(pattern, seen, maxsplit=1)[-1]
+
+    try:
+        wait_for("Ctrl-D ends")
+        wait_for(">>> ")
+        os.write(master, b"Tell me a story.\n")
+        wait_for(r"story\.\r\n..")
+        process.send_signal(signal.SIGINT)  # the terminal would send it to the foreground process
+        wait_for("stopped")
+        wait_for(">>> ")
+        os.write(master, b"/show\n")
+        wait_for("messages: 2")
+        wait_for(">>> ")
+        os.write(master, b"/sett\n")
+        wait_for("no command /sett; /help lists them")
+        wait_for(">>> ")
+        os.write(master, b"\x04")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+    history = server.home / "chat-history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    assert history.read_text().splitlines() == ["Tell me a story.", "/show", "/sett"]
+
+
+# ------------------------------------------------------------------ without a server
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Iterator[Server]:
+    """A home whose server does not run."""
+    server = configured(tmp_path)
+    yield server
+    left = server.pids()
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left
+    assert server.leftovers() == []
+
+
+def test_a_server_is_started_and_ended(stopped: Server) -> None:
+    shown = json.loads(starling(stopped, "run", "tiny", "Hello", "--seed", "1", "--max-tokens", "5", "--json"))
+    assert shown["output_tokens"] == 5
+    assert stopped.pids() == {}
+    # A file that is not configured is served by the same means.
+    other = write_model(stopped.home / "other.gguf", SHAPES["small"], seed=1)
+    shown = json.loads(starling(stopped, "run", str(other), "Hello", "--max-tokens", "5", "--json"))
+    assert shown["model"] == "other"
+
+
+def test_commands_share_the_server_that_one_of_them_started(stopped: Server) -> None:
+    """It ends with the last of them, also when that is not the one that started it."""
+    first = begin(stopped, *LONG[:-1], "--max-tokens", "3000")
+    first_byte(first)
+    up = pid_of_up(stopped)
+    second = begin(stopped, "chat", "--seed", "1", "--max-tokens", "5", stdin=subprocess.PIPE)
+    assert second.stdin is not None
+    second.stdin.write(b"Hello\n")
+    second.stdin.flush()
+    assert first_byte(second)
+    first.kill()
+    first.communicate()
+    second.stdin.write(b"Again\n")
+    out, errors = second.communicate(timeout=60)
+    assert (second.returncode, errors) == (0, b"")
+    assert out.count(b"\n") >= 1
+    assert wait_gone(up, 30)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("moment", ["starting", "answering"])
+def test_what_a_command_started_ends_with_it(stopped: Server, moment: str, number: int) -> None:
+    process = begin(stopped, *LONG[:-1])
+    if moment == "answering":
+        first_byte(process)
+    up = pid_of_up(stopped)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    assert wait_gone(up, 30)
+
+
+def test_a_server_that_cannot_start_is_explained(stopped: Server) -> None:
+    stopped.environment["STARLING_MODELS__0__PATH"] = "/no/such.gguf"
+    process = begin(stopped, "run", "tiny", "x")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 78
+    assert "the server could not be started: model 'tiny': /no/such.gguf does not exist" in errors.decode()

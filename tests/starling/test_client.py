@@ -1,0 +1,74 @@
+"""Addresses, events and the terminal: the pure parts of `starling run`."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config.schema import ApiKey, AuthConfig, Config
+from pipeline.errors import InvalidRequest
+from starling.cli.terminal import visible
+from starling.client.address import key_of_config, parse
+from starling.client.answer import failure, read_failure
+from starling.client.events import read_events
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("http://127.0.0.1:8080", "http://127.0.0.1:8080/v1/models"),
+        ("http://[::1]:9000/v1/", "http://[::1]:9000/v1/models"),
+        ("https://example.org/llm/v1", "https://example.org:443/llm/v1/models"),
+    ],
+)
+def test_a_url_may_be_the_base_url_of_other_clients(text: str, target: str) -> None:
+    address = parse(text)
+    assert str(address._replace(path="")) + address.target("/v1/models") == target
+
+
+@pytest.mark.parametrize(
+    "text", ["", "127.0.0.1:8080", "ftp://h", "http://", "http://h:99999", "unix:a", "http://h/?q"]
+)
+def test_other_addresses_are_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="expected http://HOST:PORT"):
+        parse(text)
+
+
+def test_a_unix_socket() -> None:
+    assert parse("unix:///run/s") == parse("unix:/run/s")
+    assert parse("unix:/run/s").target("/v1/models") == "/v1/models"
+
+
+def test_a_tenants_key_is_used_rather_than_an_administrators() -> None:
+    keys = (ApiKey(key="sk-admin", admin=True), ApiKey(key="sk-one"))
+    assert key_of_config(Config(auth=AuthConfig(api_keys=keys))) == "sk-one"
+    assert key_of_config(Config()) == ""
+
+
+LINE = st.text(st.characters(exclude_characters="\r\n", exclude_categories=("Cs",)), min_size=1)
+
+
+@given(st.lists(st.tuples(LINE, st.text("0123456789:.", min_size=1))), st.integers(0, 30))
+def test_events_are_read_and_a_cut_one_does_not_count(events: list[tuple[str, str]], cut: int) -> None:
+    body = "".join(f": comment\nid: {where}\ndata: {data}\n\n" for data, where in events).encode()
+    assert [(e.data, e.id) for e in read_events(io.BytesIO(body).readline)] == events
+    found = [(e.data, e.id) for e in read_events(io.BytesIO(body[: max(0, len(body) - cut)]).readline)] if cut else []
+    assert found == events[: len(found)]
+    assert len(found) < len(events) or not cut or not events
+
+
+@given(st.text())
+def test_a_model_cannot_control_the_terminal(text: str) -> None:
+    shown = visible(text)
+    assert len(shown) == len(text)
+    assert all(character in "\t\n" or ord(character) >= 32 for character in shown)
+    assert not set(shown) & {chr(code) for code in range(0x7F, 0xA0)}
+    assert visible("\x1b]52;c;aGk=\x07") == "␛]52;c;aGk=␇"
+
+
+def test_errors_without_the_apis_shape_are_reported() -> None:
+    assert "HTTP status 502: <html>" in read_failure(502, b"<html>").message
+    assert failure({"code": "CONTEXT_LENGTH_EXCEEDED", "message": "too long"}).code == "CONTEXT_LENGTH_EXCEEDED"
