@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 
 from pipeline.config.addresses import check_address
 from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, InvalidRequest
+from pipeline.models import sources
 from pipeline.models.pretokenizers import PRETOKENIZERS
 from pipeline.protocol.topology import EDGES
 
@@ -102,6 +103,8 @@ def _models(config: Config, pulled: Collection[str]) -> Iterator[Rule]:
         published = model.path.removeprefix("catalog:")
         if published != model.path and (reason := check_name(published)):
             yield Rule(f"{at}.path", repr(model.path), f"names no published model: {reason}")
+        if reason := _source(config, model):
+            yield Rule(f"{at}.path", repr(model.path), reason)
         if model.sha256 and not _DIGEST.fullmatch(model.sha256):
             yield Rule(f"{at}.sha256", repr(model.sha256), "expected 64 hexadecimal digits")
         yield from _ranks(at, model)
@@ -114,6 +117,17 @@ def _models(config: Config, pulled: Collection[str]) -> Iterator[Rule]:
             )
         if model.draft_model and (reason := _draft(config, model)):
             yield Rule(f"{at}.draft_model", repr(model.draft_model), reason)
+
+
+def _source(config: Config, model: ModelConfig) -> str:
+    """Why the model must not be fetched from its path; "" if it may, or is a file."""
+    if not model.path or not sources.is_remote(model.path):
+        return ""
+    try:
+        sources.check_allowed(str(sources.parse(model.path)), config.registry.sources)
+    except (ConfigError, InvalidRequest) as error:
+        return error.message
+    return ""
 
 
 def _draft(config: Config, model: ModelConfig) -> str:

@@ -30,6 +30,7 @@ from starling.cli.conversation import (
 from starling.cli.generation_options import (
     CODES,
     Choice,
+    choose_key,
     choose_model,
     find_model,
     generation_fields,
@@ -37,7 +38,7 @@ from starling.cli.generation_options import (
     server_for,
 )
 from starling.cli.run import CHAT, MAX_INPUT, on_wait, speed
-from starling.client.address import ServerAddress, key_of_config
+from starling.client.address import ServerAddress
 from starling.client.answer import Answer, get_json
 
 HISTORY = "chat-history"  # in STARLING_HOME: the lines that were typed
@@ -61,7 +62,7 @@ def chat(model: str | None, stats: bool, no_history: bool, **options: Any) -> in
     name = model or config.models[0].name
     choice = Choice(name, {}) if options["url"] else choose_model(config, name)
     name = choice.name
-    key = options["key"] or key_of_config(config)
+    key = choose_key(config, options["key"], options["url"])
     history = None if no_history else paths.home() / HISTORY
     try:
         with server_for(config, choice, options["url"]) as address:

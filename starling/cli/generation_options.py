@@ -7,13 +7,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import click
 
 from pipeline.config import paths
 from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig
 from pipeline.errors import InvalidRequest, ModelNotFound
-from pipeline.models import store
+from pipeline.models import sources, store
 from starling.cli import terminal
 from starling.cli.options import exit_codes
 from starling.cli.server_use import ServerUse, is_running
@@ -54,7 +55,7 @@ def generation_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--key",
             envvar="STARLING_API_KEY",
             metavar="KEY",
-            help="API key; default: $STARLING_API_KEY, then one of the configuration.",
+            help="API key; default: $STARLING_API_KEY; without --url one of the configuration.",
         ),
     ]
     for decorator in reversed(decorators):
@@ -101,8 +102,10 @@ def choose_model(config: Config, given: str) -> Choice:
         return Choice(name, {f"{key}__NAME": name, f"{key}__PATH": str(file.absolute())})
     if not is_running(paths.run_dir(config)):
         known = ", ".join(model.name for model in config.models)
+        remedy = f"; `starling pull {given}` fetches it" if sources.is_remote(given) else ""
         raise ModelNotFound(
-            f"no model {given!r} is configured or pulled, and there is no such file; the configured models are {known}",
+            f"no model {given!r} is configured or pulled, and there is no such file{remedy}; the configured models are "
+            f"{known}",
             "model",
         )
     return Choice(given, {})
@@ -111,7 +114,7 @@ def choose_model(config: Config, given: str) -> Choice:
 def find_model(address: ServerAddress, choice: Choice, key: str) -> dict[str, Any]:
     """The server's description of the model. Raises `ModelNotFound`, with a remedy for a model that is here."""
     try:
-        return dict(get_json(address, f"/v1/models/{choice.name}", key))
+        return dict(get_json(address, f"/v1/models/{quote(choice.name)}", key))
     except ModelNotFound as error:
         file = next((value for name, value in choice.environment.items() if name.endswith("__PATH")), "FILE")
         if not choice.environment:
@@ -119,6 +122,11 @@ def find_model(address: ServerAddress, choice: Choice, key: str) -> dict[str, An
         raise ModelNotFound(
             f"{error.message}; `starling load {choice.name} --path {file}` adds it to the running server", "model"
         ) from None
+
+
+def choose_key(config: Config, key: str | None, url: str | None) -> str:
+    """The API key: as given, otherwise one of the configuration, which no other server gets to see."""
+    return key or ("" if url else addresses.key_of_config(config))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from starling.cli import terminal
 from starling.cli.generation_options import (
     CODES,
     Choice,
+    choose_key,
     choose_model,
     find_model,
     generation_fields,
@@ -22,7 +23,6 @@ from starling.cli.generation_options import (
     server_for,
 )
 from starling.cli.options import json_option
-from starling.client.address import key_of_config
 from starling.client.answer import Answer
 
 CHAT, GENERATE = "/v1/chat/completions", "/v1/generate"
@@ -46,7 +46,7 @@ def run(model: str, prompt: tuple[str, ...], raw: bool, stats: bool, as_json: bo
     config = load()
     choice = Choice(model, {}) if options["url"] else choose_model(config, model)
     name = choice.name
-    key = options["key"] or key_of_config(config)
+    key = choose_key(config, options["key"], options["url"])
     try:
         with server_for(config, choice, options["url"]) as address:
             is_chat = find_model(address, choice, key).get("chat", True) and not raw

@@ -87,10 +87,8 @@ class ServerUse:
         is_last = self._leave()
         if child is None:
             return
-        if is_last or child.poll() is not None:
+        if is_last or child.poll() is not None:  # otherwise it ends with the last command that uses it
             self._wait_end(child)
-        else:
-            self._on_progress("another command uses the server; it ends with that command")
         if self._reader is not None and child.poll() is not None:
             self._reader.join()
 
@@ -145,7 +143,12 @@ class ServerUse:
         raise kind(f"the server could not be started: {reason or f'exit code {child.returncode}'}")
 
     def _answers(self) -> bool:
-        """Can the request be sent? A server that this command has not started must only answer."""
+        """Can the request be sent? A server that this command has not started must only answer.
+
+        Without a gateway of this run directory, what listens on the port is another program.
+        """
+        if not any(one.stage == "gateway" and one.alive for one in status.read_all(self._run_dir)):
+            return False
         address = addresses.of_config(self._config)
         connection = address.connection(PROBE_TIMEOUT_S)
         try:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
-import msgspec
 
 from pipeline.config import paths
 from pipeline.config.load import find_file, load, render
@@ -13,7 +10,6 @@ from pipeline.config.schema import Config
 from starling.cli.options import exit_codes, json_option
 
 CODES = exit_codes({0: "success", 78: "the configuration is wrong"})
-
 
 
 @click.command(epilog=CODES)

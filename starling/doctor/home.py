@@ -13,7 +13,7 @@ from pipeline.config import paths
 from pipeline.config.load import find_file
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.models import digests, store
+from pipeline.models import digests, sources, store
 from pipeline.observe import status
 from pipeline.runtime import run_dir as rundir
 from pipeline.supervise import listen_fd
@@ -103,7 +103,7 @@ def model_files(config: Config, name: str) -> Finding:
     check, folder = f"model {name}", paths.models_dir()
     file = store.gguf_path(model, folder)
     if not file.is_file():
-        if model.path and not model.path.startswith(("http://", "https://")):
+        if model.path and not sources.is_remote(model.path):
             return problem(check, f"{file} does not exist", "correct models[].path")
         return warning(check, "is not here yet", f"`starling prepare {name}` fetches it; `starling up` does so too")
     located = store.find(model, folder)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.rules import check_name
+from pipeline.config.rules import check_name, check_rules
+from pipeline.config.schema import Config, ModelConfig, RegistryConfig
 from pipeline.errors import ConfigError, InvalidRequest
 from pipeline.models import sources
 from pipeline.models.hub import HubFile, Repository, choose, quantization_of
@@ -73,6 +74,15 @@ def test_the_allow_list(source: str, patterns: tuple[str, ...], is_allowed: bool
     else:
         with pytest.raises(ConfigError, match="registry.sources allows"):
             sources.check_allowed(source, patterns)
+
+
+@pytest.mark.parametrize(
+    ("path", "is_allowed"),
+    [("hf:org/a", True), ("hf:other/a", False), ("https://h/a.gguf", False), ("/m/a.gguf", True), ("pypi:x", False)],
+)
+def test_a_configured_source_must_be_allowed_too(path: str, is_allowed: bool) -> None:
+    config = Config(models=(ModelConfig(name="m", path=path),), registry=RegistryConfig(sources=("hf:org/*",)))
+    assert [rule.key for rule in check_rules(config)] == ([] if is_allowed else ["models.0.path"])
 
 
 @pytest.mark.parametrize(

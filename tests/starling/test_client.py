@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.schema import ApiKey, AuthConfig, Config
 from pipeline.errors import InvalidRequest
+from starling.cli.generation_options import choose_key
 from starling.cli.terminal import visible
 from starling.client.address import key_of_config, parse
 from starling.client.answer import failure, read_failure
@@ -46,6 +47,10 @@ def test_a_tenants_key_is_used_rather_than_an_administrators() -> None:
     keys = (ApiKey(key="sk-admin", admin=True), ApiKey(key="sk-one"))
     assert key_of_config(Config(auth=AuthConfig(api_keys=keys))) == "sk-one"
     assert key_of_config(Config()) == ""
+    config = Config(auth=AuthConfig(api_keys=keys))
+    assert choose_key(config, None, None) == "sk-one"
+    assert choose_key(config, None, "http://elsewhere") == ""  # no other server gets to see it
+    assert choose_key(config, "sk-given", "http://elsewhere") == "sk-given"
 
 
 LINE = st.text(st.characters(exclude_characters="\r\n", exclude_categories=("Cs",)), min_size=1)
