@@ -134,9 +134,9 @@ def fetch(repository: Repository, file: HubFile, folder: Path, progress: Progres
 
 def _reporter(progress: Progress, total: int) -> Any:
     """A class that `huggingface_hub` uses as its progress bar, and that calls `progress`."""
-    from tqdm.auto import tqdm
+    from huggingface_hub.utils import tqdm
 
-    class Reporter(tqdm):  # type: ignore[type-arg, misc, unused-ignore]
+    class Reporter(tqdm):  # type: ignore[misc, unused-ignore]
         def __init__(self, *args: Any, **options: Any) -> None:
             self._done = int(options.get("initial") or 0)
             options.pop("name", None)

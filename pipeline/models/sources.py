@@ -100,7 +100,7 @@ def parse(text: str) -> Source:
     if not text or "\0" in text or (re.match(r"[a-z][a-z0-9+]*:", text) and not text.startswith("file:")):
         raise InvalidRequest(f"source {text[:200]!r}: {EXPECTED}", "source")
     plain = unquote(urlsplit(text).path) if text.startswith("file://") else text.removeprefix("file:")
-    return FileSource(Path(os.path.abspath(Path(plain).expanduser())))
+    return FileSource(Path(os.path.abspath(os.path.expanduser(plain))))
 
 
 def _web(text: str) -> WebSource:

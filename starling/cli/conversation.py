@@ -7,6 +7,7 @@ message of several lines, and a backslash at the end of a line continues it.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -175,10 +176,10 @@ def run_command(command: Command, chat: Conversation) -> Iterable[str]:
         case "save" | "load" if not command.argument:
             raise InvalidRequest(f"/{name} needs the name of a file")
         case "save":
-            chat.save(Path(command.argument).expanduser())
+            chat.save(Path(os.path.expanduser(command.argument)))
             return [f"saved {len(chat.messages)} messages"]
         case "load":
-            chat.load(Path(command.argument).expanduser())
+            chat.load(Path(os.path.expanduser(command.argument)))
             return [f"loaded {len(chat.messages)} messages"]
     raise InvalidRequest(f"no command /{command.name}; /help lists them, and // at the beginning stands for a slash")
 

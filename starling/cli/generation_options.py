@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -92,7 +93,7 @@ def choose_model(config: Config, given: str) -> Choice:
     """The configured model, or a GGUF file. Raises `ModelNotFound` if no server runs that may know the name."""
     if config.model(given) is not None:
         return Choice(given, {})
-    file = Path(given).expanduser()
+    file = Path(os.path.expanduser(given))
     key = f"STARLING_MODELS__{0 if config.models == (ModelConfig(name=DEMO_MODEL),) else len(config.models)}"
     if given.replace("/", "--") in paths.pulled_names():
         stored = store.gguf_path(ModelConfig(name=given), paths.models_dir())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeline.config.rules import check_name, check_rules
@@ -48,6 +48,7 @@ def test_other_texts_are_refused(text: str) -> None:
 
 
 @given(st.text())
+@example("~unknown")
 def test_no_text_leads_to_another_error(text: str) -> None:
     try:
         source = sources.parse(text)
