@@ -18,6 +18,7 @@ repeated after a worker's death reads the same tokens and writes the same bytes.
 
 The scheduler writes everything except
     rank 0      control[DONE], [PROGRESS], [WORKER_SLEEPING], [WORKER_GENERATION]; `timing`
+    the mask process of the scheduler  `masks`, `mask_ready`
     one rank    the outputs (`out_*`) of a sample, and with them `tokens[row, start + count]` for an entry with
                 `samples == 1`, before DONE moves
 
@@ -27,6 +28,10 @@ non-zero `row_ints[row, SERIAL]` that was never used before (serials grow from t
 tokens.  A reader that copies tokens and afterwards still finds the expected serial has copied that sequence's tokens:
 `kv` hashes pages late in this way, and hashes none for serial 0.  The scheduler may append table entries and tokens
 beyond those that published steps read at any time.
+
+A row whose output is constrained has token masks.  The mask for the token after n tokens is in slot n % MASK_SLOTS of
+the row, and valid when `mask_ready` has the tag (epoch, n) of the entry that samples the token.  It is written while
+the step computes; a sample whose mask does not come in time is NO_MASK and is computed again in a later step.
 """
 
 from __future__ import annotations
@@ -39,12 +44,14 @@ import numpy as np
 from shm.arena import Arena, ArenaError, align
 
 KIND = "steps"
-LAYOUT = 2
+LAYOUT = 3
 SLOTS = 16  # twice the steps that may be unacknowledged, so that an observer still finds finished ones
 MAX_TOP = 20  # top logprobs of a sample
 MAX_BIAS = 300  # logit_bias entries of a sequence
 MAX_MASK = 32  # stop ids of a sequence
 MAX_RANKS = 64
+MASK_SLOTS = 8  # token masks of a row: of its next position and of up to 7 draft tokens
+NO_MASK = -3  # output of a sample whose token mask was not there in time, and of those that depend on it
 
 # Indices into `control` (u64): one cache line (8 words) for each writer and purpose.
 HEAD = 0  # scheduler: last published step
@@ -87,6 +94,7 @@ class StepsGeometry(NamedTuple):
     max_samples: int  # sampled positions in one step (speculative decoding samples several of a sequence)
     max_tokens: int  # tokens of a sequence (context length)
     max_pages: int  # page table entries of a sequence
+    mask_words: int = 0  # u32 words of a token mask; 0: rows have no masks
 
     def as_meta(self) -> dict[str, int]:
         """The fields that `attach` compares."""
@@ -101,8 +109,9 @@ class Steps(NamedTuple):
     entries     (SLOTS, max_entries, ENTRY_WORDS) i32
                 row; start: first position computed; count: positions computed; samples: how many
                 of the last of them are sampled (0: a chunk of the prompt; 1: decoding; more:
-                verification of draft tokens); sample_base: index of their first output
-    out_token   (SLOTS, max_samples) i32   -1 where the logits were not finite
+                verification of draft tokens); sample_base: index of their first output;
+                flags: the epoch of the row's token masks, 0: its samples need none
+    out_token   (SLOTS, max_samples) i32   -1 where the logits were not finite, or NO_MASK
     out_logprob (SLOTS, max_samples) f32
     out_top_id  (SLOTS, max_samples, MAX_TOP) i32
     out_top_lp  (SLOTS, max_samples, MAX_TOP) f32
@@ -115,6 +124,8 @@ class Steps(NamedTuple):
     bias        (max_rows, MAX_BIAS) f32
     tables      (max_rows, max_pages) i32  page numbers
     tokens      (max_rows, max_tokens + 1) i32
+    mask_ready  (max_rows, MASK_SLOTS) i64             tag of the mask beside it, 0: being written
+    masks       (max_rows, MASK_SLOTS, mask_words) u32 bit t % 32 of word t // 32: token t may be sampled
     """
 
     control: np.ndarray
@@ -132,6 +143,8 @@ class Steps(NamedTuple):
     bias: np.ndarray
     tables: np.ndarray
     tokens: np.ndarray
+    mask_ready: np.ndarray
+    masks: np.ndarray
 
 
 def _fields(g: StepsGeometry) -> list[tuple[tuple[int, ...], type]]:
@@ -151,7 +164,19 @@ def _fields(g: StepsGeometry) -> list[tuple[tuple[int, ...], type]]:
         ((g.max_rows, MAX_BIAS), np.float32),
         ((g.max_rows, g.max_pages), np.int32),
         ((g.max_rows, g.max_tokens + 1), np.int32),
+        ((g.max_rows, MASK_SLOTS), np.int64),
+        ((g.max_rows, MASK_SLOTS, g.mask_words), np.uint32),
     ]
+
+
+def mask_words(vocab_size: int) -> int:
+    """u32 words of a token mask."""
+    return -(-vocab_size // 32)
+
+
+def mask_tag(epoch: int, known: int) -> int:
+    """The tag of the mask for the token after `known` tokens. An epoch names one continuation of a row's tokens."""
+    return (epoch << 32) | known
 
 
 def pack_order(names: tuple[str, ...]) -> int:

@@ -159,6 +159,7 @@ class Embedded:
             stop_ids=tuple(dict.fromkeys((*eos_ids, *parsed.stop_token_ids))),
             cache_salt=parsed.cache_salt,
             speculate=parsed.speculate,
+            constraint=parsed.constraint or None,  # refused: it needs processes of its own
         )
         return LocalRequest(frame, parsed, self._tokenizer), frame
 

@@ -11,7 +11,7 @@ manager the caller composes each step, and every row owns a fixed set of pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -76,7 +76,9 @@ class StepRunner:
         max_tokens = max_tokens or h.context_length
         row_pages = -(-max_tokens // page_tokens)
         n_pages = max_rows * row_pages
-        steps_geometry = sh.StepsGeometry(max_rows, max_rows, max_samples, max_tokens, row_pages)
+        steps_geometry = sh.StepsGeometry(
+            max_rows, max_rows, max_samples, max_tokens, row_pages, sh.mask_words(h.vocab_size)
+        )
         kv_geometry = KvGeometry(h.n_layers, h.n_kv_heads, h.head_dim, page_tokens, kv_type)
         self.geometry = act.ActivationsGeometry(
             step_tokens, max_samples, max_rows, row_pages, min(max_tokens, h.context_length), ranks
@@ -91,6 +93,7 @@ class StepRunner:
         self.group = WorkerGroup(self.model, arenas, profile)
         order = np.random.default_rng(table_seed).permutation(n_pages).astype(np.int32)
         self.steps.tables[:] = order.reshape(max_rows, row_pages)
+        self.epochs: dict[int, int] = {}  # by row: of its token masks, see `write_mask`
         self.slot = 0
         self._step = 0
 
@@ -123,13 +126,23 @@ class StepRunner:
                 raise TypeError(f"unknown parameter {name!r}")
         s.row_ints[row, sh.ORDER] = sh.pack_order(given.get("order", ()))
 
+    def write_mask(self, row: int, known: int, allowed: Iterable[int]) -> None:
+        """Allow only these ids after `known` tokens of the row, whose samples need masks from now on."""
+        epoch, slot = self.epochs.setdefault(row, 1), known % sh.MASK_SLOTS
+        mask = self.steps.masks[row, slot]
+        mask[:] = 0
+        for token in allowed:
+            mask[token // 32] |= np.uint32(1 << token % 32)
+        self.steps.mask_ready[row, slot] = sh.mask_tag(epoch, known)
+
     def publish(self, entries: Sequence[Entry]) -> int:
         """Write the next step's slot and publish it; returns its number."""
         self._step += 1
         self.slot = self._step % sh.SLOTS
         base = 0
         for i, (row, start, count, samples) in enumerate(entries):
-            self.steps.entries[self.slot, i, : sh.ENTRY_FLAGS + 1] = (row, start, count, samples, base, 0)
+            epoch = self.epochs.get(row, 0)
+            self.steps.entries[self.slot, i, : sh.ENTRY_FLAGS + 1] = (row, start, count, samples, base, epoch)
             base += max(samples, 0)
         self.steps.slot_head[self.slot, : sh.SLOT_SAMPLES + 1] = (self._step, 1, len(entries), base)
         words.store(self.steps.control, sh.HEAD, self._step)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.api.constraint_fields import CONSTRAINT_FIELDS
 from pipeline.api.fields import Reader, flag, integer, invalid_value, number, read_fields, strings, text, token_ids
 from pipeline.config.schema import MAX_DRAFT_TOKENS
 from pipeline.errors import InvalidRequest
@@ -96,6 +97,7 @@ _SAMPLER_FIELDS: dict[str, Reader] = {
 
 COMMON_FIELDS: dict[str, Reader] = {
     **_SAMPLER_FIELDS,
+    **CONSTRAINT_FIELDS,
     "seed": read_seed,
     "model": text(MAX_MODEL_CHARACTERS, empty=False),
     "n": integer(1, MAX_CHOICES),

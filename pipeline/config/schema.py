@@ -94,6 +94,16 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         return self.name.replace("/", "--")
 
 
+class ConstraintsConfig(Section, frozen=True, kw_only=True):
+    """Grammars and schemas that outputs must match."""
+
+    max_bytes: Annotated[int, Meta(ge=256, le=65_536)] = 65_536  # of one, as text
+    compile_timeout_ms: Annotated[int, Meta(ge=100, le=600_000)] = 10_000  # one that takes longer is refused
+    memory_mb: Annotated[int, Meta(ge=256, le=1 << 20)] = 2048  # of each of the two processes that handle them
+    max_cached: Annotated[int, Meta(ge=0, le=100_000)] = 256  # compiled ones that no request uses, in all
+    max_cached_per_tenant: Annotated[int, Meta(ge=0, le=100_000)] = 64
+
+
 class SchedulerConfig(Section, frozen=True, kw_only=True):
     """Queues, step sizes and shares."""
 
@@ -104,6 +114,7 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     max_step_tokens: Annotated[int, Meta(ge=16, le=16_384)] = 512  # positions computed in a step
     stuck_step_ms: Annotated[int, Meta(ge=100, le=600_000)] = 10_000  # a worker without progress is killed
     tenant_weights: dict[str, Weight] = {}  # tenants not named here have weight 1
+    constraints: ConstraintsConfig = ConstraintsConfig()
 
 
 class RateLimitsConfig(Section, frozen=True, kw_only=True):

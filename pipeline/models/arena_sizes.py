@@ -12,7 +12,7 @@ from pipeline.config.schema import Config, ModelConfig
 from shm.arena import HEADER_BYTES, align
 from shm.checkpoint import Hyper
 from shm.pages import KV_SPLIT, KvGeometry, kv_arena_bytes, pages_that_fit
-from shm.step_ring import MAX_RANKS, StepsGeometry, steps_bytes
+from shm.step_ring import MAX_RANKS, StepsGeometry, mask_words, steps_bytes
 
 SPARE_SAMPLES = 64  # samples of a step for draft tokens, in addition to one for each sequence
 LATE_TENANT_ROWS = 8  # rows beyond twice the batch, so that a small batch has some as well
@@ -47,17 +47,19 @@ def max_draft_sequences(config: Config, name: str) -> int:
     return MAX_DRAFT_SEQUENCES if any(one.draft_model == name for one in config.models) else 0
 
 
-def steps_geometry(max_batch_size: int, draft_sequences: int, context: int, page_tokens: int) -> StepsGeometry:
+def steps_geometry(
+    max_batch_size: int, draft_sequences: int, context: int, page_tokens: int, vocab_size: int
+) -> StepsGeometry:
     """Geometry of the step arena for sequences of up to `context` positions; a page table has one entry to spare."""
-    rows = n_rows(max_batch_size, draft_sequences)
-    return StepsGeometry(rows, max_batch_size, max_samples(max_batch_size), context, -(-context // page_tokens) + 1)
+    rows, pages = n_rows(max_batch_size, draft_sequences), -(-context // page_tokens) + 1
+    return StepsGeometry(rows, max_batch_size, max_samples(max_batch_size), context, pages, mask_words(vocab_size))
 
 
 def arena_sizes(config: Config, model: ModelConfig, hyper: Hyper) -> ArenaSizes:
     """The sizes for a version of `model` whose checkpoint has these hyper-parameters."""
     context = min(hyper.context_length, model.max_sequence_length or hyper.context_length)
     drafts = max_draft_sequences(config, model.name)
-    steps = steps_geometry(config.max_batch_size(model), drafts, context, model.page_tokens)
+    steps = steps_geometry(config.max_batch_size(model), drafts, context, model.page_tokens, hyper.vocab_size)
     kv = KvGeometry(hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, model.page_tokens, model.kv_type)
     return ArenaSizes(
         _file_bytes(kv_arena_bytes(kv, pages_that_fit(kv, config.kv_cache_bytes(model)))),
@@ -77,7 +79,7 @@ def _activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int) -> 
     positions = min(steps.max_tokens, h.context_length)
     splits = max(2048, -(-positions // KV_SPLIT) * h.n_heads)
     buffers = (
-        8 * (8 + 8 * steps.max_entries + 3 * tokens + 3 * samples),  # the plan
+        8 * (8 + 9 * steps.max_entries + 3 * tokens + 3 * samples),  # the plan
         4 * steps.max_pages * steps.max_entries,
         64 * 16,
         4 * tokens * h.width,

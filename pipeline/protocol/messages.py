@@ -227,6 +227,19 @@ class Cancel(Frame, tag="C"):
     at: int = -1
 
 
+class ModelVocabulary(Frame, tag="V"):
+    """What the token ids of a version mean. Sent before the first `Submit` with a constraint to a new scheduler.
+
+    Fields as in `Described`.
+    """
+
+    model: str
+    pieces: bytes
+    piece_ends: bytes
+    control: bytes
+    eos_ids: tuple[int, ...]
+
+
 class Logprob(Frame):
     """Natural logarithms, of the distribution before temperature and penalties."""
 
@@ -287,7 +300,7 @@ class SchedulerState(Frame, tag="Q"):
     models: list[ModelState]
 
 
-GatewayToScheduler = Hello | Heartbeat | Submit | Cancel
+GatewayToScheduler = Hello | Heartbeat | Submit | Cancel | ModelVocabulary
 SchedulerToGateway = Hello | Heartbeat | Tokens | Rejected | SchedulerState
 
 

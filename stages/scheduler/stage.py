@@ -22,6 +22,7 @@ from pipeline.models.arena_sizes import max_draft_sequences
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from shm.arena import remove_stale_arenas
+from stages.scheduler.constraints.helpers import ConstraintHelpers
 from stages.scheduler.core.outbox import rejected_frame
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.core.version_runner import VersionRunner
@@ -62,6 +63,9 @@ class SchedulerStage:
         self._metrics: dict[str, ModelMetrics] = {}  # by model
         self._past_tenants: Counter[str] = Counter()  # tokens computed by unloaded versions
         self._next_export = 0.0
+        self.helpers = ConstraintHelpers(
+            config, self.loop, lambda: [runner.engine.constraints for runner in self.runners.values()]
+        )
         self.follower = versions.VersionFollower(config)
         self._remove_stale_files()
         self._follow()
@@ -108,6 +112,7 @@ class SchedulerStage:
             metrics.remove(name)
         for tenant in runner.engine.queues.tenants.values():
             self._past_tenants[tenant.name] += tenant.computed
+        self.helpers.forget(name)
         bell = self._doorbells.pop(name)
         if bell.fd >= 0:
             self.loop.remove_fd(bell.fd)
@@ -149,6 +154,7 @@ class SchedulerStage:
             c.tenant_weight,
             self.workers.send,
             self.kv.send,
+            self.helpers.vetting,
         )
         runner.cores, runner.weight = frozenset(model.cpus), model.weight
         return runner
@@ -158,6 +164,7 @@ class SchedulerStage:
         try:
             return self.loop.run(self.work)
         finally:
+            self.helpers.close()
             for runner in self.runners.values():
                 runner.close()
             for bell in self._doorbells.values():
@@ -178,6 +185,7 @@ class SchedulerStage:
                 self._run_round(now)
             for runner in runners:
                 self._send_output(runner)
+            self.helpers.send()
             asleep = [runner.prepare_sleep() for runner in runners]
             if all(asleep):
                 break
@@ -259,6 +267,7 @@ class SchedulerStage:
                 del self._unsent[gateway]
         for runner in self.runners.values():
             runner.tick(now)
+        self.helpers.tick(now)
         self._update_readiness(now)
         if now >= self._next_export:
             self._next_export = now + INTERVAL_S
@@ -295,8 +304,19 @@ class SchedulerStage:
                 runner.engine.submissions.submit(peer, frame, self._clock())
         elif isinstance(frame, m.Cancel):
             for runner in self.runners.values():
-                if frame.sequence in runner.engine.table.live:
+                if frame.sequence in runner.engine.table.live or runner.engine.constraints.is_held(frame.sequence):
                     runner.engine.submissions.cancel(frame)
+        elif isinstance(frame, m.ModelVocabulary):
+            runner = self._find(frame.model)
+            if runner is not None:
+                self._store_vocabulary(runner, frame)
+
+    def _store_vocabulary(self, runner: VersionRunner, frame: m.ModelVocabulary) -> None:
+        path = paths.run_dir(self.config) / f"vocabulary-{runner.steps_path.stem}.msgpack"
+        try:
+            self.helpers.add_vocabulary(frame, path, runner.engine.constraints)
+        except OSError as error:
+            log.error("a vocabulary cannot be stored", extra={"model": frame.model, "reason": str(error)})
 
     def _push_state(self, peers: list[bytes]) -> None:
         if peers:

@@ -348,6 +348,7 @@ RECEIVERS = {
     "ServerConfig": "server",
     "ModelConfig": "model|settings|draft",
     "SchedulerConfig": "scheduler|s",
+    "ConstraintsConfig": "constraints|bounds",
     "RateLimitsConfig": "rate_limits|limits",
     "ApiKey": "key",
     "AuthConfig": "auth",

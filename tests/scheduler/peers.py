@@ -91,7 +91,7 @@ def submission(
         max_tokens=max_tokens,
         sampling=Sampling(seed=seed, logprobs=fields.pop("logprobs", -1)),
         forced=array("i", forced or []).tobytes(),
-        stop_ids=(STOP,) if stop else (),
+        stop_ids=fields.pop("stop_ids", (STOP,) if stop else ()),
         **fields,
     )
 
@@ -120,6 +120,7 @@ class Worker:
         self.pages = pages
         self.generation = 0
         self.period = 0  # most samples repeat the token this many positions before
+        self.voids = 0  # samples whose masks were not there
         self.differs = 0  # one in so many samples differs from `reference`; 0: none
         self.poison: set[int] = set()  # prompt tokens whose computation kills the worker
         self.in_batch: list[int] = []  # entries of each step done
@@ -152,19 +153,34 @@ class Worker:
         assert 1 <= n <= self.g.max_entries
         seen = set()
         used = 0
-        for row, start, count, samples, base, *_ in self.s.entries[slot, :n].tolist():
+        for row, start, count, samples, base, epoch, *_ in self.s.entries[slot, :n].tolist():
             assert row not in seen, "a row twice in a step"
             seen.add(row)
             assert base == used
             assert 0 <= samples <= count
             assert count >= 1
             used += samples
-            self._entry(slot, row, start, count, samples, base)
+            if epoch and self.s.tokens[row, start] == sh.NO_MASK:
+                self.s.out_token[slot, base : base + samples] = sh.NO_MASK
+                if samples == 1:
+                    self.s.tokens[row, start + count] = sh.NO_MASK
+                continue
+            self._entry(slot, row, start, count, samples, base, epoch)
         assert used == head[sh.SLOT_SAMPLES] <= self.g.max_samples
         self.s.timing[slot] = (0, 1000 * number, 1000 * number + 100_000 + 1000 * used, 0)
         self.in_batch.append(n)
 
-    def _entry(self, slot: int, row: int, start: int, count: int, samples: int, base: int) -> None:
+    def _allowed(self, row: int, known: int, epoch: int, token: int) -> int:
+        """The token that replaces `token` under the row's mask; NO_MASK if that is not there."""
+        place = known % sh.MASK_SLOTS
+        if self.s.mask_ready[row, place] != sh.mask_tag(epoch, known):
+            self.voids += 1
+            return sh.NO_MASK
+        bits = np.unpackbits(self.s.masks[row, place].view(np.uint8), bitorder="little")
+        ids = np.flatnonzero(bits)
+        return token if bits[token] else int(ids[token % len(ids)])
+
+    def _entry(self, slot: int, row: int, start: int, count: int, samples: int, base: int, epoch: int) -> None:
         tokens, table = self.s.tokens[row], self.s.tables[row]
         size = self.pages.page_tokens
         seed = int(self.s.row_ints[row, sh.SEED])
@@ -185,6 +201,8 @@ class Worker:
                 token = sample(state, seed, p + 1 - output_start, echo)
                 if self.differs and not mix(state, 77) // 1024 % self.differs:
                     token = (token + 1) % SAMPLED
+                if epoch:
+                    token = self._allowed(row, p + 1, epoch, token)
                 self.s.out_token[slot, base + i] = token
                 self.s.out_logprob[slot, base + i] = -token
                 if samples == 1:

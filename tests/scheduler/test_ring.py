@@ -56,13 +56,13 @@ def test_a_row_contains_all_parameters_of_a_sequence():
 
 def test_a_published_step_reads_back_and_the_next_one_takes_the_next_slot():
     r, steps = ring()
-    assert r.publish([(2, 0, 9, 1), (0, 5, 4, 4)]) == 1
+    assert r.publish([(2, 0, 9, 1, 0), (0, 5, 4, 4, 7)]) == 1
     assert steps.control[sh.HEAD] == 1
     assert steps.slot_head[1, :4].tolist() == [1, 7, 2, 5]
     assert steps.entries[1, 0, :5].tolist() == [2, 0, 9, 1, 0]
     assert steps.entries[1, 1, :5].tolist() == [0, 5, 4, 4, 1]
     for number in range(2, 20):
-        assert r.publish([(0, number, 1, 1)]) == number
+        assert r.publish([(0, number, 1, 1, 0)]) == number
         assert steps.entries[number % sh.SLOTS, 0, sh.START] == number
     steps.out_token[19 % sh.SLOTS, :3] = [4, 5, 6]
     assert list(r.outputs(19, 3)) == [4, 5, 6]
@@ -79,7 +79,7 @@ def test_a_row_holds_a_context_and_the_token_after_it():
 def test_a_new_start_forgets_unacknowledged_steps():
     r, steps = ring()
     for _ in range(3):
-        r.publish([(0, 0, 1, 1)])
+        r.publish([(0, 0, 1, 1, 0)])
     steps.control[sh.DONE] = 1
     assert r.start(8) == 2
     assert steps.control[sh.HEAD] == 1

@@ -11,6 +11,7 @@ from collections import deque
 
 from pipeline.protocol.messages import Cancel, Denied, Frame, Granted, KvReady, Submit
 from shm.step_ring import StepsGeometry, blank_steps
+from stages.scheduler.constraints.vetting import Vetting
 from stages.scheduler.core.engine import Engine
 from stages.scheduler.core.ring import Ring
 from stages.scheduler.core.sequence import Phase
@@ -35,15 +36,17 @@ class World:
         cache: bool = True,
         period: int = 0,
         weights: dict[str, float] | None = None,
+        vetting: Vetting | None = None,
+        mask_words: int = 0,
         **settings,
     ) -> None:
         self.now = 0.0
         self.settings = Settings("m", batch, **settings)
-        self.engine = Engine(self.settings, self.now, lambda name: (weights or {}).get(name, 1.0))
+        self.engine = Engine(self.settings, self.now, lambda name: (weights or {}).get(name, 1.0), vetting)
         # Expected to be short, steps are published at once: time rarely passes here.
         self.set_cost(100.0, 1.0, 0.001)
         self.geometry = StepsGeometry(
-            self.settings.n_rows, batch, self.settings.max_samples, context, -(-context // 16) + 1
+            self.settings.n_rows, batch, self.settings.max_samples, context, -(-context // 16) + 1, mask_words
         )
         self.steps = blank_steps(self.geometry)
         self.ring = self.engine.worker.ring = Ring(self.steps, self.geometry, serial=1)

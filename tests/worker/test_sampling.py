@@ -52,12 +52,25 @@ class Sampler:
     def __init__(self, vocab: int) -> None:
         self.scratch = np.zeros(sampler_bytes(vocab), np.uint8)
 
-    def __call__(self, logits: np.ndarray, tokens: np.ndarray, start: int, p: reference.Parameters) -> int:
+    def __call__(
+        self,
+        logits: np.ndarray,
+        tokens: np.ndarray,
+        start: int,
+        p: reference.Parameters,
+        allowed: np.ndarray | None = None,
+    ) -> int:
         row = Row(p)
         before = logits.copy()
-        arrays = (row.ints, row.floats, row.mask, row.bias_ids, row.bias, self.scratch)
+        arrays = [a.ctypes.data for a in (row.ints, row.floats, row.mask, row.bias_ids, row.bias)]
+        bits = np.zeros(step_ring.mask_words(len(logits)), np.uint32)
+        if allowed is not None:
+            packed = np.packbits(allowed, bitorder="little")
+            bits.view(np.uint8)[: len(packed)] = packed
+        mask = 0 if allowed is None else bits.ctypes.data
+        scratch = self.scratch.ctypes.data
         token = sampler.sample(
-            logits.ctypes.data, len(logits), tokens.ctypes.data, len(tokens), start, *(a.ctypes.data for a in arrays)
+            logits.ctypes.data, len(logits), tokens.ctypes.data, len(tokens), start, *arrays, mask, scratch
         )
         assert logits.tobytes() == before.tobytes()
         return token
@@ -104,6 +117,27 @@ def test_kernel_equals_reference(p: reference.Parameters, vocab: int, kind: str,
     kernel = Sampler(vocab)
     for _ in range(2):  # the scratch is as it was
         assert kernel(logits, tokens, start, p) == reference.sample(logits, tokens, start, p)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    PARAMETERS,
+    st.sampled_from([4, 17, 63, 64, 1025, 5000]),
+    st.sampled_from([0.0, 0.02, 0.5, 0.999]),
+    st.integers(0, 1000),
+)
+def test_a_masked_draw_equals_the_reference_and_is_allowed(
+    p: reference.Parameters, vocab: int, share: float, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = logits_of(rng, vocab, "normal")
+    tokens = rng.integers(0, vocab, int(rng.integers(1, 30))).astype(np.int32)
+    start = int(rng.integers(0, len(tokens) + 1))
+    allowed = rng.random(vocab) < share
+    allowed[rng.integers(0, vocab)] = True  # perhaps a stop id alone: it may be sampled before min_tokens
+    token = Sampler(vocab)(logits, tokens, start, p, allowed)
+    assert token == reference.sample(logits, tokens, start, p, allowed)
+    assert allowed[token]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

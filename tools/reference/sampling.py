@@ -117,9 +117,10 @@ def log(x: float) -> float:
     return k * _LN2 + 2.0 * z * p
 
 
-def _mask(c: Candidates, p: Parameters, position: int) -> None:
+def _mask(c: Candidates, p: Parameters, position: int, allowed: np.ndarray | None) -> None:
     where = {int(i): at for at, i in enumerate(c.ids)}
-    if p.ignore_eos or position < p.min_tokens:
+    is_over = allowed is not None and set(np.flatnonzero(allowed).tolist()) <= set(p.mask_ids)
+    if (p.ignore_eos or position < p.min_tokens) and not is_over:
         for token in p.mask_ids:
             if token in where:
                 c.values[where[token]] = -np.inf
@@ -159,15 +160,22 @@ def _top_p(c: Candidates, p: Parameters) -> None:
     c.keep(n)
 
 
-def sample(logits: np.ndarray, tokens: np.ndarray, output_start: int, p: Parameters) -> int:
-    """The id drawn after `tokens` (prompt, then output from `output_start` on), or -1: logits not finite."""
+def sample(
+    logits: np.ndarray, tokens: np.ndarray, output_start: int, p: Parameters, allowed: np.ndarray | None = None
+) -> int:
+    """The id drawn after `tokens` (prompt, then output from `output_start` on), or -1: logits not finite.
+
+    `allowed`: the token mask, a bool for each id; None: all.
+    """
     if not np.isfinite(logits).all():
         return -1
     position = len(tokens) - output_start
     c = Candidates(np.arange(len(logits), dtype=np.int32), logits.astype(np.float32).copy())
+    if allowed is not None:
+        c.values[~allowed] = -np.inf
     for step in p.order:
         if step == "mask":
-            _mask(c, p, position)
+            _mask(c, p, position, allowed)
         elif step == "repetition":
             _repetition(c, p, tokens)
         elif step == "temperature" and p.temperature > 0:

@@ -172,6 +172,7 @@ class Admission:
         if generation.messages is not None and not generation.template_date:
             local = datetime.fromtimestamp(created).isoformat()
             generation = msgspec.structs.replace(generation, template_date=local)
+        self._check_constraint(generation)
         check_text_count(max(1, len(generation.prompts)), generation.n, self._config, version.settings)
         bounds = self._loaded.bounds(version)
         prompts = await tokenize_prompts(
@@ -192,6 +193,14 @@ class Admission:
         ]
         self._quotas.take_prompt(call.caller.tenant, sum(map(len, prompts)))
         return self._state(version, described, generation, prompts, budgets, echoes, created, call)
+
+    def _check_constraint(self, generation: GenerationRequest) -> None:
+        bound = self._config.scheduler.constraints.max_bytes
+        if generation.constraint and len(generation.constraint.text.encode()) > bound:
+            field = generation.constraint.field
+            raise InvalidRequest(
+                f"{field} has more than {bound} bytes (scheduler.constraints.max_bytes): shorten it", field
+            )
 
     def _state(
         self,

@@ -102,14 +102,6 @@ def _read_content(value: Any, name: str) -> str:
     return "".join(texts)
 
 
-def read_response_format(value: Any, name: str) -> None:
-    """Accept plain text only."""
-    if not isinstance(value, dict):
-        raise invalid_value(name, value, 'an object {"type": "text"}')
-    if value != {"type": "text"}:
-        raise InvalidRequest(f'{name} is not supported by this server except as {{"type": "text"}}; leave it out', name)
-
-
 def read_template_date(value: Any, name: str) -> str:
     """Read a date, or a date and a time, into ISO 8601 without a zone."""
     expected = "a date or a time without a zone, like 2026-03-01 or 2026-03-01T12:30:00"
@@ -159,7 +151,6 @@ FIELDS: dict[str, Reader] = {
     "logprobs": flag,
     "top_logprobs": integer(0, MAX_TOP),
     "stream_options": read_stream_options,
-    "response_format": read_response_format,
     "template_date": read_template_date,
     "tools": read_tools,
     "tool_choice": read_tool_choice,

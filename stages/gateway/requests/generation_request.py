@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from pipeline.api.constraint_fields import constraint_of
 from pipeline.api.generation_fields import MAX_SEQUENCES, sampling_of
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Constraint, Sampling
@@ -96,6 +97,7 @@ def common_arguments(values: dict[str, Any]) -> dict[str, Any]:
         "skip_special": values.get("skip_special_tokens", True),
         "cache_salt": values.get("cache_salt", ""),
         "speculate": values["speculate"] or -1 if "speculate" in values else 0,
+        "constraint": constraint_of(values) or msgspec.UNSET,
     }
 
 
@@ -111,6 +113,11 @@ def check_combination(request: GenerationRequest) -> GenerationRequest:
             f"min_tokens is {request.sampling.min_tokens} and {request.max_tokens_field} is {request.max_tokens}; "
             f"min_tokens must not be the larger one",
             "min_tokens",
+        )
+    if request.constraint and request.sampling.ignore_eos:
+        raise InvalidRequest(
+            f"ignore_eos is true and {request.constraint.field} says where the output ends; leave ignore_eos out",
+            "ignore_eos",
         )
     total = max(1, len(request.prompts)) * request.n
     if total > MAX_SEQUENCES:

@@ -75,6 +75,7 @@ class Relay:
         self._on_end = on_end
         self._on_text_complete = on_text_complete
         self._unsubmitted: dict[str, SequenceState] = {}
+        self._described: set[str] = set()  # versions whose vocabularies the scheduler has, for constraints
         self._tokens = self._late = self._gaps = self._resubmitted = 0
 
     @property
@@ -252,6 +253,7 @@ class Relay:
 
     def on_scheduler_up(self) -> None:
         """A new scheduler process: submit every sequence that does not have its last token."""
+        self._described.clear()
         for sequence in list(self.sequences.values()):
             if not sequence.finish_reason and not sequence.is_over:
                 if sequence.is_submitted:
@@ -284,11 +286,22 @@ class Relay:
                 request.sink.flush()
             return
         frame = submission(sequence, array("i", tokens).tobytes(), self._clock())
-        sequence.is_submitted = self._send_scheduler(frame)
+        is_ready = frame.constraint is None or self._send_vocabulary(sequence.request)
+        sequence.is_submitted = is_ready and self._send_scheduler(frame)
         if sequence.is_submitted:
             self._unsubmitted.pop(sequence.id, None)
         else:
             self._unsubmitted[sequence.id] = sequence
+
+    def _send_vocabulary(self, request: RequestState) -> bool:
+        """Give the scheduler what it compiles constraints for. False: try again later."""
+        version = request.spec.version
+        if version not in self._described:
+            vocabulary = self.vocabularies.get(request.spec.vocabulary)
+            if not vocabulary or not self._send_scheduler(vocabulary.frame(version)):
+                return False
+            self._described.add(version)
+        return True
 
     # ---------------------------------------------------------------- tokens to text
 

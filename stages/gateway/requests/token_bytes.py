@@ -8,19 +8,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection
 
-from pipeline.protocol.messages import Described
+from pipeline.protocol.messages import Described, ModelVocabulary
 
 
 class TokenBytes:
     """Bytes by token id. Empty, and false, until `fill`. `is_used`: requests have been answered with it."""
 
-    __slots__ = ("_data", "_ends", "control", "is_used")
+    __slots__ = ("_data", "_ends", "control", "eos_ids", "is_used")
 
     def __init__(self) -> None:
         self._data = b""
         self._ends = array("I")  # end offset of each token in `_data`; it begins where the token before it ends
         self.is_used = False
         self.control: frozenset[int] = frozenset()  # ids that are not text unless the client asks for them
+        self.eos_ids: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self._ends)
@@ -33,6 +34,12 @@ class TokenBytes:
         if len(ends) != described.vocab_size or (ends and ends[-1] != len(described.pieces)):
             raise ValueError(f"{len(ends)} tokens in {len(described.pieces)} bytes, expected {described.vocab_size}")
         self._data, self._ends, self.control = described.pieces, ends, frozenset(control)
+        self.eos_ids = described.eos_ids
+
+    def frame(self, version: str) -> ModelVocabulary:
+        """The table for the scheduler."""
+        control = array("i", sorted(self.control)).tobytes()
+        return ModelVocabulary(version, self._data, self._ends.tobytes(), control, self.eos_ids)
 
     def shown(self, token: int, skip_special: bool, kept: Collection[bytes] = ()) -> bytes:
         """The bytes of the token that are text: none of a control token if `skip_special`, except those in `kept`."""

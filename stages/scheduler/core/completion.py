@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.protocol.messages import Logprob
+from shm.step_ring import NO_MASK
+from stages.scheduler.constraints.constraints import Constraints
 from stages.scheduler.core.leases import Leases
 from stages.scheduler.core.outbox import Outbox
 from stages.scheduler.core.phase_points import PhasePoints
@@ -32,7 +34,9 @@ class StepCompletion:
         drafts: DraftPool,
         cost: CostModel,
         stats: Stats,
+        constraints: Constraints,
     ) -> None:
+        self._constraints = constraints
         self._phases = PhasePoints()
         self._commit_delay = pacing.commit_delay_tokens
         self._table = table
@@ -111,6 +115,9 @@ class StepCompletion:
         """Samples of one entry: output tokens up to a stop, the limit, or a draft token that was not accepted."""
         sequence = entry.sequence
         run, draft_tokens, stop_ids = sequence.run, entry.draft_tokens, sequence.stop_ids
+        if sequence.constraint is not None and sampled[base] == NO_MASK:
+            self._leave_void(entry)
+            return
         if sequence.phase is Phase.PREFILLING:
             sequence.enter_phase(Phase.DECODING)
         first = sequence.outputs
@@ -146,8 +153,27 @@ class StepCompletion:
             return
         if tokens:
             self._outbox.add_tokens(sequence, first, tuple(tokens), logprobs)
-        if n < entry.samples and sampled[base + n] < 0:
+        if sequence.constraint is not None:
+            self._constraints.advance(sequence)
+        if n < entry.samples and sampled[base + n] < 0 and sampled[base + n] != NO_MASK:
             self._table.fail(sequence, "INFERENCE", "the model computed logits that are not finite")
+
+    def _leave_void(self, entry: StepEntry[SequenceState]) -> None:
+        """The first sample of the entry had no token mask in time: its position is computed again later.
+
+        The same holds for the steps behind it, which are published already.
+        """
+        sequence = entry.sequence
+        run = sequence.run
+        if entry.draft_tokens:
+            sequence.draft_tokens = ()
+            self._proposer.record_verified(sequence, len(entry.draft_tokens), 0)
+        else:
+            run.ahead -= 1
+        run.computed = min(run.length - 1, entry.start + entry.count - 1)
+        if not run.inflight:
+            run.planned = run.computed
+        self._constraints.mark_void(sequence)
 
     def _accept_drafts(self, entry: StepEntry[SequenceState], ring: Ring, n: int) -> None:
         """A verification produced `n` tokens: all but the last were draft tokens, whose positions are computed."""

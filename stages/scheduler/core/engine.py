@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipeline.protocol.messages import KvReady, ModelState
+from stages.scheduler.constraints.constraints import Constraints
+from stages.scheduler.constraints.vetting import Vetting
 from stages.scheduler.core.completion import StepCompletion
 from stages.scheduler.core.leases import Leases
 from stages.scheduler.core.outbox import Outbox
@@ -38,7 +40,14 @@ from stages.scheduler.stats import Stats
 class Engine:
     """Everything about one model but its sockets. `worker.ring` must be set before `attach`."""
 
-    def __init__(self, settings: Settings, now: float, weight_of: Callable[[str], float] = lambda _: 1.0) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        now: float,
+        weight_of: Callable[[str], float] = lambda _: 1.0,
+        vetting: Vetting | None = None,
+    ) -> None:
+        """`vetting`: of constraints; without it they are refused."""
         s = self.settings = settings
         pacing = PacingPolicy(depth=2 if s.run_ahead else 1)
         limits = self._limits = Limits(s.max_prompt_tokens, s.max_output_tokens)
@@ -49,14 +58,18 @@ class Engine:
         outbox = self.outbox = Outbox()
         leases = self.leases = Leases(s.model)
         queues = self.queues = TenantQueues(s.max_queue_depth, s.max_tenant_depth, weight_of)
-        table = self.table = SequenceTable(queues, leases, outbox, stats, s.n_rows)
+        constraints = self.constraints = Constraints(s.model, worker, vetting)
+        table = self.table = SequenceTable(queues, leases, outbox, stats, s.n_rows, constraints)
+        constraints.fail = table.fail
         drafts = self.drafts = DraftPool(s, worker, leases, table, limits, budget, cost)
         pages = self.pages = PageSupply(limits, worker, table, leases, drafts, stats)
-        rows = self.rows = RowScheduler(s, limits, worker, queues, table, leases, pages)
+        rows = self.rows = RowScheduler(s, limits, worker, queues, table, leases, pages, constraints)
         waits = self.waits = WaitEstimate(s.max_batch_size, queues, table, cost, stats)
-        self.submissions = SubmissionQueue(s, limits, worker, queues, table, rows, outbox, waits, cost, stats)
-        proposer = self.proposer = Proposer(table, queues, cost, stats)
-        completion = StepCompletion(pacing, table, leases, outbox, proposer, drafts, cost, stats)
+        self.submissions = SubmissionQueue(
+            s, limits, worker, queues, table, rows, outbox, waits, cost, stats, constraints
+        )
+        proposer = self.proposer = Proposer(table, queues, cost, stats, constraints)
+        completion = StepCompletion(pacing, table, leases, outbox, proposer, drafts, cost, stats, constraints)
         quarantine = self._quarantine = Quarantine()
         self.steps = StepLoop(
             budget,
@@ -73,6 +86,7 @@ class Engine:
             quarantine,
             cost,
             stats,
+            constraints,
         )
 
     # -------------------------------------------------------------- the worker's life
@@ -112,6 +126,8 @@ class Engine:
                 self.table.release(sequence)
             elif sequence.is_preempting:
                 self.table.preempt(sequence)
+            else:
+                self.constraints.restart(sequence)
         if culprit is not None:
             self.stats.culprits += 1
             message = "the worker died or made no progress each time it computed this request"
@@ -141,18 +157,22 @@ class Engine:
 
     def reject_all(self, refusal: Refusal) -> None:
         """End all sequences with `refusal`."""
+        for gateway, frame in self.constraints.take_held():
+            self.outbox.add_rejected(gateway, frame.sequence, refusal)
         for sequence in list(self.table.live.values()):
             self.table.reject(sequence, refusal)
 
     def fail_all(self, code: str, message: str) -> None:
         """End all sequences with an error, also those that have output."""
+        for gateway, frame in self.constraints.take_held():
+            self.outbox.add_rejected(gateway, frame.sequence, Refusal(code, message))
         for sequence in list(self.table.live.values()):
             self.table.fail(sequence, code, message)
 
     @property
     def is_busy(self) -> bool:
         """It has sequences, or published steps that are not acknowledged."""
-        return bool(self.table.live or self.steps.unacknowledged)
+        return bool(self.table.live or self.steps.unacknowledged or self.constraints.is_busy)
 
     @property
     def is_ready(self) -> bool:

@@ -134,14 +134,18 @@ class Ring:
         at = row * self._tokens_stride + start
         self._tokens[at : at + len(tokens)] = memoryview(tokens)
 
+    def has_mask(self, row: int, epoch: int, known: int) -> bool:
+        """The mask for the token after `known` tokens of the row is there, with this epoch."""
+        return int(self._steps.mask_ready[row, known % sh.MASK_SLOTS]) == sh.mask_tag(epoch, known)
+
     def write_table(self, row: int, start: int, pages: tuple[int, ...]) -> None:
         """Write page numbers from index `start` of the row's page table on."""
         self._steps.tables[row, start : start + len(pages)] = pages
 
     # -------------------------------------------------------------- steps
 
-    def publish(self, entries: list[tuple[int, int, int, int]]) -> int:
-        """Publish the next step of entries (row, start, count, samples). Returns its number.
+    def publish(self, entries: list[tuple[int, int, int, int, int]]) -> int:
+        """Publish the next step of entries (row, start, count, samples, epoch of masks). Returns its number.
 
         The outputs of the entries follow each other in the same order, `samples` each.
         """
@@ -150,8 +154,8 @@ class Ring:
         at = slot * self._entries_stride
         base = 0
         pack, buffer = _ENTRY.pack_into, self._entries
-        for row, start, count, samples in entries:
-            pack(buffer, at, row, start, count, samples, base, 0)
+        for row, start, count, samples, epoch in entries:
+            pack(buffer, at, row, start, count, samples, base, epoch)
             at += _ENTRY_BYTES
             base += samples
         _SLOT.pack_into(self._slot_head, slot * _SLOT_BYTES, number, self.generation, len(entries), base)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stages.scheduler.constraints.constraints import Constraints
 from stages.scheduler.core.leases import Leases
 from stages.scheduler.core.page_supply import PageSupply
 from stages.scheduler.core.sequence import SequenceState
@@ -27,7 +28,9 @@ class RowScheduler:
         table: SequenceTable,
         leases: Leases,
         pages: PageSupply,
+        constraints: Constraints,
     ) -> None:
+        self._constraints = constraints
         self._settings = settings
         self._limits = limits
         self._worker = worker
@@ -66,6 +69,7 @@ class RowScheduler:
         self._table.allocate_row(sequence)
         stop_ids = tuple(sequence.stop_ids)
         ring.write_row(run.row, run.tokens, sequence.prompt_len, sequence.sampling, sequence.choice, stop_ids)
+        self._constraints.restart(sequence)
         # A sequence that continues after a recovery had its prompt computed: kv has the pages, no leader is needed.
         may_follow = self._settings.prefix_cache and not sequence.outputs
         if may_follow and prefix_dedup.assign_leader(sequence, self._table.scheduled, self._leases.page_tokens):

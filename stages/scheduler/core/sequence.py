@@ -15,6 +15,7 @@ import math
 from array import array
 
 from pipeline.protocol.messages import Sampling, Submit
+from stages.scheduler.constraints.mask_state import Masks
 from stages.scheduler.core.run_state import RunState
 from stages.scheduler.draft.draft_state import DraftState
 from stages.scheduler.policy.priority import head_start_s
@@ -69,6 +70,8 @@ class SequenceState:
         "is_done",
         "is_preempting",
         "key",
+        "lacks_mask",
+        "masks",
         "max_draft_tokens",
         "max_tokens",
         "phase",
@@ -98,6 +101,8 @@ class SequenceState:
         self.sampling: Sampling = frame.sampling
         self.choice: int = frame.choice
         self.constraint = frame.constraint
+        self.masks: Masks | None = None  # of a live sequence with a constraint
+        self.lacks_mask = False  # it is not computed until its token mask is there
         self.stop_ids = frozenset(frame.stop_ids)
         self.salt: str = frame.cache_salt
         self.deadline = now + frame.deadline_ms / 1000 if frame.deadline_ms > 0 else math.inf

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 
 from pipeline.protocol.messages import Logprob, Submit
+from stages.scheduler.constraints.constraints import Constraints
 from stages.scheduler.core.leases import Leases
 from stages.scheduler.core.outbox import Outbox
 from stages.scheduler.core.sequence import Phase, SequenceState
@@ -33,13 +34,22 @@ REATTACH_S = 10.0  # a sequence of a disconnected gateway computes on for so lon
 class SequenceTable:
     """Sequences, rows and deadlines of one model."""
 
-    def __init__(self, queues: TenantQueues, leases: Leases, outbox: Outbox, stats: Stats, n_rows: int) -> None:
+    def __init__(
+        self,
+        queues: TenantQueues,
+        leases: Leases,
+        outbox: Outbox,
+        stats: Stats,
+        n_rows: int,
+        constraints: Constraints,
+    ) -> None:
         self.live: dict[str, SequenceState] = {}
         self.scheduled: list[SequenceState] = []
         self.by_lease: dict[str, SequenceState] = {}  # the scheduled ones
         # First in, first out: a row that was just released is reused last, so late readers of it do least harm.
         self.free_rows: deque[int] = deque(range(n_rows))
         self.on_pages_released: Callable[[], None] = lambda: None
+        self._constraints = constraints
         self._queues = queues
         self._leases = leases
         self._outbox = outbox
@@ -57,6 +67,7 @@ class SequenceTable:
         if sequence.id in self.by_lease:  # a done sequence of the same id still has its lease
             sequence.run.lease_id = f"{sequence.id}~{self._submissions}"
         self.live[sequence.id] = sequence
+        self._constraints.open(sequence)
         self._stats.submitted += 1
         if sequence.deadline < math.inf:
             self._set_timer(sequence.deadline, sequence)
@@ -118,6 +129,7 @@ class SequenceTable:
         sequence.enter_phase(phase)
         sequence.is_done = True
         del self.live[sequence.id]
+        self._constraints.close(sequence)
         if sequence in self._queues:
             self._queues.remove(sequence)
         elif sequence.run.row >= 0 and sequence.run.inflight == 0:
@@ -190,6 +202,7 @@ class SequenceTable:
                 sequence.gateway = b""
                 self._set_timer(now + REATTACH_S, sequence)
         self._outbox.drop_gateway(gateway)
+        self._constraints.drop_gateway(gateway)
 
     # -------------------------------------------------------------- deadlines
 

@@ -11,6 +11,7 @@ import math
 from array import array
 from collections import deque
 
+from stages.scheduler.constraints.constraints import Constraints
 from stages.scheduler.core.completion import StepCompletion
 from stages.scheduler.core.leases import Leases
 from stages.scheduler.core.page_supply import PageSupply
@@ -53,7 +54,9 @@ class StepLoop:
         quarantine: Quarantine,
         cost: CostModel,
         stats: Stats,
+        constraints: Constraints,
     ) -> None:
+        self._constraints = constraints
         self._phases = PhasePoints()
         self.unacknowledged: deque[Step] = deque()
         self.budget = budget
@@ -87,6 +90,7 @@ class StepLoop:
         published = 0
         while self._publish_next(now):
             published += 1
+        self._constraints.flush(now)
         return published
 
     def complete(self, now: float) -> None:
@@ -139,6 +143,7 @@ class StepLoop:
             if sequence is not None:
                 return compose_alone(sequence, self.budget)
         self._pages.preempt_if_starved()
+        self._constraints.resume_void()
         self._proposer.begin_step(now)
         batch = compose(self._table.scheduled, self.budget, self._cost, self._proposer, not self._has_paused)
         self._has_paused = batch.pauses_streams
@@ -171,7 +176,7 @@ class StepLoop:
     def _publish(self, batch: Batch[SequenceState], now: float) -> None:
         ring, stats = self._worker.ring, self._stats
         assert ring is not None
-        rows: list[tuple[int, int, int, int]] = []
+        rows: list[tuple[int, int, int, int, int]] = []
         samples = 0
         is_verifying = has_news = is_growing = False
         for entry in batch.entries:
@@ -195,7 +200,8 @@ class StepLoop:
             tenant.served += count * tenant.inverse
             tenant.computed += count
             samples += entry.samples
-            rows.append((run.row, start, count, entry.samples))
+            masks = sequence.masks
+            rows.append((run.row, start, count, entry.samples, masks.epoch if masks is not None else 0))
             if run.planned > run.extend_at and not run.pending_id:
                 self._leases.extend(run)
                 is_growing = True
@@ -212,7 +218,7 @@ class StepLoop:
             return False
         ring = self._worker.ring
         assert ring is not None
-        rows: list[tuple[int, int, int, int]] = []
+        rows: list[tuple[int, int, int, int, int]] = []
         samples = 0
         for entry in batch.entries:
             run = entry.sequence.run
@@ -220,7 +226,7 @@ class StepLoop:
             run.planned = entry.start + entry.count
             run.inflight += 1
             samples += entry.samples
-            rows.append((run.row, entry.start, entry.count, entry.samples))
+            rows.append((run.row, entry.start, entry.count, entry.samples, 0))
             if run.planned > run.extend_at and not run.pending_id:
                 self._leases.extend(run)
         self._write_step(ring, rows, samples, batch).draft_entries = batch.entries
@@ -229,7 +235,7 @@ class StepLoop:
     def _write_step(
         self,
         ring: Ring,
-        rows: list[tuple[int, int, int, int]],
+        rows: list[tuple[int, int, int, int, int]],
         samples: int,
         batch: Batch[SequenceState] | Batch[DraftSequence],
     ) -> Step:
@@ -245,8 +251,11 @@ class StepLoop:
 
     @property
     def _is_steady(self) -> bool:
-        """All sequences are streams that get one token in each step, and no request waits."""
-        if self._queues.depth:
+        """All sequences are streams that get one token in each step, and no request waits.
+
+        Token masks are written for one step at a time: sequences with constraints are not steady.
+        """
+        if self._queues.depth or self._constraints.is_used:
             return False
         is_idle = self._proposer.is_idle
         return all(s.phase not in _PROMPT_PHASES and is_idle(s) for s in self._table.scheduled)
@@ -281,5 +290,10 @@ class StepLoop:
 
     def delay_s(self, now: float) -> float:
         """Seconds until `run_round` may have something to do without an event; inf: never."""
-        waits = (self._rows.batch_wait_s(now), self.publish_wait_s(now), self._proposer.wait_s(now))
+        waits = (
+            self._rows.batch_wait_s(now),
+            self.publish_wait_s(now),
+            self._proposer.wait_s(now),
+            self._constraints.wait_s(now),
+        )
         return min((wait for wait in waits if wait > 0), default=math.inf)

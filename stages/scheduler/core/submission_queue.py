@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipeline.config.schema import MAX_DRAFT_TOKENS
 from pipeline.protocol.messages import Cancel, Submit
+from stages.scheduler.constraints.constraints import Constraints
 from stages.scheduler.core.outbox import Outbox
 from stages.scheduler.core.phase_points import PhasePoints
 from stages.scheduler.core.row_scheduler import RowScheduler
@@ -37,7 +38,9 @@ class SubmissionQueue:
         waits: WaitEstimate,
         cost: CostModel,
         stats: Stats,
+        constraints: Constraints,
     ) -> None:
+        self._constraints = constraints
         self._phases = PhasePoints()
         self._settings = settings
         self._limits = limits
@@ -59,11 +62,15 @@ class SubmissionQueue:
             if table.reattach(gateway, frame):
                 return
             table.cancel_silently(table.live[frame.sequence])
+        if refusal is None and frame.constraint is not None:
+            held = self._constraints.hold(gateway, frame, now, self.submit, self._refuse)
+            if held is True:
+                return
+            refusal = held if isinstance(held, Refusal) else None
         if refusal is None and not frame.forced:  # with forced tokens it was admitted before
             refusal = self._check_load(frame, now)
         if refusal is not None:
-            self._stats.refused += 1
-            self._outbox.add_rejected(gateway, frame.sequence, refusal)
+            self._refuse(gateway, frame, refusal)
             return
         sequence = table.add(gateway, frame, now)
         sequence.max_draft_tokens = max(0, min(frame.speculate or self._settings.speculate, MAX_DRAFT_TOKENS))
@@ -80,6 +87,10 @@ class SubmissionQueue:
         else:
             self._queues.push(sequence)
             self._phases.queued(sequence)
+
+    def _refuse(self, gateway: bytes, frame: Submit, refusal: Refusal) -> None:
+        self._stats.refused += 1
+        self._outbox.add_rejected(gateway, frame.sequence, refusal)
 
     def _check_load(self, frame: Submit, now: float) -> Refusal | None:
         """Why a new sequence cannot wait now; may remove another tenant's sequence from the queue for it."""
@@ -137,7 +148,8 @@ class SubmissionQueue:
         """End a sequence whose output is not wanted any more. Unknown ids are late, which is normal."""
         sequence = self._table.live.get(frame.sequence)
         if sequence is None:
-            self._stats.late += 1
+            if not self._constraints.cancel_held(frame.sequence):
+                self._stats.late += 1
             return
         if frame.at >= 0:
             sequence.run.valid_end = sequence.prompt_len + frame.at

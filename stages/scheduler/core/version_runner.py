@@ -18,6 +18,7 @@ from pipeline.procfs import is_stopped
 from pipeline.protocol import messages as m
 from shm.arena import Arena, ArenaError, process_ticks
 from shm.step_ring import StepsGeometry, create_steps
+from stages.scheduler.constraints.vetting import Vetting
 from stages.scheduler.core.engine import Engine
 from stages.scheduler.core.ring import Ring
 from stages.scheduler.core.settings import Settings
@@ -51,13 +52,14 @@ class VersionRunner:
         weight_of: Callable[[str], float],
         to_worker: Callable[[bytes, m.Frame], bool],
         to_kv: Callable[[m.Frame], bool],
+        vetting: Vetting | None = None,
     ) -> None:
         """`to_worker` and `to_kv` send a frame and return False when the peer is not connected.
 
         `max_context` 0: the checkpoint's own.
         """
         self.name = settings.model
-        self.engine = Engine(settings, now, weight_of)
+        self.engine = Engine(settings, now, weight_of, vetting)
         self.steps_path = steps_path
         self.digest = ""
         self.vocabulary = ""  # digest of what its token ids mean; "": not known
@@ -185,7 +187,7 @@ class VersionRunner:
 
     def _ensure_arena(self, ready: m.WorkerReady, now: float) -> bool:
         """Create the step arena that this checkpoint needs, unless it exists, and report a new one to kv."""
-        geometry = self._settings.steps_geometry(self._context(ready), self._page_tokens)
+        geometry = self._settings.steps_geometry(self._context(ready), self._page_tokens, ready.vocab_size)
         if self._arena is not None and geometry == self._geometry and ready.digest == self.digest:
             return True
         self.close()
@@ -196,6 +198,7 @@ class VersionRunner:
                 log.error("step arena cannot be created", extra={"model": self.name, "reason": str(error)})
             return False
         self._geometry, self.digest = geometry, ready.digest
+        self.engine.constraints.set_rows(str(self.steps_path))
         self.engine.worker.ring = Ring(steps, geometry, time.time_ns())
         self.kv = None
         self.attach_kv()

@@ -27,6 +27,7 @@ import weakref
 from typing import NamedTuple
 
 from pipeline.models.arena_sizes import MAX_DRAFT_SEQUENCES
+from stages.scheduler.constraints.constraints import Constraints
 from stages.scheduler.core.sequence import Phase, SequenceState
 from stages.scheduler.core.sequence_table import SequenceTable
 from stages.scheduler.core.step import StepEntry
@@ -60,10 +61,13 @@ class DraftLink(NamedTuple):
 class Proposer:
     """The proposer of one engine; implements `batch.DraftSource`."""
 
-    def __init__(self, table: SequenceTable, queues: TenantQueues, cost: CostModel, stats: Stats) -> None:
+    def __init__(
+        self, table: SequenceTable, queues: TenantQueues, cost: CostModel, stats: Stats, constraints: Constraints
+    ) -> None:
         self.link: DraftLink | None = None
         self.is_allowed = True  # no other model wants the cores that the draft model computes on
         self.credit = math.nan  # until the link is used
+        self._constraints = constraints
         self._table = table
         self._queues = queues
         self._cost = cost
@@ -112,6 +116,12 @@ class Proposer:
 
     def propose(self, sequence: SequenceState, room: int) -> tuple[int, ...] | None:
         """See `batch.DraftSource`."""
+        found = self._propose(sequence, room)
+        if found is None or sequence.masks is None:
+            return found
+        return self._constraints.allow(sequence, found, self._now)
+
+    def _propose(self, sequence: SequenceState, room: int) -> tuple[int, ...] | None:
         state = self._state(sequence)
         found = state.lookup.propose(sequence.run.tokens, room)
         state.is_model = False

@@ -64,7 +64,7 @@ def compose(
     prompts: list[SequenceState] = []
     positions = 0
     for sequence in scheduled:
-        if sequence.is_done or sequence.is_preempting or sequence.draft_tokens:
+        if sequence.is_done or sequence.is_preempting or sequence.draft_tokens or sequence.lacks_mask:
             continue
         run = sequence.run
         planned = run.planned

@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit
 
 from shm import step_ring
-from shm.atomics import store_release
+from shm.atomics import futex_wait, load_acquire, monotonic_ns, pause, store_release
 from stages.worker.kernels import elementwise as ew
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels import plan as p
@@ -59,6 +59,9 @@ from stages.worker.kernels.simd import get_f32, get_i64, put_i32
 _OUTPUT_START, _MAX_TOP = 8 * step_ring.OUTPUT_START, step_ring.MAX_TOP
 _ROW_INTS, _ROW_FLOATS, _MAX_MASK = 8 * step_ring.ROW_INTS, 4 * step_ring.ROW_FLOATS, 4 * step_ring.MAX_MASK
 _MAX_BIAS = 4 * step_ring.MAX_BIAS
+_NO_MASK, _MASK_SLOTS = step_ring.NO_MASK, step_ring.MASK_SLOTS
+MASK_WAIT_NS = 3_000_000  # that a step waits for token masks in all; then samples without one are left to a later step
+_MASK_SLICE_NS = 50_000  # of that wait, without the core: the process that writes the masks may need it
 
 
 @njit(**INNER)
@@ -101,9 +104,28 @@ def _embed(params, tokens):
             _angles(params, pb.LOCAL_COS_LO, position, pairs, angles + param(params, pb.ROPE_STRIDE) // 2)
 
 
+@njit(**INNER)
+def _wait_for_mask(params, row, known, epoch, deadline):
+    """Address of the mask for the token after `known` tokens of the row; 0 if it is not there at `deadline` (ns)."""
+    at = row * _MASK_SLOTS + known % _MASK_SLOTS
+    ready, tag = param(params, pb.MASK_READY) + 8 * at, (epoch << 32) | known
+    while load_acquire(ready) != tag:
+        for _ in range(256):
+            pause()
+        if load_acquire(ready) == tag:
+            break
+        if monotonic_ns() > deadline:
+            return 0
+        futex_wait(ready, load_acquire(ready) & 0xFFFFFFFF, _MASK_SLICE_NS)
+    return param(params, pb.MASKS) + at * param(params, pb.MASK_STRIDE)
+
+
 @njit(**MERGED)
-def _sample(params, index):
-    """Draw one sample; write its outputs to the slot and, for an entry with one sample, the row's next token."""
+def _sample(params, index, deadline):
+    """Draw one sample; write its outputs to the slot and, for an entry with one sample, the row's next token.
+
+    `deadline`, ns: when a token mask, if it needs one, counts as missing.
+    """
     slot = param(param(params, pb.PLAN), p.SLOT)
     planned = p.sample_at(params, index)
     token_index, place, entry = get_i64(planned), get_i64(planned + 8), p.entry_at(params, get_i64(planned + 16))
@@ -112,25 +134,30 @@ def _sample(params, index):
     tokens = param(params, pb.TOKENS) + row * param(params, pb.TOKENS_STRIDE)
     ints = param(params, pb.ROW_INTS_AT) + row * _ROW_INTS
     out = slot * param(params, pb.OUT_STRIDE) + 4 * place
-    token = call_entry(
-        param(params, pb.DRAW),
-        (
-            param(params, pb.LOGITS) + index * param(params, pb.LOGITS_STRIDE),
-            param(params, pb.VOCAB),
-            tokens,
-            known,
-            get_i64(ints + _OUTPUT_START),
-            ints,
-            param(params, pb.ROW_FLOATS_AT) + row * _ROW_FLOATS,
-            param(params, pb.MASK_IDS) + row * _MAX_MASK,
-            param(params, pb.BIAS_IDS) + row * _MAX_BIAS,
-            param(params, pb.BIAS) + row * _MAX_BIAS,
-            param(params, pb.SAMPLER),
-            param(params, pb.OUT_LOGPROB) + out,
-            param(params, pb.OUT_TOP_ID) + _MAX_TOP * out,
-            param(params, pb.OUT_TOP_LP) + _MAX_TOP * out,
-        ),
-    )
+    epoch, mask, token = param(entry, p.P_MASKS), 0, _NO_MASK
+    if epoch != 0:
+        mask = _wait_for_mask(params, row, known, epoch, deadline)
+    if epoch == 0 or mask != 0:
+        token = call_entry(
+            param(params, pb.DRAW),
+            (
+                param(params, pb.LOGITS) + index * param(params, pb.LOGITS_STRIDE),
+                param(params, pb.VOCAB),
+                tokens,
+                known,
+                get_i64(ints + _OUTPUT_START),
+                ints,
+                param(params, pb.ROW_FLOATS_AT) + row * _ROW_FLOATS,
+                param(params, pb.MASK_IDS) + row * _MAX_MASK,
+                param(params, pb.BIAS_IDS) + row * _MAX_BIAS,
+                param(params, pb.BIAS) + row * _MAX_BIAS,
+                mask,
+                param(params, pb.SAMPLER),
+                param(params, pb.OUT_LOGPROB) + out,
+                param(params, pb.OUT_TOP_ID) + _MAX_TOP * out,
+                param(params, pb.OUT_TOP_LP) + _MAX_TOP * out,
+            ),
+        )
     put_i32(param(params, pb.OUT_TOKEN) + out, token)
     if samples == 1:
         put_i32(tokens + 4 * known, token)
@@ -206,8 +233,14 @@ def run_step(params):
         phase_end(params, HEAD, now)
         wait_for_ranks(params)
         now = phase_begin(params)
-        for i in range(rank, samples, ranks):
-            _sample(params, i)
+        rounds, deadline = 1, 0
+        if param(plan, p.HAS_MASKS):  # samples without a mask first: meanwhile masks are completed
+            rounds, deadline = 2, monotonic_ns() + MASK_WAIT_NS
+        for i in range(rounds * samples):
+            index = i % samples
+            needs_mask = param(p.entry_at(params, get_i64(p.sample_at(params, index) + 16)), p.P_MASKS) != 0
+            if index % ranks == rank and needs_mask == (i >= samples):
+                _sample(params, index, deadline)
         phase_end(params, SAMPLE, now)
     if rank == 0:
         store_release(progress, get_i64(progress) + 1)

@@ -2,13 +2,14 @@
 
 Rows, positions, counts, sample places, page numbers and token ids are compared with their bounds, and the page tables
 are copied, so that a number that the scheduler changes later has no effect.  An entry with a number out of bounds gets
-`BAD_ENTRY` as its tokens and is left out.
+`BAD_ENTRY` as its tokens and is left out.  One that follows a token that was not sampled gets `NO_MASK`.
 
 In i64 words at PLAN:
 
     0   entries kept   1  tokens   2  samples   3  whether any entry computes more than one position   4  slot
+    5   whether any sample needs a token mask
     8   entries: ENTRY_PLAN words each: row, start, count, samples, sample_base, first token, first place at
-        SPLIT_RESULTS (-1: KV splits are not computed apart), byte of its page table at PLAN_TABLES
+        SPLIT_RESULTS (-1: KV splits are not computed apart), byte of its page table at PLAN_TABLES, epoch of its masks
     then tokens: position, id, entry (3 words each), then samples: token, place in the outputs, entry.
 """
 
@@ -25,18 +26,20 @@ from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.simd import get_i32, get_i64, put_i32, put_i64
 
 BAD_ENTRY = -2
-ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, SLOT = range(5)
-(P_ROW, P_START, P_COUNT, P_SAMPLES, P_SAMPLE_BASE, P_TOKEN, P_SPLIT, P_TABLE) = range(8)
+ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, SLOT, HAS_MASKS = range(6)
+(P_ROW, P_START, P_COUNT, P_SAMPLES, P_SAMPLE_BASE, P_TOKEN, P_SPLIT, P_TABLE, P_MASKS) = range(9)
 
 _SLOTS, _SLOT_WORDS, _ENTRY_WORDS = step_ring.SLOTS, step_ring.SLOT_WORDS, step_ring.ENTRY_WORDS
 _N_ENTRIES, _STEP = step_ring.SLOT_ENTRIES, step_ring.SLOT_STEP
-_ROW, _START, _COUNT, _SAMPLES, _BASE = (
+_ROW, _START, _COUNT, _SAMPLES, _BASE, _MASKS = (
     step_ring.ROW,
     step_ring.START,
     step_ring.COUNT,
     step_ring.SAMPLES,
     step_ring.SAMPLE_BASE,
+    step_ring.ENTRY_FLAGS,
 )
+_NO_MASK, _MASK_SLOTS = step_ring.NO_MASK, step_ring.MASK_SLOTS
 
 
 @njit(**INNER)
@@ -59,7 +62,7 @@ def sample_at(params, sample):
 
 
 @njit(**INNER)
-def _is_sound(params, row, start, count, samples, base, n_tokens, n_samples):
+def _is_sound(params, row, start, count, samples, base, masks, n_tokens, n_samples):
     """Whether the numbers of an entry are within their bounds; pages and token ids are checked apart."""
     return (
         0 <= row < param(params, pb.MAX_ROWS)
@@ -68,6 +71,7 @@ def _is_sound(params, row, start, count, samples, base, n_tokens, n_samples):
         and start + count <= min(param(params, pb.MAX_POSITIONS), param(params, pb.MAX_TOKENS))
         and 0 <= samples <= min(count, param(params, pb.STEP_SAMPLES) - n_samples)
         and (samples == 0 or 0 <= base <= param(params, pb.MAX_SAMPLES) - samples)
+        and (masks == 0 or (masks > 0 and samples <= _MASK_SLOTS and param(params, pb.MASK_STRIDE) > 0))
     )
 
 
@@ -106,13 +110,24 @@ def _copy_tokens(params, row, start, count, entry, first):
 
 
 @njit(**INNER)
-def _refuse(params, slot, samples, base):
-    """Write BAD_ENTRY to the places of the entry's samples, as far as these exist."""
+def _refuse(params, slot, samples, base, reason):
+    """Write `reason` to the places of the entry's samples, as far as these exist."""
     if base < 0 or samples < 1:
         return
     out = param(params, pb.OUT_TOKEN) + slot * param(params, pb.OUT_STRIDE)
     for i in range(base, min(base + samples, param(params, pb.MAX_SAMPLES))):
-        put_i32(out + 4 * i, BAD_ENTRY)
+        put_i32(out + 4 * i, reason)
+
+
+@njit(**INNER)
+def _is_void(params, row, start, count, samples):
+    """Whether the step before has not sampled the token at `start`, for want of a mask. Then neither does this one."""
+    token = param(params, pb.TOKENS) + row * param(params, pb.TOKENS_STRIDE) + 4 * start
+    if get_i32(token) != _NO_MASK:
+        return False
+    if samples == 1:
+        put_i32(token + 4 * count, _NO_MASK)
+    return True
 
 
 @njit(**INNER)
@@ -122,22 +137,26 @@ def make_plan(params, step):
     head = param(params, pb.SLOT_HEAD) + 8 * _SLOT_WORDS * slot
     plan = param(params, pb.PLAN)
     put_i64(plan + 8 * SLOT, slot)
-    for i in (ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS):
+    for i in (ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, HAS_MASKS):
         put_i64(plan + 8 * i, 0)
     if get_i64(head + 8 * _STEP) != step:
         return -1
     entries = param(params, pb.ENTRIES) + slot * param(params, pb.ENTRIES_STRIDE)
-    kept = n_tokens = n_samples = refused = chunks = 0
+    kept = n_tokens = n_samples = refused = chunks = has_masks = 0
     for i in range(min(max(get_i64(head + 8 * _N_ENTRIES), 0), param(params, pb.MAX_ENTRIES))):
         at = entries + 4 * _ENTRY_WORDS * i
         row, start, count = get_i32(at + 4 * _ROW), get_i32(at + 4 * _START), get_i32(at + 4 * _COUNT)
-        samples, base = get_i32(at + 4 * _SAMPLES), get_i32(at + 4 * _BASE)
+        samples, base, masks = get_i32(at + 4 * _SAMPLES), get_i32(at + 4 * _BASE), get_i32(at + 4 * _MASKS)
+        is_sound = _is_sound(params, row, start, count, samples, base, masks, n_tokens, n_samples)
+        if is_sound and masks != 0 and _is_void(params, row, start, count, samples):
+            _refuse(params, slot, samples, base, _NO_MASK)
+            continue
         if not (
-            _is_sound(params, row, start, count, samples, base, n_tokens, n_samples)
+            is_sound
             and _copy_table(params, row, kept, start + count)
             and _copy_tokens(params, row, start, count, kept, n_tokens)
         ):
-            _refuse(params, slot, samples, base)
+            _refuse(params, slot, samples, base, BAD_ENTRY)
             refused += 1
             continue
         entry = entry_at(params, kept)
@@ -149,6 +168,9 @@ def make_plan(params, step):
         put_i64(entry + 8 * P_TOKEN, n_tokens)
         put_i64(entry + 8 * P_SPLIT, -1)
         put_i64(entry + 8 * P_TABLE, kept * param(params, pb.TABLES_STRIDE))
+        put_i64(entry + 8 * P_MASKS, masks)
+        if masks != 0 and samples > 0:
+            has_masks = 1
         for j in range(samples):
             sample = sample_at(params, n_samples + j)
             put_i64(sample, n_tokens + count - samples + j)
@@ -163,6 +185,7 @@ def make_plan(params, step):
     put_i64(plan + 8 * TOKENS, n_tokens)
     put_i64(plan + 8 * SAMPLES, n_samples)
     put_i64(plan + 8 * HAS_CHUNKS, chunks)
+    put_i64(plan + 8 * HAS_MASKS, has_masks)
     if kept * param(params, pb.N_KV_HEADS) < SPLIT_UNITS:
         _assign_split_results(params, kept)
     return refused

@@ -132,6 +132,44 @@ def _temper(x, n, t):
 
 
 @numba.njit(**INNER)
+def _forbid(scratch, vocab, mask):
+    """-inf for the ids whose bit in the token mask is 0. Words of the mask are mostly all zeros or all ones."""
+    low = splat_f32(_F(-np.inf))
+    for start in range(0, vocab, 32):
+        word = get_i32(mask + start // 8) & 0xFFFFFFFF
+        if word == 0:  # the scratch is padded
+            store_f32(scratch + 4 * start, low)
+            store_f32(scratch + 4 * start + 64, low)
+        elif word != 0xFFFFFFFF:
+            for i in range(min(32, vocab - start)):
+                if (word >> i) & 1 == 0:
+                    put_f32(scratch + 4 * (start + i), _F(-np.inf))
+
+
+@numba.njit(**INNER)
+def _allows(mask, vocab, identity):
+    return 0 <= identity < vocab and (get_i32(mask + identity // 32 * 4) >> (identity % 32)) & 1 == 1
+
+
+@numba.njit(**INNER)
+def _allows_only(mask, vocab, ids, n):
+    """Whether a token mask allows none but `n` (up to MAX_MASK) distinct ids."""
+    listed = 0
+    for i in range(n):
+        if _allows(mask, vocab, get_i32(ids + 4 * i)):
+            listed += 1
+    allowed = 0
+    for start in range(0, vocab, 32):
+        word = get_i32(mask + start // 8) & 0xFFFFFFFF
+        while word:
+            word &= word - 1
+            allowed += 1
+            if allowed > listed:
+                return False
+    return True
+
+
+@numba.njit(**INNER)
 def _draw(scratch, vocab, n, whole, u):
     size = 4 * padded(vocab)
     w, ids = scratch + size, scratch + 4 * size
@@ -180,11 +218,11 @@ def _is_plain(ints, floats, position):
 
 
 @numba.njit(**INNER)
-def sample(logits, vocab, tokens, n_tokens, output_start, ints, floats, mask_ids, bias_ids, bias, scratch):
+def sample(logits, vocab, tokens, n_tokens, output_start, ints, floats, mask_ids, bias_ids, bias, mask, scratch):
     """The id drawn after n_tokens tokens (i32), or NOT_FINITE.
 
     logits: vocab f32, not written; ints, floats, mask_ids, bias_ids, bias: the row's arrays of the steps
-    arena (i64, f32, i32, i32, f32); scratch: as above.
+    arena (i64, f32, i32, i32, f32); mask: the token mask (u32), 0: none; scratch: as above.
     """
     if not is_finite(logits, vocab):
         return NOT_FINITE
@@ -192,11 +230,18 @@ def sample(logits, vocab, tokens, n_tokens, output_start, ints, floats, mask_ids
     position = n_tokens - output_start
     t = get_f32(floats + _TEMPERATURE)
     greedy = not t > _F(0.0)
-    if greedy and _is_plain(ints, floats, position):
+    if greedy and mask == 0 and _is_plain(ints, floats, position):
         return first_largest(logits, vocab)
     size = 4 * padded(vocab)
     for i in range(0, vocab, LANES):
         store_f32(scratch + 4 * i, load_f32_part(logits + 4 * i, min(vocab - i, LANES), _F(-np.inf)))
+    n_stops = min(max(get_i64(ints + _N_MASK), 0), _MAX_MASK)
+    if get_i64(ints + _IGNORE_EOS) == 0 and position >= get_i64(ints + _MIN_TOKENS):
+        n_stops = 0
+    if mask != 0:
+        _forbid(scratch, vocab, mask)
+        if n_stops and _allows_only(mask, vocab, mask_ids, n_stops):
+            n_stops = 0  # the output is complete
     whole, n = True, vocab
     order = get_i64(ints + _ORDER)
     while order & 15:
@@ -204,10 +249,9 @@ def sample(logits, vocab, tokens, n_tokens, output_start, ints, floats, mask_ids
         order = (order >> 4) & 0x0FFFFFFFFFFFFFFF
         changed = False
         if step == MASK:
-            if get_i64(ints + _IGNORE_EOS) != 0 or position < get_i64(ints + _MIN_TOKENS):
-                for i in range(min(max(get_i64(ints + _N_MASK), 0), _MAX_MASK)):
-                    _add_to(scratch, vocab, n, whole, get_i32(mask_ids + 4 * i), _F(-np.inf), True)
-                    changed = True
+            for i in range(n_stops):
+                _add_to(scratch, vocab, n, whole, get_i32(mask_ids + 4 * i), _F(-np.inf), True)
+                changed = True
             for i in range(min(max(get_i64(ints + _N_BIAS), 0), _MAX_BIAS)):
                 _add_to(scratch, vocab, n, whole, get_i32(bias_ids + 4 * i), get_f32(bias + 4 * i), False)
                 changed = True
@@ -275,13 +319,14 @@ def draw(
     mask_ids,
     bias_ids,
     bias,
+    mask,
     scratch,
     out,
     top_ids,
     top_logprobs,
 ):
     """Entry: `sample`, then `logprobs` when the row wants them. Returns the id, or NOT_FINITE."""
-    token = sample(logits, vocab, tokens, n_tokens, output_start, ints, floats, mask_ids, bias_ids, bias, scratch)
+    token = sample(logits, vocab, tokens, n_tokens, output_start, ints, floats, mask_ids, bias_ids, bias, mask, scratch)
     n_top = min(get_i64(ints + _LOGPROBS), _MAX_TOP)
     if token >= 0 and n_top >= 0:
         logprobs(logits, vocab, token, n_top, out, top_ids, top_logprobs, scratch)
@@ -290,4 +335,4 @@ def draw(
     return token
 
 
-ENTRY_ARGUMENTS = 14
+ENTRY_ARGUMENTS = 15

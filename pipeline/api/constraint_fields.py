@@ -1,0 +1,154 @@
+"""The fields that constrain what a model may write: OpenAI's, llama-server's and vLLM's names for the same thing.
+
+Each reader returns a `Constraint`, or None where the field asks for plain text.  Whether the constraint can be compiled
+is found out later, by the scheduler.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from pipeline.api.fields import Reader, flag, invalid_value, read_fields, show, text
+from pipeline.errors import InvalidRequest
+from pipeline.protocol.messages import Constraint
+
+MAX_TEXT = 65_536  # bytes of a constraint; scheduler.constraints.max_bytes may be less
+MAX_CHOICES = 1024
+_GBNF_RULE = re.compile(r"(?m)^\s*[A-Za-z][A-Za-z0-9_-]*\s*::=")
+_ANY_OBJECT = '{"type":"object"}'
+
+
+def _constraint(kind: str, content: str, name: str) -> Constraint:
+    try:
+        size = len(content.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{name} has a lone surrogate; send whole characters", name) from None
+    if size > MAX_TEXT:
+        raise InvalidRequest(f"{name} has {size} bytes; at most {MAX_TEXT} are allowed: shorten it", name)
+    return Constraint(kind, content, name)
+
+
+def read_schema(value: Any, name: str) -> Constraint:
+    """Read a JSON Schema: an object, or its JSON text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{name} is not valid JSON: {error}", name) from None
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, "a JSON Schema, which is an object")
+    return _constraint("json_schema", json.dumps(value, ensure_ascii=False, separators=(",", ":")), name)
+
+
+def read_regex(value: Any, name: str) -> Constraint:
+    """Read a regular expression that the whole output must match."""
+    return _constraint("regex", text(MAX_TEXT, empty=False)(value, name), name)
+
+
+def read_choice(value: Any, name: str) -> Constraint:
+    """Read the texts of which the output must be one."""
+    if not isinstance(value, list) or not value:
+        raise invalid_value(name, value, "an array of texts")
+    if len(value) > MAX_CHOICES:
+        raise InvalidRequest(f"{name} has {len(value)} texts; at most {MAX_CHOICES} are allowed", name)
+    each = text(MAX_TEXT, empty=False)
+    choices = list(dict.fromkeys(each(item, f"{name}[{index}]") for index, item in enumerate(value)))
+    return _constraint("choice", json.dumps(choices, ensure_ascii=False), name)
+
+
+def read_grammar(value: Any, name: str) -> Constraint:
+    """Read a grammar: its text in GBNF (with `::=`) or Lark, or `{"syntax", "definition"}`."""
+    if isinstance(value, dict):
+        fields = read_fields(
+            value,
+            {"syntax": text(16), "definition": text(MAX_TEXT, empty=False)},
+            required=("syntax", "definition"),
+            within=name,
+        )
+        if fields["syntax"] not in ("gbnf", "lark", "regex"):
+            raise invalid_value(f"{name}.syntax", fields["syntax"], '"gbnf", "lark" or "regex"')
+        return _constraint(fields["syntax"], fields["definition"], name)
+    definition = text(MAX_TEXT, empty=False)(value, name)
+    return _constraint("gbnf" if _GBNF_RULE.search(definition) else "lark", definition, name)
+
+
+def read_any_object(value: Any, name: str) -> Constraint | None:
+    """Read whether the output must be a JSON object."""
+    return _constraint("json_schema", _ANY_OBJECT, name) if flag(value, name) else None
+
+
+def read_response_format(value: Any, name: str) -> Constraint | None:
+    """Read OpenAI's `response_format`, and llama-server's with the schema beside the type."""
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object like {"type": "json_object"}')
+    kind = value.get("type")
+    if kind == "text":
+        read_fields(value, {"type": text(16)}, within=name)
+        return None
+    if kind == "json_object":
+        fields = read_fields(value, {"type": text(16), "schema": read_schema}, within=name)
+        return fields.get("schema") or _constraint("json_schema", _ANY_OBJECT, name)
+    if kind != "json_schema":
+        raise InvalidRequest(
+            f'{name}.type is {show(kind)}; it must be "text", "json_object" or "json_schema"', f"{name}.type"
+        )
+    fields = read_fields(
+        value, {"type": text(16), "schema": read_schema, "json_schema": _read_named_schema}, within=name
+    )
+    schemas = [fields[key] for key in ("schema", "json_schema") if key in fields]
+    if len(schemas) != 1:
+        raise InvalidRequest(f"{name} must have one schema, at {name}.json_schema.schema", f"{name}.json_schema")
+    schema: Constraint = schemas[0]
+    return schema
+
+
+def _read_named_schema(value: Any, name: str) -> Constraint:
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object with "name" and "schema"')
+    table: dict[str, Reader] = {"name": text(64), "description": text(MAX_TEXT), "strict": flag, "schema": read_schema}
+    schema: Constraint = read_fields(value, table, required=("schema",), within=name)["schema"]
+    return schema
+
+
+def read_structured_outputs(value: Any, name: str) -> Constraint | None:
+    """Read vLLM's `structured_outputs`."""
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object like {"regex": "..."}')
+    table: dict[str, Reader] = {
+        "json": read_schema,
+        "json_object": read_any_object,
+        "regex": read_regex,
+        "choice": read_choice,
+        "grammar": read_grammar,
+    }
+    return _only_one(read_fields(value, table, within=name))
+
+
+CONSTRAINT_FIELDS: dict[str, Reader] = {
+    "response_format": read_response_format,
+    "json_schema": read_schema,
+    "grammar": read_grammar,
+    "regex": read_regex,
+    "choice": read_choice,
+    "structured_outputs": read_structured_outputs,
+    "guided_json": read_schema,
+    "guided_regex": read_regex,
+    "guided_choice": read_choice,
+    "guided_grammar": read_grammar,
+}
+
+
+def _only_one(values: dict[str, Constraint | None]) -> Constraint | None:
+    found = [constraint for constraint in values.values() if constraint is not None]
+    if len(found) > 1:
+        raise InvalidRequest(
+            f"{found[0].field} and {found[1].field} both constrain the output; send one of them", found[1].field
+        )
+    return found[0] if found else None
+
+
+def constraint_of(values: dict[str, Any]) -> Constraint | None:
+    """The constraint among the values that were read with `CONSTRAINT_FIELDS`. Raises `InvalidRequest` for several."""
+    return _only_one({name: values[name] for name in CONSTRAINT_FIELDS if name in values})

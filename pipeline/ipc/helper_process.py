@@ -1,0 +1,132 @@
+"""A helper process of a stage: a module that runs on its own, started when it is needed, and again after its end.
+
+Packets go through a socket pair (SOCK_SEQPACKET), whose number is the helper's second argument, after the stage's pid.
+What the helper does not read at once waits here until the next `flush`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+log = logging.getLogger("starling.helper")
+
+RECEIVE_BYTES = 1 << 20  # more than a packet has
+SEND_BYTES = 1 << 20  # of the socket's buffer, as far as the kernel allows
+RESTART_S = 0.5  # between two starts
+
+
+class Loop(Protocol):
+    """What is needed of the stage's loop."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Monotonic, s."""
+
+    def add_fd(self, fd: int, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever `fd` is readable."""
+
+    def remove_fd(self, fd: int) -> None:
+        """Call before `fd` is closed."""
+
+
+class Callbacks(NamedTuple):
+    """Of one helper: a packet of it, and around each of its lives."""
+
+    on_packet: Callable[[bytes], None]
+    on_started: Callable[[], None] = lambda: None
+    on_died: Callable[[], None] = lambda: None  # by itself, not by `kill`
+
+
+class HelperProcess:
+    """One helper: `python -m MODULE PARENT_PID FD ARGUMENTS`."""
+
+    def __init__(self, module: str, arguments: tuple[str, ...], loop: Loop, callbacks: Callbacks) -> None:
+        self._module, self._arguments = module, arguments
+        self._loop = loop
+        self._callbacks = callbacks
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._unsent: deque[bytes] = deque()
+        self._start_after = float("-inf")
+
+    @property
+    def pid(self) -> int:
+        """Of the process; 0: none runs."""
+        return self._process.pid if self._process is not None else 0
+
+    def ensure_started(self) -> bool:
+        """Start the process unless it runs. False: its predecessor was started a moment ago."""
+        if self._process is not None:
+            return True
+        now = self._loop.clock()
+        if now < self._start_after:
+            return False
+        self._start_after = now + RESTART_S
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        for one in (ours, theirs):
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+        command = [sys.executable, "-m", self._module, str(os.getpid()), str(theirs.fileno()), *self._arguments]
+        self._process = subprocess.Popen(
+            command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+        theirs.close()
+        self._channel = ours
+        self._loop.add_fd(ours.fileno(), self._receive)
+        self._callbacks.on_started()
+        return True
+
+    def send(self, packets: Iterable[bytes]) -> None:
+        """Send packets, in order; the process must be started."""
+        self._unsent.extend(packets)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits."""
+        channel, unsent = self._channel, self._unsent
+        try:
+            while channel is not None and unsent:
+                channel.send(unsent[0])
+                unsent.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._died()
+
+    def _receive(self) -> None:
+        channel = self._channel
+        assert channel is not None
+        try:
+            while packet := channel.recv(RECEIVE_BYTES):
+                self._callbacks.on_packet(packet)
+                if self._channel is not channel:
+                    return
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.warning("%s cannot be read: %s", self._module, error)
+        self._died()
+
+    def _died(self) -> None:
+        log.warning("a helper process has ended: %s %s", self._module, self._arguments[0])
+        self.kill()
+        self._callbacks.on_died()
+
+    def kill(self) -> None:
+        """End the process, and wait until it has ended: it writes into no arena any more. Idempotent."""
+        if self._channel is not None:
+            self._loop.remove_fd(self._channel.fileno())
+            self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        self._unsent.clear()

@@ -1,0 +1,302 @@
+"""Constraints of one engine's sequences: vetting before they are queued, then a token mask for every sample.
+
+    submit --> hold until vetted --> Open --> Mask for each token, while the step that samples it computes --> Close
+
+The mask process owns the automata; this side only counts.  A mask carries a tag: the number of tokens before it, and an
+*epoch*, which names one continuation of the row's tokens.  It changes whenever masks of draft tokens that were not
+accepted may be in the row.  A sample without its mask in time is void: its position is computed again when the mask is
+there, so a slow automaton delays its own sequence and no other.
+
+Pure: frames for the mask process gather in `frames`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from pipeline.protocol.messages import Frame, Submit
+from shm.step_ring import MASK_SLOTS
+from stages.scheduler.constraints.frames import Close, Failed, Kept, Mask, Open, Rows, Vocabulary
+from stages.scheduler.constraints.mask_state import Masks
+from stages.scheduler.constraints.vetting import Vetting, VettingFullError
+from stages.scheduler.core.sequence import SequenceState
+from stages.scheduler.core.worker_link import WorkerLink
+from stages.scheduler.policy.admission import Refusal
+
+DRAFT_WAIT_S = 0.02  # for the answer about draft tokens; then the step goes without them
+POLL_S = 0.0005  # between two looks for a mask that came too late
+STUCK_S = 30.0  # without a mask that was asked for: the mask process is killed
+MAX_DEATHS = 3  # of the mask process while it owed a sequence a mask: then the sequence fails
+MAX_HELD = 1024  # submissions whose constraints are being vetted
+
+
+class _Held(NamedTuple):
+    gateway: bytes
+    frame: Submit
+    since: float
+
+
+class Constraints:
+    """One for each engine. Without `vetting` constraints are refused."""
+
+    def __init__(self, model: str, worker: WorkerLink, vetting: Vetting | None) -> None:
+        self.frames: list[Frame] = []  # for the mask process
+        self.fail: Callable[[SequenceState, str, str], None] = lambda sequence, code, message: None
+        self._model = model
+        self._worker = worker
+        self._vetting = vetting
+        self._vocabulary = self._rows = ""  # paths
+        self._held: dict[str, _Held] = {}  # by sequence
+        self._open: dict[str, SequenceState] = {}
+        self._dirty: dict[str, SequenceState] = {}  # a mask is to be asked for
+        self._void: list[SequenceState] = []  # their masks came too late
+        self._epochs = 0
+        self._wait_until = 0.0  # some step waits for an answer about draft tokens
+
+    @property
+    def is_busy(self) -> bool:
+        """Submissions wait for their constraints."""
+        return bool(self._held)
+
+    @property
+    def is_used(self) -> bool:
+        """Some sequence has a constraint."""
+        return bool(self._open)
+
+    # -------------------------------------------------------------- submissions
+
+    def hold(
+        self,
+        gateway: bytes,
+        frame: Submit,
+        now: float,
+        submit: Callable[[bytes, Submit, float], None],
+        refuse: Callable[[bytes, Submit, Refusal], None],
+    ) -> Refusal | bool:
+        """True: the submission waits, and `submit` or `refuse` is called later; False: submit it; or why not."""
+        constraint, vetting = frame.constraint, self._vetting
+        if constraint is None:
+            return False
+        if vetting is None:
+            return Refusal("INVALID_REQUEST", "constraints are not supported here", constraint.field)
+        if not self._vocabulary:
+            return Refusal("MODEL_UNAVAILABLE", "the model's vocabulary is not known yet", "model", 1.0)
+        if frame.forced or vetting.has_passed(self._model, constraint):
+            return False  # with forced tokens it was vetted before
+        name = frame.sequence
+
+        def on_vetted(error: str, then: float) -> None:
+            held = self._held.get(name)
+            if held is None or held.frame is not frame:
+                return  # cancelled, or submitted again
+            del self._held[name]
+            if error:
+                message = f"{constraint.field or constraint.kind} cannot be used: {error}"
+                refuse(gateway, frame, Refusal("INVALID_REQUEST", message, constraint.field))
+                return
+            left_ms = frame.deadline_ms and max(1, frame.deadline_ms - int((then - held.since) * 1000))
+            submit(gateway, msgspec.structs.replace(frame, deadline_ms=left_ms), then)
+
+        try:
+            if name not in self._held and len(self._held) >= MAX_HELD:
+                raise VettingFullError
+            vetting.vet(self._model, constraint, frame.tenant, on_vetted, now)
+        except VettingFullError:
+            return Refusal("OVERLOADED", "too many new constraints wait to be compiled", constraint.field, 1.0)
+        self._held[name] = _Held(gateway, frame, now)
+        return True
+
+    def is_held(self, sequence: str) -> bool:
+        """The submission waits for its constraint."""
+        return sequence in self._held
+
+    def take_held(self) -> list[tuple[bytes, Submit]]:
+        """Give up all waiting submissions."""
+        held = [(one.gateway, one.frame) for one in self._held.values()]
+        self._held.clear()
+        return held
+
+    def cancel_held(self, sequence: str) -> bool:
+        """The submission is not wanted any more. False: none of that name waits."""
+        return self._held.pop(sequence, None) is not None
+
+    def drop_gateway(self, gateway: bytes) -> None:
+        """The gateway is disconnected: it submits again what it still wants."""
+        for name in [name for name, held in self._held.items() if held.gateway == gateway]:
+            del self._held[name]
+
+    # -------------------------------------------------------------- sequences
+
+    def open(self, sequence: SequenceState) -> None:
+        """A sequence is live."""
+        if sequence.constraint is not None:
+            sequence.masks = Masks()
+            self._open[sequence.id] = sequence
+            self.frames.append(self._open_frame(sequence))
+
+    def close(self, sequence: SequenceState) -> None:
+        """A sequence is not live any more."""
+        if self._open.get(sequence.id) is sequence:
+            del self._open[sequence.id]
+            self._dirty.pop(sequence.id, None)
+            self.frames.append(Close(sequence.id))
+
+    def restart(self, sequence: SequenceState) -> None:
+        """The row holds the known tokens, and no step computes it: it is new, preempted, or its steps are void."""
+        if sequence.masks is not None:
+            self._renew(sequence)
+
+    def advance(self, sequence: SequenceState) -> None:
+        """More tokens are known."""
+        masks = sequence.masks
+        if masks is not None and not sequence.is_done:
+            masks.deaths = 0
+            if masks.has_drafts:
+                self._renew(sequence)
+            self._dirty[sequence.id] = sequence
+
+    def mark_void(self, sequence: SequenceState) -> None:
+        """A sample had no mask. The sequence pauses until it is there."""
+        if not sequence.lacks_mask and not sequence.is_done:
+            sequence.lacks_mask = True
+            self._void.append(sequence)
+            self._renew(sequence)
+
+    def _renew(self, sequence: SequenceState) -> None:
+        masks = sequence.masks
+        assert masks is not None
+        self._epochs += 1
+        masks.epoch, masks.asked, masks.asked_at, masks.kept = self._epochs, (), -1, -1
+        masks.has_drafts = False
+        self._dirty[sequence.id] = sequence
+
+    def flush(self, now: float) -> None:
+        """Ask for the masks after the tokens that have become known. Call at the end of each round."""
+        if not self._dirty:
+            return
+        for sequence in self._dirty.values():
+            if sequence.run.row >= 0 and not sequence.is_done:
+                self._ask(sequence, now)
+        self._dirty.clear()
+
+    def _ask(self, sequence: SequenceState, now: float, drafts: tuple[int, ...] = ()) -> None:
+        masks, run = sequence.masks, sequence.run
+        assert masks is not None
+        masks.sent_length, masks.sent_at = run.length, now
+        frame = Mask(sequence.id, run.row, sequence.prompt_len, run.length, masks.epoch, drafts)
+        self.frames.append(frame)
+
+    # -------------------------------------------------------------- draft tokens
+
+    def allow(self, sequence: SequenceState, drafts: tuple[int, ...], now: float) -> tuple[int, ...] | None:
+        """Those of the first draft tokens that the constraint allows; None: the answer is still to come."""
+        masks, length = sequence.masks, sequence.run.length
+        assert masks is not None
+        drafts = drafts[: MASK_SLOTS - 1]
+        if not drafts or sequence.lacks_mask:
+            return ()
+        if masks.asked_at != length:
+            self._renew(sequence)
+            self._dirty.pop(sequence.id, None)
+            masks.asked, masks.asked_at, masks.deadline = drafts, length, now + DRAFT_WAIT_S
+            masks.has_drafts = True
+            self._wait_until = max(self._wait_until, masks.deadline)
+            self._ask(sequence, now, drafts)
+            return None
+        if masks.asked == drafts:
+            if masks.kept >= 0:
+                return drafts[: masks.kept]
+            if now < masks.deadline:
+                return None
+        if masks.has_drafts:
+            self._renew(sequence)  # masks of draft tokens that are not verified may be in the row
+            masks.asked_at = length  # one attempt for each token
+        return ()
+
+    # -------------------------------------------------------------- answers
+
+    def on_kept(self, frame: Kept) -> None:
+        """How many draft tokens are allowed."""
+        sequence = self._open.get(frame.sequence)
+        if sequence is not None and sequence.masks is not None and sequence.masks.epoch == frame.epoch:
+            sequence.masks.kept = frame.count
+            sequence.masks.has_drafts = frame.count > 0
+            self._wait_until = 0.0
+
+    def on_failed(self, frame: Failed) -> None:
+        """No mask can be computed."""
+        sequence = self._open.get(frame.sequence)
+        if sequence is not None:
+            field = sequence.constraint.field if sequence.constraint is not None else ""
+            self.fail(sequence, "INFERENCE", f"the output cannot be continued within {field}: {frame.reason}")
+
+    def resume_void(self) -> None:
+        """Sequences whose masks have come compute again."""
+        if self._void:
+            for sequence in self._void:
+                if sequence.is_done or sequence.run.row < 0 or not self._is_owed(sequence):
+                    sequence.lacks_mask = False
+            self._void = [sequence for sequence in self._void if sequence.lacks_mask]
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until a mask or an answer is looked for again; 0.0: nothing is waited for."""
+        if self._void:
+            return POLL_S
+        return max(0.0, self._wait_until - now)
+
+    def _is_owed(self, sequence: SequenceState) -> bool:
+        masks, ring = sequence.masks, self._worker.ring
+        if masks is None or ring is None or sequence.run.row < 0:
+            return False
+        return not ring.has_mask(sequence.run.row, masks.epoch, sequence.run.length)
+
+    # -------------------------------------------------------------- the mask process
+
+    def set_vocabulary(self, path: str) -> None:
+        """The version's vocabulary is in this file."""
+        self._vocabulary = path
+        self.frames.append(Vocabulary(self._model, path))
+
+    def set_rows(self, path: str) -> None:
+        """The version has a new step arena."""
+        self._rows = path
+        self.frames.append(Rows(self._model, path))
+
+    def replay(self, now: float) -> None:
+        """The mask process is new: it gets everything again."""
+        for sequence in list(self._open.values()):
+            masks = sequence.masks
+            assert masks is not None
+            if masks.sent_length == sequence.run.length and self._is_owed(sequence):
+                masks.deaths += 1
+                if masks.deaths > MAX_DEATHS:
+                    self.fail(sequence, "INFERENCE", "the process that computes its token masks has died each time")
+        self.frames.clear()
+        if self._vocabulary:
+            self.set_vocabulary(self._vocabulary)
+        if self._rows:
+            self.set_rows(self._rows)
+        self.frames.extend(self._open_frame(sequence) for sequence in self._open.values())
+        self._dirty.update(self._open)
+
+    def _open_frame(self, sequence: SequenceState) -> Open:
+        assert sequence.constraint is not None
+        return Open(sequence.id, self._model, sequence.tenant.name, sequence.constraint)
+
+    def is_stuck(self, now: float) -> bool:
+        """Some mask is overdue: the mask process must be killed."""
+        return any(
+            sequence.masks is not None
+            and sequence.masks.sent_at < now - STUCK_S
+            and sequence.masks.sent_length == sequence.run.length
+            and self._is_owed(sequence)
+            for sequence in self._open.values()
+        )
+
+
+def any_stuck(all_constraints: Iterable[Constraints], now: float) -> bool:
+    """Whether the mask process owes any engine a mask for too long."""
+    return any(constraints.is_stuck(now) for constraints in all_constraints)

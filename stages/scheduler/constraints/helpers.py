@@ -1,0 +1,108 @@
+"""The scheduler's two helper processes for constraints, and what connects them with the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from pipeline.config.schema import Config
+from pipeline.ipc.helper_process import Callbacks, HelperProcess, Loop
+from pipeline.protocol.messages import ModelVocabulary
+from stages.scheduler.constraints import frames as f
+from stages.scheduler.constraints.constraints import Constraints, any_stuck
+from stages.scheduler.constraints.vetting import Vetting
+
+_PROGRAM = "stages.scheduler.constraints.helper_main"
+
+
+class ConstraintHelpers:
+    """One for each scheduler. `engines()` yields the constraints of every engine."""
+
+    def __init__(self, config: Config, loop: Loop, engines: Callable[[], Iterable[Constraints]]) -> None:
+        bounds = config.scheduler.constraints
+        self.vetting = Vetting(bounds.compile_timeout_ms / 1000)
+        self._clock = loop.clock
+        self._engines = engines
+        self._vocabularies: dict[str, f.Vocabulary] = {}  # by version
+        numbers = tuple(map(str, (bounds.memory_mb, bounds.max_cached, bounds.max_cached_per_tenant)))
+        self._masks = HelperProcess(
+            _PROGRAM, ("mask", *numbers), loop, Callbacks(self._on_mask_packet, on_started=self._replay)
+        )
+        self._trial = HelperProcess(
+            _PROGRAM,
+            ("vet", *numbers),
+            loop,
+            Callbacks(self._on_trial_packet, self._describe, lambda: self.vetting.on_died(self._clock())),
+        )
+
+    def add_vocabulary(self, frame: ModelVocabulary, path: Path, constraints: Constraints) -> None:
+        """A gateway sent the vocabulary of a version; `path` is for its file. Raises `OSError`."""
+        file = f.VocabularyFile(frame.pieces, frame.piece_ends, frame.control, frame.eos_ids)
+        data = msgspec.msgpack.encode(file)
+        if not path.exists() or path.read_bytes() != data:
+            path.write_bytes(data)
+        known = f.Vocabulary(frame.model, str(path))
+        self._vocabularies[frame.model] = known
+        constraints.set_vocabulary(known.path)
+        if self._trial.pid:
+            self._trial.send(f.packets([known]))
+
+    def forget(self, version: str) -> None:
+        """The version is unloaded."""
+        self._vocabularies.pop(version, None)
+
+    def send(self) -> None:
+        """Send what the engines have for the helpers. Call at the end of each round."""
+        if self.vetting.frames and self._trial.ensure_started():
+            frames, self.vetting.frames = self.vetting.frames, []
+            self._trial.send(f.packets(frames))
+        for constraints in self._engines():
+            if not constraints.frames:
+                continue
+            if not self._masks.pid and not constraints.is_used:
+                constraints.frames.clear()  # a new process gets everything from `replay`
+            elif self._masks.ensure_started():
+                frames, constraints.frames = constraints.frames, []
+                self._masks.send(f.packets(frames))
+
+    def tick(self, now: float) -> None:
+        """Every 100 ms: helpers that hang, and those that have ended while there is something for them to do."""
+        self._masks.flush()
+        self._trial.flush()
+        if self.vetting.is_late(now):
+            self._trial.kill()
+            self.vetting.on_late(now)
+        if any_stuck(self._engines(), now):
+            self._masks.kill()
+        if not self._masks.pid and any(constraints.is_used for constraints in self._engines()):
+            self._masks.ensure_started()
+        self.send()
+
+    def close(self) -> None:
+        """End both processes."""
+        self._masks.kill()
+        self._trial.kill()
+
+    def _describe(self) -> None:
+        self._trial.send(f.packets(self._vocabularies.values()))
+
+    def _replay(self) -> None:
+        now = self._clock()
+        for constraints in self._engines():
+            constraints.replay(now)
+            constraints.flush(now)
+
+    def _on_trial_packet(self, packet: bytes) -> None:
+        for frame in f.decode_answers(packet):
+            if isinstance(frame, f.Vetted):
+                self.vetting.on_vetted(frame, self._clock())
+
+    def _on_mask_packet(self, packet: bytes) -> None:
+        for frame in f.decode_answers(packet):
+            for constraints in self._engines():
+                if isinstance(frame, f.Kept):
+                    constraints.on_kept(frame)
+                elif isinstance(frame, f.Failed):
+                    constraints.on_failed(frame)

@@ -1,0 +1,201 @@
+"""The mask process's state: an automaton for each sequence, and the masks that it writes into the step arena.
+
+An automaton's state is a function of the sequence's output tokens, which are read from the row.  A new process, or a
+sequence that continues after a recovery, therefore gets there by consuming them again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.protocol.messages import Constraint, Frame
+from shm.arena import Arena
+from shm.step_ring import MASK_SLOTS, Steps, attach_steps, mask_tag
+from stages.scheduler.constraints import frames as f
+from stages.scheduler.constraints import grammar
+
+GrammarKey = tuple[str, str, str]  # version, kind, text
+Compile = Callable[[Callable[[], Any]], "Future[Any]"]
+
+
+class _Sequence:
+    """One open sequence."""
+
+    __slots__ = ("consumed", "key", "matcher", "pending")
+
+    def __init__(self, key: GrammarKey) -> None:
+        self.key = key
+        self.matcher: Any = None
+        self.consumed = 0  # output tokens
+        self.pending: f.Mask | None = None  # until the grammar is compiled
+
+
+class _Grammar:
+    """A grammar that is compiled, or will be."""
+
+    __slots__ = ("compiled", "constraint", "tenant", "users")
+
+    def __init__(self, tenant: str, constraint: Constraint) -> None:
+        self.tenant, self.constraint = tenant, constraint
+        self.compiled: Future[Any] | None = None  # None: not begun
+        self.users = 0  # open sequences
+
+
+class MaskWriter:
+    """Handles frames; answers gather in `answers`."""
+
+    def __init__(self, compile_later: Compile, max_grammars: int, max_tenant_grammars: int) -> None:
+        """`compile_later(function)` runs `function` on a thread.
+
+        Grammars that no sequence uses are kept up to the two numbers, the latest ones.
+        """
+        self.answers: list[Frame] = []
+        self._compile_later = compile_later
+        self._max_grammars, self._max_tenant_grammars = max_grammars, max_tenant_grammars
+        self._vocabularies: dict[str, f.VocabularyFile] = {}  # by version
+        self._tokenizers: dict[str, Any] = {}
+        self._arenas: dict[str, Arena] = {}
+        self._rows: dict[str, Steps] = {}
+        self._sequences: dict[str, _Sequence] = {}
+        self._grammars: OrderedDict[GrammarKey, _Grammar] = OrderedDict()  # by last use
+
+    def handle(self, frame: f.ToHelper) -> None:
+        """Process one frame of the scheduler. A frame about a sequence that is not open is late and has no effect."""
+        if isinstance(frame, f.Mask):
+            sequence = self._sequences.get(frame.sequence)
+            if sequence is not None:
+                sequence.pending = frame
+                self._advance(frame.sequence, sequence)
+        elif isinstance(frame, f.Open):
+            self._open(frame)
+        elif isinstance(frame, f.Close):
+            self._close(frame.sequence)
+        elif isinstance(frame, f.Vocabulary):
+            self.set_vocabulary(frame.version, read_vocabulary(frame.path))
+        elif isinstance(frame, f.Rows):
+            arena, steps, _ = attach_steps(Path(frame.path))
+            self._arenas[frame.version] = arena  # one that it replaces is unmapped with its last view
+            self.set_rows(frame.version, steps)
+
+    def set_rows(self, version: str, steps: Steps) -> None:
+        """Masks of that version are written here from now on."""
+        self._rows[version] = steps
+        self.compiled()
+
+    def set_vocabulary(self, version: str, file: f.VocabularyFile) -> None:
+        """What the version's token ids mean."""
+        self._vocabularies[version] = file
+        self._tokenizers.pop(version, None)
+
+    def compiled(self) -> None:
+        """Some grammar is compiled: write the masks that wait for it."""
+        for name, sequence in list(self._sequences.items()):
+            if sequence.pending is not None:
+                self._advance(name, sequence)
+
+    # -------------------------------------------------------------- sequences and grammars
+
+    def _open(self, frame: f.Open) -> None:
+        self._close(frame.sequence)
+        key = (frame.version, frame.constraint.kind, frame.constraint.text)
+        known = self._grammars.get(key)
+        if known is None:
+            known = self._grammars[key] = _Grammar(frame.tenant, frame.constraint)
+        known.users += 1
+        self._grammars.move_to_end(key)
+        self._sequences[frame.sequence] = _Sequence(key)
+
+    def _compile(self, version: str, constraint: Constraint, mask_words: int) -> Any:
+        """On the compiling thread, which is the only one: it makes the tokenizer, too."""
+        tokenizer = self._tokenizers.get(version)
+        if tokenizer is None:
+            tokenizer = grammar.make_tokenizer(self._vocabularies[version], 32 * mask_words)
+            self._tokenizers[version] = tokenizer
+        return grammar.new_matcher(tokenizer, constraint)
+
+    def _close(self, name: str) -> None:
+        sequence = self._sequences.pop(name, None)
+        if sequence is not None:
+            self._grammars[sequence.key].users -= 1
+            self._evict()
+
+    def _evict(self) -> None:
+        """Drop unused grammars beyond the bounds, the least recently used ones first."""
+        unused = [key for key, one in self._grammars.items() if not one.users]
+        counts: dict[str, int] = {}
+        for key in unused:
+            tenant = self._grammars[key].tenant
+            counts[tenant] = counts.get(tenant, 0) + 1
+        excess = len(unused) - self._max_grammars
+        for key in unused:
+            tenant = self._grammars[key].tenant
+            if excess > 0 or counts[tenant] > self._max_tenant_grammars:
+                del self._grammars[key]
+                counts[tenant] -= 1
+                excess -= 1
+
+    # -------------------------------------------------------------- masks
+
+    def _advance(self, name: str, sequence: _Sequence) -> None:
+        """Write the mask that the sequence waits for, as soon as its grammar is compiled."""
+        frame, known = sequence.pending, self._grammars[sequence.key]
+        version = sequence.key[0]
+        steps = self._rows.get(version)
+        if frame is None or steps is None:
+            return
+        if known.compiled is None:
+            words = steps.masks.shape[2]
+            known.compiled = self._compile_later(lambda: self._compile(version, known.constraint, words))
+        if not known.compiled.done():
+            return
+        sequence.pending = None
+        try:
+            if sequence.matcher is None:
+                sequence.matcher = known.compiled.result().deep_copy()
+            self._write(sequence, frame, steps)
+        except Exception as error:
+            self.answers.append(f.Failed(name, grammar.first_line(str(error))))
+            self._close(name)
+
+    def _write(self, sequence: _Sequence, frame: f.Mask, steps: Steps) -> None:
+        matcher, outputs = sequence.matcher, frame.length - frame.prompt_len
+        new = steps.tokens[frame.row, frame.prompt_len + sequence.consumed : frame.length].tolist()
+        if new and not matcher.consume_tokens(new):
+            raise grammar.GrammarError(matcher.get_error())
+        sequence.consumed = outputs
+        write_mask(matcher, steps, frame.row, frame.length, frame.epoch)
+        if not frame.drafts:
+            return
+        kept = 0
+        for token in frame.drafts[: MASK_SLOTS - 1]:
+            if matcher.is_stopped() or not matcher.try_consume_tokens([token]):
+                break
+            kept += 1
+            write_mask(matcher, steps, frame.row, frame.length + kept, frame.epoch)
+        if kept and not matcher.rollback(kept):
+            raise grammar.GrammarError(matcher.get_error())
+        self.answers.append(f.Kept(frame.sequence, frame.epoch, kept))
+
+
+def write_mask(matcher: Any, steps: Steps, row: int, known: int, epoch: int) -> None:
+    """Write the automaton's mask for the token after `known` tokens of the row. Raises `GrammarError`."""
+    slot = known % MASK_SLOTS
+    mask = steps.masks[row, slot]
+    steps.mask_ready[row, slot] = 0
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    grammar.check(matcher)
+    if not mask.any():
+        raise grammar.GrammarError("no token of the vocabulary continues the text as the constraint demands")
+    # After the mask: x86 keeps the order of stores.
+    steps.mask_ready[row, slot] = mask_tag(epoch, known)
+
+
+def read_vocabulary(path: str) -> f.VocabularyFile:
+    """Raises `OSError` or `msgspec.DecodeError`."""
+    return msgspec.msgpack.decode(Path(path).read_bytes(), type=f.VocabularyFile)

@@ -1,0 +1,107 @@
+"""Vetting: every new constraint is compiled on trial in a process of its own before its sequence is queued.
+
+One constraint at a time, tenants in turn.  One that takes longer than the limit, or ends the process, is refused; the
+next ones continue in a new process.  Constraints that have passed are remembered.  Pure: frames gather in `frames`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from pipeline.protocol.messages import Constraint, Frame
+from stages.scheduler.constraints.frames import Vet, Vetted
+
+MAX_PASSED = 2048  # constraints that are remembered
+MAX_TENANT_JOBS = 64  # constraints of one tenant that wait
+MAX_JOBS = 256
+
+Key = tuple[str, Constraint]  # version; the field is part of it, for the error messages
+OnVetted = Callable[[str, float], None]  # called with the error, "" if there is none, and the time
+
+
+class VettingFullError(Exception):
+    """Too many constraints wait, of this tenant or in all."""
+
+
+class Vetting:
+    """One for each scheduler."""
+
+    def __init__(self, limit_s: float) -> None:
+        """`limit_s`: longest time for one constraint."""
+        self.frames: list[Frame] = []  # for the trial process
+        self.limit_s = limit_s
+        self._passed: OrderedDict[Key, None] = OrderedDict()
+        self._waiting: dict[str, deque[Key]] = {}  # by tenant, in the order of turns
+        self._callbacks: dict[Key, list[OnVetted]] = {}
+        self._current: Key | None = None
+        self._id = 0
+        self._deadline = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Some constraint waits for its result."""
+        return bool(self._callbacks)
+
+    def has_passed(self, version: str, constraint: Constraint) -> bool:
+        """The constraint is known to work."""
+        key = (version, constraint)
+        if key not in self._passed:
+            return False
+        self._passed.move_to_end(key)
+        return True
+
+    def vet(self, version: str, constraint: Constraint, tenant: str, on_vetted: OnVetted, now: float) -> None:
+        """Call `on_vetted` when the result is there. Raises `VettingFullError`."""
+        key = (version, constraint)
+        callbacks = self._callbacks.get(key)
+        if callbacks is None:
+            queue = self._waiting.get(tenant, ())
+            if len(queue) >= MAX_TENANT_JOBS or len(self._callbacks) >= MAX_JOBS:
+                raise VettingFullError
+            self._waiting.setdefault(tenant, deque()).append(key)
+            callbacks = self._callbacks[key] = []
+        callbacks.append(on_vetted)
+        self._start_next(now)
+
+    def _start_next(self, now: float) -> None:
+        if self._current is not None or not self._waiting:
+            return
+        tenant = next(iter(self._waiting))
+        queue = self._waiting.pop(tenant)
+        self._current = queue.popleft()
+        if queue:
+            self._waiting[tenant] = queue  # behind the others
+        self._id += 1
+        self._deadline = now + self.limit_s
+        self.frames.append(Vet(self._id, *self._current))
+
+    def on_vetted(self, frame: Vetted, now: float) -> None:
+        """The trial process's answer."""
+        if frame.id == self._id and self._current is not None:
+            self._end(frame.error, now)
+
+    def on_died(self, now: float) -> None:
+        """The trial process has ended."""
+        if self._current is not None:
+            self._end("compiling it takes too much memory, or fails", now)
+
+    def is_late(self, now: float) -> bool:
+        """The current constraint has had its time: the process must be killed. Then call `on_late`."""
+        return self._current is not None and now > self._deadline
+
+    def on_late(self, now: float) -> None:
+        """The trial process was killed because `is_late`."""
+        self._end(f"compiling it takes longer than {self.limit_s:g} s", now)
+
+    def _end(self, error: str, now: float) -> None:
+        key, self._current = self._current, None
+        assert key is not None
+        if not error:
+            self._passed[key] = None
+            while len(self._passed) > MAX_PASSED:
+                self._passed.popitem(last=False)
+        callbacks = self._callbacks.pop(key)
+        self._start_next(now)
+        for callback in callbacks:
+            callback(error, now)

@@ -1,0 +1,184 @@
+"""Masks allow what the constraint allows, on every path, and depend on nothing but the tokens so far."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from functools import cache
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from pipeline.protocol.messages import Constraint
+from stages.scheduler.constraints import grammar
+
+from . import vocabularies
+from .schemas import SCHEMAS
+from .vocabularies import END, PIECES, SIZE, TURN_END
+
+LONGEST = 300  # tokens of a walk
+
+
+@cache
+def tokenizer() -> Any:
+    return grammar.make_tokenizer(vocabularies.vocabulary())
+
+
+def matcher_of(kind: str, text: str) -> Any:
+    return grammar.new_matcher(tokenizer(), Constraint(kind, text, "field"))
+
+
+def allowed(matcher: Any) -> list[int]:
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    grammar.check(matcher)
+    return np.flatnonzero(bits[:SIZE]).tolist()
+
+
+def walk(matcher: Any, seed: int) -> tuple[bytes, bool]:
+    """A random text that the masks allow; tokens that close something are preferred after a while."""
+    rng, text = random.Random(seed), b""
+    for step in range(LONGEST):
+        ids = allowed(matcher)
+        assert ids, text
+        closing = [t for t in ids if t in (END, TURN_END) or PIECES[t].startswith((b'"', b"}", b"]"))]
+        token = rng.choice(closing if closing and rng.random() < step / 40 else ids)
+        if token in (END, TURN_END):
+            return text, True
+        assert matcher.consume_token(token)
+        text += PIECES[token]
+    return text, False
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_walk_that_ends_is_valid_json_of_the_schema(name: str) -> None:
+    schema, matcher = SCHEMAS[name], matcher_of("json_schema", json.dumps(SCHEMAS[name]))
+    # Without "time", which jsonschema takes for a time without a zone.
+    formats = jsonschema.FormatChecker(["date", "email", "ipv4", "uuid"])
+    validator = jsonschema.Draft202012Validator(schema, format_checker=formats)
+    ended = 0
+    for seed in range(20):
+        text, has_ended = walk(matcher.deep_copy(), seed)
+        if has_ended:
+            validator.validate(json.loads(text))
+            ended += 1
+    assert ended >= 10
+
+
+@pytest.mark.parametrize("name", ["person", "recursive tree", "anyOf", "pattern", "string", "number bounds"])
+def test_a_mask_is_a_function_of_the_tokens(name: str) -> None:
+    """Step by step, consumed again at once, and after draft tokens that were taken back: the same masks."""
+    fresh = matcher_of("json_schema", json.dumps(SCHEMAS[name]))
+    for seed in range(6):
+        rng, stepwise, tokens = random.Random(seed), fresh.deep_copy(), []
+        for step in range(60):
+            ids = allowed(stepwise)
+            if step % 7 == 0:
+                again = fresh.deep_copy()
+                assert not tokens or again.consume_tokens(tokens)
+                assert allowed(again) == ids
+                other = matcher_of("json_schema", json.dumps(SCHEMAS[name]))
+                assert other.try_consume_tokens(tokens) == len(tokens)
+                assert allowed(other) == ids
+            drafts = [rng.choice(ids), rng.randrange(SIZE), rng.randrange(SIZE)]
+            kept = 0
+            for token in drafts:
+                if stepwise.is_stopped() or not stepwise.try_consume_tokens([token]):
+                    break
+                kept += 1
+                stepwise.compute_bitmask()
+            assert kept == 0 or stepwise.rollback(kept)
+            assert allowed(stepwise) == ids
+            token = rng.choice(ids)
+            if token in (END, TURN_END):
+                break
+            assert stepwise.consume_token(token)
+            tokens.append(token)
+
+
+def test_the_end_is_forced_where_nothing_may_follow() -> None:
+    matcher = matcher_of("choice", '["ab", "abc"]')
+    assert matcher.consume_tokens([ord("a"), ord("b")])
+    assert set(allowed(matcher)) == {ord("c"), END, TURN_END}
+    assert matcher.consume_token(ord("c"))
+    assert allowed(matcher) == [END, TURN_END]
+
+
+def test_the_model_chooses_the_tokens_of_a_forced_text() -> None:
+    matcher = matcher_of("choice", '["true"]')
+    assert {PIECES[token] for token in allowed(matcher)} == {b"t", b"tr", b"true"}
+
+
+GBNF = """
+root ::= greeting " " name ("!" | "?")*
+greeting ::= "hello" | "good " time-of-day
+time-of-day ::= "morning" | "night"
+name ::= [A-Z] [a-z]{1,6}
+"""
+LARK = """
+start: expression
+expression: NUMBER (OPERATOR NUMBER)*
+NUMBER: /[1-9][0-9]{0,2}/
+OPERATOR: "+" | "-"
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "pattern"),
+    [
+        ("regex", r"[a-c]{2,5}(x|yz)\d", r"[a-c]{2,5}(x|yz)\d"),
+        ("regex", r"https?://[a-z/]+\.(com|org)", r"https?://[a-z/]+\.(com|org)"),
+        ("choice", '["yes", "no", "it\\"s", "\\u00e9"]', 'yes|no|it"s|é'),
+        ("gbnf", GBNF, r"(hello|good (morning|night)) [A-Z][a-z]{1,6}[!?]*"),
+        ("lark", LARK, r"[1-9][0-9]{0,2}([+-][1-9][0-9]{0,2})*"),
+    ],
+)
+def test_every_walk_that_ends_matches(kind: str, text: str, pattern: str) -> None:
+    matcher, ended = matcher_of(kind, text), 0
+    for seed in range(40):
+        found, has_ended = walk(matcher.deep_copy(), seed)
+        if has_ended:
+            ended += 1
+            assert re.fullmatch(pattern, found.decode())
+    assert ended >= 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("json_schema", '{"type": "text"}', "Invalid type: text"),
+        ("json_schema", '{"not": {"type": "string"}}', 'Unimplemented keys: ["not"]'),
+        ("json_schema", '{"oneOf": [{"type": "string"}, {"minLength": 2, "type": "string"}]}', "oneOf"),
+        ("json_schema", '{"$ref": "https://example.org/schema"}', "example.org"),
+        ("json_schema", '{"type": "string", "pattern": "("}', "regex"),
+        ("json_schema", '{"type": "array", "minItems": 3, "maxItems": 2}', "minItems"),
+        ("json_schema", "[]", "must be an object"),
+        ("regex", "(a", "regex"),
+        ("gbnf", "root ::= missing", "missing"),
+        ("gbnf", "rot ::= [a-z]", "root"),
+        ("lark", "start: undefined_rule", "undefined_rule"),
+        ("lark", 'start: "a"\n     | other', "unknown name"),
+        ("other", "", "unknown"),
+    ],
+)
+def test_a_constraint_that_cannot_be_used_is_refused_with_the_reason(kind: str, text: str, message: str) -> None:
+    with pytest.raises(grammar.GrammarError, match=re.escape(message)) as caught:
+        matcher_of(kind, text)
+    assert "llguidance" not in str(caught.value)
+
+
+def test_logits_without_a_token_are_never_allowed() -> None:
+    wide = grammar.make_tokenizer(vocabularies.vocabulary(), 32 * 12)
+    matcher = grammar.new_matcher(wide, Constraint("regex", ".*"))
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    assert bits[ord("a")]
+    assert not bits[SIZE:].any()
+
+
+def test_a_vocabulary_without_an_end_is_refused() -> None:
+    file = vocabularies.vocabulary()
+    file.eos_ids = ()
+    with pytest.raises(grammar.GrammarError, match="no end token"):
+        grammar.make_tokenizer(file)

@@ -1,0 +1,98 @@
+"""Vetting: one constraint at a time, tenants in turn, and what happens to one that hangs or crashes."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.protocol.messages import Constraint
+from stages.scheduler.constraints import vetting as module
+from stages.scheduler.constraints.frames import Vet, Vetted
+from stages.scheduler.constraints.vetting import Vetting, VettingFullError
+
+
+def constraint(name: str) -> Constraint:
+    return Constraint("regex", name, "regex")
+
+
+class Trial:
+    """A vetting whose trial process is the test."""
+
+    def __init__(self) -> None:
+        self.vetting = Vetting(limit_s=5.0)
+        self.results: list[tuple[str, str]] = []
+
+    def vet(self, name: str, tenant: str = "t", now: float = 0.0) -> None:
+        self.vetting.vet("m", constraint(name), tenant, lambda error, _: self.results.append((name, error)), now)
+
+    def take(self) -> Vet:
+        [frame] = self.vetting.frames
+        self.vetting.frames.clear()
+        assert isinstance(frame, Vet)
+        return frame
+
+
+def test_tenants_take_turns_and_equal_constraints_are_compiled_once() -> None:
+    trial = Trial()
+    for name, tenant in [("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("a2", "a"), ("a2", "b")]:
+        trial.vet(name, tenant)
+    order = []
+    while trial.vetting.frames:
+        frame = trial.take()
+        order.append(frame.constraint.text)
+        trial.vetting.on_vetted(Vetted(frame.id, ""), 0.0)
+    assert order == ["a1", "a2", "b1", "a3"]
+    assert [name for name, _ in trial.results] == ["a1", "a2", "a2", "a2", "b1", "a3"]
+    assert not trial.vetting.is_busy
+    assert trial.vetting.has_passed("m", constraint("a3"))
+    assert not trial.vetting.has_passed("m", constraint("c"))
+
+
+def test_one_that_hangs_is_refused_and_the_next_one_is_compiled() -> None:
+    trial = Trial()
+    trial.vet("hangs")
+    trial.vet("fine")
+    late = trial.take()
+    assert not trial.vetting.is_late(4.9)
+    assert trial.vetting.is_late(5.1)
+    trial.vetting.on_late(5.1)
+    assert trial.results == [("hangs", "compiling it takes longer than 5 s")]
+    frame = trial.take()
+    trial.vetting.on_vetted(Vetted(late.id, "late"), 5.2)  # of the process that was killed
+    assert len(trial.results) == 1
+    trial.vetting.on_vetted(Vetted(frame.id, ""), 5.3)
+    assert trial.results[1] == ("fine", "")
+
+
+def test_one_that_ends_the_process_is_refused() -> None:
+    trial = Trial()
+    trial.vet("crash")
+    trial.vet("fine")
+    trial.take()
+    trial.vetting.on_died(1.0)
+    assert trial.results[0][0] == "crash"
+    assert "memory" in trial.results[0][1]
+    assert trial.take().constraint.text == "fine"
+    trial.vetting.on_vetted(Vetted(2, ""), 1.0)
+    trial.vetting.on_died(2.0)  # nothing was being compiled
+    assert len(trial.results) == 2
+
+
+def test_a_tenant_has_a_bounded_number_waiting() -> None:
+    trial = Trial()
+    for i in range(module.MAX_TENANT_JOBS + 1):  # one of them is being compiled
+        trial.vet(f"a{i}", "a")
+    with pytest.raises(VettingFullError):
+        trial.vet("one more", "a")
+    trial.vet("b", "b")
+
+
+def test_what_has_passed_is_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PASSED", 2)
+    trial = Trial()
+    for name in ("a", "b"):
+        trial.vet(name)
+        trial.vetting.on_vetted(Vetted(trial.take().id, ""), 0.0)
+    assert trial.vetting.has_passed("m", constraint("a"))
+    trial.vet("c")
+    trial.vetting.on_vetted(Vetted(trial.take().id, ""), 0.0)
+    assert [trial.vetting.has_passed("m", constraint(name)) for name in "abc"] == [True, False, True]
