@@ -6,7 +6,7 @@ import random
 import re
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import cache
 from itertools import accumulate
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pipeline.protocol.messages import Constraint, Frame
 from shm import step_ring as sh
 from shm.step_ring import StepsGeometry
+from stages.scheduler.constraints import constraints as constraints_module
 from stages.scheduler.constraints import frames as f
 from stages.scheduler.constraints import grammar
 from stages.scheduler.constraints.mask_writer import MaskWriter
@@ -52,6 +53,14 @@ def at_once(function: Callable[[], Any]) -> Future[Any]:
     except Exception as error:
         future.set_exception(error)
     return future
+
+
+@pytest.fixture(scope="module")
+def many_deaths() -> Iterator[None]:
+    """The mask process may die at the same token as often as a test wants."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constraints_module, "MAX_DEATHS", 1000)
+        yield
 
 
 class ConstrainedWorld(World):
@@ -153,6 +162,7 @@ def test_output_matches_the_constraint_and_ends_with_it() -> None:
     assert alone(constrained("a", 1, "ab|abc"))[1] == "stop"
 
 
+@pytest.mark.usefixtures("many_deaths")
 @settings(max_examples=15)
 @given(st.integers(0, 2**32), st.sampled_from([-1, 3, 16]), st.sampled_from([1, 3]))
 def test_tokens_do_not_depend_on_late_masks_lost_processes_or_drafts(seed: int, speculate: int, ahead: int) -> None:
@@ -273,10 +283,11 @@ def test_an_automaton_that_fails_ends_its_sequence_alone() -> None:
     assert world.tokens["b"] == alone(constrained("b", 2))[0]
 
 
-def test_a_sequence_at_whose_masks_the_process_dies_each_time_fails() -> None:
+def test_a_sequence_at_whose_masks_the_process_dies_each_time_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     world = ConstrainedWorld(speculate=-1)
     world.submit(constrained("a", 1))
     world.vet()
+    monkeypatch.setattr(constraints_module, "MAX_DEATHS", 3)
     for _ in range(5):
         world.run_round()
         world.exchange_with_kv()

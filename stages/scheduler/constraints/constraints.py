@@ -29,7 +29,7 @@ from stages.scheduler.policy.admission import Refusal
 DRAFT_WAIT_S = 0.02  # for the answer about draft tokens; then the step goes without them
 POLL_S = 0.0005  # between two looks for a mask that came too late
 STUCK_S = 30.0  # without a mask that was asked for: the mask process is killed
-MAX_DEATHS = 3  # of the mask process while it owed a sequence a mask: then the sequence fails
+MAX_DEATHS = 5  # of the mask process while it owed a sequence a mask: then the sequence fails
 MAX_HELD = 1024  # submissions whose constraints are being vetted
 
 
