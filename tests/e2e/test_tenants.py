@@ -55,7 +55,7 @@ def test_cached_tokens_tell_nothing_of_other_tenants(server: Server) -> None:
     first, text = ask(server, "a", secret)
     assert first == 0
     assert ask(server, "a", secret) == (10 * PAGE_TOKENS, text)
-    assert ask(server, "b", secret) == (0, text)  # another tenant's first time is like anybody's
+    assert ask(server, "b", secret) == (0, text)  # another tenant's first time is like the first time of any other
     assert ask(server, "b", secret) == (10 * PAGE_TOKENS, text)
     assert ask(server, "c", secret) == (0, text)
     assert ask(server, "d", secret) == (10 * PAGE_TOKENS, text)  # shares by its own configuration
