@@ -288,8 +288,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL, TOOL]}, "tools[1]"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
-    ({"tool_choice": {"type": "any"}}, 'tool_choice.type is "any"'),
-    ({"tool_choice": {"type": "tool", "name": "weather"}}, 'tool_choice.type is "tool"'),
+    ({"tool_choice": {"type": "any"}, "tools": []}, "there are no tools"),
+    ({"tool_choice": {"type": "tool", "name": "f"}}, "'f', which is not one of the tools"),
+    ({"tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
+    ({"tool_choice": {"type": "auto", "name": "weather"}}, "tool_choice.name is given"),
+    ({"tools": [{**TOOL, "strict": True}]}, "tools[0].strict is true"),
     ({"n": 2}, "unknown parameter n"),
     ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
 ]

@@ -39,6 +39,7 @@ from stages.gateway.requests.sessions import Sessions
 from stages.gateway.requests.spec import RequestSpec, SequenceSpec
 from stages.gateway.requests.state import RequestState
 from stages.gateway.tokenizer_client import RETRY_AFTER_S, TokenizerClient
+from stages.gateway.tool_calls.call_grammar import call_constraint
 from stages.gateway.tool_calls.formats import GENERIC
 from stages.gateway.tool_calls.tool_fields import answer_salt
 from stages.gateway.versions.catalog import VersionCatalog
@@ -229,6 +230,10 @@ class Admission:
         if tools := generation.tools:
             salt = answer_salt(distinct, 0 if sampling.temperature == 0 else seed, described.digest)
             tools = msgspec.structs.replace(tools, format=described.tool_format or GENERIC, salt=salt)
+            definitions = generation.template.tools if generation.template else None
+            if tools.forced and definitions:
+                constraint = call_constraint(tools, definitions, "tool_choice")
+                generation = msgspec.structs.replace(generation, constraint=constraint)
         spec = RequestSpec(
             id=call.request_id,
             tenant=call.caller.tenant,

@@ -17,11 +17,11 @@ from stages.gateway.endpoints.chat import MAX_MESSAGES
 from stages.gateway.requests.generation_request import GenerationRequest, TemplateArguments
 from stages.gateway.tool_calls.history import call_id, check_results, template_call
 from stages.gateway.tool_calls.tool_fields import (
+    ANY_TOOL,
     MAX_DESCRIPTION,
     MAX_TOOLS,
-    ToolUse,
     json_object,
-    read_strict,
+    make_tools,
     template_form,
     tool_name,
     unique_tools,
@@ -188,7 +188,7 @@ _TOOL: dict[str, Reader] = {
     "name": tool_name,
     "description": text(MAX_DESCRIPTION),
     "input_schema": json_object,
-    "strict": read_strict,
+    "strict": flag,
     "type": _one_of("custom"),
     "cache_control": read_cache_control,
     "eager_input_streaming": flag,  # input is always streamed as it is generated
@@ -221,22 +221,25 @@ def read_tools(value: Any, name: str) -> list[dict[str, Any]]:
             )
         required = ("name", "input_schema")
         fields = read_fields(tool, _TOOL, required=required, unsupported=_UNSUPPORTED_IN_TOOL, within=where)
-        tools.append(template_form(fields["name"], fields.get("description", ""), fields["input_schema"]))
+        form = (fields["name"], fields.get("description", ""), fields["input_schema"], fields.get("strict", False))
+        tools.append(template_form(*form))
     return unique_tools(tools, name)
 
 
 def read_tool_choice(value: Any, name: str) -> dict[str, Any]:
-    """Read Anthropic's `tool_choice`: auto or none."""
+    """Read Anthropic's `tool_choice`."""
     if not isinstance(value, dict):
         raise invalid_value(name, value, 'an object like {"type": "auto"}')
-    if value.get("type") in ("any", "tool"):
-        raise InvalidRequest(
-            f"{name}.type is {show(value['type'])}, which is not supported by this server: it does not force calls; "
-            f'send {{"type": "auto"}} or {{"type": "none"}}',
-            f"{name}.type",
-        )
-    table: dict[str, Reader] = {"type": _one_of("auto", "none"), "disable_parallel_tool_use": flag}
-    return read_fields(value, table, required=("type",), within=name)
+    table: dict[str, Reader] = {
+        "type": _one_of("auto", "any", "tool", "none"),
+        "name": tool_name,
+        "disable_parallel_tool_use": flag,
+    }
+    required = ("type", "name") if value.get("type") == "tool" else ("type",)
+    fields = read_fields(value, table, required=required, within=name)
+    if "name" in fields and fields["type"] != "tool":
+        raise InvalidRequest(f'{name}.name is given and {name}.type is not "tool"; leave it out', f"{name}.name")
+    return fields
 
 
 def read_stop_sequences(value: Any, name: str) -> tuple[str, ...]:
@@ -313,19 +316,21 @@ def _prompt_arguments(values: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `GenerationRequest` that make the prompt."""
     messages, system = values["messages"], values.get("system", "")
     continues = messages[-1]["role"] == "assistant"
-    definitions, choice = values.get("tools", []), values.get("tool_choice", {})
-    if choice.get("type") == "none":
-        definitions = []
+    choice = values.get("tool_choice", {})
+    kind = {"any": ANY_TOOL, "tool": choice.get("name", "")}.get(choice.get("type", "auto"), choice.get("type", "auto"))
+    is_single = choice.get("disable_parallel_tool_use", False)
+    tools = make_tools(values.get("tools", []), kind, "tools[{}].strict", "tool_choice", is_single=is_single)
     arguments: dict[str, Any] = {
         "model": values["model"],
         "messages": [{"role": "system", "content": system}, *messages] if system else messages,
         "template": TemplateArguments(
-            tools=definitions or None, add_generation_prompt=not continues, continue_final_message=continues
+            tools=tools.definitions if tools is not None else None,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
         ),
     }
-    if definitions:
-        names = tuple(tool["function"]["name"] for tool in definitions)
-        arguments["tools"] = ToolUse(names, is_single=choice.get("disable_parallel_tool_use", False))
+    if tools is not None:
+        arguments["tools"] = tools.use
     return arguments
 
 

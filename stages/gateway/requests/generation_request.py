@@ -114,10 +114,19 @@ def check_combination(request: GenerationRequest) -> GenerationRequest:
             f"min_tokens must not be the larger one",
             "min_tokens",
         )
-    if request.constraint and request.sampling.ignore_eos:
+    what = request.constraint.field if request.constraint else ""
+    if request.tools and request.tools.forced:
+        what = "tool_choice"
+    if what and request.sampling.ignore_eos:
         raise InvalidRequest(
-            f"ignore_eos is true and {request.constraint.field} says where the output ends; leave ignore_eos out",
+            f"ignore_eos is true and {what} says where the output ends; leave ignore_eos out",
             "ignore_eos",
+        )
+    if request.tools and request.constraint:
+        raise InvalidRequest(
+            f"{request.constraint.field} constrains the whole answer, which then has no tool calls; leave it out, "
+            f"or send tool_choice none",
+            request.constraint.field,
         )
     total = max(1, len(request.prompts)) * request.n
     if total > MAX_SEQUENCES:

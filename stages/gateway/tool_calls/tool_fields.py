@@ -16,6 +16,7 @@ import msgspec
 from pipeline.api.fields import Reader, flag, invalid_value, read_fields, show, text
 from pipeline.errors import InvalidRequest
 
+ANY_TOOL = "*"  # no tool has this name
 MAX_TOOLS = 128
 MAX_DESCRIPTION = 1 << 20  # characters; the body's and the context's bounds are lower in practice
 NAME_FORM = "1 to 128 letters, digits, _, - and ."
@@ -29,6 +30,9 @@ class ToolUse(msgspec.Struct, array_like=True, frozen=True):
     is_single: bool = False  # an answer ends with its first call
     format: str = ""  # a name of `formats.FORMATS`; set at admission
     salt: str = ""  # hex, of everything that determines the answer; set at admission
+    forced: str = (
+        ""  # the answer consists of calls, of the tool of this name or of any (`ANY_TOOL`); "": it may have some
+    )
 
     def call_id(self, prefix: str, choice: int, index: int) -> str:
         """Return the id of a call: the same for the same request, and another one for each call of a conversation."""
@@ -77,20 +81,11 @@ def json_object(value: Any, name: str) -> dict[str, Any]:
     return value
 
 
-def read_strict(value: Any, name: str) -> bool:
-    """Read `strict`: the arguments must match the schema."""
-    if flag(value, name):
-        raise InvalidRequest(
-            f"{name} is true, which is not supported by this server; leave it out, and check the arguments", name
-        )
-    return False
-
-
 _FUNCTION: dict[str, Reader] = {
     "name": tool_name,
     "description": text(MAX_DESCRIPTION),
     "parameters": json_object,
-    "strict": read_strict,
+    "strict": flag,
 }
 
 
@@ -112,7 +107,8 @@ def template_form(
     """Return a tool in the form that chat templates expect."""
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    tool = {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return {**tool, "strict": True} if strict else tool  # the key goes in `make_tools`
 
 
 def read_tools(value: Any, name: str) -> list[dict[str, Any]]:
@@ -144,23 +140,53 @@ def unique_tools(tools: list[dict[str, Any]], name: str) -> list[dict[str, Any]]
 
 
 def read_tool_choice(value: Any, name: str) -> str:
-    """Read OpenAI's `tool_choice`: "none" or "auto"."""
+    """Read OpenAI's `tool_choice`: "none", "auto", `ANY_TOOL` for "required", or the name of a function."""
     if value in ("none", "auto"):
         return str(value)
-    if value == "required" or (isinstance(value, dict) and value.get("type") in ("function", "allowed_tools")):
-        shown = value if isinstance(value, str) else value["type"]
-        raise InvalidRequest(
-            f"{name} is {show(shown)}, which is not supported by this server: it does not force calls; "
-            f'send "auto" or "none"',
-            name,
+    if value == "required":
+        return ANY_TOOL
+    if not isinstance(value, dict):
+        raise invalid_value(
+            name, value, '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
         )
-    raise invalid_value(name, value, '"none" or "auto"')
+    table: dict[str, Reader] = {"type": _read_type, "function": _read_chosen}
+    return str(read_fields(value, table, required=("type", "function"), within=name)["function"])
+
+
+def _read_chosen(value: Any, name: str) -> str:
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object {"name": ...}')
+    return str(read_fields(value, {"name": tool_name}, required=("name",), within=name)["name"])
 
 
 def read_tool_fields(values: dict[str, Any]) -> Tools | None:
     """Return the tools among the values of a request's fields; None if there are none to call."""
-    definitions = values.get("tools")
-    if not definitions or values.get("tool_choice") == "none":
-        return None
+    choice, is_single = values.get("tool_choice", "auto"), not values.get("parallel_tool_calls", True)
+    return make_tools(values.get("tools", []), choice, "tools[{}].function.strict", "tool_choice", is_single=is_single)
+
+
+def make_tools(
+    definitions: list[dict[str, Any]], choice: str, strict_field: str, choice_field: str, *, is_single: bool
+) -> Tools | None:
+    """Return the tools of a request, None if there are none to call. Raises `InvalidRequest`.
+
+    choice: "none", "auto", `ANY_TOOL` or a name. The fields are for error messages; {} stands for a tool's index.
+    """
     names = tuple(tool["function"]["name"] for tool in definitions)
-    return Tools(ToolUse(names, is_single=not values.get("parallel_tool_calls", True)), definitions)
+    forced = "" if choice in ("none", "auto") else choice
+    if forced and not names:
+        raise InvalidRequest(f"{choice_field} demands a tool call, and there are no tools; send some", choice_field)
+    if forced not in ("", ANY_TOOL, *names):
+        raise InvalidRequest(f"{choice_field} names {forced!r}, which is not one of the tools", choice_field)
+    if choice == "none" or not names:
+        return None
+    for index, tool in enumerate(definitions):
+        if tool.get("strict") and not forced:
+            field = strict_field.format(index)
+            raise InvalidRequest(
+                f"{field} is true, which is supported only for calls that {choice_field} demands; leave it out, "
+                f"and check the arguments",
+                field,
+            )
+    plain = [{key: value for key, value in tool.items() if key != "strict"} for tool in definitions]
+    return Tools(ToolUse(names, is_single=is_single, forced=forced), plain)
