@@ -30,6 +30,8 @@ log = logging.getLogger("starling.quotas")
 
 MAGIC = b"STRLQUO1"
 MAX_RECORDS = 4096
+MAX_LEVEL = 1e12  # of a rate, and of a level in both directions; more is damage
+MAX_AT = 1e11  # s since 1970
 RECORD_BYTES = 64
 _RECORD = struct.Struct("<16sqdd16x")
 _CHECK = struct.Struct("<Q")
@@ -84,6 +86,11 @@ class QuotaFile(DurableFile):
                 self._free.append(number)
         self._free.reverse()
         for key, level, number in sorted(found, key=lambda one: one[1].at):
+            if key in self.levels:  # a bucket has one record: the older one would return at a later start
+                older = self._record_numbers[key]
+                write_all(self._fd, bytes(RECORD_BYTES), (older + 1) * RECORD_BYTES)
+                self._free.append(older)
+                del self.levels[key]
             self.levels[key] = level
             self._record_numbers[key] = number
 
@@ -124,6 +131,8 @@ def _parse(record: bytes) -> Level | None:
         return None
     body, (check,) = record[: _RECORD.size], _CHECK.unpack(record[_RECORD.size :])
     key, per_minute, level, at = _RECORD.unpack(body)
-    if key == bytes(16) or xxhash.xxh3_64_intdigest(body) != check or per_minute < 1:
+    if key == bytes(16) or xxhash.xxh3_64_intdigest(body) != check:
+        return None
+    if not (1 <= per_minute <= MAX_LEVEL and abs(level) <= MAX_LEVEL and 0 <= at <= MAX_AT):  # False for NaN
         return None
     return Level(per_minute, level, at)

@@ -137,12 +137,18 @@ class Liveness:
         return (hello.epoch, hello.contact) != (peer.hello.epoch, peer.hello.contact)
 
     def accept(self, key: bytes, hello: Hello) -> bool:
-        """Replace the peer's old incarnation: `on_down`, our `Hello`, `on_up`. False: `hello` is outdated."""
+        """Replace the peer's old incarnation: `on_down`, our `Hello`, `on_up`. False: `hello` is outdated.
+
+        A connection that gives another stage's name is a new peer, too.
+        """
         for other, peer in list(self.peers.items()):
-            if peer.hello is None or peer.hello.stage != hello.stage:
+            if peer.hello is None:
                 continue
-            if hello.epoch < peer.hello.epoch and not self._has_ended(peer):
-                return False
+            if peer.hello.stage == hello.stage:
+                if hello.epoch < peer.hello.epoch and not self._has_ended(peer):
+                    return False
+            elif other != key:
+                continue
             self.discard(other, "replaced by a new incarnation", keep_contact=other == key)
         peer = self.peers.get(key) or self.add(key)
         peer.hello, peer.last_heartbeat, peer.last_seen = hello, None, self._clock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,39 @@ def test_levels_survive_a_kill(make_server: MakeServer) -> None:
     server.wait_ready()
     refused = server.post("/v1/generate", body)
     assert (refused.status, refused.error["code"]) == (429, "RATE_LIMITED")
+
+
+def test_a_level_that_cannot_be_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "q"
+    key = bucket_key("tokens", "a")
+    for number, level in enumerate(
+        [
+            Level(100, float("nan"), 1.0),
+            Level(100, -1e300, 1.0),
+            Level(100, 1.0, float("inf")),
+            Level(100, 1.0, -1e300),
+            Level(1 << 62, 1.0, 1.0),
+        ]
+    ):
+        file = QuotaFile(path)
+        file.put(bytes([number]) * 16 if number else key, level)
+        file.close()
+    reopened = QuotaFile(path)
+    reopened.close()
+    assert not reopened.levels
+
+
+def test_of_two_records_of_a_bucket_the_newer_one_is_kept(tmp_path: Path) -> None:
+    """The other one must not come back when the bucket is charged by a clock that was set back."""
+    path = tmp_path / "q"
+    a, b = bucket_key("tokens", "a"), bucket_key("tokens", "b")
+    with closing(QuotaFile(path)) as file:
+        file.put(a, Level(100, 7.0, 2000.0))
+        file.put(b, Level(100, 8.0, 3000.0))
+    raw = path.read_bytes()
+    path.write_bytes(raw + raw[RECORD_BYTES : 2 * RECORD_BYTES])  # a again
+    with closing(QuotaFile(path)) as file:
+        assert dict(file.levels) == {a: Level(100, 7.0, 2000.0), b: Level(100, 8.0, 3000.0)}
+        file.put(a, Level(100, 1.0, 1000.0))
+    with closing(QuotaFile(path)) as file:
+        assert file.levels[a] == Level(100, 1.0, 1000.0)

@@ -143,6 +143,28 @@ def test_frames_before_a_new_hello_are_handled_before_up_and_down(pair: Pair) ->
         ]
 
 
+def test_a_connection_that_gives_another_name_is_another_peer(pair: Pair) -> None:
+    """The old one goes down, and nothing watches its process any more."""
+    pair.meet()
+
+    with pair.context.socket(zmq.DEALER) as raw:
+        raw.setsockopt(zmq.LINGER, 0)
+        raw.connect(pair.address)
+        pid, ticks = os.getpid(), process_ticks(os.getpid())
+        for number, name in enumerate("abc", 5):
+            raw.send(m.encode(m.Hello(name, number, pid, ticks)))
+        pair.until(lambda: ("hub up", 7) in pair.events)
+        assert [event for event in pair.events if event[1] in (5, 6, 7)] == [
+            ("hub up", 5),
+            ("hub down", 5),
+            ("hub up", 6),
+            ("hub down", 6),
+            ("hub up", 7),
+        ]
+        liveness = pair.hub.liveness
+        assert sorted(liveness._pidfds) == sorted(peer.pidfd for peer in liveness.peers.values())
+
+
 PEER = """
 import os, select, sys, zmq
 from pipeline.protocol.topology import EDGES

@@ -10,6 +10,7 @@ from __future__ import annotations
 import select
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from pipeline.errors import NotFound
 from pipeline.ipc.endpoint import Hub
 from pipeline.protocol import messages as m
 from pipeline.protocol.topology import EDGES
@@ -122,7 +124,8 @@ def run(data: bytes) -> None:
         SESSIONS.check()
         SESSIONS.drop_holder(b"peer")
         for session in SESSIONS.all():
-            SESSIONS.close(session.tenant, session.id)
+            with suppress(NotFound):  # it has expired
+                SESSIONS.close(session.tenant, session.id)
         SESSIONS.freed.clear()
 
 
