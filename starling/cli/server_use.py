@@ -28,9 +28,9 @@ from pipeline.errors import ConfigError, ModelUnavailable
 from pipeline.observe import status
 from pipeline.runtime import run_dir as rundir
 from pipeline.runtime.process import EXIT_CONFIG
+from starling.cli.users_lock import USERS, open_lock
 from starling.client import address as addresses
 
-USERS = "users.flock"  # not .lock: these are the locks of stages, which `pipeline.supervise.cleanup` takes
 START = "start.flock"  # one command at a time checks whether a server runs, and starts it
 POLL_S = 0.1  # between two questions whether the server is ready
 PROBE_TIMEOUT_S = 5.0
@@ -67,9 +67,9 @@ class ServerUse:
     def __enter__(self) -> ServerUse:
         run_dir = rundir.prepare(self._run_dir)
         try:
-            self._users = _open_lock(run_dir / USERS)
+            self._users = open_lock(run_dir / USERS)
             fcntl.flock(self._users, fcntl.LOCK_SH)  # waits for the end of a server that is ending
-            start = _open_lock(run_dir / START)
+            start = open_lock(run_dir / START)
             try:
                 fcntl.flock(start, fcntl.LOCK_EX)
                 if not is_running(run_dir):
@@ -202,24 +202,6 @@ def is_running(run_dir: Path) -> bool:
     if rundir.lock_holder(run_dir, "up"):
         return True
     return any(record.stage == "gateway" and record.alive for record in status.read_all(run_dir))
-
-
-def end_when_unused(run_dir: Path) -> None:
-    """In `starling up --while-used`: send this process SIGTERM when no command uses the server any more."""
-    users = _open_lock(run_dir / USERS)
-
-    def wait() -> None:
-        fcntl.flock(users, fcntl.LOCK_EX)  # held until this process ends: a new user waits for that
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def _open_lock(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be made: {error.strerror}; free space in server.run_dir") from None
 
 
 def _wait(child: subprocess.Popen[str] | None, timeout_s: float) -> None:

@@ -34,8 +34,8 @@ from starling.cli.broken_pipe import silence
 from starling.cli.honcho_runner import HonchoRunner
 from starling.cli.options import exit_codes
 from starling.cli.prepare import prepare_all
-from starling.cli.server_use import end_when_unused
 from starling.cli.stage import STAGES
+from starling.cli.users_lock import end_when_unused
 
 PROCFILE = Path(__file__).resolve().parent.parent.parent / "Procfile"
 WAITING_S = 5.0  # before it prints which stages are not ready

@@ -54,7 +54,7 @@ def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Checkpoints of these tests do not go into the developer's model directory."""
     directory = tmp_path_factory.mktemp("models")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.config.paths.models_dir", lambda: directory)
+        patch.setattr("pipeline.config.paths.models_dir", lambda env=None: directory)
         yield directory
 
 

@@ -25,6 +25,7 @@ from stages.scheduler.constraints import grammar
 from stages.scheduler.constraints.mask_writer import MaskWriter
 from stages.scheduler.constraints.vetting import Vetting
 from stages.scheduler.core import ring as ring_module
+from stages.scheduler.recovery import quarantine
 
 from .peers import VOCAB, submission
 from .world import World
@@ -57,9 +58,10 @@ def at_once(function: Callable[[], Any]) -> Future[Any]:
 
 @pytest.fixture(scope="module")
 def many_deaths() -> Iterator[None]:
-    """The mask process may die at the same token as often as a test wants."""
+    """The mask process and the worker may die at the same token as often as a test wants."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constraints_module, "MAX_DEATHS", 1000)
+        patch.setattr(quarantine, "CULPRIT_AT", 1000)
         yield
 
 
