@@ -20,7 +20,6 @@ from pipeline.supervise import listen_fd
 from shm.checkpoint import VERSION, CheckpointError, load_index
 from starling.doctor.finding import Finding, megabytes, ok, problem, warning
 
-KERNEL_ENTRIES = 5  # compiled functions of a KV type
 LEAST_DISK = 1 << 30  # bytes: logs, state and saved pages of a small server
 
 
@@ -129,13 +128,12 @@ def model_files(config: Config, name: str) -> Finding:
 def kernels(config: Config) -> Finding:
     """Are the kernels compiled for this CPU and this version?"""
     try:
-        from stages.worker.kernels import features
+        from stages.worker.kernels import features, stored_code
     except ConfigError:
         return warning("kernels", "there are none for this CPU", "see cpu")
     cache = features.cache_dir()
     for kv_type in sorted({model.kv_type for model in config.models}):
-        found = [*cache.glob("*-any.compiled"), *cache.glob(f"*-{kv_type}.compiled")]
-        if len(found) < KERNEL_ENTRIES:
+        if not stored_code.is_compiled(kv_type):
             remedy = "`starling prepare` compiles them, once, in a minute; the first start does so too"
             return warning("kernels", f"not compiled yet for this CPU, version and {kv_type}", remedy)
     size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())

@@ -160,6 +160,17 @@ def test_what_a_crash_has_left(home: Path) -> None:
     assert any("checkpoints without a model file" in text for text in texts)
 
 
+def test_kernels_are_compiled_when_every_entry_is_stored(home: Path) -> None:
+    from stages.worker.kernels import features, stored_code
+    from starling.doctor.home import kernels
+
+    features.cache_dir().mkdir(parents=True, exist_ok=True)
+    for name in stored_code.ENTRIES:
+        assert kernels(CONFIG).state == "warning"
+        stored_code.store(name, "f16", b"code", "symbol")
+    assert kernels(CONFIG).state == "ok"
+
+
 # ------------------------------------------------------------------ the command
 
 
