@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 from pipeline.catalog import pulled
 from pipeline.models import digests, registry
-from pipeline.models.locks import lock
+from pipeline.models.locks import is_locked, lock
 
 _FILE = re.compile(r"([0-9a-f]{64})\.(gguf|idx|bin|verified|used)")
 
@@ -42,7 +41,7 @@ def collect(models_dir: Path, in_use: Collection[str], is_dry: bool, with_downlo
                 needed.add(stamp.sha256)
         for path in sorted(models_dir.iterdir()):
             found = _FILE.fullmatch(path.name)
-            if found and found[1] not in needed and not _is_locked(models_dir, f"ingest-{found[1][:16]}"):
+            if found and found[1] not in needed and not is_locked(models_dir / f".ingest-{found[1][:16]}.lock"):
                 reason = "no model has this file" if found[2] == "gguf" else "its model file is gone"
                 removed.append(Item(str(path), _size(path), reason))
                 if not is_dry:
@@ -61,12 +60,10 @@ def _downloads(models_dir: Path, is_dry: bool) -> Iterator[Item]:
     folder = models_dir / ".fetch"
     # A file is of a configured or a published model; by its name it is not known which.
     is_fetching = any(
-        _is_locked(models_dir, one.name[1:-5])
-        for pattern in (".fetch-*.lock", ".pull-*.lock")
-        for one in models_dir.glob(pattern)
+        is_locked(one) for pattern in (".fetch-*.lock", ".pull-*.lock") for one in models_dir.glob(pattern)
     )
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if _is_locked(models_dir, f"pull-{path.name}") if path.is_dir() else is_fetching:
+        if is_locked(models_dir / f".pull-{path.name}.lock") if path.is_dir() else is_fetching:
             continue
         nbytes = _size(path)
         if not is_dry:
@@ -83,18 +80,3 @@ def _size(path: Path) -> int:
             info = file.stat()
             sizes.append(info.st_blocks * 512 if info.st_nlink == 1 else 0)
     return sum(sizes)
-
-
-def _is_locked(models_dir: Path, name: str) -> bool:
-    """Does a process hold the lock?"""
-    try:
-        fd = os.open(models_dir / f".{name}.lock", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)

@@ -24,3 +24,18 @@ def lock(models_dir: Path, name: str) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of this file, shared or not. False if there is no such file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)

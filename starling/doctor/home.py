@@ -14,6 +14,7 @@ from pipeline.config.load import find_file
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.models import digests, sources, store
+from pipeline.models.locks import is_locked
 from pipeline.observe import status
 from pipeline.runtime import run_dir as rundir
 from pipeline.supervise import listen_fd
@@ -161,7 +162,7 @@ def _arenas_of_dead_servers(config: Config, runs: bool, shm: Path = Path("/dev/s
         if folder.is_symlink() or not folder.is_dir() or (folder == own and runs):
             continue
         files = [path for path in folder.iterdir() if path.is_file()]
-        if not files or _is_in_use(folder):
+        if not files or is_locked(folder / "server.lock"):
             continue
         size = megabytes(sum(path.stat().st_blocks * 512 for path in files))
         if folder == own:
@@ -169,23 +170,6 @@ def _arenas_of_dead_servers(config: Config, runs: bool, shm: Path = Path("/dev/s
         else:
             remedy = f"if no server of another STARLING_HOME uses it: rm -r {folder}"
             yield warning("leftovers", f"{folder} has {size} of arenas and no live server", remedy)
-
-
-def _is_in_use(folder: Path) -> bool:
-    """Does a live process hold the directory's lock?"""
-    import fcntl
-
-    try:
-        fd = os.open(folder / "server.lock", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
 
 
 def _unfinished_downloads() -> Iterator[Finding]:

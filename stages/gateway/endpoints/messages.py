@@ -19,7 +19,7 @@ from stages.gateway.tool_calls.history import call_id, check_results, template_c
 from stages.gateway.tool_calls.tool_fields import (
     ANY_TOOL,
     MAX_DESCRIPTION,
-    MAX_TOOLS,
+    each_tool,
     json_object,
     make_tools,
     template_form,
@@ -204,15 +204,8 @@ _UNSUPPORTED_IN_TOOL = {
 
 def read_tools(value: Any, name: str) -> list[dict[str, Any]]:
     """Read Anthropic's `tools` into the form of the chat template."""
-    if not isinstance(value, list):
-        raise invalid_value(name, value, "an array of tools")
-    if len(value) > MAX_TOOLS:
-        raise InvalidRequest(f"{name} has {len(value)} tools; at most {MAX_TOOLS} are allowed", name)
     tools = []
-    for index, tool in enumerate(value):
-        where = f"{name}[{index}]"
-        if not isinstance(tool, dict):
-            raise invalid_value(where, tool, 'an object with "name", "description" and "input_schema"')
+    for where, tool in each_tool(value, name, 'an object with "name", "description" and "input_schema"'):
         if tool.get("type") not in (None, "custom"):
             raise InvalidRequest(
                 f"{where}.type is {show(tool['type'])}, a tool that runs at Anthropic or that its models know; "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -111,17 +111,23 @@ def template_form(
     return {**tool, "strict": True} if strict else tool  # the key goes in `make_tools`
 
 
-def read_tools(value: Any, name: str) -> list[dict[str, Any]]:
-    """Read OpenAI's `tools` into the form of the chat template."""
+def each_tool(value: Any, name: str, expected: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a `tools` field, each with its place; `expected`: their form. Raises `InvalidRequest`."""
     if not isinstance(value, list):
         raise invalid_value(name, value, "an array of tools")
     if len(value) > MAX_TOOLS:
         raise InvalidRequest(f"{name} has {len(value)} tools; at most {MAX_TOOLS} are allowed", name)
-    tools = []
     for index, tool in enumerate(value):
         where = f"{name}[{index}]"
         if not isinstance(tool, dict):
-            raise invalid_value(where, tool, 'an object {"type": "function", "function": {...}}')
+            raise invalid_value(where, tool, expected)
+        yield where, tool
+
+
+def read_tools(value: Any, name: str) -> list[dict[str, Any]]:
+    """Read OpenAI's `tools` into the form of the chat template."""
+    tools = []
+    for where, tool in each_tool(value, name, 'an object {"type": "function", "function": {...}}'):
         table: dict[str, Reader] = {"type": _read_type, "function": _read_function}
         tools.append(read_fields(tool, table, required=("type", "function"), within=where)["function"])
     return unique_tools(tools, name)
