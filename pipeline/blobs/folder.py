@@ -22,6 +22,7 @@ from pathlib import Path
 from pipeline.blobs.interface import MAX_LISTED, BlobInfo, BlobStore, Data, check_key, check_range, wrong_length
 from pipeline.errors import ConfigError, Conflict, NotFound, ResourceError, StarlingError, StorageUnavailable
 from pipeline.files import sync_directory, write_all
+from pipeline.threads import uninterrupted
 
 INCOMING = ".incoming"
 ABANDONED_S = 3600.0  # age of a file in `.incoming` without a writer after which it is removed
@@ -64,7 +65,7 @@ class FolderStore(BlobStore):
         """Place a blob, durably."""
         path = self.path(key)
         with self._errors(path):
-            await asyncio.to_thread(self._put, path, data, replace)
+            await uninterrupted(self._put, path, data, replace)
 
     async def scan(self, folder: str) -> list[BlobInfo]:
         """All blobs below `folder`, sorted by key."""

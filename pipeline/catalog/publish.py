@@ -20,6 +20,7 @@ from pipeline.blobs.retry import retried
 from pipeline.catalog.contents import write_listing
 from pipeline.catalog.entry import MAX_MANIFEST_BYTES, PART_BYTES, Entry, Source, decode, encode, manifest_key
 from pipeline.errors import ConfigError, Conflict, NotFound
+from pipeline.threads import uninterrupted
 from shm.checkpoint import PIECE_BYTES, VERSION, CheckpointError, Index, bin_path, load_index, piece_checksum
 
 Progress = Callable[[str, int, int], None]  # phase, done, total (bytes)
@@ -135,7 +136,7 @@ async def _send(
     async def sender(file: int) -> None:
         nonlocal done, sent
         for part in queue:
-            data = await asyncio.to_thread(_read_part, file, weights, entry, index, part)
+            data = await uninterrupted(_read_part, file, weights, entry, index, part)
             await retried(partial(_put_once, store, entry.part_key(part), data))
             done += len(data)
             sent += len(data)
@@ -206,7 +207,9 @@ def _read_part(file: int, path: Path, entry: Entry, index: Index, part: int) -> 
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}; check the disk") from None
         if not chunk:
-            raise ConfigError(f"{path} ends at {at + len(data):,} of {entry.weights_bytes:,} bytes; {_REMEDY}")
+            # Parts are read side by side: the first that finds the end may lie wholly behind it.
+            held = os.fstat(file).st_size
+            raise ConfigError(f"{path} ends at {held:,} of {entry.weights_bytes:,} bytes; {_REMEDY}")
         data += chunk
     view = memoryview(data)
     for begin in range(0, len(data), PIECE_BYTES):

@@ -27,6 +27,7 @@ import msgspec
 
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError
 from pipeline.files import replace_file
+from pipeline.threads import uninterrupted
 from shm.decoding import DECODE_ERRORS
 
 if TYPE_CHECKING:
@@ -355,7 +356,7 @@ async def _hash(fd: int, total: int, complete: list[asyncio.Event]) -> str:
     digest = hashlib.sha256()
     for piece, event in enumerate(complete):
         await event.wait()
-        data = await asyncio.to_thread(os.pread, fd, _length(piece, total), piece * PIECE_BYTES)
+        data = await uninterrupted(os.pread, fd, _length(piece, total), piece * PIECE_BYTES)
         await asyncio.to_thread(digest.update, data)
     return digest.hexdigest()
 

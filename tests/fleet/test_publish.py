@@ -120,9 +120,19 @@ async def test_damaged_weights_are_not_published(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="piece 1 differs from its checksum"):
         await put(store, path)
     assert await contents.entries(store) == []
-    os.truncate(path.with_suffix(".bin"), PART_BYTES + 100)
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3])
+async def test_weights_that_end_early_are_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, readers: int
+) -> None:
+    monkeypatch.setattr("pipeline.catalog.publish.PARTS_AT_ONCE", readers)
+    path, _ = write_checkpoint(tmp_path / "models", 20_000_000)
+    store = FolderStore(tmp_path / "blobs")
+    os.truncate(path.with_suffix(".bin"), PART_BYTES + 100)  # part 1 holds the end, part 2 nothing
     with pytest.raises(ConfigError, match="ends at 8,388,708"):
         await put(store, path)
+    assert await contents.entries(store) == []
 
 
 async def test_a_name_is_not_given_to_another_model_silently(tmp_path: Path, index_path: Path) -> None:

@@ -24,12 +24,13 @@ from pipeline.catalog import pulled
 from pipeline.catalog.entry import Entry
 from pipeline.errors import ConfigError, NotFound, ResourceError, StarlingError, StorageUnavailable
 from pipeline.files import replace_file
+from pipeline.threads import uninterrupted
 from shm.checkpoint import PIECE_BYTES, CheckpointError, Index, load_index, piece_checksum
 from stages.agent.cache.model_cache import ModelCache, lock_path
 from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.downloads.part_file import PartFile
 from stages.agent.downloads.sources import FileSource, Source, StoreSource
-from stages.agent.downloads.transfer import Clock, Limits, Sleep, Transfer, TransferReport, uninterrupted
+from stages.agent.downloads.transfer import Clock, Limits, Sleep, Transfer, TransferReport
 
 PHASE = "download"
 LOCK_POLL_S = 0.1

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from pipeline.errors import StarlingError, StorageUnavailable
+from pipeline.threads import uninterrupted
 from shm.checkpoint import piece_checksum
 from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.downloads.concurrency import AdaptiveLimit
@@ -25,7 +26,6 @@ MAX_CONNECTIONS = 16
 LATE = 3.0
 LEAST_LATE_S = 0.5
 
-T = TypeVar("T")
 Progress = Callable[[int, int], None]  # bytes present, bytes of the file
 Clock = Callable[[], float]
 Sleep = Callable[[float], Awaitable[object]]
@@ -211,13 +211,3 @@ class Transfer:
         if piece not in self._pieces.present:
             await uninterrupted(self._file.write, piece, data)
         return _Result(piece, source, seconds, nbytes, None)
-
-
-async def uninterrupted(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in a thread. Cancelled, wait for its end first: it uses a file that is closed afterwards."""
-    call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-    try:
-        return await asyncio.shield(call)
-    except asyncio.CancelledError:
-        await asyncio.wait([call])
-        raise
