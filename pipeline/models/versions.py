@@ -2,6 +2,7 @@
 
     RUN_DIR/versions.json        the table, replaced atomically; absent: the models as configured
     RUN_DIR/worker-SLUG.failed   why the worker group of a version could not start
+    RUN_DIR/worker-SLUG.start    a request to start that group now, for the worker pool
 
 A *version* is one loaded state of a model, with arenas and a worker group of its own.  Its `id` (`NAME`, later
 `NAME@1`, ...) identifies it between stages and is never reused; its `name` is what requests ask for.  As configured,
@@ -220,6 +221,25 @@ def write_failure(run_dir: Path, stage: str, error: StarlingError) -> None:
         replace_file(failure_path(run_dir, stage), msgspec.json.encode(Failure(error.code, error.message, error.param)))
     except OSError as problem:
         log.error("failure of a worker group cannot be recorded", extra={"error": str(problem)})
+
+
+def request_start(run_dir: Path, stage: str) -> None:
+    """Ask the worker pool to start a group that has given up at once. Raises `OSError`."""
+    replace_file(start_request_path(run_dir, stage), b"")
+
+
+def take_start_request(run_dir: Path, stage: str) -> bool:
+    """Whether there was a request, which is removed."""
+    try:
+        start_request_path(run_dir, stage).unlink()
+    except OSError:
+        return False
+    return True
+
+
+def start_request_path(run_dir: Path, stage: str) -> Path:
+    """`stage`: `ModelVersion.stage`."""
+    return run_dir / f"{stage}.start"
 
 
 def read_failure(run_dir: Path, stage: str) -> Failure | None:

@@ -66,6 +66,7 @@ def _records(run_dir: Path) -> Iterator[Path]:
             yield path
     yield from run_dir.glob("*.status")
     yield from run_dir.glob("*.failed")
+    yield from run_dir.glob("*.start")
     yield from run_dir.glob("versions.json")
     yield from run_dir.glob(".*.new")  # of an interrupted `replace_file`
 

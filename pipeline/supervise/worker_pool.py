@@ -148,6 +148,8 @@ class WorkerPool(SupervisorBase):
                 member.not_before = min(member.not_before, now)
         for version in wanted.values():
             member = self._members.get(version.id) or self._add(version)
+            if member.has_given_up and versions.take_start_request(self._run_dir, version.stage):
+                member.not_before = min(member.not_before, now)
             may_start = not member.has_given_up or version.state == "serving"
             if not member.pid and may_start and now >= member.not_before:
                 self._start(member)
@@ -254,6 +256,7 @@ class WorkerPool(SupervisorBase):
             self._run_dir / f"{stage}.lock",
             self._run_dir / f"{stage}.status",
             versions.failure_path(self._run_dir, stage),
+            versions.start_request_path(self._run_dir, stage),
             self._arena_dir / f"{stage}.metrics",
             self._arena_dir / f"{slug}.act",
             *self._arena_dir.glob(f".{slug}.act.*"),

@@ -106,9 +106,11 @@ def chosen(config: Config, run_dir: Path, target: str, with_gateway: bool) -> li
     for name in names:
         if name not in known:
             raise click.BadParameter(f"{name!r} is not a stage; expected all, worker, {', '.join(known)}")
+        if name not in found and has_given_up(run_dir, name):
+            found[name] = never_began(name)
         if name not in found:
             raise StarlingError("MODEL_UNAVAILABLE", f"{name} is not running; `starling status` shows what runs")
-        if not supervisor_of(found[name]):
+        if not supervisor_of(found[name]) and not has_given_up(run_dir, name):
             raise StarlingError(
                 "MODEL_UNAVAILABLE",
                 f"{name} runs without `starling supervise`; restart it with the program that started it "
@@ -122,6 +124,12 @@ def restarted(config: Config, run_dir: Path, old: status.StageStatus, deadline: 
     if is_unloaded(config, old):
         return ""
     supervisor = supervisor_of(old)
+    try:
+        if not supervisor and has_given_up(run_dir, old.stage):
+            versions.request_start(run_dir, old.stage)
+            return until_ready(config, run_dir, old, deadline)
+    except OSError as error:
+        return f"{run_dir} cannot be written: {error.strerror}"
     if not supervisor:
         return "its supervisor is gone"
     try:
@@ -132,6 +140,33 @@ def restarted(config: Config, run_dir: Path, old: status.StageStatus, deadline: 
             os.close(fd)
     except ProcessLookupError:
         return "" if is_unloaded(config, old) else "its supervisor is gone"
+    return until_ready(config, run_dir, old, deadline)
+
+
+def has_given_up(run_dir: Path, stage: str) -> bool:
+    """Is it a worker group without a supervisor, which the pool starts again at its own time or when asked?"""
+    return stage.startswith("worker") and versions.read_failure(run_dir, stage) is not None
+
+
+def never_began(stage: str) -> status.StageStatus:
+    """The record of a worker group that failed before it wrote one."""
+    return status.StageStatus(
+        stage=stage,
+        pid=0,
+        ticks=0,
+        epoch=0,
+        uptime_s=0.0,
+        progress=0,
+        busy=False,
+        ready=False,
+        reason="",
+        written=0.0,
+        alive=False,
+    )
+
+
+def until_ready(config: Config, run_dir: Path, old: status.StageStatus, deadline: float) -> str:
+    """Wait until the whole server is ready with a successor of `old`. Returns "" or what is missing."""
     # Peers report each other from the last heartbeat: the server must be ready for longer than that takes.
     settled_s = 3 * config.server.heartbeat_ms / 1000
     ready_since = float("inf")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.procfs import read_stat
 from shm.checkpoint import bin_path, load_index
 from starling import Embedded
 from tests.e2e.conftest import share_caches
@@ -38,13 +36,6 @@ def generate(server: Server, model: str) -> tuple[int, Any]:
     body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0}
     status, answer, _ = server.request("POST", "/v1/generate", body)
     return status, answer["choices"] if status == 200 else answer
-
-
-def parent(pid: int) -> int:
-    """The process that forked `pid`."""
-    found = read_stat(pid)
-    assert found is not None
-    return found.parent
 
 
 def starling(server: Server, *arguments: str) -> tuple[int, str]:
@@ -105,9 +96,11 @@ def test_a_damaged_file_fails_only_its_model(tmp_path: Path) -> None:
         status, body = generate(server, "damaged")
         assert (status, body["error"]["code"]) == (503, "MODEL_UNAVAILABLE")
         assert named in body["error"]["message"]
-        # The remedy of the message; the pool would start the group again after a minute, and does so at SIGHUP.
+        # The remedy of the message; the pool would start the group again after a minute, and does so when asked.
         index_path.unlink()
-        os.kill(parent(parent(server.pid_of("worker-sound"))), signal.SIGHUP)
+        code, output = starling(server, "restart", "worker-damaged")
+        assert code == 0, output
+        assert "worker-damaged@" in output
         while (answer := generate(server, "damaged"))[0] == 503:
             pass
         assert answer == expected["damaged"]

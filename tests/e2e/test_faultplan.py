@@ -53,7 +53,7 @@ def test_the_documented_plan_fires(tmp_path: Path) -> None:
             assert any(said in line for line in server.output), said
         # Evicted pages do not fit on the disk and are computed again.
         assert [ask(server, n) for n in range(30)] == disturbed
-        deadline = time.monotonic() + 10  # metrics are at most 1 s old
+        deadline = time.monotonic() + 60  # metrics are at most 1 s old
         while sum(server.metrics("starling_kv_cache_evictions_total").values()) == 0:
             assert time.monotonic() < deadline
         assert server.metrics("starling_kv_cache_bytes")['state="spilled"'] == 0

@@ -171,7 +171,7 @@ def _create_bucket(endpoint: str, process: subprocess.Popen[bytes]) -> None:
     while True:
         url = obstore.sign(store, "PUT", "", timedelta(minutes=5))
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=10):
+            with urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=60):
                 return
         except (urllib.error.URLError, OSError) as error:
             if time.monotonic() > deadline or process.poll() is not None:

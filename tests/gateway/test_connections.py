@@ -17,7 +17,7 @@ from tests.gateway.raw_http import raw_request, read_to_end, split_responses
 from tests.gateway.server import MakeServer, Server
 
 SHORT: dict[str, Any] = {"prompt": "x", "max_tokens": 20, "seed": 1, "ignore_eos": True}
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def connect(server: Server, receive_buffer: int = 0) -> socket.socket:

@@ -124,7 +124,7 @@ def test_without_keys_an_address_has_its_share(make_server: MakeServer) -> None:
     server.wait_ready()
     with ExitStack() as stack:
         slow_bodies(server, 12, stack, source="127.0.0.2")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while ask(server, "/v1/generate", BODY, {}, "127.0.0.2") != 429:
             assert time.monotonic() < deadline
         for _ in range(5):
@@ -151,7 +151,7 @@ def test_the_reserve_of_connections_is_for_probes_administration_and_idle_tenant
     server.peers.do(lambda: setattr(server.peers, "is_stepping", False))
     with ExitStack() as stack:
         slow_bodies(server, 2, stack, "sk-a")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while server.post("/v1/generate", BODY, bearer("sk-a")).status != 429:
             assert time.monotonic() < deadline
         for path in ("/ready", "/health", "/metrics"):
@@ -160,7 +160,7 @@ def test_the_reserve_of_connections_is_for_probes_administration_and_idle_tenant
         server.peers.do(lambda: setattr(server.peers, "is_stepping", True))
         served = server.post("/v1/generate", BODY, bearer("sk-b"))
         assert (served.status, served.headers["Connection"]) == (200, "close")
-        silent = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+        silent = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
         assert silent.recv(1) == b""  # closed, because it sends nothing
 
 
@@ -182,7 +182,7 @@ def test_bytes_of_bodies_are_bounded_for_each_tenant(make_server: MakeServer) ->
                 answers.append(b"")
         assert answers == [b""] * 2 + [b"HTTP/1.1 429"] * 4
         assert server.post("/v1/generate", {**BODY, "user": "y" * 500_000}, bearer("sk-b")).status in (200, 400)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while server.post("/v1/generate", BODY, bearer("sk-a")).status != 200:
         assert time.monotonic() < deadline
 

@@ -254,7 +254,7 @@ def test_http_1_0_gets_the_stream_without_chunks(server: Server) -> None:
     body = json.dumps({"prompt": "old", "max_tokens": 5, "stream": True}).encode()
     kind = "Content-Type: application/json"
     head = f"POST /v1/generate HTTP/1.0\r\n{kind}\r\nContent-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(head.encode() + body)
         data = b"".join(iter(lambda: connection.recv(65536), b""))
     headers, _, events = data.partition(b"\r\n\r\n")

@@ -234,7 +234,7 @@ class Life:
         request.sink = reader
         written = threading.Event()
         self.recovery.record_start(request.spec, written.set)
-        assert written.wait(10)
+        assert written.wait(60)
         self.relay.open(request)
         self.step(1)
         if end == "abandoned":

@@ -327,7 +327,7 @@ def test_sigterm_lets_streams_finish_and_rejects_new_requests(make_server: MakeS
     server.peers.do(lambda: setattr(server.peers, "is_stepping", True))
     assert text(begun + list(events)) == text_of_long()
     stream.close()
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
 
 
 def test_requests_past_the_drain_timeout_end_with_an_error_that_says_so(make_server: MakeServer) -> None:
@@ -343,7 +343,7 @@ def test_requests_past_the_drain_timeout_end_with_an_error_that_says_so(make_ser
     assert rest[-1].data == "[DONE]"
     assert rest[-2].data["error"]["code"] == "DRAINING"
     assert "0.3 s" in rest[-2].data["error"]["message"]
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
 
 
 def test_a_port_in_use_is_reported_in_one_line(make_server: MakeServer) -> None:

@@ -43,7 +43,7 @@ class Threaded(threading.Thread, abc.ABC):
         done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._todo.put((function, done))
         os.eventfd_write(self._wake, 1)
-        return done.get(timeout=10)
+        return done.get(timeout=60)
 
     def stop(self) -> None:
         def over() -> None:

@@ -180,7 +180,7 @@ def test_the_next_start_finds_the_pages_that_a_clean_stop_saved(home: Path) -> N
         kv.process.send_signal(signal.SIGTERM)
         s.wait(lambda: "stopping" in (s.link.last_heartbeat.reason if s.link.last_heartbeat else ""))
         s.close()
-        assert kv.process.wait(10) == 0
+        assert kv.process.wait(60) == 0
     shutil.rmtree(home / "shm")  # a reboot, or the end of the last stage
     with KvProcess(home), Scheduler(home, digest) as s:
         s.wait_ready()

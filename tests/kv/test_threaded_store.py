@@ -35,7 +35,7 @@ def store(tmp_path: Path, lost: list[PageHash]) -> Iterator[ThreadedPageStore]:
 
 
 def wait(store: ThreadedPageStore, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         store.poll()
@@ -125,7 +125,7 @@ class Gate(threading.Event):
 
     def stop(self, _: int) -> bool:
         self.reached.set()
-        return not self.wait(10)
+        return not self.wait(60)
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_reading_ahead_is_bounded_and_shared(
 def test_closing_does_not_wait_for_the_disk_and_the_next_user_does(store: ThreadedPageStore, gate: Gate) -> None:
     store.save(*page(0))
     store.save(*page(1))
-    assert gate.reached.wait(10)  # the first page is being written
+    assert gate.reached.wait(60)  # the first page is being written
     begin = time.monotonic()
     store.close()
     following = ThreadedPageStore(store.path, 1, lambda: open_store(store.path))
@@ -208,7 +208,7 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
     path = tmp_path / "file" / "pages"
     store = ThreadedPageStore(path, 1, lambda: open_store(path), woken.set)
     store.wait_opened(10)
-    assert woken.wait(10)
+    assert woken.wait(60)
     assert isinstance(store.error, OSError)
     assert not store.save(*page(1))
     store.close()

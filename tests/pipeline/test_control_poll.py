@@ -17,7 +17,7 @@ from pipeline.ipc import control, control_poll
 from pipeline.ipc.control_poll import PollControlServer
 from pipeline.ipc.poll_loop import PollLoop
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def test_a_fault_that_names_processes_happens_once_and_leaves_its_record(tmp_pat
         prefill.count("b", "another sequence has its own numbers")
         assert [victim.poll() for victim in victims] == [None, None, None]
         prefill.count("a", "second")
-        assert [victim.wait(10) for victim in victims[:2]] == [-signal.SIGKILL, -signal.SIGKILL]
+        assert [victim.wait(60) for victim in victims[:2]] == [-signal.SIGKILL, -signal.SIGKILL]
         assert victims[2].poll() is None
         strike = read_strike(tmp_path)
         assert strike is not None

@@ -34,7 +34,7 @@ def test_the_listener_is_reachable_at_its_url(host: str) -> None:
             thread.start()
             url = urlsplit(listen_fd.url(config))
             assert url.port == port
-            connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=10)
+            connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=60)
             connection.request("GET", "/ready")
             assert connection.getresponse().status == 204
             connection.close()

@@ -26,7 +26,7 @@ from pipeline.runtime.run_dir import StageLock, prepare
 from tests.e2e.server import wait_gone
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class World:
@@ -177,6 +177,19 @@ def test_one_model_that_fails_leaves_the_others_running(world: World, code: int)
     assert wait_gone(other)
     pool.send_signal(signal.SIGHUP)
     assert pool.wait(WAIT_S) == code
+
+
+def test_only_the_failed_model_is_started_on_request(world: World) -> None:
+    world.write(make("stay", 0), make("exit:1", 1))
+    pool = world.start()
+    world.wait_begun("m")
+    for lives in (2, 3):
+        world.wait(lambda: versions.read_failure(world.run_dir, "worker-m@1"))
+        versions.request_start(world.run_dir, "worker-m@1")
+        world.wait_begun("m@1", lives)
+    assert len(world.lives("m")) == 1
+    assert not list(world.run_dir.glob("*.start"))
+    assert pool.poll() is None
 
 
 def test_a_failed_model_is_started_again_later(world: World) -> None:

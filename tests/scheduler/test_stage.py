@@ -221,7 +221,7 @@ def test_streams_end_with_their_tokens_and_a_stop_removes_all_files(site):
     site.check()
     site.stop_gateway()
     site.scheduler.terminate()
-    assert site.scheduler.wait(5) == 0
+    assert site.scheduler.wait(60) == 0
     assert not list((site.home / "arenas").rglob("*.steps"))
 
 

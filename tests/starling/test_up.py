@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 15
+WAIT_S = 60.0
 
 # `up` with the Procfile of the test and nothing to prepare.
 UP = """

@@ -36,7 +36,7 @@ class Worker:
 
     def wait(self, jobs: int) -> list[tuple[bytes, str]]:
         for _ in range(jobs):
-            assert self.finished.acquire(timeout=10)
+            assert self.finished.acquire(timeout=60)
         return self.queue.take_results()
 
 
@@ -68,7 +68,7 @@ def test_a_disconnected_client_gets_no_results_until_it_submits_again() -> None:
 
         def held() -> Generator[None, None, str]:
             inside.set()
-            assert go_on.wait(10)
+            assert go_on.wait(60)
             return "held"
             yield
 
@@ -76,7 +76,7 @@ def test_a_disconnected_client_gets_no_results_until_it_submits_again() -> None:
         worker.queue.submit(b"a", 1, worker.job("waiting", 1))
         worker.queue.submit(b"b", 1, worker.job("other", 1))
         worker.thread.start()
-        assert inside.wait(10)
+        assert inside.wait(60)
         worker.queue.drop_client(b"a")
         worker.queue.submit(b"a", 1, worker.job("again", 1))
         go_on.set()
@@ -95,7 +95,7 @@ def test_stop_ends_after_the_step_in_progress() -> None:
 
         worker.queue.submit(b"a", 1, endless())
         worker.thread.start()
-        assert begun.wait(10)
+        assert begun.wait(60)
         worker.queue.stop()
         worker.thread.join(10)
         assert not worker.thread.is_alive()
