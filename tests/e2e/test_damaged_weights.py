@@ -47,7 +47,7 @@ def starling(server: Server, *arguments: str) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=600,  # it may compile kernels
         check=False,
     )
     return done.returncode, done.stdout
