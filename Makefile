@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format bench chaos fuzz peers peers-native fleet-peers lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel bench chaos fuzz peers peers-native fleet-peers lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -52,6 +52,11 @@ check: $(VENV)/.locked-dev ## format, lint, types, layers, docs
 format: $(VENV)/.locked-dev ## what ruff can mend by itself
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+wheel: $(VENV)/.locked ## dist/starling-VERSION-py3-none-any.whl, for `pip install` and pipx
+	@rm -rf build
+	@$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@rm -rf build && ls dist/*.whl
 
 bench: $(VENV)/.locked-dev ## figures of speed; the last line is one JSON object
 	@$(BIN)/starling prepare

@@ -14,11 +14,12 @@ class Up(Server):
     """A server started with `starling up` instead of `honcho start`; `command` may name another way to it."""
 
     command: Sequence[str] = (sys.executable, "-m", "starling", "up")
+    directory = ROOT
 
     def start(self) -> Up:
         self.process = subprocess.Popen(
             self.command,
-            cwd=ROOT,
+            cwd=self.directory,
             env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

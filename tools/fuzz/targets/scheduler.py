@@ -91,7 +91,7 @@ def _submit(name: str, prompt: int, forced: bytes = b"", stop_ids: tuple[int, ..
 
 
 def seeds() -> Iterator[bytes]:
-    """A request that begins, is granted its pages and is cancelled; refused ones; answers that nobody waits for."""
+    """A request that begins, is granted its pages and is cancelled; refused ones; answers to no request."""
     first, forced = _submit("a", 20), _submit("b", 5, forced=array("i", [1, 2]).tobytes(), stop_ids=(5,))
     granted = m.Granted(1, "a", (0, 1, 2), 0, "m")
     frames: list[tuple[int, m.Frame]] = [(0, first), (1, granted), (0, forced), (0, m.Cancel("a")), (0, first)]

@@ -1,0 +1,85 @@
+"""The package as users install it: a wheel in an environment of its own, away from the repository."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import share_caches
+from tests.e2e.server import ROOT, Server
+from tests.e2e.up_server import Up
+from tools.tiny_gguf import SHAPES, write_model
+
+pytestmark = pytest.mark.slow
+BODY = {"prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True, "seed": 1, "model": "tiny"}
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> str:
+    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: setuptools leaves files of its own beside what it packs."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for name in ("pipeline", "shm", "stages", "starling"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
+    run(*pip, "--wheel-dir", folder, source)
+    (built,) = folder.glob("starling-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` of an environment with the wheel, and the dependencies of this one."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    python = folder / "bin" / "python"
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
+    # A path alone: the .pth files there, and so the editable installation, are not read.
+    (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    where = run(python, "-c", "import starling, stages; print(starling.__file__, stages.__file__)", cwd=folder)
+    assert all(Path(path).is_relative_to(site) for path in where.split())
+    return folder / "bin"
+
+
+def test_the_wheel_has_only_what_serves(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        tops = {name.partition("/")[0] for name in archive.namelist()}
+    assert {top for top in tops if ".dist-info" not in top} == {"pipeline", "shm", "stages", "starling"}
+
+
+def test_it_serves_with_the_same_bytes(installed: Path, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "tiny.gguf", SHAPES["small"])
+    config = {"models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 16}]}
+    answers = []
+    for kind in (Server, Up):
+        home = tmp_path / kind.__name__
+        home.mkdir()
+        share_caches(home)
+        server = kind(home, config)
+        if isinstance(server, Up):
+            server.command = (str(installed / "starling"), "up")
+            server.directory = home
+            del server.environment["PYTHONPATH"]
+            server.environment["PATH"] = f"{installed}:/usr/bin:/bin"
+        with server:
+            answers.append(server.post("/v1/generate", **BODY)["choices"])
+            code = server.stop(signal.SIGINT)
+            assert code == (0 if kind is Up else 130)  # honcho's own
+        assert server.leftovers() == []
+    assert answers[0] == answers[1]

@@ -1,0 +1,65 @@
+"""The files for containers and continuous integration agree with the rest of the project."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.config.schema import Config
+
+ROOT = Path(__file__).parents[2]
+CONTAINER = ROOT / "configs" / "container"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def steps(workflow: Path) -> list[str]:
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    return [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_call_targets_that_exist(workflow: Path) -> None:
+    known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = {target for step in steps(workflow) for target in re.findall(r"make ([a-z-]+)", step)}
+    assert called
+    assert called <= known
+
+
+def test_every_supported_python_is_tested() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    tested: list[str] = jobs["fast"]["strategy"]["matrix"]["python"]
+    assert f">={tested[0]}" == PROJECT["project"]["requires-python"]
+    assert {"3.11", "3.12", "3.13"} <= set(tested)
+
+
+def test_the_image_copies_what_the_wheel_packs() -> None:
+    text = (CONTAINER / "Containerfile").read_text()
+    copied = {name for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE) for name in line.split()}
+    packed = {name.removesuffix("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
+    assert packed <= copied
+    assert {"pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]} <= copied
+    assert all((ROOT / name).exists() for name in copied)
+
+
+def test_the_variables_are_configuration_keys() -> None:
+    compose = yaml.safe_load((CONTAINER / "compose.yaml").read_text())
+    names = set(compose["services"]["starling"]["environment"])
+    names |= set(re.findall(r"(STARLING_[A-Z]+__[A-Z_]+)=", (CONTAINER / "Containerfile").read_text()))
+    assert len(names) > 2
+    for name in names:
+        found: Any = Config()
+        for key in name.removeprefix("STARLING_").lower().split("__"):
+            found = getattr(found, key)
+
+
+def test_the_image_is_of_this_version() -> None:
+    compose = yaml.safe_load((CONTAINER / "compose.yaml").read_text())["services"]["starling"]
+    assert compose["image"] == f"starling:{PROJECT['project']['version']}"
+    assert (ROOT / compose["build"]["dockerfile"]).is_file()
+    assert (CONTAINER / compose["build"]["context"]).resolve() == ROOT
