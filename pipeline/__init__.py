@@ -7,6 +7,7 @@ ipc/             ZeroMQ endpoints, liveness, event loops, control sockets, the d
 runtime/         what every stage process does: run directory, status, parent death, timers
 supervise/       the processes that start, watch and restart stages
 observe/         logs, metrics, status records
+fleet/           what agents and orchestrators share: records, bodies, the token
 models/          model files, downloads, the table of model versions, the capacity check
 faults/          fault plans and the points where they act
 errors.py        every error, with its code and HTTP status

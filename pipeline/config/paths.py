@@ -5,6 +5,8 @@ STARLING_HOME (~/.starling)
 ├── run/       sockets, status records, locks; 0700  (server.run_dir)
 ├── state/     journal, saved pages, sessions        (server.state_dir)
 ├── blobs/     published models                       (fleet.blobs)
+├── fleet.db   who is in the fleet                    (fleet.store)
+├── fleet-token  secret of agents and orchestrators   (fleet.token)
 ├── cache/     compiled kernels
 └── logs/
 /dev/shm/starling-UID-XXXXXXXXXXXX/                  (server.arena_dir)
@@ -66,6 +68,11 @@ def run_dir(config: Config, env: Env = os.environ) -> Path:
 def state_dir(config: Config, env: Env = os.environ) -> Path:
     """State that survives a restart of the server."""
     return _configured(config.server.state_dir) or home(env) / "state"
+
+
+def fleet_token(config: Config, env: Env = os.environ) -> Path:
+    """The file with the secret that agents and orchestrators share."""
+    return _configured(config.fleet.token) or home(env) / "fleet-token"
 
 
 def arena_dir(config: Config, env: Env = os.environ, shm: Path = Path("/dev/shm")) -> Path:

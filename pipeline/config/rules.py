@@ -280,6 +280,33 @@ def _fleet(config: Config) -> Iterator[Rule]:
             "fleet.blobs_region", repr(fleet.blobs_region), "expected the region of an s3:// bucket, as eu-west-1"
         )
 
+    if reason := _store_problem(fleet.store):
+        yield Rule("fleet.store", repr(fleet.store), reason)
+    for key, host in (("host", fleet.agent.host), ("advertise", fleet.agent.advertise)):
+        if (not host and key == "host") or any(c.isspace() or c in "/@" for c in host):
+            yield Rule(f"fleet.agent.{key}", repr(host), "expected a host name or an address, without a port")
+    if fleet.agent.host in ("0.0.0.0", "::") and not fleet.agent.advertise:
+        reason = "listens on every address, so orchestrators need one: set fleet.agent.advertise"
+        yield Rule("fleet.agent.host", repr(fleet.agent.host), reason)
+
+
+def _store_problem(address: str) -> str:
+    """Why it is not the address of a coordination store; "" when it is."""
+    if not address or (address.startswith("sqlite:") and address != "sqlite:"):
+        return ""
+    if not address.startswith("etcd://"):
+        return "expected sqlite:PATH or etcd://HOST:PORT"
+    try:
+        url = urlsplit(address)
+        is_complete = bool(url.hostname and url.port)
+    except ValueError as error:
+        return f"not a URL: {error}"
+    if not is_complete or url.username is not None or url.query or url.fragment:
+        return "expected etcd://HOST:PORT or etcd://HOST:PORT/NAMESPACE"
+    if not re.fullmatch(r"(/[A-Za-z0-9._-]{1,64})?/?", url.path):
+        return "expected a namespace of up to 64 letters, digits and . _ -"
+    return ""
+
 
 def _url_problem(address: str, needs_host: bool = True) -> str:
     """Why a URL cannot be used; "" when it can. The address itself is not shown: it may hold a password."""

@@ -201,9 +201,21 @@ class MetricsConfig(Section, frozen=True, kw_only=True):
     endpoint: str = "/metrics"
 
 
+class AgentConfig(Section, frozen=True, kw_only=True):
+    """`starling agent`: the process that runs engines on a host of a fleet."""
+
+    host: str = "127.0.0.1"  # the control API listens here
+    port: Port = 8090
+    advertise: str = ""  # host name or address under which orchestrators reach it and its engines; "": host
+
+
 class FleetConfig(Section, frozen=True, kw_only=True):
     """What the machines of a fleet share."""
 
+    # Who is there and who holds what: sqlite:PATH (one machine) or etcd://HOST:PORT; "": sqlite:STARLING_HOME/fleet.db
+    store: str = ""
+    # File with the secret that agents and orchestrators share; "": STARLING_HOME/fleet-token, made at the first start
+    token: str = ""
     # Published models: a directory, http(s)://HOST/PATH (read-only), s3://, gs:// or az://; "": STARLING_HOME/blobs
     blobs: str = ""
     blobs_endpoint: str = ""  # URL of a server that is compatible with S3; "": the cloud's own
@@ -213,6 +225,7 @@ class FleetConfig(Section, frozen=True, kw_only=True):
     download_mb_per_s: MegabytesOrNone = 0  # of all downloads of a process; 0: no bound
     cache_mb: MegabytesOrNone = 0  # published models on this machine; 0: bounded by free_mb only
     free_mb: MegabytesOrNone = 1024  # that downloads leave free on the disk
+    agent: AgentConfig = AgentConfig()
 
 
 class RegistryConfig(Section, frozen=True, kw_only=True):

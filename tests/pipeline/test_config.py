@@ -357,6 +357,7 @@ RECEIVERS = {
     "PerformanceConfig": "performance",
     "LoggingConfig": "logging",
     "MetricsConfig": "metrics",
+    "AgentConfig": "agent",
     "FleetConfig": "fleet",
     "RegistryConfig": "registry",
     "Config": "config|self|c",

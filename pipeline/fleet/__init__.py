@@ -1,0 +1,6 @@
+"""What agents and orchestrators share.
+
+records.py   what an agent writes into the coordination store
+bodies.py    the bodies of the agent's HTTP API
+token.py     the secret that both sides present
+"""
