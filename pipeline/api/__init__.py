@@ -7,6 +7,7 @@ generation_fields.py   the fields that the text endpoints have in common
 error_response.py      errors as responses and as events
 keys.py                API keys and tenants
 quotas.py              token buckets per tenant
+fair_shares.py         bounds in total and for each tenant or address
 quota_file.py          the buckets' levels on disk
 sse.py                 encoding of server-sent events
 """

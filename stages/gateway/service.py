@@ -25,6 +25,7 @@ import secrets
 import time
 from collections.abc import Callable
 
+from pipeline.api.fair_shares import FairShares
 from pipeline.api.quotas import Quotas
 from pipeline.config import paths
 from pipeline.config.schema import Config
@@ -36,7 +37,6 @@ from pipeline.observe.metrics import Metrics
 from pipeline.protocol import messages as m
 from stages.gateway.admission.admit import Admission
 from stages.gateway.admission.drain import ALL, drain_timeout
-from stages.gateway.admission.fair_shares import FairShares
 from stages.gateway.admission.in_flight import InFlight
 from stages.gateway.admission.server_readiness import ChangeSignal, ServerReadiness
 from stages.gateway.metrics import GatewayMetrics

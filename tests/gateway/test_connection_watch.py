@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pipeline.api.fair_shares import FairShares
 from pipeline.ipc.tcp_transport import TcpState
-from stages.gateway.admission.fair_shares import FairShares
 from stages.gateway.http.connection_watch import (
     CHECK_S,
     MIN_BYTES,

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.gateway.admission.fair_shares import FairShares, Refusal, address_principal
+from pipeline.api.fair_shares import FairShares, Refusal, address_principal
 from stages.kv.sessions.session_bounds import SessionBounds
 from tests.gateway.kv_peer import KvPeer
 from tests.gateway.peers import MODEL

@@ -4,7 +4,6 @@ admit.py              the steps of admission, in order
 prompts.py            prompts as token ids
 lengths.py            checks against the context and the configured bounds
 in_flight.py          counts of requests
-fair_shares.py        bounds in total and for each tenant or address
 drain.py              admission stopped by an operator
 stage_health.py       the health of one stage, from its heartbeats
 server_readiness.py   whether a model can take requests, and waiting for it

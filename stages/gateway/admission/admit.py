@@ -35,6 +35,7 @@ from stages.gateway.admission.lengths import check_text_count, output_budget
 from stages.gateway.admission.prompts import check_ids, prompt_field, tokenize_prompts
 from stages.gateway.admission.server_readiness import READY_WAIT_S, ServerReadiness
 from stages.gateway.requests.generation_request import GenerationRequest
+from stages.gateway.requests.request_name import RequestName
 from stages.gateway.requests.sessions import Sessions
 from stages.gateway.requests.spec import RequestSpec, SequenceSpec
 from stages.gateway.requests.state import RequestState
@@ -52,7 +53,7 @@ class _Call(NamedTuple):
     caller: Caller
     started_at: float  # s, monotonic
     client_id: str  # X-Request-Id
-    request_id: str  # of the request that it becomes
+    name: RequestName  # of the request that it becomes
 
 
 class Admission:
@@ -118,12 +119,20 @@ class Admission:
         self._quotas.take_prompt(caller.tenant, tokens)
 
     async def admit(
-        self, generation: GenerationRequest, caller: Caller, started_at: float, client_id: str = ""
+        self,
+        generation: GenerationRequest,
+        caller: Caller,
+        started_at: float,
+        client_id: str = "",
+        name: RequestName | None = None,
     ) -> RequestState:
         """The request, ready to be started. Raises `StarlingError`. The caller holds a `slot`."""
         self._received.count()
         model = self._catalog.resolve(generation.model)
-        call = _Call(caller, started_at, client_id, f"req-{secrets.token_hex(12)}")
+        call = _Call(caller, started_at, client_id, name or RequestName(f"req-{secrets.token_hex(12)}"))
+        if call.name.salt:
+            salted = call.name.salted(generation.cache_salt)
+            generation = msgspec.structs.replace(generation, cache_salt=salted)
         if refusal := self._readiness.drains.rejection(model) or self._readiness.unloading(model):
             raise refusal
         with self._in_flight.admitting(model):
@@ -169,7 +178,7 @@ class Admission:
     ) -> RequestState:
         """Check everything that depends on the model. `held`: the tokens of the session before the prompt."""
         described = self._loaded.described[version.id]
-        created = int(self._wall())
+        created = call.name.created or int(self._wall())
         if generation.messages is not None and not generation.template_date:
             local = datetime.fromtimestamp(created).isoformat()
             generation = msgspec.structs.replace(generation, template_date=local)
@@ -177,7 +186,7 @@ class Admission:
         check_text_count(max(1, len(generation.prompts)), generation.n, self._config, version.settings)
         bounds = self._loaded.bounds(version)
         prompts = await tokenize_prompts(
-            generation, version, described, self._tokenizer, bounds, len(held), call.request_id
+            generation, version, described, self._tokenizer, bounds, len(held), call.name.id
         )
         check_ids(generation, prompts, described.vocab_size)
         if held:
@@ -215,7 +224,9 @@ class Admission:
         call: _Call,
     ) -> RequestState:
         """Fix the specification. `budgets`: most output tokens of each prompt."""
-        seed = self._draw_seed() if generation.seed is None else generation.seed
+        seed = generation.seed if generation.seed is not None else call.name.seed
+        if seed is None:
+            seed = self._draw_seed()
         sampling = msgspec.structs.replace(generation.sampling, seed=seed)
         stops = generation.stop_token_ids
         if not sampling.ignore_eos:
@@ -235,7 +246,7 @@ class Admission:
                 constraint = call_constraint(tools, definitions, "tool_choice")
                 generation = msgspec.structs.replace(generation, constraint=constraint)
         spec = RequestSpec(
-            id=call.request_id,
+            id=call.name.id,
             tenant=call.caller.tenant,
             model=version.name,
             digest=described.digest,
@@ -248,7 +259,7 @@ class Admission:
             fingerprint=f"fp_{described.digest[:12]}",
             deadline=self._steady() + deadline - self._clock(),
             priority=call.caller.priority,
-            client_id=call.client_id or call.request_id,
+            client_id=call.client_id or call.name.id,
             prompts=tuple(distinct),
             echoes=tuple(echoes),
             sequences=tuple(sequences),

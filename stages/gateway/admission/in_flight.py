@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from pipeline.api.fair_shares import FairShares, Refusal
 from pipeline.errors import Overloaded
-from stages.gateway.admission.fair_shares import FairShares, Refusal
 from stages.gateway.requests.relay import Relay
 
 

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from aiohttp import web
 
 from pipeline.api.error_response import error_response
+from pipeline.api.fair_shares import FairShares, address_principal
 from pipeline.config.schema import Config
 from pipeline.errors import Overloaded
 from pipeline.ipc.tcp_transport import tcp_state
-from stages.gateway.admission.fair_shares import FairShares, address_principal
 from stages.gateway.http.connection import Connection
 from stages.gateway.http.connection_watch import ConnectionWatch
 

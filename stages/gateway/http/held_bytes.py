@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pipeline.api.fair_shares import FairShares
 from pipeline.errors import Overloaded
-from stages.gateway.admission.fair_shares import FairShares
 
 
 class HeldBytes:

@@ -16,11 +16,11 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from pipeline.api.fair_shares import address_principal
 from pipeline.api.keys import Keys
 from pipeline.config.schema import Config
 from pipeline.errors import Overloaded, StarlingError
 from pipeline.ipc.tcp_transport import reset
-from stages.gateway.admission.fair_shares import address_principal
 from stages.gateway.http.connection import BEGUN, Connection
 from stages.gateway.http.context import (
     CALLER,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from stages.gateway.admission.fair_shares import FairShares
+from pipeline.api.fair_shares import FairShares
 
 
 class Backlogged(Protocol):

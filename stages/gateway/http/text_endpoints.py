@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
 
 from aiohttp import HttpVersion11, web
@@ -34,6 +34,8 @@ from stages.gateway.requests.event_cursor import EventCursor, parse_event_cursor
 from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.idempotency import HEADER as IDEMPOTENCY_KEY
 from stages.gateway.requests.idempotency import read_key
+from stages.gateway.requests.request_name import HEADER as NAME
+from stages.gateway.requests.request_name import RequestName, read_request_name
 from stages.gateway.requests.state import Outcome, RequestState
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.service import Service
@@ -84,7 +86,8 @@ def text_handler(endpoint: TextEndpoint, config: Config, service: Service) -> Ha
         with service.admission.slot(request[PRINCIPAL]):
             service.admission.charge_attempt(request[CALLER])
             generation = await read_body(request, config, endpoint.name)
-            return await _serve(request, service, await _admit(request, service, generation))
+            with _named(request, service) as name:
+                return await _serve(request, service, await _admit(request, service, generation, name))
 
     return handle
 
@@ -109,16 +112,30 @@ async def _handle_keyed(
             try:
                 if refusal := service.readiness.refusal():
                     raise refusal
-                state = await _admit(request, service, generation)
-                state.set_key(key, claim.digest)
-                return await _serve(request, service, state)
+                with _named(request, service) as name:
+                    state = await _admit(request, service, generation, name)
+                    state.set_key(key, claim.digest)
+                    return await _serve(request, service, state)
             finally:
                 keys.release(claim)
     return await _resume(request, service, service.resumer.find(claim.request_id, caller.tenant), None)
 
 
-async def _admit(request: web.Request, service: Service, generation: GenerationRequest) -> RequestState:
-    return await service.admission.admit(generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID])
+@contextmanager
+def _named(request: web.Request, service: Service) -> Iterator[RequestName | None]:
+    """The name that the client gives the request, if any; no other request has it meanwhile. Raises `Conflict`."""
+    name = read_request_name(request.headers.get(NAME))
+    if name is None:
+        yield None
+        return
+    with service.recovery.named(name.id):
+        yield name
+
+
+async def _admit(
+    request: web.Request, service: Service, generation: GenerationRequest, name: RequestName | None
+) -> RequestState:
+    return await service.admission.admit(generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID], name)
 
 
 async def _serve(request: web.Request, service: Service, state: RequestState) -> web.StreamResponse:

@@ -16,5 +16,6 @@ replay_buffer.py        answers of ended requests
 recovery.py             continues the journal's requests after a restart
 readers.py              several sinks of one request, or none for the time being
 event_cursor.py         the id of an event
+request_name.py         id, time and seed that a client gives a request
 resume.py               finds a request and attaches a reader at an event
 """

@@ -11,11 +11,12 @@ Without a journal everything works except the recovery. The clocks are injected.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 
-from pipeline.errors import StarlingError
+from pipeline.errors import Conflict, StarlingError
 from pipeline.protocol.messages import Described
 from shm.pages import NUMERICS
 from stages.gateway.requests.idempotency import IdempotencyKeys
@@ -55,6 +56,7 @@ class Recovery:
         self._timeout_s = timeout_s  # of a request that is generated again on demand
         self._waiting: dict[str, RequestState] = {}
         self._dormant: dict[str, JournalEntry] = {}
+        self._named: set[str] = set()  # ids of requests that came with a name and are being handled
         for entry in journal.take_entries():
             if entry.end is not None:
                 self._dormant[entry.spec.id] = entry
@@ -127,6 +129,28 @@ class Recovery:
         if entry is None or entry.spec.tenant != tenant or self._is_stale(entry):
             return None
         return self._wake(entry)
+
+    @contextmanager
+    def named(self, request_id: str) -> Iterator[None]:
+        """Reserve an id that a client has chosen. Raises `Conflict` if a request has it that has not failed."""
+        dormant, ended = self._dormant.get(request_id), self.replay_buffer.find(request_id)
+        has_failed = (dormant is None or bool(dormant.end and dormant.end.code)) and (
+            ended is None or ended.error is not None
+        )
+        is_running = any(request_id in table for table in (self._relay.requests, self._waiting, self._named))
+        if is_running or not has_failed:
+            raise Conflict(
+                f"there is a request {request_id} already: read it with GET /v1/requests/{request_id}, or send another "
+                "X-Starling-Request",
+                "X-Starling-Request",
+            )
+        self._named.add(request_id)
+        self.replay_buffer.drop(request_id)
+        self._dormant.pop(request_id, None)
+        try:
+            yield
+        finally:
+            self._named.remove(request_id)
 
     def waiting_on(self, version: str) -> int:
         """Number of waiting requests that were admitted to that version."""
