@@ -1,0 +1,75 @@
+"""Why a request went where it went: the last decisions, with each agent's score and its terms. Bounded."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import msgspec
+
+from stages.orchestrator.score import Terms
+
+MAX_DECISIONS = 2000  # requests; some 2 KiB each with four agents
+MAX_MOVES = 16  # of one request
+
+
+class AgentScore(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent as routing saw it."""
+
+    agent_id: str
+    score_s: float
+    terms: Terms
+    level: str
+    ahead: int
+    matched_bytes: int
+    state: str = ""  # of the model there; "": not loaded
+    is_candidate: bool = True
+    reason: str = ""  # why it is none
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    """One choice of an agent."""
+
+    agent_id: str
+    at: float  # s since 1970
+    cause: str  # "new", "moved", "cold"
+    predicted_s: float  # until the first token
+    scores: tuple[AgentScore, ...]
+
+
+class Decision(msgspec.Struct, kw_only=True):
+    """All choices of one request."""
+
+    request_id: str
+    model: str
+    choices: list[Choice] = []
+    first_token_s: float = 0.0  # what happened; 0: not yet
+    outcome: str = ""  # "": running
+
+
+class DecisionLog:
+    """The last `MAX_DECISIONS` requests."""
+
+    def __init__(self, most: int = MAX_DECISIONS) -> None:
+        self._most = most
+        self._decisions: OrderedDict[str, Decision] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._decisions)
+
+    def add(self, request_id: str, model: str, choice: Choice) -> None:
+        """A choice was made."""
+        decision = self._decisions.get(request_id)
+        if decision is None:
+            decision = self._decisions[request_id] = Decision(request_id=request_id, model=model)
+            while len(self._decisions) > self._most:
+                self._decisions.popitem(last=False)
+        decision.choices.append(choice)
+        del decision.choices[1:-MAX_MOVES]  # the first one stays
+
+    def find(self, request_id: str) -> Decision | None:
+        """The decision of a request; None if it is unknown or forgotten."""
+        return self._decisions.get(request_id)
+
+    def last(self, count: int) -> list[Decision]:
+        """The last decisions, latest first."""
+        return [self._decisions[name] for name in list(reversed(self._decisions))[:count]]

@@ -1,0 +1,149 @@
+"""The agents of the fleet: who is registered, what each of them answered last, and which may get new work.
+
+    registered   its record is in the store (the stage watches it); it leaves when its lease ends
+    READY        it has answered the last poll, as the incarnation that is registered
+    SUSPECT      it has not; it gets requests only where no other agent can serve them
+    cordoned     gets no new requests and no new models; its streams go on.  draining: they are moved, too
+
+The poll is injected.  Without sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+
+from pipeline.errors import StarlingError
+from pipeline.fleet.bodies import HeartbeatResponse
+from pipeline.fleet.records import AgentRecord
+from stages.orchestrator.interfaces import Health, NodeHealth, NodeManager, NodeView
+
+MAX_AGENTS = 1000  # further ones are not registered
+Poll = Callable[[AgentRecord], Awaitable[HeartbeatResponse]]
+
+
+class Cordon(msgspec.Struct, frozen=True):
+    """The value of `cordons/AGENT_ID` in the store."""
+
+    is_draining: bool = False
+    since: float = 0.0  # s since 1970
+
+
+class _Agent:
+    """One agent."""
+
+    def __init__(self, record: AgentRecord) -> None:
+        self.record = record
+        self.details: HeartbeatResponse | None = None
+        self.answered_at = -math.inf  # s of the clock
+        self.problem = "it has not answered yet"
+
+    @property
+    def health(self) -> Health:
+        if self.details is None:
+            return "UNKNOWN"
+        return "SUSPECT" if self.problem else "READY"
+
+
+class Registry(NodeManager):
+    """One per orchestrator. `clock` is monotonic, s. `poll` raises `StarlingError`, `OSError` or `TimeoutError`."""
+
+    def __init__(self, poll: Poll, clock: Callable[[], float]) -> None:
+        self._poll = poll
+        self._clock = clock
+        self._agents: dict[str, _Agent] = {}
+        self._cordons: Mapping[str, Cordon] = {}
+        self.refused = 0  # agents beyond MAX_AGENTS
+
+    # ---------------------------------------------------------------- who is there
+
+    async def register_node(self, node: AgentRecord) -> None:
+        """Add an agent, or replace it by its next incarnation."""
+        known = self._agents.get(node.agent_id)
+        if known is not None and known.record == node:
+            return
+        if known is None and len(self._agents) >= MAX_AGENTS:
+            self.refused += 1
+            return
+        self._agents[node.agent_id] = _Agent(node)
+
+    def remove_node(self, agent_id: str) -> bool:
+        """Its lease has ended. Whether it was registered."""
+        return self._agents.pop(agent_id, None) is not None
+
+    async def discover_nodes(self) -> list[AgentRecord]:
+        """The agents that are registered, by id."""
+        return [self._agents[name].record for name in sorted(self._agents)]
+
+    def find(self, agent_id: str) -> AgentRecord | None:
+        """The record of an agent; None if it is not registered."""
+        agent = self._agents.get(agent_id)
+        return agent.record if agent is not None else None
+
+    # ---------------------------------------------------------------- how they are
+
+    async def health_check_nodes(self) -> list[NodeHealth]:
+        """Poll all agents at once; what was found."""
+        await asyncio.gather(*(self.check_node(name) for name in list(self._agents)))
+        return self.health()
+
+    async def check_node(self, agent_id: str) -> None:
+        """Poll one agent."""
+        agent = self._agents.get(agent_id)
+        if agent is None:
+            return
+        try:
+            details = await self._poll(agent.record)
+        except (StarlingError, OSError, TimeoutError) as error:
+            agent.problem = str(error) or type(error).__name__
+            return
+        if (details.agent_id, details.incarnation) != (agent_id, agent.record.incarnation):
+            agent.problem = f"{agent.record.url} answers as {details.agent_id}, incarnation {details.incarnation}"
+            return
+        agent.details, agent.answered_at, agent.problem = details, self._clock(), ""
+
+    def suspect(self, agent_id: str, reason: str) -> None:
+        """A request to the agent or its engine has failed: others are preferred until its next answer."""
+        agent = self._agents.get(agent_id)
+        if agent is not None:
+            agent.problem = reason
+
+    def health(self) -> list[NodeHealth]:
+        """What the last polls found, by agent."""
+        now = self._clock()
+        return [
+            NodeHealth(name, agent.health, agent.problem, now - agent.answered_at)
+            for name, agent in sorted(self._agents.items())
+        ]
+
+    # ---------------------------------------------------------------- what they may do
+
+    def set_cordons(self, cordons: Mapping[str, Cordon]) -> None:
+        """The cordons of the store."""
+        self._cordons = cordons
+
+    def cordon(self, agent_id: str) -> Cordon | None:
+        """The agent's cordon; None without one."""
+        return self._cordons.get(agent_id)
+
+    def table(self) -> list[NodeView]:
+        """The routing table: all agents that have answered."""
+        return [
+            NodeView(
+                agent_id=name,
+                url=agent.record.url,
+                details=agent.details,
+                health=agent.health,
+                may_start=name not in self._cordons,
+                reason="draining" if self._is_draining(name) else "cordoned" if name in self._cordons else "",
+            )
+            for name, agent in sorted(self._agents.items())
+            if agent.details is not None
+        ]
+
+    def _is_draining(self, agent_id: str) -> bool:
+        cordon = self._cordons.get(agent_id)
+        return cordon is not None and cordon.is_draining

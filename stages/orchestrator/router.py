@@ -1,0 +1,274 @@
+"""Routing by score: of the agents that have the model ready, the one with the lowest estimate; else the one that would
+be ready first.
+
+    ready       the model runs there and the agent may get new requests
+    suspect     the agent has not answered its last poll: only if no other one is ready
+    cold        the model must be loaded first, for which another model may have to leave
+
+Requests under way are counted here, because agents report their queues only now and then.  Without sockets and text.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded
+from pipeline.fleet.bodies import LoadedModel
+from stages.orchestrator.decisions import AgentScore, Choice, DecisionLog
+from stages.orchestrator.interfaces import NodeView, RequestRouter, RoutedRequest, RoutingTable
+from stages.orchestrator.prefixes import PrefixMemory
+from stages.orchestrator.rates import Rates
+from stages.orchestrator.score import Weights, loaded, residence, terms, version_of
+
+RETRY_AFTER_S = 1.0
+HELD_STATES = ("DOWNLOADING", "LOADING_TO_GPU", "READY")  # of models that take an engine
+
+
+class Published(NamedTuple):
+    """What routing uses of a catalog's entry."""
+
+    digest: str
+    nbytes: int
+
+
+class Route(NamedTuple):
+    """Where a request goes."""
+
+    agent_id: str
+    url: str  # of the agent
+    engine: LoadedModel | None  # None: the model must be loaded first
+    predicted_s: float  # until the first token
+    ahead: int
+    new_bytes: int  # of the prompt, not cached there
+    evict: str  # the model that must leave first; "": none
+
+
+class ScoreRouter(RequestRouter):
+    """One per orchestrator. `wall`: s since 1970. `published`: the catalog's entry of a model, or None."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        max_per_agent: int,
+        published: Callable[[str], Published | None],
+        wall: Callable[[], float],
+    ) -> None:
+        self.prefixes = PrefixMemory()
+        self.rates = Rates()
+        self.decisions = DecisionLog()
+        self._weights = weights
+        self._max_per_agent = max_per_agent
+        self._published = published
+        self._wall = wall
+        self._table: dict[str, NodeView] = {}
+        self._under_way: Counter[tuple[str, str]] = Counter()  # by agent and model
+        self._turns = itertools.count()
+        self._last_turn: dict[str, int] = {}  # by agent: ties go to the one that was chosen longest ago
+        self._last_used: dict[tuple[str, str], int] = {}  # by agent and model: which model leaves first
+
+    # ---------------------------------------------------------------- the table
+
+    def update_routing_table(self, table: RoutingTable) -> None:
+        """Route by this table from now on. Forgets what was measured of agents that have left."""
+        self._table = {view.agent_id: view for view in table}
+        self.rates.keep_only(set(self._table))
+        self.prefixes.keep_only(
+            {_engine_name(view, one) for view in table for one in view.details.loaded_models if one.engine_incarnation}
+        )
+        self._last_turn = {name: turn for name, turn in self._last_turn.items() if name in self._table}
+        self._last_used = {key: turn for key, turn in self._last_used.items() if key[0] in self._table}
+
+    @property
+    def table(self) -> list[NodeView]:
+        """The agents, by id."""
+        return list(self._table.values())
+
+    def models(self) -> dict[str, list[str]]:
+        """The agents on which each model is ready, by model."""
+        found: dict[str, list[str]] = {}
+        for view in self._table.values():
+            for one in view.details.loaded_models:
+                if one.model_state == "READY":
+                    found.setdefault(one.model_id, []).append(view.agent_id)
+        return found
+
+    def has_other(self, model: str, agent_id: str) -> bool:
+        """Whether another agent has the model ready and may get requests."""
+        return any(
+            view.agent_id != agent_id
+            and view.may_start
+            and view.health == "READY"
+            and (running := loaded(view.details, model)) is not None
+            and running.model_state == "READY"
+            for view in self._table.values()
+        )
+
+    # ---------------------------------------------------------------- choosing
+
+    async def route_request(self, request: RoutedRequest) -> str:
+        """The id of the agent that serves the request. Raises `ModelNotFound`, `ModelUnavailable`, `Overloaded`."""
+        return self.choose(request).agent_id
+
+    def choose(self, request: RoutedRequest, cause: str = "new") -> Route:
+        """Choose an agent, and record why. Raises `ModelNotFound`, `ModelUnavailable`, `Overloaded`."""
+        scored = [self._score(request, view) for view in self._table.values()]
+        ready = [one for one in scored if one.is_candidate and one.state == "READY"]
+        candidates = [one for one in ready if self._table[one.agent_id].health == "READY"] or ready
+        if request.pinned:
+            candidates = [one for one in candidates if one.agent_id == request.pinned] or candidates
+        if not candidates:
+            self._refuse(request, scored)
+            candidates = [one for one in scored if one.is_candidate]
+            # An engine that has just failed to start is tried again only if no other agent can load the model.
+            candidates = [one for one in candidates if one.state != "FAILED"] or candidates
+            cause = "cold"
+        best = min(candidates, key=self._order)
+        view = self._table[best.agent_id]
+        rates = self.rates.of(best.agent_id, request.model)
+        predicted_s = max(0.0, best.score_s + request.prompt_bytes * rates.prefill_s_per_byte.value)
+        self.decisions.add(
+            request.request_id,
+            request.model,
+            Choice(agent_id=best.agent_id, at=self._wall(), cause=cause, predicted_s=predicted_s, scores=tuple(scored)),
+        )
+        self._last_turn[best.agent_id] = next(self._turns)
+        is_ready = best.state == "READY"
+        return Route(
+            agent_id=best.agent_id,
+            url=view.url,
+            engine=loaded(view.details, request.model) if is_ready else None,
+            predicted_s=predicted_s,
+            ahead=best.ahead,
+            new_bytes=max(0, request.prompt_bytes - best.matched_bytes),
+            evict="" if is_ready or best.state in HELD_STATES else self._leaving(view) or "",
+        )
+
+    def _score(self, request: RoutedRequest, view: NodeView) -> AgentScore:
+        model, details = request.model, view.details
+        running = loaded(details, model)
+        published = self._published(model)
+        where = residence(details, model, *(published or Published("", 0)))
+        ahead = self._ahead(view.agent_id, running)
+        matched = self.prefixes.matched_bytes(_engine_name(view, running), request.blocks) if running else 0
+        rates = self.rates.of(view.agent_id, model)
+        found = terms(details, where, rates, ahead=ahead, matched_bytes=min(matched, request.prompt_bytes))
+        reason = self._objection(request, view, running)
+        return AgentScore(
+            agent_id=view.agent_id,
+            score_s=found.total(self._weights),
+            terms=found,
+            level=where.level,
+            ahead=ahead,
+            matched_bytes=matched,
+            state=running.model_state if running is not None else "",
+            is_candidate=not reason,
+            reason=reason,
+        )
+
+    def _objection(self, request: RoutedRequest, view: NodeView, running: LoadedModel | None) -> str:
+        """Why the agent is no candidate; "" if it is one."""
+        if view.agent_id in request.excluded:
+            return "it has just failed this request"
+        if not view.may_start:
+            return view.reason
+        is_ready = running is not None and running.model_state == "READY"
+        if request.version and (running is None or not is_ready or version_of(running) != request.version):
+            return "it does not serve the version that began the answer"
+        if is_ready:
+            if self._under_way[view.agent_id, request.model] >= self._max_per_agent:
+                return f"{self._max_per_agent} requests are under way there"
+            return ""
+        if view.health != "READY":
+            return "it does not answer"
+        if running is not None and running.model_state in HELD_STATES:
+            return ""
+        if self._leaving(view) is None:
+            return f"it runs {view.details.max_models} models, and none of them is idle"
+        return ""
+
+    def _order(self, one: AgentScore) -> tuple[float, int, int, str]:
+        """Estimates within a millisecond are equal: fewer requests decide, then the time since the last one."""
+        return (round(one.score_s, 3), one.ahead, self._last_turn.get(one.agent_id, -1), one.agent_id)
+
+    def _refuse(self, request: RoutedRequest, scored: list[AgentScore]) -> None:
+        """No agent has the model ready. Raises unless one of them can load it."""
+        model = request.model
+        full = [one for one in scored if one.state == "READY" and "under way" in one.reason]
+        if full:
+            raise Overloaded(
+                f"all {len(full)} agents that serve {model} have {self._max_per_agent} requests under way "
+                "(fleet.orchestrator.max_per_agent); try again",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        if self._published(model) is None and not any(
+            model in cached.names for view in self._table.values() for cached in view.details.cached_models
+        ):
+            known = any(loaded(view.details, model) for view in self._table.values())
+            if not known:
+                raise ModelNotFound(f"there is no model {model[:200]!r}; GET /v1/models lists them", "model")
+        if not any(one.is_candidate for one in scored):
+            reasons = "; ".join(f"{one.agent_id}: {one.reason}" for one in scored[:8]) or "no agent has registered"
+            raise ModelUnavailable(f"no agent can serve {model} now ({reasons})", retry_after_s=RETRY_AFTER_S)
+
+    def _ahead(self, agent_id: str, running: LoadedModel | None) -> int:
+        """Sequences before a new request: what the agent reported, or what was sent to it since, if that is more."""
+        if running is None:
+            return 0
+        return max(running.running + running.vllm_queue_length, self._under_way[agent_id, running.model_id])
+
+    def _leaving(self, view: NodeView) -> str | None:
+        """The model that leaves for another one: "" if there is room, None if no model is idle."""
+        held = [one for one in view.details.loaded_models if one.model_state in HELD_STATES]
+        if len(held) < (view.details.max_models or len(held) + 1):
+            return ""
+        idle = [
+            one.model_id
+            for one in held
+            if one.model_state == "READY"
+            and not (one.running or one.vllm_queue_length or self._under_way[view.agent_id, one.model_id])
+        ]
+        return min(idle, key=lambda name: (self._last_used.get((view.agent_id, name), -1), name), default=None)
+
+    # ---------------------------------------------------------------- what happens to requests
+
+    def begin(self, route: Route, request: RoutedRequest) -> None:
+        """The request is sent to the agent."""
+        key = (route.agent_id, request.model)
+        self._under_way[key] += 1
+        self._last_used[key] = next(self._turns)
+        view = self._table.get(route.agent_id)
+        if view is not None and route.engine is not None:
+            self.prefixes.remember(_engine_name(view, route.engine), request.blocks)
+
+    def first_token(self, route: Route, request: RoutedRequest, seconds: float) -> None:
+        """Its first byte came after `seconds`."""
+        self.rates.observe(
+            route.agent_id,
+            request.model,
+            new_bytes=route.new_bytes,
+            ahead=route.ahead,
+            first_token_s=seconds,
+            predicted_s=route.predicted_s,
+        )
+        decision = self.decisions.find(request.request_id)
+        if decision is not None and not decision.first_token_s:
+            decision.first_token_s = seconds
+
+    def end(self, route: Route, request: RoutedRequest) -> None:
+        """It has ended there, or was moved."""
+        key = (route.agent_id, request.model)
+        self._under_way[key] -= 1
+        if self._under_way[key] <= 0:
+            del self._under_way[key]
+
+    def under_way(self, agent_id: str, model: str = "") -> int:
+        """Requests of this orchestrator at an agent, of a model or of all."""
+        return sum(n for (name, one), n in self._under_way.items() if name == agent_id and model in ("", one))
+
+
+def _engine_name(view: NodeView, model: LoadedModel | None) -> str:
+    """A name that changes when the engine starts anew, with an empty KV cache."""
+    return f"{view.agent_id}/{model.model_id}/{model.engine_incarnation}" if model is not None else ""

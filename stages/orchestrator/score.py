@@ -1,0 +1,96 @@
+"""The score of an agent for a request: an estimate of the seconds until its first token, lower is better.
+
+    score = alpha * cache_level - beta * kv_hit + gamma * queue_len + delta * (size / bandwidth)
+
+    cache_level         until the model can run once its bytes are on the host
+    kv_hit              of computing the part of this prompt that is cached there
+    queue_len           of what is ahead of it
+    size / bandwidth    until the missing bytes are on the host
+
+All terms are in seconds; the weights have no dimension and are 1 by default.  Pure functions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from pipeline.fleet.bodies import CacheLevel, HeartbeatResponse, LoadedModel
+from stages.orchestrator.rates import DISK_BYTES_PER_S, NET_BYTES_PER_S, EngineRates
+
+RESIDENT: tuple[CacheLevel, ...] = ("GPU_RESIDENT", "CPU_RESIDENT")
+
+
+class Weights(NamedTuple):
+    """Of the terms."""
+
+    alpha: float = 1.0  # cache level
+    beta: float = 1.0  # KV hit
+    gamma: float = 1.0  # queue
+    delta: float = 1.0  # transfer
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """The terms of one agent, s."""
+
+    cache_level_s: float = 0.0
+    kv_hit_s: float = 0.0
+    queue_s: float = 0.0
+    transfer_s: float = 0.0
+
+    def total(self, weights: Weights) -> float:
+        """The score."""
+        return (
+            weights.alpha * self.cache_level_s
+            - weights.beta * self.kv_hit_s
+            + weights.gamma * self.queue_s
+            + weights.delta * self.transfer_s
+        )
+
+
+class Residence(NamedTuple):
+    """Where a model is, seen from an agent."""
+
+    level: CacheLevel
+    nbytes: int  # of the checkpoint
+    missing: int  # of them, not on the host
+
+
+def loaded(details: HeartbeatResponse, model: str) -> LoadedModel | None:
+    """The agent's entry of the model, whatever its state."""
+    return next((one for one in details.loaded_models if one.model_id == model), None)
+
+
+def version_of(model: LoadedModel) -> str:
+    """The name of a version: streams continue only where it is the same. "": the engine promises no equal bytes."""
+    if not model.numerics or not model.digest:
+        return ""
+    return f"{model.digest}-{model.kv_type}-{model.numerics}"
+
+
+def residence(details: HeartbeatResponse, model: str, digest: str, nbytes: int) -> Residence:
+    """Where the model is. `digest`, `nbytes`: of the catalog's entry; "" and 0 if it has none."""
+    running = loaded(details, model)
+    if running is not None and running.model_state == "READY":
+        return Residence(running.cache_level, running.bytes or nbytes, 0)
+    for cached in details.cached_models:
+        if model in cached.names or (digest and cached.digest == digest):
+            if cached.is_complete:
+                return Residence(cached.cache_level, cached.bytes or nbytes, 0)
+            return Residence("REMOTE", nbytes, max(0, nbytes - cached.bytes))
+    return Residence("REMOTE", nbytes, nbytes)
+
+
+def terms(details: HeartbeatResponse, where: Residence, rates: EngineRates, *, ahead: int, matched_bytes: int) -> Terms:
+    """The terms of an agent. `ahead`: sequences before the request; `matched_bytes`: of its prompt, cached there."""
+    is_resident = where.level in RESIDENT
+    start_s = 0.0 if is_resident else rates.start_s.value
+    if where.level == "NVME_CACHED":
+        start_s += where.nbytes / DISK_BYTES_PER_S
+    return Terms(
+        cache_level_s=start_s,
+        kv_hit_s=matched_bytes * rates.prefill_s_per_byte.value if is_resident else 0.0,
+        queue_s=ahead * rates.turn_s.value,
+        transfer_s=where.missing / (details.download_bytes_per_s or NET_BYTES_PER_S),
+    )

@@ -1,0 +1,97 @@
+"""The registry: agents come, answer, fall silent, return as another incarnation, and leave."""
+
+from __future__ import annotations
+
+from pipeline.errors import StorageUnavailable
+from pipeline.fleet.bodies import HeartbeatResponse
+from pipeline.fleet.records import AgentRecord
+from stages.orchestrator import registry as registry_module
+from stages.orchestrator.registry import Cordon, Registry
+from tests.orchestrator.agents import engine, heartbeat
+
+
+class Fleet:
+    """Agents that answer polls, or do not."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, HeartbeatResponse] = {}
+        self.now = 0.0
+        self.registry = Registry(self.poll, lambda: self.now)
+
+    async def poll(self, record: AgentRecord) -> HeartbeatResponse:
+        if record.agent_id not in self.answers:
+            raise StorageUnavailable(f"{record.url} does not answer")
+        return self.answers[record.agent_id]
+
+    async def add(self, agent_id: str, incarnation: str = "1") -> None:
+        await self.registry.register_node(
+            AgentRecord(agent_id=agent_id, url=f"http://{agent_id}", incarnation=incarnation)
+        )
+
+
+async def test_an_agent_counts_once_it_has_answered() -> None:
+    fleet = Fleet()
+    await fleet.add("a")
+    assert [node.agent_id for node in await fleet.registry.discover_nodes()] == ["a"]
+    assert fleet.registry.table() == []
+    (found,) = await fleet.registry.health_check_nodes()
+    assert found.health == "UNKNOWN" and "does not answer" in found.reason
+    fleet.answers["a"] = heartbeat("a", engine())
+    (found,) = await fleet.registry.health_check_nodes()
+    assert found.health == "READY" and found.age_s == 0
+    assert fleet.registry.table()[0].details is fleet.answers["a"]
+
+
+async def test_a_silent_agent_is_suspect_with_its_last_answer() -> None:
+    fleet = Fleet()
+    await fleet.add("a")
+    fleet.answers["a"] = heartbeat("a", engine())
+    await fleet.registry.health_check_nodes()
+    answer = fleet.answers.pop("a")
+    fleet.now = 3.0
+    (found,) = await fleet.registry.health_check_nodes()
+    assert (found.health, found.age_s) == ("SUSPECT", 3.0)
+    assert fleet.registry.table()[0].health == "SUSPECT" and fleet.registry.table()[0].details is answer
+    fleet.answers["a"] = answer
+    await fleet.registry.check_node("a")
+    assert fleet.registry.table()[0].health == "READY"
+    fleet.registry.suspect("a", "a stream broke")
+    assert fleet.registry.table()[0].health == "SUSPECT"
+
+
+async def test_a_new_incarnation_starts_without_details() -> None:
+    fleet = Fleet()
+    await fleet.add("a")
+    fleet.answers["a"] = heartbeat("a", engine())
+    await fleet.registry.health_check_nodes()
+    await fleet.add("a", "2")
+    (found,) = await fleet.registry.health_check_nodes()
+    assert found.health == "UNKNOWN" and "incarnation 1" in found.reason
+    assert fleet.registry.table() == []
+    fleet.answers["a"] = heartbeat("a", incarnation="2")
+    await fleet.registry.health_check_nodes()
+    assert fleet.registry.table()[0].details.loaded_models == ()
+    assert fleet.registry.remove_node("a") and not fleet.registry.remove_node("a")
+    assert fleet.registry.table() == []
+
+
+async def test_cordons_keep_new_work_away() -> None:
+    fleet = Fleet()
+    for name in "abc":
+        await fleet.add(name)
+        fleet.answers[name] = heartbeat(name)
+    await fleet.registry.health_check_nodes()
+    fleet.registry.set_cordons({"a": Cordon(), "b": Cordon(is_draining=True)})
+    assert [(one.may_start, one.reason) for one in fleet.registry.table()] == [
+        (False, "cordoned"),
+        (False, "draining"),
+        (True, ""),
+    ]
+
+
+async def test_the_number_of_agents_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(registry_module, "MAX_AGENTS", 2)
+    fleet = Fleet()
+    for name in "abc":
+        await fleet.add(name)
+    assert len(await fleet.registry.discover_nodes()) == 2 and fleet.registry.refused == 1

@@ -1,0 +1,165 @@
+"""Routing: the lowest estimate among those that may serve, and the reason for every choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded
+from stages.orchestrator.decisions import Choice, DecisionLog
+from stages.orchestrator.interfaces import NodeView
+from stages.orchestrator.prefixes import BLOCK_BYTES, block_hashes
+from stages.orchestrator.score import version_of
+from tests.orchestrator.agents import MODEL, cached, engine, request, router, view
+
+VIEWS = st.lists(
+    st.tuples(
+        st.sampled_from(["READY", "DOWNLOADING", "FAILED", ""]),  # of the model there; "": not loaded
+        st.integers(0, 50),  # queue
+        st.booleans(),  # may start
+        st.sampled_from(["READY", "SUSPECT"]),
+        st.booleans(),  # excluded
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def build(rows: list[tuple[str, int, bool, str, bool]]) -> tuple[list[NodeView], frozenset[str]]:
+    views, excluded = [], set()
+    for number, (state, queue, may_start, health, is_excluded) in enumerate(rows):
+        engines = [engine(model_state=state, vllm_queue_length=queue)] if state else []
+        views.append(view(f"a{number}", *engines, may_start=may_start, health=health))
+        if is_excluded:
+            excluded.add(f"a{number}")
+    return views, frozenset(excluded)
+
+
+@given(VIEWS)
+def test_the_choice_is_the_best_of_the_nearest_kind(rows: list[tuple[str, int, bool, str, bool]]) -> None:
+    views, excluded = build(rows)
+    routing = router(*views)
+    usable = [one for one in views if one.may_start and one.agent_id not in excluded]
+    ready = [one for one in usable if any(m.model_state == "READY" for m in one.details.loaded_models)]
+    ready = [one for one in ready if one.health == "READY"] or ready
+    cold = [one for one in usable if one.health == "READY"]
+    if not ready and not cold:
+        with pytest.raises(ModelUnavailable) as refused:
+            routing.choose(request(excluded=excluded))
+        assert all(f"{one.agent_id}: " in refused.value.message for one in views)
+        return
+    route = routing.choose(request(excluded=excluded))
+    assert route.agent_id in {one.agent_id for one in ready or cold}
+    assert (route.engine is not None) == bool(ready)
+    decision = routing.decisions.find("req-1")
+    assert decision is not None
+    (choice,) = decision.choices
+    assert choice.agent_id == route.agent_id
+    assert {one.agent_id for one in choice.scores} == {one.agent_id for one in views}
+    assert all(bool(one.reason) != one.is_candidate for one in choice.scores)
+    if ready:
+        scores = {one.agent_id: one.score_s for one in choice.scores}
+        assert scores[route.agent_id] <= min(scores[one.agent_id] for one in ready) + 0.001
+
+
+def test_equal_agents_take_turns() -> None:
+    routing = router(*(view(name, engine()) for name in "abc"))
+    assert [routing.choose(request()).agent_id for _ in range(6)] == list("abcabc")
+
+
+def test_requests_under_way_count_until_they_end() -> None:
+    routing = router(view("a", engine()), view("b", engine()))
+    route = routing.choose(request())
+    routing.begin(route, request())
+    assert [routing.choose(request()).agent_id for _ in range(3)] == ["b"] * 3
+    routing.end(route, request())
+    assert routing.under_way("a") == 0
+    assert {routing.choose(request()).agent_id for _ in range(2)} == {"a", "b"}
+
+
+def test_a_prompt_goes_where_its_prefix_is_unless_the_queue_is_longer() -> None:
+    routing = router(view("a", engine()), view("b", engine()))
+    blocks = block_hashes(b"x" * 40 * BLOCK_BYTES)
+    asked = request(blocks=blocks, prompt_bytes=40 * BLOCK_BYTES)
+    first = routing.choose(asked)
+    routing.begin(first, asked)
+    routing.end(first, asked)
+    again = routing.choose(asked)
+    assert again.agent_id == first.agent_id and again.new_bytes == 0
+    busy = engine(vllm_queue_length=1000)
+    routing.update_routing_table([view(n, busy if n == first.agent_id else engine()) for n in ("a", "b")])
+    assert routing.choose(asked).agent_id != first.agent_id
+    # An engine that has started anew has an empty cache.
+    routing.update_routing_table([view(n, engine(engine_incarnation="2")) for n in ("a", "b")])
+    assert routing.choose(asked).new_bytes == asked.prompt_bytes
+
+
+def test_a_session_stays_with_its_agent() -> None:
+    routing = router(view("a", engine()), view("b", engine(vllm_queue_length=1000)))
+    assert routing.choose(request(pinned="b")).agent_id == "b"
+    assert routing.choose(request(pinned="gone")).agent_id == "a"
+
+
+def test_a_stream_continues_on_its_version_only() -> None:
+    routing = router(view("a", engine(digest="f" * 64)), view("b", engine(vllm_queue_length=1000)), view("c"))
+    assert routing.choose(request(version=version_of(engine()))).agent_id == "b"
+    with pytest.raises(ModelUnavailable, match="version that began"):
+        routing.choose(request(version=version_of(engine(kv_type="f32"))))
+
+
+def test_a_full_fleet_refuses_with_the_bound() -> None:
+    routing = router(view("a", engine()), max_per_agent=1)
+    routing.begin(routing.choose(request()), request())
+    with pytest.raises(Overloaded, match="max_per_agent"):
+        routing.choose(request())
+
+
+def test_unknown_models_and_an_empty_fleet() -> None:
+    with pytest.raises(ModelNotFound):
+        router(view("a", engine())).choose(request(model="missing"))
+    with pytest.raises(ModelUnavailable, match="no agent has registered"):
+        router().choose(request())
+
+
+@pytest.mark.parametrize(
+    ("engines", "expected"),
+    [
+        ([], ""),
+        ([engine("other")], "other"),
+        ([engine("other", running=1)], None),
+        ([engine("other", model_state="FAILED")], ""),
+    ],
+)
+def test_an_idle_model_leaves_for_a_cold_one(engines: list[Any], expected: str | None) -> None:
+    routing = router(view("a", *engines, max_models=1))
+    if expected is None:
+        with pytest.raises(ModelUnavailable, match="none of them is idle"):
+            routing.choose(request())
+    else:
+        route = routing.choose(request())
+        assert (route.engine, route.evict) == (None, expected)
+
+
+def test_a_cold_model_goes_where_its_bytes_are() -> None:
+    routing = router(view("a"), view("b", cached_models=(cached(),)), view("c", engine(model_state="FAILED")))
+    assert routing.choose(request()).agent_id == "b"
+    # An engine that failed is the last resort.
+    assert routing.choose(request(excluded=frozenset("ab"))).agent_id == "c"
+
+
+def test_another_agent_is_one_that_is_ready_and_open() -> None:
+    routing = router(view("a", engine()), view("b", engine(), may_start=False), view("c", engine("other")))
+    assert not routing.has_other(MODEL, "a") and routing.has_other(MODEL, "b")
+
+
+def test_decisions_are_bounded() -> None:
+    log = DecisionLog(3)
+    for number in range(10):
+        for _ in range(40):
+            log.add(f"req-{number}", MODEL, Choice(agent_id="a", at=0.0, cause="new", predicted_s=0.0, scores=()))
+    assert len(log) == 3 and log.find("req-6") is None
+    assert [one.request_id for one in log.last(2)] == ["req-9", "req-8"]
+    assert len(log.last(1)[0].choices) == 17
