@@ -54,9 +54,9 @@ format: $(VENV)/.locked-dev ## what ruff can mend by itself
 	@$(BIN)/ruff format .
 
 wheel: $(VENV)/.locked ## dist/starling-VERSION-py3-none-any.whl, for `pip install` and pipx
-	@rm -rf build
+	@rm -rf build/lib build/bdist.*
 	@$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-	@rm -rf build && ls dist/*.whl
+	@rm -rf build/lib build/bdist.* && ls dist/*.whl
 
 bench: $(VENV)/.locked-dev ## figures of speed; the last line is one JSON object
 	@$(BIN)/starling prepare

@@ -48,6 +48,7 @@ COMMANDS = (
     "stage",
     "status",
     "supervise",
+    "support-bundle",
     "unload",
     "unpublish",
     "up",
@@ -161,6 +162,10 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.stage import supervise
 
             return supervise
+        case "support-bundle":
+            from starling.cli.support_bundle import support_bundle
+
+            return support_bundle
         case "unload":
             from starling.cli.reload import unload
 

@@ -73,7 +73,7 @@ def chaos(
     key: str,
     as_json: bool,
 ) -> int:
-    """Inject faults into the running server and compare every byte.
+    """Inject faults into the running server; compare every byte.
 
     \b
     kill-each   SIGKILL each stage and rank in turn

@@ -122,7 +122,7 @@ def unpublish(name: str) -> None:
 @click.command(epilog=exit_codes({0: "success", 1: CODES[1], 78: CODES[78]}))
 @json_option()
 def catalog(as_json: bool) -> None:
-    """List the published models: what requests to a fleet may name."""
+    """List the models that requests to a fleet may name."""
 
     async def read() -> tuple[str, list[Entry]]:
         async with open_store(config) as blobs:

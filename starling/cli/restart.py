@@ -47,7 +47,7 @@ SPARE_S = 10.0  # beyond the timeout, until a gateway that was not restarted acc
 @timeout_option(30.0, "How long streams may take to finish before the gateway restarts.", name="--drain-timeout")
 @click.option("--with-gateway", is_flag=True, help="With all: restart the gateway too, as the last one.")
 def restart(target: str, timeout: float, drain_timeout: float, with_gateway: bool) -> int:
-    """Restart STAGE, or all one by one, without a failed request.
+    """Restart STAGE, or all in turn, without a failed request.
 
     STAGE is tokenizer, scheduler, kv, worker (all models), worker-MODEL or gateway. Streams in flight pause and
     continue with the same bytes. Connections end with the gateway: its requests finish first, and new connections wait

@@ -57,7 +57,7 @@ WAITING_S = 5.0  # before it prints which stages are not ready
     help="End when no `starling run` or `starling chat` uses the server.",
 )
 def up(while_used: bool) -> int:
-    """Prepare the models, start every stage, and run until Ctrl-C.
+    """Prepare the models, start every stage, run until Ctrl-C.
 
     On Ctrl-C (SIGINT, SIGTERM or SIGHUP) streams in flight finish first. A second Ctrl-C kills all stages.
     """

@@ -35,7 +35,7 @@ from starling.cli.progress import shown
 @click.argument("name", required=False)
 @json_option()
 def verify(name: str | None, as_json: bool) -> int:
-    """Verify the models' files: GGUF files and prepared checkpoints.
+    """Verify the files of models, GGUF and prepared.
 
     Reads every byte, whatever was verified before; a server may run meanwhile. NAME is a configured or pulled
     model; the default is all configured and pulled ones. A damaged checkpoint is refused at the next start of its

@@ -1,0 +1,1 @@
+"""What `starling support-bundle` collects, and how it removes secrets."""

@@ -1,0 +1,157 @@
+"""The files of a support bundle: what a helper needs to see, bounded, with secrets removed.
+
+Never included: prompts and answers (the journal, sessions, KV pages), model files, keys.
+"""
+
+from __future__ import annotations
+
+import getpass
+import io
+import os
+import platform
+import socket
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.config import paths
+from pipeline.config.load import load, render
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+from starling.support.redaction import Redaction
+
+Part = tuple[str, Callable[[], str]]
+_SECRET_VARIABLES = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+def collect(log_bytes: int) -> dict[str, bytes]:
+    """The files by name. A part that cannot be read becomes a text that says why.
+
+    `log_bytes`: most of each log file, from its end.
+    """
+    try:
+        config: Config | None = load()
+    except ConfigError as error:
+        config, problem = None, error.message
+    parts: list[Part] = [("machine.json", _machine), ("doctor.json", _doctor)]
+    if config is None:
+        parts.append(("configuration.txt", lambda: problem))
+    else:
+        parts += _parts_of(config)
+    parts += list(_logs(log_bytes))
+    redaction = _redaction(config)
+    return {name: redaction.text(_read(read)).encode() for name, read in parts}
+
+
+def pack(files: dict[str, bytes], now: float) -> bytes:
+    """A .tar.gz with the files in a folder of their own. `now`: s since 1970."""
+    target = io.BytesIO()
+    folder = time.strftime("starling-support-%Y%m%d-%H%M%S", time.gmtime(now))
+    with tarfile.open(fileobj=target, mode="w:gz") as archive:
+        for name, data in sorted(files.items()):
+            info = tarfile.TarInfo(f"{folder}/{name}")
+            info.size, info.mtime, info.mode = len(data), int(now), 0o600
+            archive.addfile(info, io.BytesIO(data))
+    return target.getvalue()
+
+
+def _read(read: Callable[[], str]) -> str:
+    try:
+        return read()
+    except Exception as error:  # whatever is broken is what the bundle is for
+        return f"could not be read: {type(error).__name__}: {error}\n"
+
+
+# ------------------------------------------------------------------ parts
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.format(msgspec.json.encode(value)).decode() + "\n"
+
+
+def _machine() -> str:
+    from importlib.metadata import version
+
+    names = ("starling", "numba", "llvmlite", "numpy", "pyzmq", "msgspec", "aiohttp", "tokenizers", "llguidance")
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("model name", "flags"))]
+    return _json(
+        {
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "versions": {name: version(name) for name in names},
+            "python": platform.python_version(),
+            "kernel": platform.release(),
+            "cpu": cpu[:2],
+            "cores": len(os.sched_getaffinity(0)),
+            "memory": Path("/proc/meminfo").read_text().splitlines()[:3],
+        }
+    )
+
+
+def _doctor() -> str:
+    from starling.cli.doctor import examine
+
+    return _json(list(examine()))
+
+
+def _parts_of(config: Config) -> list[Part]:
+    return [
+        ("configuration.yaml", lambda: render(config)),
+        ("models.json", lambda: _models(config)),
+        ("status.json", lambda: _status(config)),
+        ("metrics.txt", lambda: _metrics(config)),
+    ]
+
+
+def _models(config: Config) -> str:
+    from starling import model_list
+
+    return _json(model_list.rows(config))
+
+
+def _status(config: Config) -> str:
+    from starling.cli.status import look
+
+    return _json(look(config))
+
+
+def _metrics(config: Config) -> str:
+    from pipeline.observe.exposition import render as exposition
+
+    return exposition(config, shows_tenants=False).decode()
+
+
+def _logs(log_bytes: int) -> Iterator[Part]:
+    for path in sorted(paths.logs_dir().glob("*.log")):
+        yield f"logs/{path.name}", partial(_tail, path, log_bytes)
+
+
+def _tail(path: Path, nbytes: int) -> str:
+    """Whole lines from the end of the file."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - nbytes))
+        if size > nbytes:
+            file.readline()
+        return file.read().decode("utf-8", "replace")
+
+
+# ------------------------------------------------------------------ secrets
+
+
+def _redaction(config: Config | None) -> Redaction:
+    secrets = [value for name, value in os.environ.items() if any(word in name.upper() for word in _SECRET_VARIABLES)]
+    names = [(str(paths.home()), "STARLING_HOME"), (str(Path.home()), "~"), (socket.gethostname(), "HOST")]
+    try:
+        names.append((getpass.getuser(), "USER"))
+    except (KeyError, OSError):  # a user without a name, in a container
+        pass
+    if config is not None:
+        secrets += [key.key for key in config.auth.api_keys]
+        tenants = sorted({key.tenant for key in config.auth.api_keys} - {"", "default"})
+        names += [(tenant, f"TENANT-{number}") for number, tenant in enumerate(tenants, 1)]
+    return Redaction(secrets, [(name, mark) for name, mark in names if name not in ("/", "/root", "root", "localhost")])
