@@ -10,7 +10,8 @@ import json
 import re
 from typing import Any
 
-from pipeline.api.fields import Reader, flag, invalid_value, read_fields, show, text
+from pipeline.api.fields import Reader, flag, invalid_value, object_schema, read_fields, show, text
+from pipeline.api.json_schema import any_of, array_of, described, schema_of
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Constraint
 
@@ -30,6 +31,10 @@ def _constraint(kind: str, content: str, name: str) -> Constraint:
     return Constraint(kind, content, name)
 
 
+_TEXT = text(MAX_TEXT, empty=False)
+
+
+@described(any_of({"type": "object"}, {"type": "string", "contentMediaType": "application/schema+json"}))
 def read_schema(value: Any, name: str) -> Constraint:
     """Read a JSON Schema: an object, or its JSON text."""
     if isinstance(value, str):
@@ -42,43 +47,80 @@ def read_schema(value: Any, name: str) -> Constraint:
     return _constraint("json_schema", json.dumps(value, ensure_ascii=False, separators=(",", ":")), name)
 
 
+@described(schema_of(_TEXT))
 def read_regex(value: Any, name: str) -> Constraint:
     """Read a regular expression that the whole output must match."""
-    return _constraint("regex", text(MAX_TEXT, empty=False)(value, name), name)
+    return _constraint("regex", _TEXT(value, name), name)
 
 
+@described(array_of(schema_of(_TEXT), least=1, most=MAX_CHOICES))
 def read_choice(value: Any, name: str) -> Constraint:
     """Read the texts of which the output must be one."""
     if not isinstance(value, list) or not value:
         raise invalid_value(name, value, "an array of texts")
     if len(value) > MAX_CHOICES:
         raise InvalidRequest(f"{name} has {len(value)} texts; at most {MAX_CHOICES} are allowed", name)
-    each = text(MAX_TEXT, empty=False)
-    choices = list(dict.fromkeys(each(item, f"{name}[{index}]") for index, item in enumerate(value)))
+    choices = list(dict.fromkeys(_TEXT(item, f"{name}[{index}]") for index, item in enumerate(value)))
     return _constraint("choice", json.dumps(choices, ensure_ascii=False), name)
 
 
+_SYNTAXES = ("gbnf", "lark", "regex")
+
+
+@described({"enum": list(_SYNTAXES)})
+def _read_syntax(value: Any, name: str) -> str:
+    if not isinstance(value, str) or value not in _SYNTAXES:
+        raise invalid_value(name, value, '"gbnf", "lark" or "regex"')
+    return value
+
+
+_GRAMMAR: dict[str, Reader] = {"syntax": _read_syntax, "definition": _TEXT}
+
+
+@described(any_of(schema_of(_TEXT), object_schema(_GRAMMAR, required=("syntax", "definition"))))
 def read_grammar(value: Any, name: str) -> Constraint:
     """Read a grammar: its text in GBNF (with `::=`) or Lark, or `{"syntax", "definition"}`."""
     if isinstance(value, dict):
-        fields = read_fields(
-            value,
-            {"syntax": text(16), "definition": text(MAX_TEXT, empty=False)},
-            required=("syntax", "definition"),
-            within=name,
-        )
-        if fields["syntax"] not in ("gbnf", "lark", "regex"):
-            raise invalid_value(f"{name}.syntax", fields["syntax"], '"gbnf", "lark" or "regex"')
+        fields = read_fields(value, _GRAMMAR, required=("syntax", "definition"), within=name)
         return _constraint(fields["syntax"], fields["definition"], name)
-    definition = text(MAX_TEXT, empty=False)(value, name)
+    definition = _TEXT(value, name)
     return _constraint("gbnf" if _GBNF_RULE.search(definition) else "lark", definition, name)
 
 
+@described(schema_of(flag))
 def read_any_object(value: Any, name: str) -> Constraint | None:
     """Read whether the output must be a JSON object."""
     return _constraint("json_schema", _ANY_OBJECT, name) if flag(value, name) else None
 
 
+_NAMED_SCHEMA: dict[str, Reader] = {
+    "name": text(64),
+    "description": text(MAX_TEXT),
+    "strict": flag,
+    "schema": read_schema,
+}
+
+
+@described(object_schema(_NAMED_SCHEMA, required=("schema",)))
+def _read_named_schema(value: Any, name: str) -> Constraint:
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object with "name" and "schema"')
+    schema: Constraint = read_fields(value, _NAMED_SCHEMA, required=("schema",), within=name)["schema"]
+    return schema
+
+
+_JSON_SCHEMA: dict[str, Reader] = {"type": text(16), "schema": read_schema, "json_schema": _read_named_schema}
+
+
+@described(
+    {
+        **object_schema(_JSON_SCHEMA, required=("type",)),
+        "properties": {
+            **object_schema(_JSON_SCHEMA)["properties"],
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+        },
+    }
+)
 def read_response_format(value: Any, name: str) -> Constraint | None:
     """Read OpenAI's `response_format`, and llama-server's with the schema beside the type."""
     if not isinstance(value, dict):
@@ -94,9 +136,7 @@ def read_response_format(value: Any, name: str) -> Constraint | None:
         raise InvalidRequest(
             f'{name}.type is {show(kind)}; it must be "text", "json_object" or "json_schema"', f"{name}.type"
         )
-    fields = read_fields(
-        value, {"type": text(16), "schema": read_schema, "json_schema": _read_named_schema}, within=name
-    )
+    fields = read_fields(value, _JSON_SCHEMA, within=name)
     schemas = [fields[key] for key in ("schema", "json_schema") if key in fields]
     if len(schemas) != 1:
         raise InvalidRequest(f"{name} must have one schema, at {name}.json_schema.schema", f"{name}.json_schema")
@@ -104,26 +144,21 @@ def read_response_format(value: Any, name: str) -> Constraint | None:
     return schema
 
 
-def _read_named_schema(value: Any, name: str) -> Constraint:
-    if not isinstance(value, dict):
-        raise invalid_value(name, value, 'an object with "name" and "schema"')
-    table: dict[str, Reader] = {"name": text(64), "description": text(MAX_TEXT), "strict": flag, "schema": read_schema}
-    schema: Constraint = read_fields(value, table, required=("schema",), within=name)["schema"]
-    return schema
+_STRUCTURED_OUTPUTS: dict[str, Reader] = {
+    "json": read_schema,
+    "json_object": read_any_object,
+    "regex": read_regex,
+    "choice": read_choice,
+    "grammar": read_grammar,
+}
 
 
+@described(object_schema(_STRUCTURED_OUTPUTS))
 def read_structured_outputs(value: Any, name: str) -> Constraint | None:
     """Read vLLM's `structured_outputs`."""
     if not isinstance(value, dict):
         raise invalid_value(name, value, 'an object like {"regex": "..."}')
-    table: dict[str, Reader] = {
-        "json": read_schema,
-        "json_object": read_any_object,
-        "regex": read_regex,
-        "choice": read_choice,
-        "grammar": read_grammar,
-    }
-    return _only_one(read_fields(value, table, within=name))
+    return _only_one(read_fields(value, _STRUCTURED_OUTPUTS, within=name))
 
 
 CONSTRAINT_FIELDS: dict[str, Reader] = {

@@ -3,6 +3,8 @@
 A reader is `read(value, name)`: it returns the value in the form that the server uses, or raises an
 `InvalidRequest` that names the field, the value, the bound and the remedy.  `read_fields` applies a table to
 an object.  A null is the same as a missing field.  A name that is in no table is rejected: no field is ignored.
+
+A `FieldTable` is the table of a whole body.  Its schema is in `/openapi.json`.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from pipeline.api.json_schema import Schema, any_of, array_of, described, nullable, schema_of, string
 from pipeline.errors import InvalidRequest
 
 Reader = Callable[[Any, str], Any]
 
 SHOWN_CHARACTERS = 60  # of a value or name in an error message
+TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 MAX_MATCHED_CHARACTERS = 64  # of an unknown name that is compared with the known ones: the time is quadratic
 
 
@@ -75,6 +79,39 @@ def read_fields(
     return values
 
 
+class FieldTable(NamedTuple):
+    """The fields of a body, which of them are required, and the known ones that are refused."""
+
+    fields: Mapping[str, Reader]
+    required: tuple[str, ...] = ()
+    unsupported: Mapping[str, Unsupported] = {}
+
+    def read(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of the fields that `body` has, by name. Raises `InvalidRequest`."""
+        return read_fields(body, self.fields, required=self.required, unsupported=self.unsupported)
+
+    def schema(self) -> Schema:
+        """Return the JSON Schema of the bodies that `read` accepts."""
+        return object_schema(self.fields, required=self.required, unsupported=self.unsupported)
+
+
+def object_schema(
+    table: Mapping[str, Reader],
+    *,
+    required: tuple[str, ...] = (),
+    unsupported: Mapping[str, Unsupported] | None = None,
+) -> Schema:
+    """Return the JSON Schema of the objects that `read_fields` accepts with the same arguments."""
+    properties = {
+        name: schema_of(reader) if name in required else nullable(schema_of(reader)) for name, reader in table.items()
+    }
+    for name, field in (unsupported or {}).items():
+        if name not in table:
+            properties[name] = {"enum": [*field.neutral, None], "description": f"Not supported; {field.hint}."}
+    schema: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    return {**schema, "required": list(required)} if required else schema
+
+
 def is_same_json(value: Any, other: Any) -> bool:
     """Compare as JSON: 0 and false differ, although Python's `==` equates them."""
     return type(value) is type(other) and bool(value == other)
@@ -90,6 +127,7 @@ def _unknown_field(name: str, prefix: str, table: Mapping[str, Reader]) -> Inval
 # ------------------------------------------------------------------ readers
 
 
+@described({"type": "boolean"})
 def flag(value: Any, name: str) -> bool:
     """Read a boolean."""
     if not isinstance(value, bool):
@@ -100,7 +138,9 @@ def flag(value: Any, name: str) -> bool:
 def integer(low: int, high: int, hint: str = "") -> Reader:
     """Return a reader of whole numbers from `low` to `high`; it accepts 5.0 and rejects true."""
     expected = f"a whole number from {low} to {high}" + (f" ({hint})" if hint else "")
+    schema: Schema = {"type": "integer", "minimum": low, "maximum": high}
 
+    @described({**schema, "description": hint} if hint else schema)
     def read(value: Any, name: str) -> int:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -115,7 +155,9 @@ def number(low: float, high: float, *, above: bool = False, hint: str = "") -> R
     """Return a reader of finite numbers from `low` (with `above`: greater than `low`) to `high`."""
     start = f"greater than {low:g} and at most" if above else f"from {low:g} to"
     expected = f"a number {start} {high:g}" + (f" ({hint})" if hint else "")
+    schema: Schema = {"type": "number", "exclusiveMinimum" if above else "minimum": low, "maximum": high}
 
+    @described({**schema, "description": hint} if hint else schema)
     def read(value: Any, name: str) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise invalid_value(name, value, expected)
@@ -130,6 +172,7 @@ def text(max_characters: int, *, empty: bool = True) -> Reader:
     """Return a reader of strings of at most `max_characters`; `empty`: accepts the empty string."""
     min_characters = 0 if empty else 1
 
+    @described(string(max_characters, least=min_characters))
     def read(value: Any, name: str) -> str:
         if not isinstance(value, str):
             raise invalid_value(name, value, "a string")
@@ -146,6 +189,7 @@ def strings(max_count: int, max_characters: int, *, name_each: str = "string") -
     """Return a reader of one string or an array of up to `max_count`, none of them empty; it drops duplicates."""
     each = text(max_characters, empty=False)
 
+    @described(any_of(schema_of(each), array_of(schema_of(each), most=max_count)))
     def read(value: Any, name: str) -> tuple[str, ...]:
         if isinstance(value, str):
             return (each(value, name),)
@@ -161,6 +205,7 @@ def strings(max_count: int, max_characters: int, *, name_each: str = "string") -
 def token_ids(max_count: int) -> Reader:
     """Return a reader of arrays of token ids. Their upper bound, the vocabulary, is checked at admission."""
 
+    @described(array_of(TOKEN_ID, most=max_count))
     def read(value: Any, name: str) -> tuple[int, ...]:
         if not isinstance(value, list):
             raise invalid_value(name, value, "an array of token ids")

@@ -8,7 +8,19 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.api.constraint_fields import CONSTRAINT_FIELDS
-from pipeline.api.fields import Reader, flag, integer, invalid_value, number, read_fields, strings, text, token_ids
+from pipeline.api.fields import (
+    Reader,
+    flag,
+    integer,
+    invalid_value,
+    number,
+    object_schema,
+    read_fields,
+    strings,
+    text,
+    token_ids,
+)
+from pipeline.api.json_schema import array_of, described, schema_of
 from pipeline.config.schema import MAX_DRAFT_TOKENS
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Sampling
@@ -28,11 +40,16 @@ MAX_TTL_S = 30 * 86_400
 U64 = 1 << 64
 
 
+_SEED = integer(-(1 << 63), U64 - 1)
+
+
+@described(schema_of(_SEED))
 def read_seed(value: Any, name: str) -> int:
     """Read a 64-bit number, signed or unsigned, modulo 2**64."""
-    return int(integer(-(1 << 63), U64 - 1)(value, name)) % U64
+    return int(_SEED(value, name)) % U64
 
 
+@described({"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARACTERS, "pattern": "^[^\\u0000]*$"})
 def read_salt(value: Any, name: str) -> str:
     """Read a cache salt. It has no NUL: that separates it from the tenant's salt."""
     salt: str = text(MAX_SALT_CHARACTERS, empty=False)(value, name)
@@ -41,6 +58,7 @@ def read_salt(value: Any, name: str) -> str:
     return salt
 
 
+@described({**array_of({"enum": list(DEFAULT_ORDER)}, least=1), "uniqueItems": True, "contains": {"const": "mask"}})
 def read_order(value: Any, name: str) -> tuple[str, ...]:
     """Read sampler steps in the order in which to apply them; a missing step is not applied."""
     steps = ", ".join(DEFAULT_ORDER)
@@ -56,28 +74,42 @@ def read_order(value: Any, name: str) -> tuple[str, ...]:
     return tuple(value)
 
 
+_BIAS = number(-100, 100)
+
+
+@described(
+    {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": schema_of(_BIAS),
+        "maxProperties": MAX_BIAS,
+    }
+)
 def read_logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:
     """Read `{"token id": bias}`, as in OpenAI's API, into pairs sorted by token id."""
     if not isinstance(value, dict):
         raise invalid_value(name, value, "an object from token ids to numbers from -100 to 100")
     if len(value) > MAX_BIAS:
         raise InvalidRequest(f"{name} has {len(value)} entries; at most {MAX_BIAS} are allowed", name)
-    bias = number(-100, 100)
     pairs: dict[int, float] = {}
     for key, item in value.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < 2**31):
             raise InvalidRequest(f"{name} has the key {key[:32]!r}; keys must be token ids", name)
         if int(key) in pairs:
             raise InvalidRequest(f"{name} gives token {int(key)} twice; give it once", name)
-        pairs[int(key)] = bias(item, f"{name}.{key}")
+        pairs[int(key)] = _BIAS(item, f"{name}.{key}")
     return tuple(sorted(pairs.items()))
 
 
+_STREAM_OPTIONS: dict[str, Reader] = {"include_usage": flag}
+
+
+@described(object_schema(_STREAM_OPTIONS))
 def read_stream_options(value: Any, name: str) -> dict[str, Any]:
     """Read OpenAI's `stream_options`."""
     if not isinstance(value, dict):
         raise invalid_value(name, value, "an object")
-    return read_fields(value, {"include_usage": flag}, within=name)
+    return read_fields(value, _STREAM_OPTIONS, within=name)
 
 
 # The fields of `Sampling` that every endpoint accepts; those of OpenAI's API have its bounds.

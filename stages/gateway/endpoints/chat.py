@@ -8,12 +8,23 @@ from typing import Any
 
 import msgspec
 
-from pipeline.api.fields import Reader, Unsupported, flag, integer, invalid_value, read_fields, text
+from pipeline.api.fields import (
+    FieldTable,
+    Reader,
+    Unsupported,
+    flag,
+    integer,
+    invalid_value,
+    object_schema,
+    read_fields,
+    text,
+)
 from pipeline.api.generation_fields import (
     COMMON_FIELDS,
     MAX_OUTPUT_TOKENS,
     read_stream_options,
 )
+from pipeline.api.json_schema import Schema, any_of, array_of, described
 from pipeline.errors import InvalidRequest
 from shm.step_ring import MAX_TOP
 from stages.gateway.endpoints.openai_formatter import OpenAIFormatter
@@ -36,6 +47,74 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # ------------------------------------------------------------------ request
 
 
+@described({"enum": list(ROLES)})
+def _read_role(value: Any, name: str) -> str:
+    if value == "function":
+        raise InvalidRequest(f'{name} is "function", an older form of "tool"; send the result of a tool call', name)
+    if not isinstance(value, str) or value not in ROLES:
+        raise invalid_value(name, value, "one of " + ", ".join(ROLES))
+    return value
+
+
+_PART: dict[str, Reader] = {"type": text(16), "text": text(1 << 30)}
+_PART_SCHEMA = object_schema(_PART, required=("type", "text"))
+_PART_SCHEMA["properties"]["type"] = {"const": "text"}
+
+
+@described(any_of({"type": "string"}, array_of(_PART_SCHEMA)))
+def _read_content(value: Any, name: str) -> str:
+    """Read a string, or an array of text parts, which are joined."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise invalid_value(name, value, 'a string or an array of {"type": "text", "text": ...}')
+    texts = []
+    for index, part in enumerate(value):
+        where = f"{name}[{index}]"
+        if not isinstance(part, dict):
+            raise invalid_value(where, part, 'an object {"type": "text", "text": ...}')
+        if part.get("type") != "text":
+            raise InvalidRequest(
+                f"{where}.type is {repr(part.get('type'))[:80]}; this server accepts text only", f"{where}.type"
+            )
+        texts.append(read_fields(part, _PART, required=("text",), within=where)["text"])
+    return "".join(texts)
+
+
+_UNSUPPORTED_IN_MESSAGE = {
+    "name": Unsupported(hint="write the name into the content"),
+    "function_call": Unsupported(hint="use tool_calls"),
+    "refusal": Unsupported(),
+    "annotations": Unsupported([]),
+    "audio": Unsupported(hint="this server accepts text only"),
+}
+
+_UNSUPPORTED_CALLS = {
+    "tool_calls": Unsupported([], hint="an assistant's message has tool calls"),
+    "tool_call_id": Unsupported(hint="a message with the role tool has it"),
+}
+
+_MESSAGE: dict[str, Reader] = {"role": _read_role, "content": _read_content}
+_MESSAGE_FIELDS: dict[str, dict[str, Reader]] = {  # by role; other roles have those of `_MESSAGE` alone
+    "assistant": {**_MESSAGE, "tool_calls": read_tool_calls, "parsed": ignored},
+    "tool": {**_MESSAGE, "tool_call_id": call_id, "name": tool_name},
+}
+
+
+def _message_schema(role: str) -> Schema:
+    required: tuple[str, ...] = ("role", "content")
+    unsupported = _UNSUPPORTED_IN_MESSAGE
+    if role == "assistant":
+        required = ("role",)
+    elif role == "tool":
+        required = ("role", "content", "tool_call_id")
+    else:
+        unsupported = {**unsupported, **_UNSUPPORTED_CALLS}
+    schema = object_schema(_MESSAGE_FIELDS.get(role, _MESSAGE), required=required, unsupported=unsupported)
+    return {**schema, "title": role, "properties": {**schema["properties"], "role": {"const": role}}}
+
+
+@described(array_of(any_of(*map(_message_schema, ROLES)), least=1, most=MAX_MESSAGES))
 def read_messages(value: Any, name: str) -> list[dict[str, Any]]:
     """Read messages into the form of the chat template: `role`, and `content` as a string."""
     if not isinstance(value, list):
@@ -54,14 +133,12 @@ def _read_message(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise invalid_value(name, value, 'an object with "role" and "content"')
     role = _read_role(value["role"], f"{name}.role") if value.get("role") is not None else ""
-    table: dict[str, Reader] = {"role": _read_role, "content": _read_content}
+    table = _MESSAGE_FIELDS.get(role, _MESSAGE)
     unsupported, required = _UNSUPPORTED_IN_MESSAGE, ["role", "content"]
     if role == "assistant":
-        table |= {"tool_calls": read_tool_calls, "parsed": ignored}
         if value.get("tool_calls"):
             required.remove("content")
     elif role == "tool":
-        table |= {"tool_call_id": call_id, "name": tool_name}
         required.append("tool_call_id")
     else:
         unsupported = {**unsupported, **_UNSUPPORTED_CALLS}
@@ -74,34 +151,7 @@ def _read_message(value: Any, name: str) -> dict[str, Any]:
     return {**fields, "role": "system" if role == "developer" else role}
 
 
-def _read_role(value: Any, name: str) -> str:
-    if value == "function":
-        raise InvalidRequest(f'{name} is "function", an older form of "tool"; send the result of a tool call', name)
-    if not isinstance(value, str) or value not in ROLES:
-        raise invalid_value(name, value, "one of " + ", ".join(ROLES))
-    return value
-
-
-def _read_content(value: Any, name: str) -> str:
-    """Read a string, or an array of text parts, which are joined."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise invalid_value(name, value, 'a string or an array of {"type": "text", "text": ...}')
-    texts = []
-    for index, part in enumerate(value):
-        where = f"{name}[{index}]"
-        if not isinstance(part, dict):
-            raise invalid_value(where, part, 'an object {"type": "text", "text": ...}')
-        if part.get("type") != "text":
-            raise InvalidRequest(
-                f"{where}.type is {repr(part.get('type'))[:80]}; this server accepts text only", f"{where}.type"
-            )
-        table = {"type": text(16), "text": text(1 << 30)}
-        texts.append(read_fields(part, table, required=("text",), within=where)["text"])
-    return "".join(texts)
-
-
+@described({"type": "string", "pattern": f"^{_DATE.pattern}$"})
 def read_template_date(value: Any, name: str) -> str:
     """Read a date, or a date and a time, into ISO 8601 without a zone."""
     expected = "a date or a time without a zone, like 2026-03-01 or 2026-03-01T12:30:00"
@@ -112,19 +162,6 @@ def read_template_date(value: Any, name: str) -> str:
     except ValueError:
         raise invalid_value(name, value, expected) from None
 
-
-_UNSUPPORTED_IN_MESSAGE = {
-    "name": Unsupported(hint="write the name into the content"),
-    "function_call": Unsupported(hint="use tool_calls"),
-    "refusal": Unsupported(),
-    "annotations": Unsupported([]),
-    "audio": Unsupported(hint="this server accepts text only"),
-}
-
-_UNSUPPORTED_CALLS = {
-    "tool_calls": Unsupported([], hint="an assistant's message has tool calls"),
-    "tool_call_id": Unsupported(hint="a message with the role tool has it"),
-}
 
 UNSUPPORTED = {
     "functions": Unsupported([], hint="use tools"),
@@ -160,9 +197,12 @@ FIELDS: dict[str, Reader] = {
 }
 
 
+BODY = FieldTable(FIELDS, ("model", "messages"), UNSUPPORTED)
+
+
 def read(body: dict[str, Any]) -> GenerationRequest:
     """Read the body of a chat request. Raises `InvalidRequest`."""
-    values = read_fields(body, FIELDS, required=("model", "messages"), unsupported=UNSUPPORTED)
+    values = BODY.read(body)
     if "max_tokens" in values and "max_completion_tokens" in values:
         raise InvalidRequest("max_tokens and max_completion_tokens mean the same; give one of them", "max_tokens")
     if "stream_options" in values and not values.get("stream"):

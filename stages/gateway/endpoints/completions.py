@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.api.fields import Reader, Unsupported, flag, integer, invalid_value, read_fields, text, token_ids
+from pipeline.api.fields import (
+    TOKEN_ID,
+    FieldTable,
+    Reader,
+    Unsupported,
+    flag,
+    integer,
+    invalid_value,
+    text,
+    token_ids,
+)
 from pipeline.api.generation_fields import (
     COMMON_FIELDS,
     MAX_OUTPUT_TOKENS,
@@ -12,6 +22,7 @@ from pipeline.api.generation_fields import (
     MAX_PROMPTS,
     read_stream_options,
 )
+from pipeline.api.json_schema import any_of, array_of, described
 from pipeline.errors import InvalidRequest
 from stages.gateway.endpoints.openai_formatter import OpenAIFormatter
 from stages.gateway.endpoints.response_formatter import finite_logprob, token_key
@@ -31,6 +42,17 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
 _PROMPT_KINDS = "a string, an array of strings, an array of token ids, or an array of such arrays"
 
 
+_TOKENS = array_of(TOKEN_ID, most=MAX_PROMPT_IDS)
+
+
+@described(
+    any_of(
+        {"type": "string"},
+        array_of({"type": "string"}, least=1, most=MAX_PROMPTS),
+        {**_TOKENS, "minItems": 1},
+        array_of(_TOKENS, least=1, most=MAX_PROMPTS),
+    )
+)
 def read_prompt(value: Any, name: str) -> list[TextOrIds]:
     """Read any of OpenAI's four kinds of prompt as a list of prompts."""
     if isinstance(value, str):
@@ -69,9 +91,12 @@ FIELDS: dict[str, Reader] = {
 }
 
 
+BODY = FieldTable(FIELDS, ("model", "prompt"), UNSUPPORTED)
+
+
 def read(body: dict[str, Any]) -> GenerationRequest:
     """Read the body of a completion request. Raises `InvalidRequest`."""
-    values = read_fields(body, FIELDS, required=("model", "prompt"), unsupported=UNSUPPORTED)
+    values = BODY.read(body)
     arguments = common_arguments(values)
     if values.get("best_of", arguments["n"]) != arguments["n"]:
         raise InvalidRequest(

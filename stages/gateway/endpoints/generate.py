@@ -34,12 +34,13 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.api.fields import (
+    TOKEN_ID,
+    FieldTable,
     Reader,
     Unsupported,
     flag,
     integer,
     invalid_value,
-    read_fields,
     text,
     token_ids,
 )
@@ -50,6 +51,7 @@ from pipeline.api.generation_fields import (
     MAX_TTL_S,
 )
 from pipeline.api.json_body import to_json
+from pipeline.api.json_schema import any_of, array_of, described
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import MAX_SESSION_ID
 from shm.step_ring import MAX_TOP
@@ -67,6 +69,7 @@ from stages.gateway.requests.token_bytes import TokenBytes
 # ------------------------------------------------------------------ request
 
 
+@described(any_of({"type": "string"}, array_of(TOKEN_ID, least=1, most=MAX_PROMPT_IDS)))
 def read_prompt(value: Any, name: str) -> TextOrIds:
     """Read a text or token ids."""
     if isinstance(value, str):
@@ -94,9 +97,12 @@ FIELDS: dict[str, Reader] = {
 }
 
 
+BODY = FieldTable(FIELDS, ("prompt",), UNSUPPORTED)
+
+
 def read(body: dict[str, Any]) -> GenerationRequest:
     """Read the body of a generate request. Raises `InvalidRequest`."""
-    values = read_fields(body, FIELDS, required=("prompt",), unsupported=UNSUPPORTED)
+    values = BODY.read(body)
     arguments = common_arguments(values)
     has_logprobs = "logprobs" in values
     if has_logprobs:

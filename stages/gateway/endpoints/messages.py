@@ -10,8 +10,21 @@ from typing import Any
 
 import msgspec
 
-from pipeline.api.fields import Reader, Unsupported, flag, integer, invalid_value, number, read_fields, show, text
+from pipeline.api.fields import (
+    FieldTable,
+    Reader,
+    Unsupported,
+    flag,
+    integer,
+    invalid_value,
+    number,
+    object_schema,
+    read_fields,
+    show,
+    text,
+)
 from pipeline.api.generation_fields import MAX_MODEL_CHARACTERS, MAX_OUTPUT_TOKENS, read_seed, sampling_of
+from pipeline.api.json_schema import Schema, any_of, array_of, described, schema_of
 from pipeline.errors import InvalidRequest
 from stages.gateway.endpoints.chat import MAX_MESSAGES
 from stages.gateway.requests.generation_request import GenerationRequest, TemplateArguments
@@ -19,6 +32,7 @@ from stages.gateway.tool_calls.history import call_id, check_results, template_c
 from stages.gateway.tool_calls.tool_fields import (
     ANY_TOOL,
     MAX_DESCRIPTION,
+    MAX_TOOLS,
     each_tool,
     json_object,
     make_tools,
@@ -34,17 +48,10 @@ ERROR_PREFIX = "Error: "  # before the content of a result with `is_error`
 # ------------------------------------------------------------------ content blocks
 
 
-def read_cache_control(value: Any, name: str) -> None:
-    """Read a hint: prefixes are cached without it."""
-    if not isinstance(value, dict):
-        raise invalid_value(name, value, 'an object {"type": "ephemeral"}')
-    table: dict[str, Reader] = {"type": _one_of("ephemeral"), "ttl": _one_of("5m", "1h")}
-    read_fields(value, table, required=("type",), within=name)
-
-
 def _one_of(*values: str) -> Reader:
     expected = " or ".join(f'"{value}"' for value in values)
 
+    @described({"enum": list(values)})
     def read(value: Any, name: str) -> str:
         if not isinstance(value, str) or value not in values:
             raise invalid_value(name, value, expected)
@@ -53,11 +60,24 @@ def _one_of(*values: str) -> Reader:
     return read
 
 
+_CACHE_CONTROL: dict[str, Reader] = {"type": _one_of("ephemeral"), "ttl": _one_of("5m", "1h")}
+
+
+@described(object_schema(_CACHE_CONTROL, required=("type",)))
+def read_cache_control(value: Any, name: str) -> None:
+    """Read a hint: prefixes are cached without it."""
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object {"type": "ephemeral"}')
+    read_fields(value, _CACHE_CONTROL, required=("type",), within=name)
+
+
+@described(schema_of(json_object))
 def read_input(value: Any, name: str) -> dict[str, Any]:
     """Read the input of a `tool_use` block."""
     return json_object(value, name)
 
 
+@described(any_of({"type": "string"}, array_of({"type": "object", "required": ["type", "text"]})))
 def _read_result_content(value: Any, name: str) -> str:
     return "\n".join(block["text"] for block in read_blocks(value, name, ("text",), may_be_empty=True))
 
@@ -91,6 +111,21 @@ def read_blocks(value: Any, name: str, types: tuple[str, ...], *, may_be_empty: 
     return [_read_block(block, f"{name}[{index}]", types) for index, block in enumerate(value)]
 
 
+_ROLES = ("user", "assistant", "system")
+_TYPES = {"assistant": ("text", "tool_use"), "system": ("text",)}  # of content blocks, by role
+_OTHER_TYPES = ("text", "tool_result")
+
+
+def _blocks_schema(*types: str) -> Schema:
+    schemas = []
+    for kind in types:
+        fields, required = _BLOCKS[kind]
+        table = {**fields, "type": _one_of(kind), "cache_control": read_cache_control}
+        schema = object_schema(table, required=(*required, "type"), unsupported=_UNSUPPORTED_IN_BLOCK)
+        schemas.append({**schema, "title": kind})
+    return any_of({"type": "string"}, array_of(any_of(*schemas)))
+
+
 def _read_block(value: Any, name: str, types: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise invalid_value(name, value, 'an object like {"type": "text", "text": ...}')
@@ -107,6 +142,13 @@ def _read_block(value: Any, name: str, types: tuple[str, ...]) -> dict[str, Any]
 # ------------------------------------------------------------------ messages
 
 
+def _message_schema(role: str) -> Schema:
+    content = _blocks_schema(*_TYPES.get(role, _OTHER_TYPES))
+    properties = {"role": {"const": role}, "content": content}
+    return {"type": "object", "properties": properties, "required": ["role", "content"], "additionalProperties": False}
+
+
+@described(array_of(any_of(*map(_message_schema, _ROLES)), least=1, most=MAX_MESSAGES))
 def read_messages(value: Any, name: str) -> list[dict[str, Any]]:
     """Read messages with content blocks into messages of the chat template."""
     if not isinstance(value, list):
@@ -138,12 +180,12 @@ def _read_message(value: Any, name: str) -> list[dict[str, Any]]:
     if not isinstance(value, dict):
         raise invalid_value(name, value, 'an object with "role" and "content"')
     role = value.get("role")
-    types = {"assistant": ("text", "tool_use"), "system": ("text",)}.get(str(role), ("text", "tool_result"))
+    types = _TYPES.get(str(role), _OTHER_TYPES)
 
     def read_content(value: Any, name: str) -> list[dict[str, Any]]:
         return read_blocks(value, name, types)
 
-    table: dict[str, Reader] = {"role": _one_of("user", "assistant", "system"), "content": read_content}
+    table: dict[str, Reader] = {"role": _one_of(*_ROLES), "content": read_content}
     blocks = read_fields(value, table, required=("role", "content"), within=name)["content"]
     if role == "assistant":
         calls = [template_call(b["id"], b["name"], b["input"]) for b in blocks if b["type"] == "tool_use"]
@@ -179,6 +221,7 @@ def _joined(before: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------ fields
 
 
+@described(_blocks_schema("text"))
 def read_system(value: Any, name: str) -> str:
     """Read a string or text blocks."""
     return "\n".join(block["text"] for block in read_blocks(value, name, ("text",), may_be_empty=True))
@@ -202,6 +245,9 @@ _UNSUPPORTED_IN_TOOL = {
 }
 
 
+@described(
+    array_of(object_schema(_TOOL, required=("name", "input_schema"), unsupported=_UNSUPPORTED_IN_TOOL), most=MAX_TOOLS)
+)
 def read_tools(value: Any, name: str) -> list[dict[str, Any]]:
     """Read Anthropic's `tools` into the form of the chat template."""
     tools = []
@@ -219,37 +265,47 @@ def read_tools(value: Any, name: str) -> list[dict[str, Any]]:
     return unique_tools(tools, name)
 
 
+_TOOL_CHOICE: dict[str, Reader] = {
+    "type": _one_of("auto", "any", "tool", "none"),
+    "name": tool_name,
+    "disable_parallel_tool_use": flag,
+}
+
+
+@described(object_schema(_TOOL_CHOICE, required=("type",)))
 def read_tool_choice(value: Any, name: str) -> dict[str, Any]:
     """Read Anthropic's `tool_choice`."""
     if not isinstance(value, dict):
         raise invalid_value(name, value, 'an object like {"type": "auto"}')
-    table: dict[str, Reader] = {
-        "type": _one_of("auto", "any", "tool", "none"),
-        "name": tool_name,
-        "disable_parallel_tool_use": flag,
-    }
     required = ("type", "name") if value.get("type") == "tool" else ("type",)
-    fields = read_fields(value, table, required=required, within=name)
+    fields = read_fields(value, _TOOL_CHOICE, required=required, within=name)
     if "name" in fields and fields["type"] != "tool":
         raise InvalidRequest(f'{name}.name is given and {name}.type is not "tool"; leave it out', f"{name}.name")
     return fields
 
 
+_STOP = text(MAX_STOP_CHARACTERS, empty=False)
+
+
+@described(array_of(schema_of(_STOP), most=MAX_STOP_SEQUENCES))
 def read_stop_sequences(value: Any, name: str) -> tuple[str, ...]:
     """Read an array of stop strings."""
     if not isinstance(value, list):
         raise invalid_value(name, value, f"an array of up to {MAX_STOP_SEQUENCES} strings")
     if len(value) > MAX_STOP_SEQUENCES:
         raise InvalidRequest(f"{name} has {len(value)} strings; at most {MAX_STOP_SEQUENCES} are allowed", name)
-    each = text(MAX_STOP_CHARACTERS, empty=False)
-    return tuple(dict.fromkeys(each(item, f"{name}[{index}]") for index, item in enumerate(value)))
+    return tuple(dict.fromkeys(_STOP(item, f"{name}[{index}]") for index, item in enumerate(value)))
 
 
+_METADATA: dict[str, Reader] = {"user_id": text(512)}
+
+
+@described(object_schema(_METADATA))
 def read_metadata(value: Any, name: str) -> None:
     """Read a hint."""
     if not isinstance(value, dict):
         raise invalid_value(name, value, 'an object {"user_id": ...}')
-    read_fields(value, {"user_id": text(512)}, within=name)
+    read_fields(value, _METADATA, within=name)
 
 
 UNSUPPORTED = {
@@ -285,9 +341,13 @@ FIELDS: dict[str, Reader] = {
 }
 
 
+BODY = FieldTable(FIELDS, ("model", "max_tokens", "messages"), UNSUPPORTED)
+COUNT_BODY = FieldTable(_PROMPT_FIELDS, ("model", "messages"), UNSUPPORTED)
+
+
 def read(body: dict[str, Any]) -> GenerationRequest:
     """Read the body of a request for a message. Raises `InvalidRequest`."""
-    values = read_fields(body, FIELDS, required=("model", "max_tokens", "messages"), unsupported=UNSUPPORTED)
+    values = BODY.read(body)
     return GenerationRequest(
         endpoint="messages",
         max_tokens=values["max_tokens"],
@@ -301,7 +361,7 @@ def read(body: dict[str, Any]) -> GenerationRequest:
 
 def read_count(body: dict[str, Any]) -> GenerationRequest:
     """Read the body of a request to count the tokens of a prompt. Raises `InvalidRequest`."""
-    values = read_fields(body, _PROMPT_FIELDS, required=("model", "messages"), unsupported=UNSUPPORTED)
+    values = COUNT_BODY.read(body)
     return GenerationRequest(endpoint="count_tokens", **_prompt_arguments(values))
 
 

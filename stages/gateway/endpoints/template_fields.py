@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from pipeline.api.fields import Reader, flag, invalid_value
+from pipeline.api.json_schema import array_of, described
 from pipeline.errors import InvalidRequest
 from stages.gateway.requests.generation_request import TemplateArguments
 
@@ -25,6 +26,7 @@ _FIELDS = ("messages", "tools", "documents", "add_generation_prompt", "continue_
 _RESERVED = ("bos_token", "eos_token", "raise_exception", "strftime_now")
 
 
+@described(array_of({"type": "object"}, most=MAX_DOCUMENTS))
 def read_documents(value: Any, name: str) -> list[dict[str, Any]]:
     """Read documents: objects of any content, usually with `title` and `text`."""
     if not isinstance(value, list):
@@ -38,6 +40,7 @@ def read_documents(value: Any, name: str) -> list[dict[str, Any]]:
     return value
 
 
+@described({"type": "object", "maxProperties": MAX_VARIABLES, "propertyNames": {"maxLength": MAX_NAME_CHARACTERS}})
 def read_variables(value: Any, name: str) -> dict[str, Any]:
     """Read the template's variables by name."""
     if not isinstance(value, dict):

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.api.fields import Reader, flag, read_fields, text, token_ids
+from pipeline.api.fields import FieldTable, flag, text, token_ids
 from pipeline.api.generation_fields import MAX_PROMPT_IDS
 from pipeline.api.json_body import to_json
 from pipeline.errors import InvalidRequest
@@ -41,22 +41,28 @@ class DetokenizeRequest(msgspec.Struct):
     skip_special: bool
 
 
-_TOKENIZE: dict[str, Reader] = {
-    "model": text(256, empty=False),
-    "text": text(1 << 30),
-    "add_special_tokens": flag,
-    "parse_special": flag,
-}
-_DETOKENIZE: dict[str, Reader] = {
-    "model": text(256, empty=False),
-    "tokens": token_ids(MAX_PROMPT_IDS),
-    "skip_special_tokens": flag,
-}
+TOKENIZE_BODY = FieldTable(
+    {
+        "model": text(256, empty=False),
+        "text": text(1 << 30),
+        "add_special_tokens": flag,
+        "parse_special": flag,
+    },
+    ("text",),
+)
+DETOKENIZE_BODY = FieldTable(
+    {
+        "model": text(256, empty=False),
+        "tokens": token_ids(MAX_PROMPT_IDS),
+        "skip_special_tokens": flag,
+    },
+    ("tokens",),
+)
 
 
 def read_tokenize(body: dict[str, Any]) -> TokenizeRequest:
     """Read the body of /v1/tokenize. Raises `InvalidRequest`."""
-    values = read_fields(body, _TOKENIZE, required=("text",))
+    values = TOKENIZE_BODY.read(body)
     return TokenizeRequest(
         values.get("model", ""),
         values["text"],
@@ -88,5 +94,5 @@ def tokenize_response(model: str, encoded: m.Encoded) -> Iterator[bytes]:
 
 def read_detokenize(body: dict[str, Any]) -> DetokenizeRequest:
     """Read the body of /v1/detokenize. Raises `InvalidRequest`."""
-    values = read_fields(body, _DETOKENIZE, required=("tokens",))
+    values = DETOKENIZE_BODY.read(body)
     return DetokenizeRequest(values.get("model", ""), values["tokens"], values.get("skip_special_tokens", False))

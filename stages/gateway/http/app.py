@@ -12,7 +12,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import Forbidden
 from pipeline.runtime.process import file_limit
 from stages.gateway.admin import Admin
-from stages.gateway.http import model_endpoints, probes, text_endpoints, token_endpoints
+from stages.gateway.http import model_endpoints, probes, text_endpoints, token_endpoints, web_endpoints
 from stages.gateway.http.connection_gate import ConnectionGate
 from stages.gateway.http.context import (
     BACKLOGS,
@@ -55,6 +55,7 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
         app.router.add_post(endpoint.path, checked(handler) if endpoint.name == "messages" else handler)
     app.router.add_post("/v1/messages/count_tokens", checked(token_endpoints.count_tokens))
     app.router.add_get("/v1/requests/{id}", text_endpoints.get_request)
+    app.router.add_delete("/v1/requests/{id}", text_endpoints.cancel_request)
     app.router.add_post("/v1/session/close", _close_session)
     app.router.add_post("/v1/tokenize", token_endpoints.tokenize)
     app.router.add_post("/v1/detokenize", token_endpoints.detokenize)
@@ -70,6 +71,7 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
             app.router.add_post(f"/v1/admin/{op}", _admin_handler(op, config, admin))
     if config.metrics.enabled:
         app.router.add_get(config.metrics.endpoint, probes.metrics)
+    web_endpoints.add_routes(app, config)
     return app
 
 

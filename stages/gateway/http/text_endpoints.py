@@ -20,13 +20,23 @@ from aiohttp.hdrs import METH_HEAD
 from pipeline.api import sse
 from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.config.schema import Config
-from pipeline.errors import Conflict, InvalidRequest, StarlingError
+from pipeline.errors import Conflict, InvalidRequest, NotFound, StarlingError
 from pipeline.ipc.tcp_transport import reset
 from stages.gateway.endpoints import chat_tools, completions, generate
 from stages.gateway.endpoints.message_formatter import MessageFormatter
 from stages.gateway.http.block_stream import BlockStream
 from stages.gateway.http.connection import PROBE
-from stages.gateway.http.context import BACKLOGS, CALLER, CLIENT_ID, PRINCIPAL, SERVICE, STARTED_AT, STATE, Handler
+from stages.gateway.http.context import (
+    BACKLOGS,
+    CALLER,
+    CLIENT_ID,
+    PRINCIPAL,
+    SERVICE,
+    STARTED_AT,
+    STATE,
+    Handler,
+    json_response,
+)
 from stages.gateway.http.request_body import read_body
 from stages.gateway.http.sinks import EventStream, StreamSink, WholeResponse
 from stages.gateway.http.whole_response import send_body
@@ -164,6 +174,16 @@ async def get_request(request: web.Request) -> web.StreamResponse:
         raise InvalidRequest(f"Last-Event-ID is of request {cursor.request}, not of this one", "Last-Event-ID")
     state = service.resumer.find(name, request[CALLER].tenant, cursor)
     return await _resume(request, service, state, cursor)
+
+
+async def cancel_request(request: web.Request) -> web.Response:
+    """DELETE /v1/requests/ID: cancel a request in flight. Its readers get an error."""
+    relay, name = request.app[SERVICE].relay, request.match_info["id"]
+    state = relay.requests.get(name)
+    if state is None or state.spec.tenant != request[CALLER].tenant:
+        raise NotFound(f"there is no request {name[:80]!r} in flight")
+    relay.fail(state, Conflict("the request was cancelled by its client"))
+    return json_response({"id": state.id, "cancelled": True})
 
 
 def _last_event_id(request: web.Request) -> EventCursor | None:

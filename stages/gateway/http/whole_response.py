@@ -7,7 +7,7 @@ more than `UNCOUNTED_BYTES` are counted in `Service.response_bytes` until they a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from aiohttp import web
@@ -37,11 +37,15 @@ async def send_body(request: web.Request, body: bytes) -> web.StreamResponse:
         return await send_parts(request, [body])
 
 
-async def send_parts(request: web.Request, parts: Sequence[bytes]) -> web.StreamResponse:
-    """Send a JSON body that is given in parts. Raises a TIMEOUT if the client does not read it in time."""
+async def send_parts(
+    request: web.Request, parts: Sequence[bytes], headers: Mapping[str, str] | None = None
+) -> web.StreamResponse:
+    """Send a body that is given in parts; without `headers` it is JSON.
+
+    Raises a TIMEOUT if the client does not read it in time.
+    """
     n_bytes = sum(map(len, parts))
-    response = web.StreamResponse()
-    response.content_type = CONTENT_TYPE
+    response = web.StreamResponse(headers=headers or {"Content-Type": CONTENT_TYPE})
     response.content_length = n_bytes
     limit_s = WRITE_TIMEOUT_S + n_bytes / MIN_BYTES_PER_S
     try:

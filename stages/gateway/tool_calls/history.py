@@ -12,8 +12,9 @@ import hashlib
 import re
 from typing import Any
 
-from pipeline.api.fields import Reader, invalid_value, read_fields, show, text
+from pipeline.api.fields import Reader, invalid_value, object_schema, read_fields, show, text
 from pipeline.api.json_body import parse_object
+from pipeline.api.json_schema import array_of, described
 from pipeline.errors import InvalidRequest
 from stages.gateway.tool_calls.tool_fields import json_object, tool_name
 
@@ -24,6 +25,7 @@ _NINE = re.compile(r"[A-Za-z0-9]{9}")
 call_id = text(MAX_ID, empty=False)
 
 
+@described({"type": "string", "contentMediaType": "application/json"})
 def read_arguments(value: Any, name: str) -> dict[str, Any]:
     """Read the arguments of a call: the text of a JSON object."""
     if not isinstance(value, str):
@@ -36,38 +38,45 @@ def read_arguments(value: Any, name: str) -> dict[str, Any]:
     return json_object(arguments, name)
 
 
+@described({"const": "function"})
 def _read_type(value: Any, name: str) -> str:
     if value != "function":
         raise InvalidRequest(f'{name} is {show(value)}; this server supports "function" only', name)
     return "function"
 
 
-def _read_function(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise invalid_value(name, value, 'an object with "name" and "arguments"')
-    # The official client sends an answer of its `stream` or `parse` back with what it made of it.
-    table: dict[str, Reader] = {"name": tool_name, "arguments": read_arguments, "parsed_arguments": ignored}
-    fields = read_fields(value, table, required=("name", "arguments"), within=name)
-    return {"name": fields["name"], "arguments": fields["arguments"]}
-
-
 def ignored(value: Any, name: str) -> None:
     """Accept a value that has no effect."""
 
 
+# The official client sends an answer of its `stream` or `parse` back with what it made of it.
+_FUNCTION: dict[str, Reader] = {"name": tool_name, "arguments": read_arguments, "parsed_arguments": ignored}
+
+
+@described(object_schema(_FUNCTION, required=("name", "arguments")))
+def _read_function(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object with "name" and "arguments"')
+    fields = read_fields(value, _FUNCTION, required=("name", "arguments"), within=name)
+    return {"name": fields["name"], "arguments": fields["arguments"]}
+
+
+_CALL: dict[str, Reader] = {"id": call_id, "type": _read_type, "function": _read_function, "index": ignored}
+
+
+@described(array_of(object_schema(_CALL, required=("id", "type", "function")), most=MAX_CALLS))
 def read_tool_calls(value: Any, name: str) -> list[dict[str, Any]]:
     """Read `tool_calls` of an assistant's message."""
     if not isinstance(value, list):
         raise invalid_value(name, value, "an array of tool calls")
     if len(value) > MAX_CALLS:
         raise InvalidRequest(f"{name} has {len(value)} calls; at most {MAX_CALLS} are allowed", name)
-    table: dict[str, Reader] = {"id": call_id, "type": _read_type, "function": _read_function, "index": ignored}
     calls = []
     for index, call in enumerate(value):
         where = f"{name}[{index}]"
         if not isinstance(call, dict):
             raise invalid_value(where, call, 'an object with "id", "type" and "function"')
-        fields = read_fields(call, table, required=("id", "type", "function"), within=where)
+        fields = read_fields(call, _CALL, required=("id", "type", "function"), within=where)
         calls.append(template_call(fields["id"], **fields["function"]))
     return calls
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipeline.api.fields import Reader, flag, invalid_value, read_fields, show, text
+from pipeline.api.fields import Reader, flag, invalid_value, object_schema, read_fields, show, text
+from pipeline.api.json_schema import any_of, array_of, described
 from pipeline.errors import InvalidRequest
 
 ANY_TOOL = "*"  # no tool has this name
@@ -58,6 +59,7 @@ def answer_salt(prompts: Iterable[bytes], seed: int, digest: str) -> str:
 # ------------------------------------------------------------------ readers
 
 
+@described({"type": "string", "pattern": f"^{_NAME.pattern}$"})
 def tool_name(value: Any, name: str) -> str:
     """Read the name of a tool."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
@@ -65,6 +67,7 @@ def tool_name(value: Any, name: str) -> str:
     return value
 
 
+@described({"type": "object"})
 def json_object(value: Any, name: str) -> dict[str, Any]:
     """Read an object that goes to the chat template. Its whole numbers have at most 64 bits."""
     if not isinstance(value, dict):
@@ -89,12 +92,14 @@ _FUNCTION: dict[str, Reader] = {
 }
 
 
+@described({"const": "function"})
 def _read_type(value: Any, name: str) -> str:
     if value != "function":
         raise InvalidRequest(f'{name} is {show(value)}; this server supports "function" only', name)
     return "function"
 
 
+@described(object_schema(_FUNCTION, required=("name",)))
 def _read_function(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise invalid_value(name, value, 'an object with "name", "description" and "parameters"')
@@ -124,12 +129,15 @@ def each_tool(value: Any, name: str, expected: str) -> Iterator[tuple[str, dict[
         yield where, tool
 
 
+_TOOL: dict[str, Reader] = {"type": _read_type, "function": _read_function}
+
+
+@described(array_of(object_schema(_TOOL, required=("type", "function")), most=MAX_TOOLS))
 def read_tools(value: Any, name: str) -> list[dict[str, Any]]:
     """Read OpenAI's `tools` into the form of the chat template."""
     tools = []
     for where, tool in each_tool(value, name, 'an object {"type": "function", "function": {...}}'):
-        table: dict[str, Reader] = {"type": _read_type, "function": _read_function}
-        tools.append(read_fields(tool, table, required=("type", "function"), within=where)["function"])
+        tools.append(read_fields(tool, _TOOL, required=("type", "function"), within=where)["function"])
     return unique_tools(tools, name)
 
 
@@ -145,6 +153,20 @@ def unique_tools(tools: list[dict[str, Any]], name: str) -> list[dict[str, Any]]
     return tools
 
 
+_CHOSEN: dict[str, Reader] = {"name": tool_name}
+
+
+@described(object_schema(_CHOSEN, required=("name",)))
+def _read_chosen(value: Any, name: str) -> str:
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object {"name": ...}')
+    return str(read_fields(value, _CHOSEN, required=("name",), within=name)["name"])
+
+
+_CHOICE: dict[str, Reader] = {"type": _read_type, "function": _read_chosen}
+
+
+@described(any_of({"enum": ["none", "auto", "required"]}, object_schema(_CHOICE, required=("type", "function"))))
 def read_tool_choice(value: Any, name: str) -> str:
     """Read OpenAI's `tool_choice`: "none", "auto", `ANY_TOOL` for "required", or the name of a function."""
     if value in ("none", "auto"):
@@ -155,14 +177,7 @@ def read_tool_choice(value: Any, name: str) -> str:
         raise invalid_value(
             name, value, '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
         )
-    table: dict[str, Reader] = {"type": _read_type, "function": _read_chosen}
-    return str(read_fields(value, table, required=("type", "function"), within=name)["function"])
-
-
-def _read_chosen(value: Any, name: str) -> str:
-    if not isinstance(value, dict):
-        raise invalid_value(name, value, 'an object {"name": ...}')
-    return str(read_fields(value, {"name": tool_name}, required=("name",), within=name)["name"])
+    return str(read_fields(value, _CHOICE, required=("type", "function"), within=name)["function"])
 
 
 def read_tool_fields(values: dict[str, Any]) -> Tools | None:

@@ -1,0 +1,109 @@
+"""The OpenAPI 3.1 document of an application's routes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from pipeline.api.json_schema import Schema
+from stages.gateway.openapi.field_texts import FIELD_TEXTS
+from stages.gateway.openapi.operations import METRICS, OPERATIONS, STATUSES, Operation
+from stages.gateway.openapi.responses import SCHEMAS, json_content
+
+VERSION = "1"  # of the API: the v1 in its paths
+_PARAMETER = re.compile(r"\{(\w+)[^}]*\}")
+
+HEADERS: dict[str, Schema] = {
+    "Idempotency-Key": {
+        "description": "Another request with the same key and body attaches to the first one's answer.",
+        "schema": {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[!-~]+$"},
+    },
+    "Last-Event-ID": {
+        "description": "The id of the last event that the client has: the stream continues after it.",
+        "schema": {"type": "string", "maxLength": 4096},
+    },
+    "Anthropic-Version": {
+        "description": "The version of Anthropic's API, a date.",
+        "schema": {"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}-[0-9]{2}$"},
+    },
+}
+
+
+def make_document(routes: Iterable[tuple[str, str, str]], *, metrics_path: str, needs_key: bool) -> dict[str, Any]:
+    """Return the document. `routes`: method, path with parameters in braces, and the docstring of the handler."""
+    paths: dict[str, dict[str, Any]] = {}
+    for method, pattern, docstring in routes:
+        path = _PARAMETER.sub(r"{\1}", pattern)
+        operation = METRICS if path == metrics_path else OPERATIONS.get((method, path)) or _generic(method, docstring)
+        paths.setdefault(path, {})[method.lower()] = _operation(method, path, operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Starling",
+            "version": VERSION,
+            "description": "An inference server for large language models.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "paths": paths,
+        "security": [{"key": []}] if needs_key else [{}, {"key": []}],
+        "components": {
+            "schemas": SCHEMAS,
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+            },
+        },
+    }
+
+
+def _generic(method: str, docstring: str) -> Operation:
+    """An operation of which only the handler's docstring is known."""
+    has_body = method in ("POST", "PUT", "PATCH")
+    summary = docstring.strip().partition("\n")[0] or "No description."
+    answer = {"application/json": {"schema": {"type": "object"}}}
+    statuses = (400, 401, 403, 404, 408, 409, 413, 429, 500, 503, 507)
+    return Operation(summary, "Other", answer, {"type": "object"} if has_body else None, statuses)
+
+
+def _operation(method: str, path: str, operation: Operation) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "operationId": f"{method.lower()}{re.sub(r'[^A-Za-z0-9]+', '_', path).rstrip('_')}",
+        "summary": operation.summary,
+        "tags": [operation.tag],
+        "responses": _responses(operation),
+    }
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in _PARAMETER.findall(path)
+    ]
+    parameters += [{"name": name, "in": "header", **HEADERS[name]} for name in operation.headers]
+    if parameters:
+        described["parameters"] = parameters
+    if operation.body is not None:
+        schema = _with_texts(operation.body)
+        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if not path.startswith("/v1/"):
+        described["security"] = []
+    return described
+
+
+def _responses(operation: Operation) -> dict[str, Any]:
+    error = json_content(operation.error)
+    responses: dict[str, Any] = {}
+    for status in sorted({*([200] if operation.content else []), *operation.statuses}):
+        response: dict[str, Any] = {"description": STATUSES[status]}
+        if status == 200:
+            response["content"] = operation.content
+        elif status >= 400:
+            response["content"] = error
+        responses[str(status)] = response
+    return responses
+
+
+def _with_texts(body: Schema) -> Schema:
+    """Return the schema of a body with a sentence on each of its fields."""
+    properties = {}
+    for name, schema in body.get("properties", {}).items():
+        text = FIELD_TEXTS.get(name)
+        properties[name] = {**schema, "description": text} if text and "not supported" not in str(schema) else schema
+    return {**body, "properties": properties} if properties else body

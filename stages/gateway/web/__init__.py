@@ -1,0 +1,41 @@
+"""The files of `/docs`, as the browser gets them: no build step, no other server.
+
+docs.html, docs.js, docs.css     the reader of /openapi.json
+page.css                         colours and controls
+dom.js                           construction of elements
+icon.svg                         the icon
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+
+class File(NamedTuple):
+    """A file, its media type and its entity tag."""
+
+    data: bytes
+    media_type: str
+    etag: str
+
+
+@functools.cache
+def files() -> dict[str, File]:
+    """Return the files by name, read once and together, so that they are of one release."""
+    found = (path for path in sorted(Path(__file__).parent.iterdir()) if path.suffix in _TYPES)
+    return {path.name: make_file(path.read_bytes(), _TYPES[path.suffix]) for path in found}
+
+
+def make_file(data: bytes, media_type: str) -> File:
+    """Return `data` with its entity tag."""
+    return File(data, media_type, f'"{hashlib.sha256(data).hexdigest()[:32]}"')
