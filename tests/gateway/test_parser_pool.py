@@ -87,7 +87,7 @@ def test_a_killed_parser_fails_its_body_only(server: Server) -> None:
 
 
 def test_a_parser_that_does_not_answer_is_killed(make_server: MakeServer) -> None:
-    server = make_server(preamble="import stages.gateway.http.parser_pool as p; p.TIME_LIMIT_S = 1.5")
+    server = make_server(preamble="import stages.gateway.http.parser_pool as p; p.TIME_LIMIT_S = 5.0")
     server.wait_ready()
     assert server.post("/v1/generate", padded(BODY)).status == 200
     stopped = parsers_of(server)
