@@ -120,6 +120,8 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
     tokenizer_raw: msgspec.Raw  # msgpack of `TokenizerData`, decoded only on demand: ranks do not need it
     tensors: list[Tensor]
     pieces: list[int] = []  # XXH3-64 of each 8 MiB of the `.bin`, the last one shorter; empty in version 1
+    pooling: str = ""  # of embeddings: "mean", "last" or "cls"; "": the file does not say
+    adds_eos: bool = False  # a text to be embedded ends with the EOS token
 
     @property
     def pieces_digest(self) -> str:
@@ -401,6 +403,8 @@ class CheckpointWriter:
         source_bytes: int,
         hyper: Hyper,
         tokenizer: TokenizerData,
+        pooling: str = "",
+        adds_eos: bool = False,
     ) -> Index:
         """Write the index and place both files, `.bin` first."""
         assert self._file is not None
@@ -423,6 +427,8 @@ class CheckpointWriter:
             msgspec.Raw(msgspec.msgpack.encode(tokenizer)),
             self.tensors,
             [*self._pieces, self._piece.intdigest()] if bin_bytes % PIECE_BYTES else self._pieces,
+            pooling,
+            adds_eos,
         )
         try:
             temporary = _write_temporary(self._index_path, index)

@@ -20,7 +20,7 @@ The scheduler writes everything except
     rank 0      control[DONE], [PROGRESS], [WORKER_SLEEPING], [WORKER_GENERATION]; `timing`
     the mask process of the scheduler  `masks`, `mask_ready`
     one rank    the outputs (`out_*`) of a sample, and with them `tokens[row, start + count]` for an entry with
-                `samples == 1`, before DONE moves
+                `samples == 1`, before DONE moves; likewise the outputs (`pool*`) of a pooled entry
 
 The scheduler writes a row's parameters, page table and known tokens before it publishes the first slot that names the
 row, and reuses the row only when no unacknowledged slot names it.  To give a row to another sequence it first stores a
@@ -32,6 +32,10 @@ beyond those that published steps read at any time.
 A row whose output is constrained has token masks.  The mask for the token after n tokens is in slot n % MASK_SLOTS of
 the row, and valid when `mask_ready` has the tag (epoch, n) of the entry that samples the token.  It is written while
 the step computes; a sample whose mask does not come in time is NO_MASK and is computed again in a later step.
+
+A *pooled* entry samples nothing: the final hidden states of some of its positions are summed up, for embeddings.  Its
+SAMPLE_BASE is its place in `pooled`, which no other entry of the step has.  Sums are of fixed-point numbers, so that
+the sum over a prompt is the same however steps divide it.
 """
 
 from __future__ import annotations
@@ -44,13 +48,17 @@ import numpy as np
 from shm.arena import Arena, ArenaError, align
 
 KIND = "steps"
-LAYOUT = 3
+LAYOUT = 4
 SLOTS = 16  # twice the steps that may be unacknowledged, so that an observer still finds finished ones
 MAX_TOP = 20  # top logprobs of a sample
 MAX_BIAS = 300  # logit_bias entries of a sequence
 MAX_MASK = 32  # stop ids of a sequence
 MAX_RANKS = 64
 MASK_SLOTS = 8  # token masks of a row: of its next position and of up to 7 draft tokens
+MAX_POOLED = 8  # pooled entries of a step
+POOL_SCALE = 30  # binary digits after the point of a pooled value
+MAX_HIDDEN = 32768.0  # of the magnitude of a pooled value
+MAX_POOLED_POSITIONS = 1 << 17  # of one sum, which then fits into 63 bits
 NO_MASK = -3  # output of a sample whose token mask was not there in time, and of those that depend on it
 
 # Indices into `control` (u64): one cache line (8 words) for each writer and purpose.
@@ -65,7 +73,7 @@ CONTROL_WORDS = 64 + 8 * MAX_RANKS  # the rest is unused: barriers are in the ac
 assert CONTROL_WORDS == 576
 
 # Columns of `entries` (i32)
-ROW, START, COUNT, SAMPLES, SAMPLE_BASE, ENTRY_FLAGS = range(6)
+ROW, START, COUNT, SAMPLES, SAMPLE_BASE, ENTRY_FLAGS, POOL_FIRST, POOL_COUNT = range(8)
 ENTRY_WORDS = 8
 
 # Columns of `slot_head` (i64)
@@ -95,6 +103,7 @@ class StepsGeometry(NamedTuple):
     max_tokens: int  # tokens of a sequence (context length)
     max_pages: int  # page table entries of a sequence
     mask_words: int = 0  # u32 words of a token mask; 0: rows have no masks
+    pooled_width: int = 0  # values of a hidden state; 0: entries cannot be pooled
 
     def as_meta(self) -> dict[str, int]:
         """The fields that `attach` compares."""
@@ -110,7 +119,8 @@ class Steps(NamedTuple):
                 row; start: first position computed; count: positions computed; samples: how many
                 of the last of them are sampled (0: a chunk of the prompt; 1: decoding; more:
                 verification of draft tokens); sample_base: index of their first output;
-                flags: the epoch of the row's token masks, 0: its samples need none
+                flags: the epoch of the row's token masks, 0: its samples need none;
+                pool_first, pool_count: the computed positions that are pooled, counted from `start`
     out_token   (SLOTS, max_samples) i32   -1 where the logits were not finite, or NO_MASK
     out_logprob (SLOTS, max_samples) f32
     out_top_id  (SLOTS, max_samples, MAX_TOP) i32
@@ -126,6 +136,9 @@ class Steps(NamedTuple):
     tokens      (max_rows, max_tokens + 1) i32
     mask_ready  (max_rows, MASK_SLOTS) i64             tag of the mask beside it, 0: being written
     masks       (max_rows, MASK_SLOTS, mask_words) u32 bit t % 32 of word t // 32: token t may be sampled
+    pool_states (SLOTS, MAX_POOLED) i32    outcome of a pooled entry: the positions pooled, -1 where a value was not
+                finite or beyond MAX_HIDDEN, -2 for a refused entry
+    pooled      (SLOTS, MAX_POOLED, pooled_width) i64  sums of final hidden states, in units of 2^-POOL_SCALE
     """
 
     control: np.ndarray
@@ -145,6 +158,8 @@ class Steps(NamedTuple):
     tokens: np.ndarray
     mask_ready: np.ndarray
     masks: np.ndarray
+    pool_states: np.ndarray
+    pooled: np.ndarray
 
 
 def _fields(g: StepsGeometry) -> list[tuple[tuple[int, ...], type]]:
@@ -166,6 +181,8 @@ def _fields(g: StepsGeometry) -> list[tuple[tuple[int, ...], type]]:
         ((g.max_rows, g.max_tokens + 1), np.int32),
         ((g.max_rows, MASK_SLOTS), np.int64),
         ((g.max_rows, MASK_SLOTS, g.mask_words), np.uint32),
+        ((SLOTS, MAX_POOLED), np.int32),
+        ((SLOTS, MAX_POOLED, g.pooled_width), np.int64),
     ]
 
 

@@ -87,7 +87,7 @@ def assemble(config: Config, model: ModelConfig, weights: Model) -> Parts:
         run_ahead=False,  # nothing computes while the next step is composed
         prefix_cache=config.cache.enabled,
     )
-    steps_geometry = settings.steps_geometry(context, model.page_tokens, hyper.vocab_size)
+    steps_geometry = settings.steps_geometry(context, model.page_tokens, hyper.vocab_size, hyper.width)
     kv_geometry = KvGeometry(hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, model.page_tokens, model.kv_type)
     ranks = model.ranks or len(os.sched_getaffinity(0))
     geometry = act.geometry_for(steps_geometry, hyper, scheduling.max_step_tokens, ranks)

@@ -95,7 +95,7 @@ class Simulation:
         self._page_tokens, self._free_pages, self._total = page_tokens, pages, pages
         self._leased: dict[str, int] = {}
         self.engine = Engine(settings, 0.0, lambda name: (weights or {}).get(name, 1.0))
-        geometry = settings.steps_geometry(context, page_tokens, 0)
+        geometry = settings.steps_geometry(context, page_tokens, 0, 0)
         self._steps = blank_steps(geometry)
         ring = self.engine.worker.ring = Ring(self._steps, geometry, 1)
         ring.start(1)

@@ -27,6 +27,7 @@ from stages.worker.model import Arenas, Model
 from starling.worker_group import WorkerGroup
 
 Entry = tuple[int, int, int, int]  # row, first position, positions, samples
+PooledEntry = tuple[int, int, int, int, int]  # row, first position, positions, first pooled one of them, pooled
 _COLUMNS = {
     "seed": sh.SEED,
     "choice": sh.CHOICE,
@@ -77,7 +78,7 @@ class StepRunner:
         row_pages = -(-max_tokens // page_tokens)
         n_pages = max_rows * row_pages
         steps_geometry = sh.StepsGeometry(
-            max_rows, max_rows, max_samples, max_tokens, row_pages, sh.mask_words(h.vocab_size)
+            max_rows, max_rows, max_samples, max_tokens, row_pages, sh.mask_words(h.vocab_size), h.width
         )
         kv_geometry = KvGeometry(h.n_layers, h.n_kv_heads, h.head_dim, page_tokens, kv_type)
         self.geometry = act.ActivationsGeometry(
@@ -142,7 +143,7 @@ class StepRunner:
         base = 0
         for i, (row, start, count, samples) in enumerate(entries):
             epoch = self.epochs.get(row, 0)
-            self.steps.entries[self.slot, i, : sh.ENTRY_FLAGS + 1] = (row, start, count, samples, base, epoch)
+            self.steps.entries[self.slot, i] = (row, start, count, samples, base, epoch, 0, 0)
             base += max(samples, 0)
         self.steps.slot_head[self.slot, : sh.SLOT_SAMPLES + 1] = (self._step, 1, len(entries), base)
         words.store(self.steps.control, sh.HEAD, self._step)
@@ -151,6 +152,21 @@ class StepRunner:
     def compute(self) -> int:
         """Compute the step published last (again, if it is computed already); returns how many entries were refused."""
         return self.group.compute(self._step)
+
+    def pool(self, entries: Sequence[PooledEntry], others: Sequence[Entry] = ()) -> np.ndarray:
+        """Publish and compute one step of pooled entries, behind `others`; returns their sums (entries, width) i64.
+
+        Raises `ValueError` when one of them was not pooled.
+        """
+        self.publish([*others, *((row, start, count, 0) for row, start, count, _, _ in entries)])
+        for place, (*_, first, pooled) in enumerate(entries):
+            entry = self.steps.entries[self.slot, len(others) + place]
+            entry[sh.SAMPLE_BASE], entry[sh.POOL_FIRST], entry[sh.POOL_COUNT] = place, first, pooled
+        self.compute()
+        states = self.steps.pool_states[self.slot, : len(entries)].tolist()
+        if states != [entry[-1] for entry in entries]:
+            raise ValueError(f"outcomes of the pooled entries: {states}")
+        return self.steps.pooled[self.slot, : len(entries)].copy()
 
     def run(self, entries: Sequence[Entry]) -> list[int]:
         """Publish and compute one step; returns the sampled tokens."""

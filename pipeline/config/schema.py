@@ -87,6 +87,9 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     speculate: Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)] = 0  # maximum draft tokens in a step; 0: off
     draft_model: str = ""  # name of a smaller model in `models` that proposes draft tokens; "": none
     pretokenizer: str = ""  # how a byte-level vocabulary splits text; "": as the file says in tokenizer.ggml.pre
+    pooling: Literal["", "mean", "last", "cls", "none"] = (
+        ""  # of embeddings; "": as the file says, else last; none: refused
+    )
     chat_template: str = ""  # a Jinja template, or the path of a file with one; "": the template of the model's file
 
     @property

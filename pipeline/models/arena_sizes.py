@@ -48,18 +48,23 @@ def max_draft_sequences(config: Config, name: str) -> int:
 
 
 def steps_geometry(
-    max_batch_size: int, draft_sequences: int, context: int, page_tokens: int, vocab_size: int
+    max_batch_size: int, draft_sequences: int, context: int, page_tokens: int, vocab_size: int, width: int
 ) -> StepsGeometry:
-    """Geometry of the step arena for sequences of up to `context` positions; a page table has one entry to spare."""
+    """Geometry of the step arena for sequences of up to `context` positions; a page table has one entry to spare.
+
+    `width`: values of a hidden state.
+    """
     rows, pages = n_rows(max_batch_size, draft_sequences), -(-context // page_tokens) + 1
-    return StepsGeometry(rows, max_batch_size, max_samples(max_batch_size), context, pages, mask_words(vocab_size))
+    samples, masks = max_samples(max_batch_size), mask_words(vocab_size)
+    return StepsGeometry(rows, max_batch_size, samples, context, pages, masks, width)
 
 
 def arena_sizes(config: Config, model: ModelConfig, hyper: Hyper) -> ArenaSizes:
     """The sizes for a version of `model` whose checkpoint has these hyper-parameters."""
     context = min(hyper.context_length, model.max_sequence_length or hyper.context_length)
     drafts = max_draft_sequences(config, model.name)
-    steps = steps_geometry(config.max_batch_size(model), drafts, context, model.page_tokens, hyper.vocab_size)
+    batch = config.max_batch_size(model)
+    steps = steps_geometry(batch, drafts, context, model.page_tokens, hyper.vocab_size, hyper.width)
     kv = KvGeometry(hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, model.page_tokens, model.kv_type)
     return ArenaSizes(
         _file_bytes(kv_arena_bytes(kv, pages_that_fit(kv, config.kv_cache_bytes(model)))),
@@ -79,7 +84,7 @@ def _activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int) -> 
     positions = min(steps.max_tokens, h.context_length)
     splits = max(2048, -(-positions // KV_SPLIT) * h.n_heads)
     buffers = (
-        8 * (8 + 9 * steps.max_entries + 3 * tokens + 3 * samples),  # the plan
+        8 * (8 + 11 * steps.max_entries + 3 * tokens + 3 * samples),  # the plan
         4 * steps.max_pages * steps.max_entries,
         64 * 16,
         4 * tokens * h.width,

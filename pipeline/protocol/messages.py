@@ -88,6 +88,7 @@ class Constraint(Frame):
     field: str = ""
 
 
+POOLINGS = ("mean", "last", "cls")  # of all positions, of the last one, of the first one
 CONSTRAINT_KINDS = ("json_schema", "regex", "choice", "lark", "gbnf")
 
 
@@ -175,6 +176,9 @@ class Described(Frame, tag="M"):
     piece_ends: bytes = b""  # u32 little-endian: end of each token's bytes in `pieces`
     control: bytes = b""  # i32 little-endian: ids of control tokens, which have no text
     tool_format: str = ""  # how the model writes tool calls; "": its chat template has no place for tools
+    pooling: str = ""  # of embeddings: one of POOLINGS; "": the file does not say
+    width: int = 0  # values of an embedding
+    end_id: int = -1  # token that ends a text to be embedded; -1: none
 
 
 class TokenizerFailed(Frame, tag="X"):
@@ -215,6 +219,7 @@ class Submit(Frame, tag="S"):
     cache_salt: str = ""
     speculate: int = 0  # maximum draft tokens in a step; 0: as configured, -1: none
     constraint: Constraint | None = None
+    pooling: str = ""  # one of POOLINGS: `Pooled` answers, and no token is generated; max_tokens is 1
 
 
 class Cancel(Frame, tag="C"):
@@ -280,6 +285,13 @@ class Rejected(Frame, tag="R"):
     retry_after_s: float = 0.0
 
 
+class Pooled(Frame, tag="P"):
+    """The final hidden states of a prompt, pooled. This is the sequence's terminal event."""
+
+    sequence: str
+    vector: bytes  # f32 little-endian
+
+
 class ModelState(Frame):
     """State of one loaded model version."""
 
@@ -301,7 +313,7 @@ class SchedulerState(Frame, tag="Q"):
 
 
 GatewayToScheduler = Hello | Heartbeat | Submit | Cancel | ModelVocabulary
-SchedulerToGateway = Hello | Heartbeat | Tokens | Rejected | SchedulerState
+SchedulerToGateway = Hello | Heartbeat | Tokens | Rejected | SchedulerState | Pooled
 
 
 # ------------------------------------------------------------------ scheduler <-> kv
@@ -533,6 +545,7 @@ class WorkerReady(Frame, tag="w"):
     isa: str = ""
     vocabulary: str = ""  # digest of the vocabulary, set where draft models must match it
     error: str = ""
+    width: int = 0  # values of a hidden state
 
 
 class Attach(Frame, tag="A"):

@@ -10,6 +10,7 @@
     sessions    turns at the KV manager                                     requests/sessions.py
     lifecycle   start and end of a request                                  requests/lifecycle.py
     relay       requests in flight: tokens in, text out                     requests/relay.py
+    embedder    prompts that are embedded                                   requests/embedder.py
     recovery    journal, replay buffer, keys                                requests/recovery.py
     readers     sinks that read the same request                            requests/readers.py
     resumer     finds a request and attaches a reader to it                 requests/resume.py
@@ -40,6 +41,7 @@ from stages.gateway.admission.drain import ALL, drain_timeout
 from stages.gateway.admission.in_flight import InFlight
 from stages.gateway.admission.server_readiness import ChangeSignal, ServerReadiness
 from stages.gateway.metrics import GatewayMetrics
+from stages.gateway.requests.embedder import WINDOW, Embedder
 from stages.gateway.requests.idempotency import IdempotencyKeys
 from stages.gateway.requests.lifecycle import RequestLifecycle
 from stages.gateway.requests.readers import Readers
@@ -93,7 +95,9 @@ class Service:
             clock,
             on_end=lambda request: self.lifecycle.on_end(request),
             on_text_complete=lambda request: self.sessions.commit(request),
+            on_other_end=lambda part: self.embedder.on_end(part),
         )
+        self.embedder = Embedder(send_scheduler, clock, _window(config))
         self.sessions = Sessions(self.relay, send_kv)
         self.readers = Readers(self.relay, clock)
         timeout_s = config.server.request_timeout_ms / 1000
@@ -125,6 +129,7 @@ class Service:
             quotas,
             self.metrics,
             clock,
+            self.embedder,
         )
         self.admission = Admission(
             config,
@@ -169,7 +174,10 @@ class Service:
             case m.Tokens():
                 self.relay.on_tokens(frame)
             case m.Rejected():
-                self.relay.on_rejected(frame)
+                if not self.embedder.on_rejected(frame):
+                    self.relay.on_rejected(frame)
+            case m.Pooled():
+                self.embedder.on_pooled(frame)
             case m.SchedulerState():
                 self.loaded.on_scheduler_state(frame)
 
@@ -190,6 +198,7 @@ class Service:
         self.readiness.scheduler.up()
         self.loaded.states.clear()
         self.relay.on_scheduler_up()
+        self.embedder.on_scheduler_up()
         self.readiness.notify()
 
     def on_scheduler_down(self, hello: m.Hello) -> None:
@@ -219,6 +228,7 @@ class Service:
         self.readiness.observe(tokenizer, scheduler, kv)
         self.tokenizer.tick()
         self.relay.tick()
+        self.embedder.tick()
         self.sessions.tick()
         for drain in self.readiness.drains.due():
             model = "" if drain.target == ALL else drain.target
@@ -238,3 +248,8 @@ class Service:
         self.metrics.sample_keys(self.recovery.keys)
         if self.response_cache.is_enabled:
             self.metrics.sample_responses(self.response_cache, [model.name for model in self.config.models])
+
+
+def _window(config: Config) -> int:
+    """Prompts of one request that may wait at the scheduler: what its queues hold."""
+    return min(WINDOW, config.scheduler.max_queue_depth, config.rate_limits.max_queue_depth or WINDOW)

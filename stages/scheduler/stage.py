@@ -241,6 +241,10 @@ class SchedulerStage:
             for gateway, rejected in outbox.rejected:
                 self._send_gateway(gateway, rejected)
             outbox.rejected.clear()
+        if outbox.pooled:
+            for gateway, pooled in outbox.pooled:
+                self._send_gateway(gateway, pooled)
+            outbox.pooled.clear()
 
     def _send_gateway(self, gateway: bytes, frame: m.Frame) -> None:
         """Frames to a gateway keep their order. Those that it does not read are kept, up to a bound."""

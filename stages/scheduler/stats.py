@@ -77,6 +77,10 @@ class Stats:
         if finish in ("stop", "length") or outputs > self.mean_output:
             self.mean_output += 0.05 * (outputs - self.mean_output)
 
+    def record_pooled(self) -> None:
+        """A sequence ended with its vector. It says nothing about the lengths of outputs."""
+        self.finished["pooled"] = self.finished.get("pooled", 0) + 1
+
     @property
     def expected_output(self) -> float:
         """Output tokens after which a sequence is expected to stop by itself."""

@@ -127,6 +127,9 @@ def _build(source: ModelSource, index: Index) -> TokenizerModel:
         int(source.index_path.stat().st_mtime),
         index.tokenizer_digest,
         tool_format=template.tool_format if template is not None else "",
+        pooling=index.pooling,
+        width=index.hyper.width,
+        end_id=t.eos if index.adds_eos else -1,
     )
     return TokenizerModel(vocabulary, template, described)
 

@@ -118,6 +118,7 @@ class WorkerStage:
                 features.isa(),
                 self._vocabulary,
                 error,
+                h.width,
             )
         )
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shm.step_ring import POOL_SCALE
+from stages.gateway.endpoints.embeddings import unit_vector
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server
 from tools.reference.exact_forward import ExactModel, ExactSequence
@@ -62,3 +64,20 @@ def test_a_server_answers_what_the_reference_computes(server: Server, files: dic
     assert server.post("/v1/chat/completions", **chat)["usage"]["completion_tokens"] >= 1
     shown = server.request("GET", f"/v1/models/{model}")[1]
     assert shown["architecture"] == SHAPES[model].architecture
+
+
+def pooled(path: Path, prompt: list[int]) -> list[float]:
+    """The embedding by the reference: of the last position."""
+    last = ExactSequence(ExactModel(path)).hidden(prompt)[-1].astype(np.float64)
+    whole = np.rint(last * 2.0**POOL_SCALE) / 2.0**POOL_SCALE
+    values: list[float] = unit_vector(whole.astype("<f4").tobytes()).tolist()
+    return values
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_embeddings_are_what_the_reference_computes(server: Server, files: dict[str, Path], model: str) -> None:
+    draws = np.random.default_rng(3)
+    inputs = [draws.integers(3, 260, n).tolist() for n in (310, 1, 17)]
+    answer = server.post("/v1/embeddings", model=model, input=inputs)
+    assert [item["embedding"] for item in answer["data"]] == [pooled(files[model], one) for one in inputs]
+    assert answer["usage"]["total_tokens"] == 328

@@ -26,6 +26,8 @@ from stages.tokenizer.vocabulary import TooManyTokens
 
 EOS, BOS = 256, 257
 VOCAB_SIZE = 258
+WIDTH = 12  # values of an embedding
+POOLED_AT_ONCE = 8
 CONTEXT = 4096
 LONG = 100_000  # tokens up to which a text over the limit is counted exactly
 MODEL = "bytes"
@@ -107,6 +109,7 @@ def make_tokenizer() -> TokenizerService:
         258,
         1_700_000_000,
         tokenizer="cd" * 32,
+        width=WIDTH,
     )
 
     def load(name: str) -> TokenizerModel:
@@ -153,6 +156,8 @@ class Generator:
         self.submitted: list[m.Submit] = []
         self.cancelled: list[m.Cancel] = []
         self.outbox: list[m.Frame] = []
+        self.pooling: dict[str, m.Submit] = {}  # prompts whose vectors are wanted
+        self.most_pooling = 0
         self.steps = 0
         self.is_starting = False  # whether sequences leave the queue before their first token
         self._expected: dict[str, list[int]] = {}
@@ -167,11 +172,16 @@ class Generator:
                     self.outbox.append(refused)
                     return
                 assert frame.sequence not in self.running
+                if frame.pooling:
+                    self.pooling[frame.sequence] = frame
+                    self.most_pooling = max(self.most_pooling, len(self.pooling))
+                    return
                 self.running[frame.sequence] = (frame, len(frame.forced) // 4)
                 if self.is_starting:
                     self.outbox.append(m.Tokens(MODEL, self.steps, [], (frame.sequence,)))
             case m.Cancel():
                 self.cancelled.append(frame)
+                self.pooling.pop(frame.sequence, None)
                 if frame.sequence in self.running:
                     _, sent = self.running.pop(frame.sequence)
                     self._expected.pop(frame.sequence, None)
@@ -180,6 +190,9 @@ class Generator:
 
     def step(self, n: int = 1) -> None:
         self.steps += 1
+        for sequence in list(self.pooling)[:POOLED_AT_ONCE]:
+            pooled = self.pooling.pop(sequence)
+            self.outbox.append(m.Pooled(sequence, hidden(pooled.prompt, pooled.pooling).tobytes()))
         moved = []
         for sequence, (frame, sent) in list(self.running.items()):
             everything = self._expected.get(sequence) or expected_tokens(frame)
@@ -202,6 +215,12 @@ class Generator:
                 self.running[sequence] = (frame, sent + len(new))
         if moved:
             self.outbox.append(m.Tokens(MODEL, self.steps, moved))
+
+
+def hidden(prompt: bytes, pooling: str) -> NDArray[np.float32]:
+    """The vector of a prompt, which depends on nothing else."""
+    digest = hashlib.sha256(prompt + pooling.encode()).digest()
+    return np.frombuffer(digest[:WIDTH], np.int8).astype("<f4") / 7
 
 
 def expected_tokens(frame: m.Submit) -> list[int]:

@@ -31,6 +31,7 @@ from shm import step_ring as sh
 from shm.step_ring import Steps, StepsGeometry
 
 VOCAB = 128
+WIDTH = 3  # values of a hidden state
 SAMPLED = 97  # ids from here on are never sampled
 STOP = 5
 MASK = (1 << 61) - 1
@@ -96,6 +97,25 @@ def submission(
     )
 
 
+def hidden_state(state: int) -> np.ndarray:
+    """A position's hidden state, as the worker of these tests sums it up: (WIDTH,) i64."""
+    return np.array([state >> (20 * i) & 0xFFFFF for i in range(WIDTH)], np.int64) << sh.POOL_SCALE - 16
+
+
+def reference_vector(frame: Submit) -> bytes:
+    """The vector of a pooled submission."""
+    state, states = 0, []
+    for token in array("i", frame.prompt):
+        state = mix(state, token)
+        states.append(hidden_state(state))
+    if frame.pooling == "mean":
+        total, n = sum(states), len(states)
+    else:
+        total, n = states[-1 if frame.pooling == "last" else 0], 1
+    assert isinstance(total, np.ndarray)
+    return (total.astype(np.float64) / (n * 2.0**sh.POOL_SCALE)).astype("<f4").tobytes()
+
+
 class Pages:
     """The KV arena: a state for each (page, offset). It outlives workers and kv."""
 
@@ -152,11 +172,13 @@ class Worker:
         n = int(head[sh.SLOT_ENTRIES])
         assert 1 <= n <= self.g.max_entries
         seen = set()
-        used = 0
-        for row, start, count, samples, base, epoch, *_ in self.s.entries[slot, :n].tolist():
+        used = n_pooled = 0
+        for row, start, count, samples, base, epoch, first, pooled in self.s.entries[slot, :n].tolist():
             assert row not in seen, "a row twice in a step"
             seen.add(row)
-            assert base == used
+            assert base == (n_pooled if pooled else used)
+            assert not (pooled and samples)
+            n_pooled += pooled > 0
             assert 0 <= samples <= count
             assert count >= 1
             used += samples
@@ -166,6 +188,8 @@ class Worker:
                     self.s.tokens[row, start + count] = sh.NO_MASK
                 continue
             self._entry(slot, row, start, count, samples, base, epoch)
+            if pooled:
+                self._pool(slot, row, start + first, pooled, base, count - first)
         assert used == head[sh.SLOT_SAMPLES] <= self.g.max_samples
         self.s.timing[slot] = (0, 1000 * number, 1000 * number + 100_000 + 1000 * used, 0)
         self.in_batch.append(n)
@@ -179,6 +203,14 @@ class Worker:
         bits = np.unpackbits(self.s.masks[row, place].view(np.uint8), bitorder="little")
         ids = np.flatnonzero(bits)
         return token if bits[token] else int(ids[token % len(ids)])
+
+    def _pool(self, slot: int, row: int, first: int, n: int, place: int, left: int) -> None:
+        assert 1 <= n <= left
+        assert place < sh.MAX_POOLED
+        table, size = self.s.tables[row], self.pages.page_tokens
+        states = [int(self.pages.states[table[p // size], p % size]) for p in range(first, first + n)]
+        self.s.pooled[slot, place] = sum(hidden_state(state) for state in states)
+        self.s.pool_states[slot, place] = n
 
     def _entry(self, slot: int, row: int, start: int, count: int, samples: int, base: int, epoch: int) -> None:
         tokens, table = self.s.tokens[row], self.s.tables[row]
@@ -229,8 +261,9 @@ class Kv:
         """Forget everything, as after a restart."""
         self.leases: dict[str, list[int]] = {}
         self.rows: dict[str, tuple[int, int]] = {}  # row, serial
+        self.salts: dict[str, str] = {}
         self.refs = [0] * self.pages.total
-        self.index: OrderedDict[tuple[int, ...], int] = OrderedDict()  # chain -> full page, oldest first
+        self.index: OrderedDict[tuple[str | int, ...], int] = OrderedDict()  # salt, chain -> full page, oldest first
         self.reconciled = False
 
     def ready(self) -> KvReady:
@@ -290,13 +323,14 @@ class Kv:
         tokens = self.s.tokens[frame.row, : frame.n_tokens].tolist()
         pages: list[int] = []
         while self.cache and (len(pages) + 1) * size < frame.n_tokens:
-            page = self.index.get(tuple(tokens[: (len(pages) + 1) * size]))
+            page = self.index.get((frame.salt, *tokens[: (len(pages) + 1) * size]))
             if page is None:
                 break
             pages.append(page)
         for page in pages:
             self.refs[page] += 1
         self.leases[frame.sequence] = pages
+        self.salts[frame.sequence] = frame.salt
         answer = self._grow(frame.id, frame.sequence, frame.want_tokens, len(pages) * size)
         if isinstance(answer, Denied):
             for page in self.leases.pop(frame.sequence):
@@ -327,7 +361,7 @@ class Kv:
         if not self.cache or int(self.s.row_ints[row, sh.SERIAL]) != serial:
             return
         for i in range(n_tokens // size):
-            chain = tuple(tokens[: (i + 1) * size])
+            chain = (self.salts.get(lease, ""), *tokens[: (i + 1) * size])
             page = self.leases[lease][i]
             if chain not in self.index and page not in self.index.values():
                 self.index[chain] = page

@@ -18,7 +18,7 @@ from stages.scheduler.core.sequence import Phase
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.recovery.quarantine import DEATH
 
-from .peers import VOCAB, Kv, Pages, Poisoned, Worker, reference
+from .peers import VOCAB, WIDTH, Kv, Pages, Poisoned, Worker, reference, reference_vector
 
 GATEWAY = b"gateway"
 
@@ -46,7 +46,7 @@ class World:
         # Expected to be short, steps are published at once: time rarely passes here.
         self.set_cost(100.0, 1.0, 0.001)
         self.geometry = StepsGeometry(
-            self.settings.n_rows, batch, self.settings.max_samples, context, -(-context // 16) + 1, mask_words
+            self.settings.n_rows, batch, self.settings.max_samples, context, -(-context // 16) + 1, mask_words, WIDTH
         )
         self.steps = blank_steps(self.geometry)
         self.ring = self.engine.worker.ring = Ring(self.steps, self.geometry, serial=1)
@@ -61,6 +61,7 @@ class World:
         self.submitted: dict[str, Submit] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
+        self.vectors: dict[str, bytes] = {}  # of pooled sequences
         self.errors: dict[str, str] = {}
         self.cancelled: set[str] = set()
         self.attach()
@@ -179,6 +180,12 @@ class World:
             self.ends[rejected.sequence] = "rejected"
             self.errors[rejected.sequence] = rejected.code
         self.engine.outbox.rejected.clear()
+        for owner, pooled in self.engine.outbox.pooled:
+            assert owner == GATEWAY
+            assert pooled.sequence not in self.ends, "two terminal events"
+            self.vectors[pooled.sequence] = pooled.vector
+            self.ends[pooled.sequence] = "pooled"
+        self.engine.outbox.pooled.clear()
 
     def check_bounds(self) -> None:
         """Check the invariants of rows, positions, queues and published steps."""
@@ -242,6 +249,10 @@ class World:
         for name, frame in self.submitted.items():
             assert name in self.ends, f"{name} never ended"
             got, end = self.tokens[name], self.ends[name]
+            if end == "pooled":
+                assert self.vectors[name] == reference_vector(frame), name
+                assert not got
+                continue
             expected, finish = reference(frame, self.period)
             forced = array("i")
             forced.frombytes(frame.forced)

@@ -59,7 +59,7 @@ def test_steps_and_activations_have_the_computed_size(
     config = resolve({"models": models, "scheduler": {"max_step_tokens": step_tokens}}, {})
     found = arena_sizes.arena_sizes(config, config.models[0], h)
     settings = Settings("m", batch, max_draft_sequences=arena_sizes.MAX_DRAFT_SEQUENCES if drafts else 0)
-    steps = settings.steps_geometry(context, page_tokens, h.vocab_size)
+    steps = settings.steps_geometry(context, page_tokens, h.vocab_size, h.width)
     geometry = act.geometry_for(steps, h, step_tokens, 2)
     assert found.activations == HEADER_BYTES + align(act.activations_bytes(geometry, h), 4096)
     assert found.steps == HEADER_BYTES + align(arena_sizes.steps_bytes(steps), 4096)
@@ -70,7 +70,7 @@ def test_the_files_have_the_computed_sizes(tmp_path: Path) -> None:
     config = resolve({"models": [{"name": "m", "path": "p", "kv_cache_mb": 4, "max_batch_size": 4}]}, {})
     model = config.models[0]
     found = arena_sizes.arena_sizes(config, model, h)
-    steps = arena_sizes.steps_geometry(4, 0, 512, model.page_tokens, h.vocab_size)
+    steps = arena_sizes.steps_geometry(4, 0, 512, model.page_tokens, h.vocab_size, h.width)
     kv = KvGeometry(h.n_layers, h.n_kv_heads, h.head_dim, model.page_tokens, model.kv_type)
     arenas = [
         create_kv(tmp_path / "m.kv", kv, pages_that_fit(kv, config.kv_cache_bytes(model)), DIGEST, 1)[0],

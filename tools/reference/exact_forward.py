@@ -213,6 +213,19 @@ class ExactSequence:
     def extend(self, tokens: Sequence[int] | np.ndarray, last_only: bool = False) -> np.ndarray:
         """Compute more positions: logits (len(tokens), vocab) f32, or (1, vocab) of the last one."""
         m, h = self.model, self.model.hyper
+        x = self._residual(tokens)
+        if last_only:
+            x = x[-1:]
+        logits = m.matmul(m.source.head_name, m.norm("output_norm", x))
+        return soft_cap(logits if h.logit_scale == 1 else logits * h.logit_scale, h.logit_cap)
+
+    def hidden(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Compute more positions: their final hidden states (len(tokens), width) f32."""
+        return self.model.norm("output_norm", self._residual(tokens))
+
+    def _residual(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The residual stream (len(tokens), width) f32 of more positions, after the last layer."""
+        m, h = self.model, self.model.hyper
         positions = np.arange(self.length, self.length + len(tokens))
         turns = [rotations(tables, positions) for tables in m.rope]
         x = m.source.rows("token_embd.weight", np.asarray(tokens, np.int64))
@@ -227,10 +240,7 @@ class ExactSequence:
             y = self._feed_forward(block, m.norm(f"{block}.ffn_norm", x))
             x = self._added(x, m.norm(f"{block}.post_ffw_norm", y))
         self.length += len(tokens)
-        if last_only:
-            x = x[-1:]
-        logits = m.matmul(m.source.head_name, m.norm("output_norm", x))
-        return soft_cap(logits if h.logit_scale == 1 else logits * h.logit_scale, h.logit_cap)
+        return x
 
     def _added(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         scale = self.model.hyper.residual_scale

@@ -12,7 +12,14 @@ from pipeline.config.schema import Config
 from pipeline.errors import Forbidden
 from pipeline.runtime.process import file_limit
 from stages.gateway.admin import Admin
-from stages.gateway.http import model_endpoints, probes, text_endpoints, token_endpoints, web_endpoints
+from stages.gateway.http import (
+    embedding_endpoint,
+    model_endpoints,
+    probes,
+    text_endpoints,
+    token_endpoints,
+    web_endpoints,
+)
 from stages.gateway.http.connection_gate import ConnectionGate
 from stages.gateway.http.context import (
     BACKLOGS,
@@ -57,6 +64,7 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
     app.router.add_get("/v1/requests/{id}", text_endpoints.get_request)
     app.router.add_delete("/v1/requests/{id}", text_endpoints.cancel_request)
     app.router.add_post("/v1/session/close", _close_session)
+    app.router.add_post("/v1/embeddings", embedding_endpoint.embeddings)
     app.router.add_post("/v1/tokenize", token_endpoints.tokenize)
     app.router.add_post("/v1/detokenize", token_endpoints.detokenize)
     app.router.add_get("/v1/models", model_endpoints.list_models)

@@ -22,6 +22,7 @@ import msgspec
 from pipeline.api.json_body import count_separators
 from pipeline.errors import InternalError, StarlingError
 from stages.gateway.endpoints.body_readers import Body, read_request_body
+from stages.gateway.endpoints.embeddings import EmbeddingRequest
 from stages.gateway.endpoints.tokenize import DetokenizeRequest
 from stages.gateway.http.parser_process import HEAD, LENGTH
 from stages.gateway.requests.generation_request import GenerationRequest
@@ -129,6 +130,9 @@ async def unpack_ids(result: Any) -> Any:
     if isinstance(result, GenerationRequest):
         prompts = [p if isinstance(p, str) else await _to_tuple(p) for p in result.prompts]
         return msgspec.structs.replace(result, prompts=prompts)
+    if isinstance(result, EmbeddingRequest):
+        inputs = [p if isinstance(p, str) else await _to_tuple(p) for p in result.inputs]
+        return msgspec.structs.replace(result, inputs=inputs)
     if isinstance(result, DetokenizeRequest):
         return msgspec.structs.replace(result, tokens=await _to_tuple(result.tokens))
     return result

@@ -27,6 +27,7 @@ from pipeline.errors import InternalError, StarlingError
 from pipeline.runtime import process
 from pipeline.runtime.malloc_trim import trim
 from stages.gateway.endpoints.body_readers import Body, read_request_body
+from stages.gateway.endpoints.embeddings import EmbeddingRequest
 from stages.gateway.endpoints.tokenize import DetokenizeRequest
 from stages.gateway.requests.generation_request import GenerationRequest
 
@@ -41,6 +42,9 @@ def pack_ids(result: Any) -> Any:
     if isinstance(result, GenerationRequest):
         prompts: list[Any] = [p if isinstance(p, str) else array("i", p) for p in result.prompts]
         return msgspec.structs.replace(result, prompts=prompts)
+    if isinstance(result, EmbeddingRequest):
+        inputs: list[Any] = [p if isinstance(p, str) else array("i", p) for p in result.inputs]
+        return msgspec.structs.replace(result, inputs=inputs)
     if isinstance(result, DetokenizeRequest):
         packed: Any = array("i", result.tokens)
         return msgspec.structs.replace(result, tokens=packed)

@@ -14,6 +14,7 @@ from pipeline.api.quotas import Quotas
 from pipeline.errors import StarlingError
 from pipeline.faults import points
 from stages.gateway.metrics import GatewayMetrics
+from stages.gateway.requests.embedder import Embedder
 from stages.gateway.requests.output import SequenceOutput, output_of
 from stages.gateway.requests.readers import Readers
 from stages.gateway.requests.recovery import Recovery
@@ -38,6 +39,7 @@ class RequestLifecycle:
         quotas: Quotas,
         metrics: GatewayMetrics,
         clock: Callable[[], float],
+        embedder: Embedder,
     ) -> None:
         """`clock` is monotonic."""
         self._admitted = points.fault_point("gateway", "admitted")
@@ -52,6 +54,7 @@ class RequestLifecycle:
         self._quotas = quotas
         self._metrics = metrics
         self._clock = clock
+        self._embedder = embedder
 
     async def start(self, request: RequestState) -> None:
         """Start an admitted request that has its sink. Raises a TIMEOUT if the disk does not take its record in time.
@@ -139,7 +142,7 @@ class RequestLifecycle:
         ]
         for request in requests:
             self._relay.fail(request, error)
-        return len(requests)
+        return len(requests) + self._embedder.end_all(error, model, version)
 
 
 def _resolve(written: asyncio.Future[None]) -> None:

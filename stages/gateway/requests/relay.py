@@ -61,11 +61,13 @@ class Relay:
         clock: Callable[[], float],
         on_end: Callable[[RequestState], None] = lambda request: None,
         on_text_complete: Callable[[RequestState], bool] = lambda request: False,
+        on_other_end: Callable[[SequenceTokens], bool] = lambda part: False,
     ) -> None:
         """Callbacks: `on_end` is called when a request has its outcome.
 
         `on_text_complete` is called when all text of a request has gone to its sink. If it returns True, the request
-        ends when `complete` is called.
+        ends when `complete` is called. `on_other_end` is called for a sequence that is not of a request here; it
+        returns whether it knows the sequence.
         """
         self.requests: dict[str, RequestState] = {}
         self.sequences: dict[str, SequenceState] = {}
@@ -74,6 +76,7 @@ class Relay:
         self._clock = clock
         self._on_end = on_end
         self._on_text_complete = on_text_complete
+        self._on_other_end = on_other_end
         self._unsubmitted: dict[str, SequenceState] = {}
         self._described: set[str] = set()  # versions whose vocabularies the scheduler has, for constraints
         self._tokens = self._late = self._gaps = self._resubmitted = 0
@@ -167,7 +170,8 @@ class Relay:
         for new in frame.sequences:
             sequence = self.sequences.get(new.sequence)
             if sequence is None or sequence.finish_reason:
-                self._late += 1
+                if sequence is not None or not self._on_other_end(new):
+                    self._late += 1
                 continue
             if self._append(sequence, new):
                 moved[sequence.id] = sequence

@@ -57,6 +57,8 @@ class StepCompletion:
         if step.draft_entries:
             self._complete_drafts(step, sampled, took_us * 1e-6)
             return
+        if step.pooled:
+            self._add_pooled(step, ring)
         known = self._stats.generated
         self._complete_requests(step, ring, sampled)
         self._proposer.record_step(step.entries, self._stats.generated - known, now)
@@ -87,18 +89,32 @@ class StepCompletion:
                     self._append_samples(entry, ring, step.number, base, sampled)
                 else:
                     run.computed = entry.start + entry.count
+                    if sequence.pooled is not None and run.computed == sequence.prompt_len:
+                        self._table.finish_pooled(sequence)
                 if not sequence.is_done:
                     page_tokens = self._leases.page_tokens
                     past_page = run.computed - (run.committed // page_tokens + 1) * page_tokens
                     if not was_prompt:
                         is_commit_due = is_commit_due or past_page >= self._commit_delay
-                    elif past_page >= 0:
+                    elif past_page >= 0 and sequence.pooled is None:
                         self._leases.commit(run)  # at once: prompts with the same prefix wait for it
                     if sequence.is_preempting and not run.inflight:
                         self._table.preempt(sequence)
             base += entry.samples
         if is_commit_due:
             self._commit_outputs()
+
+    def _add_pooled(self, step: Step, ring: Ring) -> None:
+        """Add the sums of a step to their sequences', before one of these ends or is preempted."""
+        for place, part in enumerate(step.pooled):
+            sequence = step.entries[part.entry].sequence
+            if sequence.is_done or sequence.pooled is None:
+                continue
+            sums = ring.pooled_sums(step.number, place, part.n)
+            if sums is None:
+                self._table.fail(sequence, "INFERENCE", "the model computed hidden states that are not finite")
+            else:
+                sequence.pooled.add(sums, part.n)
 
     def _commit_outputs(self) -> None:
         """Commit all streams that have filled a page, not only the one that is due: kv is woken once for them."""

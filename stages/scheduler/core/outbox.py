@@ -5,7 +5,7 @@ Every terminal event of a sequence passes through here: as the `finish` of its l
 
 from __future__ import annotations
 
-from pipeline.protocol.messages import Logprob, Rejected, SequenceTokens
+from pipeline.protocol.messages import Logprob, Pooled, Rejected, SequenceTokens
 from stages.scheduler.core.sequence import SequenceState
 from stages.scheduler.policy.admission import Refusal
 
@@ -17,6 +17,7 @@ class Outbox:
         self.tokens: dict[bytes, list[SequenceTokens]] = {}  # by gateway
         self.started: dict[bytes, list[str]] = {}  # by gateway: sequences that have left the queue
         self.rejected: list[tuple[bytes, Rejected]] = []  # (gateway, frame)
+        self.pooled: list[tuple[bytes, Pooled]] = []  # likewise
 
     def add_tokens(
         self,
@@ -46,6 +47,11 @@ class Outbox:
         if sequence.gateway:
             self.started.setdefault(sequence.gateway, []).append(sequence.id)
 
+    def add_pooled(self, sequence: SequenceState, vector: bytes) -> None:
+        """The vector of a sequence that generates nothing, which ends with it."""
+        if sequence.gateway:
+            self.pooled.append((sequence.gateway, Pooled(sequence.id, vector)))
+
     def add_rejected(self, gateway: bytes, sequence_id: str, refusal: Refusal) -> None:
         """A sequence that was not admitted; nothing when `gateway` is b""."""
         if gateway:
@@ -56,6 +62,7 @@ class Outbox:
         self.tokens.pop(gateway, None)
         self.started.pop(gateway, None)
         self.rejected = [(to, frame) for to, frame in self.rejected if to != gateway]
+        self.pooled = [(to, frame) for to, frame in self.pooled if to != gateway]
 
 
 def rejected_frame(sequence_id: str, refusal: Refusal) -> Rejected:

@@ -11,12 +11,14 @@ import struct
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
+
 from pipeline.protocol.messages import Logprob, Sampling
 from shm import step_ring as sh
 from shm import words
 from shm.step_ring import Steps, StepsGeometry
 
-_ENTRY = struct.Struct("=6i")
+_ENTRY = struct.Struct("=8i")
 _SLOT = struct.Struct("=4q")
 _ENTRY_BYTES = 4 * sh.ENTRY_WORDS
 _SLOT_BYTES = 8 * sh.SLOT_WORDS
@@ -144,10 +146,13 @@ class Ring:
 
     # -------------------------------------------------------------- steps
 
-    def publish(self, entries: list[tuple[int, int, int, int, int]]) -> int:
+    def publish(
+        self, entries: list[tuple[int, int, int, int, int]], pooled: Sequence[tuple[int, int, int]] = ()
+    ) -> int:
         """Publish the next step of entries (row, start, count, samples, epoch of masks). Returns its number.
 
-        The outputs of the entries follow each other in the same order, `samples` each.
+        The outputs of the entries follow each other in the same order, `samples` each.  `pooled`: index of an entry,
+        first position to pool and how many, in the order of the sums.
         """
         number = self.head + 1
         slot = number % sh.SLOTS
@@ -155,14 +160,29 @@ class Ring:
         base = 0
         pack, buffer = _ENTRY.pack_into, self._entries
         for row, start, count, samples, epoch in entries:
-            pack(buffer, at, row, start, count, samples, base, epoch)
+            pack(buffer, at, row, start, count, samples, base, epoch, 0, 0)
             at += _ENTRY_BYTES
             base += samples
+        if pooled:
+            self._write_pooled(slot, pooled)
         _SLOT.pack_into(self._slot_head, slot * _SLOT_BYTES, number, self.generation, len(entries), base)
         self.head = number
         words.store(self._control, sh.HEAD, number)
         words.fence()  # before the caller reads `worker_sleeps`
         return number
+
+    def _write_pooled(self, slot: int, pooled: Sequence[tuple[int, int, int]]) -> None:
+        entries = self._steps.entries[slot]
+        for place, (index, first, count) in enumerate(pooled):
+            entries[index, sh.SAMPLE_BASE] = place
+            entries[index, sh.POOL_FIRST], entries[index, sh.POOL_COUNT] = first, count
+
+    def pooled_sums(self, number: int, place: int, count: int) -> np.ndarray | None:
+        """The sums (width,) i64 of `count` pooled positions of an acknowledged step; None: they are not valid."""
+        slot = number % sh.SLOTS
+        if int(self._steps.pool_states[slot, place]) != count:
+            return None
+        return self._steps.pooled[slot, place]
 
     def outputs(self, number: int, count: int) -> Sequence[int]:
         """The first `count` sampled tokens of an acknowledged step (i32)."""

@@ -71,7 +71,7 @@ class RowScheduler:
         ring.write_row(run.row, run.tokens, sequence.prompt_len, sequence.sampling, sequence.choice, stop_ids)
         self._constraints.restart(sequence)
         # A sequence that continues after a recovery had its prompt computed: kv has the pages, no leader is needed.
-        may_follow = self._settings.prefix_cache and not sequence.outputs
+        may_follow = self._settings.prefix_cache and not sequence.outputs and sequence.pooled is None
         if may_follow and prefix_dedup.assign_leader(sequence, self._table.scheduled, self._leases.page_tokens):
             self._has_followers = True
         else:

@@ -16,6 +16,7 @@ from array import array
 
 from pipeline.protocol.messages import Sampling, Submit
 from stages.scheduler.constraints.mask_state import Masks
+from stages.scheduler.core.pooled_prompt import SALT, PooledPrompt
 from stages.scheduler.core.run_state import RunState
 from stages.scheduler.draft.draft_state import DraftState
 from stages.scheduler.policy.priority import head_start_s
@@ -75,6 +76,7 @@ class SequenceState:
         "max_draft_tokens",
         "max_tokens",
         "phase",
+        "pooled",
         "prompt_len",
         "request",
         "run",
@@ -105,6 +107,10 @@ class SequenceState:
         self.lacks_mask = False  # it is not computed until its token mask is there
         self.stop_ids = frozenset(frame.stop_ids)
         self.salt: str = frame.cache_salt
+        self.pooled: PooledPrompt | None = None  # what it computes instead of output
+        if frame.pooling:
+            self.pooled, self.salt = PooledPrompt(frame.pooling, self.prompt_len), SALT
+            self.run.valid_end = 0
         self.deadline = now + frame.deadline_ms / 1000 if frame.deadline_ms > 0 else math.inf
         self.arrived = now
         self.started = 0.0  # when its first step was published
@@ -129,6 +135,8 @@ class SequenceState:
         """Back to a sequence without pages, of which only the tokens are kept."""
         self._reset()
         self.run.reset()
+        if self.pooled is not None:
+            self.pooled.reset()
 
     def enter_phase(self, phase: Phase) -> None:
         """Raises `IllegalTransitionError`."""

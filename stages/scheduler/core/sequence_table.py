@@ -108,6 +108,16 @@ class SequenceTable:
         self._stats.record_finish(reason, sequence.outputs)
         self._remove(sequence, Phase.FAILED if error else Phase.FINISHED)
 
+    def finish_pooled(self, sequence: SequenceState) -> None:
+        """Send the vector of a live sequence whose whole prompt is computed and pooled: its terminal event."""
+        vector = sequence.pooled.vector() if sequence.pooled is not None else None
+        if vector is None:
+            self.fail(sequence, "INTERNAL", "hidden states of the prompt were not computed")
+            return
+        self._outbox.add_pooled(sequence, vector)
+        self._stats.record_pooled()
+        self._remove(sequence, Phase.FINISHED)
+
     def fail(self, sequence: SequenceState, code: str, message: str) -> None:
         """End a live sequence with an error."""
         log.info("a sequence has failed", extra={**_ids(sequence), "code": code, "reason": message})
@@ -182,6 +192,7 @@ class SequenceTable:
             or sequence.sampling != frame.sampling
             or sequence.constraint != frame.constraint
             or sequence.max_tokens != frame.max_tokens
+            or (sequence.pooled.kind if sequence.pooled is not None else "") != frame.pooling
             or sequence.stop_ids != frozenset(frame.stop_ids)
             or tokens[split : split + received] != forced
             or received > sequence.outputs

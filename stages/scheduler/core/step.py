@@ -44,6 +44,14 @@ class Batch(NamedTuple, Generic[AnySequence]):
     pauses_streams: bool = False  # running streams get no token in it
 
 
+class PooledPart(NamedTuple):
+    """Positions of an entry whose hidden states are pooled. Its place in `Step.pooled` is that among the sums."""
+
+    entry: int  # index in the step
+    first: int  # position, from the entry's start
+    n: int
+
+
 @dataclass(slots=True)
 class Step:
     """A published step. Either `entries` or `draft_entries` is empty."""
@@ -57,3 +65,4 @@ class Step:
     expected_s: float
     is_verifying: bool = False  # it has draft tokens: the next step depends on how many are accepted
     has_news: bool = False  # a stream gets its first token, or the last one that it may have
+    pooled: Sequence[PooledPart] = ()

@@ -20,7 +20,7 @@ from stages.scheduler.core.ring import Ring
 from stages.scheduler.core.row_scheduler import RowScheduler
 from stages.scheduler.core.sequence import Phase, SequenceState
 from stages.scheduler.core.sequence_table import SequenceTable
-from stages.scheduler.core.step import Batch, Step
+from stages.scheduler.core.step import Batch, PooledPart, Step
 from stages.scheduler.core.worker_link import WorkerLink
 from stages.scheduler.draft.draft_pool import DraftPool
 from stages.scheduler.draft.draft_sequence import DraftSequence
@@ -178,6 +178,7 @@ class StepLoop:
         assert ring is not None
         rows: list[tuple[int, int, int, int, int]] = []
         samples = 0
+        pooled: list[PooledPart] = []
         is_verifying = has_news = is_growing = False
         for entry in batch.entries:
             sequence, start, count = entry.sequence, entry.start, entry.count
@@ -191,6 +192,11 @@ class StepLoop:
                 run.ahead += 1
                 outputs = run.length + run.ahead - sequence.prompt_len
                 has_news = has_news or outputs == 1 or count > 1 or outputs == sequence.max_tokens
+            elif sequence.pooled is not None:
+                part = sequence.pooled.part(start, count)
+                if part[1]:
+                    pooled.append(PooledPart(len(rows), *part))
+                has_news = has_news or start + count == sequence.prompt_len
             if not sequence.started:
                 sequence.started = now
                 stats.waited_s.add(now - sequence.arrived)
@@ -207,9 +213,10 @@ class StepLoop:
                 is_growing = True
         if is_growing:
             self._pages.extend_neighbours()
-        step = self._write_step(ring, rows, samples, batch)
+        step = self._write_step(ring, rows, samples, batch, pooled)
         self._phases.published(batch.entries)
         step.entries, step.is_verifying, step.has_news = batch.entries, is_verifying, has_news
+        step.pooled = pooled
         self._queues.settle(batch.unscheduled)
 
     def _publish_drafts(self) -> bool:
@@ -238,8 +245,9 @@ class StepLoop:
         rows: list[tuple[int, int, int, int, int]],
         samples: int,
         batch: Batch[SequenceState] | Batch[DraftSequence],
+        pooled: list[PooledPart] | None = None,
     ) -> Step:
-        number = ring.publish(rows)
+        number = ring.publish(rows, pooled or ())
         expected_s = self._cost.predict(batch.tokens, batch.positions) * 1e-6
         step = Step(number, [], [], batch.tokens, batch.positions, samples, expected_s)
         self.unacknowledged.append(step)

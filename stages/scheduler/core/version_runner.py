@@ -187,7 +187,7 @@ class VersionRunner:
 
     def _ensure_arena(self, ready: m.WorkerReady, now: float) -> bool:
         """Create the step arena that this checkpoint needs, unless it exists, and report a new one to kv."""
-        geometry = self._settings.steps_geometry(self._context(ready), self._page_tokens, ready.vocab_size)
+        geometry = self._settings.steps_geometry(self._context(ready), self._page_tokens, ready.vocab_size, ready.width)
         if self._arena is not None and geometry == self._geometry and ready.digest == self.digest:
             return True
         self.close()

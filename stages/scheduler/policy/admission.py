@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeline.protocol.messages import Submit
-from shm.step_ring import MAX_BIAS, MAX_MASK, MAX_TOP, SAMPLER_STEPS
+from pipeline.protocol.messages import POOLINGS, Submit
+from shm.step_ring import MAX_BIAS, MAX_MASK, MAX_POOLED_POSITIONS, MAX_TOP, SAMPLER_STEPS
 from stages.scheduler.core.sequence import SequenceState
 
 
@@ -43,6 +43,8 @@ def check_frame(frame: Submit) -> Refusal | None:
             return Refusal("INVALID_REQUEST", f"{name} has {len(tokens)} bytes, not a multiple of 4", name)
     if not frame.prompt:
         return Refusal("INVALID_REQUEST", "prompt has no tokens: give at least one", "prompt")
+    if frame.pooling not in ("", *POOLINGS) or (frame.pooling and (frame.max_tokens != 1 or frame.forced)):
+        return Refusal("INVALID_REQUEST", f"pooling is {frame.pooling!r}, which is not one of {', '.join(POOLINGS)}")
     if frame.max_tokens < 1:
         return Refusal("INVALID_REQUEST", f"max_tokens is {frame.max_tokens}, must be at least 1", "max_tokens")
     if len(frame.stop_ids) > MAX_MASK:
@@ -64,6 +66,12 @@ def check_frame(frame: Submit) -> Refusal | None:
 def check_limits(sequence: SequenceState, limits: Limits) -> Refusal | None:
     """Why this model can never compute the sequence; None if it can."""
     prompt, output = sequence.prompt_len, sequence.max_tokens
+    is_pooled = sequence.pooled is not None  # the last position is computed, and no token follows it
+    if is_pooled:
+        output = 0
+        if prompt > MAX_POOLED_POSITIONS:
+            most = f"at most {MAX_POOLED_POSITIONS} can be pooled"
+            return Refusal("CONTEXT_LENGTH_EXCEEDED", f"prompt has {prompt} tokens, {most}", "prompt")
     if limits.max_prompt_tokens and prompt > limits.max_prompt_tokens:
         return Refusal(
             "INVALID_REQUEST",
@@ -77,7 +85,7 @@ def check_limits(sequence: SequenceState, limits: Limits) -> Refusal | None:
             "max_tokens",
         )
     context = limits.context_length
-    if context and prompt >= context:
+    if context and prompt >= context + is_pooled:
         return Refusal(
             "CONTEXT_LENGTH_EXCEEDED",
             f"prompt has {prompt} tokens, the model's context is {context}: shorten it",
@@ -100,8 +108,9 @@ def check_limits(sequence: SequenceState, limits: Limits) -> Refusal | None:
         if vocab and any(not 0 <= token < vocab for token in ids):
             return Refusal("INVALID_REQUEST", f"{name} has a token id outside 0..{vocab - 1}", name)
     # The last token is sampled and never computed, so it needs no position.
-    if limits.kv_positions and prompt + output - 1 > limits.kv_positions:
-        need = -(-(prompt + output - 1) // limits.page_tokens)
+    computed = prompt + max(0, output - 1)
+    if limits.kv_positions and computed > limits.kv_positions:
+        need = -(-computed // limits.page_tokens)
         have = limits.kv_positions // limits.page_tokens
         return Refusal(
             "INSUFFICIENT_RESOURCES",

@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple, Protocol
 
+from shm.step_ring import MAX_POOLED
 from stages.scheduler.core.sequence import SequenceState
 from stages.scheduler.core.step import Batch, StepEntry, attention_positions
 from stages.scheduler.policy.cost import CostModel
@@ -73,10 +74,10 @@ def compose(
         if known >= run.end or planned >= run.leased:
             continue
         todo = known - planned
-        if todo == 1:
+        if todo == 1 and sequence.pooled is None:
             streams.append(sequence)
             positions += planned + 1
-        elif todo > 1:
+        elif todo > 0:
             prompts.append(sequence)
     if prompts or len(streams) > budget.max_entries:
         return _share(streams, prompts, positions, budget, cost, may_pause_streams)
@@ -166,7 +167,7 @@ def _share(
             return Batch([entry], entry.count, entry.positions, others, True)
     entries: list[StepEntry[SequenceState]] = []
     unscheduled: list[Tenant] = []
-    tokens = positions = samples = 0
+    tokens = positions = samples = n_pooled = 0
     has_chunk = False
     while queue:
         served, i, tenant, place = heapq.heappop(queue)
@@ -175,10 +176,15 @@ def _share(
         run = sequence.run
         start = run.planned
         todo = run.length + run.ahead - start
-        if len(entries) >= budget.max_entries or samples >= budget.max_samples:
+        is_pooled = sequence.pooled is not None
+        if (
+            len(entries) >= budget.max_entries
+            or samples >= budget.max_samples
+            or (is_pooled and n_pooled >= MAX_POOLED)
+        ):
             unscheduled.append(tenant)
             continue
-        if todo == 1:
+        if todo == 1 and not is_pooled:
             count = 1
         else:
             most = min(todo, run.leased - start, prompt_tokens)
@@ -195,7 +201,8 @@ def _share(
             prompt_us -= cost.token_us * count + cost.position_us * count * (start + 0.5 * count)
             prompt_tokens -= count
             has_chunk = True
-        sampled = 1 if count == todo else 0
+        sampled = 1 if count == todo and not is_pooled else 0
+        n_pooled += is_pooled
         entries.append(StepEntry(sequence, start, count, sampled))
         tokens += count
         samples += sampled
@@ -212,7 +219,7 @@ def _prompt_step(sequence: SequenceState, budget: Budget, cost: CostModel) -> St
     the time that the streams' tokens would have taken.
     """
     run = sequence.run
-    entry = StepEntry(sequence, run.planned, run.known - run.planned, 1)
+    entry = StepEntry(sequence, run.planned, run.known - run.planned, 1 if sequence.pooled is None else 0)
     if not 1 < entry.count <= min(run.leased - run.planned, budget.max_tokens):
         return None
     return entry if cost.predict(entry.count, entry.positions) <= budget.pacing.quiet_us else None
@@ -224,5 +231,5 @@ def compose_alone(sequence: SequenceState, budget: Budget) -> Batch[SequenceStat
     start = run.planned
     todo = run.known - start
     count = min(todo, run.leased - start, budget.max_tokens)
-    entry = StepEntry(sequence, start, count, 1 if count == todo else 0)
+    entry = StepEntry(sequence, start, count, 1 if count == todo and sequence.pooled is None else 0)
     return Batch([entry], count, entry.positions)

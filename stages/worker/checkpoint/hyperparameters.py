@@ -25,6 +25,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 _MAX_DIMENSION = 1 << 24
 _MAX_CONTEXT = 1 << 20  # as `max_sequence_length`; step arena and RoPE tables grow with it
 _MAX_SCALE = 1e6
+_POOLINGS = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's LLAMA_POOLING_TYPE_*
 MAX_GROUP = 24  # query heads of a KV head: `ROWS` of kernels/attention.py, which would import numba
 
 
@@ -163,6 +164,14 @@ class HyperReader:
             windows=windows,
             has_local_rope=bool(row.local_rope_base) and any(windows),
         )
+
+    def pooling(self) -> str:
+        """How the file says to pool hidden states into an embedding; "": it does not, or not in a way of the engine."""
+        return _POOLINGS.get(self._int("pooling_type", 0, 255, default=0), "")
+
+    def adds_eos(self) -> bool:
+        """Whether a text to be embedded ends with the EOS token."""
+        return bool(self._get("tokenizer.ggml.add_eos_token", bool, False))
 
     def _scale(self, key: str) -> float:
         return self._float(key, 0.0, _MAX_SCALE, 1.0) if self.row.scales else 1.0

@@ -105,6 +105,8 @@ def _ingest(source: Path, index_path: Path, digest: str, progress: Progress, pre
             source_bytes=file.size,
             hyper=hyper,
             tokenizer=tokenizer,
+            pooling=reader.pooling(),
+            adds_eos=reader.adds_eos(),
         )
 
 

@@ -13,7 +13,7 @@ from stages.worker.kernels.formats.description import LINE, RUNS
 # ------------------------------------------------------------------ plan.py
 
 PLAN_HEAD = 8  # i64 words
-ENTRY_PLAN = 9  # i64 words of an entry
+ENTRY_PLAN = 11  # i64 words of an entry
 TOKEN_PLAN = 3  # of a token
 SAMPLE_PLAN = 3  # of a sample
 SPLIT_UNITS = 16  # with fewer (entry, kv head) units than this, KV splits are units of their own

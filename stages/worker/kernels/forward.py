@@ -26,6 +26,7 @@ from stages.worker.kernels.attention_units import attend, quantize_straddling, w
 from stages.worker.kernels.entries import INNER, MERGED, call_entry, run_entry
 from stages.worker.kernels.formats.description import GROUP
 from stages.worker.kernels.parameter_access import param
+from stages.worker.kernels.pooling import pool_entries
 from stages.worker.kernels.projections import (
     norm_and_quantize,
     project_down,
@@ -225,6 +226,8 @@ def run_step(params):
             _run_layer(params, index, tokens, chunks)
             if rank == 0:
                 store_release(progress, get_i64(progress) + 1)
+    if param(plan, p.HAS_POOLED):
+        pool_entries(params)
     if samples:
         now = phase_begin(params)
         norm_and_quantize(params, param(params, pb.FINAL_NORM), param(params, pb.FINAL_NORM_BIAS), samples, True)

@@ -7,9 +7,10 @@ are copied, so that a number that the scheduler changes later has no effect.  An
 In i64 words at PLAN:
 
     0   entries kept   1  tokens   2  samples   3  whether any entry computes more than one position   4  slot
-    5   whether any sample needs a token mask
+    5   whether any sample needs a token mask        6  whether any entry is pooled
     8   entries: ENTRY_PLAN words each: row, start, count, samples, sample_base, first token, first place at
-        SPLIT_RESULTS (-1: KV splits are not computed apart), byte of its page table at PLAN_TABLES, epoch of its masks
+        SPLIT_RESULTS (-1: KV splits are not computed apart), byte of its page table at PLAN_TABLES, epoch of its masks,
+        first pooled position (counted from the start) and number of them
     then tokens: position, id, entry (3 words each), then samples: token, place in the outputs, entry.
 """
 
@@ -26,20 +27,24 @@ from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.simd import get_i32, get_i64, put_i32, put_i64
 
 BAD_ENTRY = -2
-ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, SLOT, HAS_MASKS = range(6)
-(P_ROW, P_START, P_COUNT, P_SAMPLES, P_SAMPLE_BASE, P_TOKEN, P_SPLIT, P_TABLE, P_MASKS) = range(9)
+ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, SLOT, HAS_MASKS, HAS_POOLED = range(7)
+(P_ROW, P_START, P_COUNT, P_SAMPLES, P_SAMPLE_BASE, P_TOKEN, P_SPLIT, P_TABLE, P_MASKS, P_POOL_FIRST, P_POOL_COUNT) = (
+    range(11)
+)
 
 _SLOTS, _SLOT_WORDS, _ENTRY_WORDS = step_ring.SLOTS, step_ring.SLOT_WORDS, step_ring.ENTRY_WORDS
 _N_ENTRIES, _STEP = step_ring.SLOT_ENTRIES, step_ring.SLOT_STEP
-_ROW, _START, _COUNT, _SAMPLES, _BASE, _MASKS = (
+_ROW, _START, _COUNT, _SAMPLES, _BASE, _MASKS, _POOL_FIRST, _POOL_COUNT = (
     step_ring.ROW,
     step_ring.START,
     step_ring.COUNT,
     step_ring.SAMPLES,
     step_ring.SAMPLE_BASE,
     step_ring.ENTRY_FLAGS,
+    step_ring.POOL_FIRST,
+    step_ring.POOL_COUNT,
 )
-_NO_MASK, _MASK_SLOTS = step_ring.NO_MASK, step_ring.MASK_SLOTS
+_NO_MASK, _MASK_SLOTS, _MAX_POOLED = step_ring.NO_MASK, step_ring.MASK_SLOTS, step_ring.MAX_POOLED
 
 
 @njit(**INNER)
@@ -72,6 +77,18 @@ def _is_sound(params, row, start, count, samples, base, masks, n_tokens, n_sampl
         and 0 <= samples <= min(count, param(params, pb.STEP_SAMPLES) - n_samples)
         and (samples == 0 or 0 <= base <= param(params, pb.MAX_SAMPLES) - samples)
         and (masks == 0 or (masks > 0 and samples <= _MASK_SLOTS and param(params, pb.MASK_STRIDE) > 0))
+    )
+
+
+@njit(**INNER)
+def _is_poolable(params, count, samples, base, first, pooled):
+    """Whether the numbers of a pooled entry, which are read besides those of every entry, are within their bounds."""
+    return (
+        samples == 0
+        and param(params, pb.POOLED_WIDTH) == param(params, pb.WIDTH)
+        and 0 <= base < _MAX_POOLED
+        and first >= 0
+        and 1 <= pooled <= count - first
     )
 
 
@@ -120,6 +137,12 @@ def _refuse(params, slot, samples, base, reason):
 
 
 @njit(**INNER)
+def _refuse_pooled(params, slot, base):
+    if 0 <= base < _MAX_POOLED:
+        put_i32(param(params, pb.POOL_STATES) + 4 * (slot * _MAX_POOLED + base), BAD_ENTRY)
+
+
+@njit(**INNER)
 def _is_void(params, row, start, count, samples):
     """Whether the step before has not sampled the token at `start`, for want of a mask. Then neither does this one."""
     token = param(params, pb.TOKENS) + row * param(params, pb.TOKENS_STRIDE) + 4 * start
@@ -137,17 +160,20 @@ def make_plan(params, step):
     head = param(params, pb.SLOT_HEAD) + 8 * _SLOT_WORDS * slot
     plan = param(params, pb.PLAN)
     put_i64(plan + 8 * SLOT, slot)
-    for i in (ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, HAS_MASKS):
+    for i in (ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, HAS_MASKS, HAS_POOLED):
         put_i64(plan + 8 * i, 0)
     if get_i64(head + 8 * _STEP) != step:
         return -1
     entries = param(params, pb.ENTRIES) + slot * param(params, pb.ENTRIES_STRIDE)
-    kept = n_tokens = n_samples = refused = chunks = has_masks = 0
+    kept = n_tokens = n_samples = refused = chunks = has_masks = has_pooled = 0
     for i in range(min(max(get_i64(head + 8 * _N_ENTRIES), 0), param(params, pb.MAX_ENTRIES))):
         at = entries + 4 * _ENTRY_WORDS * i
         row, start, count = get_i32(at + 4 * _ROW), get_i32(at + 4 * _START), get_i32(at + 4 * _COUNT)
         samples, base, masks = get_i32(at + 4 * _SAMPLES), get_i32(at + 4 * _BASE), get_i32(at + 4 * _MASKS)
+        pool_first, pooled = get_i32(at + 4 * _POOL_FIRST), get_i32(at + 4 * _POOL_COUNT)
         is_sound = _is_sound(params, row, start, count, samples, base, masks, n_tokens, n_samples)
+        if pooled != 0 and not _is_poolable(params, count, samples, base, pool_first, pooled):
+            is_sound = False
         if is_sound and masks != 0 and _is_void(params, row, start, count, samples):
             _refuse(params, slot, samples, base, _NO_MASK)
             continue
@@ -157,6 +183,8 @@ def make_plan(params, step):
             and _copy_tokens(params, row, start, count, kept, n_tokens)
         ):
             _refuse(params, slot, samples, base, BAD_ENTRY)
+            if pooled != 0:
+                _refuse_pooled(params, slot, base)
             refused += 1
             continue
         entry = entry_at(params, kept)
@@ -169,6 +197,10 @@ def make_plan(params, step):
         put_i64(entry + 8 * P_SPLIT, -1)
         put_i64(entry + 8 * P_TABLE, kept * param(params, pb.TABLES_STRIDE))
         put_i64(entry + 8 * P_MASKS, masks)
+        put_i64(entry + 8 * P_POOL_FIRST, pool_first)
+        put_i64(entry + 8 * P_POOL_COUNT, pooled)
+        if pooled != 0:
+            has_pooled = 1
         if masks != 0 and samples > 0:
             has_masks = 1
         for j in range(samples):
@@ -186,6 +218,7 @@ def make_plan(params, step):
     put_i64(plan + 8 * SAMPLES, n_samples)
     put_i64(plan + 8 * HAS_CHUNKS, chunks)
     put_i64(plan + 8 * HAS_MASKS, has_masks)
+    put_i64(plan + 8 * HAS_POOLED, has_pooled)
     if kept * param(params, pb.N_KV_HEADS) < SPLIT_UNITS:
         _assign_split_results(params, kept)
     return refused

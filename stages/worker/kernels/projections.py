@@ -23,7 +23,7 @@ from stages.worker.kernels.split_combine import copy
 
 
 @njit(**INNER)
-def _norm(params, x, weight, bias, y):
+def norm_row(params, x, weight, bias, y):
     """y = norm of a row x (width f32) of the residual stream; without a weight a copy."""
     width, eps = param(params, pb.WIDTH), get_f32(params + 8 * pb.EPS)
     if weight == 0:
@@ -44,7 +44,7 @@ def norm_and_quantize(params, weight, bias, rows, of_samples):
     for i in range(first, end):
         t = get_i64(p.sample_at(params, i)) if of_samples else i
         y = floats + 4 * i * width
-        _norm(params, param(params, pb.X) + 4 * t * width, weight, bias, y)
+        norm_row(params, param(params, pb.X) + 4 * t * width, weight, bias, y)
         quantize_row(y, width, records + i * param(params, pb.NORM_Q_STRIDE))
     if not few:
         wait_for_ranks(params)

@@ -1,0 +1,107 @@
+"""POST /v1/embeddings: reads OpenAI's parameters and writes OpenAI's object."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pipeline.api.fields import Reader, integer, invalid_value, read_fields, text, token_ids
+from pipeline.api.generation_fields import MAX_MODEL_CHARACTERS, MAX_PROMPT_IDS
+from pipeline.api.json_body import to_json
+from pipeline.errors import InvalidRequest
+from stages.gateway.requests.generation_request import TextOrIds
+
+MAX_INPUTS = 2048  # OpenAI's bound
+MAX_DIMENSIONS = 1 << 24  # in the field; the model's width is the actual bound
+_INPUT_KINDS = "a string, an array of strings, an array of token ids, or an array of such arrays"
+
+
+class EmbeddingRequest(msgspec.Struct, frozen=True):
+    """A valid body of /v1/embeddings."""
+
+    model: str  # "": the first model
+    inputs: list[TextOrIds]
+    is_base64: bool
+    dimensions: int | None
+
+
+def read_inputs(value: Any, name: str) -> list[TextOrIds]:
+    """Read any of OpenAI's four kinds of input as a list of texts or of arrays of token ids."""
+    ids = token_ids(MAX_PROMPT_IDS)
+    if isinstance(value, str):
+        return [_filled(value, name)]
+    if not isinstance(value, list):
+        raise invalid_value(name, value, _INPUT_KINDS)
+    if value and isinstance(value[0], int) and not isinstance(value[0], bool):
+        return [ids(value, name)]
+    if not 1 <= len(value) <= MAX_INPUTS:
+        raise InvalidRequest(
+            f"{name} has {len(value)} inputs; it must have 1 to {MAX_INPUTS}: send several requests", name
+        )
+    inputs: list[TextOrIds] = []
+    total = 0
+    for index, item in enumerate(value):
+        where = f"{name}[{index}]"
+        if type(item) is not type(value[0]) or not isinstance(item, str | list):
+            raise invalid_value(where, item, f"of the same kind as the first: {name} is {_INPUT_KINDS}")
+        inputs.append(_filled(item if isinstance(item, str) else ids(item, where), where))
+        total += 0 if isinstance(item, str) else len(item)
+    if total > MAX_PROMPT_IDS:
+        raise InvalidRequest(f"{name} has {total} token ids; at most {MAX_PROMPT_IDS} are allowed", name)
+    return inputs
+
+
+def _filled(value: TextOrIds, name: str) -> TextOrIds:
+    if not value:
+        raise InvalidRequest(f"{name} is empty; send at least one character or token", name)
+    return value
+
+
+def _read_format(value: Any, name: str) -> bool:
+    """Return whether the format is base64."""
+    if value not in ("float", "base64"):
+        raise invalid_value(name, value, '"float" or "base64"')
+    return bool(value == "base64")
+
+
+_FIELDS: dict[str, Reader] = {
+    "model": text(MAX_MODEL_CHARACTERS, empty=False),
+    "input": read_inputs,
+    "encoding_format": _read_format,
+    "dimensions": integer(1, MAX_DIMENSIONS),
+    "user": text(512),  # accepted for compatibility, without effect
+}
+
+
+def read(body: dict[str, Any]) -> EmbeddingRequest:
+    """Read the body of /v1/embeddings. Raises `InvalidRequest`."""
+    values = read_fields(body, _FIELDS, required=("input",))
+    return EmbeddingRequest(
+        values.get("model", ""), values["input"], values.get("encoding_format", False), values.get("dimensions")
+    )
+
+
+def unit_vector(vector: bytes, dimensions: int | None = None) -> np.ndarray:
+    """Return the first `dimensions` values of a vector (f32 bytes), scaled to length 1: f32; zeros stay zeros.
+
+    The sum of squares is rounded once, so that the result does not depend on the CPU.
+    """
+    values = np.frombuffer(vector, "<f4")[:dimensions].astype(np.float64)
+    length = math.sqrt(math.fsum((values * values).tolist()))
+    return (values / length if length else values).astype("<f4")
+
+
+def response_parts(model: str, vectors: list[bytes], n_tokens: int, request: EmbeddingRequest) -> Iterator[bytes]:
+    """Yield the response in parts, one for each input. `vectors`: pooled hidden states, f32 bytes."""
+    yield b'{"object":"list","data":['
+    for index, vector in enumerate(vectors):
+        unit = unit_vector(vector, request.dimensions)
+        shown: Any = base64.b64encode(unit.tobytes()).decode() if request.is_base64 else unit.tolist()
+        yield (b"," if index else b"") + to_json({"object": "embedding", "index": index, "embedding": shown})
+    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    yield b'],"model":%b,"usage":%b}' % (to_json(model), to_json(usage))

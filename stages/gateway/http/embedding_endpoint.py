@@ -1,0 +1,143 @@
+"""Handler of /v1/embeddings.
+
+The client waits for the whole response.  If this process dies meanwhile, the client sends its request again and gets
+the same bytes; the death of every other stage is repaired here (requests/embedder.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from pipeline.errors import InvalidRequest, StarlingError
+from pipeline.models.versions import ModelVersion
+from pipeline.protocol import messages as m
+from shm.step_ring import MAX_POOLED_POSITIONS
+from stages.gateway.admission.lengths import CONTEXT_EXCEEDED
+from stages.gateway.admission.prompts import check_range
+from stages.gateway.admission.server_readiness import READY_WAIT_S
+from stages.gateway.endpoints.embeddings import EmbeddingRequest, response_parts
+from stages.gateway.http.context import CALLER, CLIENT_ID, PRINCIPAL, SERVICE, STARTED_AT
+from stages.gateway.http.request_body import read_body
+from stages.gateway.http.whole_response import held_response, send_parts
+from stages.gateway.requests.embedder import EmbeddingCall
+from stages.gateway.requests.generation_request import TextOrIds
+from stages.gateway.service import Service
+
+ENCODED_AT_ONCE = 64  # inputs of a request at the tokenizer
+DEFAULT_POOLING = "last"  # of models that generate text, whose last position has seen all others
+
+
+async def embeddings(request: web.Request) -> web.StreamResponse:
+    """POST /v1/embeddings."""
+    service = request.app[SERVICE]
+    with service.admission.slot(request[PRINCIPAL]):
+        service.admission.charge_attempt(request[CALLER])
+        body: EmbeddingRequest = await read_body(request, service.config, "embeddings")
+        model = service.catalog.resolve(body.model)
+        vectors, n_tokens = await pooled_inputs(request, model, body.inputs, "input", body.dimensions)
+        with held_response(request) as held:
+            parts = []
+            for part in response_parts(model, vectors, n_tokens, body):
+                held.add(len(part))
+                parts.append(part)
+                await asyncio.sleep(0)  # let other requests run
+            return await send_parts(request, parts)
+
+
+async def pooled_inputs(
+    request: web.Request, model: str, inputs: Sequence[TextOrIds], field: str, dimensions: int | None = None
+) -> tuple[list[bytes], int]:
+    """Return the pooled hidden states (f32 bytes) of each input, and the number of their tokens. Charges the tenant.
+
+    `field`: of the request, which has the inputs. Raises `StarlingError`.
+    """
+    service, caller = request.app[SERVICE], request[CALLER]
+    deadline = request[STARTED_AT] + service.config.server.request_timeout_ms / 1000
+    readiness = service.readiness
+    if refusal := readiness.drains.rejection(model) or readiness.unloading(model):
+        raise refusal
+    with service.in_flight.admitting(model):
+        await readiness.wait_ready(model, min(READY_WAIT_S, deadline - service.clock()))
+        with service.admission.serving_version(model) as version:
+            described = service.loaded.described[version.id]
+            pooling = pooling_of(version, described)
+            if dimensions is not None and dimensions > described.width:
+                raise InvalidRequest(
+                    f"dimensions is {dimensions}; the embeddings of model {model!r} have {described.width}: ask for at "
+                    f"most as many",
+                    "dimensions",
+                )
+            try:
+                async with asyncio.timeout(deadline - service.clock()):
+                    prompts = await _tokenize(service, version, described, inputs, field, request[CLIENT_ID])
+            except TimeoutError:
+                raise StarlingError(
+                    "TIMEOUT",
+                    f"{field} was not tokenized in the time that a request may take (server.request_timeout_ms); send "
+                    f"less, or try again when it is less busy",
+                ) from None
+            n_tokens = sum(len(prompt) // 4 for prompt in prompts)
+            service.admission.charge_tokens(caller, n_tokens)
+            call = EmbeddingCall(model, version.id, caller.tenant, caller.priority, pooling, deadline)
+            return await service.embedder.pool(call, prompts), n_tokens
+
+
+def pooling_of(version: ModelVersion, described: m.Described) -> str:
+    """Return how the version pools hidden states. Raises `InvalidRequest` if its embeddings are switched off."""
+    pooling = version.settings.pooling or described.pooling or DEFAULT_POOLING
+    if pooling == "none":
+        raise InvalidRequest(
+            f"model {version.name!r} has no embeddings (its pooling is none in the configuration); use another model",
+            "model",
+        )
+    return pooling
+
+
+async def _tokenize(
+    service: Service,
+    version: ModelVersion,
+    described: m.Described,
+    inputs: Sequence[TextOrIds],
+    field: str,
+    client_id: str,
+) -> list[bytes]:
+    """The token ids of each input, i32 little-endian. A text begins and ends with the tokens that the model wants."""
+    bounds = service.loaded.bounds(version)
+    longest = min(bounds.context, bounds.max_prompt_tokens or bounds.context, MAX_POOLED_POSITIONS)
+    end = (described.end_id,) if described.end_id >= 0 else ()
+
+    def checked(tokens: Sequence[int], n: int, index: int, is_exact: bool = True) -> bytes:
+        name = f"{field}[{index}]" if len(inputs) > 1 else field
+        if n > longest:
+            count = n if is_exact else f"at least {n}"
+            raise InvalidRequest(
+                f"{name} has {count} tokens; at most {longest} are allowed (the model's context, or "
+                f"scheduler.max_prompt_tokens): shorten it",
+                field,
+                code=CONTEXT_EXCEEDED,
+            )
+        if not tokens:
+            raise InvalidRequest(f"{name} has no tokens; send some text", field)
+        check_range(tokens, name + "[{}]", field, described.vocab_size)
+        return array("i", tokens).tobytes()
+
+    async def encoded(text: str, index: int) -> bytes:
+        reply = await service.tokenizer.encode(version.id, text, token_limit=longest, request_id=client_id)
+        if reply.too_many:
+            return checked((), reply.too_many, index, reply.is_exact)
+        tokens = reply.tokens if reply.tokens[-1:] == end else reply.tokens + end
+        return checked(tokens, len(tokens), index)
+
+    prompts: list[bytes] = []
+    for begin in range(0, len(inputs), ENCODED_AT_ONCE):
+        some = inputs[begin : begin + ENCODED_AT_ONCE]
+        texts = [encoded(one, begin + i) for i, one in enumerate(some) if isinstance(one, str)]
+        replies = iter(await asyncio.gather(*texts))
+        prompts += [
+            next(replies) if isinstance(one, str) else checked(one, len(one), begin + i) for i, one in enumerate(some)
+        ]
+    return prompts

@@ -1,0 +1,77 @@
+"""Embeddings of a real server: beside streams, in any batch, and while stages are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from pipeline.config.schema import DEMO_MODEL
+from tests.e2e.comparison import comparable, process
+from tests.e2e.server import Server
+
+pytestmark = pytest.mark.slow
+
+WORDS = [
+    "the",
+    "keeper",
+    "of",
+    "the",
+    "light",
+    "counts",
+    "ships",
+    "and",
+    "stars",
+    "and",
+    "writes",
+    "their",
+    "names",
+    "into",
+    "a",
+    "book",
+    "that",
+    "nobody",
+    "reads",
+]
+INPUTS = [" ".join(WORDS[(i + j) % len(WORDS)] for j in range(120)) for i in range(len(WORDS))]
+STREAM: dict[str, Any] = {"prompt": "The sea", "max_tokens": 60, "seed": 4, "temperature": 0.8, "ignore_eos": True}
+
+
+def embed(server: Server, inputs: Any) -> list[str]:
+    answer = server.post("/v1/embeddings", model=DEMO_MODEL, input=inputs, encoding_format="base64")
+    return [item["embedding"] for item in answer["data"]]
+
+
+def test_deaths_of_all_stages_change_no_byte_of_a_vector_or_a_stream(demo_server: Server) -> None:
+    alone = [embed(demo_server, text)[0] for text in INPUTS[:3]]
+    expected = comparable(list(demo_server.stream("/v1/generate", **STREAM)))
+    found: list[list[str]] = []
+    thread = threading.Thread(target=lambda: found.append(embed(demo_server, INPUTS)))
+    thread.start()
+    events: list[dict[str, Any]] = []
+    names = iter(("worker/1", "kv", "scheduler", "tokenizer"))
+    for event in demo_server.stream("/v1/generate", **STREAM):
+        events.append(event)
+        if len(events) in (3, 12, 24, 36):
+            os.kill(demo_server.pid_of(process(next(names), DEMO_MODEL)), signal.SIGKILL)
+    assert next(names, None) is None
+    assert comparable(events) == expected
+    thread.join(300)
+    (vectors,) = found
+    assert len(set(vectors)) == len(INPUTS)
+    assert vectors[:3] == alone
+    assert embed(demo_server, INPUTS) == vectors
+
+
+def test_texts_of_one_meaning_are_nearer_than_others(demo_server: Server) -> None:
+    answer = demo_server.post("/v1/embeddings", input=["a small dog", "a little dog", "the stock market fell sharply"])
+    one, same, other = (item["embedding"] for item in answer["data"])
+    assert abs(sum(value * value for value in one) - 1) < 1e-5
+
+    def cosine(a: list[float], b: list[float]) -> float:
+        return sum(x * y for x, y in zip(a, b, strict=True))
+
+    assert cosine(one, same) > cosine(one, other)
