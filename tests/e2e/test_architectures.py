@@ -77,7 +77,7 @@ def pooled(path: Path, prompt: list[int]) -> list[float]:
 @pytest.mark.parametrize("model", MODELS)
 def test_embeddings_are_what_the_reference_computes(server: Server, files: dict[str, Path], model: str) -> None:
     draws = np.random.default_rng(3)
-    inputs = [draws.integers(3, 260, n).tolist() for n in (310, 1, 17)]
+    inputs = [draws.integers(3, 260, n).tolist() for n in (60, 1, 17)]
     answer = server.post("/v1/embeddings", model=model, input=inputs)
     assert [item["embedding"] for item in answer["data"]] == [pooled(files[model], one) for one in inputs]
-    assert answer["usage"]["total_tokens"] == 328
+    assert answer["usage"]["total_tokens"] == 78

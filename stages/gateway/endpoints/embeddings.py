@@ -10,13 +10,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline.api.fields import Reader, integer, invalid_value, read_fields, text, token_ids
+from pipeline.api.fields import FieldTable, integer, invalid_value, schema_of, text, token_ids
 from pipeline.api.generation_fields import MAX_MODEL_CHARACTERS, MAX_PROMPT_IDS
 from pipeline.api.json_body import to_json
+from pipeline.api.json_schema import any_of, array_of, described, string
 from pipeline.errors import InvalidRequest
 from stages.gateway.requests.generation_request import TextOrIds
 
 MAX_INPUTS = 2048  # OpenAI's bound
+MAX_TEXT_CHARACTERS = 1 << 30  # in a field; the size of the body is the actual bound
 MAX_DIMENSIONS = 1 << 24  # in the field; the model's width is the actual bound
 _INPUT_KINDS = "a string, an array of strings, an array of token ids, or an array of such arrays"
 
@@ -30,6 +32,16 @@ class EmbeddingRequest(msgspec.Struct, frozen=True):
     dimensions: int | None
 
 
+def input_names(inputs: list[TextOrIds]) -> list[str]:
+    """Return the names of the inputs, for error messages."""
+    return [f"input[{index}]" for index in range(len(inputs))] if len(inputs) > 1 else ["input"]
+
+
+_TEXT = string(MAX_TEXT_CHARACTERS, least=1)
+_IDS = {**schema_of(token_ids(MAX_PROMPT_IDS)), "minItems": 1}
+
+
+@described(any_of(_TEXT, array_of(_TEXT, least=1, most=MAX_INPUTS), _IDS, array_of(_IDS, least=1, most=MAX_INPUTS)))
 def read_inputs(value: Any, name: str) -> list[TextOrIds]:
     """Read any of OpenAI's four kinds of input as a list of texts or of arrays of token ids."""
     ids = token_ids(MAX_PROMPT_IDS)
@@ -62,6 +74,7 @@ def _filled(value: TextOrIds, name: str) -> TextOrIds:
     return value
 
 
+@described({"enum": ["float", "base64"]})
 def _read_format(value: Any, name: str) -> bool:
     """Return whether the format is base64."""
     if value not in ("float", "base64"):
@@ -69,18 +82,21 @@ def _read_format(value: Any, name: str) -> bool:
     return bool(value == "base64")
 
 
-_FIELDS: dict[str, Reader] = {
-    "model": text(MAX_MODEL_CHARACTERS, empty=False),
-    "input": read_inputs,
-    "encoding_format": _read_format,
-    "dimensions": integer(1, MAX_DIMENSIONS),
-    "user": text(512),  # accepted for compatibility, without effect
-}
+BODY = FieldTable(
+    {
+        "model": text(MAX_MODEL_CHARACTERS, empty=False),
+        "input": read_inputs,
+        "encoding_format": _read_format,
+        "dimensions": integer(1, MAX_DIMENSIONS),
+        "user": text(512),  # accepted for compatibility, without effect
+    },
+    ("input",),
+)
 
 
 def read(body: dict[str, Any]) -> EmbeddingRequest:
     """Read the body of /v1/embeddings. Raises `InvalidRequest`."""
-    values = read_fields(body, _FIELDS, required=("input",))
+    values = BODY.read(body)
     return EmbeddingRequest(
         values.get("model", ""), values["input"], values.get("encoding_format", False), values.get("dimensions")
     )

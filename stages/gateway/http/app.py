@@ -65,6 +65,8 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
     app.router.add_delete("/v1/requests/{id}", text_endpoints.cancel_request)
     app.router.add_post("/v1/session/close", _close_session)
     app.router.add_post("/v1/embeddings", embedding_endpoint.embeddings)
+    app.router.add_post("/v1/rerank", embedding_endpoint.rerank)
+    app.router.add_post("/v1/score", embedding_endpoint.score)
     app.router.add_post("/v1/tokenize", token_endpoints.tokenize)
     app.router.add_post("/v1/detokenize", token_endpoints.detokenize)
     app.router.add_get("/v1/models", model_endpoints.list_models)

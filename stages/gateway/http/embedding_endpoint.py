@@ -1,4 +1,4 @@
-"""Handler of /v1/embeddings.
+"""Handlers of /v1/embeddings, /v1/rerank and /v1/score.
 
 The client waits for the whole response.  If this process dies meanwhile, the client sends its request again and gets
 the same bytes; the death of every other stage is repaired here (requests/embedder.py).
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
+from pipeline.api.json_body import to_json
 from pipeline.errors import InvalidRequest, StarlingError
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
@@ -19,10 +20,11 @@ from shm.step_ring import MAX_POOLED_POSITIONS
 from stages.gateway.admission.lengths import CONTEXT_EXCEEDED
 from stages.gateway.admission.prompts import check_range
 from stages.gateway.admission.server_readiness import READY_WAIT_S
-from stages.gateway.endpoints.embeddings import EmbeddingRequest, response_parts
+from stages.gateway.endpoints.embeddings import EmbeddingRequest, input_names, response_parts, unit_vector
+from stages.gateway.endpoints.rerank import RerankRequest, ScoreRequest, cosine, rerank_response, score_response
 from stages.gateway.http.context import CALLER, CLIENT_ID, PRINCIPAL, SERVICE, STARTED_AT
 from stages.gateway.http.request_body import read_body
-from stages.gateway.http.whole_response import held_response, send_parts
+from stages.gateway.http.whole_response import held_response, send_body, send_parts
 from stages.gateway.requests.embedder import EmbeddingCall
 from stages.gateway.requests.generation_request import TextOrIds
 from stages.gateway.service import Service
@@ -38,7 +40,7 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
         service.admission.charge_attempt(request[CALLER])
         body: EmbeddingRequest = await read_body(request, service.config, "embeddings")
         model = service.catalog.resolve(body.model)
-        vectors, n_tokens = await pooled_inputs(request, model, body.inputs, "input", body.dimensions)
+        vectors, n_tokens = await _pool(request, model, body.inputs, input_names(body.inputs), body.dimensions)
         with held_response(request) as held:
             parts = []
             for part in response_parts(model, vectors, n_tokens, body):
@@ -48,12 +50,52 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
             return await send_parts(request, parts)
 
 
-async def pooled_inputs(
-    request: web.Request, model: str, inputs: Sequence[TextOrIds], field: str, dimensions: int | None = None
+async def rerank(request: web.Request) -> web.StreamResponse:
+    """POST /v1/rerank."""
+    service = request.app[SERVICE]
+    with service.admission.slot(request[PRINCIPAL]):
+        service.admission.charge_attempt(request[CALLER])
+        body: RerankRequest = await read_body(request, service.config, "rerank")
+        model = service.catalog.resolve(body.model)
+        vectors, n_tokens = await _pool(request, model, body.texts, body.names)
+        scores = await _cosines(vectors, [(0, 1 + index) for index in range(len(body.documents))])
+        return await send_body(request, to_json(rerank_response(model, scores, n_tokens, body)))
+
+
+async def score(request: web.Request) -> web.StreamResponse:
+    """POST /v1/score."""
+    service = request.app[SERVICE]
+    with service.admission.slot(request[PRINCIPAL]):
+        service.admission.charge_attempt(request[CALLER])
+        body: ScoreRequest = await read_body(request, service.config, "score")
+        model = service.catalog.resolve(body.model)
+        vectors, n_tokens = await _pool(request, model, body.texts, body.names)
+        scores = await _cosines(vectors, body.pairs)
+        return await send_body(request, to_json(score_response(model, scores, n_tokens)))
+
+
+async def _cosines(vectors: Sequence[bytes], pairs: Sequence[tuple[int, int]]) -> list[float]:
+    units = []
+    for vector in vectors:
+        units.append(unit_vector(vector))
+        await asyncio.sleep(0)  # let other requests run
+    scores = []
+    for first, second in pairs:
+        scores.append(cosine(units[first], units[second]))
+        await asyncio.sleep(0)
+    return scores
+
+
+async def _pool(
+    request: web.Request,
+    model: str,
+    inputs: Sequence[TextOrIds],
+    names: Sequence[str],
+    dimensions: int | None = None,
 ) -> tuple[list[bytes], int]:
     """Return the pooled hidden states (f32 bytes) of each input, and the number of their tokens. Charges the tenant.
 
-    `field`: of the request, which has the inputs. Raises `StarlingError`.
+    `names`: of the inputs, for error messages. Raises `StarlingError`.
     """
     service, caller = request.app[SERVICE], request[CALLER]
     deadline = request[STARTED_AT] + service.config.server.request_timeout_ms / 1000
@@ -73,12 +115,12 @@ async def pooled_inputs(
                 )
             try:
                 async with asyncio.timeout(deadline - service.clock()):
-                    prompts = await _tokenize(service, version, described, inputs, field, request[CLIENT_ID])
+                    prompts = await _tokenize(service, version, described, inputs, names, request[CLIENT_ID])
             except TimeoutError:
                 raise StarlingError(
                     "TIMEOUT",
-                    f"{field} was not tokenized in the time that a request may take (server.request_timeout_ms); send "
-                    f"less, or try again when it is less busy",
+                    "the texts were not tokenized in the time that a request may take (server.request_timeout_ms); "
+                    "send less, or try again when it is less busy",
                 ) from None
             n_tokens = sum(len(prompt) // 4 for prompt in prompts)
             service.admission.charge_tokens(caller, n_tokens)
@@ -102,7 +144,7 @@ async def _tokenize(
     version: ModelVersion,
     described: m.Described,
     inputs: Sequence[TextOrIds],
-    field: str,
+    names: Sequence[str],
     client_id: str,
 ) -> list[bytes]:
     """The token ids of each input, i32 little-endian. A text begins and ends with the tokens that the model wants."""
@@ -111,7 +153,7 @@ async def _tokenize(
     end = (described.end_id,) if described.end_id >= 0 else ()
 
     def checked(tokens: Sequence[int], n: int, index: int, is_exact: bool = True) -> bytes:
-        name = f"{field}[{index}]" if len(inputs) > 1 else field
+        name, field = names[index], names[index].partition("[")[0]
         if n > longest:
             count = n if is_exact else f"at least {n}"
             raise InvalidRequest(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pipeline.api.fields import FieldTable
 from pipeline.api.json_schema import Schema
 from stages.gateway import admin
-from stages.gateway.endpoints import chat, completions, generate, messages, session_close
+from stages.gateway.endpoints import chat, completions, embeddings, generate, messages, rerank, session_close
 from stages.gateway.endpoints.tokenize import DETOKENIZE_BODY, TOKENIZE_BODY
 from stages.gateway.openapi.responses import json_content
 
@@ -112,6 +112,23 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         {"application/json": {"schema": {"type": "object"}}},
         None,
         (*_KEYED, 404),
+    ),
+    ("POST", "/v1/embeddings"): Operation(
+        "Vectors of texts.", "Embeddings", json_content("Embeddings"), embeddings.BODY.schema(), _TEXT
+    ),
+    ("POST", "/v1/rerank"): Operation(
+        "Orders documents by their similarity to a query.",
+        "Embeddings",
+        json_content("Ranking"),
+        rerank.RERANK_BODY.schema(),
+        _TEXT,
+    ),
+    ("POST", "/v1/score"): Operation(
+        "The similarity of texts.",
+        "Embeddings",
+        json_content("Scores"),
+        rerank.SCORE_BODY.schema(),
+        _TEXT,
     ),
     ("POST", "/v1/session/close"): Operation(
         "Ends a session.", "Sessions", json_content("ClosedSession"), session_close.BODY.schema(), _TEXT

@@ -39,6 +39,7 @@ def _openai_answer(kind: str, **choice: Schema) -> Schema:
     )
 
 
+_PROMPT_USAGE = _object(prompt_tokens=_COUNT, total_tokens=_COUNT)
 _TOOL_CALL = _object(id=_STRING, type={"const": "function"}, function=_object(name=_STRING, arguments=_STRING))
 
 SCHEMAS: dict[str, Schema] = {
@@ -75,6 +76,26 @@ SCHEMAS: dict[str, Schema] = {
         usage=_object(input_tokens=_COUNT, output_tokens=_COUNT),
     ),
     "MessageTokens": _object(input_tokens=_COUNT),
+    "Embeddings": _object(
+        object={"const": "list"},
+        data=array_of(
+            _object(object={"const": "embedding"}, index=_COUNT, embedding={"anyOf": [array_of(_NUMBER), _STRING]})
+        ),
+        model=_STRING,
+        usage=_PROMPT_USAGE,
+    ),
+    "Ranking": _object(
+        object={"const": "list"},
+        model=_STRING,
+        results=array_of(_object({"document": _object(text=_STRING)}, index=_COUNT, relevance_score=_NUMBER)),
+        usage=_PROMPT_USAGE,
+    ),
+    "Scores": _object(
+        object={"const": "list"},
+        model=_STRING,
+        data=array_of(_object(index=_COUNT, object={"const": "score"}, score=_NUMBER)),
+        usage=_PROMPT_USAGE,
+    ),
     "Generation": _object(
         {"session_id": _STRING},
         id=_STRING,
