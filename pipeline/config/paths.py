@@ -5,6 +5,8 @@ STARLING_HOME (~/.starling)
 ├── run/       sockets, status records, locks; 0700  (server.run_dir)
 ├── state/     journal, saved pages, sessions        (server.state_dir)
 ├── blobs/     published models                       (fleet.blobs)
+├── agent/     state of the agent, and a home for each of its engines (agents/ID with fleet.agent.id)
+├── engines/   run directories of the agents' engines
 ├── fleet.db   who is in the fleet                    (fleet.store)
 ├── fleet-token  secret of agents and orchestrators   (fleet.token)
 ├── cache/     compiled kernels
@@ -73,6 +75,12 @@ def state_dir(config: Config, env: Env = os.environ) -> Path:
 def fleet_token(config: Config, env: Env = os.environ) -> Path:
     """The file with the secret that agents and orchestrators share."""
     return _configured(config.fleet.token) or home(env) / "fleet-token"
+
+
+def agent_dir(config: Config, env: Env = os.environ) -> Path:
+    """State of the agent, and the homes of its engines: several agents of one home differ by their id."""
+    name = config.fleet.agent.id
+    return home(env) / "agents" / name if name else home(env) / "agent"
 
 
 def arena_dir(config: Config, env: Env = os.environ, shm: Path = Path("/dev/shm")) -> Path:

@@ -208,9 +208,13 @@ class MetricsConfig(Section, frozen=True, kw_only=True):
 class AgentConfig(Section, frozen=True, kw_only=True):
     """`starling agent`: the process that runs engines on a host of a fleet."""
 
+    id: str = ""  # in the coordination store; "": made from the host's name at the first start, and kept
     host: str = "127.0.0.1"  # the control API listens here
     port: Port = 8090
     advertise: str = ""  # host name or address under which orchestrators reach it and its engines; "": host
+    lease_ms: Annotated[int, Meta(ge=1000, le=600_000)] = 5_000  # an agent that is silent for so long is gone
+    max_models: Annotated[int, Meta(ge=1, le=64)] = 4  # engines at once
+    start_timeout_s: Annotated[int, Meta(ge=1, le=86_400)] = 600  # until an engine answers; then it is started again
 
 
 class FleetConfig(Section, frozen=True, kw_only=True):

@@ -1,5 +1,13 @@
 """The agent: models on one machine of a fleet.
 
-downloads/   pieces of published models, from several sources at once
-cache/       what has arrived: bounds, last use, eviction, adoption after a crash
+stage.py       the process: start, end, what belongs to what
+lease.py       its record in the coordination store, and how long it may serve
+http_api.py    the calls of orchestrators
+models.py      which models are placed here
+placement.py   one model: download, engine, restarts, end
+heartbeat.py   what the agent reports
+metrics.py     the same as Prometheus text
+engines/       the programs that compute
+downloads/     pieces of published models, from several sources at once
+cache/         what has arrived: bounds, last use, eviction, adoption after a crash
 """

@@ -22,6 +22,7 @@ from starling.cli.run_command import run_command
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 COMMANDS = (
+    "agent",
     "catalog",
     "chaos",
     "chat",
@@ -62,6 +63,10 @@ def load_command(name: str) -> click.Command | None:
     The imports stand here, one per command, so that `starling stage` imports no module of another command.
     """
     match name:
+        case "agent":
+            from starling.cli.agent import agent
+
+            return agent
         case "catalog":
             from starling.cli.publish import catalog
 

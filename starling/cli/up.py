@@ -28,7 +28,7 @@ from pipeline.observe import status
 from pipeline.runtime import arena_dir
 from pipeline.runtime import run_dir as rundir
 from pipeline.runtime.directory_lock import ServerLocks
-from pipeline.runtime.process import EXIT_FATAL
+from pipeline.runtime.process import EXIT_FATAL, die_with_parent
 from pipeline.supervise import cleanup, listen_fd
 from starling.cli.broken_pipe import silence
 from starling.cli.honcho_runner import HonchoRunner
@@ -56,11 +56,14 @@ WAITING_S = 5.0  # before it prints which stages are not ready
     hidden=True,
     help="End when no `starling run` or `starling chat` uses the server.",
 )
-def up(while_used: bool) -> int:
+@click.option("--with-parent", is_flag=True, hidden=True, help="End when the process that started it ends.")
+def up(while_used: bool, with_parent: bool) -> int:
     """Prepare the models, start every stage, run until Ctrl-C.
 
     On Ctrl-C (SIGINT, SIGTERM or SIGHUP) streams in flight finish first. A second Ctrl-C kills all stages.
     """
+    if with_parent:
+        die_with_parent()
     timeline = Timeline(procfs.started_at(os.getpid()) or time.time())
     config = load()
     check_faults(os.environ)

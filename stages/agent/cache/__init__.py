@@ -2,4 +2,5 @@
 
 eviction.py      which of them must go (pure)
 model_cache.py   the files: what is here, eviction, adoption after a crash
+page_cache.py    whether a file is in memory
 """

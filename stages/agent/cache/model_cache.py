@@ -78,6 +78,14 @@ class ModelCache:
                 self._evict(key)
         return evicted
 
+    def remove(self, digest: str) -> bool:
+        """Remove a model and its unfinished download; false if it is no published model, or is not here."""
+        with lock(self.models_dir, "cache"):
+            keys = [item.key for item in self.items() if item.key in (digest, self.part_path(digest).name)]
+            for key in keys:
+                self._evict(key)
+        return bool(keys)
+
     def _evict(self, key: str) -> None:
         log.info("model evicted from the cache", extra={"key": key})
         if key.endswith(_PART):

@@ -1,0 +1,99 @@
+"""A child process in a process group of its own, with the end of its output.
+
+The program is expected to end when this process ends (it gets the pid in STARLING_PARENT_PID).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pipeline.errors import ConfigError
+from pipeline.runtime.process import PARENT_VARIABLE
+
+KEPT_LINES = 40
+END_S = 2.0  # for the end of the output after that of the process
+MAX_LINE = 2000  # characters
+_ERROR = re.compile(r'\bERROR\b|"level": ?"error"|^starling: ')
+
+
+class Child:
+    """One process. `start` is called from the main thread: the kernel ends the child with the thread that forked it."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
+        self._command = command
+        self._env = {**env, PARENT_VARIABLE: str(os.getpid())}
+        self._cwd = cwd
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+
+    async def start(self) -> None:
+        """Raises `ConfigError` if the program cannot be run."""
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                env=self._env,
+                cwd=self._cwd,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                process_group=0,
+            )
+        except OSError as error:
+            raise ConfigError(f"{self._command[0]} cannot be run: {error.strerror}") from None
+        self._reader = asyncio.create_task(self._read(self._process))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has been started and has not ended."""
+        return self._process is not None and self._process.returncode is None
+
+    async def wait(self) -> int:
+        """Wait for its end; the exit code, or -signal."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def stop(self, timeout_s: float) -> None:
+        """SIGTERM; after `timeout_s` SIGKILL for the group. Idempotent."""
+        if self._process is not None and self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._process.wait()
+            if self.is_running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                await self._process.wait()
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
+
+    def last_words(self) -> str:
+        """Of what it has written last, the first error, or else the last line: for a message."""
+        said = [line for line in self.lines if line.strip()]
+        return next((line for line in said if _ERROR.search(line)), said[-1] if said else "no output")
+
+    async def last_words_at_end(self) -> str:
+        """The same after its end, when all that it has written has been read."""
+        if self._reader is not None:  # a descendant that outlives it may keep the pipe open
+            await asyncio.wait([self._reader], timeout=END_S)
+        return self.last_words()
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        while True:
+            try:
+                line = await process.stdout.readline()
+            except ValueError:  # longer than the reader's buffer, which has been emptied
+                continue
+            if not line:
+                return
+            self.lines.append(line.decode("utf-8", "replace").rstrip()[:MAX_LINE])

@@ -1,0 +1,77 @@
+"""What the agent asks of an engine.  One object is one start of one program with one model.
+
+    start     begin; what an earlier engine of the same model has left is dead afterwards
+    ready     wait until it answers requests
+    queue     what it computes, and what waits
+    suspend   take no more requests; resume: take them again
+    stop      end it in order, and everything that belongs to it
+
+`load` and `unload` of a model are `start` and `stop`: a dead engine takes no other model with it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from pipeline.errors import InferenceError
+
+
+class Capabilities(NamedTuple):
+    """What an engine promises."""
+
+    kv_type: str = ""
+    numerics: int = 0  # version of the arithmetic: equal ones give equal bytes; 0: no promise
+
+
+class Queue(NamedTuple):
+    """Sequences."""
+
+    running: int = 0
+    waiting: int = 0
+    hit_rate: float = 0.0  # of KV pages, since the engine started
+
+
+class EngineDied(InferenceError):
+    """The engine has ended. `is_final`: another start would end the same way."""
+
+    def __init__(self, message: str, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+
+
+class Engine(ABC):
+    """One start of an engine."""
+
+    adapter: str  # name, as in heartbeats
+    capabilities: Capabilities
+    url: str = ""  # http://HOST:PORT, once it is started
+    key: str = ""  # API key that it requires
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Begin. Raises `StarlingError` if it cannot."""
+
+    @abstractmethod
+    async def ready(self) -> None:
+        """Wait until it answers. Raises `EngineDied`."""
+
+    @abstractmethod
+    async def ended(self) -> EngineDied:
+        """Wait for its end; the reason."""
+
+    @abstractmethod
+    async def queue(self) -> Queue:
+        """What it does now. Raises `EngineDied` if it does not answer."""
+
+    @abstractmethod
+    async def suspend(self) -> None:
+        """Take no more requests and end those in flight. Raises `EngineDied` if it does not answer in time."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Take requests again. Raises `EngineDied`."""
+
+    @abstractmethod
+    async def stop(self, *, at_once: bool = False) -> None:
+        """End it, and return when no process of it is left. `at_once`: without finishing streams. Idempotent."""

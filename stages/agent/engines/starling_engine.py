@@ -1,0 +1,222 @@
+"""The engine `starling`: `starling up` with a home of its own, and one model.
+
+    HOME/models, cache   links to the agent's checkpoints and compiled kernels
+    HOME/starling.json   the agent's configuration with this model, a port from the kernel and a key made for this start
+    HOME/state, logs     as of any server
+    STARLING_HOME/engines/NAME   its run directory: paths of sockets are limited to 107 bytes
+
+`starling up` restarts its stages by itself.  The agent acts only when `up` has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from pipeline.config import paths
+from pipeline.config.schema import Config, ModelConfig
+from pipeline.errors import ResourceError
+from pipeline.files import make_directory, replace_file
+from pipeline.fleet.records import advertised_host
+from pipeline.runtime.process import EXIT_CONFIG
+from shm.pages import NUMERICS
+from stages.agent.engines.child import Child
+from stages.agent.engines.fence import fence
+from stages.agent.engines.http_session import HttpSession
+from stages.agent.engines.interface import Capabilities, Engine, EngineDied, Queue
+from stages.agent.engines.prometheus_text import values
+
+READY_POLL_S = 0.1
+ANSWER_S = 5.0  # of a call to the engine
+SUSPEND_S = 0.5  # of the call that ends its requests: the margin of a lease is longer
+STOP_MARGIN_S = 10.0  # from the end of the drain to SIGKILL
+COMMAND = (sys.executable, "-m", "starling", "--config", "starling.json", "up", "--with-parent")
+_PRIVATE = ("STARLING_HOME", "STARLING_CONFIG", "STARLING_RESTARTS", "STARLING_LISTEN_FD")
+
+
+class StarlingEngine(Engine):
+    """One `starling up`."""
+
+    adapter = "starling"
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelConfig,
+        digest: str,
+        home: Path,
+        models_dir: Path,
+        session: HttpSession,
+        free_port: Callable[[], int],
+        env: Mapping[str, str] = os.environ,
+    ) -> None:
+        """`model`: its settings, without a path. `home`: of this model's engines. `models_dir`: has the checkpoint.
+
+        free_port: a port that no process listens on now.
+        """
+        self.capabilities = Capabilities(model.kv_type, NUMERICS)
+        self._config = config
+        self._model = msgspec.structs.replace(model, path=str(home / "models" / f"{digest}.idx"), sha256="")
+        self._home = home
+        self._run_dir = engine_run_dir(home, env)
+        self._models_dir = models_dir
+        self._session = session
+        self._free_port = free_port
+        self._env = env
+        self._child: Child | None = None
+
+    async def start(self) -> None:
+        """Fence what an earlier one has left, and start `up`."""
+        await asyncio.to_thread(self._fence)
+        port = self._free_port()
+        self.key = secrets.token_urlsafe(24)
+        await asyncio.to_thread(self._prepare, port)
+        self.url = f"http://{advertised_host(self._config.fleet.agent)}:{port}"
+        # PYTHONPATH may be relative to this process's directory.
+        env = {name: value for name, value in self._env.items() if name not in _PRIVATE and not _is_setting(name)}
+        if python_path := env.get("PYTHONPATH"):
+            env["PYTHONPATH"] = os.pathsep.join(os.path.abspath(part) for part in python_path.split(os.pathsep))
+        env["STARLING_HOME"] = str(self._home)
+        self._child = Child(COMMAND, env, self._home)
+        await self._child.start()
+
+    async def ready(self) -> None:
+        """Wait for /ready."""
+        assert self._child is not None
+        ended = asyncio.ensure_future(self._child.wait())
+        try:
+            async with asyncio.timeout(self._config.fleet.agent.start_timeout_s):
+                while not ended.done():
+                    if await self._is_ready():
+                        return
+                    await asyncio.wait([ended], timeout=READY_POLL_S)
+        except TimeoutError:
+            raise EngineDied(
+                f"the engine did not answer within fleet.agent.start_timeout_s = "
+                f"{self._config.fleet.agent.start_timeout_s} s: {self._child.last_words()}"
+            ) from None
+        finally:
+            ended.cancel()
+        raise await self.ended()
+
+    async def ended(self) -> EngineDied:
+        """Wait for the end of `up`."""
+        assert self._child is not None
+        code = await self._child.wait()
+        if code < 0:
+            return EngineDied(f"the engine was killed by signal {-code}")
+        said = await self._child.last_words_at_end()
+        # Another process may have taken the port between the question and the start.
+        is_final = code == EXIT_CONFIG and "cannot listen on" not in said
+        return EngineDied(f"the engine ended with exit code {code}: {said}", is_final)
+
+    async def queue(self) -> Queue:
+        """From its metrics, which are up to a second old."""
+        try:
+            async with self._call("GET", self._config.metrics.endpoint) as answer:
+                found = values(await answer.text())
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineDied(f"the engine does not answer: {error}") from None
+        hits = found.get("starling_kv_cache_hits_total", 0.0)
+        asked = hits + found.get("starling_kv_cache_misses_total", 0.0)
+        return Queue(
+            int(found.get("starling_running_sequences", 0)),
+            int(found.get("starling_queue_depth", 0)),
+            round(hits / asked, 4) if asked else 0.0,
+        )
+
+    async def suspend(self) -> None:
+        """Drain all models, without time for the requests in flight."""
+        await self._admin("drain", {"timeout_s": 0})
+
+    async def resume(self) -> None:
+        """End the drain."""
+        await self._admin("resume", {})
+
+    async def stop(self, *, at_once: bool = False) -> None:
+        """Stop `up`, then whatever it has left."""
+        if self._child is not None:
+            drain_s = self._config.server.drain_timeout_ms / 1000
+            await self._child.stop(0.0 if at_once else drain_s + STOP_MARGIN_S)
+        await asyncio.to_thread(self._fence)
+
+    async def _admin(self, op: str, body: dict[str, Any]) -> None:
+        try:
+            async with self._call("POST", f"/v1/admin/{op}", timeout_s=SUSPEND_S, json=body) as answer:
+                if answer.status != 200:
+                    raise EngineDied(f"the engine refuses to {op}: {answer.status} {(await answer.text())[:300]}")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineDied(f"the engine does not answer: {error}") from None
+
+    async def _is_ready(self) -> bool:
+        try:
+            async with self._call("GET", "/ready") as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    def _call(self, method: str, path: str, timeout_s: float = ANSWER_S, **options: Any) -> Any:
+        return self._session.request(
+            method,
+            self.url + path,
+            headers={"Authorization": f"Bearer {self.key}"},
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            **options,
+        )
+
+    def _fence(self) -> None:
+        fence(self._home, self._run_dir, engine_arena_dir(self._config, self._run_dir))
+
+    def _prepare(self, port: int) -> None:
+        """The home, with links to what engines share. Raises `ConfigError`, `ResourceError`."""
+        try:
+            make_directory(self._home)
+            for name, target in (("models", self._models_dir), ("cache", paths.cache_dir(self._env))):
+                target.mkdir(parents=True, exist_ok=True)
+                link = self._home / name
+                if not link.is_symlink() or link.readlink() != target:
+                    with contextlib.suppress(FileNotFoundError):
+                        link.unlink()
+                    link.symlink_to(target)
+            # Its key is in it: readable for this user alone.
+            encoded = msgspec.json.encode(engine_config(self._config, self._model, self._run_dir, port, self.key))
+            replace_file(self._home / "starling.json", encoded, mode=0o600)
+        except OSError as error:
+            raise ResourceError(f"{self._home} cannot be made: {error.strerror}; check the disk") from None
+
+
+def engine_config(config: Config, model: ModelConfig, run_dir: Path, port: int, key: str) -> Config:
+    """The agent's configuration, for a server of one model that requires `key`."""
+    plain: dict[str, Any] = msgspec.to_builtins(config)
+    for section in ("fleet", "registry", "rate_limits", "edges"):
+        del plain[section]
+    plain["server"] |= {"host": config.fleet.agent.host, "port": port, "run_dir": str(run_dir), "state_dir": ""}
+    plain["auth"] = {"api_keys": [{"key": key, "tenant": "fleet", "admin": True}]}
+    plain["scheduler"] |= {"tenant_weights": {}}
+    plain["metrics"] |= {"enabled": True}
+    plain["models"] = [msgspec.to_builtins(model)]
+    return msgspec.convert(plain, Config)
+
+
+def engine_run_dir(home: Path, env: Mapping[str, str] = os.environ) -> Path:
+    """Where the sockets of the engine are whose home is `home`."""
+    return paths.home(env) / "engines" / home.name
+
+
+def engine_arena_dir(config: Config, run_dir: Path) -> Path:
+    """Where the arenas of an engine are."""
+    return paths.arena_dir(engine_config(config, ModelConfig(name="any"), run_dir, 0, "any"))
+
+
+def _is_setting(variable: str) -> bool:
+    """Whether it overrides a key: the engine gets the resulting configuration."""
+    return variable.startswith("LLM_ENGINE_") or (variable.startswith("STARLING_") and "__" in variable)

@@ -1,0 +1,188 @@
+"""What an agent says of itself. Reads files and /proc; asks engines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline import procfs
+from pipeline.catalog import pulled
+from pipeline.config.schema import Config
+from pipeline.fleet.bodies import AgentState, CachedModel, CacheLevel, HeartbeatResponse, LoadedModel
+from stages.agent.cache.page_cache import resident_fraction
+from stages.agent.lease import AgentLease
+from stages.agent.models import MEGABYTE, Models, Stored
+from stages.agent.placement import Placement
+
+CHAT_PATH = "/v1/chat/completions"
+IN_MEMORY = 0.9  # of a file's pages: then it counts as in memory
+CACHE_AGE_S = 5.0  # of what was found out about files
+QUEUE_AGE_S = 0.5  # of what engines have answered
+
+
+class Reporter:
+    """Answers heartbeats. Several at once share one look at engines and files."""
+
+    def __init__(
+        self,
+        config: Config,
+        stored: Stored,
+        models: Models,
+        lease: AgentLease,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._stored = stored
+        self._models = models
+        self._lease = lease
+        self._clock = clock
+        self._asking = asyncio.Lock()
+        self._asked = self._looked = float("-inf")
+        self._cached: tuple[CachedModel, ...] = ()
+        self._disk_free = 0
+        self._disk_problem = ""
+
+    async def report(self) -> HeartbeatResponse:
+        """The state now."""
+        async with self._asking:
+            if self._clock() >= self._asked + QUEUE_AGE_S:
+                await asyncio.gather(*(one.measure() for one in self._models.placed))
+                self._asked = self._clock()
+            if self._clock() >= self._looked + CACHE_AGE_S:
+                await asyncio.to_thread(self._look)
+                self._looked = self._clock()
+        loaded = tuple(self.loaded(one) for one in self._models.placed)
+        reasons = tuple(self.reasons())
+        return HeartbeatResponse(
+            agent_id=self._stored.agent_id,
+            incarnation=self._stored.incarnation,
+            state=state_of(loaded, reasons),
+            reasons=reasons,
+            lease_s=round(self._lease.remaining_s, 3),
+            vllm_queue_length=sum(one.vllm_queue_length for one in loaded),
+            memory_free=procfs.available_memory(),
+            disk_free=self._disk_free,
+            max_models=self._config.fleet.agent.max_models,
+            download_bytes_per_s=round(self._models.download_rate, 1),
+            loaded_models=loaded,
+            cached_models=self._cached,
+        )
+
+    def files_changed(self) -> None:
+        """Look at the files again before the next answer."""
+        self._looked = float("-inf")
+
+    def reasons(self) -> list[str]:
+        """Why the agent is degraded."""
+        found = []
+        if self._lease.is_name_taken:
+            found.append("another agent has this agent's id")
+        elif self._lease.is_late or not self._lease.is_valid:
+            found.append("the lease could not be renewed in time: the coordination store does not answer")
+        found += [
+            f"the engine of {one.model_id!r} keeps dying: {one.last_death}"
+            for one in self._models.placed
+            if one.is_dying and one.last_death
+        ]
+        found += [problem for problem in (self._models.disk_error, self._disk_problem) if problem]
+        return found
+
+    def loaded(self, placement: Placement) -> LoadedModel:
+        """A placed model."""
+        engine, entry, promises = placement.engine, placement.entry, placement.capabilities
+        is_ready = placement.state == "READY" and engine is not None
+        problem = placement.error.message if placement.error is not None else placement.last_death
+        return LoadedModel(
+            model_id=placement.model_id,
+            model_state=placement.state,
+            cache_level="CPU_RESIDENT" if is_ready else self.level(entry.digest),
+            engine=engine.adapter if engine is not None else "starling",
+            inference_endpoint_url=engine.url + CHAT_PATH if engine is not None and is_ready else "",
+            engine_url=engine.url if engine is not None and is_ready else "",
+            engine_key=engine.key if engine is not None and is_ready else "",
+            engine_incarnation=f"{self._stored.incarnation}-{placement.incarnation}" if is_ready else "",
+            digest=entry.digest,
+            kv_type=promises.kv_type,
+            numerics=promises.numerics,
+            running=placement.queue.running,
+            vllm_queue_length=placement.queue.waiting,
+            kv_cache_hit_rate=placement.queue.hit_rate,
+            bytes=entry.nbytes,
+            restarts=placement.restarts,
+            load_s=round(placement.load_s, 3),
+            progress=placement.progress,
+            error=problem,
+        )
+
+    def level(self, digest: str) -> CacheLevel:
+        """Where the files of a model are, as of the last look."""
+        found = next((one for one in self._cached if one.digest == digest and one.is_complete), None)
+        return found.cache_level if found is not None else "REMOTE"
+
+    def _look(self) -> None:
+        """Look at the models directory and its disk. Runs in a thread."""
+        cache = self._models.cache
+        folder = cache.models_dir
+        names: dict[str, list[str]] = {}
+        for record, _ in pulled.read_all(folder):
+            if pulled.is_complete(folder, record.entry):
+                names.setdefault(record.entry.digest, []).append(record.entry.name)
+        found = [
+            CachedModel(
+                digest=digest,
+                names=tuple(sorted(several)),
+                cache_level=_level(folder / f"{digest}.bin"),
+                bytes=_nbytes(folder / f"{digest}.bin") + _nbytes(folder / f"{digest}.idx"),
+                is_complete=True,
+            )
+            for digest, several in sorted(names.items())
+        ]
+        found += [
+            CachedModel(
+                digest=item.key.partition(".")[0],
+                names=(),
+                cache_level="NVME_CACHED",
+                bytes=item.nbytes,
+                is_complete=False,
+            )
+            for item in cache.items()
+            if item.key.partition(".")[0] not in names
+        ]
+        self._cached = tuple(found)
+        self._disk_free, self._disk_problem = probe_disk(folder, self._config.fleet.free_mb * MEGABYTE)
+
+
+def state_of(loaded: tuple[LoadedModel, ...], reasons: tuple[str, ...]) -> AgentState:
+    """The state of an agent, in the order of importance."""
+    if reasons:
+        return "DEGRADED"
+    if any(one.model_state in ("DOWNLOADING", "LOADING_TO_GPU") for one in loaded):
+        return "LOADING_MODEL"
+    return "INFERRING" if any(one.running or one.vllm_queue_length for one in loaded) else "IDLE"
+
+
+def probe_disk(folder: Path, floor: int) -> tuple[int, str]:
+    """Bytes that downloads may take, and why files cannot be written there ("": they can)."""
+    probe = folder / f".probe-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"x")
+        probe.unlink()
+        return max(0, shutil.disk_usage(folder).free - floor), ""
+    except OSError as error:
+        return 0, f"{folder} cannot be written: {error.strerror}"
+
+
+def _level(path: Path) -> CacheLevel:
+    return "DRAM_CACHED" if resident_fraction(path) >= IN_MEMORY else "NVME_CACHED"
+
+
+def _nbytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

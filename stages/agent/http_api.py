@@ -1,0 +1,252 @@
+"""The agent's HTTP API: bodies of pipeline/fleet/bodies.py, errors as everywhere, and a token for all but /health."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from pipeline.api.error_response import error_response
+from pipeline.api.json_body import CONTENT_TYPE, to_json
+from pipeline.config.schema import Config
+from pipeline.errors import InferenceError, ModelUnavailable, NotFound, StarlingError, TooLarge
+from pipeline.fleet import token as tokens
+from pipeline.fleet.bodies import (
+    CacheLevel,
+    HeartbeatRequest,
+    InferRequest,
+    LoadModelRequest,
+    LoadModelResponse,
+    UnloadModelRequest,
+    UnloadModelResponse,
+    decode_request,
+)
+from stages.agent.engines.http_session import HttpSession
+from stages.agent.engines.interface import Engine
+from stages.agent.heartbeat import CHAT_PATH, Reporter
+from stages.agent.lease import AgentLease
+from stages.agent.metrics import AgentMetrics
+from stages.agent.models import Models
+from stages.agent.placement import Placement
+
+log = logging.getLogger("starling.agent.http")
+
+BODY_TIMEOUT_S = 30.0  # from a request's head to the end of its body
+CONNECT_S = 5.0  # to an engine
+# Headers of a request that the engine gets, and of its response that the client gets.
+PASSED_ON = ("Content-Type", "Accept", "Idempotency-Key", "Last-Event-ID", "X-Request-Id", "Anthropic-Version")
+PASSED_BACK = ("Content-Type", "Retry-After", "X-Request-Id", "X-Starling-Request", "X-Starling-Cache")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class AgentApi:
+    """The handlers."""
+
+    def __init__(
+        self,
+        config: Config,
+        token: str,
+        models: Models,
+        lease: AgentLease,
+        reporter: Reporter,
+        metrics: AgentMetrics,
+        session: HttpSession,
+    ) -> None:
+        self._config = config
+        self._token = token
+        self._models = models
+        self._lease = lease
+        self._reporter = reporter
+        self._metrics = metrics
+        self._session = session
+
+    def app(self) -> web.Application:
+        """The application."""
+
+        @web.middleware
+        async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+            return await self._answered(request, handler)
+
+        app = web.Application(
+            client_max_size=self._config.server.max_body_mb << 20,
+            middlewares=[middleware],
+            handler_args={"access_log": None},
+        )
+        for path in ("/load_model", "/load"):
+            app.router.add_post(path, self.load_model)
+        app.router.add_post("/unload_model", self.unload_model)
+        app.router.add_post("/heartbeat", self.heartbeat)
+        app.router.add_post("/infer", self.infer)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/metrics", self.metrics)
+        return app
+
+    async def load_model(self, request: web.Request) -> web.Response:
+        """POST /load_model and /load."""
+        body = decode_request(LoadModelRequest, await self._read(request), request.content_type)
+        self._check_lease()
+        placement = await self._models.place(body)
+        if body.wait:
+            try:
+                async with asyncio.timeout(body.timeout_ms / 1000):
+                    await placement.wait()
+            except TimeoutError:
+                pass
+        elif placement.state == "FAILED":
+            await placement.wait()  # raises
+        return self._loaded(placement)
+
+    async def unload_model(self, request: web.Request) -> web.Response:
+        """POST /unload_model."""
+        body = decode_request(UnloadModelRequest, await self._read(request), request.content_type)
+        await self._models.unload(body.model_id, body.drop_cached)
+        self._reporter.files_changed()
+        report = await self._reporter.report()
+        level: CacheLevel = next(
+            (one.cache_level for one in report.cached_models if body.model_id in one.names), "REMOTE"
+        )
+        return _json(UnloadModelResponse(status="success", model_id=body.model_id, cache_level=level))
+
+    async def heartbeat(self, request: web.Request) -> web.Response:
+        """POST /heartbeat."""
+        body = decode_request(HeartbeatRequest, await self._read(request), request.content_type)
+        if body.extend_lease:
+            self._lease.extend()
+        return _json(await self._reporter.report())
+
+    async def infer(self, request: web.Request) -> web.StreamResponse:
+        """POST /infer: the engine's answer, streamed."""
+        raw = await self._read(request)
+        body = decode_request(InferRequest, raw, request.content_type)
+        self._check_lease()
+        placement = self._models.find(body.model)
+        engine = placement.engine
+        if placement.state != "READY" or engine is None:
+            why = f": {placement.error.message}" if placement.error is not None else "; try again later"
+            raise ModelUnavailable(f"{body.model!r} is {placement.state}{why}", "model")
+        if b'"path"' in raw:
+            plain = msgspec.json.decode(raw)
+            plain.pop("path", None)
+            raw = to_json(plain)
+        return await self._proxied(request, engine, body.path, raw)
+
+    async def health(self, request: web.Request) -> web.Response:
+        """GET /health, without a token."""
+        return _json({"status": "degraded" if self._reporter.reasons() else "healthy"})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """GET /metrics."""
+        report = await self._reporter.report()
+        return web.Response(body=self._metrics.render(report), headers={"Content-Type": self._metrics.content_type})
+
+    # ------------------------------------------------------------------ parts
+
+    def _loaded(self, placement: Placement) -> web.Response:
+        one = self._reporter.loaded(placement)
+        is_ready = one.model_state == "READY"
+        answer = LoadModelResponse(
+            status="success" if is_ready else "loading",
+            model_id=one.model_id,
+            model_state=one.model_state,
+            inference_endpoint_url=one.inference_endpoint_url,
+            engine_key=one.engine_key,
+            digest=one.digest,
+            progress=one.progress,
+        )
+        return _json(answer, 200 if is_ready else 202)
+
+    def _check_lease(self) -> None:
+        if not self._lease.is_valid:
+            raise ModelUnavailable("this agent's lease has ended, so that it must not serve; try another agent")
+
+    async def _read(self, request: web.Request) -> bytes:
+        """The body. Raises `TooLarge`, a 408."""
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await request.read()
+        except TimeoutError:
+            late = f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s"
+            raise StarlingError("INVALID_REQUEST", late, status=408) from None
+
+    async def _proxied(self, request: web.Request, engine: Engine, path: str, raw: bytes) -> web.StreamResponse:
+        """Send the body to the engine, and its answer to the client as it comes."""
+        headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
+        headers["Authorization"] = f"Bearer {engine.key}"
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        response: web.StreamResponse | None = None
+        try:
+            async with self._session.request(
+                "POST", engine.url + path, data=raw, headers=headers, timeout=timeout
+            ) as answer:
+                back = {name: answer.headers[name] for name in PASSED_BACK if name in answer.headers}
+                response = web.StreamResponse(status=answer.status, headers=back)
+                if answer.content_length is not None:
+                    response.content_length = answer.content_length
+                await response.prepare(request)
+                async for chunk in answer.content.iter_any():
+                    await response.write(chunk)
+                await response.write_eof()
+                return response
+        except aiohttp.ClientError as error:
+            if response is not None and response.prepared:
+                # Another answer cannot follow the part that was sent: the end of the connection says so.
+                if request.transport is not None:
+                    request.transport.abort()
+                return response
+            raise InferenceError(f"the engine does not answer: {error}; try again", status=503) from None
+
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        status, error = 499, ""
+        try:
+            try:
+                if request.path != "/health":
+                    tokens.check(request.headers.get("Authorization"), self._token)
+                response = await handler(request)
+            except web.HTTPException as rejected:
+                raise self._translated(request, rejected) from None
+        except StarlingError as raised:
+            status, error = raised.status, raised.code
+            return _failed(raised)
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception:
+            log.exception("internal error", extra={"path": request.path[:200]})
+            status, error = 500, "INTERNAL"
+            return _failed(StarlingError("INTERNAL", "internal error of the agent; its log has the details"))
+        else:
+            status = response.status
+            return response
+        finally:
+            known = request.match_info.route.resource
+            self._metrics.answered(known.canonical if known is not None else "other", status)
+            if error:
+                log.info("request refused", extra={"path": request.path[:200], "status": status, "code": error})
+
+    def _translated(self, request: web.Request, rejected: web.HTTPException) -> StarlingError:
+        match rejected:
+            case web.HTTPRequestEntityTooLarge():
+                limit = self._config.server.max_body_mb
+                return TooLarge(f"the body is larger than {limit} MiB (server.max_body_mb); send less")
+            case web.HTTPMethodNotAllowed():
+                allowed = ", ".join(sorted(rejected.allowed_methods))
+                return StarlingError("METHOD_NOT_ALLOWED", f"{request.path[:200]} allows {allowed}")
+            case web.HTTPNotFound():
+                return NotFound(
+                    f"unknown path {request.path[:200]}; an agent has /load_model, /load, /unload_model, /heartbeat, "
+                    f"/infer, /health and /metrics; chat is at the engine's {CHAT_PATH}"
+                )
+        return StarlingError("INVALID_REQUEST", rejected.reason, status=rejected.status)
+
+
+def _json(answer: object, status: int = 200) -> web.Response:
+    return web.Response(body=to_json(answer), status=status, content_type=CONTENT_TYPE)
+
+
+def _failed(error: StarlingError) -> web.Response:
+    found = error_response(error)
+    return web.Response(body=found.body, status=found.status, headers=found.headers, content_type=CONTENT_TYPE)

@@ -1,0 +1,285 @@
+"""The models of this host: which are placed, how they get here, and what remains after a restart of the agent.
+
+    AGENT_DIR/agent.json    id, incarnation and placed models: replaced with each change
+    AGENT_DIR/engines/...   a home for each model's engines
+
+A model that was placed when the agent was killed is loaded again by its successor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from pipeline import procfs
+from pipeline.blobs.interface import BlobStore
+from pipeline.catalog import contents, pulled
+from pipeline.catalog.entry import Entry
+from pipeline.config.rules import check_name
+from pipeline.config.schema import Config, ModelConfig
+from pipeline.errors import Conflict, InvalidRequest, ModelNotFound, ResourceError, StarlingError
+from pipeline.files import replace_file
+from pipeline.fleet.bodies import LoadModelRequest
+from shm.decoding import DECODE_ERRORS
+from stages.agent.cache.eviction import Bounds
+from stages.agent.cache.model_cache import ModelCache
+from stages.agent.downloads.bandwidth import Bandwidth
+from stages.agent.downloads.model import Arrival, Context, download_model
+from stages.agent.downloads.queue import DownloadQueue
+from stages.agent.downloads.transfer import Limits
+from stages.agent.engines.http_session import HttpSession
+from stages.agent.engines.interface import Engine
+from stages.agent.engines.starling_engine import StarlingEngine
+from stages.agent.placement import Placement
+
+log = logging.getLogger("starling.agent")
+
+DOWNLOADS_AT_ONCE = 2
+MAX_FAILED = 16  # models whose failure is remembered
+MEGABYTE = 1 << 20
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """agent.json."""
+
+    agent_id: str
+    incarnation: str
+    models: tuple[str, ...] = ()  # that are placed
+
+
+def read_stored(path: Path) -> Stored | None:
+    """What the agent that ran here before has stored."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Stored)
+    except (OSError, *DECODE_ERRORS):
+        return None
+
+
+class Models:
+    """The placed models. Used in one event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        agent_dir: Path,
+        models_dir: Path,
+        stored: Stored,
+        stores: list[BlobStore],
+        session: HttpSession,
+        free_port: Callable[[], int],
+        is_open: Callable[[], bool],
+    ) -> None:
+        """`stored`: of this agent. `is_open`: whether engines may take requests now."""
+        self._config = config
+        self._agent_dir = agent_dir
+        self._stored = stored
+        self._stores = stores
+        self._session = session
+        self._free_port = free_port
+        self._is_open = is_open
+        fleet = config.fleet
+        self.cache = ModelCache(models_dir, Bounds(fleet.cache_mb * MEGABYTE, fleet.free_mb * MEGABYTE))
+        self._context = Context(
+            self.cache,
+            Bandwidth(fleet.download_mb_per_s * MEGABYTE, time.monotonic),
+            Limits(fleet.download_connections),
+        )
+        self._downloads: DownloadQueue[Arrival] = DownloadQueue(DOWNLOADS_AT_ONCE)
+        self._placed: OrderedDict[str, Placement] = OrderedDict()
+        self._changing = asyncio.Lock()
+        self.download_rate = 0.0  # bytes/s of the last download
+        self.disk_error = ""  # of the last download; "": it had none
+
+    @property
+    def placed(self) -> list[Placement]:
+        """Models with an engine, without one yet, and those that failed last."""
+        return list(self._placed.values())
+
+    async def restore(self, names: tuple[str, ...]) -> None:
+        """Place the models of the agent that ran here before."""
+        for name in names:
+            try:
+                await self.place(LoadModelRequest(model_id=name))
+            except StarlingError as error:
+                log.error("a model of the last run is not loaded: %s", error.message, extra={"model": name})
+
+    async def place(self, request: LoadModelRequest) -> Placement:
+        """The placement of a model, begun unless it is placed. Raises `StarlingError` with the reason of a refusal."""
+        name = request.model_id
+        if reason := check_name(name):
+            raise InvalidRequest(f"model_id = {name!r}: {reason}", "model_id")
+        if known := self._known(request):
+            return known
+        entry = await self._find(name)
+        if request.digest and entry.digest != request.digest:
+            raise Conflict(
+                f"{name!r} is published with the digest {entry.digest[:16]}..., asked for {request.digest[:16]}...: "
+                f"ask for the published one",
+                "digest",
+            )
+        async with self._changing:
+            if known := self._known(request):  # since the question
+                return known
+            running = [one for one in self.placed if one.state != "FAILED"]
+            if len(running) >= self._config.fleet.agent.max_models:
+                raise ResourceError(
+                    f"{len(running)} models are loaded, and fleet.agent.max_models allows no more: unload one of "
+                    f"{', '.join(sorted(one.model_id for one in running))}",
+                    "fleet.agent.max_models",
+                )
+            self._check_memory(entry)
+            placement = Placement(entry, self._bring, self._engine, self._is_open)
+            self._placed[name] = placement
+            self._placed.move_to_end(name)
+            self._forget_failed()
+            self._store()
+            return placement
+
+    def _known(self, request: LoadModelRequest) -> Placement | None:
+        """The placement that runs already. Raises `Conflict` if it has another digest."""
+        known = self._placed.get(request.model_id)
+        if known is None or known.state in ("FAILED", "UNLOADED"):
+            return None
+        if request.digest and known.entry.digest != request.digest:
+            raise Conflict(
+                f"{request.model_id!r} is loaded with the digest {known.entry.digest[:16]}..., asked for "
+                f"{request.digest[:16]}...: unload it first",
+                "digest",
+            )
+        return known
+
+    async def unload(self, name: str, drop_cached: bool) -> None:
+        """End a model's engine. Idempotent. Raises `Conflict` if its files are in use by another model."""
+        async with self._changing:
+            placement = self._placed.get(name)
+            if placement is not None:
+                await placement.stop()
+                del self._placed[name]
+                self._store()
+        if not drop_cached:
+            return
+        record = await asyncio.to_thread(pulled.read, self.cache.models_dir, name)
+        digest = placement.entry.digest if placement is not None else record.entry.digest if record is not None else ""
+        if digest in self.pinned:
+            raise Conflict(f"the files of {name!r} are those of another loaded model; unload that first", "drop_cached")
+        if digest:
+            await asyncio.to_thread(self.cache.remove, digest)
+
+    async def stop(self) -> None:
+        """End all engines. They stay stored: the next agent loads them again."""
+        async with self._changing:
+            await asyncio.gather(*(one.stop() for one in self.placed))
+
+    async def open(self) -> None:
+        """Let the engines take requests."""
+        await asyncio.gather(*(one.open() for one in self.placed))
+
+    async def close(self) -> None:
+        """Let the engines take no more requests."""
+        await asyncio.gather(*(one.close() for one in self.placed))
+
+    def find(self, name: str) -> Placement:
+        """A placed model. Raises `ModelNotFound`."""
+        placement = self._placed.get(name)
+        if placement is None:
+            known = ", ".join(sorted(self._placed)) or "none"
+            raise ModelNotFound(f"no model {name[:128]!r} is loaded on this agent; loaded models: {known}", "model")
+        return placement
+
+    @property
+    def pinned(self) -> set[str]:
+        """Digests of the files that engines use."""
+        return {one.entry.digest for one in self.placed if one.state != "FAILED"}
+
+    # ------------------------------------------------------------------ how a model gets here
+
+    async def _bring(self, placement: Placement) -> None:
+        """Bring the files here. Raises `StarlingError`."""
+        entry = placement.entry
+        begun = time.monotonic()
+        try:
+            arrival = await self._downloads.wait_for(
+                f"{entry.digest}/{entry.name}",
+                lambda: download_model(self._context, entry, self._stores, placement.note_progress, pinned=self.pinned),
+            )
+        except ResourceError as error:
+            self.disk_error = error.message
+            raise
+        self.disk_error = ""
+        if arrival.report is not None and arrival.report.received:
+            self.download_rate = arrival.report.received / max(time.monotonic() - begun, 1e-3)
+
+    async def _find(self, name: str) -> Entry:
+        """The entry, from the first store that answers; without one, of the files that are here."""
+        failure: StarlingError | None = None
+        for store in self._stores:
+            try:
+                return await contents.find(store, name)
+            except ModelNotFound:
+                raise
+            except StarlingError as error:
+                failure = failure or error
+        record = await asyncio.to_thread(pulled.read, self.cache.models_dir, name)
+        if record is not None and await asyncio.to_thread(pulled.is_complete, self.cache.models_dir, record.entry):
+            log.warning("the blob store does not answer: a model is loaded from the cache", extra={"model": name})
+            return record.entry
+        assert failure is not None
+        raise failure
+
+    def _check_memory(self, entry: Entry) -> None:
+        """Raise `ResourceError` unless the machine has memory for the model."""
+        model = self.settings(entry.name)
+        arenas = self._config.kv_cache_bytes(model)
+        weights = 0 if self._config.performance.use_mmap else entry.weights_bytes
+        available = procfs.available_memory()
+        if arenas + weights > available:
+            raise ResourceError(
+                f"{entry.name!r} needs {arenas + weights:,} bytes of memory ({arenas:,} of KV pages), and this host "
+                f"has {available:,}: unload a model, or lower kv_cache_mb",
+                "model_id",
+            )
+
+    # ------------------------------------------------------------------ engines
+
+    def settings(self, name: str) -> ModelConfig:
+        """The settings of a model: those of the configured model of this name, or the defaults."""
+        return self._config.model(name) or ModelConfig(name=name)
+
+    def _engine(self, entry: Entry) -> Engine:
+        # Its name is that of its run directory, too, which is beside those of other agents of this STARLING_HOME.
+        home = self._agent_dir / "engines" / hashlib.sha256(f"{self._agent_dir}\0{entry.name}".encode()).hexdigest()[:8]
+        settings = self.settings(entry.name)
+        return StarlingEngine(
+            self._config,
+            settings,
+            entry.digest,
+            home,
+            self.cache.models_dir,
+            self._session,
+            self._free_port,
+        )
+
+    # ------------------------------------------------------------------ state
+
+    def _forget_failed(self) -> None:
+        failed = [name for name, one in self._placed.items() if one.state == "FAILED"]
+        for name in failed[: max(0, len(failed) - MAX_FAILED)]:
+            del self._placed[name]
+
+    def _store(self) -> None:
+        self._stored = msgspec.structs.replace(self._stored, models=tuple(self._placed))
+        with contextlib.suppress(OSError):  # a restart then loads fewer models
+            write_stored(self._agent_dir, self._stored)
+
+
+def write_stored(agent_dir: Path, stored: Stored) -> None:
+    """Replace agent.json. Raises `OSError`."""
+    replace_file(agent_dir / "agent.json", msgspec.json.encode(stored), durable=True)
