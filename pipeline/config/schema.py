@@ -47,7 +47,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     # Larger bodies get 413; a frame holds 64 MiB (pipeline/ipc/endpoint.py).
     max_body_mb: Annotated[int, Meta(ge=1, le=60)] = 8
     enable_cors: bool = False
-    enable_page: bool = True  # the reader of the API's description at /docs
+    enable_page: bool = True  # the page at /, and the reader of the API at /docs
     run_dir: str = ""  # sockets, status records, locks; "": STARLING_HOME/run
     state_dir: str = ""  # journal, saved pages, sessions; "": STARLING_HOME/state
     arena_dir: str = ""  # shared-memory arenas; "": a directory in /dev/shm

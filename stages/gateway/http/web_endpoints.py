@@ -1,4 +1,4 @@
-"""Handlers of `/docs`, of its files, and of `/openapi.json`. They need no API key.
+"""Handlers of the page at `/`, of `/docs`, of their files, and of `/openapi.json`. They need no API key.
 
 A browser keeps the files and asks whether they have changed (`ETag`).  The policy lets a page run only scripts of this
 server, connect only to it, and set no HTML from text.
@@ -34,11 +34,17 @@ HEADERS = {
 
 
 def add_routes(app: web.Application, config: Config) -> None:
-    """Add the routes; those of pages only if they are enabled. Call it after all others, which the document has."""
+    """Add the routes; those of the page only if it is enabled. Call it after all others, which the document has."""
     if config.server.enable_page:
+        app.router.add_get("/", page)
         app.router.add_get("/docs", docs)
         app.router.add_get("/web/{name}", web_file)
     app.router.add_get("/openapi.json", _openapi_handler(config))
+
+
+async def page(request: web.Request) -> web.StreamResponse:
+    """GET /: the page."""
+    return await _send(request, files()["index.html"])
 
 
 async def docs(request: web.Request) -> web.StreamResponse:
@@ -73,7 +79,7 @@ def routes(app: web.Application) -> Iterator[tuple[str, str, str]]:
     """Yield method, path and the handler's docstring of every route that the document has: all but the pages."""
     for route in app.router.routes():
         resource = route.resource
-        if resource is None or route.method == METH_HEAD or route.handler in (docs, web_file):
+        if resource is None or route.method == METH_HEAD or route.handler in (page, docs, web_file):
             continue
         yield route.method, resource.canonical, route.handler.__doc__ or ""
 

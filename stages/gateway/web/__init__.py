@@ -1,9 +1,14 @@
-"""The files of `/docs`, as the browser gets them: no build step, no other server.
+"""The files of the page at `/` and of `/docs`, as the browser gets them: no build step, no other server.
 
-docs.html, docs.js, docs.css     the reader of /openapi.json
-page.css                         colours and controls
+index.html, page.css             the page: chat, settings, the state of the server
+docs.html, docs.js               the reader of /openapi.json
+main.js                          starts the page, and binds keys and buttons
+client.js                        requests to the server: API key, streams, resumption
+conversations.js                 conversations in localStorage, within bounds
+chat.js, message.js, tokens.js   the conversation on the screen: streaming, editing, token probabilities
+settings.js                      parameters, with the bounds that /openapi.json states
+server.js, metrics.js            the live view of the server
 dom.js                           construction of elements
-icon.svg                         the icon
 """
 
 from __future__ import annotations

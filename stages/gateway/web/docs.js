@@ -35,7 +35,7 @@ function table(head, rows) {
   const header = element("tr", {}, ...head.map((text) => element("th", { scope: "col", text })));
   const body = rows.map(([name, ...cells]) => element("tr", {},
     element("th", { scope: "row" }, element("code", { text: name })), ...cells.map((text) => element("td", { text }))));
-  return element("div", { class: "wide" }, element("table", {}, element("thead", {}, header), element("tbody", {}, ...body)));
+  return element("div", { class: "wide", tabindex: "0" }, element("table", {}, element("thead", {}, header), element("tbody", {}, ...body)));
 }
 
 function example(method, path, operation, root) {
