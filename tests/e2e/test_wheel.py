@@ -18,6 +18,7 @@ from tests.e2e.up_server import Up
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
+PACKAGES = ("pipeline", "shm", "stages", "starling")
 BODY = {"prompt": [1, 2, 3], "max_tokens": 8, "ignore_eos": True, "seed": 1, "model": "tiny"}
 
 
@@ -32,7 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: setuptools leaves files of its own beside what it packs."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    for name in ("pipeline", "shm", "stages", "starling"):
+    for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -57,10 +58,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
-def test_the_wheel_has_only_what_serves(wheel: Path) -> None:
+def test_the_wheel_has_what_serves_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        tops = {name.partition("/")[0] for name in archive.namelist()}
-    assert {top for top in tops if ".dist-info" not in top} == {"pipeline", "shm", "stages", "starling"}
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    files = [path for top in PACKAGES for path in (ROOT / top).rglob("*") if path.is_file()]
+    assert packed == {str(path.relative_to(ROOT)) for path in files if path.parent.name != "__pycache__"}
 
 
 def test_it_serves_with_the_same_bytes(installed: Path, tmp_path: Path) -> None:
