@@ -20,7 +20,7 @@ from hypothesis.extra.numpy import arrays
 
 from pipeline.errors import InvalidRequest
 from pipeline.protocol import messages as m
-from stages.gateway.endpoints.embeddings import MAX_INPUTS, read, unit_vector
+from stages.gateway.endpoints.embeddings import MAX_INPUTS, read, unit_vector, with_end
 from stages.gateway.requests.embedder import WINDOW
 from tests.gateway.peers import CONTEXT, MODEL, VOCAB_SIZE, WIDTH, hidden
 from tests.gateway.server import Peers, Server
@@ -235,6 +235,14 @@ def test_unit_vectors(values: np.ndarray, dimensions: int) -> None:
         return
     assert abs(np.linalg.norm(unit.astype(np.float64)) - 1) < 1e-6
     assert np.allclose(unit, some / np.linalg.norm(some), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "end", "expected_tokens"),
+    [((1, 2), -1, (1, 2)), ((1, 2), 9, (1, 2, 9)), ((1, 9), 9, (1, 9)), ((), 9, (9,)), ((), -1, ())],
+)
+def test_a_text_ends_once(tokens: tuple[int, ...], end: int, expected_tokens: tuple[int, ...]) -> None:
+    assert with_end(tokens, end) == expected_tokens
 
 
 def test_token_ids_are_bounded_in_all() -> None:

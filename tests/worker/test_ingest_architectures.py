@@ -11,12 +11,13 @@ import pytest
 
 from pipeline.errors import ConfigError
 from shm.checkpoint import Checkpoint
+from stages.tokenizer.opened_models import ModelSource, build_model
 from stages.worker.checkpoint.hyperparameters import MAX_GROUP
 from stages.worker.checkpoint.ingest import ingest
 from stages.worker.checkpoint.layout import unpack
 from stages.worker.kernels.formats import FORMATS
 from tests.worker.conftest import Ingested, TinyGguf
-from tools.tiny_gguf import SHAPES, Shape, write_model
+from tools.tiny_gguf import SHAPES, SPECIALS, Shape, add_byte_level_vocabulary, write_model
 
 
 def digest_of(path: Path) -> str:
@@ -148,3 +149,22 @@ def test_a_fused_tensor_of_another_size_is_refused(tmp_path: Path) -> None:
     path.write_bytes(raw[:at] + (256).to_bytes(8, "little") + raw[at + 8 :])
     with pytest.raises(ConfigError, match=r"'blk.1.attn_qkv.weight' has shape \[256, 96\], expected \[288, 96\]"):
         ingest(path, tmp_path / "m.idx", digest_of(path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "pooling"), [("NONE", ""), ("MEAN", "mean"), ("CLS", "cls"), ("LAST", "last"), ("RANK", "")]
+)
+def test_how_to_pool_is_in_the_index_and_the_description(tmp_path: Path, kind: str, pooling: str) -> None:
+    ends_texts = kind == "LAST"
+
+    def add_keys(writer: gguf.GGUFWriter) -> None:
+        add_byte_level_vocabulary(writer, 300, 0)
+        writer.add_pooling_type(gguf.PoolingType[kind])
+        writer.add_add_eos_token(ends_texts)
+
+    path = write_model(tmp_path / "m.gguf", SHAPES["small"], add_vocabulary=add_keys)
+    index = ingest(path, tmp_path / f"{digest_of(path)}.idx", digest_of(path))
+    assert (index.pooling, index.adds_eos) == (pooling, ends_texts)
+    described = build_model(ModelSource(tmp_path / f"{digest_of(path)}.idx")).described
+    eos = SPECIALS.index("<|im_end|>") if ends_texts else -1
+    assert (described.pooling, described.width, described.end_id) == (pooling, SHAPES["small"].width, eos)

@@ -102,6 +102,11 @@ def read(body: dict[str, Any]) -> EmbeddingRequest:
     )
 
 
+def with_end(tokens: tuple[int, ...], end_id: int) -> tuple[int, ...]:
+    """Return a text's tokens with the one that ends a text to be embedded, once; -1: there is none."""
+    return tokens if end_id < 0 or tokens[-1:] == (end_id,) else (*tokens, end_id)
+
+
 def unit_vector(vector: bytes, dimensions: int | None = None) -> np.ndarray:
     """Return the first `dimensions` values of a vector (f32 bytes), scaled to length 1: f32; zeros stay zeros.
 

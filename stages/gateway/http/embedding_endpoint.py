@@ -20,7 +20,13 @@ from shm.step_ring import MAX_POOLED_POSITIONS
 from stages.gateway.admission.lengths import CONTEXT_EXCEEDED
 from stages.gateway.admission.prompts import check_range
 from stages.gateway.admission.server_readiness import READY_WAIT_S
-from stages.gateway.endpoints.embeddings import EmbeddingRequest, input_names, response_parts, unit_vector
+from stages.gateway.endpoints.embeddings import (
+    EmbeddingRequest,
+    input_names,
+    response_parts,
+    unit_vector,
+    with_end,
+)
 from stages.gateway.endpoints.rerank import RerankRequest, ScoreRequest, cosine, rerank_response, score_response
 from stages.gateway.http.context import CALLER, CLIENT_ID, PRINCIPAL, SERVICE, STARTED_AT
 from stages.gateway.http.request_body import read_body
@@ -150,7 +156,6 @@ async def _tokenize(
     """The token ids of each input, i32 little-endian. A text begins and ends with the tokens that the model wants."""
     bounds = service.loaded.bounds(version)
     longest = min(bounds.context, bounds.max_prompt_tokens or bounds.context, MAX_POOLED_POSITIONS)
-    end = (described.end_id,) if described.end_id >= 0 else ()
 
     def checked(tokens: Sequence[int], n: int, index: int, is_exact: bool = True) -> bytes:
         name, field = names[index], names[index].partition("[")[0]
@@ -171,7 +176,7 @@ async def _tokenize(
         reply = await service.tokenizer.encode(version.id, text, token_limit=longest, request_id=client_id)
         if reply.too_many:
             return checked((), reply.too_many, index, reply.is_exact)
-        tokens = reply.tokens if reply.tokens[-1:] == end else reply.tokens + end
+        tokens = with_end(reply.tokens, described.end_id)
         return checked(tokens, len(tokens), index)
 
     prompts: list[bytes] = []
