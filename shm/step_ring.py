@@ -46,9 +46,10 @@ from typing import NamedTuple
 import numpy as np
 
 from shm.arena import Arena, ArenaError, align
+from shm.sampler_steps import DEFAULT_ORDER, SAMPLER_STEPS
 
 KIND = "steps"
-LAYOUT = 4
+LAYOUT = 5
 SLOTS = 16  # twice the steps that may be unacknowledged, so that an observer still finds finished ones
 MAX_TOP = 20  # top logprobs of a sample
 MAX_BIAS = 300  # logit_bias entries of a sequence
@@ -83,15 +84,13 @@ SLOT_WORDS = 8
 # Columns of `row_ints` (i64): parameters of a sequence
 (SEED, CHOICE, OUTPUT_START, TOP_K, LOGPROBS, MIN_TOKENS, IGNORE_EOS, N_BIAS, N_MASK, ORDER) = range(10)
 SERIAL = 10
+(DRY_ALLOWED, DRY_LAST_N, HAS_BREAKERS) = range(11, 14)
 ROW_INTS = 16
-
-# Sampler steps: their names in `Sampling.order`, their numbers in ORDER
-SAMPLER_STEPS = {"mask": 1, "repetition": 2, "temperature": 3, "top_k": 4, "top_p": 5, "penalties": 6}
-DEFAULT_ORDER = ("mask", "repetition", "temperature", "top_k", "top_p", "penalties")
 
 # Columns of `row_floats` (f32)
 (TEMPERATURE, TOP_P, REPETITION, FREQUENCY, PRESENCE) = range(5)
-ROW_FLOATS = 8
+(MIN_P, TYPICAL_P, TOP_N_SIGMA, DRY_MULTIPLIER, DRY_BASE, XTC_PROBABILITY, XTC_THRESHOLD) = range(5, 12)
+ROW_FLOATS = 16
 
 
 class StepsGeometry(NamedTuple):
@@ -139,6 +138,8 @@ class Steps(NamedTuple):
     pool_states (SLOTS, MAX_POOLED) i32    outcome of a pooled entry: the positions pooled, -1 where a value was not
                 finite or beyond MAX_HIDDEN, -2 for a refused entry
     pooled      (SLOTS, MAX_POOLED, pooled_width) i64  sums of final hidden states, in units of 2^-POOL_SCALE
+    breakers    (max_rows, mask_words) u32 bit t % 32 of word t // 32: token t breaks repetitions (DRY);
+                only if HAS_BREAKERS
     """
 
     control: np.ndarray
@@ -160,6 +161,7 @@ class Steps(NamedTuple):
     masks: np.ndarray
     pool_states: np.ndarray
     pooled: np.ndarray
+    breakers: np.ndarray
 
 
 def _fields(g: StepsGeometry) -> list[tuple[tuple[int, ...], type]]:
@@ -183,6 +185,7 @@ def _fields(g: StepsGeometry) -> list[tuple[tuple[int, ...], type]]:
         ((g.max_rows, MASK_SLOTS, g.mask_words), np.uint32),
         ((SLOTS, MAX_POOLED), np.int32),
         ((SLOTS, MAX_POOLED, g.pooled_width), np.int64),
+        ((g.max_rows, g.mask_words), np.uint32),
     ]
 
 

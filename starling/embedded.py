@@ -36,6 +36,7 @@ from stages.gateway.admission.lengths import Bounds, output_budget
 from stages.gateway.admission.prompts import check_ids
 from stages.gateway.endpoints import generate
 from stages.gateway.requests.generation_request import GenerationRequest
+from stages.gateway.requests.sequence_breakers import breakers_of
 from stages.tokenizer.opened_models import ModelSource, open_model
 from stages.worker.checkpoint.prepare import open_verified, prepare
 from stages.worker.model import Model
@@ -111,7 +112,8 @@ class Embedded:
         prompt: a text, which gets the model's BOS token if it asks for one, or token ids, which are taken as they are.
         fields: those of `POST /v1/generate` with the same defaults: `max_tokens`, `temperature`, `top_k`, `top_p`,
             `repetition_penalty`, `frequency_penalty`, `presence_penalty`, `logit_bias`, `order`, `seed`, `min_tokens`,
-            `ignore_eos`, `stop`, `stop_token_ids`, `logprobs`, `skip_special_tokens`, `cache_salt`, `speculate`.
+            `min_p`, `typical_p`, `top_n_sigma`, those of DRY and XTC, `ignore_eos`, `stop`, `stop_token_ids`,
+            `logprobs`, `skip_special_tokens`, `cache_salt`, `speculate`.
 
         Raises `InvalidRequest` for a field that is wrong, and `StarlingError` with the code OVERLOADED when
         `scheduler.max_queue_depth` requests wait already.
@@ -145,7 +147,12 @@ class Embedded:
         check_ids(parsed, [tuple(tokens)], vocabulary.size)
         budget = output_budget(len(tokens), parsed.max_tokens, bounds, "prompt", "max_tokens")
         seed = secrets.randbits(53) if parsed.seed is None else parsed.seed
-        sampling: Sampling = msgspec.structs.replace(parsed.sampling, seed=seed)
+        order = parsed.sampling.order or self.model.sampler_order
+        sampling: Sampling = msgspec.structs.replace(parsed.sampling, seed=seed, order=order)
+        breakers = b""
+        if sampling.dry_multiplier:
+            pieces = [vocabulary.token_bytes(token) for token in range(vocabulary.size)]
+            breakers = breakers_of(pieces, sampling.dry_sequence_breakers).mask
         eos_ids = () if sampling.ignore_eos else vocabulary.eos_ids
         request_id = f"req-{secrets.token_hex(12)}"
         frame = Submit(
@@ -160,6 +167,7 @@ class Embedded:
             cache_salt=parsed.cache_salt,
             speculate=parsed.speculate,
             constraint=parsed.constraint or None,  # refused: it needs processes of its own
+            breakers=breakers,
         )
         return LocalRequest(frame, parsed, self._tokenizer), frame
 

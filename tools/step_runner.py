@@ -36,6 +36,8 @@ _COLUMNS = {
     "logprobs": sh.LOGPROBS,
     "min_tokens": sh.MIN_TOKENS,
     "ignore_eos": sh.IGNORE_EOS,
+    "dry_allowed": sh.DRY_ALLOWED,
+    "dry_last_n": sh.DRY_LAST_N,
 }
 _FLOAT_COLUMNS = {
     "temperature": sh.TEMPERATURE,
@@ -43,6 +45,13 @@ _FLOAT_COLUMNS = {
     "repetition": sh.REPETITION,
     "frequency": sh.FREQUENCY,
     "presence": sh.PRESENCE,
+    "min_p": sh.MIN_P,
+    "typical_p": sh.TYPICAL_P,
+    "top_n_sigma": sh.TOP_N_SIGMA,
+    "dry_multiplier": sh.DRY_MULTIPLIER,
+    "dry_base": sh.DRY_BASE,
+    "xtc_probability": sh.XTC_PROBABILITY,
+    "xtc_threshold": sh.XTC_THRESHOLD,
 }
 
 
@@ -103,8 +112,8 @@ class StepRunner:
     def write_row(self, row: int, tokens: Sequence[int] | np.ndarray, **parameters: Any) -> None:
         """Write a row's tokens and sampling parameters.
 
-        Parameters are the columns of `row_ints` and `row_floats` in lower case, `order`, `mask_ids` and `bias`;
-        the default of each has no effect, that of `output_start` is the number of tokens.
+        Parameters are the columns of `row_ints` and `row_floats` in lower case, `order`, `mask_ids`, `breakers` and
+        `bias`; the default of each has no effect, that of `output_start` is the number of tokens.
         Raises `TypeError` for an unknown name.
         """
         s = self.steps
@@ -119,6 +128,11 @@ class StepRunner:
             elif name == "mask_ids":
                 s.row_ints[row, sh.N_MASK] = len(value)
                 s.mask_ids[row, : len(value)] = value
+            elif name == "breakers":
+                s.row_ints[row, sh.HAS_BREAKERS] = 1
+                s.breakers[row] = 0
+                for token in value:
+                    s.breakers[row, token // 32] |= np.uint32(1 << token % 32)
             elif name == "bias":
                 s.row_ints[row, sh.N_BIAS] = len(value)
                 for i, (token, bias) in enumerate(value):

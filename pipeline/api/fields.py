@@ -135,6 +135,19 @@ def flag(value: Any, name: str) -> bool:
     return value
 
 
+def one_of(*values: str) -> Reader:
+    """Return a reader of one of these strings."""
+    expected = " or ".join(f'"{value}"' for value in values)
+
+    @described({"enum": list(values)})
+    def read(value: Any, name: str) -> str:
+        if not isinstance(value, str) or value not in values:
+            raise invalid_value(name, value, expected)
+        return value
+
+    return read
+
+
 def integer(low: int, high: int, hint: str = "") -> Reader:
     """Return a reader of whole numbers from `low` to `high`; it accepts 5.0 and rejects true."""
     expected = f"a whole number from {low} to {high}" + (f" ({hint})" if hint else "")

@@ -10,21 +10,24 @@ from typing import Any
 from pipeline.api.constraint_fields import CONSTRAINT_FIELDS
 from pipeline.api.fields import (
     Reader,
+    Unsupported,
     flag,
     integer,
     invalid_value,
     number,
     object_schema,
+    one_of,
     read_fields,
     strings,
     text,
     token_ids,
 )
-from pipeline.api.json_schema import array_of, described, schema_of
+from pipeline.api.json_schema import array_of, described, schema_of, string
 from pipeline.config.schema import MAX_DRAFT_TOKENS
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Sampling
-from shm.step_ring import DEFAULT_ORDER, MAX_BIAS
+from shm.sampler_steps import DEFAULT_ORDER
+from shm.step_ring import MAX_BIAS
 
 MAX_CHOICES = 16  # n
 MAX_PROMPTS = 64  # in one request
@@ -37,6 +40,9 @@ MAX_SALT_CHARACTERS = 128
 MAX_MODEL_CHARACTERS = 256  # of a model's name
 MIN_REPETITION_PENALTY = 0.01
 MAX_TTL_S = 30 * 86_400
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_TEXT = 16, 64, 512  # members, characters of a name and of a text
+MAX_BREAKERS = 16  # sequence breakers of DRY
+MAX_BREAKER_CHARACTERS = 64
 U64 = 1 << 64
 
 
@@ -101,6 +107,44 @@ def read_logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(pairs.items()))
 
 
+@described(array_of(string(MAX_BREAKER_CHARACTERS, least=1), most=MAX_BREAKERS))
+def read_breakers(value: Any, name: str) -> tuple[str, ...]:
+    """Read the sequence breakers of DRY: an array of texts, perhaps empty."""
+    if not isinstance(value, list):
+        raise invalid_value(name, value, f"an array of up to {MAX_BREAKERS} strings")
+    breakers: tuple[str, ...] = strings(MAX_BREAKERS, MAX_BREAKER_CHARACTERS)(value, name)
+    return breakers
+
+
+_SIGMAS = number(-1, 1000, hint="0 and -1 switch it off")
+
+
+@described(schema_of(_SIGMAS))
+def read_sigmas(value: Any, name: str) -> float:
+    """Read a number of standard deviations; a negative one is 0."""
+    return max(0.0, float(_SIGMAS(value, name)))
+
+
+@described(
+    {
+        "type": "object",
+        "additionalProperties": string(MAX_METADATA_TEXT),
+        "maxProperties": MAX_METADATA,
+        "propertyNames": {"maxLength": MAX_METADATA_KEY},
+    }
+)
+def read_metadata(value: Any, name: str) -> None:
+    """Read OpenAI's `metadata`, which has no effect: up to 16 names and texts."""
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, "an object of up to 16 texts by name")
+    if len(value) > MAX_METADATA:
+        raise InvalidRequest(f"{name} has {len(value)} members; at most {MAX_METADATA} are allowed", name)
+    for key, item in value.items():
+        if len(key) > MAX_METADATA_KEY:
+            raise InvalidRequest(f"{name} has a name of {len(key)} characters; at most {MAX_METADATA_KEY}", name)
+        text(MAX_METADATA_TEXT)(item, f"{name}.{key}")
+
+
 _STREAM_OPTIONS: dict[str, Reader] = {"include_usage": flag}
 
 
@@ -113,7 +157,7 @@ def read_stream_options(value: Any, name: str) -> dict[str, Any]:
 
 
 # The fields of `Sampling` that every endpoint accepts; those of OpenAI's API have its bounds.
-_SAMPLER_FIELDS: dict[str, Reader] = {
+SAMPLER_FIELDS: dict[str, Reader] = {
     "temperature": number(0, 2, hint="0 is greedy"),
     "top_p": number(0, 1, above=True, hint="1 switches it off"),
     "top_k": integer(0, 1_000_000, hint="0 switches it off"),
@@ -125,10 +169,37 @@ _SAMPLER_FIELDS: dict[str, Reader] = {
     "ignore_eos": flag,
     "logit_bias": read_logit_bias,
     "order": read_order,
+    "min_p": number(0, 1, hint="0 switches it off"),
+    "typical_p": number(0, 1, above=True, hint="1 switches it off"),
+    "top_n_sigma": read_sigmas,
+    "dry_multiplier": number(0, 100, hint="0 switches DRY off"),
+    "dry_base": number(1, 100),
+    "dry_allowed_length": integer(0, 1_000_000),
+    "dry_penalty_last_n": integer(-1, 1_000_000_000, hint="-1: all tokens"),
+    "dry_sequence_breakers": read_breakers,
+    "xtc_probability": number(0, 1, hint="0 switches XTC off"),
+    "xtc_threshold": number(0, 1, hint="above 0.5 it has no effect"),
+}
+
+# Fields of other servers that none of the endpoints has; the values are those that switch mirostat off.
+COMMON_UNSUPPORTED = {
+    "mirostat": Unsupported(0, 0.0, hint="use min_p, typical_p or top_n_sigma"),
+    "mirostat_tau": Unsupported(5, 5.0, hint="it belongs to mirostat"),
+    "mirostat_eta": Unsupported(0.1, hint="it belongs to mirostat"),
+}
+
+# Hints of OpenAI's API: accepted, checked, and without effect on the text.
+HINT_FIELDS: dict[str, Reader] = {
+    "user": text(512),
+    "metadata": read_metadata,
+    "safety_identifier": text(512),
+    "prompt_cache_key": text(512),  # prefixes are cached by their tokens
+    "prompt_cache_retention": one_of("in_memory", "in-memory", "24h"),
+    "service_tier": one_of("auto", "default", "flex", "priority", "scale"),
 }
 
 COMMON_FIELDS: dict[str, Reader] = {
-    **_SAMPLER_FIELDS,
+    **SAMPLER_FIELDS,
     **CONSTRAINT_FIELDS,
     "seed": read_seed,
     "model": text(MAX_MODEL_CHARACTERS, empty=False),
@@ -144,4 +215,4 @@ COMMON_FIELDS: dict[str, Reader] = {
 
 def sampling_of(values: dict[str, Any]) -> Sampling:
     """Return the sampling parameters among the values that were read with `COMMON_FIELDS`."""
-    return Sampling(**{name: values[name] for name in _SAMPLER_FIELDS if name in values})
+    return Sampling(**{name: values[name] for name in SAMPLER_FIELDS if name in values})

@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError, InvalidRequest
 from pipeline.models import sources
 from pipeline.models.pretokenizers import PRETOKENIZERS
 from pipeline.protocol.topology import EDGES
+from shm.sampler_steps import order_problem
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
@@ -115,6 +116,8 @@ def _models(config: Config, pulled: Collection[str]) -> Iterator[Rule]:
             yield Rule(
                 f"{at}.pretokenizer", repr(model.pretokenizer), f"no pre-tokenizer has this name; known: {known}"
             )
+        if reason := order_problem(model.sampler_order):
+            yield Rule(f"{at}.sampler_order", repr(list(model.sampler_order)), reason)
         if model.draft_model and (reason := _draft(config, model)):
             yield Rule(f"{at}.draft_model", repr(model.draft_model), reason)
 

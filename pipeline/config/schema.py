@@ -90,6 +90,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     pooling: Literal["", "mean", "last", "cls", "none"] = (
         ""  # of embeddings; "": as the file says, else last; none: refused
     )
+    sampler_order: tuple[str, ...] = ()  # of requests that give no order; empty: the default, see docs/api.md
     chat_template: str = ""  # a Jinja template, or the path of a file with one; "": the template of the model's file
 
     @property

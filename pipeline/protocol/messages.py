@@ -60,6 +60,9 @@ class Heartbeat(Frame, tag="B"):
 # ------------------------------------------------------------------ sampling
 
 
+DRY_BREAKERS = ("\n", ":", '"', "*")
+
+
 class Sampling(Frame):
     """Parameters of one sequence, validated by the gateway; neutral values switch a step off."""
 
@@ -75,6 +78,16 @@ class Sampling(Frame):
     ignore_eos: bool = False
     order: tuple[str, ...] = ()  # empty: the default order, see stages/worker/kernels/sampler.py
     logit_bias: tuple[tuple[int, float], ...] = ()  # at most 300
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1  # tokens before the next one; -1: all
+    dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS  # for the gateway, see `Submit.breakers`
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
 
 
 class Constraint(Frame):
@@ -220,6 +233,7 @@ class Submit(Frame, tag="S"):
     speculate: int = 0  # maximum draft tokens in a step; 0: as configured, -1: none
     constraint: Constraint | None = None
     pooling: str = ""  # one of POOLINGS: `Pooled` answers, and no token is generated; max_tokens is 1
+    breakers: bytes = b""  # with `dry_multiplier`: u32 little-endian, a bit for each token that breaks repetitions
 
 
 class Cancel(Frame, tag="C"):

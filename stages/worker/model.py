@@ -230,6 +230,7 @@ class RankTable:
             c.POOL_STATES: at(s.pool_states),
             c.POOLED: at(s.pooled),
             c.POOLED_WIDTH: g.pooled_width,
+            c.BREAKERS: at(s.breakers),
             c.PROGRESS_AT: at(s.control) + 8 * PROGRESS,
             c.MAX_ROWS: g.max_rows,
             c.MAX_ENTRIES: g.max_entries,
@@ -245,7 +246,7 @@ class RankTable:
             c.OWN_NORM_Q: c.FEW * act.strides(h)[c.NORM_Q_STRIDE],
             c.ATTENTION: 4 * bs.attention_words(h.head_dim),
             c.GATED: bs.gated_bytes(g.step_tokens),
-            c.SAMPLER: bs.sampler_bytes(h.vocab_size),
+            c.SAMPLER: bs.sampler_bytes(h.vocab_size, g.max_positions),
             c.MULTIPLY: bs.MATMUL_BYTES,
         }
         addresses = {}

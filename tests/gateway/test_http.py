@@ -83,7 +83,7 @@ def test_the_end_token_is_counted_but_is_not_text(server: Server) -> None:
 def test_chat(server: Server) -> None:
     answer = server.post("/v1/chat/completions", CHAT)
     body = answer.json
-    assert set(body) == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage"}
+    assert set(body) == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage", "seed"}
     assert body["id"].startswith("chatcmpl-")
     assert body["object"] == "chat.completion"
     message = {"role": "assistant", "content": text_of(expected(CHAT_PROMPT, 30)), "refusal": None}

@@ -40,7 +40,7 @@ def test_bodies_that_are_not_a_json_object(server: Server, body: bytes, message:
 
 BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({}, "prompt", "missing"),
-    ({"prompt": 5}, "prompt", "a string or an array of token ids"),
+    ({"prompt": 5}, "prompt", "an array of token ids, or an array of such arrays"),
     ({"prompt": []}, "prompt", "empty"),
     ({"prompt": [1, -1]}, "prompt[1]", "is -1"),
     ({"prompt": [1, 258]}, "prompt", "vocabulary has the ids from 0 to 257"),
@@ -69,6 +69,16 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "x", "min_tokens": 5, "max_tokens": 4}, "min_tokens", "larger"),
     ({"prompt": "x", "order": ["top_k"]}, "order", "mask"),
     ({"prompt": "x", "order": ["mask", "spin"]}, "order[1]", "one of"),
+    ({"prompt": "x", "min_p": 1.5}, "min_p", "from 0 to 1"),
+    ({"prompt": "x", "typical_p": 0}, "typical_p", "greater than 0"),
+    ({"prompt": "x", "top_n_sigma": -2}, "top_n_sigma", "from -1 to 1000"),
+    ({"prompt": "x", "dry_multiplier": -1}, "dry_multiplier", "switches DRY off"),
+    ({"prompt": "x", "dry_base": 0.5}, "dry_base", "from 1 to 100"),
+    ({"prompt": "x", "dry_penalty_last_n": -2}, "dry_penalty_last_n", "all tokens"),
+    ({"prompt": "x", "dry_sequence_breakers": "a"}, "dry_sequence_breakers", "array of up to 16"),
+    ({"prompt": "x", "dry_multiplier": 1, "dry_sequence_breakers": ["a", "bc"]}, "dry_sequence_breakers", "'bc'"),
+    ({"prompt": "x", "xtc_probability": 2}, "xtc_probability", "from 0 to 1"),
+    ({"prompt": ["x", "y"], "session_id": ""}, "prompt", "send one"),
     ({"prompt": "x", "temprature": 1}, "temprature", "did you mean temperature?"),
     ({"prompt": "x", "zzz": 1}, "zzz", "unknown parameter zzz"),
     ({"prompt": "x", "session_id": 5}, "session_id", "a string"),
@@ -125,6 +135,11 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "unknown"),
     ({"regex": "a", "ignore_eos": True}, "ignore_eos", "says where the output ends"),
     ({"max_completion_tokens": 5}, "max_tokens", "mean the same"),
+    ({"mirostat": 2}, "mirostat", "use min_p"),
+    ({"mirostat_tau": 4.0}, "mirostat_tau", "belongs to mirostat"),
+    ({"metadata": {"a": 1}}, "metadata.a", "a string"),
+    ({"service_tier": "fast"}, "service_tier", '"auto" or'),
+    ({"prediction": {"type": "content"}}, "prediction.content", "missing"),
     ({"top_logprobs": 2}, "top_logprobs", "set logprobs"),
     ({"logprobs": 2}, "logprobs", "true or false"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
@@ -159,7 +174,8 @@ def test_neutral_values_of_unsupported_fields_are_accepted(server: Server) -> No
 
 def test_rejected_completions(server: Server) -> None:
     for change, param in (
-        ({"best_of": 3}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"echo": True, "logprobs": 1}, "echo"),
         ({"logprobs": 6}, "logprobs"),

@@ -254,7 +254,12 @@ def old_spec(name: str, endpoint: str, prompts: list[list[int]], n: int, **more:
 def as_v0_1_0(record: bytes) -> Any:
     """What a gateway of v0.1.0 reads: the fields that it knows; it ignores those that were appended since."""
     n_fields = RequestSpec.__struct_fields__.index("idempotency_key")
-    return msgspec.msgpack.decode(record[RECORD_HEAD_BYTES:])[:n_fields]
+    n_sampling = Sampling.__struct_fields__.index("min_p")
+    fields = msgspec.msgpack.decode(record[RECORD_HEAD_BYTES:])[:n_fields]
+    del fields[RequestSpec.__struct_fields__.index("generation")]["sampling"][n_sampling:]
+    for sequence in fields[RequestSpec.__struct_fields__.index("sequences")]:
+        del sequence[SequenceSpec.__struct_fields__.index("sampling")][n_sampling:]
+    return fields
 
 
 def test_a_journal_of_v0_1_0_is_read_and_what_is_written_can_be_read_by_it(tmp_path: Path) -> None:

@@ -165,6 +165,16 @@ CHANGED: dict[str, Callable[[], ResponseKey]] = {
             "ignore_eos": True,
             "order": ("mask",),
             "logit_bias": ((1, 1.0),),
+            "min_p": 0.1,
+            "typical_p": 0.5,
+            "top_n_sigma": 1.0,
+            "dry_multiplier": 0.5,
+            "dry_base": 2.0,
+            "dry_allowed_length": 3,
+            "dry_penalty_last_n": 9,
+            "dry_sequence_breakers": ("a",),
+            "xtc_probability": 0.5,
+            "xtc_threshold": 0.2,
         }.items()
     },
 }

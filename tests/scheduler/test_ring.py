@@ -87,6 +87,6 @@ def test_a_new_start_forgets_unacknowledged_steps():
 
 
 def test_the_order_of_the_sampler_packs_four_bits_a_step():
-    assert pack_order(()) == pack_order(DEFAULT_ORDER) == 0x654321
+    assert pack_order(()) == pack_order(DEFAULT_ORDER) == 0x6BA59483721
     with pytest.raises(KeyError):
         pack_order(("mask", "nonsense"))

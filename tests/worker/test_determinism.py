@@ -35,6 +35,16 @@ SAMPLING = {
     "repetition": 1.1,
     "frequency": 0.2,
     "logprobs": 3,
+    "min_p": 0.02,
+    "typical_p": 0.95,
+    "top_n_sigma": 3.0,
+    "dry_multiplier": 0.8,
+    "dry_base": 1.75,
+    "dry_allowed": 1,
+    "dry_last_n": -1,
+    "breakers": (1, 2),
+    "xtc_probability": 0.5,
+    "xtc_threshold": 0.1,
 }
 
 

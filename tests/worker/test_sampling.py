@@ -7,82 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shm import step_ring
+from shm.sampler_steps import DEFAULT_ORDER
 from stages.worker.kernels import sampler
 from stages.worker.kernels.buffer_sizes import sampler_bytes
+from tests.worker.sampler_row import MAX_TOKENS, Sampler, logits_of
 from tools.reference import sampling as reference
 
 pytestmark = pytest.mark.slow
-
-
-class Row:
-    """A row of the steps arena, and the kernel's scratch."""
-
-    def __init__(self, p: reference.Parameters) -> None:
-        self.ints = np.zeros(step_ring.ROW_INTS, np.int64)
-        self.floats = np.zeros(step_ring.ROW_FLOATS, np.float32)
-        self.mask = np.zeros(step_ring.MAX_MASK, np.int32)
-        self.bias_ids = np.zeros(step_ring.MAX_BIAS, np.int32)
-        self.bias = np.zeros(step_ring.MAX_BIAS, np.float32)
-        self.ints[step_ring.SEED] = np.array(p.seed, np.uint64).astype(np.int64)
-        for column, value in (
-            (step_ring.CHOICE, p.choice),
-            (step_ring.TOP_K, p.top_k),
-            (step_ring.MIN_TOKENS, p.min_tokens),
-            (step_ring.IGNORE_EOS, p.ignore_eos),
-            (step_ring.N_BIAS, len(p.bias)),
-            (step_ring.N_MASK, len(p.mask_ids)),
-            (step_ring.ORDER, sum(step_ring.SAMPLER_STEPS[s] << (4 * i) for i, s in enumerate(p.order))),
-        ):
-            self.ints[column] = value
-        for column, number in (
-            (step_ring.TEMPERATURE, p.temperature),
-            (step_ring.TOP_P, p.top_p),
-            (step_ring.REPETITION, p.repetition),
-            (step_ring.FREQUENCY, p.frequency),
-            (step_ring.PRESENCE, p.presence),
-        ):
-            self.floats[column] = number
-        self.mask[: len(p.mask_ids)] = p.mask_ids
-        for i, (token, bias) in enumerate(p.bias):
-            self.bias_ids[i], self.bias[i] = token, bias
-
-
-class Sampler:
-    def __init__(self, vocab: int) -> None:
-        self.scratch = np.zeros(sampler_bytes(vocab), np.uint8)
-
-    def __call__(
-        self,
-        logits: np.ndarray,
-        tokens: np.ndarray,
-        start: int,
-        p: reference.Parameters,
-        allowed: np.ndarray | None = None,
-    ) -> int:
-        row = Row(p)
-        before = logits.copy()
-        arrays = [a.ctypes.data for a in (row.ints, row.floats, row.mask, row.bias_ids, row.bias)]
-        bits = np.zeros(step_ring.mask_words(len(logits)), np.uint32)
-        if allowed is not None:
-            packed = np.packbits(allowed, bitorder="little")
-            bits.view(np.uint8)[: len(packed)] = packed
-        mask = 0 if allowed is None else bits.ctypes.data
-        scratch = self.scratch.ctypes.data
-        token = sampler.sample(
-            logits.ctypes.data, len(logits), tokens.ctypes.data, len(tokens), start, *arrays, mask, scratch
-        )
-        assert logits.tobytes() == before.tobytes()
-        return token
-
-
-def logits_of(rng: np.random.Generator, vocab: int, kind: str) -> np.ndarray:
-    if kind == "ties":
-        return rng.integers(-4, 5, vocab).astype(np.float32)
-    if kind == "flat":
-        return (rng.standard_normal(vocab) * 0.1).astype(np.float32)
-    return (rng.standard_normal(vocab) * 5).astype(np.float32)
-
 
 PARAMETERS = st.builds(
     reference.Parameters,
@@ -98,7 +29,7 @@ PARAMETERS = st.builds(
     ignore_eos=st.booleans(),
     mask_ids=st.sampled_from([(), (2, 5), (0, 1, 2, 3)]),
     bias=st.sampled_from([(), ((3, 2.5), (3, -1.0), (1, 100.0)), ((0, -100.0),)]),
-    order=st.permutations(step_ring.DEFAULT_ORDER).map(tuple) | st.just(step_ring.DEFAULT_ORDER),
+    order=st.permutations(DEFAULT_ORDER).map(tuple) | st.just(DEFAULT_ORDER),
 )
 
 
@@ -172,14 +103,17 @@ def test_philox_known_answers() -> None:
     assert reference.philox(0, 0, 0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     for seed, position, choice in ((0, 0, 0), (2**64 - 1, 7, 3), (1 << 63, 2**31, 0)):
         signed = int(np.array(seed, np.uint64).astype(np.int64))
-        assert sampler.uniform(signed, position, choice) == reference.uniform(seed, position, choice)
+        for stream in (0, 1):
+            assert sampler.uniform(signed, position, choice, stream) == reference.uniform(
+                seed, position, choice, stream
+            )
 
 
 @pytest.mark.parametrize("vocab", [1, 16, 33, 2000])
 def test_logprobs_equal_the_twin(vocab: int) -> None:
     logits = logits_of(np.random.default_rng(vocab), vocab, "normal")
     n = min(20, vocab)
-    scratch = np.zeros(sampler_bytes(vocab), np.uint8)
+    scratch = np.zeros(sampler_bytes(vocab, MAX_TOKENS), np.uint8)
     out, ids, best = np.zeros(1, np.float32), np.zeros(20, np.int32), np.zeros(20, np.float32)
     addresses = [a.ctypes.data for a in (out, ids, best, scratch)]
     sampler.logprobs(logits.ctypes.data, vocab, vocab // 2, n, *addresses)

@@ -5,19 +5,17 @@ Written to be read: every sum is a loop in the order that the page defines.  Ind
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from math import frexp
+from dataclasses import dataclass
 
 import numpy as np
 
-from tools.reference.arithmetic import LANES, exp, reduce_lanes
+from shm.sampler_steps import DEFAULT_ORDER
+from tools.reference import sampling_filters
+from tools.reference.arithmetic import exp
+from tools.reference.candidates import SUM_BLOCK, Candidates, block_sums, log, running
 
-SUM_BLOCK = 1024  # ids in a block of a sum over the whole vocabulary
 V_MAX = np.float32(3.0e38)
 _F = np.float32
-_LN2 = 0.6931471805599453
-_SQRT_HALF = 0.7071067811865476
-_LOG_TERMS = 12
 
 
 @dataclass
@@ -36,39 +34,23 @@ class Parameters:
     ignore_eos: bool = False
     mask_ids: tuple[int, ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
-    order: tuple[str, ...] = ("mask", "repetition", "temperature", "top_k", "top_p", "penalties")
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    breakers: tuple[int, ...] = ()  # ids of tokens that have a sequence breaker
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    order: tuple[str, ...] = DEFAULT_ORDER
 
 
-@dataclass
-class Candidates:
-    """Ids and f32 values. `whole`: the vocabulary by ascending id; else by (value desc, id asc)."""
-
-    ids: np.ndarray
-    values: np.ndarray
-    whole: bool = True
-    logits: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
-
-    def sort(self) -> None:
-        """Order by value, descending, then by id."""
-        order = np.lexsort((self.ids, -self.values.astype(np.float64)))
-        self.ids, self.values, self.whole = self.ids[order], self.values[order], False
-
-    def keep(self, n: int) -> None:
-        """Drop all but the first `n`."""
-        self.ids, self.values = self.ids[:n], self.values[:n]
-
-    def weights(self) -> np.ndarray:
-        """f64(exp(v - v_max)); zeros where everything is -inf."""
-        top = self.values.max()
-        if top == -np.inf:
-            return np.zeros(len(self.values))
-        return exp(self.values - top).astype(np.float64)
-
-
-def philox(seed: int, position: int, choice: int) -> tuple[int, int, int, int]:
+def philox(seed: int, position: int, choice: int, stream: int = 0) -> tuple[int, int, int, int]:
     """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)."""
     k0, k1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    c = [position & 0xFFFFFFFF, choice & 0xFFFFFFFF, 0, 0]
+    c = [position & 0xFFFFFFFF, choice & 0xFFFFFFFF, stream, 0]
     for _ in range(10):
         p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
         c = [(p1 >> 32) ^ c[1] ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ c[3] ^ k1, p0 & 0xFFFFFFFF]
@@ -76,45 +58,10 @@ def philox(seed: int, position: int, choice: int) -> tuple[int, int, int, int]:
     return c[0], c[1], c[2], c[3]
 
 
-def uniform(seed: int, position: int, choice: int) -> float:
-    """In [0, 1), 53 bits."""
-    x0, x1, _, _ = philox(seed, position, choice)
+def uniform(seed: int, position: int, choice: int, stream: int = 0) -> float:
+    """In [0, 1), 53 bits. `stream`: 0 for the draw, 1 for XTC."""
+    x0, x1, _, _ = philox(seed, position, choice, stream)
     return ((x0 << 21) + (x1 >> 11)) * 2.0**-53
-
-
-def block_sums(weights: np.ndarray) -> list[float]:
-    """f64 sums of blocks of `SUM_BLOCK`, each over 16 lanes."""
-    sums = []
-    for start in range(0, len(weights), SUM_BLOCK):
-        block = weights[start : start + SUM_BLOCK]
-        padded = np.zeros(-(-len(block) // LANES) * LANES)
-        padded[: len(block)] = block
-        lanes = np.zeros(LANES)
-        for row in padded.reshape(-1, LANES):
-            lanes = lanes + row
-        sums.append(float(reduce_lanes(lanes)))
-    return sums
-
-
-def running(values: list[float]) -> float:
-    """Sum in order, in f64."""
-    total = 0.0
-    for value in values:
-        total += value
-    return total
-
-
-def log(x: float) -> float:
-    """The project's own logarithm of a positive f64: 2 atanh((m - 1) / (m + 1)) + k ln 2."""
-    m, k = frexp(x)
-    if m < _SQRT_HALF:
-        m, k = m * 2.0, k - 1
-    z = (m - 1.0) / (m + 1.0)
-    square = z * z
-    p = 1.0 / (2 * _LOG_TERMS - 1)
-    for i in range(_LOG_TERMS - 2, -1, -1):
-        p = p * square + 1.0 / (2 * i + 1)
-    return k * _LN2 + 2.0 * z * p
 
 
 def _mask(c: Candidates, p: Parameters, position: int, allowed: np.ndarray | None) -> None:
@@ -160,6 +107,12 @@ def _top_p(c: Candidates, p: Parameters) -> None:
     c.keep(n)
 
 
+def _wants_xtc(p: Parameters, position: int) -> bool:
+    if p.temperature <= 0 or p.xtc_probability <= 0 or p.xtc_threshold > 0.5:
+        return False
+    return uniform(p.seed, position, p.choice, stream=1) < float(_F(p.xtc_probability))
+
+
 def sample(
     logits: np.ndarray, tokens: np.ndarray, output_start: int, p: Parameters, allowed: np.ndarray | None = None
 ) -> int:
@@ -187,6 +140,24 @@ def sample(
             _top_p(c, p)
         elif step == "penalties":
             _penalties(c, p, tokens[output_start:])
+        elif step == "dry" and p.dry_multiplier != 0:
+            sampling_filters.dry(
+                c,
+                tokens.tolist(),
+                p.dry_penalty_last_n,
+                set(p.breakers),
+                p.dry_multiplier,
+                p.dry_base,
+                p.dry_allowed_length,
+            )
+        elif step == "top_n_sigma" and p.top_n_sigma > 0:
+            sampling_filters.top_n_sigma(c, p.top_n_sigma)
+        elif step == "typical_p" and 0 < p.typical_p < 1:
+            sampling_filters.typical_p(c, p.typical_p)
+        elif step == "min_p" and p.min_p > 0:
+            sampling_filters.min_p(c, p.min_p)
+        elif step == "xtc" and _wants_xtc(p, position):
+            sampling_filters.xtc(c, p.xtc_threshold)
         if not c.whole:
             c.sort()
     if p.temperature <= 0 or c.values.max() == -np.inf:

@@ -197,6 +197,7 @@ class Admission:
             )
             for index, prompt in enumerate(prompts)
         ]
+        await self._check_breakers(generation.sampling, described.tokenizer or version.id)
         echoes = [
             given if isinstance(given, str) else await self._tokenizer.decode(version.id, given)
             for given in (generation.prompts if generation.echo else [])
@@ -210,6 +211,20 @@ class Admission:
             field = generation.constraint.field
             raise InvalidRequest(
                 f"{field} has more than {bound} bytes (scheduler.constraints.max_bytes): shorten it", field
+            )
+
+    async def _check_breakers(self, sampling: m.Sampling, vocabulary_id: str) -> None:
+        """Find the tokens that are sequence breakers: in a thread, as it takes milliseconds the first time."""
+        texts = sampling.dry_sequence_breakers
+        vocabulary = self._loaded.vocabularies.get(vocabulary_id)
+        if not sampling.dry_multiplier or not vocabulary:
+            return
+        found = await asyncio.to_thread(vocabulary.breakers, texts)
+        if found.missing and texts != m.DRY_BREAKERS:
+            raise InvalidRequest(
+                f"dry_sequence_breakers has {found.missing[0]!r}, which no token of the model has as a whole; leave it "
+                f"out, or give a shorter part of it",
+                "dry_sequence_breakers",
             )
 
     def _state(
@@ -227,7 +242,8 @@ class Admission:
         seed = generation.seed if generation.seed is not None else call.name.seed
         if seed is None:
             seed = self._draw_seed()
-        sampling = msgspec.structs.replace(generation.sampling, seed=seed)
+        order = generation.sampling.order or version.settings.sampler_order
+        sampling = msgspec.structs.replace(generation.sampling, seed=seed, order=order)
         stops = generation.stop_token_ids
         if not sampling.ignore_eos:
             stops = (*described.eos_ids, *stops)

@@ -16,11 +16,14 @@ from pipeline.api.fields import (
     integer,
     invalid_value,
     object_schema,
+    one_of,
     read_fields,
     text,
 )
 from pipeline.api.generation_fields import (
     COMMON_FIELDS,
+    COMMON_UNSUPPORTED,
+    HINT_FIELDS,
     MAX_OUTPUT_TOKENS,
     read_stream_options,
 )
@@ -151,6 +154,17 @@ def _read_message(value: Any, name: str) -> dict[str, Any]:
     return {**fields, "role": "system" if role == "developer" else role}
 
 
+_PREDICTION: dict[str, Reader] = {"type": one_of("content"), "content": _read_content}
+
+
+@described(object_schema(_PREDICTION, required=("type", "content")))
+def read_prediction(value: Any, name: str) -> None:
+    """Read a predicted text, which could only make the answer faster: draft tokens never change it."""
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object {"type": "content", "content": ...}')
+    read_fields(value, _PREDICTION, required=("type", "content"), within=name)
+
+
 @described({"type": "string", "pattern": f"^{_DATE.pattern}$"})
 def read_template_date(value: Any, name: str) -> str:
     """Read a date, or a date and a time, into ISO 8601 without a zone."""
@@ -164,20 +178,15 @@ def read_template_date(value: Any, name: str) -> str:
 
 
 UNSUPPORTED = {
+    **COMMON_UNSUPPORTED,
     "functions": Unsupported([], hint="use tools"),
     "function_call": Unsupported("none", hint="use tool_choice"),
     "modalities": Unsupported(["text"], hint="this server generates text only"),
     "audio": Unsupported(hint="this server generates text only"),
-    "prediction": Unsupported(),
     "reasoning_effort": Unsupported(),
     "verbosity": Unsupported(),
     "web_search_options": Unsupported(),
-    "metadata": Unsupported(),
     "store": Unsupported(False, hint="nothing is stored"),
-    "service_tier": Unsupported("auto", "default"),
-    "prompt_cache_key": Unsupported(hint="prefixes are cached by their tokens"),
-    "prompt_cache_retention": Unsupported(hint="prefixes are cached by their tokens"),
-    "safety_identifier": Unsupported(),
 }
 
 FIELDS: dict[str, Reader] = {
@@ -193,7 +202,8 @@ FIELDS: dict[str, Reader] = {
     "tool_choice": read_tool_choice,
     "parallel_tool_calls": flag,
     **TEMPLATE_FIELDS,
-    "user": text(512),  # accepted for compatibility, without effect
+    **HINT_FIELDS,
+    "prediction": read_prediction,
 }
 
 
@@ -203,8 +213,12 @@ BODY = FieldTable(FIELDS, ("model", "messages"), UNSUPPORTED)
 def read(body: dict[str, Any]) -> GenerationRequest:
     """Read the body of a chat request. Raises `InvalidRequest`."""
     values = BODY.read(body)
-    if "max_tokens" in values and "max_completion_tokens" in values:
-        raise InvalidRequest("max_tokens and max_completion_tokens mean the same; give one of them", "max_tokens")
+    most = values.get("max_completion_tokens")
+    if most is not None and values.get("max_tokens", most) != most:
+        raise InvalidRequest(
+            f"max_tokens is {values['max_tokens']} and max_completion_tokens is {most}; they mean the same: give one",
+            "max_tokens",
+        )
     if "stream_options" in values and not values.get("stream"):
         raise InvalidRequest("stream_options is given and stream is not true; leave it out", "stream_options")
     has_logprobs = values.get("logprobs", False)

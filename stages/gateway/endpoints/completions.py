@@ -5,30 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.api.fields import (
-    TOKEN_ID,
     FieldTable,
     Reader,
     Unsupported,
     flag,
     integer,
-    invalid_value,
-    text,
-    token_ids,
 )
 from pipeline.api.generation_fields import (
     COMMON_FIELDS,
+    COMMON_UNSUPPORTED,
+    HINT_FIELDS,
     MAX_OUTPUT_TOKENS,
-    MAX_PROMPT_IDS,
-    MAX_PROMPTS,
     read_stream_options,
 )
-from pipeline.api.json_schema import any_of, array_of, described
 from pipeline.errors import InvalidRequest
 from stages.gateway.endpoints.openai_formatter import OpenAIFormatter
+from stages.gateway.endpoints.prompt_field import read_prompts
 from stages.gateway.endpoints.response_formatter import finite_logprob, token_key
 from stages.gateway.requests.generation_request import (
     GenerationRequest,
-    TextOrIds,
     check_combination,
     common_arguments,
     with_logprobs,
@@ -39,55 +34,21 @@ from stages.gateway.requests.token_bytes import TokenBytes
 # ------------------------------------------------------------------ request
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
-_PROMPT_KINDS = "a string, an array of strings, an array of token ids, or an array of such arrays"
-
-
-_TOKENS = array_of(TOKEN_ID, most=MAX_PROMPT_IDS)
-
-
-@described(
-    any_of(
-        {"type": "string"},
-        array_of({"type": "string"}, least=1, most=MAX_PROMPTS),
-        {**_TOKENS, "minItems": 1},
-        array_of(_TOKENS, least=1, most=MAX_PROMPTS),
-    )
-)
-def read_prompt(value: Any, name: str) -> list[TextOrIds]:
-    """Read any of OpenAI's four kinds of prompt as a list of prompts."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise invalid_value(name, value, _PROMPT_KINDS)
-    if not value:
-        raise InvalidRequest(f"{name} is empty; send at least one token or one text", name)
-    ids = token_ids(MAX_PROMPT_IDS)
-    if isinstance(value[0], int) and not isinstance(value[0], bool):
-        return [ids(value, name)]
-    if len(value) > MAX_PROMPTS:
-        raise InvalidRequest(f"{name} has {len(value)} prompts; at most {MAX_PROMPTS} are allowed", name)
-    prompts: list[TextOrIds] = []
-    for index, item in enumerate(value):
-        where = f"{name}[{index}]"
-        if type(item) is not type(value[0]) or not isinstance(item, str | list):
-            raise invalid_value(where, item, f"of the same kind as the first: {name} is {_PROMPT_KINDS}")
-        prompts.append(item if isinstance(item, str) else ids(item, where))
-    return prompts
-
 
 UNSUPPORTED = {
+    **COMMON_UNSUPPORTED,
     "suffix": Unsupported("", hint="put the whole text into the prompt"),
 }
 
 FIELDS: dict[str, Reader] = {
     **COMMON_FIELDS,
-    "prompt": read_prompt,
+    "prompt": read_prompts,
     "max_tokens": integer(1, MAX_OUTPUT_TOKENS),
     "logprobs": integer(0, 5),
     "echo": flag,
     "best_of": integer(1, 20),
     "stream_options": read_stream_options,
-    "user": text(512),  # accepted for compatibility, without effect
+    **HINT_FIELDS,
 }
 
 
@@ -98,10 +59,12 @@ def read(body: dict[str, Any]) -> GenerationRequest:
     """Read the body of a completion request. Raises `InvalidRequest`."""
     values = BODY.read(body)
     arguments = common_arguments(values)
-    if values.get("best_of", arguments["n"]) != arguments["n"]:
+    n, best_of = arguments["n"], values.get("best_of", arguments["n"])
+    if best_of < n:
+        raise InvalidRequest(f"best_of is {best_of} and n is {n}; best_of must be at least n", "best_of")
+    if best_of > n and values.get("stream"):
         raise InvalidRequest(
-            f"best_of is {values['best_of']} and n is {arguments['n']}; this server returns every text that it "
-            f"generates, so best_of must equal n: leave it out",
+            f"best_of is {best_of} and n is {n}; texts are chosen when all have ended: leave out stream or best_of",
             "best_of",
         )
     if "stream_options" in values and not values.get("stream"):
@@ -113,8 +76,10 @@ def read(body: dict[str, Any]) -> GenerationRequest:
             "echo",
         )
     top = values.get("logprobs", 0)
-    if has_logprobs:
+    if has_logprobs or best_of > n:
         arguments["sampling"] = with_logprobs(arguments["sampling"], top)
+    if best_of > n:
+        arguments |= {"n": best_of, "n_returned": n}
     request = GenerationRequest(
         endpoint="completions",
         prompts=values["prompt"],

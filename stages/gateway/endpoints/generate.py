@@ -3,9 +3,12 @@
 Request:
     {"model": "...",                     default: the first model
      "prompt": "text" | [ids],           required; the model's BOS token is added to a text, not to ids
+                                         or an array of up to 64 of them: each has its choices
      "max_tokens": 100,                  default: as many as the context leaves
      "temperature": 1, "top_k": 0, "top_p": 1, "repetition_penalty": 1, "frequency_penalty": 0,
      "presence_penalty": 0, "logit_bias": {"id": bias}, "order": ["mask", ...], "seed": 7,
+     "min_p": 0, "typical_p": 1, "top_n_sigma": 0, "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2,
+     "dry_penalty_last_n": -1, "dry_sequence_breakers": [texts], "xtc_probability": 0, "xtc_threshold": 0.1,
      "min_tokens": 0, "ignore_eos": false, "stop": "text" | [texts], "stop_token_ids": [ids],
      "cache_salt": "...",                cached prompts are shared only with the same salt
      "speculate": 4,                     the most draft tokens in a step, 0: none; does not change the text
@@ -34,31 +37,28 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.api.fields import (
-    TOKEN_ID,
     FieldTable,
     Reader,
     Unsupported,
     flag,
     integer,
-    invalid_value,
     text,
-    token_ids,
 )
 from pipeline.api.generation_fields import (
     COMMON_FIELDS,
+    COMMON_UNSUPPORTED,
+    HINT_FIELDS,
     MAX_OUTPUT_TOKENS,
-    MAX_PROMPT_IDS,
     MAX_TTL_S,
 )
 from pipeline.api.json_body import to_json
-from pipeline.api.json_schema import any_of, array_of, described
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import MAX_SESSION_ID
 from shm.step_ring import MAX_TOP
+from stages.gateway.endpoints.prompt_field import read_prompts
 from stages.gateway.endpoints.response_formatter import ResponseFormatter, finite_logprob, token_text, usage
 from stages.gateway.requests.generation_request import (
     GenerationRequest,
-    TextOrIds,
     check_combination,
     common_arguments,
     with_logprobs,
@@ -69,28 +69,17 @@ from stages.gateway.requests.token_bytes import TokenBytes
 # ------------------------------------------------------------------ request
 
 
-@described(any_of({"type": "string"}, array_of(TOKEN_ID, least=1, most=MAX_PROMPT_IDS)))
-def read_prompt(value: Any, name: str) -> TextOrIds:
-    """Read a text or token ids."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise invalid_value(name, value, "a string or an array of token ids")
-    if not value:
-        raise InvalidRequest(f"{name} is empty; send at least one token", name)
-    ids: TextOrIds = token_ids(MAX_PROMPT_IDS)(value, name)
-    return ids
-
-
 UNSUPPORTED = {
+    **COMMON_UNSUPPORTED,
     "best_of": Unsupported(1, hint="use n"),
 }
 
 FIELDS: dict[str, Reader] = {
     **COMMON_FIELDS,
-    "prompt": read_prompt,
+    "prompt": read_prompts,
     "max_tokens": integer(1, MAX_OUTPUT_TOKENS),
     "logprobs": integer(0, MAX_TOP),
+    **HINT_FIELDS,
     "session_id": text(MAX_SESSION_ID),
     "create_session": flag,
     "session_ttl_s": integer(0, MAX_TTL_S, hint="0: no limit"),
@@ -109,13 +98,17 @@ def read(body: dict[str, Any]) -> GenerationRequest:
         arguments["sampling"] = with_logprobs(arguments["sampling"], values["logprobs"])
     request = GenerationRequest(
         endpoint="generate",
-        prompts=[values["prompt"]],
+        prompts=values["prompt"],
         max_tokens=values.get("max_tokens"),
         logprobs=has_logprobs,
         top_logprobs=values.get("logprobs", 0),
         **_session_arguments(values),
         **arguments,
     )
+    if request.session_id is not None and len(request.prompts) > 1:
+        raise InvalidRequest(
+            f"prompt has {len(request.prompts)} prompts; a session continues with one: send one", "prompt"
+        )
     if request.session_id is not None and request.n > 1:
         raise InvalidRequest(f"n is {request.n}; a session continues with one choice: leave n out", "n")
     return check_combination(request)

@@ -19,6 +19,7 @@ from pipeline.api.fields import (
     invalid_value,
     number,
     object_schema,
+    one_of,
     read_fields,
     show,
     text,
@@ -48,19 +49,7 @@ ERROR_PREFIX = "Error: "  # before the content of a result with `is_error`
 # ------------------------------------------------------------------ content blocks
 
 
-def _one_of(*values: str) -> Reader:
-    expected = " or ".join(f'"{value}"' for value in values)
-
-    @described({"enum": list(values)})
-    def read(value: Any, name: str) -> str:
-        if not isinstance(value, str) or value not in values:
-            raise invalid_value(name, value, expected)
-        return value
-
-    return read
-
-
-_CACHE_CONTROL: dict[str, Reader] = {"type": _one_of("ephemeral"), "ttl": _one_of("5m", "1h")}
+_CACHE_CONTROL: dict[str, Reader] = {"type": one_of("ephemeral"), "ttl": one_of("5m", "1h")}
 
 
 @described(object_schema(_CACHE_CONTROL, required=("type",)))
@@ -120,7 +109,7 @@ def _blocks_schema(*types: str) -> Schema:
     schemas = []
     for kind in types:
         fields, required = _BLOCKS[kind]
-        table = {**fields, "type": _one_of(kind), "cache_control": read_cache_control}
+        table = {**fields, "type": one_of(kind), "cache_control": read_cache_control}
         schema = object_schema(table, required=(*required, "type"), unsupported=_UNSUPPORTED_IN_BLOCK)
         schemas.append({**schema, "title": kind})
     return any_of({"type": "string"}, array_of(any_of(*schemas)))
@@ -135,7 +124,7 @@ def _read_block(value: Any, name: str, types: tuple[str, ...]) -> dict[str, Any]
             f"{name}.type is {show(kind)}; this server accepts {', '.join(types)} here", f"{name}.type"
         )
     fields, required = _BLOCKS[kind]
-    table = {**fields, "type": _one_of(kind), "cache_control": read_cache_control}
+    table = {**fields, "type": one_of(kind), "cache_control": read_cache_control}
     return read_fields(value, table, required=required, unsupported=_UNSUPPORTED_IN_BLOCK, within=name)
 
 
@@ -185,7 +174,7 @@ def _read_message(value: Any, name: str) -> list[dict[str, Any]]:
     def read_content(value: Any, name: str) -> list[dict[str, Any]]:
         return read_blocks(value, name, types)
 
-    table: dict[str, Reader] = {"role": _one_of(*_ROLES), "content": read_content}
+    table: dict[str, Reader] = {"role": one_of(*_ROLES), "content": read_content}
     blocks = read_fields(value, table, required=("role", "content"), within=name)["content"]
     if role == "assistant":
         calls = [template_call(b["id"], b["name"], b["input"]) for b in blocks if b["type"] == "tool_use"]
@@ -232,7 +221,7 @@ _TOOL: dict[str, Reader] = {
     "description": text(MAX_DESCRIPTION),
     "input_schema": json_object,
     "strict": flag,
-    "type": _one_of("custom"),
+    "type": one_of("custom"),
     "cache_control": read_cache_control,
     "eager_input_streaming": flag,  # input is always streamed as it is generated
 }
@@ -266,7 +255,7 @@ def read_tools(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 _TOOL_CHOICE: dict[str, Reader] = {
-    "type": _one_of("auto", "any", "tool", "none"),
+    "type": one_of("auto", "any", "tool", "none"),
     "name": tool_name,
     "disable_parallel_tool_use": flag,
 }
@@ -337,7 +326,7 @@ FIELDS: dict[str, Reader] = {
     "seed": read_seed,
     "stream": flag,
     "metadata": read_metadata,  # these two are accepted for compatibility, without effect
-    "service_tier": _one_of("auto", "standard_only"),
+    "service_tier": one_of("auto", "standard_only"),
 }
 
 

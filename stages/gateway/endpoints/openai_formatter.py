@@ -86,7 +86,8 @@ class OpenAIFormatter(ResponseFormatter):
 
     def finish_event(self, sequence: SequenceState) -> bytes:
         """See `ResponseFormatter`."""
-        return to_json(self._event(self._finish_part(sequence), finish=self._finish_reason(sequence)))
+        event = self._event(self._finish_part(sequence), finish=self._finish_reason(sequence))
+        return to_json({**event, "seed": self._request.spec.seed})
 
     def closing_events(self) -> list[bytes]:
         """See `ResponseFormatter`. With include_usage one event has the usage and no choices."""
@@ -100,16 +101,36 @@ class OpenAIFormatter(ResponseFormatter):
         choices = [
             {
                 **self._whole_part(s),
+                "index": index,
                 "logprobs": self._logprobs(s, 0, s.n_emitted) if request.spec.generation.logprobs else None,
                 "finish_reason": self._finish_reason(s),
             }
-            for s in request.sequences
+            for index, s in enumerate(best_sequences(request))
         ]
-        return to_json({**self._header, "object": self.WHOLE_OBJECT, "choices": choices, "usage": usage(request)})
+        header = {**self._header, "object": self.WHOLE_OBJECT, "seed": request.spec.seed}
+        return to_json({**header, "choices": choices, "usage": usage(request)})
 
     def _event(self, part: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
         choice = {**part, "logprobs": logprobs, "finish_reason": finish}
         return {**self._header, "choices": [choice], **self._trailer}
+
+
+def best_sequences(request: RequestState) -> list[SequenceState]:
+    """Return the sequences of the answer: of each prompt those with the highest log probability per token."""
+    n = request.spec.generation.n_returned
+    if not n:
+        return request.sequences
+    chosen: list[SequenceState] = []
+    for prompt in dict.fromkeys(s.spec.prompt_index for s in request.sequences):
+        ranked = sorted((s for s in request.sequences if s.spec.prompt_index == prompt), key=_rank)
+        chosen += ranked[:n]
+    return chosen
+
+
+def _rank(sequence: SequenceState) -> tuple[float, int]:
+    """Order of choices, the best one first."""
+    logprobs = [one.logprob for one in sequence.logprobs[: sequence.n_used]]
+    return -sum(logprobs) / len(logprobs) if logprobs else 0.0, sequence.index
 
 
 def _split(template: Any, *placeholders: str) -> list[bytes]:

@@ -71,6 +71,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     template_date: str | msgspec.UnsetType = msgspec.UNSET
     constraint: Constraint | msgspec.UnsetType = msgspec.UNSET  # what the output must match; UNSET: anything
     template: TemplateArguments | msgspec.UnsetType = msgspec.UNSET  # of a chat, until its prompt is rendered
+    n_returned: int | msgspec.UnsetType = msgspec.UNSET  # of each prompt, the most likely ones of `n`; UNSET: all
     tools: ToolUse | msgspec.UnsetType = msgspec.UNSET  # that an answer may call; UNSET: no call is looked for
 
     @property

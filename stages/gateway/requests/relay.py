@@ -291,6 +291,12 @@ class Relay:
             return
         frame = submission(sequence, array("i", tokens).tobytes(), self._clock())
         is_ready = frame.constraint is None or self._send_vocabulary(sequence.request)
+        if frame.sampling.dry_multiplier:
+            vocabulary = self.vocabularies.get(sequence.request.spec.vocabulary)
+            if vocabulary:
+                breakers = vocabulary.breakers(frame.sampling.dry_sequence_breakers).mask
+                frame = msgspec.structs.replace(frame, breakers=breakers)
+            is_ready = is_ready and bool(vocabulary)
         sequence.is_submitted = is_ready and self._send_scheduler(frame)
         if sequence.is_submitted:
             self._unsubmitted.pop(sequence.id, None)

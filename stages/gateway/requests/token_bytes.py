@@ -9,15 +9,19 @@ from array import array
 from collections.abc import Collection
 
 from pipeline.protocol.messages import Described, ModelVocabulary
+from stages.gateway.requests.sequence_breakers import BreakerSet, find_breakers
+
+MAX_BREAKER_SETS = 64  # remembered; each has a bit for every token
 
 
 class TokenBytes:
     """Bytes by token id. Empty, and false, until `fill`. `is_used`: requests have been answered with it."""
 
-    __slots__ = ("_data", "_ends", "control", "eos_ids", "is_used")
+    __slots__ = ("_breakers", "_data", "_ends", "control", "eos_ids", "is_used")
 
     def __init__(self) -> None:
         self._data = b""
+        self._breakers: dict[tuple[str, ...], BreakerSet] = {}  # least recently used first
         self._ends = array("I")  # end offset of each token in `_data`; it begins where the token before it ends
         self.is_used = False
         self.control: frozenset[int] = frozenset()  # ids that are not text unless the client asks for them
@@ -35,6 +39,14 @@ class TokenBytes:
             raise ValueError(f"{len(ends)} tokens in {len(described.pieces)} bytes, expected {described.vocab_size}")
         self._data, self._ends, self.control = described.pieces, ends, frozenset(control)
         self.eos_ids = described.eos_ids
+
+    def breakers(self, texts: tuple[str, ...]) -> BreakerSet:
+        """The tokens that have one of the texts. May be called in a thread."""
+        found = self._breakers.pop(texts, None) or find_breakers(self._data, self._ends, texts)
+        self._breakers[texts] = found
+        while len(self._breakers) > MAX_BREAKER_SETS:
+            self._breakers.pop(next(iter(self._breakers)), None)
+        return found
 
     def frame(self, version: str) -> ModelVocabulary:
         """The table for the scheduler."""

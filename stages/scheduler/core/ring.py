@@ -99,8 +99,12 @@ class Ring:
         sampling: Sampling,
         choice: int,
         stop_ids: Sequence[int],
+        breakers: bytes = b"",
     ) -> None:
-        """Write a sequence's parameters and known tokens. Must precede every frame and step that names the row."""
+        """Write a sequence's parameters and known tokens. Must precede every frame and step that names the row.
+
+        `breakers`: as in `Submit`, of the size of a token mask.
+        """
         s = self._steps
         ints, floats = s.row_ints[row], s.row_floats[row]
         self._serial += 1
@@ -123,6 +127,18 @@ class Ring:
         floats[sh.REPETITION] = sampling.repetition_penalty
         floats[sh.FREQUENCY] = sampling.frequency_penalty
         floats[sh.PRESENCE] = sampling.presence_penalty
+        floats[sh.MIN_P] = sampling.min_p
+        floats[sh.TYPICAL_P] = sampling.typical_p
+        floats[sh.TOP_N_SIGMA] = sampling.top_n_sigma
+        floats[sh.DRY_MULTIPLIER] = sampling.dry_multiplier
+        floats[sh.DRY_BASE] = sampling.dry_base
+        floats[sh.XTC_PROBABILITY] = sampling.xtc_probability
+        floats[sh.XTC_THRESHOLD] = sampling.xtc_threshold
+        ints[sh.DRY_ALLOWED] = sampling.dry_allowed_length
+        ints[sh.DRY_LAST_N] = sampling.dry_penalty_last_n
+        ints[sh.HAS_BREAKERS] = bool(breakers)
+        if breakers:
+            s.breakers[row] = np.frombuffer(breakers, "<u4")
         for i, token in enumerate(sorted(stop_ids)):
             s.mask_ids[row, i] = token
         for i, (token, bias) in enumerate(sampling.logit_bias):

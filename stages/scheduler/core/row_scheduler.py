@@ -68,7 +68,15 @@ class RowScheduler:
         assert ring is not None
         self._table.allocate_row(sequence)
         stop_ids = tuple(sequence.stop_ids)
-        ring.write_row(run.row, run.tokens, sequence.prompt_len, sequence.sampling, sequence.choice, stop_ids)
+        ring.write_row(
+            run.row,
+            run.tokens,
+            sequence.prompt_len,
+            sequence.sampling,
+            sequence.choice,
+            stop_ids,
+            sequence.breakers,
+        )
         self._constraints.restart(sequence)
         # A sequence that continues after a recovery had its prompt computed: kv has the pages, no leader is needed.
         may_follow = self._settings.prefix_cache and not sequence.outputs and sequence.pooled is None

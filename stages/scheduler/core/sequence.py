@@ -57,6 +57,7 @@ class SequenceState:
         "__weakref__",
         "accepted",
         "arrived",
+        "breakers",
         "cached_tokens",
         "choice",
         "constraint",
@@ -102,6 +103,7 @@ class SequenceState:
         self.max_tokens: int = frame.max_tokens
         self.sampling: Sampling = frame.sampling
         self.choice: int = frame.choice
+        self.breakers: bytes = frame.breakers
         self.constraint = frame.constraint
         self.masks: Masks | None = None  # of a live sequence with a constraint
         self.lacks_mask = False  # it is not computed until its token mask is there

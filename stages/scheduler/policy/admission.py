@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeline.protocol.messages import POOLINGS, Submit
-from shm.step_ring import MAX_BIAS, MAX_MASK, MAX_POOLED_POSITIONS, MAX_TOP, SAMPLER_STEPS
+from shm.sampler_steps import order_problem
+from shm.step_ring import MAX_BIAS, MAX_MASK, MAX_POOLED_POSITIONS, MAX_TOP
 from stages.scheduler.core.sequence import SequenceState
 
 
@@ -56,10 +57,8 @@ def check_frame(frame: Submit) -> Refusal | None:
         return Refusal("INVALID_REQUEST", f"logit_bias has {n} tokens, at most {MAX_BIAS} are allowed", "logit_bias")
     if sampling.logprobs > MAX_TOP:
         return Refusal("INVALID_REQUEST", f"logprobs is {sampling.logprobs}, must be at most {MAX_TOP}", "logprobs")
-    unknown = [name for name in sampling.order if name not in SAMPLER_STEPS]
-    if unknown or len(set(sampling.order)) != len(sampling.order):
-        wrong = f"{unknown[0]!r} is unknown" if unknown else "a step is listed twice"
-        return Refusal("INVALID_REQUEST", f"order: {wrong}; steps are {', '.join(SAMPLER_STEPS)}", "order")
+    if wrong := order_problem(sampling.order):
+        return Refusal("INVALID_REQUEST", f"order: {wrong}", "order")
     return None
 
 
@@ -107,6 +106,9 @@ def check_limits(sequence: SequenceState, limits: Limits) -> Refusal | None:
     ):
         if vocab and any(not 0 <= token < vocab for token in ids):
             return Refusal("INVALID_REQUEST", f"{name} has a token id outside 0..{vocab - 1}", name)
+    if vocab and sequence.breakers and len(sequence.breakers) != 4 * -(-vocab // 32):
+        n = len(sequence.breakers)
+        return Refusal("INVALID_REQUEST", f"breakers has {n} bytes, not one bit for each token", "breakers")
     # The last token is sampled and never computed, so it needs no position.
     computed = prompt + max(0, output - 1)
     if limits.kv_positions and computed > limits.kv_positions:

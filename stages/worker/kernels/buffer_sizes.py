@@ -89,7 +89,7 @@ MAX_BLOCK = 64  # ids of which the maximum is taken apart
 DIGIT = 11  # bits of one pass of the radix sort
 
 
-def sampler_bytes(vocab_size: int) -> int:
-    """Scratch of one rank's sampler; zeroed when it is made."""
+def sampler_bytes(vocab_size: int, max_tokens: int) -> int:
+    """Scratch of one rank's sampler; zeroed when it is made. `max_tokens`: of a sequence."""
     n = -(-vocab_size // SUM_BLOCK) * SUM_BLOCK
-    return 8 * 4 * n + 4 * (1 << DIGIT) + 8 * (n // SUM_BLOCK) + 4 * (n // MAX_BLOCK)
+    return 8 * 4 * n + 4 * (1 << DIGIT) + 8 * (n // SUM_BLOCK) + 4 * (n // MAX_BLOCK) + 4 * (max_tokens + 1)

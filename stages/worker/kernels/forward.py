@@ -153,6 +153,7 @@ def _sample(params, index, deadline):
                 param(params, pb.BIAS_IDS) + row * _MAX_BIAS,
                 param(params, pb.BIAS) + row * _MAX_BIAS,
                 mask,
+                param(params, pb.BREAKERS) + row * param(params, pb.MASK_STRIDE),
                 param(params, pb.SAMPLER),
                 param(params, pb.OUT_LOGPROB) + out,
                 param(params, pb.OUT_TOP_ID) + _MAX_TOP * out,

@@ -70,9 +70,9 @@ from __future__ import annotations
     MAX_PAGES,
 ) = range(32, 55)
 
-# Token masks and sums of hidden states, also of the steps arena; MASK_STRIDE: bytes of one mask, POOLED_WIDTH: values
-# of a sum, 0 where entries cannot be pooled
-MASK_READY, MASKS, MASK_STRIDE, POOL_STATES, POOLED, POOLED_WIDTH = range(56, 62)
+# Token masks, sums of hidden states and sets of tokens, also of the steps arena; MASK_STRIDE: bytes of one mask or set,
+# POOLED_WIDTH: values of a sum, 0 where entries cannot be pooled
+MASK_READY, MASKS, MASK_STRIDE, POOL_STATES, POOLED, POOLED_WIDTH, BREAKERS = range(56, 63)
 
 # The KV arena; KV_WIDTH is the bytes of a stored value: 1 int8, 2 f16, 4 f32
 PAGES, PAGE_BYTES, N_PAGES, PAGE_TOKENS, HEAD_BYTES, KV_WIDTH = range(64, 70)

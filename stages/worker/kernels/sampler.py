@@ -10,9 +10,12 @@ import numba
 import numpy as np
 
 from shm import step_ring
+from shm.sampler_steps import SAMPLER_STEPS
 from stages.worker.kernels.buffer_sizes import DIGIT, SUM_BLOCK
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.sampler_candidates import prefix_length, sort_list, top_k, top_p, weigh_list
+from stages.worker.kernels.sampler_dry import dry
+from stages.worker.kernels.sampler_filters import min_p, top_n_sigma, typical_p, xtc
 from stages.worker.kernels.sampler_scalars import log, uniform
 from stages.worker.kernels.sampler_vocabulary import (
     first_largest,
@@ -39,8 +42,12 @@ from stages.worker.kernels.simd import (
 
 NOT_FINITE = -1
 MASK, REPEAT, TEMPER, CUT_K, CUT_P, PENALIZE = (
-    step_ring.SAMPLER_STEPS[name] for name in ("mask", "repetition", "temperature", "top_k", "top_p", "penalties")
+    SAMPLER_STEPS[name] for name in ("mask", "repetition", "temperature", "top_k", "top_p", "penalties")
 )
+DRY, SIGMA, TYPICAL, CUT_MIN_P, XTC = (
+    SAMPLER_STEPS[name] for name in ("dry", "top_n_sigma", "typical_p", "min_p", "xtc")
+)
+DRAW_STREAM, XTC_STREAM = 0, 1  # of random numbers
 _V_MAX = 3.0e38
 _F = np.float32
 _SEED, _CHOICE, _TOP_K = 8 * step_ring.SEED, 8 * step_ring.CHOICE, 8 * step_ring.TOP_K
@@ -50,6 +57,11 @@ _MAX_BIAS, _MAX_MASK, _MAX_TOP = step_ring.MAX_BIAS, step_ring.MAX_MASK, step_ri
 _LOGPROBS = 8 * step_ring.LOGPROBS
 _TEMPERATURE, _TOP_P, _REPETITION = 4 * step_ring.TEMPERATURE, 4 * step_ring.TOP_P, 4 * step_ring.REPETITION
 _FREQUENCY, _PRESENCE = 4 * step_ring.FREQUENCY, 4 * step_ring.PRESENCE
+_MIN_P, _TYPICAL_P, _TOP_N_SIGMA = 4 * step_ring.MIN_P, 4 * step_ring.TYPICAL_P, 4 * step_ring.TOP_N_SIGMA
+_DRY_MULTIPLIER, _DRY_BASE = 4 * step_ring.DRY_MULTIPLIER, 4 * step_ring.DRY_BASE
+_DRY_ALLOWED, _DRY_LAST_N = 8 * step_ring.DRY_ALLOWED, 8 * step_ring.DRY_LAST_N
+_HAS_BREAKERS = 8 * step_ring.HAS_BREAKERS
+_XTC_PROBABILITY, _XTC_THRESHOLD = 4 * step_ring.XTC_PROBABILITY, 4 * step_ring.XTC_THRESHOLD
 
 
 # ------------------------------------------------------------------ steps that change values
@@ -214,15 +226,19 @@ def _is_plain(ints, floats, position):
         and get_f32(floats + _REPETITION) == _F(1.0)
         and get_f32(floats + _FREQUENCY) == _F(0.0)
         and get_f32(floats + _PRESENCE) == _F(0.0)
+        and get_f32(floats + _DRY_MULTIPLIER) == _F(0.0)
+        and not _F(0.0) < get_f32(floats + _TYPICAL_P) < _F(1.0)
     )
 
 
 @numba.njit(**INNER)
-def sample(logits, vocab, tokens, n_tokens, output_start, ints, floats, mask_ids, bias_ids, bias, mask, scratch):
+def sample(
+    logits, vocab, tokens, n_tokens, output_start, ints, floats, mask_ids, bias_ids, bias, mask, breakers, scratch
+):
     """The id drawn after n_tokens tokens (i32), or NOT_FINITE.
 
-    logits: vocab f32, not written; ints, floats, mask_ids, bias_ids, bias: the row's arrays of the steps
-    arena (i64, f32, i32, i32, f32); mask: the token mask (u32), 0: none; scratch: as above.
+    logits: vocab f32, not written; ints, floats, mask_ids, bias_ids, bias, breakers: the row's arrays of the steps
+    arena (i64, f32, i32, i32, f32, u32); mask: the token mask (u32), 0: none; scratch: as above.
     """
     if not is_finite(logits, vocab):
         return NOT_FINITE
@@ -284,11 +300,40 @@ def sample(logits, vocab, tokens, n_tokens, output_start, ints, floats, mask_ids
                 output = tokens + 4 * start
                 _penalties(scratch, vocab, n, whole, output, n_tokens - start, frequency, presence)
                 changed = True
+        elif step == DRY:
+            multiplier, base = get_f32(floats + _DRY_MULTIPLIER), get_f32(floats + _DRY_BASE)
+            if multiplier != _F(0.0):
+                last_n, allowed = get_i64(ints + _DRY_LAST_N), get_i64(ints + _DRY_ALLOWED)
+                at = breakers if get_i64(ints + _HAS_BREAKERS) != 0 else 0
+                changed = dry(scratch, vocab, n, whole, tokens, n_tokens, last_n, at, multiplier, base, max(allowed, 0))
+        elif step == SIGMA:
+            sigmas = get_f32(floats + _TOP_N_SIGMA)
+            if sigmas > _F(0.0):
+                n = top_n_sigma(scratch, vocab, n, whole, sigmas)
+        elif step == TYPICAL:
+            p = get_f32(floats + _TYPICAL_P)
+            if _F(0.0) < p < _F(1.0):
+                kept = typical_p(scratch, vocab, n, whole, p)
+                if kept >= 0:
+                    whole, n = False, kept
+        elif step == CUT_MIN_P:
+            p = get_f32(floats + _MIN_P)
+            if p > _F(0.0):
+                n = min_p(scratch, vocab, n, whole, p)
+        elif step == XTC and not greedy:
+            chance = np.float64(get_f32(floats + _XTC_PROBABILITY))
+            threshold = get_f32(floats + _XTC_THRESHOLD)
+            # As in the draw, a number below the bound is a success: it is certain at 1.
+            if chance > 0.0 and threshold <= _F(0.5):
+                u = uniform(get_i64(ints + _SEED), position, get_i64(ints + _CHOICE), XTC_STREAM)
+                if u < chance:
+                    n = xtc(scratch, vocab, n, whole, threshold)
         if changed and not whole:
             sort_list(scratch, vocab, n, False)
     if greedy:
         return first_largest(scratch, vocab) if whole else get_i32(scratch + 4 * size)
-    return _draw(scratch, vocab, n, whole, uniform(get_i64(ints + _SEED), position, get_i64(ints + _CHOICE)))
+    u = uniform(get_i64(ints + _SEED), position, get_i64(ints + _CHOICE), DRAW_STREAM)
+    return _draw(scratch, vocab, n, whole, u)
 
 
 @numba.njit(**INNER)
@@ -320,13 +365,16 @@ def draw(
     bias_ids,
     bias,
     mask,
+    breakers,
     scratch,
     out,
     top_ids,
     top_logprobs,
 ):
     """Entry: `sample`, then `logprobs` when the row wants them. Returns the id, or NOT_FINITE."""
-    token = sample(logits, vocab, tokens, n_tokens, output_start, ints, floats, mask_ids, bias_ids, bias, mask, scratch)
+    token = sample(
+        logits, vocab, tokens, n_tokens, output_start, ints, floats, mask_ids, bias_ids, bias, mask, breakers, scratch
+    )
     n_top = min(get_i64(ints + _LOGPROBS), _MAX_TOP)
     if token >= 0 and n_top >= 0:
         logprobs(logits, vocab, token, n_top, out, top_ids, top_logprobs, scratch)
@@ -335,4 +383,4 @@ def draw(
     return token
 
 
-ENTRY_ARGUMENTS = 15
+ENTRY_ARGUMENTS = 16

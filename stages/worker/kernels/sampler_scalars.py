@@ -13,12 +13,12 @@ _LOG_TERMS = 12
 
 
 @numba.njit(**INNER)
-def uniform(seed, position, choice):
-    """[0, 1) with 53 bits: Philox4x32-10, key = seed, counter = (position, choice, 0, 0)."""
+def uniform(seed, position, choice, stream):
+    """[0, 1) with 53 bits: Philox4x32-10, key = seed, counter = (position, choice, stream, 0)."""
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
     k0, k1 = np.uint64(seed) & low, np.uint64(seed) >> shift
     c0, c1 = np.uint64(position) & low, np.uint64(choice) & low
-    c2, c3 = np.uint64(0), np.uint64(0)
+    c2, c3 = np.uint64(stream), np.uint64(0)
     for _ in range(10):
         p0 = np.uint64(0xD2511F53) * c0
         p1 = np.uint64(0xCD9E8D57) * c2

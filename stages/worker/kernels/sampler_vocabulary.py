@@ -12,6 +12,7 @@ Scratch of one rank (`sampler_bytes`), n = vocabulary rounded up to SUM_BLOCK, i
     HIST   2048 i32     digit counts
     SUM    n / 1024 f64 block sums
     BEST   n / 64 f32   block maxima
+    REPEAT tokens + 1 i32  lengths of repetitions, by distance
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from stages.worker.kernels.buffer_sizes import SUM_BLOCK
+from stages.worker.kernels.buffer_sizes import DIGIT, MAX_BLOCK, SUM_BLOCK
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.simd import (
     LANES,
@@ -50,6 +51,13 @@ _F = np.float32
 def padded(vocab):
     """`vocab` rounded up to SUM_BLOCK: elements of each array of the scratch."""
     return (vocab + SUM_BLOCK - 1) // SUM_BLOCK * SUM_BLOCK
+
+
+@numba.njit(**INNER)
+def repeat_at(scratch, vocab):
+    """Address of REPEAT."""
+    n = padded(vocab)
+    return scratch + 32 * n + 4 * (1 << DIGIT) + 8 * (n // SUM_BLOCK) + 4 * (n // MAX_BLOCK)
 
 
 @numba.njit(**INNER)
