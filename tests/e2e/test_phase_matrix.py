@@ -32,7 +32,16 @@ CHUNK = 32  # most tokens of a prompt in a step
 PROMPT = [(i * 37) % 290 + 1 for i in range(90)]
 SAMPLED: dict[str, Any] = {"ignore_eos": True, "temperature": 0.9, "seed": 3, "max_tokens": 80, "stream": True}
 KINDS: dict[str, dict[str, Any]] = {
-    "sampled": {"prompt": PROMPT, **SAMPLED, "logprobs": 3},
+    "sampled": {
+        "prompt": PROMPT,
+        **SAMPLED,
+        "logprobs": 3,
+        "min_p": 0.01,
+        "typical_p": 0.98,
+        "dry_multiplier": 0.5,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.02,
+    },
     "whole": {"prompt": PROMPT, **SAMPLED, "logprobs": 1, "stream": False},
     "speculative": {"prompt": [5, 6, 7, 8] * 30, **SAMPLED, "temperature": 0, "speculate": 2, "max_tokens": 120},
     "preempted": {"prompt": PROMPT, **SAMPLED, "n": 16, "max_tokens": 230},

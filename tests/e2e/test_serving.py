@@ -32,6 +32,10 @@ def ask(server: Server, i: int, **more: Any) -> dict[str, Any]:
     }
     if i % 2:
         body |= {"top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.2}
+    if i % 7 == 3:
+        body |= {"min_p": 0.05, "typical_p": 0.9, "dry_multiplier": 0.8, "dry_allowed_length": 1}
+    if i % 7 == 4:
+        body |= {"top_n_sigma": 2.0, "xtc_probability": 0.5, "xtc_threshold": 0.05}
     if i % 5 == 4:
         body |= {"top_k": 20, "stop": [". ", "\n\n"]}
     return dict(server.post("/v1/generate", **body, **more))
@@ -57,6 +61,24 @@ def test_sixteen_requests_at_once_give_the_bytes_of_each_alone(demo_server: Serv
         for thread in threads:
             thread.join()
         assert found == alone
+
+
+def test_speculation_changes_no_byte_of_a_text_of_all_samplers(demo_server: Server) -> None:
+    sampler = {"min_p": 0.02, "top_n_sigma": 4.0, "dry_multiplier": 0.4, "xtc_probability": 0.3, "xtc_threshold": 0.2}
+    for seed in range(3):
+        body = {"prompt": "one two three " * 8, "max_tokens": 40, "temperature": 0.3, "seed": seed, **sampler}
+        texts = {same(demo_server.post("/v1/generate", **body, speculate=most)) for most in (0, 4)}
+        assert len(texts) == 1
+
+
+def test_dry_ends_a_repetition(demo_server: Server) -> None:
+    body = {"prompt": "The cat sat down. " * 6 + "The cat", "max_tokens": 4, "temperature": 0}
+    texts = [
+        demo_server.post("/v1/generate", **body, dry_multiplier=multiplier)["choices"][0]["text"]
+        for multiplier in (0, 5)
+    ]
+    assert texts[0].startswith(" sat down")
+    assert not texts[1].startswith(" sat")
 
 
 def test_streamed_text_arrives_in_pieces_that_add_up(demo_server: Server) -> None:

@@ -113,6 +113,7 @@ def _wants_xtc(p: Parameters, position: int) -> bool:
     return uniform(p.seed, position, p.choice, stream=1) < float(_F(p.xtc_probability))
 
 
+@np.errstate(over="ignore")  # f32 overflows to an infinity, as in the kernel
 def sample(
     logits: np.ndarray, tokens: np.ndarray, output_start: int, p: Parameters, allowed: np.ndarray | None = None
 ) -> int:
