@@ -217,7 +217,7 @@ def test_a_prompt_of_two_hundred_thousand_tokens(server: Server) -> None:
 
 
 def test_paths_methods_and_content_types(server: Server) -> None:
-    nothing = server.get("/v1/embeddings")
+    nothing = server.get("/v1/nothing")
     assert (nothing.status, nothing.error["code"]) == (404, "NOT_FOUND")
     wrong = server.get("/v1/generate")
     assert (wrong.status, wrong.error["code"]) == (405, "METHOD_NOT_ALLOWED")
