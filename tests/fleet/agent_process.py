@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from click.testing import CliRunner
 
 from starling.cli import cli
-from tests.e2e.server import ROOT, Server
+from tests.e2e.server import ROOT, START_S, Server
 from tools.tiny_gguf import SHAPES, write_model
 
 
@@ -31,7 +31,7 @@ def publish_tiny(folder: Path, blobs: Path, name: str = "tiny", seed: int = 1) -
 def post(url: str, body: Any, key: str) -> tuple[int, Any]:
     """POST JSON with a key or token; the status and the decoded body."""
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=120)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=START_S)
     try:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}

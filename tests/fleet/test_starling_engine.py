@@ -1,0 +1,67 @@
+"""The engine `starling` by itself: it answers, is suspended and resumed, and leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from pipeline.config.load import resolve
+from pipeline.config.schema import ModelConfig
+from stages.agent.engines.fence import processes_of
+from stages.agent.engines.interface import Queue
+from stages.agent.engines.starling_engine import StarlingEngine, engine_run_dir
+from stages.agent.stage import free_port
+from tests.e2e.conftest import share_caches
+from tests.e2e.server import ROOT
+from tests.fleet.agent_process import post, publish_tiny
+
+BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture
+def models_dir(tmp_path: Path) -> Path:
+    """The directory with the checkpoint of a model."""
+    publish_tiny(tmp_path, tmp_path / "blobs")
+    return tmp_path / "publisher" / "models"
+
+
+@pytest.mark.slow
+async def test_a_suspended_engine_refuses_and_a_resumed_one_gives_the_same_answer(
+    tmp_path: Path, models_dir: Path
+) -> None:
+    (index,) = models_dir.glob("*.idx")
+    home = tmp_path / "own" / "engine-1"
+    share_caches(tmp_path)
+    env = {**os.environ, "STARLING_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    config = resolve({"cache": {"max_size_mb": 32}}, {})
+    model = ModelConfig(name="tiny")
+    async with aiohttp.ClientSession() as session:
+        engine = StarlingEngine(
+            config, model, index.stem, home, models_dir, session, lambda: free_port("127.0.0.1"), env
+        )
+
+        async def ask() -> tuple[int, object]:
+            status, answer = await asyncio.to_thread(post, f"{engine.url}/v1/completions", BODY, engine.key)
+            return status, answer["choices"] if status == 200 else answer["error"]["code"]
+
+        try:
+            await engine.start()
+            await engine.ready()
+            first = await ask()
+            assert first[0] == 200
+            found = await engine.queue()
+            assert isinstance(found, Queue)
+            await engine.suspend()
+            assert await ask() == (503, "DRAINING")
+            await engine.resume()
+            assert await ask() == first
+        finally:
+            await engine.stop()
+        assert processes_of(home) == []
+        assert not list(engine_run_dir(home, env).glob("*.sock"))
+        ended = await engine.ended()
+        assert not ended.is_final
