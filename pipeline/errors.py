@@ -9,7 +9,7 @@
     │   └── ModelNotFound        MODEL_NOT_FOUND        404
     ├── Conflict                 CONFLICT               409  in use by another request
     ├── TooLarge                 REQUEST_TOO_LARGE      413  the body exceeds `server.max_body_mb`
-    ├── RateLimited              RATE_LIMITED           429  the tenant's quota is exhausted
+    ├── RateLimited              RATE_LIMITED           429  a quota is used up for now (QUOTA_EXHAUSTED: for good)
     ├── Overloaded               OVERLOADED             429  a queue is full
     ├── ModelUnavailable         MODEL_UNAVAILABLE      503  loading, draining, or its workers are down
     ├── StorageUnavailable       STORAGE_UNAVAILABLE    503  a blob store fails in a way that a retry may cure
@@ -46,6 +46,7 @@ CODES: dict[str, Code] = {
     "CONFLICT": Code(409, "conflict_error"),
     "REQUEST_TOO_LARGE": Code(413, "invalid_request_error"),
     "RATE_LIMITED": Code(429, "rate_limit_error", True),
+    "QUOTA_EXHAUSTED": Code(429, "insufficient_quota"),
     "OVERLOADED": Code(429, "overloaded_error", True),
     "MODEL_UNAVAILABLE": Code(503, "unavailable_error", True),
     "STORAGE_UNAVAILABLE": Code(503, "unavailable_error", True),
@@ -96,6 +97,8 @@ class StarlingError(Exception):
 
     def headers(self) -> dict[str, str]:
         """`Retry-After` in whole seconds (at least 1) when the same request may succeed later."""
+        if self.code == "QUOTA_EXHAUSTED":
+            return {"x-should-retry": "false"}  # the clients of OpenAI and Anthropic repeat other requests with a 429
         retry = CODES.get(self.code, CODES["INTERNAL"]).retry
         if not retry and not self.retry_after_s:
             return {}
@@ -162,7 +165,7 @@ class TooLarge(_Kind):
 
 
 class RateLimited(_Kind):
-    """The tenant's quota is exhausted."""
+    """A quota of the tenant or of its key is used up."""
 
     CODE = "RATE_LIMITED"
 

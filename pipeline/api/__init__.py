@@ -5,9 +5,10 @@ content_coding.py      compressed bodies, bounded in ratio
 fields.py              field tables and their readers
 generation_fields.py   the fields that the text endpoints have in common
 error_response.py      errors as responses and as events
-keys.py                API keys and tenants
-quotas.py              token buckets per tenant
+keys.py                API keys, tenants and scopes
+key_file.py            keys that `starling keys` makes
+quotas.py              limits per minute, per day and in all, of tenants and keys
 fair_shares.py         bounds in total and for each tenant or address
-quota_file.py          the buckets' levels on disk
+quota_file.py          what of them is used, on disk
 sse.py                 encoding of server-sent events
 """

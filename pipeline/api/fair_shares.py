@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 
@@ -28,9 +28,18 @@ class Refusal(Enum):
 class FairShares:
     """One resource. Amounts are integers: requests, connections or bytes."""
 
-    def __init__(self, total: int, share: int, reserve: int, first: int = 1) -> None:
+    def __init__(
+        self,
+        total: int,
+        share: int,
+        reserve: int,
+        first: int = 1,
+        share_of: Callable[[str], int] | None = None,
+    ) -> None:
+        """`share_of` returns the share of a principal, if not all have `share`."""
         self.total = total
         self.share = share
+        self.share_of = share_of or (lambda principal: share)
         self.held = 0  # by all principals
         self._reserve = reserve
         self._first = first
@@ -46,7 +55,7 @@ class FairShares:
         free = self.total - self.held - amount
         if free < 0:
             return Refusal.TOTAL
-        if would_hold > self.share:
+        if would_hold > self.share_of(principal):
             return Refusal.SHARE
         return Refusal.TOTAL if free < self._reserve and would_hold > self._first else None
 

@@ -1,24 +1,46 @@
-"""API keys: from an `Authorization` or `X-Api-Key` header to the tenant that sends the request."""
+"""API keys: from an `Authorization` or `X-Api-Key` header to the tenant that sends the request, and what it may do.
+
+Keys are configured (`auth.api_keys`) or in the key file (key_file.py), which is followed while the server runs.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Collection
 from typing import NamedTuple
 
+from pipeline.api.key_file import SCOPES, KeyFile, KeyLimits, StoredKey, digest_of
 from pipeline.config.schema import Config
-from pipeline.errors import Unauthenticated
+from pipeline.errors import Forbidden, StorageUnavailable, Unauthenticated
 
 DEFAULT_TENANT = "default"  # the one tenant of a server without keys
+MODELS, ADMIN, METRICS = SCOPES
+NO_LIMITS = KeyLimits()
+_KEY = "key "  # before the id of a key that is a principal of its own: no tenant or address has a space
 
 
 class Caller(NamedTuple):
-    """The owner of an API key, as configured."""
+    """The owner of an API key."""
 
     tenant: str
     priority: int = 0
     is_admin: bool = False
     salt: str = ""  # of the tenant's cached pages and answers; "": shared
+    key_id: str = ""  # of a key of the key file
+    scopes: Collection[str] = (MODELS,)
+    has_own_share: bool = False  # the key has a bound of its own on requests in flight
+
+    @property
+    def principal(self) -> str:
+        """Whom the bounds on requests in flight and on bytes apply to."""
+        return _KEY + self.key_id if self.has_own_share else self.tenant
+
+    def require(self, scope: str) -> None:
+        """Raises `Forbidden` if the key lacks the scope."""
+        if scope not in self.scopes:
+            has = ", ".join(self.scopes)
+            raise Forbidden(f"this needs an API key with the scope {scope}; this one has {has}")
 
     def salted(self, request_salt: str) -> str:
         """Return the cache salt of a request that gives `request_salt`.
@@ -29,37 +51,100 @@ class Caller(NamedTuple):
 
 
 class Keys:
-    """The configured API keys, stored as digests. A presented key is compared with every one in constant time."""
+    """All API keys, as digests. A presented key is compared with every configured one in constant time."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, file: KeyFile | None = None) -> None:
+        """`file`: the server's key file; None: only configured keys count."""
+        self._config = config
+        self._file = file
         self._keys = [
-            (_digest(key.key), Caller(key.owner, key.priority, key.admin, config.tenant_salt(key.owner)))
+            (
+                _digest(key.key),
+                Caller(
+                    key.owner,
+                    key.priority,
+                    key.admin,
+                    config.tenant_salt(key.owner),
+                    scopes=SCOPES if key.admin else (MODELS,),
+                ),
+            )
             for key in config.auth.api_keys
         ]
 
     def __bool__(self) -> bool:
-        """Whether keys are configured."""
-        return bool(self._keys)
+        """Whether requests need a key."""
+        return bool(self._keys) or (self._file is not None and self._file.exists)
+
+    def refresh(self) -> None:
+        """Read the key file if it has changed."""
+        if self._file is not None:
+            self._file.refresh()
+
+    @property
+    def errors(self) -> int:
+        """Changes of the key file that could not be used, since the process started."""
+        return self._file.errors if self._file is not None else 0
 
     def caller(self, authorization: str | None, api_key: str | None = None) -> Caller:
-        """Return the owner of the key in an `Authorization` header, or in `X-Api-Key`. Raises `Unauthenticated`."""
-        if not self._keys:
+        """Return the owner of the key in an `Authorization` header, or in `X-Api-Key`.
+
+        Raises `Unauthenticated`, or `StorageUnavailable` for an unknown key while the key file cannot be read.
+        """
+        self.refresh()
+        if not self:
             return Caller(DEFAULT_TENANT)
         if not authorization and api_key:
             authorization = f"Bearer {api_key}"
         if not authorization:
             raise Unauthenticated("no API key: send the header Authorization: Bearer KEY, or X-Api-Key: KEY")
         scheme, _, key = authorization.strip().partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
+        key = key.strip()
+        if scheme.lower() != "bearer" or not key:
             raise Unauthenticated("the Authorization header is not of the form: Bearer KEY")
-        presented = _digest(key.strip())
+        presented = _digest(key)
         found: Caller | None = None
         for digest, caller in self._keys:
             if hmac.compare_digest(digest, presented):
                 found = caller
+        if found is None and self._file is not None and (stored := self._file.find(digest_of(key))) is not None:
+            found = self._caller_of(stored)
+        if found is None and self._file is not None and self._file.problem:
+            raise StorageUnavailable("the server cannot read its key file; ask its operator", retry_after_s=10.0)
         if found is None:
             raise Unauthenticated("unknown API key; check the key, or ask the server's operator")
         return found
+
+    def limits(self, key_id: str) -> KeyLimits:
+        """The limits of a key of the key file; none for other keys, and for a key that has been revoked."""
+        key = self._file.keys.get(key_id) if self._file is not None and key_id else None
+        return key.limits if key is not None else NO_LIMITS
+
+    def concurrent(self, principal: str) -> int:
+        """Most requests in flight of a tenant, an address or a key with a bound of its own."""
+        total = self._config.server.max_concurrent_requests
+        if principal.startswith(_KEY):
+            return min(total, self.limits(principal.removeprefix(_KEY)).max_concurrent or total)
+        share = self._config.concurrent_per_tenant()
+        if self._file is not None and self._file.exists and not self._config.server.max_concurrent_per_tenant:
+            share = min(share, total - total // 4)  # there may be other tenants than the configured one
+        return share
+
+    def _caller_of(self, key: StoredKey) -> Caller:
+        is_configured = key.tenant in self._config.tenants
+        return Caller(
+            key.tenant,
+            key.priority,
+            ADMIN in key.scopes,
+            self._config.tenant_salt(key.tenant) if is_configured else f"\x01{key.tenant}",
+            key.id,
+            key.scopes,
+            key.limits.max_concurrent is not None,
+        )
+
+
+def is_key(principal: str) -> bool:
+    """Whether the principal is a key with a bound of its own."""
+    return principal.startswith(_KEY)
 
 
 def _digest(key: str) -> bytes:

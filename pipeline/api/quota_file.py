@@ -29,7 +29,7 @@ from pipeline.files import DiskErrors, DurableFile, make_directory, sync_directo
 log = logging.getLogger("starling.quotas")
 
 MAGIC = b"STRLQUO1"
-MAX_RECORDS = 4096
+MAX_RECORDS = 16_384  # more than those of all keys of a full key file
 MAX_LEVEL = 1e12  # of a rate, and of a level in both directions; more is damage
 MAX_AT = 1e11  # s since 1970
 RECORD_BYTES = 64
@@ -39,10 +39,10 @@ assert _RECORD.size + _CHECK.size == RECORD_BYTES
 
 
 class Level(NamedTuple):
-    """The level of a bucket when it was last charged."""
+    """A bucket when it was last charged, or a count of a day or in all."""
 
-    per_minute: int
-    level: float
+    per_minute: int  # its limit, whatever the period
+    level: float  # of a count: what is used
     at: float  # s since 1970
 
 

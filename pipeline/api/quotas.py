@@ -1,59 +1,166 @@
-"""Quotas: requests and tokens per minute for each tenant, as token buckets. Pure; the clock is injected.
+"""Quotas: requests and tokens per minute, per day and in all. Pure; the clocks are injected.
 
-A bucket holds one minute's worth: a burst may use all of it, then it refills evenly.  The cost of a request is
-only certain at its end, so its prompt is charged when it starts and its output when it ends.  The level may
-become negative; the next request then waits longer.  A prompt larger than one minute's worth is admitted when
-the bucket is full, so that every request can be admitted eventually.  With a `LevelStore` the levels survive a
-restart: buckets refill while the server is down.
+    per minute   a token bucket that holds one minute's worth: a burst may use all of it, then it refills evenly
+    per day      a count that starts again at 00:00 UTC
+    total        a count that never starts again
+
+A tenant has the limits of `rate_limits`.  A limit that an API key has of its own replaces the tenant's for requests
+with this key, and has a counter of its own.
+
+The cost of a request is only certain at its end, so its prompt is charged when it starts and its output when it ends.
+The level of a bucket may become negative, and a count may exceed its limit by the output of the requests in flight.  A
+prompt larger than one minute's worth is admitted when the bucket is full, so that every request can be admitted
+eventually.  With a `LevelStore` all counters survive a restart: buckets refill while the server is down.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from pipeline.api.key_file import KeyLimits
+from pipeline.api.keys import NO_LIMITS
 from pipeline.api.quota_file import Level, bucket_key
 from pipeline.config.schema import RateLimitsConfig
 from pipeline.errors import RateLimited
 
 REQUESTS, TOKENS = "requests", "tokens"  # the units that are counted
+MINUTE, DAY, TOTAL = "minute", "day", "total"
+PERIODS = (MINUTE, DAY, TOTAL)
 MIN_MISSING = 1e-6  # less than this is a rounding error of the level
+DAY_S = 86_400.0
+
+
+class Counter(Protocol):
+    """What the counters of all periods have. Amounts are requests or tokens."""
+
+    limit: int
+
+    @property
+    def remaining(self) -> float:
+        """What can be taken now; negative if more has been taken."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing counts as used, so that a new counter is the same."""
+
+    def wait_s(self, amount: float) -> float:
+        """Seconds until `amount` can be taken; infinite if that time never comes."""
+
+    def reset_s(self) -> float:
+        """Seconds until nothing counts as used; infinite if that time never comes."""
+
+    def take(self, amount: float) -> None:
+        """Use `amount`, more than remains if necessary."""
+
+    def stored(self) -> Level:
+        """What a successor needs to continue."""
+
+    def restore(self, level: Level) -> None:
+        """Continue from what a predecessor has stored."""
 
 
 class Bucket:
-    """A token bucket that holds `per_minute` and refills evenly. Its level may be negative."""
+    """A token bucket that holds `limit` and refills evenly in a minute. Its level may be negative."""
 
-    __slots__ = ("_at", "_clock", "_level", "per_minute")
+    __slots__ = ("_at", "_clock", "_level", "_wall", "limit")
 
-    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
-        self.per_minute = per_minute
+    def __init__(self, limit: int, clock: Callable[[], float], wall: Callable[[], float] = time.time) -> None:
+        self.limit = limit
         self._clock = clock
-        self._level = float(per_minute)
+        self._wall = wall
+        self._level = float(limit)
         self._at = clock()
 
     @property
-    def level(self) -> float:
+    def remaining(self) -> float:
         """What can be taken now."""
         now = self._clock()
-        self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60)
+        self._level = min(self.limit, self._level + (now - self._at) * self.limit / 60)
         self._at = now
         return self._level
-
-    def wait_s(self, amount: float) -> float:
-        """Return the seconds until `amount` can be taken, or until the bucket is full if `amount` is larger."""
-        missing = min(amount, self.per_minute) - self.level
-        return missing * 60 / self.per_minute if missing > MIN_MISSING else 0.0
-
-    def take(self, amount: float) -> None:
-        """Lower the level by `amount`, below zero if necessary."""
-        self._level = self.level - amount
 
     @property
     def is_full(self) -> bool:
         """True when the bucket holds one minute's worth."""
-        return self.level >= self.per_minute
+        return self.remaining >= self.limit
+
+    def wait_s(self, amount: float) -> float:
+        """Return the seconds until `amount` can be taken, or until the bucket is full if `amount` is larger."""
+        missing = min(amount, self.limit) - self.remaining
+        return missing * 60 / self.limit if missing > MIN_MISSING else 0.0
+
+    def reset_s(self) -> float:
+        """Return the seconds until the bucket is full."""
+        return max(0.0, (self.limit - self.remaining) * 60 / self.limit)
+
+    def take(self, amount: float) -> None:
+        """Lower the level by `amount`, below zero if necessary."""
+        self._level = self.remaining - amount
+
+    def stored(self) -> Level:
+        """The level and its time."""
+        return Level(self.limit, self.remaining, self._wall())
+
+    def restore(self, level: Level) -> None:
+        """Charge what was used up when the bucket was last stored, less what has refilled since."""
+        passed_s = max(0.0, self._wall() - level.at)  # a clock that was set back refills nothing
+        self.take(max(0.0, level.per_minute - level.level - passed_s * level.per_minute / 60))
+
+
+class Count:
+    """What was used of `limit`, in a day or in all."""
+
+    __slots__ = ("_day", "_is_daily", "_used", "_wall", "limit")
+
+    def __init__(self, limit: int, is_daily: bool, wall: Callable[[], float]) -> None:
+        self.limit = limit
+        self._is_daily = is_daily
+        self._wall = wall
+        self._used = 0.0
+        self._day = wall() // DAY_S
+
+    @property
+    def remaining(self) -> float:
+        """What can be taken now."""
+        if self._is_daily and (day := self._wall() // DAY_S) > self._day:  # a clock that was set back gives nothing
+            self._day, self._used = day, 0.0
+        return self.limit - self._used
+
+    @property
+    def is_full(self) -> bool:
+        """True when nothing has been used."""
+        return self.remaining >= self.limit
+
+    def wait_s(self, amount: float) -> float:
+        """Return the seconds until `amount` can be taken: 0, those to the next day, or infinity."""
+        if amount <= self.remaining:
+            return 0.0
+        return self._left_s() if self._is_daily and amount <= self.limit else math.inf
+
+    def reset_s(self) -> float:
+        """Return the seconds to the next day, or infinity."""
+        if self.is_full:
+            return 0.0
+        return self._left_s() if self._is_daily else math.inf
+
+    def _left_s(self) -> float:
+        return (self._day + 1) * DAY_S - self._wall()
+
+    def take(self, amount: float) -> None:
+        """Count `amount`."""
+        self._used = self.limit - self.remaining + amount
+
+    def stored(self) -> Level:
+        """The used amount and its time."""
+        return Level(self.limit, self.limit - self.remaining, self._wall())
+
+    def restore(self, level: Level) -> None:
+        """Continue with the used amount, unless it is of another day."""
+        if not self._is_daily or level.at // DAY_S >= self._day:
+            self._used = max(0.0, level.level)
 
 
 class LevelStore(Protocol):
@@ -67,9 +174,9 @@ class LevelStore(Protocol):
 
 
 class Quotas:
-    """The buckets of all tenants."""
+    """The counters of all tenants and keys. A caller is a tenant and, of a key of the key file, the key's id."""
 
-    MAX_IDLE = 1024  # buckets kept; beyond that full ones are dropped: a new bucket is full, too
+    MAX_IDLE = 1024  # counters held; beyond that full ones are dropped, because a new one is full, too
 
     def __init__(
         self,
@@ -77,74 +184,130 @@ class Quotas:
         clock: Callable[[], float],
         file: LevelStore | None = None,
         wall: Callable[[], float] = time.time,
+        limits_of: Callable[[str], KeyLimits] = lambda key_id: NO_LIMITS,
     ) -> None:
-        """`clock` is monotonic, `wall` is s since 1970. Without a file the levels are lost on a restart."""
-        self._limits = limits
+        """`clock` is monotonic, `wall` is s since 1970. Without a file the levels are lost on a restart.
+
+        `limits_of` returns the limits of the key with that id.
+        """
+        self._limits = {
+            (REQUESTS, MINUTE): limits.requests_per_minute,
+            (REQUESTS, DAY): limits.requests_per_day,
+            (TOKENS, MINUTE): limits.tokens_per_minute,
+            (TOKENS, DAY): limits.tokens_per_day,
+        }
         self._clock = clock
         self._file = file
         self._wall = wall
-        self._requests: dict[str, Bucket] = {}
-        self._tokens: dict[str, Bucket] = {}
+        self._limits_of = limits_of
+        self._counters: dict[tuple[str, str, str], Counter] = {}  # by unit, period, and tenant or key
 
-    def take_request(self, tenant: str) -> None:
+    def take_request(self, tenant: str, key_id: str = "") -> None:
         """Charge one request. Raises `RateLimited` with the time to wait; then nothing is charged."""
-        bucket = self._bucket(REQUESTS, tenant)
-        if bucket is None:
-            return
-        wait = bucket.wait_s(1)
-        if wait:
-            raise RateLimited(
-                f"the quota of {bucket.per_minute} requests per minute is used up; try again in {wait:.1f} s",
-                retry_after_s=wait,
-            )
-        self._take(REQUESTS, tenant, bucket, 1)
+        found = list(self._of(REQUESTS, tenant, key_id))
+        for (_, period, _), counter in found:
+            if wait := counter.wait_s(1):
+                raise _refusal(f"the quota of {counter.limit} requests {_PER[period]} is used up", wait)
+        self._take(found, 1)
 
-    def take_prompt(self, tenant: str, tokens: int) -> None:
+    def take_prompt(self, tenant: str, tokens: int, key_id: str = "") -> None:
         """Charge a prompt. Raises `RateLimited` with the time to wait; then nothing is charged."""
-        bucket = self._bucket(TOKENS, tenant)
-        if bucket is None:
-            return
-        wait = bucket.wait_s(tokens)
-        if wait:
-            raise RateLimited(
-                f"the prompt has {tokens} tokens and the quota of {bucket.per_minute} tokens per minute has "
-                f"{max(0, int(bucket.level))} left; try again in {wait:.1f} s",
-                retry_after_s=wait,
-            )
-        self._take(TOKENS, tenant, bucket, tokens)
+        found = list(self._of(TOKENS, tenant, key_id))
+        for (_, period, _), counter in found:
+            if wait := counter.wait_s(tokens):
+                raise _refusal(
+                    f"the prompt has {tokens} tokens and the quota of {counter.limit} tokens {_PER[period]} has "
+                    f"{max(0, int(counter.remaining))} left",
+                    wait,
+                )
+        self._take(found, tokens)
 
-    def charge_output(self, tenant: str, tokens: int) -> None:
+    def charge_output(self, tenant: str, tokens: int, key_id: str = "") -> None:
         """Charge generated tokens; never fails."""
-        bucket = self._bucket(TOKENS, tenant)
-        if bucket is not None:
-            self._take(TOKENS, tenant, bucket, tokens)
+        if tokens:
+            self._take(list(self._of(TOKENS, tenant, key_id)), tokens)
 
-    def _take(self, kind: str, tenant: str, bucket: Bucket, amount: float) -> None:
-        bucket.take(amount)
-        if self._file is not None:
-            self._file.put(bucket_key(kind, tenant), Level(bucket.per_minute, bucket.level, self._wall()))
+    def headers(self, tenant: str, key_id: str = "") -> dict[str, str]:
+        """Return `x-ratelimit-limit-UNIT`, `-remaining-UNIT` and `-reset-UNIT` of the limits that are nearest.
 
-    def _bucket(self, kind: str, tenant: str) -> Bucket | None:
-        if kind == REQUESTS:
-            buckets, per_minute = self._requests, self._limits.requests_per_minute
+        Of several limits of a unit this is the one with the least left.  A total is never reset.
+        """
+        headers = {}
+        for unit in (REQUESTS, TOKENS):
+            counters = [counter for _, counter in self._of(unit, tenant, key_id)]
+            if not counters:
+                continue
+            nearest = min(counters, key=lambda counter: counter.remaining)
+            headers[f"x-ratelimit-limit-{unit}"] = str(nearest.limit)
+            headers[f"x-ratelimit-remaining-{unit}"] = str(max(0, int(nearest.remaining)))
+            if math.isfinite(reset := nearest.reset_s()):
+                headers[f"x-ratelimit-reset-{unit}"] = duration(reset)
+        return headers
+
+    def _take(self, found: list[tuple[tuple[str, str, str], Counter]], amount: float) -> None:
+        for name, counter in found:
+            counter.take(amount)
+            if self._file is not None:
+                self._file.put(_bucket_key(name), counter.stored())
+
+    def _of(self, unit: str, tenant: str, key_id: str) -> Iterator[tuple[tuple[str, str, str], Counter]]:
+        """The counters that apply, by period."""
+        own = self._limits_of(key_id) if key_id else NO_LIMITS
+        for period in PERIODS:
+            limit = getattr(own, _FIELDS[unit, period])
+            whose = tenant
+            if limit is not None:
+                whose = f":{key_id}"  # no tenant has a colon
+            else:
+                limit = self._limits.get((unit, period), 0)
+            if limit:
+                name = (unit, period, whose)
+                yield name, self._counter(name, limit)
+
+    def _counter(self, name: tuple[str, str, str], limit: int) -> Counter:
+        counter = self._counters.get(name)
+        if counter is not None and counter.limit == limit:
+            return counter
+        if len(self._counters) >= self.MAX_IDLE:
+            for full in [other for other, one in self._counters.items() if one.is_full]:
+                del self._counters[full]
+        period = name[1]
+        if period == MINUTE:
+            counter = Bucket(limit, self._clock, self._wall)
         else:
-            buckets, per_minute = self._tokens, self._limits.tokens_per_minute
-        if not per_minute:
-            return None
-        bucket = buckets.get(tenant)
-        if bucket is None:
-            if len(buckets) >= self.MAX_IDLE:
-                for name in [name for name, other in buckets.items() if other.is_full]:
-                    del buckets[name]
-            bucket = buckets[tenant] = Bucket(per_minute, self._clock)
-            self._restore(kind, tenant, bucket)
-        return bucket
+            counter = Count(limit, period == DAY, self._wall)
+        known = self._file.level_of(_bucket_key(name)) if self._file is not None else None
+        if known is not None and math.isfinite(known.level):
+            counter.restore(known)
+        self._counters[name] = counter
+        return counter
 
-    def _restore(self, kind: str, tenant: str, bucket: Bucket) -> None:
-        """Charge what was used up when the bucket was last stored, less what has refilled since."""
-        known = self._file.level_of(bucket_key(kind, tenant)) if self._file is not None else None
-        if known is None or not math.isfinite(known.level):
-            return
-        passed_s = max(0.0, self._wall() - known.at)  # a clock that was set back refills nothing
-        used = known.per_minute - known.level - passed_s * known.per_minute / 60
-        bucket.take(max(0.0, used))
+
+_FIELDS = {
+    (unit, period): f"{unit}_total" if period == TOTAL else f"{unit}_per_{period}"
+    for unit in (REQUESTS, TOKENS)
+    for period in PERIODS
+}
+_PER = {MINUTE: "per minute", DAY: "per day", TOTAL: "in total"}
+
+
+def duration(seconds: float) -> str:
+    """Return a time as clients of OpenAI's API read it: 20ms, 8.64s, 6m0s, 23h59m1s."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    if seconds < 60:
+        return f"{math.ceil(seconds * 1000) / 1000:g}s"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes}m{rest}s" if hours else f"{minutes}m{rest}s"
+
+
+def _refusal(reason: str, wait_s: float) -> RateLimited:
+    if math.isinf(wait_s):
+        return RateLimited(f"{reason}; ask the server's operator for more", code="QUOTA_EXHAUSTED")
+    return RateLimited(f"{reason}; try again in {wait_s:.1f} s", retry_after_s=wait_s)
+
+
+def _bucket_key(name: tuple[str, str, str]) -> bytes:
+    unit, period, whose = name
+    return bucket_key(unit if period == MINUTE else f"{unit}/{period}", whose)

@@ -127,6 +127,8 @@ class RateLimitsConfig(Section, frozen=True, kw_only=True):
 
     requests_per_minute: Annotated[int, Meta(ge=0, le=100_000_000)] = 0
     tokens_per_minute: Annotated[int, Meta(ge=0, le=10_000_000_000)] = 0
+    requests_per_day: Annotated[int, Meta(ge=0, le=1_000_000_000_000)] = 0  # a day begins at 00:00 UTC
+    tokens_per_day: Annotated[int, Meta(ge=0, le=1_000_000_000_000)] = 0
     max_queue_depth: CountOrNone = 0  # waiting sequences of a tenant, for each model; more get 429
 
 
@@ -151,7 +153,7 @@ class ApiKey(Section, frozen=True, kw_only=True):
 
 
 class AuthConfig(Section, frozen=True, kw_only=True):
-    """Without keys all requests belong to the tenant "default"."""
+    """Without keys here and in the key file (`starling keys`) all requests belong to the tenant "default"."""
 
     api_keys: tuple[ApiKey, ...] = ()
 
@@ -285,10 +287,11 @@ class Config(Section, frozen=True, kw_only=True):
         """Most open sessions of the model."""
         return model.max_sessions or self.cache.max_sequences
 
-    def sessions_per_tenant(self, model: ModelConfig) -> int:
-        """Most open sessions of a tenant with the model."""
+    def sessions_per_tenant(self, model: ModelConfig, n_tenants: int = 0) -> int:
+        """Most open sessions of a tenant with the model. `n_tenants`: 0: those of the API keys."""
         most = self.max_sessions(model)
-        return min(most, self.cache.max_sessions_per_tenant or (most - most // 2 if len(self.tenants) > 1 else most))
+        is_shared = (n_tenants or len(self.tenants)) > 1
+        return min(most, self.cache.max_sessions_per_tenant or (most - most // 2 if is_shared else most))
 
     @property
     def tenants(self) -> frozenset[str]:

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 
 from pipeline.api.fair_shares import FairShares
+from pipeline.api.keys import Keys
 from pipeline.api.quotas import Quotas
 from pipeline.config import paths
 from pipeline.config.schema import Config
@@ -79,8 +80,10 @@ class Service:
         catalog: VersionCatalog | None = None,
         measure: MeasureMemory = capacity.measure,
         steady: Callable[[], float] | None = None,
+        api_keys: Keys | None = None,
     ) -> None:
         steady = steady or wall
+        self.api_keys = Keys(config) if api_keys is None else api_keys  # one that has no keys yet is false
         self.config = config
         self.clock = clock
         self.metrics = GatewayMetrics(
@@ -112,13 +115,14 @@ class Service:
         self.loaded = LoadedVersions(config, self.catalog, self.relay.vocabularies, self.tokenizer, changes.notify)
         self.readiness = ServerReadiness(config, self.catalog, self.loaded, changes, clock)
         most, share = config.server.max_concurrent_requests, config.concurrent_per_tenant()
-        self.in_flight = InFlight(self.relay, self.recovery.waiting_on, FairShares(most, share, reserve=most // 8))
+        bounds = FairShares(most, share, reserve=most // 8, share_of=self.api_keys.concurrent)
+        self.in_flight = InFlight(self.relay, self.recovery.waiting_on, bounds)
         buffer, body = config.server.body_buffer_mb << 20, config.server.max_body_mb << 20
         self.body_bytes = FairShares(buffer, buffer // 2, reserve=min(body, buffer // 2), first=body)
         waiting = config.server.response_buffer_mb << 20
         self.response_bytes = FairShares(waiting, waiting // 2, reserve=waiting // 4, first=waiting // 8)
         self.response_cache = ResponseCache(config.cache.responses, clock)
-        quotas = Quotas(config.rate_limits, clock, writer, steady)
+        quotas = Quotas(config.rate_limits, clock, writer, steady, self.api_keys.limits)
         self.lifecycle = RequestLifecycle(
             self.relay,
             self.sessions,
@@ -246,6 +250,7 @@ class Service:
         journal = self.recovery.journal
         self.metrics.sample(self.in_flight.count, self.relay.counts, journal.left_out, journal.unreadable)
         self.metrics.sample_keys(self.recovery.keys)
+        self.metrics.numbers.set("starling_state_file_errors_total", self.api_keys.errors, "keys")
         if self.response_cache.is_enabled:
             self.metrics.sample_responses(self.response_cache, [model.name for model in self.config.models])
 

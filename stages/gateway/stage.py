@@ -17,6 +17,8 @@ from typing import Any, cast
 import uvloop
 from aiohttp import web
 
+from pipeline.api.key_file import KeyFile, key_path
+from pipeline.api.keys import Keys
 from pipeline.api.quota_file import QuotaFile
 from pipeline.config import paths
 from pipeline.config.schema import Config
@@ -72,6 +74,7 @@ class GatewayStage:
             send_kv=self.kv.send,
             catalog=catalog,
             steady=steady,
+            api_keys=Keys(config, KeyFile(key_path(paths.state_dir(config)))),
         )
         self.tokenizer.on_up = self.service.on_tokenizer_up
         self.tokenizer.on_down = self.service.on_tokenizer_down
@@ -248,9 +251,7 @@ def _open_journal(config: Config, steady: Callable[[], float]) -> Journal | None
 
 
 def _open_quotas(config: Config) -> QuotaFile | None:
-    """None if there are no quotas or the file cannot be opened: used quotas are then forgotten at a restart."""
-    if not (config.rate_limits.requests_per_minute or config.rate_limits.tokens_per_minute):
-        return None
+    """None if the file cannot be opened: used quotas are then forgotten at a restart."""
     path = paths.state_dir(config) / "quotas" / "levels.table"
     try:
         return QuotaFile(path)

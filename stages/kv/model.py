@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeline.api.key_file import key_path
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.faults import points
@@ -239,6 +240,8 @@ class ModelPages:
     def open_sessions(self) -> None:
         """This version serves: sessions continue with it and have its page hashes."""
         assert self.geometry is not None
+        has_key_file = key_path(paths.state_dir(self.config)).exists()
+        n_tenants = max(1, len(self.config.tenants), 2 * has_key_file)  # keys may be added while the server runs
         self.model_sessions.open(
             self.tokenizer,
             root_hasher(bytes.fromhex(self.digest), self.geometry),
@@ -246,8 +249,8 @@ class ModelPages:
             SessionBounds(
                 self.config.max_sessions(self.model),
                 self.model.max_sequence_length or self.context_length,
-                self.config.sessions_per_tenant(self.model),
-                max(1, len(self.config.tenants)),
+                self.config.sessions_per_tenant(self.model, n_tenants),
+                n_tenants,
                 self.config.cache.session_mb << 20,
             ),
         )

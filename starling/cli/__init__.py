@@ -33,6 +33,7 @@ COMMANDS = (
     "drain",
     "fetch",
     "gc",
+    "keys",
     "kv",
     "load",
     "logs",
@@ -103,6 +104,10 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.pull import pull
 
             return pull
+        case "keys":
+            from starling.cli.keys import keys
+
+            return keys
         case "kv":
             from starling.cli.kv import kv
 

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipeline.api.key_file import key_path, read_keys
 from pipeline.config import paths
 from pipeline.config.load import find_file
 from pipeline.config.schema import Config
@@ -30,6 +31,7 @@ def check_home(config: Config) -> Iterator[Finding]:
     yield from directories(config)
     yield server(config)
     yield port(config)
+    yield api_keys(config)
     for model in config.models:
         yield model_files(config, model.name)
     yield kernels(config)
@@ -91,9 +93,23 @@ def port(config: Config) -> Finding:
     except OSError as error:
         remedy = "stop the program that uses it, or set server.host and server.port"
         return problem("port", f"cannot listen on {address}: {error.strerror}", remedy)
-    if not config.auth.api_keys and config.server.host not in ("127.0.0.1", "::1", "localhost"):
-        return warning("port", f"{address} is reachable from other machines without a key", "set auth.api_keys")
+    has_keys = config.auth.api_keys or key_path(paths.state_dir(config)).exists()
+    if not has_keys and config.server.host not in ("127.0.0.1", "::1", "localhost"):
+        return warning("port", f"{address} is reachable from other machines without a key", "run `starling keys add`")
     return ok("port", f"{address} is free")
+
+
+def api_keys(config: Config) -> Finding:
+    """Can the key file be used?"""
+    path = key_path(paths.state_dir(config))
+    n_configured = len(config.auth.api_keys)
+    try:
+        n_stored = len(read_keys(paths.state_dir(config)))
+    except ConfigError as error:
+        return problem("API keys", error.message, f"until then no key of {path.name} is accepted")
+    if not n_configured and not path.exists():
+        return ok("API keys", "none: every client is admitted")
+    return ok("API keys", f"{n_configured} configured, {n_stored} in {path}")
 
 
 def model_files(config: Config, name: str) -> Finding:

@@ -112,11 +112,15 @@ class Admission:
 
     def charge_attempt(self, caller: Caller) -> None:
         """Charge a request to its tenant before its body is read. Raises `RateLimited`."""
-        self._quotas.take_request(caller.tenant)
+        self._quotas.take_request(caller.tenant, caller.key_id)
 
     def charge_tokens(self, caller: Caller, tokens: int) -> None:
         """Charge the tokens that a request converts without generating any. Raises `RateLimited`."""
-        self._quotas.take_prompt(caller.tenant, tokens)
+        self._quotas.take_prompt(caller.tenant, tokens, caller.key_id)
+
+    def rate_limit_headers(self, caller: Caller) -> dict[str, str]:
+        """The headers that tell a client what is left of its quotas; none without quotas."""
+        return self._quotas.headers(caller.tenant, caller.key_id)
 
     async def admit(
         self,
@@ -202,7 +206,7 @@ class Admission:
             given if isinstance(given, str) else await self._tokenizer.decode(version.id, given)
             for given in (generation.prompts if generation.echo else [])
         ]
-        self._quotas.take_prompt(call.caller.tenant, sum(map(len, prompts)))
+        self.charge_tokens(call.caller, sum(map(len, prompts)))
         return self._state(version, described, generation, prompts, budgets, echoes, created, call)
 
     def _check_constraint(self, generation: GenerationRequest) -> None:
@@ -281,5 +285,6 @@ class Admission:
             sequences=tuple(sequences),
             version=version.id,
             tokenizer=described.tokenizer,
+            api_key_id=call.caller.key_id,
         )
         return RequestState(spec, deadline, call.started_at)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pipeline.api.fair_shares import FairShares, Refusal
+from pipeline.api.keys import is_key
 from pipeline.errors import Overloaded
 from stages.gateway.requests.relay import Relay
 
@@ -33,8 +34,12 @@ class InFlight:
         if refusal is not None:
             bound, what, key = self.bounds.total, "for all clients together", "max_concurrent_requests"
             if refusal is Refusal.SHARE:
-                bound, what, key = self.bounds.share, "for one client", "max_concurrent_per_tenant"
-            message = f"{bound} requests can be in flight {what} (server.{key}), and no more are taken now; try again"
+                bound = self.bounds.share_of(principal)
+                what, key = "for one client", "max_concurrent_per_tenant"
+            source = f"server.{key}"
+            if refusal is Refusal.SHARE and is_key(principal):
+                what, source = "with this API key", "the key's own limit"
+            message = f"{bound} requests can be in flight {what} ({source}), and no more are taken now; try again"
             raise Overloaded(message, retry_after_s=1.0)
         with self.bounds.taken(principal):
             yield

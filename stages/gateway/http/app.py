@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from pipeline.api.keys import Keys
 from pipeline.config.schema import Config
 from pipeline.errors import Forbidden
 from pipeline.runtime.process import file_limit
@@ -26,7 +25,6 @@ from stages.gateway.http.context import (
     BODY_TURN,
     CALLER,
     GATE,
-    KEYS,
     PARSERS,
     PRINCIPAL,
     SERVICE,
@@ -51,7 +49,6 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
     )
     app[SERVICE] = service
     app.cleanup_ctx.append(_run_parsers)
-    app[KEYS] = Keys(config)
     app[BACKLOGS] = StreamBacklogs(service.response_bytes)
     app[GATE] = ConnectionGate(
         config, file_limit(), lambda: service.metrics.numbers.add("starling_rejections_total", "OVERLOADED")

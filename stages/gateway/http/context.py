@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from pipeline.api.json_body import CONTENT_TYPE, to_json
-from pipeline.api.keys import Caller, Keys
+from pipeline.api.keys import Caller
 from stages.gateway.http.connection_gate import ConnectionGate
 from stages.gateway.http.parser_pool import ParserPool
 from stages.gateway.http.stream_backlogs import StreamBacklogs
@@ -17,7 +17,6 @@ from stages.gateway.requests.state import RequestState
 from stages.gateway.service import Service
 
 SERVICE = web.AppKey("service", Service)
-KEYS = web.AppKey("keys", Keys)
 PARSERS = web.AppKey("parsers", ParserPool)
 BODY_TURN = web.AppKey("body_turn", asyncio.Lock)  # held by the body that is being added to
 BACKLOGS = web.AppKey("backlogs", StreamBacklogs)

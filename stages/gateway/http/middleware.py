@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from pipeline.api.fair_shares import address_principal
-from pipeline.api.keys import Keys
+from pipeline.api.keys import MODELS
 from pipeline.config.schema import Config
 from pipeline.errors import Overloaded, StarlingError
 from pipeline.ipc.tcp_transport import reset
@@ -45,7 +45,7 @@ _CLIENT_ID = re.compile(r"[!-~]{1,128}")  # a valid X-Request-Id
 
 def make_middleware(config: Config, service: Service) -> Middleware:
     """Return the one middleware of the application."""
-    keys = Keys(config)
+    keys = service.api_keys
     has_cors = config.server.enable_cors
     logs_requests = config.logging.log_requests
 
@@ -65,7 +65,9 @@ def make_middleware(config: Config, service: Service) -> Middleware:
                     request[CALLER] = keys.caller(
                         request.headers.get("Authorization"), request.headers.get("X-Api-Key")
                     )
-                    request[PRINCIPAL] = request[CALLER].tenant if keys else address_principal(request.remote or "")
+                    request[PRINCIPAL] = request[CALLER].principal if keys else address_principal(request.remote or "")
+                    if not request.path.startswith("/v1/admin/"):  # whose handlers require an administrator's key
+                        request[CALLER].require(MODELS)
                     if request.app[GATE].is_reserved(request.protocol):
                         _check_reserved(request, service)
                 response = await handler(request)
@@ -132,6 +134,8 @@ def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamRespo
             response.headers["X-Request-Id"] = name
             if is_anthropic(request):
                 response.headers["Request-Id"] = name
+        if (caller := request.get(CALLER)) is not None:
+            response.headers.update(request.app[SERVICE].admission.rate_limit_headers(caller))
         state = request.get(STATE)
         if state is not None:
             response.headers["X-Starling-Request"] = state.id
@@ -140,7 +144,9 @@ def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamRespo
         if has_cors:
             response.headers["Access-Control-Allow-Origin"] = "*"
             response.headers["Access-Control-Expose-Headers"] = (
-                "X-Request-Id, X-Starling-Request, X-Starling-Cache, Retry-After"
+                "X-Request-Id, X-Starling-Request, X-Starling-Cache, Retry-After, x-ratelimit-limit-requests, "
+                "x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
+                "x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
             )
             if request.method == "OPTIONS":
                 response.headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"

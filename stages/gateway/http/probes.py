@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from pipeline.api.keys import METRICS, Keys
 from pipeline.observe import exposition
-from stages.gateway.http.context import KEYS, SERVICE, json_response
+from stages.gateway.http.context import SERVICE, json_response
 
 
 async def health(request: web.Request) -> web.Response:
@@ -23,10 +24,22 @@ async def ready(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     """GET `metrics.endpoint`: the metrics of all stages in the Prometheus text format.
 
-    Where API keys are configured, only an administrator's key gets a series for each tenant. Raises `Unauthenticated`.
+    Where there are API keys, only one with the scope metrics gets a series for each tenant. Raises `Unauthenticated`,
+    and `Forbidden` for a key of the key file without the scope.
     """
-    service, keys, authorization = request.app[SERVICE], request.app[KEYS], request.headers.get("Authorization")
-    shows_tenants = not keys or (authorization is not None and keys.caller(authorization).is_admin)
+    service = request.app[SERVICE]
+    shows_tenants = _shows_tenants(service.api_keys, request)
     service.sample()
     body = exposition.render(service.config, service.metrics.numbers, shows_tenants)
     return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})
+
+
+def _shows_tenants(keys: Keys, request: web.Request) -> bool:
+    authorization, api_key = request.headers.get("Authorization"), request.headers.get("X-Api-Key")
+    keys.refresh()
+    if keys and not authorization and not api_key:
+        return False
+    caller = keys.caller(authorization, api_key)
+    if caller.key_id:
+        caller.require(METRICS)
+    return not keys or METRICS in caller.scopes

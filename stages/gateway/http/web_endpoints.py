@@ -15,7 +15,7 @@ from pipeline.api.fair_shares import address_principal
 from pipeline.api.json_body import to_json
 from pipeline.config.schema import Config
 from pipeline.errors import NotFound
-from stages.gateway.http.context import KEYS, PRINCIPAL, Handler
+from stages.gateway.http.context import PRINCIPAL, SERVICE, Handler
 from stages.gateway.http.whole_response import UNCOUNTED_BYTES, held_response, send_parts
 from stages.gateway.openapi.document import make_document
 from stages.gateway.web import File, files, make_file
@@ -62,15 +62,18 @@ async def web_file(request: web.Request) -> web.StreamResponse:
 
 
 def _openapi_handler(config: Config) -> Handler:
-    document: list[File] = []  # made for the first client that asks
+    documents: dict[bool, File] = {}  # by whether requests need a key; made for the first client that asks
 
     async def openapi(request: web.Request) -> web.StreamResponse:
         """GET /openapi.json: the description of the API."""
-        if not document:
+        keys = request.app[SERVICE].api_keys
+        keys.refresh()
+        needs_key = bool(keys)
+        if needs_key not in documents:
             metrics_path = config.metrics.endpoint if config.metrics.enabled else ""
-            content = make_document(routes(request.app), metrics_path=metrics_path, needs_key=bool(request.app[KEYS]))
-            document.append(make_file(to_json(content), "application/json"))
-        return await _send(request, document[0])
+            content = make_document(routes(request.app), metrics_path=metrics_path, needs_key=needs_key)
+            documents[needs_key] = make_file(to_json(content), "application/json")
+        return await _send(request, documents[needs_key])
 
     return openapi
 

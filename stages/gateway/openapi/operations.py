@@ -36,10 +36,10 @@ STATUSES = {
     507: "The request can never fit.",
 }
 
-_KEYED = (401, 429, 500, 503)  # of every request that needs a key
+_KEYED = (401, 403, 429, 500, 503)  # of every request that needs a key
 _WITH_BODY = (*_KEYED, 400, 408, 413)
 _TEXT = (*_WITH_BODY, 404, 409, 507)
-_ADMIN = (*_WITH_BODY, 403, 404, 409, 507)
+_ADMIN = (*_WITH_BODY, 404, 409, 507)
 
 
 class Operation(NamedTuple):
@@ -155,7 +155,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Administration",
         json_content("AdminState"),
         None,
-        (*_KEYED, 403),
+        _KEYED,
     ),
     ("POST", "/v1/admin/drain"): _admin("drain", "Takes no more requests."),
     ("POST", "/v1/admin/resume"): _admin("resume", "Ends a drain."),
@@ -164,4 +164,4 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/admin/unload"): _admin("unload", "Unloads a model."),
 }
 
-METRICS = Operation("Metrics in Prometheus' text format.", "State", TEXT, None, (401, 500, 503))
+METRICS = Operation("Metrics in Prometheus' text format.", "State", TEXT, None, (401, 403, 500, 503))

@@ -125,7 +125,7 @@ class RequestLifecycle:
         if request.outcome is Outcome.FINISHED:
             self._finishing.count("", request.id)
         if not request.is_charged:
-            self._quotas.charge_output(request.spec.tenant, request.completion_tokens)
+            self._quotas.charge_output(request.spec.tenant, request.completion_tokens, request.spec.api_key_id)
         self._metrics.ended(request)
         self._readers.forget(request.id)
         self._recovery.record_end(request)

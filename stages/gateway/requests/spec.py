@@ -53,6 +53,7 @@ class RequestSpec(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     tokenizer: str = ""  # digest of the version's tokenizer
     idempotency_key: str = ""  # "": the client sent none
     body_digest: bytes = b""  # SHA-256 of endpoint and body, with a key
+    api_key_id: str = ""  # of the key file; "": a configured key, or none
 
     @property
     def hex(self) -> str:

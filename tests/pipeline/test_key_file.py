@@ -1,0 +1,225 @@
+"""The key file: what a process that follows it accepts after every change, every damage and every death."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.api import key_file
+from pipeline.api.key_file import KeyFile, KeyLimits, StoredKey, digest_of, edited, key_path, parse, read_keys
+from pipeline.api.keys import Keys
+from pipeline.config.schema import ApiKey, AuthConfig, Config
+from pipeline.errors import ConfigError, Forbidden, StorageUnavailable, Unauthenticated
+
+
+def record(name: str, key: str = "", **fields: object) -> StoredKey:
+    return msgspec.convert(
+        {"name": name, "id": digest_of(name)[:16], "tenant": name, "sha256": digest_of(key or f"sk-{name}")}
+        | {"created": 1.0}
+        | fields,
+        StoredKey,
+    )
+
+
+def store(directory: Path, *keys: StoredKey) -> Path:
+    with edited(directory) as stored:
+        stored[:] = keys
+    return key_path(directory)
+
+
+def tenant(keys: Keys, key: str) -> str:
+    return keys.caller(f"Bearer {key}").tenant
+
+
+def test_a_process_follows_the_file(tmp_path: Path) -> None:
+    path = key_path(tmp_path / "state")
+    keys = Keys(Config(), KeyFile(path))
+    assert not keys
+    assert keys.caller(None).tenant == "default"
+    store(path.parent, record("a"), record("b"))
+    assert tenant(keys, "sk-a") == "a"
+    assert keys
+    with pytest.raises(Unauthenticated):
+        keys.caller(None)
+    store(path.parent, record("b"))
+    with pytest.raises(Unauthenticated):
+        keys.caller("Bearer sk-a")
+    assert tenant(keys, "sk-b") == "b"
+    store(path.parent)  # the last key has been revoked: the server stays closed
+    for header in (None, "Bearer sk-b"):
+        with pytest.raises(Unauthenticated):
+            keys.caller(header)
+    assert Keys(Config(), KeyFile(path)), "a start with the empty file"
+
+
+def test_configured_keys_stay_valid_and_tenants_keep_their_salts(tmp_path: Path) -> None:
+    auth = AuthConfig(
+        api_keys=(ApiKey(key="sk-conf", tenant="c", cache_salt="team"), ApiKey(key="sk-root", admin=True, tenant="o"))
+    )
+    path = store(tmp_path, record("a"), record("c2", tenant="c", scopes=["admin"]))
+    keys = Keys(Config(auth=auth), KeyFile(path))
+    assert tenant(keys, "sk-conf") == "c"
+    assert keys.caller("Bearer sk-a").salt == "\x01a"
+    assert keys.caller("Bearer sk-c2").salt == keys.caller("Bearer sk-conf").salt == "team"
+    assert keys.caller("Bearer sk-c2").is_admin
+    for name in ("models", "admin", "metrics"):
+        keys.caller("Bearer sk-root").require(name)
+    keys.caller("Bearer sk-a").require("models")
+    with pytest.raises(Forbidden, match="scope models; this one has admin"):
+        keys.caller("Bearer sk-c2").require("models")
+
+
+def test_a_key_that_was_replaced_is_valid_for_its_overlap(tmp_path: Path) -> None:
+    now = 100.0
+    old = digest_of("sk-old")
+    store(tmp_path, record("a", "sk-new", previous=old, previous_until=150.0, rotated=90.0))
+    keys = Keys(Config(), KeyFile(key_path(tmp_path), lambda: now))
+    assert tenant(keys, "sk-old") == tenant(keys, "sk-new") == "a"
+    now = 150.0
+    assert tenant(keys, "sk-new") == "a"
+    with pytest.raises(Unauthenticated):
+        keys.caller("Bearer sk-old")
+
+
+def test_plain_keys_are_not_in_the_file(tmp_path: Path) -> None:
+    plain = key_file.generate()
+    path = store(tmp_path, record("a", plain))
+    assert plain.encode() not in path.read_bytes()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len({key_file.generate() for _ in range(100)}) == 100
+    assert len(plain) == len("sk-") + 43
+
+
+def damaged(directory: Path) -> dict[str, bytes]:
+    """The file's contents after each kind of damage."""
+    raw = key_path(directory).read_bytes()
+    more = json.loads(raw)
+    more["keys"][0]["scopes"] = ["models", "admin"]
+    return {
+        "empty": b"",
+        "half": raw[: len(raw) // 2],
+        "another scope": json.dumps(more).encode(),
+        "not JSON": b"\xff\xfe",
+        "too large": raw.ljust(key_file.MAX_BYTES + 1),
+        "null": b"null",
+        "nesting": b"[" * 100_000,
+    }
+
+
+@pytest.mark.parametrize("kind", ["empty", "half", "another scope", "not JSON", "too large", "null", "nesting"])
+def test_damage_is_reported_and_opens_nothing(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = store(tmp_path, record("a"))
+    follower = KeyFile(path)
+    keys = Keys(Config(), follower)
+    good = path.read_bytes()
+    path.write_bytes(damaged(tmp_path)[kind])
+    assert tenant(keys, "sk-a") == "a", "what was read before stays valid"
+    assert follower.problem and follower.errors == 1
+    assert "the key file cannot be used" in caplog.text
+    for header in (None, "Basic x"):
+        with pytest.raises(Unauthenticated):
+            keys.caller(header)
+    fresh = Keys(Config(), KeyFile(path))
+    assert fresh
+    for header in ("Bearer sk-a", "Bearer other"):
+        with pytest.raises(StorageUnavailable):
+            fresh.caller(header)
+    with pytest.raises(ConfigError, match="damaged"):
+        read_keys(tmp_path)
+    with pytest.raises(ConfigError, match="damaged"), edited(tmp_path):
+        raise AssertionError("a damaged file must not be replaced")
+    key_path(tmp_path).write_bytes(good)
+    assert tenant(fresh, "sk-a") == "a"
+
+
+def test_a_file_that_disappears_opens_nothing(tmp_path: Path) -> None:
+    path = store(tmp_path, record("a"))
+    keys = Keys(Config(), KeyFile(path))
+    path.unlink()
+    assert tenant(keys, "sk-a") == "a"
+    with pytest.raises(Unauthenticated):
+        keys.caller(None)
+    with pytest.raises(StorageUnavailable):
+        keys.caller("Bearer unknown")
+    store(tmp_path, record("b"))
+    assert tenant(keys, "sk-b") == "b"
+
+
+def test_a_file_that_others_may_write_is_not_used(tmp_path: Path) -> None:
+    path = store(tmp_path, record("a"))
+    path.chmod(0o620)
+    with pytest.raises(StorageUnavailable):
+        Keys(Config(), KeyFile(path)).caller("Bearer sk-a")
+    with pytest.raises(ConfigError, match="only user"):
+        read_keys(tmp_path)
+
+
+def test_a_change_that_cannot_be_written_changes_nothing(tmp_path: Path) -> None:
+    path = store(tmp_path, record("a"))
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="same name"), edited(tmp_path) as keys:
+        keys.append(record("a", "other", id="0" * 16))
+    with pytest.raises(ConfigError), edited(tmp_path) as keys:
+        keys += [record(f"k{number}", id=f"{number:016x}") for number in range(key_file.MAX_KEYS)]
+    assert path.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["keys.json", "keys.lock"]
+
+
+ADD = """
+import sys
+from pathlib import Path
+from tests.pipeline.test_key_file import edited, record
+name, count = sys.argv[2], int(sys.argv[3])
+for number in range(count):
+    with edited(Path(sys.argv[1])) as keys:
+        keys.append(record(f"{name}{number}", id=f"{int(name, 36) * 1000 + number:016x}"))
+"""
+
+
+def test_processes_that_edit_at_once_lose_nothing(tmp_path: Path) -> None:
+    running = [subprocess.Popen([sys.executable, "-c", ADD, str(tmp_path), name, "20"]) for name in "abc"]
+    assert [one.wait(120) for one in running] == [0, 0, 0]
+    assert {key.name for key in read_keys(tmp_path)} == {f"{name}{n}" for name in "abc" for n in range(20)}
+
+
+def test_the_largest_file_can_be_read(tmp_path: Path) -> None:
+    most = KeyLimits(*[10**12] * 2, 10**6, *[10**12] * 4)
+    keys = [
+        record(
+            f"{number:064d}",
+            id=f"{number:016x}",
+            tenant="t" * 64,
+            scopes=key_file.SCOPES,
+            priority=-100,
+            limits=msgspec.to_builtins(most),
+            created=1_800_000_000.123,
+            rotated=1_800_000_000.123,
+            previous="f" * 64,
+            previous_until=1_800_000_000.123,
+        )
+        for number in range(key_file.MAX_KEYS)
+    ]
+    path = store(tmp_path, *keys)
+    assert len(KeyFile(path).keys) == key_file.MAX_KEYS
+
+
+CONTENTS = msgspec.json.encode({"version": 1, "digest": key_file.contents_digest([record("a")]), "keys": [record("a")]})
+
+
+@given(st.integers(0, len(CONTENTS) - 1), st.integers(1, 255))
+def test_no_changed_byte_makes_another_key(at: int, flip: int) -> None:
+    raw = bytearray(CONTENTS)
+    raw[at] ^= flip
+    try:
+        found = parse(bytes(raw))
+    except ConfigError:
+        return
+    assert found == [record("a")]
