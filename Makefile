@@ -2,13 +2,16 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel bench chaos fuzz peers peers-native fleet-peers lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel bench chaos fuzz peers peers-native fleet-peers api-examples lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
 export PYTHON ?=
 # Extra arguments: make test-fast ARGS="-k config -x"
 ARGS ?=
+# Of `make api-examples`: the server, and the examples for each of its operations.
+URL ?= http://127.0.0.1:8080
+EXAMPLES ?= 400
 # Of `make fuzz`: how long for each target, and which ones (all).
 TIME ?= 5m
 TARGET ?=
@@ -78,6 +81,12 @@ peers-native: $(VENV)/.locked-dev $(BIN)/llama-server ## llama.cpp compiled for 
 fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fleet: S3, etcd
 	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r locks/requirements-fleet.lock
 	@command -v etcd >/dev/null || echo 'etcd is missing: install the package etcd-server; its tests are skipped without it'
+
+api-examples: $(VENV)/.locked-dev ## requests made from the /openapi.json of the server at URL; fails at a 5xx
+	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r locks/requirements-api.lock
+	@$(BIN)/schemathesis run $(URL)/openapi.json --max-examples $(EXAMPLES) --phases examples,coverage,fuzzing \
+	  --checks not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance \
+	  --exclude-path-regex '^/v1/(admin|engines)' --continue-on-failure $(ARGS)
 
 lock: $(VENV)/.locked-dev ## resolve pyproject.toml into the lock files; ARGS=--upgrade takes newer versions
 	@tools/lock.sh $(BIN)/python $(ARGS)

@@ -22,4 +22,5 @@ lock locks/requirements.lock --group build
 lock locks/requirements-dev.lock --constraint locks/requirements.lock --group build --group dev
 lock locks/requirements-peers.lock --constraint locks/requirements-dev.lock --group build --group peers
 lock locks/requirements-peers-native.lock --constraint locks/requirements-dev.lock --group build --group peers-native
+lock locks/requirements-api.lock --constraint locks/requirements-dev.lock --group build --group api-examples
 lock locks/requirements-fleet.lock --constraint locks/requirements-dev.lock --group build --group fleet-peers

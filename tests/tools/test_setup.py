@@ -19,6 +19,7 @@ LOCKS = (
     "locks/requirements-dev.lock",
     "locks/requirements-peers.lock",
     "locks/requirements-peers-native.lock",
+    "locks/requirements-api.lock",
 )
 
 
@@ -49,6 +50,7 @@ def test_locks_contain_every_dependency() -> None:
     assert runtime <= set(pinned("locks/requirements.lock"))
     assert names(project["dependency-groups"]["dev"]) <= set(pinned("locks/requirements-dev.lock"))
     assert names(project["dependency-groups"]["peers"]) <= set(pinned("locks/requirements-peers.lock"))
+    assert names(project["dependency-groups"]["api-examples"]) <= set(pinned("locks/requirements-api.lock"))
 
 
 @pytest.mark.parametrize("lock", LOCKS[1:])
