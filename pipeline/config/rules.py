@@ -291,6 +291,8 @@ def _fleet(config: Config) -> Iterator[Rule]:
     if fleet.agent.id and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fleet.agent.id):
         reason = "expected up to 63 letters, digits, dots, dashes and underscores, the first a letter or digit"
         yield Rule("fleet.agent.id", repr(fleet.agent.id), reason)
+    if not fleet.orchestrator.host or any(c.isspace() for c in fleet.orchestrator.host):
+        yield Rule("fleet.orchestrator.host", repr(fleet.orchestrator.host), "expected a host name or an address")
     if fleet.agent.host in ("0.0.0.0", "::") and not fleet.agent.advertise:
         reason = "listens on every address, so orchestrators need one: set fleet.agent.advertise"
         yield Rule("fleet.agent.host", repr(fleet.agent.host), reason)

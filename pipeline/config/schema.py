@@ -220,6 +220,26 @@ class AgentConfig(Section, frozen=True, kw_only=True):
     start_timeout_s: Annotated[int, Meta(ge=1, le=86_400)] = 600  # until an engine answers; then it is started again
 
 
+class OrchestratorConfig(Section, frozen=True, kw_only=True):
+    """`starling orchestrator`: the process that clients of a fleet talk to."""
+
+    host: str = "127.0.0.1"  # the API listens here
+    port: Port = 8081
+    max_concurrent_requests: Count = 1024  # requests in flight; more get 429
+    max_per_agent: Count = 192  # of them, of one model on one agent: an engine takes 192 of one client by default
+    max_waiting: Count = 256  # requests that wait for models that are loading; more get 429
+    poll_ms: Annotated[int, Meta(ge=10, le=60_000)] = 500  # between two polls of an agent
+    silent_ms: Annotated[int, Meta(ge=100, le=600_000)] = 3_000  # then the requests of a silent agent go on elsewhere
+    wait_ms: MillisecondsOrNone = 10_000  # that a new request waits for an agent
+    move_timeout_ms: MillisecondsOrNone = 60_000  # that a request whose engine died waits for another one
+    load_timeout_ms: Milliseconds = 600_000  # of a model
+    # Weights of the terms of an agent's score, which are estimates in seconds: see docs/fleet.md.
+    alpha: Annotated[float, Meta(ge=0.0, le=1000.0)] = 1.0  # start of the model
+    beta: Annotated[float, Meta(ge=0.0, le=1000.0)] = 1.0  # prefill that the KV cache saves
+    gamma: Annotated[float, Meta(ge=0.0, le=1000.0)] = 1.0  # queue
+    delta: Annotated[float, Meta(ge=0.0, le=1000.0)] = 1.0  # transfer of the model
+
+
 class FleetConfig(Section, frozen=True, kw_only=True):
     """What the machines of a fleet share."""
 
@@ -237,6 +257,7 @@ class FleetConfig(Section, frozen=True, kw_only=True):
     cache_mb: MegabytesOrNone = 0  # published models on this machine; 0: bounded by free_mb only
     free_mb: MegabytesOrNone = 1024  # that downloads leave free on the disk
     agent: AgentConfig = AgentConfig()
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
 
 
 class RegistryConfig(Section, frozen=True, kw_only=True):

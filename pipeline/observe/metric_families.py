@@ -70,6 +70,17 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("starling_response_cache_entries", "gauge", "Answers in the response cache."),
         Family("starling_response_cache_bytes", "gauge", "Size of the response cache in bytes."),
+        # orchestrator
+        Family("starling_fleet_agents", "gauge", "Registered agents, by what their last poll found.", ("health",)),
+        Family("starling_fleet_moves_total", "counter", "Requests sent to another agent, by cause.", ("cause",)),
+        Family("starling_fleet_cold_waiting", "gauge", "Requests that wait for a model that is loading."),
+        Family("starling_fleet_loads_total", "counter", "Models loaded for requests that waited.", ("outcome",)),
+        Family("starling_fleet_estimates_total", "counter", "Requests whose time to the first token was estimated."),
+        Family(
+            "starling_fleet_estimate_error_seconds_total",
+            "counter",
+            "Sum of the differences between estimated and measured times to the first token.",
+        ),
         # tokenizer
         Family(
             "starling_tokenizer_tokens_total",

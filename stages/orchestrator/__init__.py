@@ -7,4 +7,17 @@ rates.py        the measured speeds behind it
 prefixes.py     which prompts each engine was sent
 router.py       the choice of an agent
 decisions.py    why each choice was made
+
+front.py        a client's request before it is forwarded: keys, bounds, quotas, its id
+read_body.py    what is read of its body
+request_ids.py  ids from which every orchestrator derives the same
+relay.py        forwards requests, and moves them when an engine dies
+forward.py      a request on its way, and what was tried
+event_cutter.py whole events of a stream, none lost and none twice
+cold_loads.py   loads that requests wait for, one for each model
+placement.py    the loads that placements need
+upstream.py     the interface of the HTTP client
+http_app.py     the routes
+fleet_api.py    the fleet for operators
+stage.py        the process
 """

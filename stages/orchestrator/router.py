@@ -185,6 +185,9 @@ class ScoreRouter(RequestRouter):
             return "it does not answer"
         if running is not None and running.model_state in HELD_STATES:
             return ""
+        published = self._published(request.model)
+        if published is None and residence(view.details, request.model, "", 0).level == "REMOTE":
+            return "it does not have the model, which is not published"
         if self._leaving(view) is None:
             return f"it runs {view.details.max_models} models, and none of them is idle"
         return ""

@@ -32,12 +32,14 @@ COMMANDS = (
     "down",
     "drain",
     "fetch",
+    "fleet",
     "gc",
     "keys",
     "kv",
     "load",
     "logs",
     "models",
+    "orchestrator",
     "prepare",
     "publish",
     "pull",
@@ -104,6 +106,10 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.pull import pull
 
             return pull
+        case "fleet":
+            from starling.cli.fleet import fleet
+
+            return fleet
         case "keys":
             from starling.cli.keys import keys
 
@@ -128,6 +134,10 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.models import models
 
             return models
+        case "orchestrator":
+            from starling.cli.orchestrator import orchestrator
+
+            return orchestrator
         case "rm":
             from starling.cli.models import rm
 

@@ -59,6 +59,18 @@ def publish(file: str, name: str | None, replace: bool, as_json: bool) -> None:
     click.echo(f"{model.name}: published as {done.entry.digest} ({sent})")
 
 
+def publish_configured(config: Config, model: ModelConfig) -> None:
+    """Publish a configured model under its name, unless it is what a catalog has. Raises `StarlingError`."""
+    from stages.worker.checkpoint.prepare import prepare_checkpoint
+
+    if model.path.startswith("catalog:"):
+        return
+    with shown(model.name) as progress:
+        index_path = prepare_checkpoint(model, paths.models_dir(), progress)
+        source = store.gguf_path(model, paths.models_dir()).name
+        asyncio.run(_publish(config, index_path, model.name, source, progress, replace=False))
+
+
 async def _publish(
     config: Config, index_path: Path, name: str, source: str, progress: store.Progress, replace: bool
 ) -> Published:

@@ -155,6 +155,11 @@ def test_another_agent_is_one_that_is_ready_and_open() -> None:
     assert not routing.has_other(MODEL, "a") and routing.has_other(MODEL, "b")
 
 
+def test_a_model_that_is_not_published_is_loaded_where_it_is() -> None:
+    routing = router(view("a"), view("b", cached_models=(cached(names=("private",)),)))
+    assert routing.choose(request(model="private")).agent_id == "b"
+
+
 def test_decisions_are_bounded() -> None:
     log = DecisionLog(3)
     for number in range(10):

@@ -359,6 +359,7 @@ RECEIVERS = {
     "MetricsConfig": "metrics",
     "AgentConfig": "agent",
     "FleetConfig": "fleet",
+    "OrchestratorConfig": "orchestrator|bounds",
     "RegistryConfig": "registry",
     "Config": "config|self|c",
 }

@@ -1,0 +1,97 @@
+"""Loads of models that no agent has ready: one for each model at a time, however many requests wait for it.
+
+    wait    join the load of a model, or start it; returns when it has ended
+    bound   `max_waiting` requests in all and half of them for one model; more get 429 with an estimate
+
+The load itself is injected.  Without sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from pipeline.errors import Overloaded, StarlingError
+
+
+class ColdLoad:
+    """A load under way."""
+
+    def __init__(self, model: str, agent_id: str, begun: float, predicted_s: float) -> None:
+        self.model = model
+        self.agent_id = agent_id
+        self.begun = begun
+        self.predicted_s = predicted_s
+        self.n_waiting = 0
+        self.task: asyncio.Task[None] | None = None
+
+
+class ColdLoads:
+    """One per orchestrator. `load(agent_id, model, evict)` raises `StarlingError`. `clock` is monotonic, s."""
+
+    def __init__(
+        self, load: Callable[[str, str, str], Awaitable[None]], max_waiting: int, clock: Callable[[], float]
+    ) -> None:
+        self._load = load
+        self._max_waiting = max_waiting
+        self._clock = clock
+        self._loads: dict[str, ColdLoad] = {}
+        self.n_waiting = 0
+        self.started = self.failed = 0  # counts, for metrics
+
+    def find(self, model: str) -> ColdLoad | None:
+        """The load of a model, if one is under way."""
+        return self._loads.get(model)
+
+    @property
+    def under_way(self) -> list[ColdLoad]:
+        """All loads."""
+        return list(self._loads.values())
+
+    async def wait(self, model: str, agent_id: str, evict: str = "", predicted_s: float = 0.0) -> str:
+        """Load the model, or wait for the load that is under way; the agent that has it. Raises `StarlingError`.
+
+        A waiter that is cancelled leaves the load to the others; without any it goes on as well: the next request for
+        the model will find it.
+        """
+        load = self._loads.get(model)
+        share = max(1, self._max_waiting // 2)
+        if self.n_waiting >= self._max_waiting or (load is not None and load.n_waiting >= share):
+            waited = self._clock() - load.begun if load is not None else 0.0
+            left_s = max(1.0, (load.predicted_s if load is not None else 0.0) - waited)
+            raise Overloaded(
+                f"{self.n_waiting} requests wait for models that are loading (fleet.orchestrator.max_waiting), "
+                f"{load.n_waiting if load is not None else 0} of them for {model}; try again",
+                retry_after_s=left_s,
+            )
+        if load is None:
+            load = self._loads[model] = ColdLoad(model, agent_id, self._clock(), predicted_s)
+            self.started += 1
+            load.task = asyncio.get_running_loop().create_task(self._run(load, evict))
+        load.n_waiting += 1
+        self.n_waiting += 1
+        try:
+            assert load.task is not None
+            await asyncio.shield(load.task)
+            return load.agent_id
+        finally:
+            load.n_waiting -= 1
+            self.n_waiting -= 1
+
+    async def close(self) -> None:
+        """Cancel all loads."""
+        tasks = [load.task for load in self._loads.values() if load.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, load: ColdLoad, evict: str) -> None:
+        try:
+            await self._load(load.agent_id, load.model, evict)
+        except BaseException as error:
+            self.failed += 1
+            if isinstance(error, StarlingError) and not load.n_waiting:
+                return  # no request is there to report it to
+            raise
+        finally:
+            del self._loads[load.model]

@@ -1,0 +1,169 @@
+"""Cuts an engine's event stream at the ends of events, without parsing what is in them.
+
+Bytes are forwarded in whole events, so that a stream that breaks in the middle of one can be continued by another
+engine.  An engine that begins again computes the same events, although those of several choices may be interleaved in
+another way.  An event's id has the place of each choice (`req-5f..:17.9`), so that what was forwarded of a choice is
+dropped, choice by choice; while the engine is behind with one, the ids that it sends are corrected to what the client
+has.
+
+An event is a block of lines that ends with an empty line.  A block without data is a comment or a reconnection delay:
+it is forwarded, but not counted.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+END = b"\n\n"
+DONE = b"data: [DONE]"  # the last event of OpenAI's API
+MESSAGE_STOP = b'data: {"type":"message_stop"'  # and of Anthropic's
+ERRORS = (b'data: {"error":', b'data: {"type":"error"')
+MAX_EVENT_BYTES = 16 << 20  # of one event that is not complete
+
+Place = tuple[int, int, float]  # tokens, level, units
+_PLACE = re.compile(rb"([0-9]+)([fed]?)(?:-([0-9]+))?")
+_LEVELS = (b"", b"f", b"e", b"d")
+_BEGIN: Place = (0, 0, math.inf)
+
+
+class EventTooLargeError(Exception):
+    """The engine sends an event that does not end."""
+
+
+class EventCutter:
+    """The state of one stream, across engines. `last_id`: of the last event that the client has received."""
+
+    def __init__(self, last_id: bytes = b"") -> None:
+        self.last_id = last_id
+        self.n_events = 0  # forwarded
+        self.is_over = False  # the last event was forwarded
+        self.error = b""  # an error event, which was not forwarded
+        self._rest = b""
+        # Events before the first one that has a place. A client with an id has received them all.
+        self._n_opening: float = math.inf if last_id else 0
+        self._is_opening = not last_id
+        self._replay: _Replay | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has received an event."""
+        return bool(self.n_events or self.last_id)
+
+    def restart(self, *, is_replay: bool) -> None:
+        """Another connection continues the stream, from its first event on (`is_replay`) or after `last_id`."""
+        self._rest, self.error = b"", b""
+        self._replay = _Replay(self.last_id, self._n_opening) if is_replay and self.has_begun else None
+
+    def feed(self, data: bytes) -> bytes:
+        """The bytes to forward. Raises `EventTooLargeError`."""
+        data = self._rest + data if self._rest else data
+        cut = data.rfind(END) + 2
+        if cut == 1:
+            cut = 0
+        self._rest = data[cut:]
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise EventTooLargeError(f"an event has more than {MAX_EVENT_BYTES} bytes")
+        if not cut:
+            return b""
+        out = []
+        for block in data[: cut - 2].split(END):
+            if self.is_over or self.error:
+                break
+            taken = self._take(block)
+            if taken:
+                out.append(taken)
+        return END.join([*out, b""]) if out else b""
+
+    def _take(self, block: bytes) -> bytes:
+        """The block as it is to be forwarded; b"" if it is not."""
+        at = block.find(b"data: ") if not block.startswith(b":") else -1
+        if at < 0 or (at and block[at - 1] != 10):
+            return block if block.startswith(b":") or not self.has_begun else b""
+        if block.startswith(ERRORS, at):
+            self.error = block + END
+            return b""
+        identity = _id_of(block)
+        if self._replay is not None:
+            corrected = self._replay.take(identity)
+            if self._replay.is_over:
+                self._replay = None
+            if corrected is None:
+                return b""
+            if corrected != identity:
+                block = block.replace(b"id: " + identity, b"id: " + corrected, 1)
+                identity = corrected
+        if identity:
+            self.last_id = identity
+        if self._is_opening:
+            self._is_opening = not _has_place(identity)
+            self._n_opening += self._is_opening
+        self.n_events += 1
+        self.is_over = block.startswith((DONE, MESSAGE_STOP), block.find(b"data: "))
+        return block
+
+
+class _Replay:
+    """What an engine that began again sends, compared with what was forwarded."""
+
+    def __init__(self, last_id: bytes, n_opening: float) -> None:
+        self._prefix, self._delivered = _parse(last_id)
+        self._n_opening = n_opening
+        self._current = [_BEGIN] * len(self._delivered)
+        self._n_seen = 0
+        self.is_over = False  # everything that follows is new
+
+    def take(self, identity: bytes) -> bytes | None:
+        """The id with which to forward the event; None: the client has it."""
+        places = _parse(identity)[1] if identity else []
+        if not self._delivered and places:
+            self._delivered = [_BEGIN] * len(places)
+            self._current = list(self._delivered)
+        if not places or places == self._current:
+            return self._take_still(identity)
+        moved = [index for index, place in enumerate(places) if place > self._current[index]]
+        self._current = places
+        is_new = any(places[index] > self._delivered[index] for index in moved)
+        if is_new:
+            self._delivered = [max(pair) for pair in zip(self._delivered, places, strict=True)]
+        self.is_over = self._current == self._delivered and is_new
+        if not is_new:
+            return None
+        return identity if self.is_over else self._prefix + b".".join(map(_text, self._delivered))
+
+    def _take_still(self, identity: bytes) -> bytes | None:
+        """An event that moves no choice: an opening event, or one after the end of all choices."""
+        if all(place == _BEGIN for place in self._current):
+            self._n_seen += 1
+            return identity if self._n_seen > self._n_opening else None
+        return identity if self._current == self._delivered else None
+
+
+def _parse(identity: bytes) -> tuple[bytes, list[Place]]:
+    """What precedes the places of an id, and the places."""
+    prefix, colon, rest = identity.rpartition(b":")
+    places = []
+    for part in rest.split(b"."):
+        match = _PLACE.fullmatch(part)
+        if match is not None:
+            places.append((int(match[1]), _LEVELS.index(match[2]), float(match[3]) if match[3] else math.inf))
+    return prefix + colon, places
+
+
+def _text(place: Place) -> bytes:
+    tokens, level, units = place
+    return b"%d%b" % (tokens, _LEVELS[level]) + (b"-%d" % int(units) if units < math.inf else b"")
+
+
+def _has_place(identity: bytes) -> bool:
+    """Whether a choice has left its beginning."""
+    return bool(identity) and any(place != _BEGIN for place in _parse(identity)[1])
+
+
+def _id_of(block: bytes) -> bytes:
+    """The value of the `id` field, which this project's servers write before the data; b"" without one."""
+    at = 0 if block.startswith(b"id: ") else block.find(b"\nid: ") + 1
+    if not at and not block.startswith(b"id: "):
+        return b""
+    end = block.find(b"\n", at)
+    return block[at + 4 : end if end >= 0 else len(block)]

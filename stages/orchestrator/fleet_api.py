@@ -1,0 +1,258 @@
+"""The fleet as its operators see and change it: state, models, events, reasons, placements and cordons.
+
+Changes are written into the coordination store, from where every orchestrator reads them.  Without sockets.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from pipeline.api.fields import flag, integer, read_fields, text
+from pipeline.api.json_body import parse_object
+from pipeline.errors import InvalidRequest, ModelNotFound, NotFound
+from pipeline.fleet.bodies import HeartbeatResponse
+from pipeline.fleet.records import check_agent_id
+from pipeline.observe.metrics import Metrics
+from stages.orchestrator.cold_loads import ColdLoads
+from stages.orchestrator.registry import Cordon, Registry
+from stages.orchestrator.relay import Relay
+from stages.orchestrator.router import Published, ScoreRouter
+
+MAX_EVENTS = 1000
+MAX_REPLICAS = 1000
+PLACEMENTS, CORDONS = "placements/", "cordons/"  # prefixes of keys in the store
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """The value of `placements/MODEL` in the store: on how many agents the model is kept loaded."""
+
+    model: str
+    replicas: int
+
+
+class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened."""
+
+    number: int
+    at: float  # s since 1970
+    kind: str  # "agent-joined", "agent-left", "agent-suspect", "agent-ready", "load", "load-failed", "unload", ...
+    agent: str = ""
+    model: str = ""
+    text: str = ""
+
+
+class EventLog:
+    """The last `MAX_EVENTS` events."""
+
+    def __init__(self, wall: Callable[[], float]) -> None:
+        self._wall = wall
+        self._events: deque[FleetEvent] = deque(maxlen=MAX_EVENTS)
+        self._count = 0
+
+    def add(self, kind: str, *, agent: str = "", model: str = "", text: str = "") -> None:
+        """Something has happened."""
+        self._count += 1
+        self._events.append(
+            FleetEvent(number=self._count, at=self._wall(), kind=kind, agent=agent, model=model, text=text[:500])
+        )
+
+    def after(self, number: int) -> list[FleetEvent]:
+        """The events with a higher number, in order."""
+        return [event for event in self._events if event.number > number]
+
+
+class FleetApi:
+    """One per orchestrator. `write(key, value)` puts a value into the store, None deletes it."""
+
+    def __init__(
+        self,
+        identity: str,
+        registry: Registry,
+        router: ScoreRouter,
+        relay: Relay,
+        cold: ColdLoads,
+        write: Callable[[str, bytes | None], Awaitable[None]],
+        events: EventLog,
+    ) -> None:
+        self.placements: dict[str, Placement] = {}  # by key of the store
+        self.published: Mapping[str, Published] = {}
+        self.is_leader = False
+        self.is_store_up = True
+        self.is_stopping = False
+        self._identity = identity
+        self._registry = registry
+        self._router = router
+        self._relay = relay
+        self._cold = cold
+        self._write = write
+        self._events = events
+
+    # ---------------------------------------------------------------- reading
+
+    def readiness(self) -> dict[str, Any]:
+        """Whether a request can be served: an agent answers, and has or can get a model."""
+        ready = [one for one in self._registry.health() if one.health == "READY"]
+        reason = ""
+        if self.is_stopping:
+            reason = "the orchestrator is being stopped"
+        elif not ready:
+            reason = "no agent answers"
+        elif not self.published and not self._router.models():
+            reason = "no model is published and none is loaded; publish one with `starling publish`"
+        return {"ready": not reason, "reason": reason, "agents": len(ready), "models": len(self._names())}
+
+    def models(self) -> list[dict[str, Any]]:
+        """The models that requests may name, as in OpenAI's API."""
+        ready = self._router.models()
+        return [self._model(name, ready.get(name, [])) for name in self._names()]
+
+    def state(self) -> dict[str, Any]:
+        """Everything that `starling fleet status` shows."""
+        loads = self._cold.under_way
+        return {
+            "orchestrator": self._identity,
+            "leader": self.is_leader,
+            "store": "up" if self.is_store_up else "down",
+            "agents": [self._agent(name) for name in self._agent_ids()],
+            "models": self.models(),
+            "loads": [{"model": load.model, "agent": load.agent_id, "waiting": load.n_waiting} for load in loads],
+            "moves": dict(self._relay.moves),
+            "estimates": msgspec.to_builtins(self._router.rates.errors()),
+        }
+
+    def events(self, after: str) -> dict[str, Any]:
+        """The events after a number. Raises `InvalidRequest`."""
+        if not after.isdigit() or len(after) > 18:
+            raise InvalidRequest(f"after is {after[:40]!r}; send the number of an event", "after")
+        return {"events": [msgspec.to_builtins(event) for event in self._events.after(int(after))]}
+
+    def why(self, request_id: str) -> dict[str, Any]:
+        """The choices made for a request. Raises `NotFound`."""
+        decision = self._router.decisions.find(request_id)
+        if decision is None:
+            raise NotFound(
+                f"this orchestrator has routed no request {request_id[:80]!r} lately; X-Starling-Request of an answer "
+                "is its id"
+            )
+        found: dict[str, Any] = msgspec.to_builtins(decision)
+        return found
+
+    def sample(self, metrics: Metrics) -> None:
+        """Set the metrics that are read and not counted."""
+        health = [one.health for one in self._registry.health()]
+        for state in ("READY", "SUSPECT", "UNKNOWN"):
+            metrics.set("starling_fleet_agents", health.count(state), state.lower())
+        for cause, count in self._relay.moves.items():
+            metrics.set("starling_fleet_moves_total", count, cause)
+        metrics.set("starling_fleet_cold_waiting", self._cold.n_waiting)
+        metrics.set("starling_fleet_loads_total", self._cold.started - self._cold.failed, "done")
+        metrics.set("starling_fleet_loads_total", self._cold.failed, "failed")
+        errors = self._router.rates.errors()
+        metrics.set("starling_fleet_estimates_total", errors.count)
+        metrics.set("starling_fleet_estimate_error_seconds_total", errors.error_s)
+
+    # ---------------------------------------------------------------- changing
+
+    async def change(self, op: str, body: bytes, content_type: str) -> dict[str, Any]:
+        """Carry out `place` or `cordon`. Raises `StarlingError`."""
+        fields = parse_object(body, content_type)
+        return await (self._place(fields) if op == "place" else self._cordon(fields))
+
+    async def _place(self, fields: dict[str, Any]) -> dict[str, Any]:
+        values = read_fields(
+            fields,
+            {"model": text(128, empty=False), "replicas": integer(0, MAX_REPLICAS)},
+            required=("model", "replicas"),
+        )
+        model, replicas = values["model"], values["replicas"]
+        if model not in self._names():
+            raise ModelNotFound(f"there is no model {model!r}; `starling fleet models` lists them", "model")
+        placed = Placement(model, replicas)
+        await self._write(PLACEMENTS + slug(model), msgspec.json.encode(placed) if replicas else None)
+        self._events.add("placed", model=model, text=f"{replicas} replicas wanted")
+        return {"model": model, "replicas": replicas, "ready": len(self._router.models().get(model, []))}
+
+    async def _cordon(self, fields: dict[str, Any]) -> dict[str, Any]:
+        values = read_fields(
+            fields,
+            {"agent": text(63, empty=False), "cordoned": flag, "drain": flag},
+            required=("agent", "cordoned"),
+        )
+        agent, cordoned, drain = values["agent"], values["cordoned"], values.get("drain", False)
+        if reason := check_agent_id(agent):
+            raise InvalidRequest(f"agent is {agent!r}; {reason}", "agent")
+        if drain and not cordoned:
+            raise InvalidRequest("drain is true and cordoned is false; an agent that drains is cordoned", "drain")
+        if cordoned and self._registry.find(agent) is None:
+            raise NotFound(f"there is no agent {agent!r}; `starling fleet agents` lists them", "agent")
+        value = msgspec.json.encode(Cordon(is_draining=drain)) if cordoned else None
+        await self._write(CORDONS + agent, value)
+        self._events.add("draining" if drain else "cordoned" if cordoned else "uncordoned", agent=agent)
+        return {"agent": agent, "cordoned": cordoned, "drain": drain}
+
+    # ---------------------------------------------------------------- parts
+
+    def _names(self) -> list[str]:
+        """Models that requests may name: published, loaded, or on an agent's disk."""
+        names = set(self.published)
+        for view in self._router.table:
+            names |= {one.model_id for one in view.details.loaded_models}
+            names |= {name for one in view.details.cached_models if one.is_complete for name in one.names}
+        return sorted(names)
+
+    def _model(self, name: str, ready: list[str]) -> dict[str, Any]:
+        known = self.published.get(name)
+        loaded = [one for view in self._router.table for one in view.details.loaded_models if one.model_id == name]
+        placement = next((one for one in self.placements.values() if one.model == name), None)
+        return {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "starling",
+            "ready": bool(ready),
+            "agents": ready,
+            "loading": sum(one.model_state in ("DOWNLOADING", "LOADING_TO_GPU") for one in loaded),
+            "digest": known.digest if known else next((one.digest for one in loaded), ""),
+            "bytes": known.nbytes if known else max((one.bytes for one in loaded), default=0),
+            "replicas": placement.replicas if placement else 0,
+        }
+
+    def _agent_ids(self) -> list[str]:
+        return [one.agent_id for one in self._registry.health()]
+
+    def _agent(self, agent_id: str) -> dict[str, Any]:
+        health = next(one for one in self._registry.health() if one.agent_id == agent_id)
+        record = self._registry.find(agent_id)
+        cordon = self._registry.cordon(agent_id)
+        view = next((one for one in self._router.table if one.agent_id == agent_id), None)
+        return {
+            "agent_id": agent_id,
+            "url": record.url if record else "",
+            "incarnation": record.incarnation if record else "",
+            "health": health.health,
+            "reason": health.reason,
+            "age_s": round(health.age_s, 3) if health.age_s < 1e9 else None,
+            "cordoned": cordon is not None,
+            "draining": bool(cordon and cordon.is_draining),
+            "under_way": self._router.under_way(agent_id),
+            **(_details(view.details) if view is not None else {}),
+        }
+
+
+def _details(details: HeartbeatResponse) -> dict[str, Any]:
+    """What an agent answered, without the keys of its engines."""
+    shown: dict[str, Any] = msgspec.to_builtins(details)
+    for one in shown["loaded_models"]:
+        one.pop("engine_key", None)
+    return {name: shown[name] for name in ("state", "reasons", "loaded_models", "cached_models", "max_models")} | {
+        name: shown[name] for name in ("memory_free", "disk_free", "download_bytes_per_s")
+    }
+
+
+def slug(model: str) -> str:
+    """A model's name as a part of a key."""
+    return model.replace("/", "--")

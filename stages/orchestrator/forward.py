@@ -1,0 +1,175 @@
+"""A request on its way: what is sent to engines, what was tried, and where the answer goes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from pipeline.errors import StarlingError
+from shm.decoding import DECODE_ERRORS
+from stages.orchestrator.interfaces import RoutedRequest
+
+# Errors with which an engine refuses a request that another engine may serve.
+MOVABLE = frozenset({"DRAINING", "MODEL_UNAVAILABLE", "OVERLOADED", "MODEL_NOT_FOUND", "INVALID_API_KEY"})
+# And errors in the middle of a stream after which another engine may continue it.
+MOVABLE_IN_STREAM = frozenset({"DRAINING", "MODEL_UNAVAILABLE", "INTERNAL"})
+KEPT_S = 120.0  # how long a request can be sent again after its client has left
+KEPT_BYTES = 32 << 20  # of their bodies
+KEPT_COUNT = 4096
+
+
+class Forward(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as it is sent to engines, the same to each of them."""
+
+    routed: RoutedRequest
+    path: str
+    body: bytes
+    headers: dict[str, str]  # of the content, and X-Starling-Request
+    method: str = "POST"
+    is_stream: bool = False
+    is_bound: bool = False  # to a session: no other agent can serve it
+    last_id: str = ""  # the client's Last-Event-ID
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self.routed.request_id
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether another engine gives the same answer from its beginning."""
+        return self.method == "POST" and not self.is_bound
+
+
+class Refusal(Exception):
+    """An engine's error response, which can be passed on as it is."""
+
+    def __init__(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        super().__init__(f"HTTP {status}")
+        self.status = status
+        self.headers = {
+            name: value for name, value in headers.items() if name.lower() in ("retry-after", "content-type")
+        }
+        self.body = body
+        self.code, self.message = read_error(body)
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether another engine may serve the request."""
+        return (self.status in (502, 503, 504) and self.code != "TIMEOUT") or self.code in MOVABLE
+
+    def to_error(self) -> StarlingError:
+        """The same as an error of this process, for a stream that has begun."""
+        return StarlingError(self.code or "INTERNAL", self.message or f"the engine answered with {self.status}")
+
+
+def read_error(body: bytes) -> tuple[str, str]:
+    """Code and message of an error body or event of this project's servers, or of OpenAI's form; "" if it has none."""
+    try:
+        error = msgspec.json.decode(body)["error"]
+        return str(error.get("code") or error.get("type") or ""), str(error.get("message") or "")
+    except (*DECODE_ERRORS, KeyError, TypeError, AttributeError):
+        return "", ""
+
+
+class Out(Protocol):
+    """The response to the client."""
+
+    is_begun: bool
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send the head."""
+
+    async def write(self, data: bytes) -> None:
+        """Send a part of the body."""
+
+
+class Tries:
+    """What was tried for one request. `clock` is monotonic, s."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.count = 0
+        self.n_accepted = 0  # attempts since the answer last advanced that an engine has begun
+        self.visited: set[str] = set()  # agents that may have the request
+        self.excluded: set[str] = set()  # that have just failed it
+        self.unfit: set[str] = set()  # that cannot load its model
+        self.version = ""  # that has begun the answer
+        self.was_lost = False  # an engine died under it
+        self.has_begun = False  # a part of the answer was delivered
+        self.failure: Refusal | StarlingError | None = None  # the last one
+        self._failing_since: float | None = None
+
+    def failed(self, agent_id: str, failure: Refusal | StarlingError | None = None) -> None:
+        """An agent has failed it."""
+        self.visited.add(agent_id)
+        self.excluded.add(agent_id)
+        self.failure = failure or self.failure
+        self.wait()
+
+    def wait(self) -> None:
+        """There is no agent for it: the time in which one must come begins."""
+        if self._failing_since is None:
+            self._failing_since = self._clock()
+
+    def advanced(self) -> None:
+        """A part of the answer has come."""
+        self.has_begun = True
+        self.n_accepted = 0
+        self._failing_since = None
+
+    def failing_s(self) -> float:
+        """How long nothing has come since the first failure."""
+        return self._clock() - self._failing_since if self._failing_since is not None else 0.0
+
+
+class _Kept(msgspec.Struct):
+    forward: Forward
+    agent_id: str
+    until: float  # inf while its client is connected
+
+
+class KeptRequests:
+    """Requests that this orchestrator has forwarded, so that their clients can read them again. Bounded."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, forward: Forward, agent_id: str) -> None:
+        """It is sent to an agent."""
+        known = self._kept.get(forward.id)
+        if known is not None:
+            known.agent_id, known.until = agent_id, float("inf")
+            return
+        self._kept[forward.id] = _Kept(forward, agent_id, float("inf"))
+        self.nbytes += len(forward.body)
+        while self._kept and (self.nbytes > KEPT_BYTES or len(self._kept) > KEPT_COUNT):
+            self._drop(next(iter(self._kept)))
+
+    def left(self, request_id: str) -> None:
+        """Its client has left, or has everything."""
+        known = self._kept.get(request_id)
+        if known is not None:
+            known.until = self._clock() + KEPT_S
+
+    def find(self, request_id: str) -> tuple[Forward, str] | None:
+        """The request, and the agent that it was sent to last."""
+        known = self._kept.get(request_id)
+        return (known.forward, known.agent_id) if known is not None else None
+
+    def expire(self) -> None:
+        """Forget what is older than `KEPT_S`."""
+        now = self._clock()
+        for name in [name for name, kept in self._kept.items() if kept.until <= now]:
+            self._drop(name)
+
+    def _drop(self, request_id: str) -> None:
+        self.nbytes -= len(self._kept.pop(request_id).forward.body)

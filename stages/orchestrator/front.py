@@ -1,0 +1,315 @@
+"""What happens to a client's request before it is forwarded: keys, bounds, quotas, its id, and where it was before.
+
+A *ticket* is a request that may be forwarded.  Its id binds it to its tenant (request_ids.py), so that any orchestrator
+can tell whose it is.  Without sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import msgspec
+
+from pipeline.api.fair_shares import FairShares
+from pipeline.api.fair_shares import Refusal as Bound
+from pipeline.api.keys import Caller, Keys
+from pipeline.api.quotas import Quotas
+from pipeline.config.schema import Config
+from pipeline.errors import InvalidRequest, NotFound, Overloaded, Unauthenticated
+from pipeline.fleet import token as fleet_token
+from pipeline.observe.metrics import Metrics
+from stages.orchestrator.forward import Forward, Out
+from stages.orchestrator.interfaces import RoutedRequest
+from stages.orchestrator.read_body import ReadBody, read_body
+from stages.orchestrator.relay import Relay
+from stages.orchestrator.request_ids import RequestIds
+from stages.orchestrator.router import ScoreRouter
+from stages.orchestrator.upstream import Client, Unreachable
+
+PARSED_INLINE_BYTES = 64 << 10  # larger bodies are parsed on a thread
+LOCATE_S = 2.0  # for engines to say whether they have a request
+MAX_SESSIONS = 100_000  # whose agent is remembered; of others, the agents are asked
+CHARGED_BYTES = 4  # of a prompt that the quota counts as a token: its tokens are not known here
+_KEY = re.compile(r"[!-~]{1,128}")
+_LAST_ID = re.compile(r"(req-[0-9a-f]{24}):[0-9a-f.\-]{1,4096}")
+_SESSION = re.compile(rb'"session_id":"([^"\\]{1,256})"')
+
+
+class Ticket(NamedTuple):
+    """A request that may be forwarded."""
+
+    forward: Forward
+    tenant: str
+    session: str | None = None
+
+
+class Front:
+    """One per orchestrator. Clocks: `clock` monotonic, `wall` since 1970, both s."""
+
+    def __init__(
+        self,
+        config: Config,
+        secret: str,
+        relay: Relay,
+        router: ScoreRouter,
+        client: Client,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        learn: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """`learn(model)`: look whether an unknown model has been published."""
+        self.config = config
+        self._learn = learn
+        self.keys = Keys(config)
+        self.quotas = Quotas(config.rate_limits, clock)
+        self.metrics = metrics
+        self.clock = clock
+        self._ids = RequestIds(secret, wall)
+        self._secret = secret
+        self._relay = relay
+        self._router = router
+        self._client = client
+        self._begun = clock()
+        total = config.fleet.orchestrator.max_concurrent_requests
+        self._bounds = FairShares(total, total if len(config.tenants) == 1 else max(1, total - total // 4), total // 8)
+        self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()  # agent by tenant and session
+
+    # ---------------------------------------------------------------- bounds and counts
+
+    @property
+    def uptime_s(self) -> float:
+        """Since the start of this process."""
+        return self.clock() - self._begun
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that are being answered."""
+        return self._bounds.held
+
+    @contextmanager
+    def counted(self, principal: str) -> Iterator[None]:
+        """Count a request of a tenant or address. Raises `Overloaded`."""
+        refusal = self._bounds.refusal(principal)
+        if refusal is not None:
+            bound, what = self._bounds.total, "for all clients together"
+            if refusal is Bound.SHARE:
+                bound, what = self._bounds.share, "for one client"
+            raise Overloaded(
+                f"{bound} requests can be in flight {what} (fleet.orchestrator.max_concurrent_requests), and no more "
+                "are taken now; try again",
+                retry_after_s=1.0,
+            )
+        with self._bounds.taken(principal):
+            yield
+
+    def answered(self, endpoint: str, status: int, took_s: float, code: str) -> None:
+        """Count an answer."""
+        self.metrics.add("starling_requests_total", endpoint, str(status))
+        self.metrics.observe("starling_request_duration_seconds", took_s, endpoint)
+        if code:
+            self.metrics.add("starling_rejections_total", code)
+
+    def is_operator(self, authorization: str | None) -> bool:
+        """Whether the header carries the fleet's token."""
+        try:
+            fleet_token.check(authorization, self._secret)
+        except Unauthenticated:
+            return False
+        return True
+
+    # ---------------------------------------------------------------- tickets
+
+    async def ticket(
+        self, caller: Caller, path: str, body: bytes, headers: Mapping[str, str], key: str | None, last_id: str
+    ) -> Ticket:
+        """A request for text. Raises `StarlingError`."""
+        if key is not None and not _KEY.fullmatch(key):
+            raise InvalidRequest(
+                f"Idempotency-Key is {key[:80]!r}; it must have 1 to 128 printable ASCII characters and no space",
+                "Idempotency-Key",
+            )
+        read = await self._read(caller, body, headers)
+        self.quotas.take_prompt(caller.tenant, -(-read.prompt_bytes // CHARGED_BYTES))
+        agent = ""
+        if last_id:
+            request_id = self._ids.check(_request_of(last_id), caller.tenant)
+        else:
+            request_id = self._ids.of_key(caller.tenant, key) if key else self._ids.new(caller.tenant)
+        if last_id or key:
+            agent = await self._locate(request_id, read.model)
+        is_bound = read.session is not None
+        if read.session:
+            agent = self._sessions.get((caller.tenant, read.session), agent)
+        sent = {**headers, "X-Starling-Request": self._ids.name(request_id, is_keyed=bool(key), salt=caller.salt)}
+        if key:
+            sent["Idempotency-Key"] = hashlib.sha256(f"{caller.tenant}\0{key}".encode()).hexdigest()
+        routed = RoutedRequest(
+            request_id=request_id,
+            model=read.model,
+            prompt_bytes=read.prompt_bytes,
+            blocks=read.blocks,
+            pinned=agent,
+        )
+        forward = Forward(
+            routed=routed,
+            path=path,
+            body=body,
+            headers=sent,
+            is_stream=read.is_stream,
+            is_bound=is_bound,
+            last_id=last_id,
+        )
+        return Ticket(forward, caller.tenant, read.session)
+
+    async def plain_ticket(self, caller: Caller, path: str, body: bytes, headers: Mapping[str, str]) -> Ticket:
+        """A request that any engine of the model answers, or the one of its session. Raises `StarlingError`."""
+        read = await self._read(caller, body, headers)
+        agent = self._sessions.get((caller.tenant, read.session), "") if read.session else ""
+        routed = RoutedRequest(request_id="", model=read.model, pinned=agent)
+        forward = Forward(routed=routed, path=path, body=body, headers=dict(headers), is_bound=read.session is not None)
+        return Ticket(forward, caller.tenant)
+
+    async def ticket_of(self, caller: Caller, request_id: str, last_id: str) -> Ticket:
+        """A request of the tenant that was sent before. Raises `NotFound`, `InvalidRequest`."""
+        self._ids.check(request_id, caller.tenant)
+        if last_id and _request_of(last_id) != request_id:
+            raise InvalidRequest(
+                f"Last-Event-ID is of request {_request_of(last_id)}, not of this one", "Last-Event-ID"
+            )
+        kept = self._relay.kept.find(request_id)
+        if kept is not None:
+            forward, agent = kept
+            routed = msgspec.structs.replace(forward.routed, pinned=agent)
+            return Ticket(msgspec.structs.replace(forward, routed=routed, last_id=last_id), caller.tenant)
+        for view in self._router.table:
+            for model in view.details.loaded_models:
+                if model.model_state == "READY":
+                    found = await self._head(request_id, model.engine_url, model.engine_key)
+                    if found is not None:
+                        routed = RoutedRequest(request_id=request_id, model=model.model_id, pinned=view.agent_id)
+                        path = f"/v1/requests/{request_id}"
+                        is_stream = "event-stream" in found
+                        return Ticket(
+                            Forward(
+                                routed=routed,
+                                path=path,
+                                body=b"",
+                                headers={},
+                                method="GET",
+                                is_stream=is_stream,
+                                last_id=last_id,
+                            ),
+                            caller.tenant,
+                        )
+        raise NotFound(f"there is no request {request_id}; answers of ended requests are stored for a short time only")
+
+    async def _read(self, caller: Caller, body: bytes, headers: Mapping[str, str]) -> ReadBody:
+        arguments = (
+            body,
+            headers.get("Content-Type", ""),
+            headers.get("Content-Encoding", ""),
+            self.config.server.max_body_mb << 20,
+            caller.salt,
+        )
+        if len(body) <= PARSED_INLINE_BYTES and not arguments[2]:
+            read = read_body(*arguments)
+        else:
+            read = await asyncio.to_thread(read_body, *arguments)
+        await self._learn(read.model)
+        return read
+
+    # ---------------------------------------------------------------- where a request was
+
+    async def _locate(self, request_id: str, model: str) -> str:
+        """The agent that has the request; "" if none has."""
+        kept = self._relay.kept.find(request_id)
+        if kept is not None:
+            return kept[1]
+        engines = [
+            (view.agent_id, one)
+            for view in self._router.table
+            for one in view.details.loaded_models
+            if one.model_id == model and one.model_state == "READY" and view.health == "READY"
+        ]
+        if len(engines) < 2:
+            return engines[0][0] if engines else ""
+        heads = [self._head(request_id, one.engine_url, one.engine_key) for _, one in engines]
+        answers = await asyncio.gather(*heads)
+        return next((agent for (agent, _), found in zip(engines, answers) if found is not None), "")
+
+    async def _head(self, request_id: str, url: str, key: str) -> str | None:
+        """The content type of the engine's answer to a request that it has; None if it has none."""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            answer = await self._client.open("HEAD", f"{url}/v1/requests/{request_id}", headers, b"", LOCATE_S)
+        except Unreachable:
+            return None
+        answer.close()
+        return answer.headers.get("Content-Type", "") if answer.status == 200 else None
+
+    # ---------------------------------------------------------------- forwarding
+
+    async def stream(self, ticket: Ticket, out: Out) -> None:
+        """Forward a streamed request. Raises `StarlingError`, `Refusal`, `Unreachable` before it has begun."""
+        reader = _SessionReader(out) if ticket.session is not None else None
+        events = await self._relay.stream(ticket.forward, reader or out)
+        self.quotas.charge_output(ticket.tenant, events)
+        if reader is not None:
+            self._remember(ticket, reader.session)
+
+    async def whole(self, ticket: Ticket) -> tuple[int, dict[str, str], bytes]:
+        """Forward a request that is not streamed. Raises `StarlingError`, `Refusal`, `Unreachable`."""
+        status, headers, body = await self._relay.whole(ticket.forward)
+        if ticket.session is not None and (match := _SESSION.search(body)):
+            self._remember(ticket, match[1].decode())
+        if ticket.forward.id and (used := _COMPLETION_TOKENS.search(body[-512:])):
+            self.quotas.charge_output(ticket.tenant, int(used[1]))
+        return status, headers, body
+
+    def _remember(self, ticket: Ticket, session: str) -> None:
+        kept = self._relay.kept.find(ticket.forward.id)
+        if not session or kept is None:
+            return
+        self._sessions[ticket.tenant, session] = kept[1]
+        self._sessions.move_to_end((ticket.tenant, session))
+        if len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+
+
+_COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":([0-9]{1,9})')
+
+
+class _SessionReader:
+    """Passes a stream on, and reads the session from its events."""
+
+    def __init__(self, out: Out) -> None:
+        self.session = ""
+        self.is_begun = False
+        self._out = out
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        self.is_begun = True
+        await self._out.begin(status, headers)
+
+    async def write(self, data: bytes) -> None:
+        if not self.session and (match := _SESSION.search(data)):
+            self.session = match[1].decode()
+        await self._out.write(data)
+
+
+def _request_of(last_id: str) -> str:
+    """The request of a `Last-Event-ID`. Raises `InvalidRequest`."""
+    match = _LAST_ID.fullmatch(last_id)
+    if match is None:
+        raise InvalidRequest(
+            f"Last-Event-ID is {last_id[:80]!r}; send the id of the last event as it was received, like req-0a1b2c:17",
+            "Last-Event-ID",
+        )
+    return match[1]

@@ -1,0 +1,341 @@
+"""The orchestrator's HTTP API: the routes of a server, for the whole fleet.
+
+Every request is checked for its key and counted within the bounds of its tenant, as in a server; errors have the same
+form.  Bodies are forwarded as they were sent.  aiohttp's types are used here, and no sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import HttpVersion11, web
+
+from pipeline.api import sse
+from pipeline.api.error_response import error_response
+from pipeline.api.fair_shares import address_principal
+from pipeline.api.json_body import CONTENT_TYPE, to_json
+from pipeline.api.keys import Caller
+from pipeline.errors import Forbidden, ModelNotFound, NotFound, StarlingError, TooLarge
+from pipeline.observe import exposition
+from stages.orchestrator.fleet_api import FleetApi
+from stages.orchestrator.forward import Forward, Refusal
+from stages.orchestrator.front import Front, Ticket
+from stages.orchestrator.upstream import Unreachable
+
+log = logging.getLogger("starling.orchestrator.http")
+
+FRONT = web.AppKey("front", Front)
+FLEET = web.AppKey("fleet", FleetApi)
+CALLER = web.RequestKey("caller", Caller)
+PRINCIPAL = web.RequestKey("principal", str)
+REQUEST_ID = web.RequestKey("request_id", str)
+BEGUN = web.RequestKey("begun", bool)
+
+TEXT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/generate")
+OTHER_PATHS = (
+    "/v1/messages/count_tokens",
+    "/v1/tokenize",
+    "/v1/detokenize",
+    "/v1/session/close",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+)
+BODY_TIMEOUT_S = 30.0
+WRITE_TIMEOUT_S = 30.0  # for a client to read what is buffered for it
+BUFFERED_BYTES = 256 << 10  # written and not yet read by the client, before an engine's stream is held
+CLIENT_CLOSED = 499
+_CLIENT_ID = re.compile(r"[!-~]{1,128}")
+_PASSED_ON = ("Content-Type", "Content-Encoding", "Anthropic-Version", "Anthropic-Beta")
+_ANSWERED = ("content-type", "retry-after", "x-starling-cache")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def make_app(front: Front, fleet: FleetApi) -> web.Application:
+    """The application, ready for a runner."""
+    config = front.config
+    app = web.Application(
+        client_max_size=config.server.max_body_mb << 20,
+        middlewares=[_middleware],
+        handler_args={"access_log": None, "auto_decompress": False},
+    )
+    app[FRONT], app[FLEET] = front, fleet
+    app.on_response_prepare.append(_set_headers)
+    for path in TEXT_PATHS:
+        app.router.add_post(path, _generate)
+    for path in OTHER_PATHS:
+        app.router.add_post(path, _convert)
+    app.router.add_get("/v1/requests/{id}", _get_request)
+    app.router.add_get("/v1/models", _models)
+    app.router.add_get("/v1/models/{id:.+}", _model)
+    app.router.add_get("/v1/fleet", _admin(lambda api, request: api.state()))
+    app.router.add_get("/v1/fleet/events", _admin(lambda api, request: api.events(request.query.get("after", "0"))))
+    app.router.add_get("/v1/fleet/why/{id}", _admin(lambda api, request: api.why(request.match_info["id"])))
+    for op in ("place", "cordon"):
+        app.router.add_post(f"/v1/fleet/{op}", _admin_change(op))
+    app.router.add_get("/health", _health)
+    app.router.add_get("/ready", _ready)
+    if config.metrics.enabled:
+        app.router.add_get(config.metrics.endpoint, _metrics)
+    return app
+
+
+# ------------------------------------------------------------------ every request
+
+
+@web.middleware
+async def _middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    front = request.app[FRONT]
+    started, status, code = front.clock(), CLIENT_CLOSED, ""
+    given = request.headers.get("X-Request-Id", "")
+    request[REQUEST_ID] = given if _CLIENT_ID.fullmatch(given) else ""
+    try:
+        if request.path.startswith("/v1/fleet") and front.is_operator(request.headers.get("Authorization")):
+            request[CALLER], request[PRINCIPAL] = Caller("operator", is_admin=True), "operator"
+        elif request.path.startswith("/v1/"):
+            request[CALLER] = front.keys.caller(request.headers.get("Authorization"), request.headers.get("X-Api-Key"))
+            request[PRINCIPAL] = request[CALLER].tenant if front.keys else address_principal(request.remote or "")
+        response = await handler(request)
+        status = response.status
+        return response
+    except web.HTTPException as rejected:
+        error = _rejection(request, rejected)
+        status, code = error.status, error.code
+        return _report(request, error)
+    except StarlingError as raised:
+        error = raised.with_traceback(None)
+        status, code = error.status, error.code
+        return _report(request, error)
+    except (ConnectionError, asyncio.CancelledError):
+        raise
+    except Exception:
+        log.exception("internal error", extra={"path": request.path})
+        status, code = 500, "INTERNAL"
+        return _report(
+            request, StarlingError("INTERNAL", "internal error of the orchestrator; its log has the details")
+        )
+    finally:
+        resource = request.match_info.route.resource
+        endpoint = resource.canonical if resource is not None else "other"
+        took_s = front.clock() - started
+        front.answered(endpoint, status, took_s, code)
+        if front.config.logging.log_requests and request.path.startswith("/v1/"):
+            log.log(
+                logging.WARNING if status >= 500 else logging.INFO,
+                "request",
+                extra={
+                    "request_id": request[REQUEST_ID] or None,
+                    "endpoint": endpoint,
+                    "status": status,
+                    "duration_ms": round(took_s * 1000, 1),
+                },
+            )
+
+
+def _report(request: web.Request, error: StarlingError) -> web.StreamResponse:
+    if request.get(BEGUN):  # a second response would be read as the answer to the client's next request
+        if request.transport is not None:
+            request.transport.abort()
+        return web.Response(status=error.status)
+    is_anthropic = request.path.startswith("/v1/messages")
+    shown = error_response(error, is_anthropic=is_anthropic, request_id=request[REQUEST_ID])
+    return web.Response(body=shown.body, status=shown.status, headers=shown.headers, content_type=CONTENT_TYPE)
+
+
+def _rejection(request: web.Request, rejected: web.HTTPException) -> StarlingError:
+    match rejected:
+        case web.HTTPRequestEntityTooLarge():
+            return _too_large(request.app[FRONT].config.server.max_body_mb)
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(rejected.allowed_methods))
+            return StarlingError("METHOD_NOT_ALLOWED", f"{request.path} does not allow {request.method}; use {allowed}")
+        case web.HTTPNotFound():
+            return NotFound(f"unknown path {request.path[:200]}; the paths for text are {', '.join(TEXT_PATHS)}")
+    return StarlingError("INVALID_REQUEST", rejected.reason, status=rejected.status)
+
+
+def _too_large(limit_mb: int) -> TooLarge:
+    return TooLarge(f"the body is larger than {limit_mb} MiB ({limit_mb << 20} bytes, server.max_body_mb); send less")
+
+
+async def _set_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "starling"
+    if name := request.get(REQUEST_ID):
+        response.headers["X-Request-Id"] = name
+
+
+# ------------------------------------------------------------------ text
+
+
+class _Response:
+    """The `Out` of one request for a stream."""
+
+    def __init__(self, request: web.Request, ticket: Ticket) -> None:
+        self.is_begun = False
+        self._request = request
+        self._ticket = ticket
+        self._response = web.StreamResponse()
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        response = self._response
+        response.set_status(status)
+        response.headers.update(sse.HEADERS)
+        response.headers["X-Starling-Request"] = self._ticket.forward.id
+        if self._request.version < HttpVersion11:
+            response.force_close()
+        self.is_begun = self._request[BEGUN] = True
+        await response.prepare(self._request)
+
+    async def write(self, data: bytes) -> None:
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client has disconnected")
+        if transport.get_write_buffer_size() < BUFFERED_BYTES:
+            await self._response.write(data)
+            return
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await self._response.write(data)
+        except TimeoutError:
+            transport.abort()
+            raise ConnectionResetError("the client does not read") from None
+
+    async def end(self) -> web.StreamResponse:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await self._response.write_eof()
+        return self._response
+
+
+async def _generate(request: web.Request) -> web.StreamResponse:
+    front = request.app[FRONT]
+    with front.counted(request[PRINCIPAL]):
+        front.quotas.take_request(request[CALLER].tenant)
+        ticket = await front.ticket(
+            request[CALLER],
+            request.path,
+            await _body(request),
+            _headers(request),
+            request.headers.get("Idempotency-Key"),
+            request.headers.get("Last-Event-ID", ""),
+        )
+        return await _answer(request, front, ticket)
+
+
+async def _answer(request: web.Request, front: Front, ticket: Ticket) -> web.StreamResponse:
+    request[REQUEST_ID] = request[REQUEST_ID] or ticket.forward.id
+    try:
+        if ticket.forward.is_stream:
+            response = _Response(request, ticket)
+            await front.stream(ticket, response)
+            return await response.end()
+        status, headers, body = await front.whole(ticket)
+    except Refusal as refusal:
+        return _passed_on(refusal.status, refusal.headers, refusal.body, ticket.forward)
+    except Unreachable as error:
+        raise StarlingError("MODEL_UNAVAILABLE", str(error)) from None
+    return _passed_on(status, headers, body, ticket.forward)
+
+
+def _passed_on(status: int, headers: Mapping[str, str], body: bytes, forward: Forward) -> web.Response:
+    kept = {name: value for name, value in headers.items() if name.lower() in _ANSWERED}
+    if forward.routed.request_id.startswith("req-"):
+        kept["X-Starling-Request"] = forward.id
+    return web.Response(body=body, status=status, headers=kept)
+
+
+async def _convert(request: web.Request) -> web.StreamResponse:
+    """Tokens, counts, and the end of sessions: one engine answers."""
+    front = request.app[FRONT]
+    with front.counted(request[PRINCIPAL]):
+        front.quotas.take_request(request[CALLER].tenant)
+        ticket = await front.plain_ticket(request[CALLER], request.path, await _body(request), _headers(request))
+        return await _answer(request, front, ticket)
+
+
+async def _get_request(request: web.Request) -> web.StreamResponse:
+    front = request.app[FRONT]
+    with front.counted(request[PRINCIPAL]):
+        last_id = request.headers.get("Last-Event-ID", "")
+        ticket = await front.ticket_of(request[CALLER], request.match_info["id"], last_id)
+        return await _answer(request, front, ticket)
+
+
+async def _body(request: web.Request) -> bytes:
+    limit_mb = request.app[FRONT].config.server.max_body_mb
+    if (request.content_length or 0) > limit_mb << 20:
+        raise _too_large(limit_mb)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.read()
+    except TimeoutError:
+        message = f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s"
+        raise StarlingError("INVALID_REQUEST", message, status=408) from None
+
+
+def _headers(request: web.Request) -> dict[str, str]:
+    headers = {name: ", ".join(request.headers.getall(name)) for name in _PASSED_ON if name in request.headers}
+    if name := request[REQUEST_ID]:
+        headers["X-Request-Id"] = name
+    return headers
+
+
+# ------------------------------------------------------------------ the fleet
+
+
+def _json(body: Any, status: int = 200) -> web.Response:
+    return web.Response(body=to_json(body), status=status, content_type=CONTENT_TYPE)
+
+
+async def _models(request: web.Request) -> web.StreamResponse:
+    return _json({"object": "list", "data": request.app[FLEET].models()})
+
+
+async def _model(request: web.Request) -> web.StreamResponse:
+    name = request.match_info["id"]
+    found = next((one for one in request.app[FLEET].models() if one["id"] == name), None)
+    if found is None:
+        raise ModelNotFound(f"there is no model {name[:200]!r}; GET /v1/models lists them", "model")
+    return _json(found)
+
+
+def _admin(read: Callable[[FleetApi, web.Request], Any]) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        _check_admin(request)
+        return _json(read(request.app[FLEET], request))
+
+    return handle
+
+
+def _admin_change(op: str) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        _check_admin(request)
+        body = await _body(request)
+        return _json(await request.app[FLEET].change(op, body, request.headers.get("Content-Type", "")))
+
+    return handle
+
+
+def _check_admin(request: web.Request) -> None:
+    if not request[CALLER].is_admin:
+        raise Forbidden("this needs an API key with `admin: true`, or the fleet's token; use `starling fleet`")
+
+
+async def _health(request: web.Request) -> web.StreamResponse:
+    return _json({"status": "healthy", "uptime_seconds": round(request.app[FRONT].uptime_s, 1)})
+
+
+async def _ready(request: web.Request) -> web.StreamResponse:
+    report = request.app[FLEET].readiness()
+    return _json(report, 200 if report["ready"] else 503)
+
+
+async def _metrics(request: web.Request) -> web.StreamResponse:
+    front = request.app[FRONT]
+    request.app[FLEET].sample(front.metrics)
+    body = exposition.render(front.config, front.metrics)
+    return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})

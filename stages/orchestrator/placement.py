@@ -1,0 +1,59 @@
+"""Which agents should load which models, so that each placement has its replicas. Pure; run by the leader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from stages.orchestrator.interfaces import NodeView
+from stages.orchestrator.score import loaded
+
+
+class Load(NamedTuple):
+    """A model that an agent should load."""
+
+    model: str
+    agent_id: str
+
+
+def missing_loads(wanted: Iterable[tuple[str, int]], table: list[NodeView]) -> list[Load]:
+    """The loads that bring each (model, replicas) to its number, at most one for each agent.
+
+    An agent that has the files comes first, then one with more room.  An agent whose engine for the model has failed is
+    the last choice.  What runs on agents without a placement stays: it leaves when another model needs its place.
+    """
+    busy: set[str] = set()
+    loads = []
+    for model, replicas in wanted:
+        have = [view for view in table if _state(view, model) in ("READY", "DOWNLOADING", "LOADING_TO_GPU")]
+        usable = [view for view in have if view.may_start and view.health == "READY"]
+        candidates = [
+            view for view in table if view not in have and view.may_start and view.health == "READY" and _has_room(view)
+        ]
+        candidates.sort(key=lambda view: (_state(view, model) == "FAILED", not _is_cached(view, model), _load(view)))
+        for view in candidates:
+            if len(usable) >= replicas:
+                break
+            if view.agent_id not in busy:
+                busy.add(view.agent_id)
+                usable.append(view)
+                loads.append(Load(model, view.agent_id))
+    return loads
+
+
+def _state(view: NodeView, model: str) -> str:
+    found = loaded(view.details, model)
+    return found.model_state if found is not None else ""
+
+
+def _has_room(view: NodeView) -> bool:
+    return not view.details.max_models or _load(view)[0] < view.details.max_models
+
+
+def _is_cached(view: NodeView, model: str) -> bool:
+    return any(model in one.names and one.is_complete for one in view.details.cached_models)
+
+
+def _load(view: NodeView) -> tuple[int, str]:
+    held = [one for one in view.details.loaded_models if one.model_state not in ("FAILED", "UNLOADED")]
+    return len(held), view.agent_id

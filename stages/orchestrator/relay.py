@@ -1,0 +1,348 @@
+"""Forwards requests to engines, and moves them to another engine when one dies.
+
+A request is sent with everything that its answer depends on (request_ids.py), so that each engine of the same version
+gives the same answer.  Until an answer is complete:
+
+    the engine or agent dies     the request goes to another agent, or to the restarted engine
+    a stream has begun           the successor computes it again, and what was delivered is dropped (event_cutter.py);
+                                 an engine that has the request still continues after the last event
+    no agent has the model       it is loaded, once for all who wait; streams get comments meanwhile
+    no agent can serve it        the request waits for one, up to the bound, and then gets the error
+
+Without sockets: clients, clocks and the response are injected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import msgspec
+
+from pipeline.api import sse
+from pipeline.api.error_response import error_event
+from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
+from stages.orchestrator.cold_loads import ColdLoads
+from stages.orchestrator.event_cutter import EventCutter, EventTooLargeError
+from stages.orchestrator.forward import MOVABLE_IN_STREAM, Forward, KeptRequests, Out, Refusal, Tries, read_error
+from stages.orchestrator.registry import Registry
+from stages.orchestrator.router import Route, ScoreRouter
+from stages.orchestrator.score import version_of
+from stages.orchestrator.upstream import Answer, Client, Unreachable, read_whole
+
+log = logging.getLogger("starling.orchestrator")
+
+COMMENT_S = 2.0  # between two comments in a stream that waits
+FIRST_PAUSE_S, MOST_PAUSE_S = 0.05, 1.0  # between attempts while no agent can serve a request
+MAX_LOST = 8  # engines in a row that may die under a request: one that kills engines must not kill them all
+
+
+class Bounds(NamedTuple):
+    """How long a request waits for an agent, s."""
+
+    new_s: float = 10.0  # while no engine has taken it
+    begun_s: float = 60.0  # after its engine has died
+
+
+class Relay:
+    """One per orchestrator. `next_change(s)` returns when the routing table has changed, or after s seconds."""
+
+    def __init__(
+        self,
+        client: Client,
+        router: ScoreRouter,
+        registry: Registry,
+        cold: ColdLoads,
+        bounds: Bounds,
+        clock: Callable[[], float],
+        next_change: Callable[[float], Awaitable[object]],
+        progress_of: Callable[[str], str] = lambda model: "",
+    ) -> None:
+        self.kept = KeptRequests(clock)
+        self.moves: Counter[str] = Counter()  # by cause
+        self._client = client
+        self._router = router
+        self._registry = registry
+        self._cold = cold
+        self._bounds = bounds
+        self._clock = clock
+        self._next_change = next_change
+        self._progress_of = progress_of
+        self._answers: dict[str, dict[Answer, Forward]] = {}  # by agent
+
+    # ---------------------------------------------------------------- streams
+
+    async def stream(self, forward: Forward, out: Out) -> int:
+        """Forward a streamed request; the number of events. Raises `StarlingError` or `Refusal` before it has begun."""
+        cutter = EventCutter(forward.last_id.encode())
+        tries = Tries(self._clock)
+        try:
+            while True:
+                route = await self._route(forward, tries, out)
+                try:
+                    await self._stream_from(route, forward, cutter, tries, out)
+                    return cutter.n_events
+                except (Unreachable, EventTooLargeError) as lost:
+                    self._lost(route, forward, tries, str(lost))
+                except Refusal as refusal:
+                    self._refused(route, forward, tries, refusal)
+        except (StarlingError, Refusal) as error:
+            if not out.is_begun:
+                raise
+            shown = error if isinstance(error, StarlingError) else error.to_error()
+            log.warning("a stream ends with an error: %s", shown.message, extra={"request_id": forward.id})
+            await out.write(sse.event(error_event(shown, [0])))
+            return cutter.n_events
+        finally:
+            self.kept.left(forward.id)
+
+    async def _stream_from(self, route: Route, forward: Forward, cutter: EventCutter, tries: Tries, out: Out) -> None:
+        """Forward the events of one engine, up to the last one. Raises `Unreachable`, `Refusal`."""
+        begun = self._clock()
+        with self._under_way(route, forward):
+            answer = await self._open(route, forward, cutter, tries)
+            with self._watched(route, forward, answer):
+                await self._check(answer)
+                tries.n_accepted += 1
+                if not out.is_begun:
+                    await out.begin(200, answer.headers)
+                is_first = tries.count == 1 and not cutter.last_id
+                while data := await answer.read():
+                    if is_first:
+                        is_first = False
+                        self._router.first_token(route, forward.routed, self._clock() - begun)
+                    events = cutter.feed(data)
+                    if events:
+                        tries.advanced()
+                        tries.version = tries.version or self._version(route)
+                        await out.write(events)
+                    if cutter.error:
+                        await self._on_error_event(cutter.error, out)
+                        return
+                if not cutter.is_over:
+                    raise Unreachable("the stream ended before its last event")
+
+    async def _open(self, route: Route, forward: Forward, cutter: EventCutter, tries: Tries) -> Answer:
+        """Send the request, or continue it where the engine may have it already."""
+        may_know = route.agent_id in tries.visited or tries.count == 1
+        if cutter.last_id and may_know:
+            answer = await self._send(route, forward, {"Last-Event-ID": cutter.last_id.decode("latin-1")})
+            if answer.status != 404:
+                cutter.restart(is_replay=False)
+                return answer
+            await self._discard(answer)
+        if cutter.has_begun and not forward.can_replay:
+            raise Unreachable("the engine does not have the request any longer, and no other one can repeat it")
+        cutter.restart(is_replay=True)
+        answer = await self._send(route, forward, {})
+        if answer.status == 409 and route.agent_id in tries.visited:
+            await self._discard(answer)  # the engine has it from an earlier attempt, of which nothing was delivered
+            return await self._send(route, forward, {}, method="GET", path=f"/v1/requests/{forward.id}")
+        return answer
+
+    async def _on_error_event(self, event: bytes, out: Out) -> None:
+        data = event[event.find(b"data: ") + 6 :].strip()
+        code, message = read_error(data)
+        if code in MOVABLE_IN_STREAM:
+            raise Unreachable(message or code)
+        await out.write(event)
+
+    # ---------------------------------------------------------------- whole answers
+
+    async def whole(self, forward: Forward) -> tuple[int, dict[str, str], bytes]:
+        """Forward a request that is not streamed; status, headers and body. Raises `StarlingError`, `Refusal`."""
+        tries = Tries(self._clock)
+        try:
+            while True:
+                route = await self._route(forward, tries, None)
+                try:
+                    return await self._whole_from(route, forward, tries)
+                except Unreachable as lost:
+                    self._lost(route, forward, tries, str(lost))
+                except Refusal as refusal:
+                    self._refused(route, forward, tries, refusal)
+        finally:
+            self.kept.left(forward.id)
+
+    async def _whole_from(self, route: Route, forward: Forward, tries: Tries) -> tuple[int, dict[str, str], bytes]:
+        with self._under_way(route, forward):
+            answer = await self._send(route, forward, {})
+            if answer.status == 409 and route.agent_id in tries.visited:
+                await self._discard(answer)
+                answer = await self._send(route, forward, {}, method="GET", path=f"/v1/requests/{forward.id}")
+            with self._watched(route, forward, answer):
+                await self._check(answer)
+                tries.n_accepted += 1
+                body = await read_whole(answer)
+                return answer.status, dict(answer.headers), body
+
+    # ---------------------------------------------------------------- agents
+
+    async def _route(self, forward: Forward, tries: Tries, out: Out | None) -> Route:
+        """The agent for the next attempt. Waits for one, and for a model that is loading."""
+        pause_s = FIRST_PAUSE_S
+        commented = self._clock()
+        while True:
+            excluded = frozenset() if forward.is_bound and tries.has_begun else frozenset(tries.excluded)
+            request = msgspec.structs.replace(forward.routed, excluded=excluded | tries.unfit, version=tries.version)
+            try:
+                route = self._router.choose(request, "moved" if tries.count else "new")
+            except (ModelUnavailable, Overloaded) as error:
+                self._give_up(error, tries)
+                tries.excluded.clear()
+                await self._next_change(pause_s)
+                pause_s = min(2 * pause_s, MOST_PAUSE_S)
+                if out is not None and self._clock() - commented >= COMMENT_S:
+                    commented = self._clock()
+                    await self._comment(out, f"waiting for an agent: {error.message}")
+                continue
+            if route.engine is not None:
+                tries.count += 1
+                return route
+            await self._load(route, forward, tries, out)
+
+    def _give_up(self, error: StarlingError, tries: Tries) -> None:
+        """No agent can serve the request now. Raises if no one is expected to in time."""
+        failure = tries.failure or error
+        if tries.unfit or (isinstance(error, Overloaded) and not tries.has_begun):
+            raise failure
+        if isinstance(tries.failure, Refusal) and tries.failure.status == 429 and not tries.has_begun:
+            raise tries.failure
+        tries.wait()
+        if tries.failing_s() >= (self._bounds.begun_s if tries.was_lost else self._bounds.new_s):
+            raise failure
+
+    async def _load(self, route: Route, forward: Forward, tries: Tries, out: Out | None) -> None:
+        """Wait until the model is loaded."""
+        model = forward.routed.model
+        waiter = asyncio.ensure_future(self._cold.wait(model, route.agent_id, route.evict, route.predicted_s))
+        try:
+            while not waiter.done():
+                await asyncio.wait({waiter}, timeout=COMMENT_S)
+                if not waiter.done() and out is not None:
+                    await self._comment(out, f"loading {model}: {self._progress_of(model) or 'waiting'}")
+        finally:
+            waiter.cancel()
+        try:
+            await waiter
+        except StarlingError as error:
+            if isinstance(error, Overloaded):
+                raise
+            load_failed_on = route.agent_id
+            tries.unfit.add(load_failed_on)
+            tries.failure = error
+            log.warning("model %s was not loaded on %s: %s", model, load_failed_on, error.message)
+
+    @staticmethod
+    async def _comment(out: Out, text: str) -> None:
+        """A comment that clients skip; with the first one the response begins."""
+        if not out.is_begun:
+            await out.begin(200, {})
+        await out.write(f": {text}\n\n".replace("\n", " ", text.count("\n")).encode())
+
+    def _lost(self, route: Route, forward: Forward, tries: Tries, reason: str) -> None:
+        """An engine or its agent has died, or sent something that is no answer."""
+        self._registry.suspect(route.agent_id, reason)
+        self.moves["lost"] += 1
+        error = ModelUnavailable(
+            f"agent {route.agent_id} stopped answering ({reason}), and no other agent can continue", retry_after_s=1.0
+        )
+        tries.was_lost = True
+        tries.failed(route.agent_id, error)
+        log.warning(
+            "agent %s lost a request: %s",
+            route.agent_id,
+            reason,
+            extra={"request_id": forward.id, "tries": tries.count},
+        )
+        if tries.n_accepted > MAX_LOST:
+            raise error
+        if tries.has_begun and not tries.version and not forward.is_bound:
+            raise StarlingError(
+                "MODEL_UNAVAILABLE",
+                f"the engine of {forward.routed.model} died, and it does not promise that another one gives the same "
+                "answer; send the request again",
+            )
+
+    def _refused(self, route: Route, forward: Forward, tries: Tries, refusal: Refusal) -> None:
+        """An engine has answered with an error. Raises it unless another agent may serve the request."""
+        is_other_session = forward.is_bound and refusal.status == 404 and not tries.has_begun
+        if not refusal.is_movable and not is_other_session:
+            raise refusal
+        self.moves["refused"] += 1
+        if is_other_session:
+            tries.unfit.add(route.agent_id)
+        tries.failed(route.agent_id, refusal)
+
+    # ---------------------------------------------------------------- connections
+
+    async def _send(
+        self, route: Route, forward: Forward, extra: dict[str, str], method: str = "", path: str = ""
+    ) -> Answer:
+        assert route.engine is not None
+        headers = {**forward.headers, **extra}
+        if route.engine.engine_key:
+            headers["Authorization"] = f"Bearer {route.engine.engine_key}"
+        method = method or forward.method
+        body = forward.body if method == "POST" else b""
+        if forward.id:
+            self.kept.put(forward, route.agent_id)
+        return await self._client.open(method, route.engine.engine_url + (path or forward.path), headers, body)
+
+    @staticmethod
+    async def _check(answer: Answer) -> None:
+        """Raises `Refusal` for an error response."""
+        if answer.status != 200:
+            raise Refusal(answer.status, answer.headers, await read_whole(answer))
+
+    @staticmethod
+    async def _discard(answer: Answer) -> None:
+        try:
+            await read_whole(answer)
+        finally:
+            answer.close()
+
+    @staticmethod
+    def _version(route: Route) -> str:
+        return version_of(route.engine) if route.engine is not None else ""
+
+    @contextmanager
+    def _under_way(self, route: Route, forward: Forward) -> Iterator[None]:
+        self._router.begin(route, forward.routed)
+        try:
+            yield
+        finally:
+            self._router.end(route, forward.routed)
+
+    @contextmanager
+    def _watched(self, route: Route, forward: Forward, answer: Answer) -> Iterator[None]:
+        """The answer ends early if its agent is lost."""
+        answers = self._answers.setdefault(route.agent_id, {})
+        answers[answer] = forward
+        try:
+            yield
+        finally:
+            del answers[answer]
+            if not answers:
+                self._answers.pop(route.agent_id, None)
+            answer.close()
+
+    def lose_agent(self, agent_id: str, reason: str) -> int:
+        """The agent is gone or silent: what it serves goes on elsewhere. The number of requests."""
+        answers = list(self._answers.get(agent_id, ()))
+        for answer in answers:
+            answer.abort(reason)
+        return len(answers)
+
+    def move_streams(self, agent_id: str, reason: str) -> int:
+        """The agent is draining: move the requests that another agent can continue at once. Their number."""
+        count = 0
+        for answer, forward in list(self._answers.get(agent_id, {}).items()):
+            if forward.can_replay and self._router.has_other(forward.routed.model, agent_id):
+                answer.abort(reason)
+                count += 1
+        return count

@@ -1,0 +1,66 @@
+"""Ids of requests that carry what every orchestrator of the fleet must derive alike.
+
+    req- 8 digits   s since 1970 at which it was created, or of a keyed request a part of the key's hash
+         10 digits  random, or of a keyed request another part
+         6 digits   HMAC of the tenant and the digits before: only its tenant may read the request
+
+From the id follow the seed of a request that gives none and, unless it has a key, the time that its answer shows: a
+client can repeat a request at another orchestrator, and continue where its last event left off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Callable
+
+from pipeline.errors import NotFound
+
+_ID = re.compile(r"req-([0-9a-f]{18})([0-9a-f]{6})")
+
+
+class RequestIds:
+    """`secret`: of the fleet. `wall`: s since 1970. `draw(n)`: random hexadecimal digits of n bytes."""
+
+    def __init__(self, secret: str, wall: Callable[[], float], draw: Callable[[int], str] = secrets.token_hex) -> None:
+        self._secret = secret.encode()
+        self._wall = wall
+        self._draw = draw
+
+    def new(self, tenant: str) -> str:
+        """The id of a new request."""
+        return self._sealed(f"{int(self._wall()) & 0xFFFFFFFF:08x}{self._draw(5)}", tenant)
+
+    def of_key(self, tenant: str, key: str) -> str:
+        """The id of the request that the tenant sends with this `Idempotency-Key`."""
+        return self._sealed(self._digest("key", tenant, key)[:18], tenant)
+
+    def check(self, request_id: str, tenant: str) -> str:
+        """The id, if it is one of the tenant's. Raises `NotFound`."""
+        match = _ID.fullmatch(request_id)
+        if match is None or not hmac.compare_digest(self._sealed(match[1], tenant), request_id):
+            raise NotFound(
+                f"there is no request {request_id[:80]!r}; answers of ended requests are stored for a short time only"
+            )
+        return request_id
+
+    def seed(self, request_id: str) -> int:
+        """The seed of a request that gives none, 64 bits."""
+        return int(self._digest("seed", request_id)[:16], 16)
+
+    def name(self, request_id: str, *, is_keyed: bool, salt: str) -> str:
+        """The header `X-Starling-Request` with which engines compute equal bytes.
+
+        salt: of the tenant's cached pages; "": shared.
+        """
+        created = int(self._wall()) if is_keyed else int(request_id[4:12], 16)
+        name = f"{request_id}; created={created}; seed={self.seed(request_id)}"
+        return f"{name}; salt={self._digest('salt', salt)[:32]}" if salt else name
+
+    def _sealed(self, digits: str, tenant: str) -> str:
+        return f"req-{digits}{self._digest('tenant', tenant, digits)[:6]}"
+
+    def _digest(self, *parts: str) -> str:
+        return hmac.new(self._secret, "\0".join(parts).encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()

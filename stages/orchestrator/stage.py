@@ -1,0 +1,490 @@
+"""The orchestrator's process: the listening socket, the store's watch, the agents' polls, and an orderly exit.
+
+    watch     agents, cordons and placements, as they change in the coordination store
+    poll      each agent, every `poll_ms`; one that hangs delays no other
+    lead      one orchestrator of the fleet carries out placements
+
+Without the store everything that is known stays: requests are routed, and agents that answer are asked to serve on.
+On SIGTERM requests in flight finish, for up to `server.drain_timeout_ms`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import aiohttp
+import msgspec
+import uvloop
+from aiohttp import web
+
+from pipeline.api.json_body import CONTENT_TYPE
+from pipeline.blobs.address import open_store as open_blobs
+from pipeline.blobs.interface import BlobStore
+from pipeline.catalog import contents
+from pipeline.config import paths
+from pipeline.config.schema import Config
+from pipeline.coordination.address import open_store
+from pipeline.coordination.election import Election, Term
+from pipeline.coordination.interface import Change, CoordinationStore, Event, Update
+from pipeline.errors import ConfigError, Conflict, ModelUnavailable, StarlingError, StorageUnavailable
+from pipeline.fleet import records, token
+from pipeline.fleet.bodies import HeartbeatRequest, HeartbeatResponse, LoadModelRequest, UnloadModelRequest
+from pipeline.fleet.records import AGENTS, AgentRecord
+from pipeline.observe import logs
+from pipeline.observe.metrics import Metrics
+from shm.decoding import DECODE_ERRORS
+from stages.orchestrator.cold_loads import ColdLoads
+from stages.orchestrator.fleet_api import CORDONS, PLACEMENTS, EventLog, FleetApi, Placement
+from stages.orchestrator.forward import read_error
+from stages.orchestrator.front import Front
+from stages.orchestrator.http_app import make_app
+from stages.orchestrator.placement import missing_loads
+from stages.orchestrator.registry import Cordon, Registry
+from stages.orchestrator.relay import Bounds, Relay
+from stages.orchestrator.router import Published, ScoreRouter
+from stages.orchestrator.score import Weights
+from stages.orchestrator.upstream import Answer, Unreachable, read_whole
+
+log = logging.getLogger("starling.orchestrator")
+
+BACKLOG = 1024
+CONNECT_S = 2.0  # to an engine or agent
+HEARTBEAT_S = 2.0  # for an agent to answer a poll
+LEADER_S = 5.0  # lease of the leader
+PLACE_S = 1.0  # between two looks at the placements
+CATALOG_S = 30.0  # between two reads of the catalog
+CATALOG_MISS_S = 1.0  # and after a request has named an unknown model
+STORE_RETRY_S = 0.5
+SHUTDOWN_S = 1.0  # for handlers to end after the drain
+LOAD_MARGIN_S = 10.0  # beyond fleet.orchestrator.load_timeout_ms, for the agent's own error to arrive
+
+
+class _Answer:
+    """An `Answer` of aiohttp's client."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self.status = response.status
+        self.headers: Mapping[str, str] = response.headers
+        self._response = response
+        self._aborted = ""
+
+    async def read(self) -> bytes:
+        if self._aborted:
+            raise Unreachable(self._aborted)
+        try:
+            data = await self._response.content.readany()
+        except Unreachable:
+            raise
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise Unreachable(self._aborted or str(error) or type(error).__name__) from None
+        if self._aborted:
+            raise Unreachable(self._aborted)
+        return data
+
+    def abort(self, reason: str) -> None:
+        self._aborted = reason
+        self._response.content.set_exception(Unreachable(reason))
+        self._response.close()
+
+    def close(self) -> None:
+        # A connection whose answer was not read to its end is closed, which cancels the engine's work.
+        if self._response.content.at_eof() and not self._aborted:
+            self._response.release()
+        else:
+            self._response.close()
+
+
+class HttpClient:
+    """A `Client` on aiohttp's."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes, timeout_s: float = 0.0
+    ) -> Answer:
+        """The response to a request. Raises `Unreachable`."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=("User-Agent", "Accept-Encoding"),
+            )
+        try:
+            async with asyncio.timeout(timeout_s or None):
+                response = await self._session.request(
+                    method, url, headers=headers, data=body if method == "POST" else None, allow_redirects=False
+                )
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise Unreachable(str(error) or type(error).__name__) from None
+        return _Answer(response)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+
+class OrchestratorStage:
+    """The process. `run` in its event loop."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        bounds = config.fleet.orchestrator
+        self._token = token.load_or_create(paths.fleet_token(config))
+        self._store: CoordinationStore = open_store(config)
+        self._blobs: BlobStore = open_blobs(config)
+        self.identity = f"{socket.gethostname()}-{bounds.port}"
+        self.client = HttpClient()
+        self.metrics = Metrics("orchestrator", None)
+        self.events = EventLog(time.time)
+        self.registry = Registry(self._heartbeat, time.monotonic)
+        self._published: dict[str, Published] = {}
+        weights = Weights(bounds.alpha, bounds.beta, bounds.gamma, bounds.delta)
+        self.router = ScoreRouter(weights, bounds.max_per_agent, self._published.get, time.time)
+        self.cold = ColdLoads(self._load, bounds.max_waiting, time.monotonic)
+        self._changed = asyncio.Event()
+        self.relay = Relay(
+            self.client,
+            self.router,
+            self.registry,
+            self.cold,
+            Bounds(bounds.wait_ms / 1000, bounds.move_timeout_ms / 1000),
+            time.monotonic,
+            self._next_change,
+            self._progress,
+        )
+        self.front = Front(
+            config,
+            self._token,
+            self.relay,
+            self.router,
+            self.client,
+            self.metrics,
+            time.monotonic,
+            time.time,
+            self._learn,
+        )
+        self.fleet = FleetApi(
+            self.identity, self.registry, self.router, self.relay, self.cold, self._write, self.events
+        )
+        self.fleet.published = self._published
+        self.port = 0
+        self._cordons: dict[str, Cordon] = {}
+        self._polls: dict[str, asyncio.Task[None]] = {}
+        self._health: dict[str, str] = {}
+        self._catalog_read = -CATALOG_S
+        self._placing: dict[str, asyncio.Task[None]] = {}
+        self._stopping = asyncio.Event()
+
+    # ---------------------------------------------------------------- running
+
+    async def run(self, on_listening: Callable[[int], Any] = lambda port: None) -> int:
+        """Serve until SIGTERM. Returns the exit code. `on_listening(port)` is called once it accepts connections."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        app = make_app(self.front, self.fleet)
+        runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, keepalive_timeout=75.0, shutdown_timeout=SHUTDOWN_S
+        )
+        tasks: list[asyncio.Task[Any]] = []
+        try:
+            await runner.setup()
+            server = await self._listen(runner)
+            tasks = [loop.create_task(work) for work in (self._watch(), self._poll(), self._lead(), self._catalog())]
+            log.info("listening", extra={"host": self.config.fleet.orchestrator.host, "port": self.port})
+            on_listening(self.port)
+            await self._stopping.wait()
+            self.fleet.is_stopping = True
+            server.close()
+            await self._drain()
+            return 0
+        finally:
+            for task in (*tasks, *self._polls.values(), *self._placing.values()):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.cold.close()
+            await runner.cleanup()
+            await self.client.close()
+            await self._store.close()
+            await self._blobs.close()
+
+    async def _listen(self, runner: web.AppRunner) -> asyncio.Server:
+        bounds = self.config.fleet.orchestrator
+        assert runner.server is not None
+        try:
+            server = await asyncio.get_running_loop().create_server(
+                runner.server, bounds.host, bounds.port, backlog=BACKLOG, reuse_address=True
+            )
+        except (OSError, socket.gaierror) as error:
+            raise ConfigError(
+                f"cannot listen on {bounds.host}:{bounds.port}: {error.strerror or error}; stop the process that uses "
+                "it, or set fleet.orchestrator.host and fleet.orchestrator.port",
+                "fleet.orchestrator.port",
+            ) from None
+        self.port = server.sockets[0].getsockname()[1]
+        return server
+
+    async def _drain(self) -> None:
+        deadline = time.monotonic() + self.config.server.drain_timeout_ms / 1000
+        while self.front.in_flight and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+
+    # ---------------------------------------------------------------- the store
+
+    async def _watch(self) -> None:
+        """Follow the store; while it is down, keep what is known."""
+        while True:
+            try:
+                async with contextlib.aclosing(self._store.watch("")) as updates:  # type: ignore[type-var]
+                    async for update in updates:
+                        self.fleet.is_store_up = True
+                        await self._on_update(update)
+            except (StorageUnavailable, ConfigError) as error:
+                if self.fleet.is_store_up:
+                    self.fleet.is_store_up = False
+                    self.events.add("store-down", text=error.message)
+                    log.error("the coordination store is down: %s", error.message)
+                await asyncio.sleep(STORE_RETRY_S)
+
+    async def _on_update(self, update: Update) -> None:
+        if update.is_snapshot:
+            keys = {event.key for event in update.events}
+            for record in await self.registry.discover_nodes():
+                if records.agent_key(record.agent_id) not in keys:
+                    self._leave(record.agent_id)
+            self._cordons = {}
+            self.fleet.placements = {}
+        for event in update.events:
+            try:
+                await self._on_event(event)
+            except (ConfigError, *DECODE_ERRORS) as error:
+                log.error("a value of the store is not used: %s: %s", event.key, error)
+        self.registry.set_cordons(dict(self._cordons))
+        self._table_changed()
+
+    async def _on_event(self, event: Event) -> None:
+        if event.key.startswith(AGENTS):
+            if event.value is None:
+                self._leave(event.key.removeprefix(AGENTS))
+                return
+            record = records.decode(event.key, event.value)
+            known = self.registry.find(record.agent_id)
+            if known is not None and known.incarnation != record.incarnation:
+                self.relay.lose_agent(record.agent_id, "the agent has started anew")
+            await self.registry.register_node(record)
+            if known != record:
+                self.events.add("agent-joined", agent=record.agent_id, text=record.url)
+                self._start_poll(record.agent_id)
+        elif event.key.startswith(CORDONS):
+            agent = event.key.removeprefix(CORDONS)
+            self._cordons.pop(agent, None)
+            if event.value is not None:
+                self._cordons[agent] = msgspec.json.decode(event.value, type=Cordon)
+        elif event.key.startswith(PLACEMENTS):
+            self.fleet.placements.pop(event.key, None)
+            if event.value is not None:
+                self.fleet.placements[event.key] = msgspec.json.decode(event.value, type=Placement)
+
+    def _leave(self, agent_id: str) -> None:
+        if self.registry.remove_node(agent_id):
+            self.events.add("agent-left", agent=agent_id)
+            self._health.pop(agent_id, None)
+            self.relay.lose_agent(agent_id, "the agent's lease has ended")
+
+    async def _write(self, key: str, value: bytes | None) -> None:
+        await self._store.transact((), (Change(key, value),))
+
+    # ---------------------------------------------------------------- the agents
+
+    async def _poll(self) -> None:
+        """Poll every agent; requests on one that is silent too long go on elsewhere."""
+        interval_s = self.config.fleet.orchestrator.poll_ms / 1000
+        silent_s = self.config.fleet.orchestrator.silent_ms / 1000
+        while True:
+            for health in self.registry.health():
+                self._start_poll(health.agent_id)
+                if health.health != "READY" and health.age_s > silent_s:
+                    self.relay.lose_agent(health.agent_id, f"the agent has not answered for {health.age_s:.1f} s")
+                self._move_draining(health.agent_id)
+            self.relay.kept.expire()
+            await asyncio.sleep(interval_s)
+
+    def _start_poll(self, agent_id: str) -> None:
+        """Poll an agent unless a poll of it is under way."""
+        if agent_id not in self._polls:
+            task = asyncio.get_running_loop().create_task(self._check(agent_id))
+            self._polls[agent_id] = task
+            task.add_done_callback(lambda done: self._polls.pop(agent_id, None))
+
+    async def _check(self, agent_id: str) -> None:
+        await self.registry.check_node(agent_id)
+        found = next((one for one in self.registry.health() if one.agent_id == agent_id), None)
+        if found is not None and self._health.get(agent_id) != found.health:
+            self._health[agent_id] = found.health
+            self.events.add(f"agent-{found.health.lower()}", agent=agent_id, text=found.reason)
+            log.info("agent %s is %s %s", agent_id, found.health, found.reason)
+        self._table_changed()
+
+    def _move_draining(self, agent_id: str) -> None:
+        cordon = self.registry.cordon(agent_id)
+        if cordon is not None and cordon.is_draining:
+            moved = self.relay.move_streams(agent_id, "the agent is draining")
+            if moved:
+                self.events.add("moved", agent=agent_id, text=f"{moved} requests go on elsewhere")
+
+    def _table_changed(self) -> None:
+        self.router.update_routing_table(self.registry.table())
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _next_change(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+
+    async def _heartbeat(self, record: AgentRecord) -> HeartbeatResponse:
+        body = HeartbeatRequest(orchestrator_id=self.identity, extend_lease=not self.fleet.is_store_up)
+        raw = await self._call(record.url + "/heartbeat", msgspec.json.encode(body), HEARTBEAT_S)
+        try:
+            return msgspec.json.decode(raw, type=HeartbeatResponse)
+        except DECODE_ERRORS as error:
+            raise ModelUnavailable(f"{record.url}/heartbeat: {error}; run the same release everywhere") from None
+
+    async def _call(self, url: str, body: bytes, timeout_s: float) -> bytes:
+        """POST to an agent. Raises `StarlingError`: the agent's, or `ModelUnavailable`."""
+        headers = {**token.authorization(self._token), "Content-Type": CONTENT_TYPE}
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self.client.open("POST", url, headers, body)
+                try:
+                    raw = await read_whole(answer)
+                finally:
+                    answer.close()
+        except TimeoutError:
+            raise ModelUnavailable(f"{url} has not answered within {timeout_s:g} s") from None
+        except Unreachable as error:
+            raise ModelUnavailable(f"{url}: {error}") from None
+        if answer.status not in (200, 202):
+            code, message = read_error(raw)
+            raise StarlingError(code or "INTERNAL", message or f"{url} answers with {answer.status}")
+        return raw
+
+    # ---------------------------------------------------------------- models
+
+    async def _load(self, agent_id: str, model: str, evict: str = "") -> None:
+        """Load a model on an agent, after another one has left. Raises `StarlingError`."""
+        record = self.registry.find(agent_id)
+        if record is None:
+            raise ModelUnavailable(f"agent {agent_id} has left")
+        timeout_ms = self.config.fleet.orchestrator.load_timeout_ms
+        published = self._published.get(model)
+        begun = time.monotonic()
+        try:
+            if evict:
+                self.events.add("unload", agent=agent_id, model=evict, text=f"makes room for {model}")
+                unload = msgspec.json.encode(UnloadModelRequest(model_id=evict))
+                await self._call(record.url + "/unload_model", unload, timeout_ms / 1000)
+            self.events.add("load", agent=agent_id, model=model)
+            request = LoadModelRequest(
+                model_id=model, digest=published.digest if published else "", timeout_ms=timeout_ms
+            )
+            await self._call(
+                record.url + "/load_model", msgspec.json.encode(request), timeout_ms / 1000 + LOAD_MARGIN_S
+            )
+        except StarlingError as error:
+            self.events.add("load-failed", agent=agent_id, model=model, text=error.message)
+            raise
+        self.events.add("loaded", agent=agent_id, model=model, text=f"{time.monotonic() - begun:.1f} s")
+        await self.registry.check_node(agent_id)
+        self._table_changed()
+
+    def _progress(self, model: str) -> str:
+        """How far the load of a model is, for the comments of streams that wait."""
+        for view in self.router.table:
+            for one in view.details.loaded_models:
+                if one.model_id == model and one.progress is not None and one.model_state != "READY":
+                    progress = one.progress
+                    share = f" {100 * progress.done // progress.total}%" if progress.total else ""
+                    return f"{progress.phase}{share} on {view.agent_id}"
+        return ""
+
+    async def _catalog(self) -> None:
+        """Read the catalog now and then."""
+        while True:
+            await self._read_catalog()
+            await asyncio.sleep(CATALOG_S)
+
+    async def _read_catalog(self) -> None:
+        self._catalog_read = time.monotonic()
+        try:
+            entries = await contents.entries(self._blobs)
+        except StarlingError as error:
+            log.warning("the catalog cannot be read: %s", error.message)
+            return
+        found = {entry.name: Published(entry.digest, entry.weights_bytes) for entry in entries}
+        self._published.clear()
+        self._published.update(found)
+
+    async def _learn(self, model: str) -> None:
+        """A request names a model that is not known: it may have been published lately."""
+        if model not in self._published and time.monotonic() - self._catalog_read > CATALOG_MISS_S:
+            await self._read_catalog()
+
+    # ---------------------------------------------------------------- leading
+
+    async def _lead(self) -> None:
+        """Carry out placements while this orchestrator leads."""
+        election = Election(self._store, "orchestrators/leader", self.identity.encode(), LEADER_S)
+        while True:
+            term = await election.campaign()
+            self.events.add("leader", text=self.identity)
+            holding = asyncio.get_running_loop().create_task(election.hold(term))
+            try:
+                await self._place_while(term)
+            finally:
+                self.fleet.is_leader = False
+                holding.cancel()
+                await asyncio.gather(holding, return_exceptions=True)
+
+    async def _place_while(self, term: Term) -> None:
+        while term.is_valid:
+            self.fleet.is_leader = True
+            wanted = [(one.model, one.replicas) for one in self.fleet.placements.values()]
+            for load in missing_loads(wanted, self.router.table):
+                if load.agent_id not in self._placing:
+                    task = asyncio.get_running_loop().create_task(self._place(load.agent_id, load.model))
+                    self._placing[load.agent_id] = task
+                    task.add_done_callback(partial(self._placed, load.agent_id))
+            await asyncio.sleep(PLACE_S)
+
+    def _placed(self, agent_id: str, done: asyncio.Task[None]) -> None:
+        self._placing.pop(agent_id, None)
+
+    async def _place(self, agent_id: str, model: str) -> None:
+        try:
+            await self._load(agent_id, model)
+        except StarlingError as error:
+            log.warning("model %s was not placed on %s: %s", model, agent_id, error.message)
+            await asyncio.sleep(STORE_RETRY_S if isinstance(error, Conflict) else CATALOG_S)
+
+
+def main(config: Config, on_listening: Callable[[int], Any] = lambda port: None) -> int:
+    """Run until SIGTERM. Returns the exit code. Raises `ConfigError` if it cannot listen."""
+    logs.setup("orchestrator", config)
+
+    async def run() -> int:
+        return await OrchestratorStage(config).run(on_listening)
+
+    return uvloop.run(run())

@@ -1,0 +1,48 @@
+"""What the orchestrator needs of an HTTP client. stage.py implements it; everything else is without sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+MAX_WHOLE_BYTES = 64 << 20  # of an answer that is not streamed
+
+
+class Unreachable(Exception):
+    """The engine or agent does not answer, or stopped in the middle of its answer. The message says how."""
+
+
+class Answer(Protocol):
+    """An HTTP response whose head has arrived."""
+
+    status: int
+    headers: Mapping[str, str]
+
+    async def read(self) -> bytes:
+        """The next bytes; b"" at the end. Raises `Unreachable`."""
+
+    def abort(self, reason: str) -> None:
+        """Close the connection. A `read` under way raises `Unreachable` with the reason."""
+
+    def close(self) -> None:
+        """Release the connection: for another request if the answer was read to its end. Idempotent."""
+
+
+class Client(Protocol):
+    """Sends requests to engines and agents."""
+
+    async def open(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes, timeout_s: float = 0.0
+    ) -> Answer:
+        """The response to a request. `timeout_s`: until its head, 0: no bound. Raises `Unreachable`."""
+
+
+async def read_whole(answer: Answer) -> bytes:
+    """The rest of an answer. Raises `Unreachable`, also for more than `MAX_WHOLE_BYTES`."""
+    parts, size = [], 0
+    while part := await answer.read():
+        size += len(part)
+        if size > MAX_WHOLE_BYTES:
+            raise Unreachable(f"the answer has more than {MAX_WHOLE_BYTES} bytes")
+        parts.append(part)
+    return b"".join(parts)

@@ -1,0 +1,187 @@
+"""`starling fleet`: the state of a fleet, and what its operators change."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+import click
+import msgspec
+
+from pipeline.config.load import load
+from starling.cli.fleet_up import up
+from starling.cli.options import exit_codes, json_option
+from starling.cli.tables import print_table
+from starling.client.fleet import FleetClient
+
+CODES = exit_codes(
+    {
+        0: "success",
+        1: "no orchestrator answers, or it knows no such agent, model or request",
+        2: "wrong usage",
+        78: "the configuration or the machine must be changed first",
+    }
+)
+
+
+def _url(command: Any) -> Any:
+    return click.option("--url", default="", metavar="URL", help="An orchestrator; default: the configured one.")(
+        command
+    )
+
+
+@click.group(epilog=CODES)
+def fleet() -> None:
+    """Run and operate a fleet: orchestrators, and agents with engines."""
+
+
+fleet.add_command(up)
+
+
+@fleet.command(epilog=CODES)
+@json_option()
+@_url
+def status(as_json: bool, url: str) -> None:
+    """Show agents, models and what is going on."""
+    client = FleetClient(load(), url)
+    state = client.get("/v1/fleet")
+    if as_json:
+        _print_json(state)
+        return
+    role = "leads" if state["leader"] else "does not lead"
+    click.echo(f"{state['orchestrator']} at {client.address}: {role}, store {state['store']}")
+    for load_ in state["loads"]:
+        click.echo(f"loading {load_['model']} on {load_['agent']}, {load_['waiting']} requests wait")
+    _print_agents(state["agents"])
+    _print_models(state["models"])
+
+
+@fleet.command(epilog=CODES)
+@json_option()
+@_url
+def agents(as_json: bool, url: str) -> None:
+    """List the agents."""
+    found = FleetClient(load(), url).get("/v1/fleet")["agents"]
+    _print_json(found) if as_json else _print_agents(found)
+
+
+@fleet.command(epilog=CODES)
+@json_option()
+@_url
+def models(as_json: bool, url: str) -> None:
+    """List the models that requests may name."""
+    found = FleetClient(load(), url).get("/v1/fleet")["models"]
+    _print_json(found) if as_json else _print_models(found)
+
+
+@fleet.command(epilog=CODES)
+@click.argument("model")
+@click.option("--replicas", type=click.IntRange(0, 1000), default=1, show_default=True, metavar="N")
+@json_option()
+@_url
+def place(model: str, replicas: int, as_json: bool, url: str) -> None:
+    """Keep MODEL loaded on N agents.
+
+    With 0 replicas nothing is kept: the model stays where it is until another one needs its place.
+    """
+    done = FleetClient(load(), url).post("/v1/fleet/place", model=model, replicas=replicas)
+    _print_json(done) if as_json else click.echo(f"{model}: {replicas} replicas wanted, {done['ready']} ready")
+
+
+def _cordon(agent: str, as_json: bool, url: str, *, cordoned: bool, drain: bool, text: str) -> None:
+    done = FleetClient(load(), url).post("/v1/fleet/cordon", agent=agent, cordoned=cordoned, drain=drain)
+    _print_json(done) if as_json else click.echo(f"{agent}: {text}")
+
+
+@fleet.command(epilog=CODES)
+@click.argument("agent")
+@json_option()
+@_url
+def drain(agent: str, as_json: bool, url: str) -> None:
+    """Move the streams of AGENT to other agents, and give it nothing new.
+
+    A stream is moved where another agent has its model ready; others finish where they are.
+    """
+    _cordon(agent, as_json, url, cordoned=True, drain=True, text="draining; `starling fleet agents` shows what is left")
+
+
+@fleet.command(epilog=CODES)
+@click.argument("agent")
+@json_option()
+@_url
+def cordon(agent: str, as_json: bool, url: str) -> None:
+    """Give AGENT no new requests and models. Its streams finish there."""
+    _cordon(agent, as_json, url, cordoned=True, drain=False, text="cordoned")
+
+
+@fleet.command(epilog=CODES)
+@click.argument("agent")
+@json_option()
+@_url
+def uncordon(agent: str, as_json: bool, url: str) -> None:
+    """Give AGENT requests and models again after `drain` or `cordon`."""
+    _cordon(agent, as_json, url, cordoned=False, drain=False, text="takes requests")
+
+
+@fleet.command(epilog=CODES)
+@click.option("--after", type=click.IntRange(0), default=0, metavar="NUMBER", help="Only later events.")
+@json_option()
+@_url
+def events(after: int, as_json: bool, url: str) -> None:
+    """Show what has happened, as the orchestrator has seen it."""
+    found = FleetClient(load(), url).get(f"/v1/fleet/events?after={after}")["events"]
+    if as_json:
+        _print_json(found)
+        return
+    rows = [[str(one["number"]), one["kind"], one["agent"], one["model"], one["text"]] for one in found]
+    print_table(("number", "event", "agent", "model", "details"), rows, right=("number",))
+
+
+@fleet.command(epilog=CODES)
+@click.argument("request_id")
+@json_option()
+@_url
+def why(request_id: str, as_json: bool, url: str) -> None:
+    """Show why a request went to its agents: each agent's score and terms.
+
+    REQUEST_ID is X-Starling-Request of the answer.
+    """
+    found = FleetClient(load(), url).get(f"/v1/fleet/why/{quote(request_id, safe='')}")
+    if as_json:
+        _print_json(found)
+        return
+    click.echo(f"{found['request_id']}: model {found['model']}, first token after {found['first_token_s']:.3f} s")
+    for choice in found["choices"]:
+        click.echo(f"{choice['cause']}: {choice['agent_id']}, expected after {choice['predicted_s']:.3f} s")
+        rows = []
+        for one in sorted(choice["scores"], key=lambda score: float(score["score_s"])):
+            terms = [f"{one['terms'][name]:.3f}" for name in ("cache_level_s", "kv_hit_s", "queue_s", "transfer_s")]
+            rows.append([one["agent_id"], f"{one['score_s']:.3f}", *terms, one["level"], one["reason"] or one["state"]])
+        print_table(("agent", "score", "start", "- kv hit", "queue", "transfer", "level", ""), rows)
+
+
+def _print_agents(found: list[dict[str, Any]]) -> None:
+    rows = []
+    for one in found:
+        state = "draining" if one["draining"] else "cordoned" if one["cordoned"] else one.get("state", "")
+        loaded = ", ".join(f"{m['model_id']} ({m['cache_state']})" for m in one.get("loaded_models", ()))
+        rows.append([one["agent_id"], one["health"], state, str(one["under_way"]), one["url"], loaded or one["reason"]])
+    print_table(("agent", "health", "state", "requests", "url", "models"), rows, right=("requests",))
+
+
+def _print_models(found: list[dict[str, Any]]) -> None:
+    rows = [
+        [
+            one["id"],
+            "ready" if one["ready"] else "loading" if one["loading"] else "cold",
+            str(one["replicas"]),
+            f"{one['bytes'] / 1e6:.0f} MB",
+            ", ".join(one["agents"]),
+        ]
+        for one in found
+    ]
+    print_table(("model", "state", "replicas", "size", "agents"), rows, right=("replicas", "size"))
+
+
+def _print_json(value: Any) -> None:
+    click.echo(msgspec.json.format(msgspec.json.encode(value)).decode())

@@ -1,0 +1,41 @@
+"""`starling orchestrator`: one address in front of a fleet's agents."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from pipeline.config.load import load
+from pipeline.observe import logs
+from starling.cli.options import exit_codes
+
+
+@click.command(
+    epilog=exit_codes(
+        {
+            0: "ended on request",
+            1: "failure that a retry may cure",
+            78: "the configuration or the machine must be changed first",
+        }
+    )
+)
+@click.option("--join", metavar="STORE", help="The coordination store; default: fleet.store.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), help="Port of the API, 0: any; default: fleet.orchestrator.port."
+)
+def orchestrator(join: str | None, port: int | None) -> int:
+    """Serve the API for all agents of a fleet, until Ctrl-C.
+
+    The orchestrator finds the agents in the coordination store (sqlite:PATH or etcd://HOST:PORT), sends each request to
+    one that has its model, and to another one when that one dies. Requests in flight finish first when it ends.
+    """
+    for key, value in (("STORE", join), ("ORCHESTRATOR__PORT", port)):
+        if value is not None:
+            os.environ[f"STARLING_FLEET__{key}"] = str(value)
+    config = load()
+    logs.setup("orchestrator", config)
+    from stages.orchestrator import stage
+
+    host = config.fleet.orchestrator.host
+    return stage.main(config, lambda port: click.echo(f"Orchestrator is ready at http://{host}:{port}"))

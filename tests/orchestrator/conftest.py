@@ -1,0 +1,48 @@
+"""One fleet of two engines for the tests of a module."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.gateway.server import Server
+from tests.orchestrator.fleet import Fleet
+
+
+@pytest.fixture(scope="module")
+def homes() -> Iterator[Callable[[], Path]]:
+    """New directories with paths short enough for sockets."""
+    base = Path(tempfile.mkdtemp(prefix="or-"))
+    count = iter(range(1000))
+    yield lambda: base / str(next(count))
+    shutil.rmtree(base)
+
+
+@pytest.fixture(scope="module")
+def engines(homes: Callable[[], Path]) -> Iterator[list[Server]]:
+    """Two gateways that give equal answers."""
+    started = [Server(homes()) for _ in range(2)]
+    for engine in started:
+        engine.wait_ready()
+    yield started
+    for engine in started:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def fleet(homes: Callable[[], Path], engines: list[Server]) -> Iterator[Fleet]:
+    """An orchestrator with the agents "one" and "two"."""
+    keys = [
+        {"key": "sk-mine", "tenant": "mine"},
+        {"key": "sk-other", "tenant": "other"},
+        {"key": "sk-admin", "tenant": "ops", "admin": True},
+    ]
+    running = Fleet(homes(), {"auth": {"api_keys": keys}}, wait_ms=1000)
+    for name, engine in zip(("one", "two"), engines):
+        running.add_agent(name, engine)
+    yield running
+    assert running.close() == 0, "".join(running.lines)

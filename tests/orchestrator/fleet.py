@@ -1,0 +1,233 @@
+"""A fleet for tests: engines that are real gateways, agents that speak the agents' API, and a real orchestrator.
+
+The gateways' peers are scripted (tests/gateway/server.py): each engine gives the same answer to the same request, and a
+test decides when an engine makes its next tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from pipeline.coordination.interface import Change
+from pipeline.coordination.sqlite_store import SqliteStore
+from pipeline.fleet import bodies, token
+from pipeline.fleet.records import AgentRecord, agent_key, encode
+from tests.gateway.peers import MODEL
+from tests.gateway.server import Answer, Server, Stream
+
+DIGEST = "ab" * 32
+START_S = 120.0
+
+
+class TestAgent:
+    """An agent: its state is what the test sets."""
+
+    __test__ = False
+
+    def __init__(self, name: str, secret: str) -> None:
+        self.name = name
+        self.incarnation = "1"
+        self.engines: dict[str, Server] = {}
+        self.cold: dict[str, Server] = {}  # engines that /load_model makes ready
+        self.loads: list[str] = []
+        self.may_load = threading.Event()
+        self.loading = threading.Event()
+        self.is_silent = False
+        agent = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                given = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                if agent.is_silent:
+                    self.close_connection = True
+                    return
+                token.check(self.headers.get("Authorization"), secret)
+                body = agent.answer(self.path, given)
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def answer(self, path: str, body: bytes) -> bytes:
+        if path == "/heartbeat":
+            return msgspec.json.encode(self.heartbeat())
+        assert path == "/load_model", path
+        model = msgspec.json.decode(body, type=bodies.LoadModelRequest).model_id
+        self.loads.append(model)
+        self.loading.set()
+        assert self.may_load.wait(60)
+        self.engines[model] = self.cold[model]
+        return msgspec.json.encode(bodies.LoadModelResponse(status="success", model_id=model, model_state="READY"))
+
+    def heartbeat(self) -> bodies.HeartbeatResponse:
+        models = [
+            bodies.LoadedModel(
+                model_id=model,
+                model_state="READY",
+                cache_level="CPU_RESIDENT",
+                engine_url=f"http://127.0.0.1:{engine.port}",
+                engine_incarnation=str(engine.port),
+                digest=DIGEST,
+                kv_type="f16",
+                numerics=1,
+            )
+            for model, engine in list(self.engines.items())
+        ]
+        files = [
+            bodies.CachedModel(digest=DIGEST, names=(model,), cache_level="NVME_CACHED", bytes=1, is_complete=True)
+            for model in self.cold
+        ]
+        return bodies.HeartbeatResponse(
+            agent_id=self.name,
+            incarnation=self.incarnation,
+            state="IDLE",
+            loaded_models=tuple(models),
+            cached_models=tuple(files),
+        )
+
+    def close(self) -> None:
+        self.may_load.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class Fleet:
+    """An orchestrator's process and its agents. `post`, `get` and `stream` are those of a client."""
+
+    def __init__(self, home: Path, sections: dict[str, Any] | None = None, **bounds: Any) -> None:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.home = home
+        self.secret = token.load_or_create(home / "fleet-token")
+        config = {
+            "fleet": {"orchestrator": {"poll_ms": 50, **bounds}},
+            "logging": {"format": "json"},
+            **(sections or {}),
+        }
+        (home / "starling.yaml").write_text(yaml.safe_dump(config))
+        self.agents: dict[str, TestAgent] = {}
+        self.lines: list[str] = []
+        self.port = 0
+        self._start()
+
+    def _start(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("STARLING_")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "starling", "orchestrator", "--port", "0"],
+            env={**environment, "STARLING_HOME": str(self.home), "STARLING_CONFIG": str(self.home / "starling.yaml")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        ready: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, args=(self.process, ready), daemon=True)
+        self._reader.start()
+        line = ready.get(timeout=START_S)
+        assert line, "".join(self.lines)
+        self.port = int(line.rpartition(":")[2])
+
+    def _read(self, process: subprocess.Popen[str], ready: queue.SimpleQueue[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                self.lines.append(line)
+                if line.startswith("Orchestrator is ready"):
+                    ready.put(line.strip())
+        ready.put("")
+
+    def close(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(60)
+        self._reader.join()
+        for agent in self.agents.values():
+            agent.close()
+        return code
+
+    # ---------------------------------------------------------------- agents
+
+    def write(self, key: str, value: bytes | None) -> None:
+        """Write into the coordination store."""
+
+        async def put() -> None:
+            async with SqliteStore(self.home / "fleet.db") as store:
+                await store.transact((), (Change(key, value),))
+
+        asyncio.run(put())
+
+    def add_agent(self, name: str, engine: Server) -> TestAgent:
+        """An agent with an engine that is ready; returns when the orchestrator knows it."""
+        agent = self.agents[name] = TestAgent(name, self.secret)
+        agent.engines = {MODEL: engine}
+        self.register(agent)
+        return agent
+
+    def register(self, agent: TestAgent) -> None:
+        record = AgentRecord(agent_id=agent.name, url=agent.url, incarnation=agent.incarnation)
+        self.write(agent_key(agent.name), encode(record))
+        self.wait(
+            lambda state: any(one["agent_id"] == agent.name and one["health"] == "READY" for one in state["agents"])
+        )
+
+    def wait(self, holds: Any) -> dict[str, Any]:
+        """Wait until the fleet's state is as wanted; returns it."""
+        while not holds(state := self.state()):
+            assert self.process.poll() is None, "".join(self.lines)
+        return state
+
+    def state(self) -> dict[str, Any]:
+        answer = self.get("/v1/fleet", token.authorization(self.secret))
+        assert answer.status == 200, answer.body
+        found: dict[str, Any] = answer.json
+        return found
+
+    # ---------------------------------------------------------------- a client
+
+    def connect(self, timeout_s: float = 60.0) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+
+    def request(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
+        connection = self.connect()
+        try:
+            data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+            kind = {} if data is None else {"Content-Type": "application/json"}
+            connection.request(method, path, data, {**kind, **(headers or {})})
+            response = connection.getresponse()
+            return Answer(response.status, response.headers, response.read())
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Answer:
+        return self.request("POST", path, body, headers)
+
+    def get(self, path: str, headers: dict[str, str] | None = None) -> Answer:
+        return self.request("GET", path, None, headers)
+
+    def stream(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Stream:
+        return Stream(self, path, {**body, "stream": True}, headers)  # type: ignore[arg-type]

@@ -1,0 +1,84 @@
+"""Cold loads: one for each model, bounded waiting, errors for all who wait."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pipeline.errors import ModelUnavailable, Overloaded
+from stages.orchestrator.cold_loads import ColdLoads
+
+
+class Loader:
+    """Loads that end when the test says so."""
+
+    def __init__(self, max_waiting: int = 100) -> None:
+        self.calls: list[tuple[str, str, str]] = []
+        self.ends: dict[str, asyncio.Future[None]] = {}
+        self.cold = ColdLoads(self.load, max_waiting, lambda: 0.0)
+
+    async def load(self, agent_id: str, model: str, evict: str) -> None:
+        self.calls.append((agent_id, model, evict))
+        self.ends[model] = asyncio.get_running_loop().create_future()
+        await self.ends[model]
+
+    def wait(self, model: str, agent: str = "a") -> asyncio.Task[str]:
+        return asyncio.ensure_future(self.cold.wait(model, agent, predicted_s=7.0))
+
+    async def begun(self, model: str) -> None:
+        while model not in self.ends:
+            await asyncio.sleep(0)
+
+
+async def test_many_requests_cause_one_load() -> None:
+    loader = Loader()
+    waiters = [loader.wait("m", f"agent-{number}") for number in range(40)]
+    await loader.begun("m")
+    assert loader.calls == [("agent-0", "m", "")] and loader.cold.n_waiting == 40
+    loader.ends["m"].set_result(None)
+    assert await asyncio.gather(*waiters) == ["agent-0"] * 40
+    assert loader.cold.n_waiting == 0 and not loader.cold.under_way
+
+
+async def test_all_who_wait_get_the_error_and_the_next_one_loads_again() -> None:
+    loader = Loader()
+    waiters = [loader.wait("m") for _ in range(3)]
+    await loader.begun("m")
+    loader.ends.pop("m").set_exception(ModelUnavailable("no room"))
+    found = await asyncio.gather(*waiters, return_exceptions=True)
+    assert [str(one) for one in found] == ["no room"] * 3
+    again = loader.wait("m")
+    await loader.begun("m")
+    loader.ends["m"].set_result(None)
+    await again
+    assert (loader.cold.started, loader.cold.failed) == (2, 1)
+
+
+async def test_waiting_is_bounded_with_an_estimate() -> None:
+    loader = Loader(4)
+    waiters = [loader.wait("m"), loader.wait("m")]
+    await loader.begun("m")
+    with pytest.raises(Overloaded, match="max_waiting") as refused:
+        await loader.cold.wait("m", "a")
+    assert refused.value.retry_after_s == 7.0
+    waiters += [loader.wait("n"), loader.wait("n")]
+    await loader.begun("n")
+    with pytest.raises(Overloaded):
+        await loader.cold.wait("o", "a")
+    for model in "mn":
+        loader.ends[model].set_result(None)
+    await asyncio.gather(*waiters)
+
+
+async def test_a_waiter_that_leaves_ends_no_load() -> None:
+    loader = Loader()
+    waiter = loader.wait("m")
+    await loader.begun("m")
+    waiter.cancel()
+    await asyncio.gather(waiter, return_exceptions=True)
+    assert loader.cold.find("m") is not None and loader.cold.n_waiting == 0
+    other = loader.wait("m")
+    loader.ends["m"].set_result(None)
+    assert await other == "a" and len(loader.calls) == 1
+    await loader.cold.close()

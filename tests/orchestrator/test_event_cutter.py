@@ -1,0 +1,134 @@
+"""The event cutter: however a stream is cut, interleaved and broken, each event of each choice is forwarded once."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stages.orchestrator.event_cutter import EventCutter
+
+
+def stream_of(lengths: list[int], order: list[int], n_opening: int = 1) -> bytes:
+    """A stream of choices with so many tokens each, whose next events come in the order of `order`, then by number."""
+    places = ["0"] * len(lengths)
+    events = ["retry: 1000\n" + 'data: {"opening":0}\n\n'] if n_opening else ["retry: 1000\n"]
+    events += [f'data: {{"opening":{number}}}\n\n' for number in range(1, n_opening)]
+    left = {
+        choice: iter([*map(str, range(1, length + 1)), f"{length}f", f"{length}e"])
+        for choice, length in enumerate(lengths)
+    }
+    for turn in itertools.chain(order, itertools.cycle(range(len(lengths)))):
+        if not left:
+            break
+        choice = turn % len(lengths)
+        place = next(left[choice], None) if choice in left else None
+        if place is None:
+            left.pop(choice, None)
+            continue
+        places[choice] = place
+        events.append(f'id: req-1:{".".join(places)}\ndata: {{"choice":{choice},"at":"{place}"}}\n\n')
+    places = [place.rstrip("e") + "d" for place in places]
+    events.append(f'id: req-1:{".".join(places)}\ndata: {{"usage":1}}\n\n')
+    return "".join([*events, "data: [DONE]\n\n"]).encode()
+
+
+def of_choice(data: bytes, choice: int) -> list[bytes]:
+    return re.findall(rb'"choice":%d,"at":"([^"]*)"' % choice, data)
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    bounds = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
+    return [data[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+PLACES = st.lists(st.integers(0, 2000), max_size=6)
+ORDERS = st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=4)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3), ORDERS, PLACES, PLACES, st.integers(0, 3))
+def test_a_stream_that_breaks_anywhere_has_each_event_once(
+    lengths: list[int], orders: list[list[int]], places: list[int], deaths: list[int], n_opening: int
+) -> None:
+    cutter, forwarded = EventCutter(), b""
+    for number, order in enumerate([*orders, []]):
+        data = stream_of(lengths, order, n_opening)
+        is_last = number == len(orders)
+        death = len(data) if is_last or number >= len(deaths) else deaths[number] % len(data)
+        cutter.restart(is_replay=True)
+        for part in cut(data[:death], places):
+            forwarded += cutter.feed(part)
+        if cutter.last_id and not cutter.last_id.endswith(b"d"):  # the id says what the client has
+            received = [(of_choice(forwarded, choice) or [b"0"])[-1] for choice in range(len(lengths))]
+            assert cutter.last_id == b"req-1:" + b".".join(received)
+        if cutter.is_over:
+            break
+    assert cutter.is_over
+    whole = stream_of(lengths, [], n_opening)
+    for choice in range(len(lengths)):
+        assert of_choice(forwarded, choice) == of_choice(whole, choice)
+    assert forwarded.count(b"opening") == n_opening and forwarded.count(b"usage") == 1
+    assert forwarded.count(b"[DONE]") == 1 and forwarded.startswith(b"retry: 1000\n")
+    assert cutter.n_events == whole.count(b"data: ")
+    if len(lengths) == 1:
+        assert forwarded == whole
+
+
+def test_an_id_of_a_continued_stream_is_what_the_client_has() -> None:
+    cutter = EventCutter()
+    cutter.feed(b'id: r:1.0\ndata: {"a":1}\n\nid: r:2.0\ndata: {"a":2}\n\nid: r:2.1\ndata: {"b":1}\n\n')
+    cutter.restart(is_replay=True)
+    replayed = b'id: r:0.1\ndata: {"b":1}\n\nid: r:0.2\ndata: {"b":2}\n\nid: r:1.2\ndata: {"a":1}\n\n'
+    assert cutter.feed(replayed) == b'id: r:2.2\ndata: {"b":2}\n\n'
+    assert cutter.feed(b'id: r:2.2\ndata: {"a":2}\n\nid: r:3.2\ndata: {"a":3}\n\n') == b'id: r:3.2\ndata: {"a":3}\n\n'
+
+
+def test_a_client_that_comes_with_an_id_gets_what_follows_it() -> None:
+    cutter = EventCutter(b"r:2")
+    cutter.restart(is_replay=True)
+    stream = b'retry: 1000\ndata: {"o":1}\n\nid: r:0\ndata: {"o":2}\n\n'
+    stream += b"".join(b'id: r:%d\ndata: {"a":%d}\n\n' % (number, number) for number in range(1, 5))
+    assert cutter.feed(stream) == b'id: r:3\ndata: {"a":3}\n\nid: r:4\ndata: {"a":4}\n\n'
+
+
+def test_a_stream_that_an_engine_continues_has_no_second_delay() -> None:
+    cutter = EventCutter()
+    first = b'retry: 1000\nid: r:1\ndata: {"a":1}\n\nid: r:2\ndata: {"a":2}\n\n'
+    assert cutter.feed(first + b"id: r:3\nda") == first
+    cutter.restart(is_replay=False)
+    rest = b'id: r:4\ndata: {"a":34}\n\ndata: [DONE]\n\n'
+    assert cutter.feed(b"retry: 1000\n\n" + rest) == rest
+    assert cutter.is_over
+
+
+def test_several_events_of_one_token_are_told_apart_by_their_units() -> None:
+    cutter = EventCutter()
+    events = [b'id: r:3-10\nevent: x\ndata: {"n":1}\n\n', b'id: r:3-20\nevent: x\ndata: {"n":2}\n\n']
+    events += [b'id: r:3\nevent: x\ndata: {"n":3}\n\n', b'id: r:4\nevent: x\ndata: {"n":4}\n\n']
+    cutter.feed(b"".join(events[:2]))
+    cutter.restart(is_replay=True)
+    assert cutter.feed(b"".join(events)) == b"".join(events[2:])
+
+
+def test_comments_pass_and_count_for_nothing() -> None:
+    cutter = EventCutter()
+    assert cutter.feed(b":\n\nid: r:1\ndata: {}\n\n") == b":\n\nid: r:1\ndata: {}\n\n"
+    assert (cutter.n_events, cutter.last_id) == (1, b"r:1")
+
+
+def test_an_error_is_held_back_with_all_that_follows() -> None:
+    cutter = EventCutter()
+    error = b'id: r:1e\ndata: {"error":{"code":"DRAINING"}}\n\n'
+    assert cutter.feed(b"id: r:1\ndata: {}\n\n" + error + b"data: [DONE]\n\n") == b"id: r:1\ndata: {}\n\n"
+    assert cutter.error == error and not cutter.is_over
+    named = EventCutter()
+    named.feed(b'event: error\ndata: {"type":"error","error":{}}\n\n')
+    assert named.error and not named.n_events
+
+
+def test_messages_end_with_their_last_event() -> None:
+    cutter = EventCutter()
+    last = b'id: r:1d\nevent: message_stop\ndata: {"type":"message_stop"}\n\n'
+    assert cutter.feed(last) == last and cutter.is_over

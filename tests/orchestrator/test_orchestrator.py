@@ -1,0 +1,320 @@
+"""The orchestrator's process in front of two engines: the same API, and streams that outlive their engine."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.fleet import token
+from starling.cli import cli
+from tests.gateway.peers import MODEL
+from tests.gateway.server import Server
+from tests.orchestrator.fleet import Fleet, TestAgent
+
+MINE, OTHER = {"Authorization": "Bearer sk-mine"}, {"Authorization": "Bearer sk-other"}
+SAID = "please say the old lighthouse keeper climbed the stairs"
+BODY: dict[str, Any] = {"model": MODEL, "prompt": SAID, "max_tokens": 40, "seed": 7, "ignore_eos": True}
+CHAT: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": SAID}],
+    "max_tokens": 30,
+    "seed": 7,
+    "ignore_eos": True,
+}
+REQUESTS = [
+    ("/v1/generate", {**BODY, "n": 2}),
+    ("/v1/completions", {**BODY, "stream_options": {"include_usage": True}}),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/messages", {name: value for name, value in CHAT.items() if name != "ignore_eos"}),
+]
+
+
+def plain(raw: bytes) -> bytes:
+    """An answer without what differs from request to request: id, time and cache hits."""
+    raw = re.sub(rb'("created|"cached_tokens|"cache_read_input_tokens)":\d+', rb'\1":0', raw)
+    raw = re.sub(rb"[0-9a-f]{24}", b"ID", raw)
+    if b'"index":1' not in raw or b"data: " not in raw:
+        return raw
+    # Events of several choices are interleaved as the tokens come: each choice's are in order.
+    data = [line for line in raw.splitlines() if line.startswith(b"data: ")]
+    return b"\n".join(sorted(data, key=lambda line: b'"index":1' in line))
+
+
+def whole(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name != "stream_options"}
+
+
+CONNECTIONS: list[http.client.HTTPConnection] = []
+
+
+def opened(fleet: Fleet) -> http.client.HTTPConnection:
+    """A connection that is closed after the test."""
+    CONNECTIONS.append(fleet.connect())
+    return CONNECTIONS[-1]
+
+
+@pytest.fixture(autouse=True)
+def running(engines: list[Server]) -> Iterator[None]:
+    """Engines that a test has held go on after it."""
+    yield
+    while CONNECTIONS:
+        CONNECTIONS.pop().close()
+    for engine in engines:
+        hold(engine, False)
+
+
+def engine_of(fleet: Fleet, engines: list[Server], request_id: str) -> int:
+    """The engine that was sent the request last."""
+    answer = fleet.get(f"/v1/fleet/why/{request_id}", token.authorization(fleet.secret))
+    assert answer.status == 200, answer.body
+    return ["one", "two"].index(answer.json["choices"][-1]["agent_id"])
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS, ids=[path for path, _ in REQUESTS])
+def test_answers_are_the_engines(fleet: Fleet, engines: list[Server], path: str, body: dict[str, Any]) -> None:
+    direct = engines[0].post(path, whole(body))
+    answer = fleet.post(path, whole(body), MINE)
+    assert (answer.status, plain(answer.body)) == (200, plain(direct.body)), answer.body
+    assert answer.headers["X-Starling-Request"].startswith("req-")
+    streamed = engines[1].post(path, {**body, "stream": True})
+    answer = fleet.post(path, {**body, "stream": True}, MINE)
+    assert (answer.status, plain(answer.body)) == (200, plain(streamed.body)), answer.body
+    assert answer.headers["Content-Type"] == streamed.headers["Content-Type"]
+
+
+def hold(engine: Server, is_held: bool = True) -> None:
+    engine.peers.do(lambda: setattr(engine.peers, "is_stepping", not is_held))
+
+
+def step(engine: Server, times: int) -> None:
+    for _ in range(times):
+        engine.peers.do(lambda: engine.peers.generator.step(1))
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS, ids=[path for path, _ in REQUESTS])
+def test_a_stream_outlives_its_engine(fleet: Fleet, engines: list[Server], path: str, body: dict[str, Any]) -> None:
+    body = {**body, "stream": True}
+    undisturbed = engines[0].post(path, body).body
+    fleet.wait(lambda state: all(one["loaded_models"] and one["health"] == "READY" for one in state["agents"]))
+    for engine in engines:
+        hold(engine)
+    connection = opened(fleet)
+    connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json", **MINE})
+    response = connection.getresponse()
+    request_id = response.headers["X-Starling-Request"]
+    first = engine_of(fleet, engines, request_id)
+    victim, successor = engines[first], engines[1 - first]
+    received = b""
+    while received.count(b"data: ") < 12:
+        step(victim, 1)
+        received += response.read1(1 << 16)
+    victim.process.kill()
+    hold(successor, False)
+    received += response.read()
+    assert engine_of(fleet, engines, request_id) == 1 - first
+    victim.kill_and_restart()
+    hold(victim, False)
+    victim.wait_ready()
+    assert plain(received) == plain(undisturbed)
+    # What the successor has is the whole answer, under the same id.
+    assert successor.get(f"/v1/requests/{request_id}").status == 200
+
+
+def test_a_whole_answer_outlives_its_engine(fleet: Fleet, engines: list[Server]) -> None:
+    fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
+    undisturbed = engines[0].post("/v1/generate", BODY)
+    for engine in engines:
+        hold(engine)
+    answers: list[Any] = []
+    client = threading.Thread(target=lambda: answers.append(fleet.post("/v1/generate", BODY, MINE)))
+    client.start()
+    fleet.wait(lambda state: any(one["under_way"] for one in state["agents"]))
+    busy = [one["agent_id"] for one in fleet.state()["agents"] if one["under_way"]]
+    victim = engines[["one", "two"].index(busy[0])]
+    victim.process.kill()
+    for engine in engines:
+        hold(engine, False)
+    client.join()
+    victim.kill_and_restart()
+    victim.wait_ready()
+    assert answers[0].status == 200 and plain(answers[0].body) == plain(undisturbed.body)
+
+
+def test_a_stream_leaves_an_agent_whose_lease_has_ended(fleet: Fleet, engines: list[Server]) -> None:
+    fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
+    undisturbed = engines[0].post("/v1/generate", {**BODY, "stream": True}).body
+    for engine in engines:
+        hold(engine)
+    connection = opened(fleet)
+    headers = {"Content-Type": "application/json", **MINE}
+    connection.request("POST", "/v1/generate", json.dumps({**BODY, "stream": True}).encode(), headers)
+    response = connection.getresponse()
+    first = engine_of(fleet, engines, response.headers["X-Starling-Request"])
+    step(engines[first], 3)
+    name = ("one", "two")[first]
+    received = response.read1(1 << 16)
+    fleet.write(f"agents/{name}", None)
+    fleet.wait(lambda state: [one["agent_id"] for one in state["agents"]] == [("one", "two")[1 - first]])
+    hold(engines[1 - first], False)
+    received += response.read()
+    hold(engines[first], False)
+    fleet.register(fleet.agents[name])
+    assert plain(received) == plain(undisturbed)
+
+
+def test_a_client_continues_its_stream(fleet: Fleet, engines: list[Server]) -> None:
+    fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
+    stream = fleet.stream("/v1/generate", BODY, MINE)
+    request_id = stream.response.headers["X-Starling-Request"]
+    events = stream.all()
+    texts = "".join(one.data.get("text", "") for one in events if one.data != "[DONE]")
+    path, last = f"/v1/requests/{request_id}", events[4].id
+    assert fleet.get(path, OTHER).status == 404
+    rest = fleet.get(path, {**MINE, "Last-Event-ID": last}).body
+    data = [json.loads(line[6:]) for line in rest.splitlines() if line.startswith(b"data: {")]
+    begun = "".join(one.data.get("text", "") for one in events[:5])
+    assert begun + "".join(one.get("text", "") for one in data) == texts
+    assert fleet.post("/v1/generate", {**BODY, "stream": True}, {**OTHER, "Last-Event-ID": last}).status == 404
+    # With a key, a repetition is the same request, whichever engine has it.
+    keyed = {**MINE, "Idempotency-Key": "mine"}
+    unseeded = {name: value for name, value in BODY.items() if name != "seed"}
+    first, second = (fleet.post("/v1/generate", unseeded, keyed) for _ in range(2))
+    assert first.status == 200 and first.body == second.body
+    assert fleet.post("/v1/generate", BODY, keyed).status == 409
+
+
+@pytest.fixture
+def cold_agent(fleet: Fleet, engines: list[Server]) -> Iterator[TestAgent]:
+    """The agent "two", which has the files of the model "cold"."""
+    agent = fleet.agents["two"]
+    agent.cold["cold"] = engines[1]
+    fleet.wait(lambda state: any(one["id"] == "cold" for one in state["models"]))
+    yield agent
+    agent.may_load.set()
+    agent.cold.clear()
+    agent.engines.pop("cold", None)
+    fleet.wait(lambda state: all(one["id"] != "cold" for one in state["models"]))
+
+
+def test_a_cold_model_is_loaded_once(fleet: Fleet, cold_agent: TestAgent) -> None:
+    fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
+    agent = cold_agent
+    body = {**BODY, "model": "cold"}
+    answers: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(fleet.post("/v1/generate", {**body, "stream": True}, MINE)))
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    assert agent.loading.wait(60)
+    fleet.wait(lambda state: [one["waiting"] for one in state["loads"]] == [6])
+    connection = opened(fleet)
+    headers = {"Content-Type": "application/json", **MINE}
+    connection.request("POST", "/v1/generate", json.dumps({**body, "stream": True}).encode(), headers)
+    assert connection.getresponse().readline().startswith(b": loading cold")
+    agent.may_load.set()
+    for thread in threads:
+        thread.join()
+    assert agent.loads == ["cold"]
+    # The engine serves it under another name, so that it refuses: in the stream, whose head was sent already.
+    assert len(answers) == 6
+    assert all(one.status in (200, 404) and b"MODEL_NOT_FOUND" in one.body for one in answers)
+
+
+def test_bad_requests_are_refused_with_the_reason(fleet: Fleet) -> None:
+    assert fleet.post("/v1/generate", BODY).error["code"] == "INVALID_API_KEY"
+    assert fleet.post("/v1/generate", {**BODY, "model": "missing"}, MINE).error["code"] == "MODEL_NOT_FOUND"
+    assert fleet.post("/v1/generate", {"prompt": "x"}, MINE).error["param"] == "model"
+    assert fleet.post("/v1/generate", {**BODY, "stream": "yes"}, MINE).error["param"] == "stream"
+    assert "duplicate" in fleet.post("/v1/generate", b'{"duplicate":1,"duplicate":2}', MINE).error["message"]
+    # What only an engine can know is the engine's answer.
+    refused = fleet.post("/v1/generate", {**BODY, "temperature": 9}, MINE)
+    assert (refused.status, refused.error["param"]) == (400, "temperature")
+    assert fleet.get("/v1/nothing", MINE).error["code"] == "NOT_FOUND"
+    assert fleet.get("/v1/generate", MINE).status == 405
+    assert fleet.post("/v1/messages", {**CHAT, "model": "missing"}, MINE).json["type"] == "error"
+
+
+def test_the_fleet_can_be_read_and_changed(fleet: Fleet) -> None:
+    fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
+    (model,) = fleet.get("/v1/models", MINE).json["data"]
+    assert (model["id"], model["ready"], model["agents"]) == (MODEL, True, ["one", "two"])
+    assert fleet.get(f"/v1/models/{MODEL}", MINE).json == model
+    assert fleet.get("/ready").json["ready"] is True and fleet.get("/health").status == 200
+    metrics = fleet.get("/metrics").body
+    assert b'starling_fleet_agents{health="ready"} 2.0' in metrics
+    assert fleet.get("/v1/fleet", MINE).status == 403
+    admin = {"Authorization": "Bearer sk-admin"}
+    answer = fleet.post("/v1/generate", BODY, MINE)
+    why = fleet.get(f"/v1/fleet/why/{answer.headers['X-Starling-Request']}", admin).json
+    (choice,) = why["choices"]
+    assert {one["agent_id"] for one in choice["scores"]} == {"one", "two"}
+    assert set(choice["scores"][0]["terms"]) == {"cache_level_s", "kv_hit_s", "queue_s", "transfer_s"}
+    assert fleet.post("/v1/fleet/cordon", {"agent": "none", "cordoned": True}, admin).status == 404
+    assert fleet.post("/v1/fleet/cordon", {"agent": "one", "cordoned": True}, admin).status == 200
+    fleet.wait(lambda state: state["agents"][0]["cordoned"])
+    for _ in range(3):
+        request_id = fleet.post("/v1/generate", BODY, MINE).headers["X-Starling-Request"]
+        assert fleet.get(f"/v1/fleet/why/{request_id}", admin).json["choices"][0]["agent_id"] == "two"
+    assert fleet.post("/v1/fleet/cordon", {"agent": "one", "cordoned": False}, admin).status == 200
+    fleet.wait(lambda state: not state["agents"][0]["cordoned"])
+    assert fleet.post("/v1/fleet/place", {"model": "missing", "replicas": 1}, admin).status == 404
+    kinds = {event["kind"] for event in fleet.get("/v1/fleet/events", admin).json["events"]}
+    assert {"agent-joined", "agent-ready", "cordoned", "uncordoned"} <= kinds
+
+
+def test_a_draining_agent_gives_its_streams_away(fleet: Fleet, engines: list[Server]) -> None:
+    fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
+    undisturbed = engines[0].post("/v1/completions", {**BODY, "stream": True}).body
+    for engine in engines:
+        hold(engine)
+    connection = opened(fleet)
+    headers = {"Content-Type": "application/json", **MINE}
+    connection.request("POST", "/v1/completions", json.dumps({**BODY, "stream": True}).encode(), headers)
+    response = connection.getresponse()
+    first = engine_of(fleet, engines, response.headers["X-Starling-Request"])
+    step(engines[first], 5)
+    received = response.read1(1 << 16)
+    name, admin = ("one", "two")[first], {"Authorization": "Bearer sk-admin"}
+    assert fleet.post("/v1/fleet/cordon", {"agent": name, "cordoned": True, "drain": True}, admin).status == 200
+    fleet.wait(lambda state: {one["agent_id"]: one["under_way"] for one in state["agents"]}[name] == 0)
+    hold(engines[1 - first], False)
+    received += response.read()
+    hold(engines[first], False)
+    assert plain(received) == plain(undisturbed)
+    assert fleet.post("/v1/fleet/cordon", {"agent": name, "cordoned": False}, admin).status == 200
+    fleet.wait(lambda state: not any(one["cordoned"] for one in state["agents"]))
+
+
+def test_the_commands_of_an_operator(fleet: Fleet) -> None:
+    def command(*words: str, code: int = 0) -> Any:
+        environment = {"STARLING_HOME": str(fleet.home), "STARLING_CONFIG": str(fleet.home / "starling.yaml")}
+        url = f"http://127.0.0.1:{fleet.port}"
+        done = CliRunner().invoke(cli, ["fleet", *words, "--url", url], env=environment)
+        assert done.exit_code == code, (words, done.output, done.exception)
+        return json.loads(done.output) if "--json" in words else done.output
+
+    fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
+    request_id = fleet.post("/v1/generate", BODY, MINE).headers["X-Starling-Request"]
+    assert [one["agent_id"] for one in command("status", "--json")["agents"]] == ["one", "two"]
+    assert [one["id"] for one in command("models", "--json")] == [MODEL]
+    assert command("place", MODEL, "--replicas", "2", "--json") == {"model": MODEL, "replicas": 2, "ready": 2}
+    assert command("place", MODEL, "--replicas", "0", "--json")["replicas"] == 0
+    assert command("cordon", "one", "--json") == {"agent": "one", "cordoned": True, "drain": False}
+    assert command("drain", "one", "--json")["drain"] is True
+    fleet.wait(lambda state: state["agents"][0]["draining"])
+    assert "draining" in command("agents")
+    command("uncordon", "one")
+    fleet.wait(lambda state: not state["agents"][0]["cordoned"])
+    assert command("why", request_id, "--json")["choices"][0]["agent_id"] in ("one", "two")
+    assert "kv hit" in command("why", request_id) and MODEL in command("status") and "one" in command("models")
+    assert "agent-joined" in command("events") and command("events", "--after", "999999", "--json") == []
+    command("why", "req-unknown", code=1)
