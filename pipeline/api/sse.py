@@ -17,6 +17,8 @@ DONE = b"data: [DONE]\n\n"  # the last event of a stream, as in OpenAI's API
 
 def event(data: bytes, event_id: bytes = b"", name: bytes = b"") -> bytes:
     """Return one event; without an id the client keeps the id of the event before, and without a name it has none."""
+    if name and not event_id:
+        return b"event: %b\ndata: %b\n\n" % (name, data)
     if name:
         return b"id: %b\nevent: %b\ndata: %b\n\n" % (event_id, name, data)
     if event_id:

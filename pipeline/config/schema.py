@@ -183,6 +183,14 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     responses: ResponseCacheConfig = ResponseCacheConfig()
 
 
+class StoredResponsesConfig(Section, frozen=True, kw_only=True):
+    """Responses of /v1/responses and the conversations that led to them, in state_dir."""
+
+    ttl_s: Annotated[int, Meta(ge=60, le=31_536_000)] = 2_592_000  # since the response
+    tenant_mb: Annotated[int, Meta(ge=1, le=65_536)] = 64  # of one tenant; its oldest are dropped
+    max_size_mb: Annotated[int, Meta(ge=1, le=1 << 20)] = 256  # of all; the oldest of the largest tenant are dropped
+
+
 class PerformanceConfig(Section, frozen=True, kw_only=True):
     """Batch and memory sizes."""
 
@@ -276,6 +284,7 @@ class Config(Section, frozen=True, kw_only=True):
     rate_limits: RateLimitsConfig = RateLimitsConfig()
     auth: AuthConfig = AuthConfig()
     cache: CacheConfig = CacheConfig()
+    stored_responses: StoredResponsesConfig = StoredResponsesConfig()
     performance: PerformanceConfig = PerformanceConfig()
     logging: LoggingConfig = LoggingConfig()
     metrics: MetricsConfig = MetricsConfig()

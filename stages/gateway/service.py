@@ -8,6 +8,7 @@
     response_bytes  bytes of responses that wait for their clients          admission/fair_shares.py
     admission   from a validated body to the state of a request             admission/admit.py
     sessions    turns at the KV manager                                     requests/sessions.py
+    responses   stored responses and their conversations                    requests/responses.py
     lifecycle   start and end of a request                                  requests/lifecycle.py
     relay       requests in flight: tokens in, text out                     requests/relay.py
     embedder    prompts that are embedded                                   requests/embedder.py
@@ -25,6 +26,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from pipeline.api.fair_shares import FairShares
 from pipeline.api.keys import Keys
@@ -49,9 +51,11 @@ from stages.gateway.requests.readers import Readers
 from stages.gateway.requests.recovery import Recovery
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.response_cache import ResponseCache
+from stages.gateway.requests.responses import Responses
 from stages.gateway.requests.resume import Resumer
 from stages.gateway.requests.sessions import Sessions
 from stages.gateway.requests.state_writer import StateWriter
+from stages.gateway.requests.stored_responses import StoredResponses
 from stages.gateway.tokenizer_client import RETRY_AFTER_S, TokenizerClient
 from stages.gateway.versions.catalog import VersionCatalog
 from stages.gateway.versions.load_steps import MeasureMemory
@@ -63,6 +67,7 @@ from stages.gateway.versions.self_test import SelfTest
 class Service:
     """One per process. `clock` is monotonic, `wall` is s since 1970 by the system's clock.
 
+    `responses_path`: file of the stored responses; None: in memory.
     `steady` is s since 1970 that no change of that clock moves: for what is compared after a restart; None: `wall`.
     """
 
@@ -81,6 +86,7 @@ class Service:
         measure: MeasureMemory = capacity.measure,
         steady: Callable[[], float] | None = None,
         api_keys: Keys | None = None,
+        responses_path: Path | None = None,
     ) -> None:
         steady = steady or wall
         self.api_keys = Keys(config) if api_keys is None else api_keys  # one that has no keys yet is false
@@ -97,11 +103,12 @@ class Service:
             send_scheduler,
             clock,
             on_end=lambda request: self.lifecycle.on_end(request),
-            on_text_complete=lambda request: self.sessions.commit(request),
             on_other_end=lambda part: self.embedder.on_end(part),
+            on_text_complete=lambda request: self.sessions.commit(request) or self.responses.commit(request),
         )
         self.embedder = Embedder(send_scheduler, clock, _window(config))
         self.sessions = Sessions(self.relay, send_kv)
+        self.responses = Responses(self.relay, StoredResponses(responses_path, config.stored_responses, steady))
         self.readers = Readers(self.relay, clock)
         timeout_s = config.server.request_timeout_ms / 1000
         server = config.server
@@ -134,6 +141,7 @@ class Service:
             self.metrics,
             clock,
             self.embedder,
+            self.responses,
         )
         self.admission = Admission(
             config,

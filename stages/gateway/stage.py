@@ -75,6 +75,7 @@ class GatewayStage:
             catalog=catalog,
             steady=steady,
             api_keys=Keys(config, KeyFile(key_path(paths.state_dir(config)))),
+            responses_path=paths.state_dir(config) / "responses.db",
         )
         self.tokenizer.on_up = self.service.on_tokenizer_up
         self.tokenizer.on_down = self.service.on_tokenizer_down
@@ -135,6 +136,7 @@ class GatewayStage:
             await self.control.close()
             await self._runner.cleanup()
             self.state_writer.close()
+            self.service.responses.store.close()
             self.endpoints.close()
 
     async def _listen(self) -> asyncio.Server:

@@ -354,6 +354,7 @@ RECEIVERS = {
     "AuthConfig": "auth",
     "ResponseCacheConfig": "responses|config",
     "CacheConfig": "cache",
+    "StoredResponsesConfig": "config",
     "PerformanceConfig": "performance",
     "LoggingConfig": "logging",
     "MetricsConfig": "metrics",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pipeline.api.content_coding import decompress
 from pipeline.api.json_body import parse_object
-from stages.gateway.endpoints import chat, completions, embeddings, generate, messages, rerank
+from stages.gateway.endpoints import chat, completions, embeddings, generate, messages, rerank, responses
 from stages.gateway.endpoints.session_close import read_close
 from stages.gateway.endpoints.tokenize import read_detokenize, read_tokenize
 
@@ -19,6 +19,7 @@ BODY_READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "chat": chat.read,
     "completions": completions.read,
     "messages": messages.read,
+    "responses": responses.read,
     "count_tokens": messages.read_count,
     "embeddings": embeddings.read,
     "rerank": rerank.read_rerank,

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pipeline.api.error_response import anthropic_error
 from pipeline.api.json_body import to_json
+from pipeline.errors import StarlingError
 from stages.gateway.endpoints.chat_tools import make_parser
 from stages.gateway.requests.state import RequestState, SequenceState
 from stages.gateway.requests.token_bytes import TokenBytes
@@ -72,6 +74,10 @@ class MessageFormatter:
         """Return the event that ends the message."""
         self._event("message_stop")
         return self._take()
+
+    def error_event(self, error: StarlingError) -> BlockEvent:
+        """Return the event of an error, the last one."""
+        return BlockEvent(b"error", to_json(anthropic_error(error)), 0)
 
     def skip(self, text: str, *, is_whole: bool) -> None:
         """Count the events of `text`, from the beginning on, as sent. `is_whole`: it is all of the text."""

@@ -15,6 +15,7 @@ from stages.gateway.http import (
     embedding_endpoint,
     model_endpoints,
     probes,
+    response_endpoints,
     text_endpoints,
     token_endpoints,
     web_endpoints,
@@ -58,6 +59,9 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
         handler = text_endpoints.text_handler(endpoint, config, service)
         app.router.add_post(endpoint.path, checked(handler) if endpoint.name == "messages" else handler)
     app.router.add_post("/v1/messages/count_tokens", checked(token_endpoints.count_tokens))
+    app.router.add_get("/v1/responses/{id}", response_endpoints.get_response)
+    app.router.add_delete("/v1/responses/{id}", response_endpoints.delete_response)
+    app.router.add_post("/v1/responses/{id}/cancel", response_endpoints.cancel_response)
     app.router.add_get("/v1/requests/{id}", text_endpoints.get_request)
     app.router.add_delete("/v1/requests/{id}", text_endpoints.cancel_request)
     app.router.add_post("/v1/session/close", _close_session)

@@ -7,14 +7,39 @@ number of units (`message_formatter.py`) too: `req-5f..:17-230`, 230 units of wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
-from pipeline.api.error_response import anthropic_error
-from pipeline.api.json_body import to_json
+from pipeline.api import sse
 from pipeline.errors import StarlingError
-from stages.gateway.endpoints.message_formatter import BlockEvent, MessageFormatter
+from stages.gateway.endpoints.message_formatter import BlockEvent
 from stages.gateway.http.sinks import StreamSink
 from stages.gateway.requests.event_cursor import ENDED, FLUSHED, TOKENS, ChoiceCursor
 from stages.gateway.requests.state import RequestState, SequenceState
+
+
+class BlockFormatter(Protocol):
+    """What makes the events. Those before the first text are no units."""
+
+    def opening_events(self) -> list[BlockEvent]:
+        """Return the events before the first text."""
+
+    def text_events(self, sequence: SequenceState, new: str) -> list[BlockEvent]:
+        """Return the events of new text."""
+
+    def end_events(self, sequence: SequenceState) -> list[BlockEvent]:
+        """Return the events at the end of the sequence."""
+
+    def closing_events(self) -> list[BlockEvent]:
+        """Return the events at the end of the request."""
+
+    def error_event(self, error: StarlingError) -> BlockEvent:
+        """Return the event of an error, the last one."""
+
+    def skip(self, text: str, *, is_whole: bool) -> None:
+        """Count the events of `text`, from the beginning on, as sent."""
+
+    def skip_units(self, units: int) -> None:
+        """Make no events up to the unit `units`."""
 
 
 class BlockStream(StreamSink):
@@ -22,7 +47,7 @@ class BlockStream(StreamSink):
 
     END = b""
 
-    def __init__(self, request: RequestState, formatter: MessageFormatter, drop: Callable[[str], None]) -> None:
+    def __init__(self, request: RequestState, formatter: BlockFormatter, drop: Callable[[str], None]) -> None:
         super().__init__(request, drop)
         self._formatter = formatter
 
@@ -47,7 +72,9 @@ class BlockStream(StreamSink):
             self._event(event.data, event.name)
 
     def _add_opening_events(self) -> None:
-        for event in self._formatter.opening_events():
+        events = self._formatter.opening_events()
+        self._pending.extend(sse.event(event.data, b"", event.name) for event in events[:-1])
+        for event in events[-1:]:
             self._event(event.data, event.name)
 
     def _add_closing_events(self) -> None:
@@ -55,7 +82,8 @@ class BlockStream(StreamSink):
             self._event(event.data, event.name)
 
     def _add_error(self, error: StarlingError) -> None:
-        self._event(to_json(anthropic_error(error)), b"error")
+        event = self._formatter.error_event(error)
+        self._event(event.data, event.name)
 
     def _skip(self, sequence: SequenceState, text: str, end: int, *, is_whole: bool) -> None:
         self._formatter.skip(text, is_whole=is_whole)

@@ -24,6 +24,7 @@ from pipeline.errors import Conflict, InvalidRequest, NotFound, StarlingError
 from pipeline.ipc.tcp_transport import reset
 from stages.gateway.endpoints import chat_tools, completions, generate
 from stages.gateway.endpoints.message_formatter import MessageFormatter
+from stages.gateway.endpoints.response_events import ResponsesFormatter
 from stages.gateway.http.block_stream import BlockStream
 from stages.gateway.http.connection import PROBE
 from stages.gateway.http.context import (
@@ -44,6 +45,7 @@ from stages.gateway.requests.event_cursor import EventCursor, parse_event_cursor
 from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.idempotency import HEADER as IDEMPOTENCY_KEY
 from stages.gateway.requests.idempotency import read_key
+from stages.gateway.requests.readers import FanOutSink
 from stages.gateway.requests.request_name import HEADER as NAME
 from stages.gateway.requests.request_name import RequestName, read_request_name
 from stages.gateway.requests.state import Outcome, RequestState
@@ -76,6 +78,7 @@ TEXT_ENDPOINTS = (
     TextEndpoint("chat", "/v1/chat/completions", chat_tools.make_formatter),
     TextEndpoint("completions", "/v1/completions", completions.CompletionFormatter),
     TextEndpoint("messages", "/v1/messages", MessageFormatter, BlockStream),
+    TextEndpoint("responses", "/v1/responses", ResponsesFormatter, BlockStream),
 )
 
 
@@ -145,6 +148,7 @@ def _named(request: web.Request, service: Service) -> Iterator[RequestName | Non
 async def _admit(
     request: web.Request, service: Service, generation: GenerationRequest, name: RequestName | None
 ) -> RequestState:
+    generation = await service.responses.join(generation, request[CALLER].tenant)
     return await service.admission.admit(generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID], name)
 
 
@@ -152,6 +156,11 @@ async def _serve(request: web.Request, service: Service, state: RequestState) ->
     """Start an admitted request and send its response."""
     request[STATE] = state
     formatter = _formatter(service, state)
+    if state.spec.generation.is_in_background and not state.spec.generation.stream:
+        state.sink = FanOutSink()
+        with service.in_flight.using(state.spec.version):
+            await service.lifecycle.start(state)
+        return await send_body(request, formatter.whole_response())
     sink = _stream_sink(request, state, formatter) if state.spec.generation.stream else WholeResponse()
     state.sink = sink
     with service.in_flight.using(state.spec.version):
@@ -191,12 +200,20 @@ def _last_event_id(request: web.Request) -> EventCursor | None:
     return parse_event_cursor(given) if given else None
 
 
+async def resume_after(request: web.Request, service: Service, state: RequestState, number: int) -> web.StreamResponse:
+    """Stream the events of a response after the one with the sequence number `number`; -1: all."""
+    formatter: ResponsesFormatter = _formatter(service, state)
+    if number >= 0:
+        formatter.skip_numbers(number)
+    return await _resume(request, service, state, None, formatter)
+
+
 async def _resume(
-    request: web.Request, service: Service, state: RequestState, cursor: EventCursor | None
+    request: web.Request, service: Service, state: RequestState, cursor: EventCursor | None, formatter: Any = None
 ) -> web.StreamResponse:
     """Add a sink to a request, from `cursor` on. A request that was not streamed has one whole response."""
     request[STATE] = state
-    formatter = _formatter(service, state)
+    formatter = formatter or _formatter(service, state)
 
     def make_sink(received: list[int]) -> StreamSink | WholeResponse:
         if state.spec.generation.stream:

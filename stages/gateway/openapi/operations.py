@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 from pipeline.api.fields import FieldTable
 from pipeline.api.json_schema import Schema
 from stages.gateway import admin
-from stages.gateway.endpoints import chat, completions, embeddings, generate, messages, rerank, session_close
+from stages.gateway.endpoints import (
+    chat,
+    completions,
+    embeddings,
+    generate,
+    messages,
+    rerank,
+    responses,
+    session_close,
+)
 from stages.gateway.endpoints.tokenize import DETOKENIZE_BODY, TOKENIZE_BODY
 from stages.gateway.openapi.responses import json_content
 
@@ -94,6 +103,20 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         (*_WITH_BODY, 404, 409, 507),
         ("Anthropic-Version",),
         "MessageError",
+    ),
+    ("POST", "/v1/responses"): _text("A response, in the format of OpenAI's newer API.", responses.BODY, "Response"),
+    ("GET", "/v1/responses/{id}"): Operation(
+        "A stored response, or one that is being generated.",
+        "Text",
+        {**json_content("Response"), **STREAM},
+        None,
+        (*_KEYED, 400, 404, 409),
+    ),
+    ("DELETE", "/v1/responses/{id}"): Operation(
+        "Deletes a stored response.", "Text", json_content("DeletedResponse"), None, (*_KEYED, 404, 409)
+    ),
+    ("POST", "/v1/responses/{id}/cancel"): Operation(
+        "Ends a response in the background.", "Text", json_content("Response"), None, (*_KEYED, 400, 404)
     ),
     ("POST", "/v1/generate"): _text(
         "Text or token ids, with all parameters and sessions.", generate.BODY, "Generation"

@@ -75,6 +75,18 @@ SCHEMAS: dict[str, Schema] = {
         stop_sequence=_STRING_OR_NULL,
         usage=_object(input_tokens=_COUNT, output_tokens=_COUNT),
     ),
+    "Response": _object(
+        id=_STRING,
+        object={"const": "response"},
+        created_at=_INTEGER,
+        status={"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
+        model=_STRING,
+        output=array_of(_object(type={"enum": ["message", "function_call"]}, id=_STRING, status=_STRING)),
+        error=_OBJECT_OR_NULL,
+        incomplete_details=_OBJECT_OR_NULL,
+        usage=_OBJECT_OR_NULL,
+    ),
+    "DeletedResponse": _object(id=_STRING, object={"const": "response"}, deleted={"const": True}),
     "MessageTokens": _object(input_tokens=_COUNT),
     "Embeddings": _object(
         object={"const": "list"},

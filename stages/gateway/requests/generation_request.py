@@ -40,6 +40,17 @@ class TemplateArguments(msgspec.Struct, kw_only=True, frozen=True, omit_defaults
     continue_final_message: bool = False
 
 
+class ResponseFields(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """What is kept of a request for /v1/responses."""
+
+    previous: str = ""  # id of the response that the conversation continues
+    is_stored: bool = True  # the conversation can be continued, and the response read later
+    in_background: bool = False  # no client waits for it
+    conversation: list[dict[str, Any]] = []  # messages without instructions; since admission also those of `previous`
+    n_instructions: int = 0  # messages before the conversation
+    repeated: bytes = b"{}"  # JSON, fields of the request that the answer repeats
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     """A valid request for text."""
 
@@ -71,6 +82,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     template_date: str | msgspec.UnsetType = msgspec.UNSET
     constraint: Constraint | msgspec.UnsetType = msgspec.UNSET  # what the output must match; UNSET: anything
     template: TemplateArguments | msgspec.UnsetType = msgspec.UNSET  # of a chat, until its prompt is rendered
+    response: ResponseFields | msgspec.UnsetType = msgspec.UNSET  # of a request for /v1/responses
     n_returned: int | msgspec.UnsetType = msgspec.UNSET  # of each prompt, the most likely ones of `n`; UNSET: all
     tools: ToolUse | msgspec.UnsetType = msgspec.UNSET  # that an answer may call; UNSET: no call is looked for
 
@@ -80,8 +92,15 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
         return MARKERS if self.tools else _NONE
 
     @property
+    def is_in_background(self) -> bool:
+        """Whether no client waits for the answer."""
+        return self.response.in_background if self.response else False
+
+    @property
     def prompt_field(self) -> str:
         """The name of the field that has the prompt, for error messages."""
+        if self.response:
+            return "input"
         return "prompt" if self.messages is None else "messages"
 
 

@@ -130,6 +130,8 @@ class Readers:
             return
         if request.is_recovered:
             self.expect(request)
+        elif request.spec.generation.is_in_background:
+            request.sink = FanOutSink()
         elif request.spec.idempotency_key:
             request.sink = FanOutSink()
             self.expect(request)
@@ -139,8 +141,10 @@ class Readers:
             request.sink = None
 
     def expect(self, request: RequestState) -> None:
-        """Cancel a request unless a reader joins it within `CLAIM_S`."""
+        """Cancel a request unless a reader joins it within `CLAIM_S`; one in the background needs no reader."""
         fan_out = request.sink
+        if request.spec.generation.is_in_background:
+            return
         if not (isinstance(fan_out, FanOutSink) and fan_out.sinks):
             self._unclaimed[request.id] = self._clock() + CLAIM_S
 

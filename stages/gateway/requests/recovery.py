@@ -152,6 +152,14 @@ class Recovery:
         finally:
             self._named.remove(request_id)
 
+    def find_open(self, request_id: str) -> RequestState | None:
+        """A request that has not ended."""
+        return self._relay.requests.get(request_id) or self._waiting.get(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Drop the answer of a request that has ended."""
+        self._drop(request_id)
+
     def waiting_on(self, version: str) -> int:
         """Number of waiting requests that were admitted to that version."""
         return sum(request.spec.version == version for request in self._waiting.values())

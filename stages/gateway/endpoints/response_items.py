@@ -1,0 +1,142 @@
+"""The items of a conversation in OpenAI's Responses API, and the messages of the chat template that they become.
+
+message                 a message; without `type`, anything with a role
+function_call           a call, part of the assistant's message
+function_call_output    its result
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.api.fields import Reader, Unsupported, invalid_value, object_schema, one_of, read_fields, show, text
+from pipeline.api.json_schema import any_of, array_of, described
+from pipeline.errors import InvalidRequest
+from stages.gateway.endpoints.chat import MAX_MESSAGES
+from stages.gateway.tool_calls.history import call_id, ignored, read_arguments, template_call
+from stages.gateway.tool_calls.tool_fields import tool_name
+
+ROLES = ("system", "developer", "user", "assistant")
+_STATUS = one_of("in_progress", "completed", "incomplete")
+_ITEM_ID = text(256)
+
+
+def add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Append a message. The text of an answer and its calls, which are items of their own, become one message."""
+    before = messages[-1] if messages else {}
+    if message.get("tool_calls") and before.get("role") == "assistant":
+        messages[-1] = {**before, "tool_calls": [*before.get("tool_calls", []), *message["tool_calls"]]}
+    else:
+        messages.append(message)
+
+
+def _read_item(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object like {"role": "user", "content": ...}')
+    kind = value.get("type") or "message"
+    if kind == "message":
+        return _read_message(value, name)
+    if kind == "function_call":
+        return _read_call(value, name)
+    if kind == "function_call_output":
+        return _read_result(value, name)
+    raise InvalidRequest(
+        f"{name}.type is {show(kind)}; this server accepts message, function_call and function_call_output",
+        f"{name}.type",
+    )
+
+
+def _read_message(value: dict[str, Any], name: str) -> dict[str, Any]:
+    fields = read_fields(value, _MESSAGE, required=("role", "content"), unsupported=_UNSUPPORTED, within=name)
+    role = "system" if fields["role"] == "developer" else fields["role"]
+    return {"role": role, "content": fields["content"]}
+
+
+_PART: dict[str, Reader] = {
+    "type": one_of("input_text", "output_text"),
+    "text": text(1 << 30),
+    "annotations": ignored,
+    "logprobs": ignored,
+    "parsed": ignored,  # of an answer that the official client has parsed
+}
+
+
+@described(any_of({"type": "string"}, array_of(object_schema(_PART, required=("type", "text")))))
+def read_content(value: Any, name: str) -> str:
+    """Read a string, or an array of text parts, which are joined."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise invalid_value(name, value, 'a string or an array of {"type": "input_text", "text": ...}')
+    texts = []
+    for index, part in enumerate(value):
+        where = f"{name}[{index}]"
+        if not isinstance(part, dict):
+            raise invalid_value(where, part, 'an object {"type": "input_text", "text": ...}')
+        if part.get("type") not in ("input_text", "output_text"):
+            raise InvalidRequest(
+                f"{where}.type is {show(part.get('type'))}; this server accepts text only", f"{where}.type"
+            )
+        texts.append(read_fields(part, _PART, required=("text",), within=where)["text"])
+    return "".join(texts)
+
+
+def _read_call(value: dict[str, Any], name: str) -> dict[str, Any]:
+    fields = read_fields(value, _CALL, required=_CALL_REQUIRED, within=name)
+    call = template_call(fields["call_id"], fields["name"], fields["arguments"])
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _read_result(value: dict[str, Any], name: str) -> dict[str, Any]:
+    fields = read_fields(value, _RESULT, required=_RESULT_REQUIRED, within=name)
+    return {"role": "tool", "tool_call_id": fields["call_id"], "content": fields["output"]}
+
+
+_MESSAGE: dict[str, Reader] = {
+    "type": one_of("message"),
+    "role": one_of(*ROLES),
+    "content": read_content,
+    "id": _ITEM_ID,
+    "status": _STATUS,
+}
+_UNSUPPORTED = {"phase": Unsupported()}
+_CALL: dict[str, Reader] = {
+    "type": one_of("function_call"),
+    "call_id": call_id,
+    "name": tool_name,
+    "arguments": read_arguments,
+    "id": _ITEM_ID,
+    "status": _STATUS,
+    "parsed_arguments": ignored,
+}
+_CALL_REQUIRED = ("type", "call_id", "name", "arguments")
+_RESULT: dict[str, Reader] = {
+    "type": one_of("function_call_output"),
+    "call_id": call_id,
+    "output": read_content,
+    "id": _ITEM_ID,
+    "status": _STATUS,
+}
+_RESULT_REQUIRED = ("type", "call_id", "output")
+_ITEM = any_of(
+    object_schema(_MESSAGE, required=("role", "content"), unsupported=_UNSUPPORTED),
+    object_schema(_CALL, required=_CALL_REQUIRED),
+    object_schema(_RESULT, required=_RESULT_REQUIRED),
+)
+
+
+@described(any_of({"type": "string"}, array_of(_ITEM, least=1, most=MAX_MESSAGES)))
+def read_input(value: Any, name: str) -> list[dict[str, Any]]:
+    """Read a text or items into messages. Whether each call has a result is checked with the messages before them."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise invalid_value(name, value, "a string or an array of items")
+    if not value:
+        raise InvalidRequest(f"{name} is empty; send at least one item", name)
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequest(f"{name} has {len(value)} items; at most {MAX_MESSAGES} are allowed", name)
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(value):
+        add_message(messages, _read_item(item, f"{name}[{index}]"))
+    return messages

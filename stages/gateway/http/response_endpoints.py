@@ -1,0 +1,73 @@
+"""Handlers of /v1/responses/ID: read, stream again, delete, cancel."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from pipeline.api.json_body import to_json
+from pipeline.errors import Conflict, InvalidRequest, NotFound, StarlingError
+from stages.gateway.endpoints.response_events import response_object
+from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE, json_response
+from stages.gateway.http.text_endpoints import resume_after
+from stages.gateway.http.whole_response import send_body
+from stages.gateway.requests.responses import check_cancel, find_open, request_id_of
+
+_MAX_NUMBER = 1 << 40
+
+
+def _not_found(response_id: str) -> NotFound:
+    return NotFound(f"there is no response {response_id[:80]!r}; it was not stored, or was deleted, or has expired")
+
+
+async def get_response(request: web.Request) -> web.StreamResponse:
+    """GET /v1/responses/ID: a response as it is now; with `stream=true` its events after `starting_after`."""
+    service, tenant, name = request.app[SERVICE], request[CALLER].tenant, request.match_info["id"]
+    if request.query.get("stream", "false") == "true":
+        after = request.query.get("starting_after", "-1")
+        if not after.removeprefix("-").isdigit() or not -1 <= int(after[:20]) < _MAX_NUMBER:
+            raise InvalidRequest(
+                f"starting_after is {after[:40]!r}; it must be the sequence_number of an event", "starting_after"
+            )
+        state = service.resumer.find(request_id_of(name), tenant)
+        if not state.spec.generation.response:
+            raise _not_found(name)
+        if not state.spec.generation.stream:
+            raise InvalidRequest("the response was not made with stream: true; leave stream out", "stream")
+        return await resume_after(request, service, state, int(after))
+    with service.in_flight.counted(request[PRINCIPAL]):
+        if (running := find_open(service.recovery, name, tenant)) is not None:
+            return await send_body(request, to_json(response_object(running)))
+        body = await service.responses.store.body(tenant, name)
+        if body is None:
+            raise _not_found(name)
+        return await send_body(request, body)
+
+
+async def delete_response(request: web.Request) -> web.Response:
+    """DELETE /v1/responses/ID."""
+    service, tenant, name = request.app[SERVICE], request[CALLER].tenant, request.match_info["id"]
+    with service.in_flight.counted(request[PRINCIPAL]):
+        if find_open(service.recovery, name, tenant) is not None:
+            raise Conflict(f"response {name!r} is being generated; cancel it first, or wait for its end")
+        if not await service.responses.store.delete(tenant, name):
+            raise _not_found(name)
+        service.recovery.forget(request_id_of(name))
+    return json_response({"id": name, "object": "response", "deleted": True})
+
+
+async def cancel_response(request: web.Request) -> web.StreamResponse:
+    """POST /v1/responses/ID/cancel: end a response in the background. One that has ended is returned as it is."""
+    service, tenant, name = request.app[SERVICE], request[CALLER].tenant, request.match_info["id"]
+    with service.in_flight.counted(request[PRINCIPAL]):
+        state = find_open(service.recovery, name, tenant)
+        if state is None:
+            body = await service.responses.store.body(tenant, name)
+            if body is None:
+                raise _not_found(name)
+            return await send_body(request, body)
+        check_cancel(state)
+        if state.id not in service.relay.requests:
+            message = "the response waits for its model after a restart; try again"
+            raise StarlingError("MODEL_UNAVAILABLE", message, retry_after_s=1.0)
+        service.relay.abandon(state)
+        return await send_body(request, to_json(response_object(state)))

@@ -1,0 +1,110 @@
+"""Responses as conversations: what is stored of them, and how a request continues one.
+
+join      before admission: the conversation up to `previous_response_id` comes before the input
+commit    when all text has been sent: the response is stored; only then does the request end
+ended     a request in the background that failed or was cancelled: its response says so
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipeline.api.json_body import to_json
+from pipeline.errors import InvalidRequest, NotFound, Overloaded, StarlingError
+from stages.gateway.endpoints.response_events import ID_PREFIX, answer_message, response_object
+from stages.gateway.requests.generation_request import GenerationRequest
+from stages.gateway.requests.recovery import Recovery
+from stages.gateway.requests.relay import Relay
+from stages.gateway.requests.state import Outcome, RequestState
+from stages.gateway.requests.stored_responses import StoredResponse, StoredResponses
+from stages.gateway.tool_calls.history import check_results
+
+MAX_IN_BACKGROUND = 16  # requests of a tenant; they count against no bound of requests in flight
+
+
+class Responses:
+    """One per gateway, beside its relay."""
+
+    def __init__(self, relay: Relay, store: StoredResponses) -> None:
+        self.store = store
+        self._relay = relay
+
+    async def join(self, generation: GenerationRequest, tenant: str) -> GenerationRequest:
+        """Return the request with the whole conversation. Raises `InvalidRequest`, `NotFound`, `Overloaded`."""
+        fields = generation.response
+        if not fields:
+            return generation
+        if fields.in_background:
+            self._check_background(tenant)
+        previous = await self.store.conversation(tenant, fields.previous) if fields.previous else []
+        if previous is None:
+            raise NotFound(
+                f"there is no response {fields.previous[:80]!r}; it was not stored, or was deleted, or has expired",
+                "previous_response_id",
+            )
+        given = fields.conversation
+        conversation = [*previous, *given]
+        places = ["previous_response_id"] * len(previous) + [f"input[{index}]" for index in range(len(given))]
+        check_results(conversation, places, "call_id")
+        instructions = (generation.messages or [])[: fields.n_instructions]
+        return msgspec.structs.replace(
+            generation,
+            messages=[*instructions, *conversation],
+            response=msgspec.structs.replace(fields, conversation=conversation),
+        )
+
+    def _check_background(self, tenant: str) -> None:
+        running = [r.spec for r in self._relay.requests.values() if r.spec.generation.is_in_background]
+        if sum(spec.tenant == tenant for spec in running) >= MAX_IN_BACKGROUND:
+            raise Overloaded(
+                f"{MAX_IN_BACKGROUND} requests in the background have not ended, the most of a tenant; wait for one",
+                "background",
+                retry_after_s=1.0,
+            )
+
+    def commit(self, request: RequestState) -> bool:
+        """All text of a request is sent. True: its response is being stored, which ends the request."""
+        fields = request.spec.generation.response
+        if not fields or not fields.is_stored or request.is_charged:
+            return False  # a request that is generated again was stored the first time
+
+        def on_stored(error: StarlingError | None) -> None:
+            if error is not None:
+                self._relay.fail(request, error)
+            else:
+                self._relay.complete(request)
+
+        conversation = [*fields.conversation, answer_message(request)]
+        self.store.put(self._stored(request, conversation), on_stored)
+        return True
+
+    def ended(self, request: RequestState) -> None:
+        """A request has its outcome."""
+        fields = request.spec.generation.response
+        is_finished = request.outcome is Outcome.FINISHED
+        if fields and fields.in_background and not is_finished and not request.is_charged:
+            self.store.put(self._stored(request, fields.conversation), lambda error: None)
+
+    @staticmethod
+    def _stored(request: RequestState, conversation: list[dict[str, object]]) -> StoredResponse:
+        body = to_json(response_object(request))
+        return StoredResponse(request.spec.tenant, f"{ID_PREFIX}{request.spec.hex}", body, conversation)
+
+
+def request_id_of(response_id: str) -> str:
+    """The id of the request that made a response."""
+    return "req-" + response_id.removeprefix(ID_PREFIX)
+
+
+def find_open(recovery: Recovery, response_id: str, tenant: str) -> RequestState | None:
+    """The request of a response that is being generated, or waits for that after a restart of this process."""
+    request = recovery.find_open(request_id_of(response_id))
+    if request is None or request.spec.tenant != tenant or not request.spec.generation.response:
+        return None
+    return request
+
+
+def check_cancel(request: RequestState) -> None:
+    """Raises `InvalidRequest` for a request that has a client."""
+    if not request.spec.generation.is_in_background:
+        raise InvalidRequest("only a response with background: true can be cancelled; close its connection instead")

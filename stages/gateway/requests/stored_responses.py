@@ -1,0 +1,207 @@
+"""The responses of /v1/responses that can be read again and continued: a SQLite file, used by one thread.
+
+    responses   tenant, id, created and ends (s, steady), size (bytes), body (JSON), conversation (msgpack)
+
+A response is stored before its last event is sent: a client that has that event can continue the conversation, also
+after a restart.  Bounded by age, by bytes of a tenant and by bytes in all; the oldest are dropped.  Each row has its
+whole conversation: dropping one ends no other.  The file is opened at the first use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import msgspec
+
+from pipeline.config.schema import StoredResponsesConfig
+from pipeline.errors import StarlingError
+
+if TYPE_CHECKING:
+    import sqlite3
+
+log = logging.getLogger("starling.gateway.responses")
+
+BUSY_S = 5.0  # how long a transaction waits for those of the predecessor of this process
+CLOSE_S = 2.0  # `close` waits for the jobs in progress for this long
+VERSION = 1  # of the schema: `PRAGMA user_version`
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (tenant TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL, ends REAL NOT NULL,
+  size INTEGER NOT NULL, body BLOB NOT NULL, conversation BLOB NOT NULL, PRIMARY KEY (tenant, id));
+CREATE INDEX IF NOT EXISTS responses_by_age ON responses (tenant, created);
+"""
+T = TypeVar("T")
+
+
+class StoredResponse(NamedTuple):
+    """One response. `conversation`: messages of the chat template, without instructions."""
+
+    tenant: str
+    id: str  # resp_HEX
+    body: bytes
+    conversation: list[dict[str, Any]]
+
+
+class StoredResponses:
+    """One per gateway. `path` None: in memory. `clock` is in s since 1970 and steady."""
+
+    def __init__(self, path: Path | None, config: StoredResponsesConfig, clock: Callable[[], float]) -> None:
+        self._path = path
+        self._ttl_s = config.ttl_s
+        self._tenant_bytes = config.tenant_mb << 20
+        self._max_bytes = config.max_size_mb << 20
+        self._clock = clock
+        self._db: sqlite3.Connection | None = None
+        self._thread = ThreadPoolExecutor(1, "responses")
+
+    # ---------------------------------------------------------------- from the event loop
+
+    def put(self, response: StoredResponse, on_stored: Callable[[StarlingError | None], None]) -> None:
+        """Store a response; then call `on_stored`, in the event loop, with the error if there was one."""
+        loop = asyncio.get_running_loop()
+
+        def store() -> None:
+            error = None
+            try:
+                self._safely(lambda: self._put(response))
+            except Exception as problem:
+                log.error("a response could not be stored: %s", problem)
+                error = StarlingError(
+                    "INSUFFICIENT_RESOURCES",
+                    f"the response could not be stored ({problem}); check the disk of server.state_dir, or send "
+                    f'"store": false',
+                    "store",
+                )
+            loop.call_soon_threadsafe(on_stored, error)
+
+        self._thread.submit(store)
+
+    async def body(self, tenant: str, response_id: str) -> bytes | None:
+        """The JSON of a response; None: there is none."""
+        row = await self._run(lambda: self._get("body", tenant, response_id))
+        return bytes(row) if row is not None else None
+
+    async def conversation(self, tenant: str, response_id: str) -> list[dict[str, Any]] | None:
+        """The messages up to a response, with its own; None: there is none."""
+        row = await self._run(lambda: self._get("conversation", tenant, response_id))
+        return msgspec.msgpack.decode(row, type=list[dict[str, Any]]) if row is not None else None
+
+    async def delete(self, tenant: str, response_id: str) -> bool:
+        """Drop a response. False: there is none."""
+        return await self._run(lambda: self._delete(tenant, response_id))
+
+    async def _run(self, job: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._safely(job))
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """End the thread after its jobs, waiting at most `timeout_s`."""
+        wait([self._thread.submit(self._close)], timeout_s)
+        self._thread.shutdown(wait=False)
+
+    # ---------------------------------------------------------------- in the thread
+
+    def _put(self, response: StoredResponse) -> None:
+        db, now = self._open(), self._clock()
+        conversation = msgspec.msgpack.encode(response.conversation)
+        size = len(response.body) + len(conversation)
+        with db:
+            db.execute("BEGIN IMMEDIATE")
+            db.execute(
+                "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (response.tenant, response.id, now, now + self._ttl_s, size, response.body, conversation),
+            )
+            db.execute("DELETE FROM responses WHERE ends < ?", (now,))
+            self._shrink(db, response.tenant, self._tenant_bytes)
+            while (largest := self._largest(db)) is not None:
+                tenant, of_tenant, of_all = largest
+                if of_all <= self._max_bytes:
+                    break
+                self._shrink(db, tenant, max(0, of_tenant - (of_all - self._max_bytes)))
+
+    @staticmethod
+    def _largest(db: sqlite3.Connection) -> tuple[str, int, int] | None:
+        """The tenant with the most bytes, its bytes, and those of all tenants."""
+        rows = db.execute("SELECT tenant, SUM(size) FROM responses GROUP BY tenant").fetchall()
+        if not rows:
+            return None
+        tenant, size = max(rows, key=lambda row: row[1])
+        return tenant, size, sum(row[1] for row in rows)
+
+    @staticmethod
+    def _shrink(db: sqlite3.Connection, tenant: str, bound: int) -> None:
+        """Drop the oldest responses of a tenant until the rest has at most `bound` bytes."""
+        rows = db.execute(
+            "SELECT id, size FROM responses WHERE tenant = ? ORDER BY created DESC, rowid DESC", (tenant,)
+        ).fetchall()
+        total = 0
+        for name, size in rows:
+            total += size
+            if total > bound:
+                db.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, name))
+
+    def _get(self, column: str, tenant: str, response_id: str) -> Any:
+        found = (
+            self._open()
+            .execute(
+                f"SELECT {column} FROM responses WHERE tenant = ? AND id = ? AND ends >= ?",
+                (tenant, response_id, self._clock()),
+            )
+            .fetchone()
+        )
+        return found[0] if found else None
+
+    def _delete(self, tenant: str, response_id: str) -> bool:
+        with self._open() as db:
+            where = "WHERE tenant = ? AND id = ?"
+            return db.execute(f"DELETE FROM responses {where}", (tenant, response_id)).rowcount > 0
+
+    def _open(self) -> sqlite3.Connection:
+        if self._db is not None:
+            return self._db
+        self._db = self._connect()
+        return self._db
+
+    def _safely(self, job: Callable[[], T]) -> T:
+        """Run a job; a damaged file is renamed, and the job has an empty one."""
+        import sqlite3  # most servers never store a response
+
+        try:
+            return job()
+        except sqlite3.DatabaseError as error:
+            if self._path is None or isinstance(error, sqlite3.OperationalError):
+                raise  # the disk is full or locked
+            log.error("%s is damaged and was renamed: %s", self._path, error)
+            self._close()
+            self._path.replace(self._path.with_name(f"{self._path.name}.unreadable"))
+            for suffix in ("-wal", "-shm"):
+                self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+            return job()
+
+    def _connect(self) -> sqlite3.Connection:
+        import sqlite3
+
+        if self._path is not None:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        db = sqlite3.connect(self._path or ":memory:", timeout=BUSY_S, isolation_level=None)
+        try:
+            if self._path is not None:
+                self._path.chmod(0o600)
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = NORMAL")
+            if db.execute("PRAGMA user_version").fetchone()[0] not in (0, VERSION):
+                raise sqlite3.DatabaseError("it is of another release")
+            db.executescript(_SCHEMA)
+            db.execute(f"PRAGMA user_version = {VERSION}")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _close(self) -> None:
+        if self._db is not None:
+            self._db.close()
+            self._db = None

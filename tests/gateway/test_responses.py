@@ -1,0 +1,352 @@
+"""/v1/responses: requests, answers, events, conversations, and what a killed gateway's successor still has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.gateway.peers import MODEL
+from tests.gateway.server import Server
+
+PATH = "/v1/responses"
+TOOL = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather in a city.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+PARIS = '<tool_call>\\n{"name": "weather", "arguments": {"city": "Paris"}}\\n</tool_call>'
+CUT = '<tool_call>{"name": "weather", "arguments": {"city": "Ro'
+
+
+def said(say: str, **more: Any) -> dict[str, Any]:
+    """A request whose answer is `say`."""
+    return {"model": MODEL, "input": f"please say {say}", "tools": [TOOL], "seed": 1, "max_output_tokens": 280, **more}
+
+
+def prompt(server: Server) -> str:
+    """The prompt of the last request."""
+    return bytes(server.peers.generator.submitted[-1].prompt[::4]).decode()
+
+
+class NamedEvent(NamedTuple):
+    id: str
+    name: str
+    data: Any
+
+
+def parse_events(data: bytes) -> list[NamedEvent]:
+    """Parse a stream of events. It may be cut off in an event."""
+    events = []
+    for block in data.decode("utf-8", "ignore").split("\n\n")[:-1]:
+        fields = dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith("retry"))
+        if fields:
+            events.append(NamedEvent(fields.get("id", ""), fields["event"], json.loads(fields["data"])))
+    return events
+
+
+def read_events(server: Server, path: str, body: Any = None, headers: dict[str, str] | None = None) -> list[NamedEvent]:
+    """All events of a stream; without a body that of a GET."""
+    given = {**body, "stream": True} if body is not None else None
+    answer = server.request("GET" if body is None else "POST", path, given, headers)
+    assert answer.status == 200, answer.body
+    return parse_events(answer.body)
+
+
+def assembled(events: list[NamedEvent]) -> dict[str, Any]:
+    """The last event's response. Checks that it is what the events before it make, and their order."""
+    numbers = [event.data["sequence_number"] for event in events]
+    assert all(a < b for a, b in pairwise(numbers))
+    assert [event.data["type"] for event in events] == [event.name for event in events]
+    assert [event.name for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[0].data["response"]["output"] == []
+    assert events[0].data["response"]["status"] == "in_progress"
+    items: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for event in events[2:-1]:
+        data = event.data
+        assert data["output_index"] == len(items) - (event.name != "response.output_item.added")
+        if event.name == "response.output_item.added":
+            assert data["item"]["status"] == "in_progress"
+            items.append(data["item"])
+            texts.append("")
+            continue
+        if event.name == "response.output_item.done":
+            assert data["item"]["id"] == items[-1]["id"]
+            items[-1] = data["item"]
+            continue
+        assert data["item_id"] == items[-1]["id"]
+        match event.name:
+            case "response.content_part.added":
+                assert data["part"] == {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            case "response.output_text.delta" | "response.function_call_arguments.delta":
+                texts[-1] += data["delta"]
+            case "response.output_text.done":
+                assert data["text"] == texts[-1]
+            case "response.content_part.done":
+                assert data["part"]["text"] == texts[-1]
+            case "response.function_call_arguments.done":
+                assert data["arguments"] == texts[-1]
+                assert data["name"] == items[-1]["name"]
+            case _:
+                raise AssertionError(event.name)
+    whole: dict[str, Any] = events[-1].data["response"]
+    assert events[-1].name == f"response.{whole['status']}"
+    assert whole["output"] == items
+    for item, text in zip(items, texts, strict=True):
+        assert (item["content"][0]["text"] if item["type"] == "message" else item["arguments"]) == text
+    return whole
+
+
+CASES: list[tuple[str, dict[str, Any], list[Any], str]] = [
+    ("Hello ä\\n <b>", {}, ["Hello ä\n <b>"], "completed"),
+    ("Hello", {"tools": []}, ["Hello"], "completed"),
+    ("Hello", {"max_output_tokens": 4}, ["Hell"], "incomplete"),
+    (PARIS, {}, [{"city": "Paris"}], "completed"),
+    (f"I look. {PARIS}{PARIS}", {}, ["I look.", {"city": "Paris"}, {"city": "Paris"}], "completed"),
+    (PARIS, {"tool_choice": "none"}, [PARIS.replace("\\n", "\n")], "completed"),
+    (CUT, {"max_output_tokens": len(CUT)}, ['{"city": "Ro'], "incomplete"),
+]
+
+
+@pytest.mark.parametrize(("say", "more", "expected", "status"), CASES)
+def test_whole_and_streamed_answers(
+    server: Server, say: str, more: dict[str, Any], expected: list[Any], status: str
+) -> None:
+    body = said(say, **more)
+    whole = server.post(PATH, body).json
+    shown = [
+        item["content"][0]["text"]
+        if item["type"] == "message"
+        else json.loads(item["arguments"])
+        if item["status"] == "completed"
+        else item["arguments"]
+        for item in whole["output"]
+    ]
+    assert shown == expected
+    assert (whole["object"], whole["status"]) == ("response", status)
+    assert whole["incomplete_details"] == ({"reason": "max_output_tokens"} if status == "incomplete" else None)
+    statuses = [item["status"] for item in whole["output"]]
+    assert statuses == ["completed"] * (len(statuses) - 1) + [status]
+    usage = whole["usage"]
+    assert usage["input_tokens"] == len(prompt(server).encode())
+    assert usage["input_tokens_details"] == {"cached_tokens": 3}
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    streamed = assembled(read_events(server, PATH, body))
+    for response in (whole, streamed):
+        for item in response["output"]:
+            assert item.pop("id")
+    differing = {"id", "created_at"}
+    assert {k: v for k, v in streamed.items() if k not in differing} == {
+        k: v for k, v in whole.items() if k not in differing
+    }
+
+
+def test_an_answer_repeats_the_request(server: Server) -> None:
+    fields = {"instructions": "Be brief.", "metadata": {"a": "b"}, "temperature": 0.5, "top_p": 0.9, "user": "u"}
+    answer = server.post(PATH, said("x", **fields)).json
+    assert {name: answer[name] for name in fields} == fields
+    assert answer["tools"] == [TOOL]
+    assert answer["seed"] == 1
+    assert prompt(server).startswith("system: Be brief.")
+
+
+def test_items_become_messages(server: Server) -> None:
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "A"}, {"type": "input_text", "text": "B"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Paris"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+        {"role": "user", "content": "please say it"},
+    ]
+    assert server.post(PATH, said("", input=items)).status == 200
+    shown = prompt(server)
+    assert shown.startswith("system: AB")
+    assert 'assistant: I look.\n<tool_call>\n{"name": "weather", "arguments": {"city":"Paris"}}' in shown
+    assert "sunny" in shown.split("I look.")[1]
+
+
+def test_a_conversation_continues_and_forks(server: Server) -> None:
+    first = server.post(PATH, said("one", tools=[], instructions="Be brief.")).json
+    second = server.post(PATH, said("two", tools=[], previous_response_id=first["id"])).json
+    assert prompt(server) == "user: please say one\nassistant: one\nuser: please say two\n"
+    assert second["previous_response_id"] == first["id"]
+    third = server.post(PATH, said("three", tools=[], previous_response_id=second["id"])).json
+    assert prompt(server).endswith("assistant: two\nuser: please say three\n")
+    assert server.request("DELETE", f"{PATH}/{first['id']}").json == {
+        "id": first["id"],
+        "object": "response",
+        "deleted": True,
+    }
+    server.post(PATH, said("four", tools=[], previous_response_id=third["id"]))  # has what was deleted
+    assert prompt(server).startswith("user: please say one\n")
+    for path, method in ((first["id"], "GET"), (first["id"], "DELETE"), ("resp_00", "GET"), ("x", "GET")):
+        assert server.request(method, f"{PATH}/{path}").status == 404
+    gone = server.post(PATH, said("five", previous_response_id=first["id"]))
+    assert (gone.status, gone.error["param"]) == (404, "previous_response_id")
+
+
+def test_a_call_of_a_stored_response_needs_its_result(server: Server) -> None:
+    call = server.post(PATH, said(PARIS)).json
+    refused = server.post(PATH, said("x", previous_response_id=call["id"]))
+    assert refused.status == 400
+    assert "before the result of the tool call" in refused.error["message"]
+    result = {"type": "function_call_output", "call_id": call["output"][0]["call_id"], "output": "sunny"}
+    question = {"role": "user", "content": "please say thanks"}
+    done = server.post(PATH, said("", input=[result, question], previous_response_id=call["id"]))
+    assert done.json["output"][0]["content"][0]["text"] == "thanks"
+    assert '"name": "weather"' in prompt(server)
+
+
+def test_a_response_is_read_again_until_it_is_deleted(server: Server) -> None:
+    whole = server.post(PATH, said("Hello"))
+    assert server.get(f"{PATH}/{whole.json['id']}").json == whole.json
+    unstored = server.post(PATH, said("Hello", store=False)).json
+    assert unstored["store"] is False
+    assert server.get(f"{PATH}/{unstored['id']}").status == 404
+    assert server.post(PATH, said("x", previous_response_id=unstored["id"])).status == 404
+
+
+def test_a_stream_is_continued_after_any_event(server: Server) -> None:
+    events = read_events(server, PATH, said(f"I look. {PARIS}"))
+    whole = assembled(events)
+    path = f"{PATH}/{whole['id']}?stream=true"
+    assert assembled(read_events(server, path)) == whole
+    for at, event in enumerate(events):
+        number = event.data["sequence_number"]
+        rest = read_events(server, f"{path}&starting_after={number}")
+        assert assembled([*events[: at + 1], *rest]) == whole
+        if event.id:
+            rest = read_events(server, PATH, said("ignored"), {"Last-Event-ID": event.id})
+            assert [e.name for e in rest if "delta" not in e.name] == [
+                e.name for e in events[at + 1 :] if "delta" not in e.name
+            ]
+    assert server.get(f"{path}&starting_after=x").status == 400
+    unstreamed = server.post(PATH, said("x")).json["id"]
+    assert server.get(f"{PATH}/{unstreamed}?stream=true").error["param"] == "stream"
+
+
+def test_a_killed_gateway_loses_no_response(make_server: Callable[..., Server]) -> None:
+    server = make_server()
+    server.wait_ready()
+    first = server.post(PATH, said("one", tools=[])).json
+    server.peers.do(lambda: setattr(server.peers, "is_stepping", False))
+    waiting = server.post(PATH, said("later", tools=[], background=True)).json
+    assert waiting["status"] in ("queued", "in_progress")
+    server.kill_and_restart()
+    assert server.get(f"{PATH}/{first['id']}").json == first
+    server.peers.do(lambda: setattr(server.peers, "is_stepping", True))
+    server.wait_ready()
+    # A reader of the request waits for its end.
+    whole = server.get("/v1/requests/" + waiting["id"].replace("resp_", "req-")).json
+    assert whole["status"] == "completed"
+    assert server.get(f"{PATH}/{waiting['id']}").json == whole
+    server.post(PATH, said("two", tools=[], previous_response_id=waiting["id"]))
+    assert prompt(server) == "user: please say later\nassistant: later\nuser: please say two\n"
+
+
+def test_a_response_in_the_background_is_cancelled(make_server: Callable[..., Server]) -> None:
+    server = make_server()
+    server.wait_ready()
+    server.peers.do(lambda: setattr(server.peers, "is_stepping", False))
+    made = [server.post(PATH, said("x", background=True)).json["id"] for _ in range(16)]
+    refused = server.post(PATH, said("x", background=True))
+    assert (refused.status, refused.error["param"]) == (429, "background")
+    assert server.get(f"{PATH}/{made[0]}").json["status"] in ("queued", "in_progress")
+    assert server.request("DELETE", f"{PATH}/{made[0]}").status == 409
+    cancelled = server.post(f"{PATH}/{made[0]}/cancel", {}).json
+    assert cancelled["status"] == "cancelled"
+    assert server.get(f"{PATH}/{made[0]}").json == cancelled
+    assert server.post(f"{PATH}/{made[0]}/cancel", {}).json == cancelled
+    assert server.post(f"{PATH}/resp_00/cancel", {}).status == 404
+
+
+def test_responses_belong_to_their_tenant(make_server: Callable[..., Server]) -> None:
+    server = make_server(auth={"api_keys": [{"key": "sk-a", "tenant": "a"}, {"key": "sk-b", "tenant": "b"}]})
+    server.wait_ready()
+    mine, other = {"Authorization": "Bearer sk-a"}, {"Authorization": "Bearer sk-b"}
+    made = server.post(PATH, said("x"), mine).json["id"]
+    assert server.get(f"{PATH}/{made}", mine).status == 200
+    assert server.get(f"{PATH}/{made}", other).status == 404
+    assert server.request("DELETE", f"{PATH}/{made}", None, other).status == 404
+    assert server.post(PATH, said("x", previous_response_id=made), other).status == 404
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"input": None}, "input", "missing"),
+    ({"input": []}, "input", "empty"),
+    ({"input": [{"type": "reasoning", "summary": []}]}, "input[0].type", "function_call_output"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", '"user"'),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        "input[0].content[0].type",
+        "text only",
+    ),
+    (
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]},
+        "input[0].call_id",
+        "must be the id",
+    ),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", '"function" only'),
+    ({"tools": [{**TOOL, "strict": True}]}, "tools[0].strict", "leave it out"),
+    ({"tool_choice": {"type": "file_search"}}, "tool_choice", '"required"'),
+    ({"conversation": "c"}, "conversation", "previous_response_id"),
+    ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
+    ({"reasoning": {"effort": "low"}}, "reasoning.effort", "not supported"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.json_schema.schema", "required"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type", '"json_schema"'),
+    ({"truncation": "auto"}, "truncation", "send less"),
+    ({"background": True, "store": False}, "background", "store is false"),
+    ({"max_tokens": 5}, "max_tokens", "unknown parameter"),
+    ({"max_output_tokens": 5000}, "max_output_tokens", "at most"),
+    ({"input": "x" * 5000}, "input", "has 5"),
+]
+
+
+@pytest.mark.parametrize(("change", "param", "message"), REFUSED)
+def test_refused(server: Server, change: dict[str, Any], param: str, message: str) -> None:
+    answer = server.post(PATH, {**said("x"), **change})
+    assert answer.status == 400
+    assert answer.error["param"] == param
+    assert message in answer.error["message"]
+
+
+def asked(say: str, **more: Any) -> dict[str, Any]:
+    """The same for the official client, which has no seed."""
+    body = said(say, **more)
+    del body["seed"]
+    return body
+
+
+def test_the_openai_client(server: Server) -> None:
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none") as client:
+        whole = client.responses.create(**asked("Hello"))
+        assert (whole.output_text, whole.status, whole.usage.output_tokens) == ("Hello", "completed", 6)
+        with client.responses.stream(**asked(f"I look. {PARIS}")) as stream:
+            events = list(stream)
+            final = stream.get_final_response()
+        assert events[-1].type == "response.completed"
+        text, call = final.output
+        assert (text.content[0].text, call.name) == ("I look.", "weather")
+        assert json.loads(call.arguments) == {"city": "Paris"}
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+        question = {"role": "user", "content": "please say Sunny."}
+        # The answer as input items, as clients without stored responses send it.
+        repeated = asked("", input=[{"role": "user", "content": "Weather?"}, *final.output, result, question])
+        assert client.responses.create(**repeated).output_text == "Sunny."
+        stored = client.responses.create(**asked("", input=[result, question], previous_response_id=final.id))
+        assert stored.output_text == "Sunny."
+        assert client.responses.retrieve(stored.id).output == stored.output
+        again = list(client.responses.retrieve(final.id, stream=True))
+        rest = list(client.responses.retrieve(final.id, stream=True, starting_after=again[2].sequence_number))
+        assert [event.type for event in rest] == [event.type for event in again[3:]]
+        client.responses.delete(stored.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(stored.id)
+        with pytest.raises(openai.BadRequestError):
+            client.responses.create(**asked("x", truncation="auto"))
