@@ -32,7 +32,7 @@ def _url(command: Any) -> Any:
 
 @click.group(epilog=CODES)
 def fleet() -> None:
-    """Run and operate a fleet: orchestrators, and agents with engines."""
+    """Run and operate a fleet of agents."""
 
 
 fleet.add_command(up)
@@ -76,7 +76,7 @@ def models(as_json: bool, url: str) -> None:
 
 @fleet.command(epilog=CODES)
 @click.argument("model")
-@click.option("--replicas", type=click.IntRange(0, 1000), default=1, show_default=True, metavar="N")
+@click.option("--replicas", type=click.IntRange(0, 1000), default=1, show_default=True, metavar="N", help="Agents.")
 @json_option()
 @_url
 def place(model: str, replicas: int, as_json: bool, url: str) -> None:
