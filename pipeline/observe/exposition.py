@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -23,16 +22,10 @@ from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.observe import process_use, status
 from pipeline.observe.metric_families import FAMILIES, Family
-from pipeline.observe.metrics import Metrics, Series, Snapshot
+from pipeline.observe.metrics import Metrics, Series, Snapshot, fits, read_snapshot
 from shm.arena import process_ticks
-from shm.decoding import DECODE_ERRORS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-MAX_SNAPSHOT_BYTES = 8 << 20
-
-_decoder = msgspec.msgpack.Decoder(Snapshot)
-
-
 ALL_TENANTS = "all"  # the label under which hidden tenants are added up
 
 
@@ -40,6 +33,7 @@ def render(config: Config, own: Metrics | None = None, shows_tenants: bool = Tru
     """Prometheus text of all stages' snapshots and of `own`. `shows_tenants`: one series for each tenant, not a sum."""
     snapshots = list(read_snapshots(paths.arena_dir(config), skip=own.stage if own else ""))
     if own is not None:
+        own.publish()
         snapshots.append(own.snapshot())
     snapshots.append(_stage_families(paths.run_dir(config)))
     if not shows_tenants:
@@ -53,11 +47,8 @@ def render(config: Config, own: Metrics | None = None, shows_tenants: bool = Tru
 def read_snapshots(directory: Path, skip: str = "") -> Iterator[Snapshot]:
     """The snapshots of all stages; files that do not decode are skipped."""
     for path in sorted(directory.glob("*.metrics")):
-        try:
-            if path.stem == skip or path.stat().st_size > MAX_SNAPSHOT_BYTES:
-                continue
-            snapshot = _decoder.decode(path.read_bytes())
-        except (OSError, *DECODE_ERRORS):
+        snapshot = read_snapshot(path) if path.stem != skip else None
+        if snapshot is None:
             continue
         if process_ticks(snapshot.pid) != snapshot.ticks:
             snapshot.families = {
@@ -78,7 +69,7 @@ def merge(snapshots: Iterable[Snapshot]) -> dict[str, dict[tuple[str, ...], Seri
                 continue
             into = merged.setdefault(name, {})
             for series in several:
-                if not _fits(family, series):
+                if not fits(family, series):
                     continue
                 known = into.get(series.labels)
                 if known is None:
@@ -101,11 +92,6 @@ def _hide_tenants(snapshot: Snapshot) -> None:
         ]
 
 
-def _fits(family: Family, series: Series) -> bool:
-    expected = len(family.bounds) + 1 if family.kind == "histogram" else 0
-    return len(series.labels) == len(family.labels) and len(series.counts) == expected
-
-
 def _stage_families(run_dir: Path) -> Snapshot:
     """Families about the stages themselves, from their status records, and about their other processes."""
     up = Metrics("", None)
@@ -125,10 +111,12 @@ class _MergedCollector(Collector):
         self._merged = merged
 
     def collect(self) -> Iterator[Metric]:
-        """In the order of the table."""
-        for name in FAMILIES:
-            if name in self._merged:
-                yield _metric(FAMILIES[name], self._merged[name].values())
+        """Every family, in the order of the table; counters without labels are 0 before the first event."""
+        for name, family in FAMILIES.items():
+            several = self._merged.get(name, {})
+            if not several and not family.labels and family.kind != "gauge":
+                several = {(): Series((), 0.0, [0] * (len(family.bounds) + 1) if family.bounds else [])}
+            yield _metric(family, several.values())
 
 
 def _metric(family: Family, several: Iterable[Series]) -> Metric:

@@ -42,6 +42,14 @@ FAMILIES: dict[str, Family] = {
             ("model",),
             SECONDS,
         ),
+        Family(
+            "starling_time_per_output_token_seconds",
+            "histogram",
+            "Mean time between the output tokens of a request, from its first token to its end.",
+            ("model",),
+            SECONDS,
+        ),
+        Family("starling_tenant_requests_total", "counter", "HTTP requests answered, by tenant.", ("tenant",)),
         Family("starling_requests_in_flight", "gauge", "HTTP requests being answered."),
         Family("starling_recoveries_total", "counter", "Sequences submitted again after a stage died."),
         Family("starling_journal_left_out_total", "counter", "Requests that the journal had no room for."),
@@ -172,7 +180,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "starling_state_file_errors_total",
             "counter",
-            "Failed operations on files of sessions, the journal and the quotas.",
+            "Failed operations on files of sessions, the journal, the quotas and the API keys.",
             ("files",),
         ),
         Family("starling_kv_cache_spilled_pages_total", "counter", "Evicted pages written to the disk."),
@@ -194,6 +202,13 @@ FAMILIES: dict[str, Family] = {
             "starling_token_gaps_total", "counter", "Times that tokens were missing and a sequence was submitted again."
         ),
         Family("starling_sessions_damaged_total", "counter", "Sessions that lost turns by a damaged file."),
+        # worker
+        Family(
+            "starling_model_load_seconds",
+            "gauge",
+            "Duration of each phase of the last load of a model: open, download, ingest, verify, start ranks, ...",
+            ("model", "phase"),
+        ),
         # every stage
         Family("starling_stage_up", "gauge", "1 while the process of the stage runs.", ("stage",)),
         Family("starling_stage_ready", "gauge", "1 while the stage accepts work.", ("stage",)),

@@ -3,8 +3,9 @@
 A stage counts in plain dictionaries.  Once a second it replaces its snapshot (`ARENA_DIR/STAGE.metrics`, msgpack, on
 tmpfs); the gateway merges the snapshots of all stages with its own metrics for each scrape (`exposition.py`).  So
 no process waits for another, a scrape includes the last second of a stage that has died, and a killed writer leaves
-the previous snapshot.  An idle stage writes its snapshot when a value has changed, and otherwise every 20 s because
-of the process metrics.
+the previous snapshot.  A successor adds the counters and histograms of its predecessor's snapshot to its own: they
+never go back while the server runs.  An idle stage writes its snapshot when a value has changed, and otherwise every
+20 s because of the process metrics.
 
 Bounded: `MAX_SERIES` label sets per family; further ones are counted under the label "other".
 """
@@ -22,13 +23,15 @@ import msgspec
 
 from pipeline import procfs
 from pipeline.files import replace_file
-from pipeline.observe.metric_families import FAMILIES
+from pipeline.observe.metric_families import FAMILIES, Family
 from shm.arena import process_ticks
+from shm.decoding import DECODE_ERRORS
 
 INTERVAL_S = 1.0
 IDLE_INTERVAL_S = 4.0  # between two checks of an idle stage for changed values
 IDLE_MAX_AGE_S = 20.0  # bound on the age of an idle stage's process metrics
 MAX_SERIES = 512
+MAX_SNAPSHOT_BYTES = 8 << 20
 OTHER = "other"
 
 
@@ -49,6 +52,25 @@ class Snapshot(msgspec.Struct, array_like=True):
     families: dict[str, list[Series]]
 
 
+_decoder = msgspec.msgpack.Decoder(Snapshot)
+
+
+def read_snapshot(path: Path) -> Snapshot | None:
+    """The snapshot in a file; None if it does not decode."""
+    try:
+        if path.stat().st_size > MAX_SNAPSHOT_BYTES:
+            return None
+        return _decoder.decode(path.read_bytes())
+    except (OSError, *DECODE_ERRORS):
+        return None
+
+
+def fits(family: Family, series: Series) -> bool:
+    """Whether the series is one of the family, which another release may have changed."""
+    expected = len(family.bounds) + 1 if family.kind == "histogram" else 0
+    return len(series.labels) == len(family.labels) and len(series.counts) == expected
+
+
 class Metrics:
     """A stage's metrics. Names are those of `FAMILIES`; label values are positional.
 
@@ -64,6 +86,7 @@ class Metrics:
         self._last = b""  # the last snapshot written
         self._ticks = process_ticks(os.getpid())
         self._series: dict[str, dict[tuple[str, ...], Series]] = {}
+        self._past = _counted(self.path)  # by predecessors of this process
 
     def add(self, name: str, *labels: str, amount: float = 1.0) -> None:
         """Add to a counter or a gauge."""
@@ -97,13 +120,11 @@ class Metrics:
         self._series.get(name, {}).pop(labels, None)
 
     def snapshot(self) -> Snapshot:
-        """All series now."""
-        return Snapshot(
-            self.stage,
-            os.getpid(),
-            self._ticks,
-            {name: list(series.values()) for name, series in self._series.items()},
-        )
+        """All series now, with what predecessors have counted."""
+        families = {name: list(series.values()) for name, series in self._series.items()}
+        for name, past in self._past.items():
+            families[name] = _sum(families.get(name, []), past)
+        return Snapshot(self.stage, os.getpid(), self._ticks, families)
 
     def _encoded(self) -> bytes:
         return msgspec.msgpack.encode(self.snapshot())
@@ -122,7 +143,13 @@ class Metrics:
         now = self._last_check = self._clock()
         if self.is_idle and now < self._last_write + IDLE_MAX_AGE_S and self._encoded() == self._last:
             return
-        self._last_write = now
+        self.publish()
+
+    def publish(self) -> None:
+        """Replace the snapshot now: what has been scraped must be there for a successor."""
+        if self.path is None:
+            return
+        self._last_write = self._clock()
         self._measure_process()
         encoded = self._encoded()
         try:
@@ -131,11 +158,9 @@ class Metrics:
             return
         self._last = encoded
 
-    def remove(self) -> None:
-        """Remove the snapshot, at an orderly stop. One that stays is recognised by its process, which has ended."""
-        if self.path is not None:
-            with contextlib.suppress(OSError):
-                self.path.unlink(missing_ok=True)
+    def close(self) -> None:
+        """Write the last snapshot. It stays for a successor until the server has ended."""
+        self.publish()
 
     def _measure_process(self) -> None:
         used = os.times()
@@ -160,3 +185,31 @@ class Metrics:
             counts = [0] * (len(family.bounds) + 1) if family.kind == "histogram" else []
             series = known[labels] = Series(labels, 0.0, counts)
         return series
+
+
+def _counted(path: Path | None) -> dict[str, list[Series]]:
+    """The counters and histograms of a predecessor's snapshot."""
+    snapshot = read_snapshot(path) if path is not None else None
+    if snapshot is None:
+        return {}
+    return {
+        name: [series for series in several if fits(FAMILIES[name], series)]
+        for name, several in snapshot.families.items()
+        if name in FAMILIES and FAMILIES[name].kind != "gauge"
+    }
+
+
+def _sum(own: list[Series], past: list[Series]) -> list[Series]:
+    """Add series by label set; label sets beyond `MAX_SERIES` are added to "other"."""
+    found = {series.labels: Series(series.labels, series.value, series.counts) for series in own}
+    for series in past:
+        labels = series.labels
+        if labels not in found and len(found) >= MAX_SERIES:
+            labels = (OTHER,) * len(labels)
+        known = found.get(labels)
+        if known is None:
+            found[labels] = Series(labels, series.value, series.counts)
+        else:
+            known.value += series.value
+            known.counts = [a + b for a, b in zip(known.counts, series.counts, strict=True)]
+    return list(found.values())

@@ -259,7 +259,7 @@ class StageRuntime:
             endpoint.close()
         self.context.term()
         self._status.remove()
-        self.metrics.remove()
+        self.metrics.close()
         self._server_locks.release()
         self._lock.release()
         if self.parent_fd >= 0:

@@ -31,13 +31,15 @@ class GatewayMetrics:
         self._memory_bytes = 0
         self._next_measurement = self._started
 
-    def answered(self, endpoint: str, status: int, duration_s: float, code: str) -> None:
-        """Count an HTTP request that has been answered. `code`: of its error; "": none."""
+    def answered(self, endpoint: str, status: int, duration_s: float, code: str, tenant: str = "") -> None:
+        """Count an HTTP request that has been answered. `code`: of its error; "": none. `tenant` "": not known."""
         self.total_requests += 1
         self.numbers.add("starling_requests_total", endpoint, str(status))
         self.numbers.observe("starling_request_duration_seconds", duration_s, endpoint)
         if code:
             self.numbers.add("starling_rejections_total", code)
+        if tenant:
+            self.numbers.add("starling_tenant_requests_total", tenant)
 
     def ended(self, request: RequestState) -> None:
         """Count a request for text that has ended."""
@@ -47,6 +49,10 @@ class GatewayMetrics:
         if begun:
             waited = begun - request.started_at
             self.numbers.observe("starling_time_to_first_token_seconds", waited, request.spec.model)
+        longest = max((len(sequence.tokens) for sequence in request.sequences), default=0)
+        if begun and longest > 1:
+            between_s = (self._clock() - begun) / (longest - 1)
+            self.numbers.observe("starling_time_per_output_token_seconds", between_s, request.spec.model)
 
     def looked_up(self, request: RequestState) -> None:
         """Count a look-up in the response cache."""

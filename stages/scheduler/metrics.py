@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable
 
-from pipeline.observe.metrics import Metrics
+from pipeline.observe.metrics import MAX_SERIES, OTHER, Metrics
 from pipeline.observe.rate import Rate
 from stages.scheduler.core.engine import Engine
 from stages.scheduler.stats import Stats
@@ -72,11 +73,33 @@ class ModelMetrics:
             metrics.put(family, histogram.bounds, histogram.counts, histogram.total, name)
 
 
-def export_tenants(metrics: Metrics, engines: Iterable[Engine], past: Mapping[str, int]) -> None:
-    """Tokens computed for each tenant, over all models; `past`: by engines of unloaded versions."""
-    totals = dict(past)
-    for engine in engines:
-        for tenant in engine.queues.tenants.values():
-            totals[tenant.name] = totals.get(tenant.name, 0) + tenant.computed
-    for name, total in totals.items():
-        metrics.set("starling_tenant_tokens_total", total, name)
+class TenantMetrics:
+    """Tokens computed for each tenant, over all models. Tenants beyond the bound on series share one."""
+
+    def __init__(self) -> None:
+        self._past: Counter[str] = Counter()  # of engines of unloaded versions
+        self._named: set[str] = set()  # tenants with a series
+
+    def remove(self, engine: Engine) -> None:
+        """The engine's version was unloaded."""
+        self._past = self._totals([engine])
+
+    def export(self, metrics: Metrics, engines: Iterable[Engine]) -> None:
+        """Write all values."""
+        others = 0
+        for name, total in self._totals(engines).items():
+            if name in self._named or (name != OTHER and len(self._named) < MAX_SERIES - 1):
+                self._named.add(name)
+                metrics.set("starling_tenant_tokens_total", total, name)
+            else:
+                others += total
+        if others:
+            metrics.set("starling_tenant_tokens_total", others, OTHER)
+
+    def _totals(self, engines: Iterable[Engine]) -> Counter[str]:
+        totals = Counter(self._past)
+        for engine in engines:
+            totals.update(engine.queues.forgotten)
+            for tenant in engine.queues.tenants.values():
+                totals[tenant.name] += tenant.computed
+        return totals

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 
 from pipeline.config import paths
 from pipeline.config.schema import Config
@@ -27,7 +27,7 @@ from stages.scheduler.core.outbox import rejected_frame
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.core.version_runner import VersionRunner
 from stages.scheduler.draft.pairing import DraftPairs
-from stages.scheduler.metrics import INTERVAL_S, ModelMetrics, export_tenants
+from stages.scheduler.metrics import INTERVAL_S, ModelMetrics, TenantMetrics
 from stages.scheduler.policy.admission import Refusal
 from stages.scheduler.policy.core_sharing import CoreShares, allowed_depth
 
@@ -61,7 +61,7 @@ class SchedulerStage:
         self._core_shares = CoreShares()
         self._pairs = DraftPairs()
         self._metrics: dict[str, ModelMetrics] = {}  # by model
-        self._past_tenants: Counter[str] = Counter()  # tokens computed by unloaded versions
+        self._tenant_metrics = TenantMetrics()
         self._next_export = 0.0
         self.helpers = ConstraintHelpers(
             config, self.loop, lambda: [runner.engine.constraints for runner in self.runners.values()]
@@ -110,8 +110,7 @@ class SchedulerStage:
         self._send_output(runner)
         for metrics in self._metrics.values():
             metrics.remove(name)
-        for tenant in runner.engine.queues.tenants.values():
-            self._past_tenants[tenant.name] += tenant.computed
+        self._tenant_metrics.remove(runner.engine)
         self.helpers.forget(name)
         bell = self._doorbells.pop(name)
         if bell.fd >= 0:
@@ -280,7 +279,7 @@ class SchedulerStage:
             late = sum(metrics.late for metrics in self._metrics.values())
             self.loop.metrics.set("starling_late_frames_total", late, "scheduler")
             engines = [runner.engine for runner in self.runners.values()]
-            export_tenants(self.loop.metrics, engines, self._past_tenants)
+            self._tenant_metrics.export(self.loop.metrics, engines)
 
     def _update_readiness(self, now: float) -> None:
         problems = {name: runner.problem for name, runner in self.runners.items()}

@@ -22,6 +22,7 @@ from pipeline.faults import points
 from pipeline.ipc.poll_loop import MAX_WAIT_S, PollLoop
 from pipeline.models import store, versions
 from pipeline.models.versions import ModelVersion
+from pipeline.observe.phase_times import PhaseTimes
 from pipeline.protocol import messages as m
 from pipeline.runtime.process import EXIT_FATAL
 from shm import step_ring as sh
@@ -63,6 +64,7 @@ class WorkerStage:
         self._bell_path = ""
         self._is_bell_connected = False
 
+        self._phases = PhaseTimes()
         self.model = Model(self._prepare())
         self._vocabulary = ""
         if config.drafts(self.version.name):
@@ -78,23 +80,26 @@ class WorkerStage:
         if self.ranks:
             watch(self.ranks)
         pin(cpus, 0, self.n_ranks)
+        self._phases.end()
+        for phase, seconds in self._phases.seconds.items():
+            self.loop.metrics.set("starling_model_load_seconds", seconds, self.version.name, phase)
 
     def _prepare(self) -> Checkpoint:
         """Fetch, ingest and compile whatever is missing; returns the verified checkpoint."""
-        shown = ""
+        self._phases.enter("open")
 
         def progress(phase: str, done: int, total: int) -> None:
-            nonlocal shown
             self.loop.tick()
-            if phase != shown:
-                shown = phase
+            if self._phases.enter(phase):
                 self.loop.reason = f"preparing {self.name}: {phase}"
                 log.info("preparing", extra={"model": self.name, "phase": phase})
 
         with self.loop.allow_stall(PREPARE_S):
             index_path = prepare(self.model_config, paths.models_dir(), progress, self.version.digest)
             store.mark_used(index_path.stem, paths.models_dir())
-            return open_verified(index_path, progress, self.config.performance.use_mmap)
+            checkpoint = open_verified(index_path, progress, self.config.performance.use_mmap)
+            self._phases.enter("start ranks")
+            return checkpoint
 
     # -------------------------------------------------------------- frames of the scheduler
 

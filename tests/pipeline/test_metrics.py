@@ -15,6 +15,7 @@ from pipeline.ipc.poll_loop import PollLoop
 from pipeline.observe import exposition
 from pipeline.observe.metric_families import FAMILIES
 from pipeline.observe.metrics import IDLE_INTERVAL_S, IDLE_MAX_AGE_S, INTERVAL_S, MAX_SERIES, OTHER, Metrics
+from pipeline.observe.phase_times import PhaseTimes
 from pipeline.observe.rate import Rate
 
 
@@ -114,6 +115,75 @@ def test_series_of_several_stages_are_added_up(config: Config, directory: Path) 
     assert found["starling_kv_cache_restore_seconds_sum", ()] == 5
 
 
+def test_a_successor_continues_the_counters(config: Config, directory: Path) -> None:
+    """Counters and histograms never go back: a stage is killed twice and then stopped in order."""
+    tokens, sizes = ("starling_tokens_generated_total", (("model", "m"),)), "starling_batch_size"
+    total = 0.0
+    for life in range(1, 4):
+        stage = Metrics("scheduler", directory)
+        stage.set("starling_queue_depth", life, "m")
+        assert scrape(config).get(tokens, 0.0) == total, "before the successor has written"
+        stage.publish()
+        assert scrape(config).get(tokens, 0.0) == total, "before the successor has counted"
+        for count in (1.0, 5.0):  # a total that the stage maintains, from 0 in each life
+            stage.set("starling_tokens_generated_total", count, "m")
+            stage.observe(sizes, 2 * count, "m")
+            stage.publish()
+            assert scrape(config)[tokens] == total + count
+        total += 5.0
+        assert scrape(config)[f"{sizes}_count", (("model", "m"),)] == 2 * life
+        assert scrape(config)[f"{sizes}_sum", (("model", "m"),)] == 12 * life
+        assert scrape(config)["starling_queue_depth", (("model", "m"),)] == life, "gauges are not added"
+        if life == 2:
+            stage.close()
+    assert scrape(config)[tokens] == total
+
+
+def test_what_was_scraped_is_there_for_the_gateways_successor(config: Config, directory: Path) -> None:
+    for answered in (1, 2, 3):
+        gateway = Metrics("gateway", directory)
+        gateway.add("starling_requests_total", "/v1/generate", "200")
+        found = scrape(config, gateway)
+        assert found["starling_requests_total", (("endpoint", "/v1/generate"), ("status", "200"))] == answered
+
+
+def test_label_sets_are_bounded_over_many_lives(directory: Path) -> None:
+    lives = 3
+    for life in range(lives):
+        metrics = Metrics("scheduler", directory)
+        for number in range(MAX_SERIES):
+            metrics.add("starling_tenant_tokens_total", f"{life}-{number}")
+        metrics.publish()
+    series = metrics.snapshot().families["starling_tenant_tokens_total"]
+    assert len(series) == MAX_SERIES + 1
+    assert sum(one.value for one in series) == MAX_SERIES * lives
+
+
+def test_every_family_is_exported_and_counters_begin_at_zero(config: Config, directory: Path) -> None:
+    text = exposition.render(config).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert {f"{name}_total" if one.type == "counter" else name for name, one in families.items()} == set(FAMILIES)
+    found = scrape(config)
+    assert found["starling_kv_cache_evictions_total", ()] == 0
+    assert found["starling_kv_cache_restore_seconds_count", ()] == 0
+    assert ("starling_requests_in_flight", ()) not in found, "a gauge of a process that does not run"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 100)), max_size=20))
+def test_phases_add_up_to_the_whole(steps: list[tuple[str, float]]) -> None:
+    now = 10.0
+    times = PhaseTimes(lambda: now)
+    for phase, seconds in steps:
+        times.enter(phase)
+        now += seconds
+    times.end()
+    now += 5.0
+    times.end()
+    assert set(times.seconds) == {phase for phase, _ in steps}
+    for name in times.seconds:
+        assert times.seconds[name] == pytest.approx(sum(s for phase, s in steps if phase == name))
+
+
 def test_gauges_of_a_dead_stage_are_dropped(config: Config, directory: Path) -> None:
     stage = Metrics("kv", directory)
     stage.set("starling_kv_cache_bytes", 10, "resident")
@@ -133,6 +203,7 @@ def test_an_invalid_snapshot_is_skipped(config: Config, directory: Path, invalid
     (directory / "a.metrics").write_bytes(b"")
     (directory / "b.metrics").write_bytes(b"\x94\xa1b\x01\x01\x81\xa7unknown\x90")
     (directory / "c.metrics").write_bytes(invalid)
+    (directory / "kv.metrics").write_bytes(invalid)  # of a predecessor
     stage = Metrics("kv", directory)
     stage.add("starling_kv_cache_evictions_total")
     stage.write()

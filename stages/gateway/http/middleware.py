@@ -94,7 +94,9 @@ def make_middleware(config: Config, service: Service) -> Middleware:
         finally:
             took = service.clock() - started
             endpoint = _endpoint(request)
-            service.metrics.answered(endpoint, status, took, error.code if error else "")
+            caller = request.get(CALLER)
+            tenant = caller.tenant if caller else ""
+            service.metrics.answered(endpoint, status, took, error.code if error else "", tenant)
             if logs_requests:
                 _log_request(request, endpoint, status, took, error)
 

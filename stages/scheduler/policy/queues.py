@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 
+from pipeline.observe.metrics import OTHER
 from stages.scheduler.core.sequence import SequenceState
 from stages.scheduler.policy.tenant import Tenant
 
 QUANTUM = 512.0  # tokens (at weight 1) by which a quiet tenant may be ahead
+MAX_FORGOTTEN = 4096  # tenants whose sums are kept by name after `forget_idle`, for the metrics
 
 
 class QueueFullError(Exception):
@@ -37,6 +40,7 @@ class TenantQueues:
         self.max_tenant_depth = max_tenant_depth or max_depth
         self.depth = 0
         self.tenants: dict[str, Tenant] = {}
+        self.forgotten: Counter[str] = Counter()  # tokens computed for tenants that `forget_idle` has dropped
         self._weight_of = weight_of
         # By tenant name, ordered by `key`; removed sequences stay in a heap until they reach its top.
         self._heaps: dict[str, list[tuple[tuple[float, int], SequenceState]]] = {}
@@ -159,6 +163,10 @@ class TenantQueues:
     def forget_idle(self, keep: int = 1024) -> None:
         """Drop tenants without work if more than `keep` are stored."""
         if len(self.tenants) > keep:
+            for tenant in self.tenants.values():
+                if not tenant.is_active:
+                    known = tenant.name in self.forgotten or len(self.forgotten) < MAX_FORGOTTEN
+                    self.forgotten[tenant.name if known else OTHER] += tenant.computed
             self.tenants = {name: t for name, t in self.tenants.items() if t.is_active}
 
     def _floor(self) -> float:

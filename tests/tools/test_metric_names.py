@@ -1,0 +1,67 @@
+"""The documented metrics, those of the rules, and the table: the same names, kinds, labels and texts."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.observe.metric_families import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+PROMETHEUS = ROOT / "configs" / "prometheus"
+
+
+def documented() -> dict[str, tuple[str, tuple[str, ...], str]]:
+    """Kind, labels and meaning of each name in docs/metrics.md."""
+    rows = re.findall(
+        r"^\| `(starling_\w+)` \| (\w+) \| (.*?) ?\| (.*) \|$", (ROOT / "docs/metrics.md").read_text(), re.M
+    )
+    assert len(rows) == len({row[0] for row in rows})
+    return {name: (kind, tuple(re.findall(r"`(\w+)`", labels)), text) for name, kind, labels, text in rows}
+
+
+def rules() -> list[dict[str, Any]]:
+    content = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())
+    return [rule for group in content["groups"] for rule in group["rules"]]
+
+
+def test_the_page_lists_every_metric() -> None:
+    assert documented() == {name: (one.kind, one.labels, one.help) for name, one in FAMILIES.items()}
+
+
+def test_rules_use_metrics_and_labels_that_exist() -> None:
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    for rule in rules():
+        for name in re.findall(r"\bstarling:[\w:]+", rule["expr"]):
+            assert name in recorded, name
+        for name, matcher in re.findall(r"\b(starling_\w+)(\{[^}]*\})?", rule["expr"]):
+            base = re.sub(r"_(bucket|sum|count)$", "", name)
+            family = FAMILIES.get(name) or FAMILIES[base]
+            assert (family.kind == "histogram") == (family.name != name), f"{name} is a {family.kind}"
+            assert set(re.findall(r"(\w+)=", matcher)) <= set(family.labels), f"{name}{matcher}"
+
+
+def test_every_alert_says_what_to_do() -> None:
+    alerts = [rule for rule in rules() if "alert" in rule]
+    assert len({rule["alert"] for rule in alerts}) == len(alerts) >= 8
+    for rule in alerts:
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert set(rule["annotations"]) == {"summary", "action"}
+
+
+@pytest.mark.parametrize("command", [("check", "config", "prometheus.yml"), ("test", "rules", "rules_test.yml")])
+def test_promtool_accepts_the_rules(command: tuple[str, ...]) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    done = subprocess.run(
+        [promtool, *command], cwd=PROMETHEUS, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FAILED" not in done.stdout + done.stderr
