@@ -53,6 +53,7 @@ COMMANDS = (
     "status",
     "supervise",
     "support-bundle",
+    "top",
     "unload",
     "unpublish",
     "up",
@@ -186,6 +187,10 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.support_bundle import support_bundle
 
             return support_bundle
+        case "top":
+            from starling.cli.top import top
+
+            return top
         case "unload":
             from starling.cli.reload import unload
 
