@@ -6,7 +6,8 @@
 The message is the *event*, a constant; what varies goes into `extra` (request_id, session_id, model, timings, ...).
 Lines go to stderr, which is reopened in non-blocking mode: a reader that has stopped reading (a terminal with ^S)
 costs lines, which are counted, and never time.  They also go to STARLING_HOME/logs/STAGE.log, always as JSON,
-rotated at `logging.max_size_mb`, with `logging.max_files` files.
+rotated at `logging.max_size_mb`, with `logging.max_files` files.  Every stage has a thread for that, but the worker:
+it forks its ranks.
 
 Each event has a budget: `BURST` lines at once, then `PER_SECOND`.  The next line that passes reports how many
 were suppressed.
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from pipeline.config import paths
 from pipeline.config.schema import Config
+from pipeline.observe.background_file import BackgroundFile
 from pipeline.observe.log_format import JsonFormatter, PrettyFormatter
 from pipeline.observe.log_output import Output, RotatingFile
 
@@ -34,10 +36,11 @@ MAX_LINE_BYTES = 16_384
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-def setup(stage: str, config: Config, directory: Path | None = None) -> None:
+def setup(stage: str, config: Config, directory: Path | None = None, *, in_background: bool = False) -> None:
     """Send all `starling.*` records, and warnings of libraries, to stderr and the stage's file.
 
-    May be called again, for example after a fork under another name; it replaces the handlers.
+    May be called again, for example after a fork under another name; it replaces the handlers.  `in_background`: a
+    thread writes the file, for processes that must not wait for a disk and are not forked.
     """
     shown: logging.Formatter = JsonFormatter(stage)
     if config.logging.format == "pretty":
@@ -48,7 +51,7 @@ def setup(stage: str, config: Config, directory: Path | None = None) -> None:
         config.logging.max_size_mb << 20,
         config.logging.max_files,
     )
-    handlers.append(LineHandler(file, JsonFormatter(stage)))
+    handlers.append(LineHandler(BackgroundFile(file) if in_background else file, JsonFormatter(stage)))
     root = logging.getLogger()
     for old in [handler for handler in root.handlers if isinstance(handler, LineHandler)]:
         root.removeHandler(old)
@@ -103,7 +106,7 @@ class Budget:
 class LineHandler(logging.Handler):
     """Formats and writes; never blocks or raises."""
 
-    def __init__(self, output: Output | RotatingFile, formatter: logging.Formatter) -> None:
+    def __init__(self, output: Output | RotatingFile | BackgroundFile, formatter: logging.Formatter) -> None:
         super().__init__()
         self._output = output
         self.setFormatter(formatter)

@@ -135,7 +135,7 @@ def start_fork(run: Callable[[], int], stage: str, config: Config) -> Start:
         def body() -> int:
             """The stage's process."""
             os.environ.update(environment)
-            logs.setup(stage, config)
+            logs.setup(stage, config, in_background=not stage.startswith("worker"))
             return guarded(run)
 
         return base.fork(body)

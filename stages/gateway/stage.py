@@ -264,7 +264,7 @@ def _open_quotas(config: Config) -> QuotaFile | None:
 
 def main(config: Config) -> int:
     """Run until SIGTERM. Returns the exit code. Raises `ConfigError` if it cannot listen."""
-    logs.setup("gateway", config)
+    logs.setup("gateway", config, in_background=True)
 
     async def run() -> int:
         return await GatewayStage(config).run()

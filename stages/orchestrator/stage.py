@@ -482,7 +482,7 @@ class OrchestratorStage:
 
 def main(config: Config, on_listening: Callable[[int], Any] = lambda port: None) -> int:
     """Run until SIGTERM. Returns the exit code. Raises `ConfigError` if it cannot listen."""
-    logs.setup("orchestrator", config)
+    logs.setup("orchestrator", config, in_background=True)
 
     async def run() -> int:
         return await OrchestratorStage(config).run(on_listening)

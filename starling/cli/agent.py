@@ -35,7 +35,7 @@ def agent(join: str | None, agent_id: str | None, port: int | None) -> int:
         if value is not None:
             os.environ[f"STARLING_FLEET__{key}"] = str(value)
     config = load()
-    logs.setup("agent", config)
+    logs.setup("agent", config, in_background=True)
     from stages.agent import stage
 
     return stage.main(config, _announce)

@@ -34,7 +34,7 @@ def orchestrator(join: str | None, port: int | None) -> int:
         if value is not None:
             os.environ[f"STARLING_FLEET__{key}"] = str(value)
     config = load()
-    logs.setup("orchestrator", config)
+    logs.setup("orchestrator", config, in_background=True)
     from stages.orchestrator import stage
 
     host = config.fleet.orchestrator.host

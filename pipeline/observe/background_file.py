@@ -1,0 +1,86 @@
+"""A log file that a thread writes: a slow disk costs lines, which are counted, and no time of a stage's loop."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from typing import Protocol
+
+MAX_WAITING = 1 << 20  # bytes of lines that are not written yet
+CLOSE_S = 2.0  # a stage that ends waits this long for its last lines
+
+
+class LineFile(Protocol):
+    """What is written: `RotatingFile`."""
+
+    lost: int
+
+    def write(self, line: bytes) -> None:
+        """Append one line."""
+
+    def close(self) -> None:
+        """Idempotent."""
+
+
+class BackgroundFile:
+    """Lines are written in order by a thread that starts with the first one.
+
+    A process that was forked from this one has no such thread: it writes its lines itself.
+    """
+
+    def __init__(self, file: LineFile) -> None:
+        self._file = file
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._waiting: deque[bytes] = deque()
+        self._nbytes = 0  # in `_waiting`, and of the lines being written
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+
+    @property
+    def lost(self) -> int:
+        """Lines that found no place, or that the disk refused."""
+        return self._file.lost
+
+    def write(self, line: bytes) -> None:
+        """Queue one line. Never blocks on the disk."""
+        if os.getpid() != self._pid:
+            self._file.write(line)
+            return
+        with self._changed:
+            if self._nbytes + len(line) > MAX_WAITING or self._is_closing:
+                self._file.lost += 1
+                return
+            self._nbytes += len(line)
+            self._waiting.append(line)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._is_closing:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                line = self._waiting.popleft()
+            self._file.write(line)
+            with self._changed:
+                self._nbytes -= len(line)
+
+    def close(self) -> None:
+        """Write what waits, for at most `CLOSE_S`. Idempotent."""
+        if os.getpid() != self._pid:
+            self._file.close()
+            return
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                return  # it holds the file
+        self._file.close()

@@ -1,0 +1,87 @@
+"""Log lines that a thread writes: in order, bounded, never waited for, and complete at the end."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from pipeline.observe import background_file
+from pipeline.observe.background_file import MAX_WAITING, BackgroundFile
+from pipeline.observe.log_output import RotatingFile
+
+LONG_S = 60.0
+
+
+class Gated:
+    """A file whose disk stands still until `opened` is set."""
+
+    def __init__(self) -> None:
+        self.lost = 0
+        self.lines: list[bytes] = []
+        self.reached, self.opened = threading.Event(), threading.Event()
+        self.is_closed = False
+
+    def write(self, line: bytes) -> None:
+        self.reached.set()
+        assert self.opened.wait(LONG_S)
+        self.lines.append(line)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_lines_are_written_in_order_and_all_before_the_end(tmp_path: Path) -> None:
+    file = BackgroundFile(RotatingFile(tmp_path / "a.log", 1 << 20, 1))
+    lines = [b"line %d\n" % i for i in range(2000)]
+    for line in lines:
+        file.write(line)
+    file.close()
+    file.close()
+    assert (tmp_path / "a.log").read_bytes() == b"".join(lines)
+    assert file.lost == 0
+
+
+def test_a_disk_that_stands_still_costs_lines_beyond_a_bound_and_no_time() -> None:
+    gated = Gated()
+    file = BackgroundFile(gated)
+    line = b"x" * 1023 + b"\n"
+    for _ in range(2 * MAX_WAITING // len(line)):
+        file.write(line)  # would stand still with the disk
+    assert gated.reached.wait(LONG_S)
+    assert gated.lines == []
+    kept = MAX_WAITING // len(line)
+    assert file.lost == kept
+    gated.opened.set()
+    file.close()
+    assert gated.lines == [line] * kept
+    assert gated.is_closed
+
+
+def test_the_end_does_not_wait_for_such_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_file, "CLOSE_S", 0.01)
+    gated = Gated()
+    file = BackgroundFile(gated)
+    file.write(b"first\n")
+    assert gated.reached.wait(LONG_S)
+    file.close()
+    assert not gated.is_closed  # the thread still holds it
+    file.write(b"late\n")
+    assert file.lost == 1
+    gated.opened.set()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12 and later: it has a thread
+def test_a_forked_process_writes_its_lines_itself(tmp_path: Path) -> None:
+    file = BackgroundFile(RotatingFile(tmp_path / "a.log", 1 << 20, 1))
+    file.write(b"parent\n")
+    pid = os.fork()
+    if not pid:
+        file.write(b"child\n")
+        file.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    file.close()
+    assert sorted((tmp_path / "a.log").read_bytes().splitlines()) == [b"child", b"parent"]
