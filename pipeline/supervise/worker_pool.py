@@ -148,7 +148,7 @@ class WorkerPool(SupervisorBase):
                 member.not_before = min(member.not_before, now)
         for version in wanted.values():
             member = self._members.get(version.id) or self._add(version)
-            if member.has_given_up and versions.take_start_request(self._run_dir, version.stage):
+            if member.has_given_up and not member.pid and versions.take_start_request(self._run_dir, version.stage):
                 member.not_before = min(member.not_before, now)
             may_start = not member.has_given_up or version.state == "serving"
             if not member.pid and may_start and now >= member.not_before:

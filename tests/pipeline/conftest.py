@@ -10,6 +10,12 @@ import pytest
 from tests.pipeline.endpoint_pair import Pair
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home for each test: two servers, here tests at the same time, cannot share one."""
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path / "home"))
+
+
 @pytest.fixture
 def plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault plan that a test is given by `indirect`."""

@@ -212,9 +212,9 @@ def test_draft_tokens_that_break_the_constraint_are_not_verified() -> None:
     published: list[tuple[int, ...]] = []
     publish = ring_module.Ring.publish
 
-    def record(self: Any, entries: Any) -> int:
+    def record(self: Any, entries: Any, *more: Any) -> int:
         published.extend(entry[:4] for entry in entries)
-        return publish(self, entries)
+        return publish(self, entries, *more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring_module.Ring, "publish", record)
