@@ -241,7 +241,7 @@ def test_an_idle_hub_sends_every_heartbeat_only_where_readiness_depends_on_it(
     tmp_path: Path, edge: str, expected: int
 ) -> None:
     pair = Pair(tmp_path, edge=EDGES[edge])
-    pair.meet()
+    key = pair.meet()
     idle = m.Heartbeat("kv", 1, 7, False, True, idle=True)
     sent: list[float] = []
     pair.hub.liveness.broadcast = lambda beat: sent.append(pair.clock.now)  # type: ignore[method-assign]
@@ -250,6 +250,7 @@ def test_an_idle_hub_sends_every_heartbeat_only_where_readiness_depends_on_it(
     before = len(sent)
     for _ in range(PERIOD):
         pair.clock.now += INTERVAL_S
+        pair.hub.liveness.peers[key].last_seen = pair.clock.now  # the other side is heard, whatever it has sent
         pair.hub.tick(idle)
     assert len(sent) - before == expected
     pair.close()
