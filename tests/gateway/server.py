@@ -1,20 +1,18 @@
-"""A gateway process between scripted peers on real sockets, and a small HTTP client for it."""
+"""A gateway process between scripted peers on real sockets."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -22,6 +20,7 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.ipc.endpoint import Hub
 from pipeline.protocol import messages as m
+from tests.gateway.http_client import HttpClient
 from tests.gateway.peers import MODEL, Generator, make_tokenizer
 from tests.gateway.threaded import Threaded
 
@@ -110,28 +109,7 @@ class Peers(Threaded):
         return m.Heartbeat(stage, self._epoch, 0, False, True)
 
 
-class Answer(NamedTuple):
-    status: int
-    headers: http.client.HTTPMessage
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def error(self) -> dict[str, Any]:
-        error: dict[str, Any] = self.json["error"]
-        assert set(error) == {"message", "type", "code", "param"}
-        return error
-
-
-class Event(NamedTuple):
-    id: str
-    data: Any  # decoded JSON, or "[DONE]"
-
-
-class Server:
+class Server(HttpClient):
     """The gateway's process and its peers."""
 
     def __init__(self, home: Path, *, pass_fds: tuple[int, ...] = (), preamble: str = "", **sections: Any) -> None:
@@ -207,84 +185,12 @@ class Server:
         """Send SIGTERM. Returns the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(20)
+        code = self.process.wait(60)
         self.peers.stop()
         self._reader.join()
         assert self.process.stderr is not None
         self.process.stderr.close()
         return code
-
-    # ---------------------------------------------------------------- HTTP
-
-    def connect(self, timeout_s: float = 20.0) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-
-    def request(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
-        """Send a request. `body`: bytes are sent as they are, anything else as JSON."""
-        connection = self.connect()
-        try:
-            data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-            kind = {} if data is None else {"Content-Type": "application/json"}
-            connection.request(method, path, data, {**kind, **(headers or {})})
-            response = connection.getresponse()
-            return Answer(response.status, response.headers, response.read())
-        finally:
-            connection.close()
-
-    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Answer:
-        return self.request("POST", path, body, headers)
-
-    def get(self, path: str, headers: dict[str, str] | None = None) -> Answer:
-        return self.request("GET", path, None, headers)
-
-    def stream(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Stream:
-        return Stream(self, path, {**body, "stream": True}, headers)
-
-    def resume(self, path: str, headers: dict[str, str] | None = None) -> Stream:
-        """Resume a stream with GET."""
-        return Stream(self, path, None, headers)
-
-
-class Stream:
-    """An open stream of events."""
-
-    def __init__(self, server: Server, path: str, body: Any, headers: dict[str, str] | None = None) -> None:
-        self._connection = server.connect()
-        if body is None:
-            self._connection.request("GET", path, None, headers or {})
-        else:
-            kind = {"Content-Type": "application/json", **(headers or {})}
-            self._connection.request("POST", path, json.dumps(body).encode(), kind)
-        sock = self._connection.sock  # before the response: with `Connection: close` the attribute is cleared
-        assert isinstance(sock, socket.socket)
-        self.sock = sock
-        self.response = self._connection.getresponse()
-        if self.response.status != 200:
-            refusal = self.response.read()
-            self._connection.close()
-            raise AssertionError(refusal)
-        assert self.response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
-
-    def events(self) -> Iterator[Event]:
-        """The events until the stream ends."""
-        where = ""
-        while line := self.response.readline():
-            name, _, value = line.decode().rstrip("\n").partition(": ")
-            if name == "id":
-                where = value
-            elif name == "data":
-                yield Event(where, value if value == "[DONE]" else json.loads(value))
-            else:
-                assert name in ("", "retry")
-
-    def all(self) -> list[Event]:
-        events = list(self.events())
-        self.close()
-        return events
-
-    def close(self) -> None:
-        self.response.close()
-        self._connection.close()
 
 
 MakeServer = Callable[..., Server]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.gateway.server import Event
+from tests.gateway.http_client import Event
 
 
 def joined(events: list[Event]) -> str:

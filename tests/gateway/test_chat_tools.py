@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.gateway.http_client import Event
 from tests.gateway.peers import MODEL
-from tests.gateway.server import Event, Server
+from tests.gateway.server import Server
 
 WEATHER = {
     "type": "function",

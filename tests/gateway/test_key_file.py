@@ -12,7 +12,8 @@ from click.testing import CliRunner
 
 from pipeline.api.key_file import key_path
 from starling.cli import cli
-from tests.gateway.server import Answer, Server
+from tests.gateway.http_client import Answer
+from tests.gateway.server import Server
 
 BODY = {"prompt": "x", "max_tokens": 3, "seed": 7}
 SCOPED = (

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.gateway.http_client import Answer
 from tests.gateway.peers import MODEL
-from tests.gateway.server import Answer, Server
+from tests.gateway.server import Server
 
 TOOL = {
     "name": "weather",

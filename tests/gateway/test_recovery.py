@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.gateway.http_client import Event
 from tests.gateway.peers import MODEL
-from tests.gateway.server import Event, MakeServer, Server
+from tests.gateway.server import MakeServer, Server
 from tests.gateway.stream_content import joined
 
 GENERATE = {"prompt": "again", "max_tokens": 60, "seed": 7, "n": 2, "logprobs": 2, "ignore_eos": True}

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.protocol import messages as m
-from tests.gateway.server import Answer, MakeServer, Server
+from tests.gateway.http_client import Answer
+from tests.gateway.server import MakeServer, Server
 from tests.gateway.stream_content import joined
 
 GENERATE: dict[str, Any] = {"prompt": "again", "max_tokens": 60, "seed": 7, "n": 2, "logprobs": 2, "ignore_eos": True}

@@ -14,7 +14,8 @@ import pytest
 
 from stages.gateway.requests.journal import FILE, UNREADABLE_FILE, RequestEnd, parse
 from tests import live_faults
-from tests.gateway.server import MakeServer, Server, Stream
+from tests.gateway.http_client import Stream
+from tests.gateway.server import MakeServer, Server
 
 DELAY_S = 2.5  # of each access
 GAP_S = 0.8  # between two events of a stream in flight, on a loaded machine

@@ -7,8 +7,6 @@ test decides when an engine makes its next tokens.
 from __future__ import annotations
 
 import asyncio
-import http.client
-import json
 import os
 import queue
 import signal
@@ -26,8 +24,9 @@ from pipeline.coordination.interface import Change
 from pipeline.coordination.sqlite_store import SqliteStore
 from pipeline.fleet import bodies, token
 from pipeline.fleet.records import AgentRecord, agent_key, encode
+from tests.gateway.http_client import HttpClient
 from tests.gateway.peers import MODEL
-from tests.gateway.server import Answer, Server, Stream
+from tests.gateway.server import Server
 
 DIGEST = "ab" * 32
 START_S = 120.0
@@ -118,7 +117,7 @@ class TestAgent:
         self._thread.join()
 
 
-class Fleet:
+class Fleet(HttpClient):
     """An orchestrator's process and its agents. `post`, `get` and `stream` are those of a client."""
 
     def __init__(self, home: Path, sections: dict[str, Any] | None = None, **bounds: Any) -> None:
@@ -206,28 +205,3 @@ class Fleet:
         assert answer.status == 200, answer.body
         found: dict[str, Any] = answer.json
         return found
-
-    # ---------------------------------------------------------------- a client
-
-    def connect(self, timeout_s: float = 60.0) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-
-    def request(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
-        connection = self.connect()
-        try:
-            data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-            kind = {} if data is None else {"Content-Type": "application/json"}
-            connection.request(method, path, data, {**kind, **(headers or {})})
-            response = connection.getresponse()
-            return Answer(response.status, response.headers, response.read())
-        finally:
-            connection.close()
-
-    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Answer:
-        return self.request("POST", path, body, headers)
-
-    def get(self, path: str, headers: dict[str, str] | None = None) -> Answer:
-        return self.request("GET", path, None, headers)
-
-    def stream(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Stream:
-        return Stream(self, path, {**body, "stream": True}, headers)  # type: ignore[arg-type]
