@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ def running(home: Path) -> Iterator[Config]:
     loop.tick()
     yield config
     loop.close()
+    shutil.rmtree(paths.arena_dir(config))
 
 
 def reading(directory: Path, at: float) -> Reading:
