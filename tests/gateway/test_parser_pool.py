@@ -8,6 +8,7 @@ import os
 import signal
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -77,13 +78,46 @@ def test_the_ratio_and_the_size_are_bounded_before_the_body_is_held() -> None:
         decompress(gzip.compress(b"x"), "gzip, gzip", 1 << 20)
 
 
-def test_a_killed_parser_fails_its_body_only(server: Server) -> None:
-    server.post("/v1/generate", padded(BODY))
-    for pid in parsers_of(server):
-        os.kill(pid, signal.SIGKILL)
-    statuses = [server.post("/v1/generate", padded(BODY)).status for _ in range(4)]
-    assert set(statuses) <= {200, 500}
-    assert statuses[-1] == 200
+def wait_until_gone(server: Server, pids: list[int]) -> None:
+    """Return when the gateway has collected these children."""
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def written_bytes(server: Server) -> int:
+    """What the gateway has written, to whatever files and sockets (proc(5), `/proc/pid/io`)."""
+    fields = dict(line.split(": ") for line in Path(f"/proc/{server.process.pid}/io").read_text().splitlines())
+    return int(fields["wchar"])
+
+
+def test_a_parser_killed_between_two_bodies_fails_none(server: Server) -> None:
+    for _ in range(3):
+        expected = server.post("/v1/generate", padded(BODY)).json["choices"]
+        killed = parsers_of(server)
+        assert killed
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        wait_until_gone(server, killed)
+        for _ in range(2):
+            assert server.post("/v1/generate", padded(BODY)).json["choices"] == expected
+
+
+def test_a_parser_killed_while_it_has_a_body_fails_none(server: Server) -> None:
+    expected = server.post("/v1/generate", padded(BODY)).json["choices"]
+    killed = parsers_of(server)
+    for pid in killed:
+        os.kill(pid, signal.SIGSTOP)
+    before = written_bytes(server)
+    with ThreadPoolExecutor(1) as client:
+        answer = client.submit(server.post, "/v1/generate", padded(BODY, 8 * INLINE_BYTES))
+        while written_bytes(server) < before + INLINE_BYTES // 2:  # a part of the body is in the pipe
+            assert not answer.done()
+            time.sleep(0.01)
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        assert answer.result().json["choices"] == expected
 
 
 def test_a_parser_that_does_not_answer_is_killed(make_server: MakeServer) -> None:

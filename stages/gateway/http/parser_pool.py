@@ -32,6 +32,7 @@ log = logging.getLogger("starling.gateway.http")
 PROCESSES = 2
 INLINE_BYTES = 128 << 10  # parsed in the event loop, if they have no coding and
 INLINE_SEPARATORS = 2_000  # at most this many brackets and commas: together under 1 ms
+ATTEMPTS = 2  # a process that is killed fails no body; a body that ends two processes is refused
 TIME_LIMIT_S = 20.0  # of one body; a million values take 0.5 s of an idle core
 IDS_AT_ONCE = 16_384  # turned into Python numbers before other streams get the event loop: 0.2 ms
 BYTES_AT_ONCE = 128 << 10  # of a body, sent to a process
@@ -103,16 +104,21 @@ class ParserPool:
                     self._n_idle -= 1
                 body, result = job
                 del job
-                try:
-                    if process is None:
-                        process = await _start()
-                    async with asyncio.timeout(TIME_LIMIT_S):
-                        is_valid, answer = await _exchange(process, body)
-                except (TimeoutError, OSError, EOFError, pickle.UnpicklingError) as error:
-                    log.error("a parser process failed: %s", error or type(error).__name__)
-                    await _end(process)
-                    process = None
-                    is_valid, answer = False, _failure(error)
+                is_valid, answer = False, _failure(None)
+                for _ in range(ATTEMPTS):
+                    try:
+                        if process is None or process.returncode is not None:
+                            process = await _start()
+                        async with asyncio.timeout(TIME_LIMIT_S):
+                            is_valid, answer = await _exchange(process, body)
+                        break
+                    except Exception as error:  # whatever it is: the body gets an answer, and the next one a process
+                        log.error("a parser process failed: %s", error or type(error).__name__)
+                        await _end(process)
+                        process = None
+                        answer = _failure(error)
+                        if isinstance(error, TimeoutError):
+                            break
                 del body
                 if not result.done():
                     if is_valid:
@@ -160,7 +166,11 @@ async def _start() -> asyncio.subprocess.Process:
 
 
 async def _exchange(process: asyncio.subprocess.Process, body: Body) -> tuple[bool, Any]:
-    """Send a body and return the answer. Raises `OSError` or `EOFError` if the process has ended."""
+    """Send a body and return the answer.
+
+    Raises `OSError` or `EOFError` if the process ends meanwhile, and `RuntimeError` (uvloop's, for a closed pipe) if
+    it had ended before.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
     fields, data = pickle.dumps(tuple(body[1:]), pickle.HIGHEST_PROTOCOL), memoryview(body.data)
@@ -181,7 +191,7 @@ async def _end(process: asyncio.subprocess.Process | None) -> None:
     await process.wait()
 
 
-def _failure(error: BaseException) -> tuple[str, str, str, int]:
+def _failure(error: BaseException | None) -> tuple[str, str, str, int]:
     """Return the fields of the error for a body that was not parsed."""
     if isinstance(error, TimeoutError):
         return "TIMEOUT", f"the body was not parsed within {TIME_LIMIT_S:g} s; send less, or try again", "", 503
