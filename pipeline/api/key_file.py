@@ -28,6 +28,7 @@ import msgspec
 from msgspec import Meta
 
 from pipeline.errors import ConfigError
+from pipeline.faults import points
 from pipeline.files import make_directory, replace_file
 from shm.decoding import DECODE_ERRORS
 
@@ -118,8 +119,20 @@ def generate() -> str:
 # ------------------------------------------------------------------ reading
 
 
+class Look(NamedTuple):
+    """What one look at the file has found."""
+
+    seen: _Signature | None  # None: the file could not be examined
+    keys: list[StoredKey] | None = None  # None: as before
+    problem: str = ""  # why the file as it is cannot be used
+    is_absent: bool = False
+
+
 class KeyFile:
-    """The keys as a running process follows them: one `stat` for each `refresh`, and a read after each change."""
+    """The keys as a running process follows them: one `stat` for each `look`, and a read after each change.
+
+    `look` may be called in another thread; everything else belongs to one.
+    """
 
     def __init__(self, path: Path, wall: Callable[[], float] = time.time) -> None:
         """`wall` is s since 1970. Reads the file."""
@@ -131,37 +144,53 @@ class KeyFile:
         self._wall = wall
         self._by_digest: dict[str, StoredKey] = {}
         self._seen: _Signature | None = None
+        self._points = points.DiskPoints("keys")
         self.refresh()
 
-    def refresh(self) -> bool:
-        """Read the file if it has changed. Returns whether there are other keys now. Never raises."""
+    def refresh(self) -> None:
+        """Read the file if it has changed. Never raises."""
+        self.take(self.look())
+
+    def look(self) -> Look:
+        """Examine the file, and read it if it has changed. Changes nothing, and never raises."""
         try:
+            self._points.open.hit()
             seen = _signature(os.stat(self.path))
         except FileNotFoundError:
-            if self.exists and not self.problem:
-                self._fail(None, "it has been removed")
-            return False
+            return Look(None, is_absent=True)
         except OSError as error:
-            if not self.problem:
-                self._fail(None, error.strerror or str(error))
-            self.exists = True
-            return False
+            return Look(None, problem=error.strerror or str(error))
         if seen == self._seen:
-            return False
-        self.exists = True
+            return Look(seen, problem=self.problem)
         try:
+            self._points.read.hit()
             seen, keys = _read(self.path)
-        except FileNotFoundError:  # removed since: the next call reports it
-            return False
+        except FileNotFoundError:  # removed since
+            return Look(None, is_absent=True)
         except (OSError, ConfigError) as error:
             reason = error.message if isinstance(error, ConfigError) else f"{self.path}: {error.strerror or error}"
-            self._fail(seen, reason)
-            return False
-        self._seen, self.problem = seen, ""
-        self.keys = {key.id: key for key in keys}
-        self._by_digest = {key.sha256: key for key in keys} | {key.previous: key for key in keys if key.previous}
-        log.info("API keys read", extra={"keys": len(keys)})
-        return True
+            return Look(seen, problem=reason)
+        return Look(seen, keys)
+
+    def take(self, look: Look) -> None:
+        """Use what a look has found."""
+        if look.is_absent:
+            if self.exists and not self.problem:
+                self._fail(None, "it has been removed")
+            return
+        self.exists = True
+        if look.seen is None:
+            if not self.problem:
+                self._fail(None, look.problem)
+        elif look.problem:
+            if look.seen != self._seen:
+                self._fail(look.seen, look.problem)
+        elif look.keys is not None:
+            self._seen, self.problem = look.seen, ""
+            self.keys = {key.id: key for key in look.keys}
+            self._by_digest = {key.sha256: key for key in look.keys}
+            self._by_digest |= {key.previous: key for key in look.keys if key.previous}
+            log.info("API keys read", extra={"keys": len(look.keys)})
 
     def find(self, digest: str) -> StoredKey | None:
         """The key with this digest, if it is valid."""

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from pipeline.api.key_file import SCOPES, KeyFile, KeyLimits, StoredKey, digest_of
+from pipeline.api.key_follower import KeyFollower
 from pipeline.config.schema import Config
 from pipeline.errors import Forbidden, StorageUnavailable, Unauthenticated
 
@@ -57,6 +58,7 @@ class Keys:
         """`file`: the server's key file; None: only configured keys count."""
         self._config = config
         self._file = file
+        self.follower = KeyFollower(file)
         self._keys = [
             (
                 _digest(key.key),
@@ -75,11 +77,6 @@ class Keys:
         """Whether requests need a key."""
         return bool(self._keys) or (self._file is not None and self._file.exists)
 
-    def refresh(self) -> None:
-        """Read the key file if it has changed."""
-        if self._file is not None:
-            self._file.refresh()
-
     @property
     def errors(self) -> int:
         """Changes of the key file that could not be used, since the process started."""
@@ -88,9 +85,9 @@ class Keys:
     def caller(self, authorization: str | None, api_key: str | None = None) -> Caller:
         """Return the owner of the key in an `Authorization` header, or in `X-Api-Key`.
 
-        Raises `Unauthenticated`, or `StorageUnavailable` for an unknown key while the key file cannot be read.
+        Await `follower.refresh()` before. Raises `Unauthenticated`, or `StorageUnavailable` for an unknown key while
+        the key file cannot be read.
         """
-        self.refresh()
         if not self:
             return Caller(DEFAULT_TENANT)
         if not authorization and api_key:

@@ -10,4 +10,5 @@ STATE_FILES = {
     "quotas": ("read", "open", "sync"),
     "logs": ("open", "rename", "unlink"),
     "locks": ("open",),
+    "keys": ("read", "open"),
 }

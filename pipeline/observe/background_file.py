@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections import deque
 from typing import Protocol
@@ -24,12 +25,13 @@ class LineFile(Protocol):
 
 
 class BackgroundFile:
-    """Lines are written in order by a thread that starts with the first one.
+    """Lines are written in order by a thread that starts with the first one, or with `start_writing`.
 
     A process that was forked from this one has no such thread: it writes its lines itself.
     """
 
-    def __init__(self, file: LineFile) -> None:
+    def __init__(self, file: LineFile, *, is_held: bool = False) -> None:
+        """`is_held`: no thread until `start_writing`, for a process that will be forked; lines wait in memory."""
         self._file = file
         self._pid = os.getpid()
         self._changed = threading.Condition()
@@ -37,6 +39,7 @@ class BackgroundFile:
         self._nbytes = 0  # in `_waiting`, and of the lines being written
         self._thread: threading.Thread | None = None
         self._is_closing = False
+        self._is_held = is_held
 
     @property
     def lost(self) -> int:
@@ -54,10 +57,25 @@ class BackgroundFile:
                 return
             self._nbytes += len(line)
             self._waiting.append(line)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+            if not self._is_held:
+                self._start()
+
+    def start_writing(self) -> None:
+        """Start the thread now, with the CPUs that the calling thread has. Idempotent."""
+        with self._changed:
+            self._is_held = False
+            self._start()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+            # Signals are the main thread's: one that this thread took would not end the main thread's poll().
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            try:
                 self._thread.start()
-            self._changed.notify()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._changed.notify()
 
     def _run(self) -> None:
         while True:
@@ -78,6 +96,8 @@ class BackgroundFile:
             return
         with self._changed:
             self._is_closing = True
+            if self._waiting:
+                self._start()
             self._changed.notify()
         if self._thread is not None:
             self._thread.join(CLOSE_S)

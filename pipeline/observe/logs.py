@@ -6,8 +6,8 @@
 The message is the *event*, a constant; what varies goes into `extra` (request_id, session_id, model, timings, ...).
 Lines go to stderr, which is reopened in non-blocking mode: a reader that has stopped reading (a terminal with ^S)
 costs lines, which are counted, and never time.  They also go to STARLING_HOME/logs/STAGE.log, always as JSON,
-rotated at `logging.max_size_mb`, with `logging.max_files` files.  Every stage has a thread for that, but the worker:
-it forks its ranks.
+rotated at `logging.max_size_mb`, with `logging.max_files` files.  Every stage has a thread for that; the worker's
+starts when it has forked its ranks, and its lines wait until then.
 
 Each event has a budget: `BURST` lines at once, then `PER_SECOND`.  The next line that passes reports how many
 were suppressed.
@@ -36,11 +36,14 @@ MAX_LINE_BYTES = 16_384
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-def setup(stage: str, config: Config, directory: Path | None = None, *, in_background: bool = False) -> None:
+def setup(
+    stage: str, config: Config, directory: Path | None = None, *, in_background: bool = False, is_held: bool = False
+) -> None:
     """Send all `starling.*` records, and warnings of libraries, to stderr and the stage's file.
 
     May be called again, for example after a fork under another name; it replaces the handlers.  `in_background`: a
-    thread writes the file, for processes that must not wait for a disk and are not forked.
+    thread writes the file, for processes that must not wait for a disk.  `is_held`: it starts with `start_writing`, for
+    a process that will be forked.
     """
     shown: logging.Formatter = JsonFormatter(stage)
     if config.logging.format == "pretty":
@@ -51,7 +54,7 @@ def setup(stage: str, config: Config, directory: Path | None = None, *, in_backg
         config.logging.max_size_mb << 20,
         config.logging.max_files,
     )
-    handlers.append(LineHandler(BackgroundFile(file) if in_background else file, JsonFormatter(stage)))
+    handlers.append(LineHandler(BackgroundFile(file, is_held=is_held) if in_background else file, JsonFormatter(stage)))
     root = logging.getLogger()
     for old in [handler for handler in root.handlers if isinstance(handler, LineHandler)]:
         root.removeHandler(old)
@@ -63,6 +66,13 @@ def setup(stage: str, config: Config, directory: Path | None = None, *, in_backg
     root.setLevel(logging.WARNING)
     logging.getLogger("starling").setLevel(_LEVELS[config.logging.level])
     logging.captureWarnings(True)
+
+
+def start_writing() -> None:
+    """Let the thread of `setup(is_held=True)` start: this process will not be forked any more."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LineHandler):
+            handler.start_writing()
 
 
 # ------------------------------------------------------------------ budgets
@@ -120,6 +130,11 @@ class LineHandler(logging.Handler):
         if len(line) > MAX_LINE_BYTES:
             line = line[:MAX_LINE_BYTES] + b"... (cut)"
         self._output.write(line + b"\n")
+
+    def start_writing(self) -> None:
+        """Let the thread of a `BackgroundFile` start."""
+        if isinstance(self._output, BackgroundFile):
+            self._output.start_writing()
 
     def close(self) -> None:
         """Close the output."""

@@ -77,7 +77,7 @@ def supervise(
     process.become_subreaper()
     # NumPy's BLAS would start threads when it is imported, and a forked child would lack them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    logs.setup(f"{stage}-supervisor", config)
+    logs.setup(f"{stage}-supervisor", config, in_background=True)
     watched_ancestors = ancestors.open_watched_ancestors()
     start = start_program(command)
     if run is not None and preloaded(preload):
@@ -135,7 +135,7 @@ def start_fork(run: Callable[[], int], stage: str, config: Config) -> Start:
         def body() -> int:
             """The stage's process."""
             os.environ.update(environment)
-            logs.setup(stage, config, in_background=not stage.startswith("worker"))
+            logs.setup(stage, config, in_background=True, is_held=stage.startswith("worker"))
             return guarded(run)
 
         return base.fork(body)

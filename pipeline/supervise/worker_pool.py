@@ -307,7 +307,7 @@ def run_worker_pool(
     """
     process.become_subreaper()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in `supervise`: a fork would lose its threads
-    logs.setup("worker-pool", config)
+    logs.setup("worker-pool", config, in_background=True)
     run_dir.prepare(paths.run_dir(config))
     arena_dir.prepare(config)
     watched_ancestors = ancestors.open_watched_ancestors()

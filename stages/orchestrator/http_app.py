@@ -98,6 +98,7 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
         if request.path.startswith("/v1/fleet") and front.is_operator(request.headers.get("Authorization")):
             request[CALLER], request[PRINCIPAL] = Caller("operator", is_admin=True), "operator"
         elif request.path.startswith("/v1/"):
+            await front.keys.follower.refresh()
             request[CALLER] = front.keys.caller(request.headers.get("Authorization"), request.headers.get("X-Api-Key"))
             request[PRINCIPAL] = request[CALLER].tenant if front.keys else address_principal(request.remote or "")
         response = await handler(request)

@@ -22,6 +22,7 @@ from pipeline.faults import points
 from pipeline.ipc.poll_loop import MAX_WAIT_S, PollLoop
 from pipeline.models import store, versions
 from pipeline.models.versions import ModelVersion
+from pipeline.observe import logs
 from pipeline.observe.phase_times import PhaseTimes
 from pipeline.protocol import messages as m
 from pipeline.runtime.process import EXIT_FATAL
@@ -79,6 +80,7 @@ class WorkerStage:
         self.link.on_down = lambda hello: self._detach()
         if self.ranks:
             watch(self.ranks)
+        logs.start_writing()
         pin(cpus, 0, self.n_ranks)
         self._phases.end()
         for phase, seconds in self._phases.seconds.items():

@@ -47,7 +47,7 @@ def stage(name: str, model: str) -> int:
     process.die_with_parent()  # before the imports, which take time in which the parent may die
     config = load()
     run = _program(name, model, config)
-    logs.setup(name, config, in_background=name != "worker")
+    logs.setup(name, config, in_background=True, is_held=name == "worker")
     code = guarded(run)
     if "NOTIFY_SOCKET" in os.environ:
         # Under systemd no supervisor of the project removes the files: the last stage that ends does.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -58,3 +60,15 @@ def test_the_documented_plan_fires(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
         assert server.metrics("starling_kv_cache_bytes")['state="spilled"'] == 0
         assert any("No space left on device" in line for line in server.output)
+
+
+def test_a_log_disk_that_stands_still_stops_no_stage(tmp_path: Path) -> None:
+    share_caches(tmp_path)
+    path = write_model(tmp_path / "tiny.gguf", SHAPE)
+    config = {"models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 1, "ranks": 2}]}
+    with Server(tmp_path, config, {"STARLING_FAULTS": "disk:slow@logs=1000000"}) as server:  # ms: no end in sight
+        first = ask(server, 1)
+        # The worker attaches to the arenas of the scheduler's successor, and logs it.
+        os.kill(server.pid_of("scheduler"), signal.SIGKILL)
+        assert ask(server, 1) == first
+        assert not any("has been killed" in line for line in server.output), "a stage hung"

@@ -69,7 +69,7 @@ def begin_stream(server: Server) -> Follower:
     return Follower(server.stream("/v1/generate", BODY))
 
 
-@pytest.mark.parametrize("point", ["journal", "journal_sync", "quotas", "quotas_sync", "logs"])
+@pytest.mark.parametrize("point", ["journal", "journal_sync", "quotas", "quotas_sync", "logs", "keys_open"])
 def test_a_slow_disk_delays_no_stream_in_flight(make_server: MakeServer, point: str) -> None:
     server = make_server(rate_limits={"requests_per_minute": 1000, "tokens_per_minute": 1_000_000})
     server.wait_ready()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import threading
 from pathlib import Path
 
@@ -71,6 +73,33 @@ def test_the_end_does_not_wait_for_such_a_disk(monkeypatch: pytest.MonkeyPatch) 
     file.write(b"late\n")
     assert file.lost == 1
     gated.opened.set()
+
+
+def test_a_held_file_has_no_thread_and_loses_nothing(tmp_path: Path) -> None:
+    for releases in (True, False):  # a process may end before
+        path = tmp_path / f"{releases}.log"
+        file = BackgroundFile(RotatingFile(path, 1 << 20, 1), is_held=True)
+        file.write(b"first\n")
+        assert file._thread is None
+        assert not path.exists()
+        if releases:
+            file.start_writing()
+            assert file._thread is not None
+            file.write(b"second\n")
+        file.close()
+        assert path.read_bytes() == (b"first\nsecond\n" if releases else b"first\n")
+
+
+def test_its_thread_takes_no_signal(tmp_path: Path) -> None:
+    file = BackgroundFile(RotatingFile(tmp_path / "a.log", 1 << 20, 1))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    file.write(b"line\n")
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+    assert file._thread is not None
+    status = Path(f"/proc/self/task/{file._thread.native_id}/status").read_text()
+    blocked = int(re.search(r"SigBlk:\s*(\w+)", status)[1], 16)  # type: ignore[index]
+    assert all(blocked >> number - 1 & 1 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP))
+    file.close()
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12 and later: it has a thread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from pipeline.api import key_file
 from pipeline.api.key_file import KeyFile, KeyLimits, StoredKey, digest_of, edited, key_path, parse, read_keys
-from pipeline.api.keys import Keys
+from pipeline.api.keys import Caller, Keys
 from pipeline.config.schema import ApiKey, AuthConfig, Config
 from pipeline.errors import ConfigError, Forbidden, StorageUnavailable, Unauthenticated
 
@@ -35,28 +36,34 @@ def store(directory: Path, *keys: StoredKey) -> Path:
     return key_path(directory)
 
 
+def caller(keys: Keys, header: str | None) -> Caller:
+    """The caller of a request that comes now."""
+    asyncio.run(keys.follower.refresh())
+    return keys.caller(header)
+
+
 def tenant(keys: Keys, key: str) -> str:
-    return keys.caller(f"Bearer {key}").tenant
+    return caller(keys, f"Bearer {key}").tenant
 
 
 def test_a_process_follows_the_file(tmp_path: Path) -> None:
     path = key_path(tmp_path / "state")
     keys = Keys(Config(), KeyFile(path))
     assert not keys
-    assert keys.caller(None).tenant == "default"
+    assert caller(keys, None).tenant == "default"
     store(path.parent, record("a"), record("b"))
     assert tenant(keys, "sk-a") == "a"
     assert keys
     with pytest.raises(Unauthenticated):
-        keys.caller(None)
+        caller(keys, None)
     store(path.parent, record("b"))
     with pytest.raises(Unauthenticated):
-        keys.caller("Bearer sk-a")
+        caller(keys, "Bearer sk-a")
     assert tenant(keys, "sk-b") == "b"
     store(path.parent)  # the last key has been revoked: the server stays closed
     for header in (None, "Bearer sk-b"):
         with pytest.raises(Unauthenticated):
-            keys.caller(header)
+            caller(keys, header)
     assert Keys(Config(), KeyFile(path)), "a start with the empty file"
 
 
@@ -67,14 +74,14 @@ def test_configured_keys_stay_valid_and_tenants_keep_their_salts(tmp_path: Path)
     path = store(tmp_path, record("a"), record("c2", tenant="c", scopes=["admin"]))
     keys = Keys(Config(auth=auth), KeyFile(path))
     assert tenant(keys, "sk-conf") == "c"
-    assert keys.caller("Bearer sk-a").salt == "\x01a"
-    assert keys.caller("Bearer sk-c2").salt == keys.caller("Bearer sk-conf").salt == "team"
-    assert keys.caller("Bearer sk-c2").is_admin
+    assert caller(keys, "Bearer sk-a").salt == "\x01a"
+    assert caller(keys, "Bearer sk-c2").salt == caller(keys, "Bearer sk-conf").salt == "team"
+    assert caller(keys, "Bearer sk-c2").is_admin
     for name in ("models", "admin", "metrics"):
-        keys.caller("Bearer sk-root").require(name)
-    keys.caller("Bearer sk-a").require("models")
+        caller(keys, "Bearer sk-root").require(name)
+    caller(keys, "Bearer sk-a").require("models")
     with pytest.raises(Forbidden, match="scope models; this one has admin"):
-        keys.caller("Bearer sk-c2").require("models")
+        caller(keys, "Bearer sk-c2").require("models")
 
 
 def test_a_key_that_was_replaced_is_valid_for_its_overlap(tmp_path: Path) -> None:
@@ -86,7 +93,7 @@ def test_a_key_that_was_replaced_is_valid_for_its_overlap(tmp_path: Path) -> Non
     now = 150.0
     assert tenant(keys, "sk-new") == "a"
     with pytest.raises(Unauthenticated):
-        keys.caller("Bearer sk-old")
+        caller(keys, "Bearer sk-old")
 
 
 def test_plain_keys_are_not_in_the_file(tmp_path: Path) -> None:
@@ -126,12 +133,12 @@ def test_damage_is_reported_and_opens_nothing(tmp_path: Path, kind: str, caplog:
     assert "the key file cannot be used" in caplog.text
     for header in (None, "Basic x"):
         with pytest.raises(Unauthenticated):
-            keys.caller(header)
+            caller(keys, header)
     fresh = Keys(Config(), KeyFile(path))
     assert fresh
     for header in ("Bearer sk-a", "Bearer other"):
         with pytest.raises(StorageUnavailable):
-            fresh.caller(header)
+            caller(fresh, header)
     with pytest.raises(ConfigError, match="damaged"):
         read_keys(tmp_path)
     with pytest.raises(ConfigError, match="damaged"), edited(tmp_path):
@@ -146,9 +153,9 @@ def test_a_file_that_disappears_opens_nothing(tmp_path: Path) -> None:
     path.unlink()
     assert tenant(keys, "sk-a") == "a"
     with pytest.raises(Unauthenticated):
-        keys.caller(None)
+        caller(keys, None)
     with pytest.raises(StorageUnavailable):
-        keys.caller("Bearer unknown")
+        caller(keys, "Bearer unknown")
     store(tmp_path, record("b"))
     assert tenant(keys, "sk-b") == "b"
 
@@ -157,7 +164,7 @@ def test_a_file_that_others_may_write_is_not_used(tmp_path: Path) -> None:
     path = store(tmp_path, record("a"))
     path.chmod(0o620)
     with pytest.raises(StorageUnavailable):
-        Keys(Config(), KeyFile(path)).caller("Bearer sk-a")
+        caller(Keys(Config(), KeyFile(path)), "Bearer sk-a")
     with pytest.raises(ConfigError, match="only user"):
         read_keys(tmp_path)
 

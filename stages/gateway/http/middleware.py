@@ -62,6 +62,7 @@ def make_middleware(config: Config, service: Service) -> Middleware:
                 response: web.StreamResponse = web.Response(status=204)
             else:
                 if request.path.startswith("/v1/"):
+                    await keys.follower.refresh()
                     request[CALLER] = keys.caller(
                         request.headers.get("Authorization"), request.headers.get("X-Api-Key")
                     )

@@ -28,6 +28,7 @@ async def metrics(request: web.Request) -> web.Response:
     and `Forbidden` for a key of the key file without the scope.
     """
     service = request.app[SERVICE]
+    await service.api_keys.follower.refresh()
     shows_tenants = _shows_tenants(service.api_keys, request)
     service.sample()
     body = exposition.render(service.config, service.metrics.numbers, shows_tenants)
@@ -36,7 +37,6 @@ async def metrics(request: web.Request) -> web.Response:
 
 def _shows_tenants(keys: Keys, request: web.Request) -> bool:
     authorization, api_key = request.headers.get("Authorization"), request.headers.get("X-Api-Key")
-    keys.refresh()
     if keys and not authorization and not api_key:
         return False
     caller = keys.caller(authorization, api_key)

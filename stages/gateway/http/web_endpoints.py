@@ -67,7 +67,7 @@ def _openapi_handler(config: Config) -> Handler:
     async def openapi(request: web.Request) -> web.StreamResponse:
         """GET /openapi.json: the description of the API."""
         keys = request.app[SERVICE].api_keys
-        keys.refresh()
+        await keys.follower.refresh()
         needs_key = bool(keys)
         if needs_key not in documents:
             metrics_path = config.metrics.endpoint if config.metrics.enabled else ""
