@@ -41,7 +41,7 @@ def test_a_second_server_with_the_same_state_directory_is_refused(tmp_path: Path
             assert ", started " in found.string
             assert "starling down" in found.string
             assert second.process is not None
-            assert second.process.wait(20) == 78
+            assert second.process.wait(60) == 78
         finally:
             second.stop(signal.SIGKILL)
         # The restart of a stage keeps the lock, and the first server serves.

@@ -86,7 +86,7 @@ def test_a_stream_finishes_while_all_stages_are_stopping(
         assert not [event for event in events if "error" in event], events[-1]
         assert [token for event in events for token in event.get("tokens", ())] == whole["tokens"]
         assert "".join(event.get("text", "") for event in events) == whole["text"]
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
         assert server.leftovers() == []
     finally:
         server.stop(signal.SIGKILL)

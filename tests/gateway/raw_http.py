@@ -34,7 +34,7 @@ def read_to_end(sock: socket.socket) -> bytes:
     return bytes(received)
 
 
-def exchange(port: int, *requests: bytes, timeout_s: float = 20.0) -> bytes:
+def exchange(port: int, *requests: bytes, timeout_s: float = 60.0) -> bytes:
     """Send the requests in one piece; the last one must ask the server to close. Returns all that it sends."""
     with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as sock:
         sock.sendall(b"".join(requests))

@@ -168,7 +168,7 @@ class Server(HttpClient):
                 continue
         self._events.put({"event": "end of log"})
 
-    def wait_log(self, event: str, timeout_s: float = 20.0) -> dict[str, Any]:
+    def wait_log(self, event: str, timeout_s: float = 60.0) -> dict[str, Any]:
         """The next log line with that event."""
         deadline = time.monotonic() + timeout_s
         while True:

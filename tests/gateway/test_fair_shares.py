@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import http.client
+import queue
 import socket
 import time
 from collections import Counter
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +81,13 @@ def slow_bodies(server: Server, count: int, stack: ExitStack, key: str = "", sou
     head += f"Authorization: Bearer {key}\r\n" if key else ""
     for _ in range(count):
         sock = stack.enter_context(
-            socket.create_connection(("127.0.0.1", server.port), timeout=20, source_address=(source, 0))
+            socket.create_connection(("127.0.0.1", server.port), timeout=60, source_address=(source, 0))
         )
         sock.sendall(head.encode() + b"\r\n{")
 
 
 def ask(server: Server, path: str, body: Any, headers: dict[str, str], source: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20, source_address=(source, 0))
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60, source_address=(source, 0))
     try:
         connection.request(
             "POST" if body is not None else "GET",
@@ -105,14 +107,10 @@ def test_slow_bodies_of_one_key_leave_the_others_and_the_probes_alone(make_serve
     server.wait_ready()
     with ExitStack() as stack:
         slow_bodies(server, 300, stack, "sk-a")
-        until = time.monotonic() + 4.0
-        n_served = 0
-        while time.monotonic() < until:
+        for _ in range(100):
             assert server.post("/v1/generate", BODY, bearer("sk-b")).status == 200
             assert server.get("/ready").status == 200
             assert server.get("/v1/admin/state", bearer("sk-o")).status == 200
-            n_served += 1
-        assert n_served >= 10
         refused = server.post("/v1/generate", BODY, bearer("sk-a"))
         assert (refused.status, refused.error["code"]) == (429, "OVERLOADED")
         assert "max_concurrent_per_tenant" in refused.error["message"]
@@ -138,7 +136,7 @@ def test_connections_of_one_address_do_not_keep_out_another(make_server: MakeSer
     with ExitStack() as stack:
         for _ in range(700):
             stack.enter_context(
-                socket.create_connection(("127.0.0.1", server.port), timeout=20, source_address=("127.0.0.2", 0))
+                socket.create_connection(("127.0.0.1", server.port), timeout=60, source_address=("127.0.0.2", 0))
             )
         for _ in range(20):
             assert ask(server, "/v1/generate", BODY, bearer("sk-b"), "127.0.0.1") == 200
@@ -164,6 +162,11 @@ def test_the_reserve_of_connections_is_for_probes_administration_and_idle_tenant
         assert silent.recv(1) == b""  # closed, because it sends nothing
 
 
+def shut_down(sock: socket.socket) -> None:
+    with suppress(OSError):  # the server has closed it
+        sock.shutdown(socket.SHUT_RDWR)
+
+
 def test_bytes_of_bodies_are_bounded_for_each_tenant(make_server: MakeServer) -> None:
     server = make_server(auth=KEYS, server={"max_body_mb": 1, "body_buffer_mb": 4})
     server.wait_ready()
@@ -171,16 +174,21 @@ def test_bytes_of_bodies_are_bounded_for_each_tenant(make_server: MakeServer) ->
     head = b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n" % (
         len(body) + 100
     )
-    answers = []
+    answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def send(sock: socket.socket) -> None:
+        with suppress(OSError):  # the test's end closes those that wait
+            sock.sendall(head + b"Authorization: Bearer sk-a\r\n\r\n" + body)
+            answers.put(sock.recv(12))
+
     with ExitStack() as stack:
+        clients = stack.enter_context(ThreadPoolExecutor(6))
         for _ in range(6):
-            sock = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=1.5))
-            try:
-                sock.sendall(head + b"Authorization: Bearer sk-a\r\n\r\n" + body)
-                answers.append(sock.recv(12))
-            except TimeoutError:
-                answers.append(b"")
-        assert answers == [b""] * 2 + [b"HTTP/1.1 429"] * 4
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+            stack.callback(shut_down, sock)
+            clients.submit(send, sock)
+        assert [answers.get(timeout=60) for _ in range(4)] == [b"HTTP/1.1 429"] * 4
+        assert answers.empty(), "the buffer holds two bodies"
         assert server.post("/v1/generate", {**BODY, "user": "y" * 500_000}, bearer("sk-b")).status in (200, 400)
     deadline = time.monotonic() + 60
     while server.post("/v1/generate", BODY, bearer("sk-a")).status != 200:

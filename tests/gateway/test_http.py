@@ -238,7 +238,7 @@ def test_text_arrives_as_it_is_generated(server: Server) -> None:
         while not server.peers.do(lambda: bool(server.peers.generator.running)):
             pass
         server.peers.do(step)
-        thread.join(10)
+        thread.join(60)
         events = opened[0].events()
         for index in range(5):
             event = next(events)
@@ -317,7 +317,7 @@ def test_curl(server: Server) -> None:
         ],
         capture_output=True,
         check=True,
-        timeout=20,
+        timeout=60,
     )
     assert done.stdout.count(b"data: ") >= 4
 

@@ -141,7 +141,7 @@ def test_parsers_end_with_the_gateway(make_server: MakeServer, number: int) -> N
     pids = parsers_of(server)
     assert pids
     server.process.send_signal(number)
-    server.process.wait(20)
+    server.process.wait(60)
     deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
         assert time.monotonic() < deadline

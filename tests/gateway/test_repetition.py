@@ -38,12 +38,12 @@ class Attempt:
             self._answers.put(error)
 
     def result(self) -> Answer:
-        found = self._answers.get(timeout=20)
+        found = self._answers.get(timeout=60)
         assert isinstance(found, Answer), found
         return found
 
     def error(self) -> Exception:
-        found = self._answers.get(timeout=20)
+        found = self._answers.get(timeout=60)
         assert isinstance(found, Exception), found
         return found
 

@@ -31,7 +31,7 @@ def store(tmp_path: Path, lost: list[PageHash]) -> Iterator[ThreadedPageStore]:
     store.wait_opened(10)
     yield store
     store.close()
-    store.join(10)
+    store.join(60)
 
 
 def wait(store: ThreadedPageStore, condition: Callable[[], bool]) -> None:
@@ -196,10 +196,10 @@ def test_closing_does_not_wait_for_the_disk_and_the_next_user_does(store: Thread
     assert following.error is None
     assert read(following, 0) == page(0)[2].tobytes()  # it was being written
     assert page(1)[0] not in following
-    store.join(5)
+    store.join(60)
     assert not store._thread.is_alive()
     following.close()
-    following.join(5)
+    following.join(60)
 
 
 def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
@@ -212,5 +212,5 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
     assert isinstance(store.error, OSError)
     assert not store.save(*page(1))
     store.close()
-    store.join(10)
+    store.join(60)
     assert not store._thread.is_alive()

@@ -31,7 +31,7 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.queue.stop()
         if self.thread.ident is not None:
-            self.thread.join(10)
+            self.thread.join(60)
             assert not self.thread.is_alive()
 
     def wait(self, jobs: int) -> list[tuple[bytes, str]]:
@@ -97,7 +97,7 @@ def test_stop_ends_after_the_step_in_progress() -> None:
         worker.thread.start()
         assert begun.wait(60)
         worker.queue.stop()
-        worker.thread.join(10)
+        worker.thread.join(60)
         assert not worker.thread.is_alive()
 
 
