@@ -22,8 +22,9 @@ import hashlib
 import mmap
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -37,6 +38,8 @@ VERSION_WITHOUT_PIECES = 1  # still read, and migrated; files of other versions 
 VOCABULARY_REVISION = 1  # of `TokenizerData`; since 1, None says that a file does not state a flag
 ALIGNMENT = 64
 PIECE_BYTES = 8 << 20  # of the `.bin`, for each checksum
+CHECKSUM_CHUNK = 1 << 20  # read at a time
+Checksum = partial(hashlib.blake2b, digest_size=16)  # of a tensor's bytes
 
 
 class CheckpointError(RuntimeError):
@@ -331,7 +334,7 @@ class Checkpoint:
 
 def checksum(data: Any) -> str:
     """BLAKE2b-128 of a buffer, hex."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    return Checksum(data).hexdigest()
 
 
 def _sync_directory(directory: Path) -> None:
@@ -343,36 +346,60 @@ def _sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
+class Partial(Protocol):
+    """Keeps the files of an interrupted writer: shm/partial_checkpoint.py."""
+
+    bin_path: Path
+
+    def open(self) -> list[Tensor]: ...  # noqa: D102
+    def add(self, tensor: Tensor) -> None: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102
+    def remove(self) -> None: ...  # noqa: D102
+
+
 class CheckpointWriter:
     """Writes the pair: `add` tensors in the order of use, then `finish`. A context manager.
 
-    Leaving the block without `finish` removes the partial file.
+    Leaving the block without `finish` removes the partial file.  With `partial` (shm/partial_checkpoint.py) only an
+    error does so: after an interruption the next writer goes on behind the tensors that are complete.
     """
 
-    def __init__(self, index_path: Path) -> None:
-        self._index_path = index_path
+    def __init__(self, index_path: Path, partial: Partial | None = None) -> None:
+        self._index_path, self._partial = index_path, partial
         self._temporary = bin_path(index_path).with_name(f".{bin_path(index_path).name}.{os.getpid()}")
+        if partial is not None:
+            self._temporary = partial.bin_path
         self._file: IO[bytes] | None = None
         self._pieces: list[int] = []  # checksums of the complete pieces
         self._piece = xxhash.xxh3_64()  # of the bytes after them
         self.tensors: list[Tensor] = []
 
     def __enter__(self) -> Self:
-        self._file = open(self._temporary, "wb")
+        if self._partial is not None:
+            self.tensors = self._partial.open()
+        self._file = open(self._temporary, "r+b" if self.tensors else "wb")
+        while chunk := self._file.read(PIECE_BYTES) if self.tensors else b"":
+            self._sum_pieces(memoryview(chunk), self._file.tell() - len(chunk))
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-            self._temporary.unlink(missing_ok=True)
+            if self._partial is None:
+                self._temporary.unlink(missing_ok=True)
+        if self._partial is not None:
+            if kind is None or issubclass(kind, Exception):
+                self._partial.remove()
+            else:
+                self._partial.close()
 
     def add(self, name: str, shape: tuple[int, int], fmt: str, layout: str, pieces: Iterable[np.ndarray]) -> Tensor:
         """Append a tensor whose bytes come in pieces, so that a large one is never in memory as a whole."""
         assert self._file is not None
         offset = align(self._file.tell(), ALIGNMENT)
         self._write(memoryview(bytes(offset - self._file.tell())))
-        digest, nbytes = hashlib.blake2b(digest_size=16), 0
+        digest, nbytes = Checksum(), 0
         for piece in pieces:
             raw = np.ascontiguousarray(piece).data.cast("B")
             self._write(raw)
@@ -380,12 +407,19 @@ class CheckpointWriter:
             nbytes += raw.nbytes
         tensor = Tensor(name, *shape, fmt, layout, offset, nbytes, digest.hexdigest())
         self.tensors.append(tensor)
+        if self._partial is not None:
+            self._file.flush()
+            self._partial.add(tensor)
         return tensor
 
     def _write(self, raw: memoryview) -> None:
         assert self._file is not None
-        room = PIECE_BYTES - self._file.tell() % PIECE_BYTES
+        at = self._file.tell()
         self._file.write(raw)
+        self._sum_pieces(raw, at)
+
+    def _sum_pieces(self, raw: memoryview, at: int) -> None:
+        room = PIECE_BYTES - at % PIECE_BYTES
         while raw:
             self._piece.update(raw[:room])
             if len(raw) >= room:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -12,6 +11,7 @@ from pipeline.config.schema import Config, ModelConfig
 from pipeline.models import registry, store, versions
 from pipeline.observe import status
 from shm.checkpoint import CheckpointError, Index, load_index
+from starling.model_facts import quantization_of_index
 
 
 class Row(msgspec.Struct):
@@ -78,7 +78,7 @@ def _row(config: Config, model: ModelConfig, loaded: list[versions.ModelVersion]
     if index is not None:
         row.architecture, row.parameters = index.architecture, index.parameters
         row.context_length = index.hyper.context_length
-        row.quantization = row.quantization or _quantization(index)
+        row.quantization = row.quantization or quantization_of_index(index)
     row.last_used = store.last_used(folder, row.digest) if row.digest else 0.0
     return row
 
@@ -88,11 +88,3 @@ def _index(folder: Path, digest: str) -> Index | None:
         return load_index(folder / f"{digest}.idx")
     except (OSError, CheckpointError):
         return None
-
-
-def _quantization(index: Index) -> str:
-    """The format of most bytes."""
-    nbytes: Counter[str] = Counter()
-    for tensor in index.tensors:
-        nbytes[tensor.format] += tensor.nbytes
-    return nbytes.most_common(1)[0][0] if nbytes else ""

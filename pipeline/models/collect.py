@@ -56,19 +56,20 @@ def _digests(models_dir: Path) -> set[str]:
 
 
 def _downloads(models_dir: Path, is_dry: bool) -> Iterator[Item]:
-    """Unfinished downloads that no process continues."""
+    """Unfinished downloads and conversions that no process continues."""
     folder = models_dir / ".fetch"
     # A file is of a configured or a published model; by its name it is not known which.
     is_fetching = any(
         is_locked(one) for pattern in (".fetch-*.lock", ".pull-*.lock") for one in models_dir.glob(pattern)
     )
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if is_locked(models_dir / f".pull-{path.name}.lock") if path.is_dir() else is_fetching:
+        locks = [models_dir / f".{prefix}{path.name}.lock" for prefix in ("pull-", "")]  # a conversion has its own name
+        if any(map(is_locked, locks)) if path.is_dir() else is_fetching:
             continue
         nbytes = _size(path)
         if not is_dry:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        yield Item(str(path), nbytes, "unfinished download")
+        yield Item(str(path), nbytes, f"unfinished {'conversion' if path.name.startswith('ingest-') else 'download'}")
 
 
 def _size(path: Path) -> int:

@@ -2,7 +2,7 @@
 
     STARLING_HOME/models/
     ├── names/SLUG.json     a record: the digest, where it came from, what the file is
-    └── DIGEST.gguf         the file, read-only
+    └── DIGEST.gguf         the file, read-only; a model of `starling ingest` has DIGEST.idx and DIGEST.bin instead
 
 A record is replaced atomically, and only after its file is in place and synchronized, so that a name always leads to
 a whole file.  Several names may lead to one file.
@@ -38,11 +38,17 @@ class Record(msgspec.Struct, frozen=True):
     architecture: str = ""
     quantization: str = ""
     context_length: int = 0
+    is_checkpoint: bool = False  # `DIGEST.idx` and `DIGEST.bin` were made from `source`, and no GGUF file is stored
 
 
 def blob_path(models_dir: Path, digest: str) -> Path:
     """Where the file of a digest is."""
     return models_dir / f"{digest}.gguf"
+
+
+def model_path(models_dir: Path, record: Record) -> Path:
+    """Where the file of a record is: a GGUF file, or the index of a checkpoint."""
+    return models_dir / f"{record.digest}.idx" if record.is_checkpoint else blob_path(models_dir, record.digest)
 
 
 def record_path(models_dir: Path, slug: str) -> Path:

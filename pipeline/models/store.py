@@ -10,8 +10,8 @@
     ├── catalog/                         records of published models that are here (pipeline/catalog/pulled.py)
     └── .fetch/                          unfinished downloads, continued by the next attempt
 
-A model may also be a checkpoint without its GGUF file: `catalog:NAME`, a published one (`starling pull`), or the path
-of an `.idx` in this directory.
+A model may also be a checkpoint without its GGUF file: `catalog:NAME`, a published one (`starling pull`), one whose
+name `starling ingest` has recorded, or the path of an `.idx` in this directory.
 
 A model's digest is the SHA-256 of its GGUF file.  Files are renamed into place when they are complete and checked,
 so any process may use a file that it finds.  One process fetches a model at a time (locks.py); the others then find
@@ -41,6 +41,7 @@ __all__ = [
     "MAGIC",
     "LocalModel",
     "Progress",
+    "checkpoint_remedy",
     "expected_digest",
     "fetch",
     "find",
@@ -67,7 +68,7 @@ class LocalModel(NamedTuple):
     name: str
     path: Path  # of the GGUF file, or of the `.idx` of a checkpoint without one
     digest: str  # hex SHA-256 of the GGUF file
-    nbytes: int  # of the file
+    nbytes: int  # of the file, or of the checkpoint's weights
 
 
 # ------------------------------------------------------------------ finding
@@ -81,7 +82,7 @@ def gguf_path(model: ModelConfig, models_dir: Path) -> Path:
         return models_dir / f"{record.entry.digest}.idx" if record else pulled.record_path(models_dir, name)
     if slug := _pulled_slug(model):
         stored = registry.read(models_dir, slug)
-        return registry.blob_path(models_dir, stored.digest) if stored else models_dir / f"{slug}.gguf"
+        return registry.model_path(models_dir, stored) if stored else models_dir / f"{slug}.gguf"
     if _is_url(model.path):
         tag = hashlib.sha256(model.path.encode()).hexdigest()[:8]
         return models_dir / f"{model.slug}-{tag}.gguf"
@@ -91,7 +92,7 @@ def gguf_path(model: ModelConfig, models_dir: Path) -> Path:
 def find(model: ModelConfig, models_dir: Path) -> LocalModel | None:
     """The model, if its file exists and its digest is known. Uses no network and computes no digest."""
     path = gguf_path(model, models_dir)
-    if is_checkpoint(model):
+    if is_checkpoint(model, models_dir):
         return _find_checkpoint(model, path, models_dir)
     try:
         info = path.stat()
@@ -103,9 +104,22 @@ def find(model: ModelConfig, models_dir: Path) -> LocalModel | None:
     return LocalModel(model.name, path, stamp.sha256, stamp.size)
 
 
-def is_checkpoint(model: ModelConfig) -> bool:
+def is_checkpoint(model: ModelConfig, models_dir: Path) -> bool:
     """Whether the model is a checkpoint without its GGUF file."""
-    return bool(published_name(model.path)) or model.path.endswith(".idx")
+    if published_name(model.path) or model.path.endswith(".idx"):
+        return True
+    record = record_of(model, models_dir)
+    return record is not None and record.is_checkpoint
+
+
+def checkpoint_remedy(model: ModelConfig, models_dir: Path) -> str:
+    """What brings a checkpoint that is missing or too old."""
+    if name := published_name(model.path):
+        return f"run `starling pull {name}`"
+    record = record_of(model, models_dir)
+    if record is not None and record.is_checkpoint:
+        return f"run `starling ingest {record.source} --name {record.name}`, with the same --quant"
+    return f"give the path of a prepared .idx in {models_dir}"
 
 
 def _find_checkpoint(model: ModelConfig, path: Path, models_dir: Path) -> LocalModel | None:
@@ -114,12 +128,12 @@ def _find_checkpoint(model: ModelConfig, path: Path, models_dir: Path) -> LocalM
         return None
     try:
         index = load_index(path)
-        is_whole = bin_path(path).stat().st_size == index.bin_bytes
+        nbytes = bin_path(path).stat().st_size
     except (OSError, CheckpointError):
         return None
-    if not is_whole or index.digest != path.stem:
+    if nbytes != index.bin_bytes or index.digest != path.stem:
         return None
-    return LocalModel(model.name, path, index.digest, path.stat().st_size)
+    return LocalModel(model.name, path, index.digest, nbytes)
 
 
 def find_index(model: ModelConfig, models_dir: Path) -> Path | None:
@@ -163,11 +177,13 @@ def fetch(model: ModelConfig, models_dir: Path, progress: Progress = no_progress
     `ResourceError` (not enough space).
     """
     path = gguf_path(model, models_dir)
-    if is_checkpoint(model):
+    if is_checkpoint(model, models_dir):
         return _checkpoint(model, path, models_dir)
     is_local = bool(model.path) and not sources.is_remote(model.path)
     if is_local and not path.is_file():
-        what = "is a directory" if path.is_dir() else "does not exist"
+        what = "does not exist"
+        if path.is_dir():
+            what = f"is a directory; `starling ingest {path} --name {model.name}` converts a Hugging Face checkpoint"
         raise ConfigError(
             f"model {model.name!r}: {path} {what}; path must be a GGUF file or its URL", param="models.path"
         )
@@ -197,8 +213,10 @@ def _checkpoint(model: ModelConfig, path: Path, models_dir: Path) -> LocalModel:
     name = published_name(model.path)
     found = find(model, models_dir)
     if found is None:
-        remedy = f"run `starling pull {name}`" if name else f"give the path of a prepared .idx in {models_dir}"
-        raise ConfigError(f"model {model.name!r}: {model.path} is not a complete checkpoint; {remedy}", "models.path")
+        remedy = checkpoint_remedy(model, models_dir)
+        raise ConfigError(
+            f"model {model.name!r}: {model.path or path} is not a complete checkpoint; {remedy}", "models.path"
+        )
     expected = expected_digest(model, models_dir)
     if expected and found.digest != expected:
         raise ConfigError(

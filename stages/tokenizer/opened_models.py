@@ -91,24 +91,28 @@ def build_model(source: ModelSource) -> TokenizerModel:
         raise UnusableModel(reason, param="model") from None
 
 
+def spec_of(data: TokenizerData, pretokenizer: str = "") -> TokenizerSpec:
+    """What a vocabulary is built from. `pretokenizer`: instead of the file's."""
+    return TokenizerSpec(
+        data.model,
+        pretokenizer or data.pre,
+        data.tokens,
+        data.types,
+        data.merges,
+        data.bos,
+        data.eos,
+        data.eot,
+        data.add_bos,
+        data.scores,
+        data.unknown,
+        data.add_space_prefix,
+        data.revision,
+    )
+
+
 def _build(source: ModelSource, index: Index) -> TokenizerModel:
     t = index.tokenizer
-    spec = TokenizerSpec(
-        t.model,
-        source.pretokenizer or t.pre,
-        t.tokens,
-        t.types,
-        t.merges,
-        t.bos,
-        t.eos,
-        t.eot,
-        t.add_bos,
-        t.scores,
-        t.unknown,
-        t.add_space_prefix,
-        t.revision,
-    )
-    vocabulary = Vocabulary(spec)
+    vocabulary = Vocabulary(spec_of(t, source.pretokenizer))
     template = None
     text = _template_text(source, index, t)
     if text:

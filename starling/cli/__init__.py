@@ -34,6 +34,7 @@ COMMANDS = (
     "fetch",
     "fleet",
     "gc",
+    "ingest",
     "keys",
     "kv",
     "load",
@@ -131,6 +132,10 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.models import gc
 
             return gc
+        case "ingest":
+            from starling.cli.ingest import ingest
+
+            return ingest
         case "models":
             from starling.cli.models import models
 

@@ -70,7 +70,7 @@ def _verify(model: ModelConfig, is_quiet: bool) -> list[dict[str, Any]]:
         return [_row(model, source, 0, 0.0, reason)]
     index_path = folder / f"{located.digest}.idx"
     with nullcontext(store.no_progress) if is_quiet else shown(model.name) as progress:
-        if store.is_checkpoint(model):  # the GGUF file is not here
+        if store.is_checkpoint(model, folder):  # the GGUF file is not here
             return [_verify_checkpoint(model, index_path, progress)]
         return [_verify_source(model, located, progress), _verify_checkpoint(model, index_path, progress)]
 

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.api.key_file import key_path, read_keys
+from pipeline.catalog import pulled
 from pipeline.config import paths
 from pipeline.config.load import find_file
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.models import digests, sources, store
+from pipeline.models import digests, registry, sources, store
 from pipeline.models.locks import is_locked
 from pipeline.observe import status
 from pipeline.runtime import run_dir as rundir
@@ -200,6 +201,8 @@ def _unfinished_downloads() -> Iterator[Finding]:
 def _unused_checkpoints(config: Config) -> Iterator[Finding]:
     folder = paths.models_dir()
     known = {stamp.sha256 for stamp in digests.read_all(folder).values()}
+    known |= {record.digest for record in registry.read_all(folder)}
+    known |= {record.entry.digest for record, _ in pulled.read_all(folder)}
     files = [path for path in folder.glob("*.bin") if path.stem not in known] if folder.is_dir() else []
     size = sum(path.stat().st_blocks * 512 for path in files)
     if size:

@@ -9,17 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.models import registry
 from shm.step_ring import POOL_SCALE
 from stages.gateway.endpoints.embeddings import unit_vector
+from stages.worker.checkpoint.prepare_source import prepare_source
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server
 from tools.reference.exact_forward import ExactModel, ExactSequence
 from tools.tiny_gguf import SHAPES, write_model
+from tools.tiny_hf import write_directory
 
 pytestmark = pytest.mark.slow
 
 # Together they use every switch: windows and tables of their own, caps, fused tensors, learned positions.
 MODELS = ("gemma2", "gemma3", "phi3", "gpt2")
+DIRECTORY = "qwen3"  # a Hugging Face directory, which has a name and no GGUF file
 CORES = sorted(os.sched_getaffinity(0))
 
 
@@ -37,6 +41,12 @@ def server(tmp_path_factory: pytest.TempPathFactory, files: dict[str, Path]) -> 
         {"name": name, "path": str(path), "kv_cache_mb": 32, "cpus": CORES[i % len(CORES) :][:1], "max_batch_size": 4}
         for i, (name, path) in enumerate(files.items())
     ]
+    models.append({"name": DIRECTORY, "kv_cache_mb": 32, "cpus": CORES[:1], "max_batch_size": 4})
+    source = write_model(home / "source.gguf", SHAPES[DIRECTORY], "F16", seed=2)
+    index = prepare_source(write_directory(source, home / "directory"), make_directory(home / "models"))
+    files[DIRECTORY] = source
+    record = registry.Record(DIRECTORY, index.digest, index.bin_bytes, str(home / "directory"), is_checkpoint=True)
+    registry.write(home / "models", DIRECTORY, record)
     with Server(home, {"models": models}) as server:
         yield server
         server.stop()
@@ -52,7 +62,12 @@ def greedy(path: Path, prompt: list[int], n: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("model", MODELS)
+def make_directory(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("model", [*MODELS, DIRECTORY])
 def test_a_server_answers_what_the_reference_computes(server: Server, files: dict[str, Path], model: str) -> None:
     prompt = np.random.default_rng(1).integers(3, 260, 310).tolist()  # beyond the windows
     body = {"model": model, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}

@@ -71,7 +71,7 @@ def _is_usable_path(path: str) -> bool:
 def _check_file(settings: ModelConfig) -> None:
     """Raise `InvalidRequest` unless the file is readable and starts like a GGUF file, or is a prepared model."""
     path = Path(settings.path)
-    if store.is_checkpoint(settings):
+    if store.is_checkpoint(settings, paths.models_dir()):
         if store.find(settings, paths.models_dir()) is None:
             raise InvalidRequest(
                 f"model {settings.name!r}: {path} is not a complete checkpoint in {paths.models_dir()}; run `starling "

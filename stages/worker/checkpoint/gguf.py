@@ -14,11 +14,14 @@ import struct
 import weakref
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from stages.worker.kernels.formats import BY_ID, Format
+from stages.worker.checkpoint.source import TensorInfo
+from stages.worker.kernels.formats import BY_ID
+
+__all__ = ["AGAIN", "GgufError", "GgufFile", "TensorInfo"]
 
 MAGIC = b"GGUF"
 _SCALARS = {
@@ -51,16 +54,6 @@ AGAIN = "fetch or convert the file again"  # the remedy for a damaged file
 
 class GgufError(ValueError):
     """A GGUF file cannot be used. The message names file, field or tensor, value, bound and remedy."""
-
-
-class TensorInfo(NamedTuple):
-    """`shape` is in NumPy's order (rows first); `start` is an offset from the beginning of the file."""
-
-    name: str
-    shape: tuple[int, ...]
-    format: Format
-    start: int
-    nbytes: int
 
 
 class GgufFile:
@@ -225,3 +218,18 @@ class GgufFile:
         """The bytes of a tensor, shape (rows, bytes of a row), u8; a view of the mapped file."""
         raw = self.data[info.start : info.start + info.nbytes]
         return raw.reshape(-1, info.shape[-1] // info.format.unit * info.format.source_bytes)
+
+    def release(self, info: TensorInfo) -> None:
+        """As `Source.release`; the pages stay in the page cache."""
+        first = -(-info.start // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = info.start + info.nbytes - first
+        if length > 0:
+            self._map.madvise(mmap.MADV_DONTNEED, first, length)
+
+    def label(self, name: str) -> str:
+        """As `Source.label`."""
+        return repr(name)
+
+    def read(self, at: int, nbytes: int) -> bytes:
+        """Bytes of the file, past the map: hashing leaves no pages in this process's memory. Raises `OSError`."""
+        return os.pread(self._fd, nbytes, at)

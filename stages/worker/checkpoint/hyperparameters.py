@@ -17,7 +17,8 @@ from stages.worker.checkpoint.architectures import (
     Architecture,
     window_of,
 )
-from stages.worker.checkpoint.gguf import AGAIN, GgufError, GgufFile, TensorInfo
+from stages.worker.checkpoint.gguf import AGAIN, GgufError
+from stages.worker.checkpoint.source import Source, vector
 from stages.worker.rope import RopeTables, Yarn, rope_tables
 
 UNSUPPORTED = "this model cannot be served; use another one"
@@ -40,7 +41,7 @@ class _Rope(NamedTuple):
 class HyperReader:
     """Typed access to the metadata of one file."""
 
-    def __init__(self, file: GgufFile) -> None:
+    def __init__(self, file: Source) -> None:
         """Raises `GgufError` for an architecture that cannot be served."""
         self.file, self.metadata = file, file.metadata
         self.architecture = self._get("general.architecture", str)
@@ -279,11 +280,3 @@ class HyperReader:
 
 def _named(prefix: str, tables: RopeTables) -> dict[str, np.ndarray]:
     return {f"{prefix}{name}": table for name, table in tables._asdict().items()}
-
-
-def vector(file: GgufFile, info: TensorInfo) -> np.ndarray:
-    """The values of a tensor of an unquantized format, flat f32."""
-    raw = file.data[info.start : info.start + info.nbytes]
-    if info.format.name == "BF16":
-        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    return raw.view("<f4" if info.format.name == "F32" else "<f2").astype(np.float32)

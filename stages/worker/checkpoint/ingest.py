@@ -1,7 +1,8 @@
-"""Converts a GGUF file to a checkpoint, once: checks all of it, then writes the tensors in the order of use.
+"""Converts a model to a checkpoint, once: checks all of it, then writes the tensors in the order of use.
 
-The file is opened once: a thread hashes the same mapped bytes meanwhile, and the checkpoint is placed only if they have
-the SHA-256 that names it and the file has not changed in between.
+A GGUF file is opened once: a thread hashes the same bytes meanwhile, and the checkpoint is placed only if they have the
+SHA-256 that names it and the file has not changed in between.  Other sources (source.py) were hashed before, and must
+still be the same files at the end.  All cores convert; no tensor is in memory as a whole.
 
 architectures.py says which tensors each architecture has, hyperparameters.py reads the numbers.  Everything that the
 forward pass relies on is checked before anything is written; a rank that maps a checkpoint checks nothing again.
@@ -12,9 +13,13 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import shutil
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -22,14 +27,19 @@ import numpy as np
 
 from pipeline.errors import ConfigError, ResourceError
 from shm.checkpoint import CheckpointWriter, Hyper, Index, TokenizerData
+from shm.partial_checkpoint import PartialCheckpoint
 from stages.worker.checkpoint.architectures import Sizes, tensors
-from stages.worker.checkpoint.gguf import AGAIN, GgufError, GgufFile, TensorInfo
-from stages.worker.checkpoint.hyperparameters import ROPE_TENSORS, HyperReader, vector
+from stages.worker.checkpoint.gguf import AGAIN, GgufError, GgufFile
+from stages.worker.checkpoint.hyperparameters import ROPE_TENSORS, HyperReader
 from stages.worker.checkpoint.layout import pack
+from stages.worker.checkpoint.source import Rows, Source, TensorInfo, vector
 from stages.worker.checkpoint.vocabulary import read_vocabulary
+from stages.worker.kernels.formats import GROUP, Format
 
 Progress = Callable[[str, int, int], None]  # phase, done, total (bytes)
-_HASHED_BYTES = 8 << 20  # at a time
+_HASHED_BYTES = 1 << 20  # at a time
+_CONVERTED_VALUES = 1 << 17  # at a time: what fits into a core's cache as f32
+_REPORTED_BYTES = 8 << 20  # between two calls of `progress` within a tensor
 
 
 class SourceChanged(ConfigError):
@@ -39,9 +49,14 @@ class SourceChanged(ConfigError):
 def check_source(source: Path, pretokenizer: str = "") -> None:
     """Check all that can be checked of a GGUF file without its tensors' bytes. Raises `ConfigError`, `OSError`."""
     try:
-        _read_head(GgufFile(source), pretokenizer)
+        check_head(GgufFile(source), pretokenizer)
     except GgufError as error:
         raise ConfigError(str(error), param="model") from None
+
+
+def check_head(source: Source, pretokenizer: str = "") -> TokenizerData:
+    """Check all that can be checked of a source without its tensors' bytes; its vocabulary. Raises `GgufError`."""
+    return _read_head(source, pretokenizer)[2]
 
 
 def ingest(
@@ -58,8 +73,33 @@ def ingest(
     Raises `ConfigError` when the file cannot be used, `SourceChanged` when it has another digest, `ResourceError` when
     the disk is too small for the checkpoint.  After an error no file is left.
     """
+    with _reported(source, index_path):
+        file = GgufFile(source)
+        return _convert(file, index_path, digest, progress, pretokenizer, None, _SourceCheck(file, digest))
+
+
+def convert(
+    source: Source,
+    index_path: Path,
+    digest: str,
+    progress: Progress = lambda phase, done, total: None,
+    pretokenizer: str = "",
+    partial: PartialCheckpoint | None = None,
+) -> Index:
+    """Write `index_path` and its `.bin` from a source whose files were hashed; `digest` names the result (hex).
+
+    partial: where an interrupted conversion is kept, which then goes on.
+
+    Raises as `ingest` does.
+    """
+    with _reported(source.path, index_path):
+        return _convert(source, index_path, digest, progress, pretokenizer, partial, _IdentityCheck(source))
+
+
+@contextmanager
+def _reported(source: Path, index_path: Path) -> Iterator[None]:
     try:
-        return _ingest(source, index_path, digest, progress, pretokenizer)
+        yield
     except GgufError as error:
         raise ConfigError(str(error), param="model") from None
     except OSError as error:
@@ -72,35 +112,43 @@ def ingest(
         ) from None
 
 
-def _read_head(file: GgufFile, pretokenizer: str) -> tuple[_Reader, Hyper, TokenizerData, list[Part]]:
+def _read_head(file: Source, pretokenizer: str) -> tuple[_Reader, Hyper, TokenizerData, list[Part]]:
     reader = _Reader(file)
     hyper = reader.hyper()
     return reader, hyper, read_vocabulary(file, pretokenizer), list(_plan(file, reader, hyper))
 
 
-def _ingest(source: Path, index_path: Path, digest: str, progress: Progress, pretokenizer: str) -> Index:
-    file = GgufFile(source)
+def _convert(
+    file: Source,
+    index_path: Path,
+    digest: str,
+    progress: Progress,
+    pretokenizer: str,
+    partial: PartialCheckpoint | None,
+    check: _SourceCheck | _IdentityCheck,
+) -> Index:
     reader, hyper, tokenizer, plan = _read_head(file, pretokenizer)
     tables = reader.rope(hyper)
-    total = sum(part.nbytes for part in plan)
-    done = 0
-    with CheckpointWriter(index_path) as writer, _SourceCheck(file, digest) as check:
+    report = _Report(progress, sum(part.nbytes for part in plan))
+    with (
+        check,
+        _Pool() as pool,
+        CheckpointWriter(index_path, partial) as writer,
+    ):
+        written = {tensor.name for tensor in writer.tensors}
         for name, table in tables.items():
-            writer.add(name, (table.shape[0], table.shape[1]), "F32", "rows", [table])
+            if name not in written:
+                writer.add(name, (table.shape[0], table.shape[1]), "F32", "rows", [table])
         for part in plan:
-            rows = slice(part.first, part.first + part.shape[0])
-            if len(part.shape) == 1:
-                writer.add(part.name, (1, part.shape[0]), "F32", "rows", [vector(file, part.info)[rows]])
-            else:
-                pieces = pack(file.rows(part.info)[rows], part.info.format)
-                writer.add(part.name, (part.shape[0], part.shape[1]), part.info.format.name, "groups", pieces)
-            done += part.nbytes
-            progress("ingest", done, total)
+            if part.name not in written:
+                _write(writer, file, part, pool, report)
+                file.release(part.info)
+            report.finish_part(part.nbytes)
         check.finish()
         return writer.finish(
             digest=digest,
             architecture=reader.architecture,
-            name=reader.name(source.stem),
+            name=reader.name(file.path.stem),
             parameters=sum(int(np.prod(part.shape, dtype=np.int64)) for part in plan),
             source_bytes=file.size,
             hyper=hyper,
@@ -108,6 +156,89 @@ def _ingest(source: Path, index_path: Path, digest: str, progress: Progress, pre
             pooling=reader.pooling(),
             adds_eos=reader.adds_eos(),
         )
+
+
+def _write(writer: CheckpointWriter, file: Source, part: Part, pool: _Pool, report: _Report) -> None:
+    if len(part.shape) == 1:
+        values = vector(file, part.info)[part.first : part.first + part.shape[0]]
+        writer.add(part.name, (1, part.shape[0]), "F32", "rows", [values])
+        return
+    pieces = pool.packed(file.rows(part.info), part, report)
+    writer.add(part.name, (part.shape[0], part.shape[1]), part.info.format.name, "groups", pieces)
+
+
+class _Report:
+    """Calls `progress` after every tensor, and within large ones."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total = progress, total
+        self._finished = self._reported = 0
+
+    def within_part(self, nbytes: int) -> None:
+        """`nbytes` of the current tensor are done."""
+        if self._finished + nbytes - self._reported >= _REPORTED_BYTES:
+            self._reported = self._finished + nbytes
+            self._progress("ingest", self._reported, self._total)
+
+    def finish_part(self, nbytes: int) -> None:
+        """All `nbytes` of a tensor are done."""
+        self._finished += nbytes
+        self._reported = self._finished
+        self._progress("ingest", self._finished, self._total)
+
+
+class _Pool:
+    """Packs pieces of a matrix on all cores, in order; a few are ready ahead."""
+
+    def __init__(self) -> None:
+        self._n_cores = len(os.sched_getaffinity(0))
+        self._threads = ThreadPoolExecutor(self._n_cores, "ingest")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def packed(self, rows: Rows, part: Part, report: _Report) -> Iterator[np.ndarray]:
+        """The bytes of the tensor in the checkpoint."""
+        n, columns = part.shape
+        step = max(1, _CONVERTED_VALUES // (columns * GROUP)) * GROUP
+        ahead: deque[Future[list[np.ndarray]]] = deque()
+        done = 0
+        for first in range(0, n, step):
+            chunk = slice(part.first + first, part.first + min(first + step, n))
+            ahead.append(self._threads.submit(_pack, rows, chunk, part.info.format))
+            if len(ahead) > 2 * self._n_cores:
+                done += step
+                yield from ahead.popleft().result()
+                report.within_part(part.nbytes * done // n)
+        while ahead:
+            yield from ahead.popleft().result()
+
+
+def _pack(rows: Rows, chunk: slice, fmt: Format) -> list[np.ndarray]:
+    return list(pack(rows[chunk], fmt))
+
+
+class _IdentityCheck:
+    """Checks that the opened files did not change while they were read."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._identity = source, source.identity()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return
+
+    def finish(self) -> None:
+        """Raises `SourceChanged`."""
+        if self._source.identity() != self._identity:
+            raise SourceChanged(
+                f"{self._source.path} was changed while it was read; run this again when it is complete", "model"
+            )
 
 
 class _SourceCheck:
@@ -133,7 +264,7 @@ class _SourceCheck:
         for at in range(0, self._file.size, _HASHED_BYTES):
             if self._is_abandoned:
                 return
-            sha256.update(self._file.data[at : at + _HASHED_BYTES].data)
+            sha256.update(self._file.read(at, _HASHED_BYTES))
         self._found = sha256.hexdigest()
 
     def finish(self) -> None:
@@ -167,35 +298,31 @@ class Part(NamedTuple):
         return self.info.nbytes // self.info.shape[0] * self.shape[0]
 
 
-def _plan(file: GgufFile, reader: HyperReader, h: Hyper) -> Iterator[Part]:
+def _plan(file: Source, reader: HyperReader, h: Hyper) -> Iterator[Part]:
     q, kv = h.n_heads * h.head_dim, h.n_kv_heads * h.head_dim
     sizes = Sizes(h.n_layers, h.width, q, kv, h.head_dim, h.ffn_width, h.vocab_size, h.context_length)
     known = set(ROPE_TENSORS)
     for needed in tensors(reader.row, sizes, frozenset(file.tensors)):
         known.add(needed.source)
         shape = (needed.of, *needed.shape[1:])
-        info = file.tensors.get(needed.source)
+        info, label = file.tensors.get(needed.source), file.label(needed.source)
         if info is None:
             if not needed.optional:
-                raise GgufError(
-                    f"{file.path}: tensor {needed.source!r} is missing, expected {list(shape)} (rows first); {AGAIN}"
-                )
+                raise GgufError(f"{file.path}: tensor {label} is missing, expected {list(shape)} (rows first); {AGAIN}")
             continue
         if info.shape != shape:
             raise GgufError(
-                f"{file.path}: tensor {needed.source!r} has shape {list(info.shape)}, expected {list(shape)} (rows "
+                f"{file.path}: tensor {label} has shape {list(info.shape)}, expected {list(shape)} (rows "
                 f"first); {AGAIN}"
             )
         if len(shape) == 1 and not info.format.dense:
-            raise GgufError(
-                f"{file.path}: tensor {needed.source!r} is {info.format.name}, expected F32, F16 or BF16; {AGAIN}"
-            )
+            raise GgufError(f"{file.path}: tensor {label} is {info.format.name}, expected F32, F16 or BF16; {AGAIN}")
         yield Part(needed.name, needed.shape, info, needed.first)
     extra = sorted(file.tensors.keys() - known)
     if extra:
         raise GgufError(
-            f"{file.path}: tensor {extra[0]!r} is not part of this architecture's graph ({len(extra)} such tensors), "
-            "and outputs would be wrong without it; use another model"
+            f"{file.path}: tensor {file.label(extra[0])} is not part of this architecture's graph ({len(extra)} such "
+            "tensors), and outputs would be wrong without it; use another model"
         )
 
 

@@ -46,11 +46,18 @@ def prepare_checkpoint(
 
 def _ingest_if_missing(model: ModelConfig, models_dir: Path, progress: store.Progress) -> Path:
     source = store.gguf_path(model, models_dir)
-    if source.is_file() and store.find_index(model, models_dir) is None:
+    is_checkpoint = store.is_checkpoint(model, models_dir)
+    if not is_checkpoint and source.is_file() and store.find_index(model, models_dir) is None:
         _check_source(source, model)  # before all of it is hashed
     located = store.fetch(model, models_dir, progress)
     index_path = models_dir / f"{located.digest}.idx"
     if not _make_usable(index_path, models_dir, progress):
+        if is_checkpoint:
+            raise ConfigError(
+                f"model {model.name!r}: {index_path} is of an older release, and its source is not here; "
+                f"{store.checkpoint_remedy(model, models_dir)}",
+                "models.path",
+            )
         with lock(models_dir, f"ingest-{located.digest[:16]}"):
             if _usable_version(index_path) != VERSION:
                 ingest(located.path, index_path, located.digest, progress, model.pretokenizer)
@@ -110,6 +117,11 @@ def _make_usable(index_path: Path, models_dir: Path, progress: store.Progress) -
                 raise ConfigError(str(error), param="model") from None
             except OSError as error:
                 raise ModelUnavailable(str(error), param="model") from None
+    return _usable_version(index_path) == VERSION
+
+
+def is_usable(index_path: Path) -> bool:
+    """Whether there is a checkpoint of the current version."""
     return _usable_version(index_path) == VERSION
 
 

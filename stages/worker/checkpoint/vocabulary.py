@@ -8,7 +8,8 @@ import numpy as np
 
 from pipeline.models.vocabularies import BYTE_LEVEL, SENTENCEPIECE, vocabulary_problem
 from shm.checkpoint import VOCABULARY_REVISION, TokenizerData
-from stages.worker.checkpoint.gguf import AGAIN, GgufError, GgufFile
+from stages.worker.checkpoint.gguf import AGAIN, GgufError
+from stages.worker.checkpoint.source import Source
 
 _NONE = 0xFFFFFFFF  # published files write "none" as -1 or as its unsigned form
 _IDS = ("bos", "eos", "eot", "unknown", "padding")
@@ -16,7 +17,7 @@ _IDS = ("bos", "eos", "eot", "unknown", "padding")
 _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 
 
-def read_vocabulary(file: GgufFile, pretokenizer: str = "") -> TokenizerData:
+def read_vocabulary(file: Source, pretokenizer: str = "") -> TokenizerData:
     """Return the vocabulary, special ids and template of a file. Raises `GgufError`.
 
     pretokenizer: of the model's configuration, accepted in place of the file's `tokenizer.ggml.pre`.
@@ -51,7 +52,7 @@ def read_vocabulary(file: GgufFile, pretokenizer: str = "") -> TokenizerData:
 class _Reader:
     """Typed access to the keys."""
 
-    def __init__(self, file: GgufFile) -> None:
+    def __init__(self, file: Source) -> None:
         self._file, self._metadata = file, file.metadata
         self._rows = file.tensors["token_embd.weight"].shape[0]
 

@@ -1,0 +1,116 @@
+"""A source with other weight types: which type each tensor gets, and its rows in it.
+
+    --quant     matrices        output head (or the embedding, if the two are tied)
+    f16         F16             F16
+    q8_0        Q8_0            Q8_0
+    q4_0        Q4_0            Q8_0
+    q4_1        Q4_1            Q8_0
+
+Vectors stay F32, and embeddings of positions keep their type.  A matrix whose rows are no multiple of the type's block
+becomes F16.  Tensors must be F32, F16 or BF16: quantizing twice would add the errors of both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pipeline.errors import ConfigError
+from stages.worker.checkpoint.quantize import NotFinite, quantize
+from stages.worker.checkpoint.source import Rows, Source, TensorInfo, dense_values
+from stages.worker.kernels.formats import FORMATS, Format
+
+_HEAD = ("output.weight", "token_embd.weight")
+
+
+class Mix(NamedTuple):
+    """Weight types of a `--quant`."""
+
+    matrices: str
+    head: str
+
+
+QUANTS = {
+    "f16": Mix("F16", "F16"),
+    "q8_0": Mix("Q8_0", "Q8_0"),
+    "q4_0": Mix("Q4_0", "Q8_0"),
+    "q4_1": Mix("Q4_1", "Q8_0"),
+}
+
+
+class Requantized:
+    """Implements `Source`: another source, its matrices in the types of a `--quant`."""
+
+    def __init__(self, source: Source, quant: str) -> None:
+        """Raises `ConfigError` for a tensor that is quantized already."""
+        self.source, self._mix = source, QUANTS[quant]
+        self.path: Path = source.path
+        self.metadata: dict[str, Any] = source.metadata
+        self.size = source.size
+        self._head = next((name for name in _HEAD if name in source.tensors), "")
+        self.tensors = {name: self._converted(info) for name, info in source.tensors.items()}
+
+    def _converted(self, info: TensorInfo) -> TensorInfo:
+        if len(info.shape) < 2 or info.name.startswith("position_embd"):
+            return info
+        if not info.format.dense:
+            raise ConfigError(
+                f"{self.path}: tensor {self.label(info.name)} is {info.format.name}, expected F32, F16 or BF16 for "
+                f"--quant; leave --quant out, or take the unquantized file",
+                "quant",
+            )
+        name = self._mix.head if info.name == self._head else self._mix.matrices
+        fmt = FORMATS[name]
+        if info.shape[-1] % fmt.unit:
+            fmt = FORMATS["F16"]
+        nbytes = int(np.prod(info.shape, dtype=np.int64)) // fmt.unit * fmt.source_bytes
+        return info._replace(format=fmt, nbytes=nbytes)
+
+    def rows(self, info: TensorInfo) -> Rows:
+        """The rows in their new type."""
+        own = self.source.tensors[info.name]
+        rows = self.source.rows(own)
+        return (
+            rows if own.format is info.format else _QuantizedRows(rows, own.format, info.format, self.label(info.name))
+        )
+
+    def release(self, info: TensorInfo) -> None:
+        """As `Source.release`."""
+        self.source.release(self.source.tensors[info.name])
+
+    def label(self, name: str) -> str:
+        """As `Source.label`."""
+        return self.source.label(name)
+
+    def identity(self) -> tuple[int, ...]:
+        """As `Source.identity`."""
+        return self.source.identity()
+
+
+@dataclass(frozen=True)
+class _QuantizedRows:
+    """Implements `Rows`."""
+
+    rows: Rows
+    source_format: Format
+    format: Format
+    label: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        columns = self.rows.shape[1] // self.source_format.source_bytes
+        return (self.rows.shape[0], columns // self.format.unit * self.format.source_bytes)
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        values = dense_values(np.ascontiguousarray(self.rows[rows]), self.source_format.name)
+        try:
+            return quantize(values, self.format.name)
+        except NotFinite as error:
+            raise ConfigError(
+                f"tensor {self.label}, rows {rows.start} to {rows.stop - 1}: {error}; expected finite weights: fetch "
+                f"the model again, or leave --quant out",
+                "quant",
+            ) from None

@@ -1,0 +1,84 @@
+"""Typed access to a JSON file of a checkpoint directory, with errors that name the file and the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shm.decoding import DECODE_ERRORS
+
+_MAX_BYTES = 1 << 28  # of a JSON file; the largest tokenizer.json published has 34 MB
+UNSUPPORTED = "this model cannot be served; use another one"
+
+
+class CheckpointDirectoryError(ValueError):
+    """A Hugging Face checkpoint cannot be used. The message names file, field or tensor, value, bound and remedy."""
+
+
+class Config:
+    """The object of a JSON file. `path` names it in messages."""
+
+    def __init__(self, path: Path, fields: dict[str, Any], prefix: str = "") -> None:
+        self.path, self.fields, self._prefix = path, fields, prefix
+
+    def _label(self, key: str) -> str:
+        return f"{self.path}: {self._prefix}{key}"
+
+    def has(self, key: str) -> bool:
+        """Whether the field is there and not null."""
+        return self.fields.get(key) is not None
+
+    def _get(self, key: str, kind: type, shown: str, default: Any) -> Any:
+        value = self.fields.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise CheckpointDirectoryError(f"{self._label(key)} is missing, expected {shown}; fetch the file again")
+        kinds = (int, float) if kind is float else kind
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
+            raise CheckpointDirectoryError(f"{self._label(key)} is {str(value)[:60]!r}, expected {shown}")
+        return value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number."""
+        return int(self._get(key, int, "a whole number", default))
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number."""
+        return float(self._get(key, float, "a number", default))
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        return bool(self._get(key, bool, "true or false", default))
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A text."""
+        return str(self._get(key, str, "a text", default))
+
+    def items(self, key: str, default: list[Any] | None = None) -> list[Any]:
+        """A list."""
+        return list(self._get(key, list, "a list", default))
+
+    def table(self, key: str) -> Config:
+        """An object within this one; one without fields if it is missing."""
+        return Config(self.path, self._get(key, dict, "an object", {}), f"{self._prefix}{key}.")
+
+    def refuse(self, key: str, expected: str) -> CheckpointDirectoryError:
+        """The error for a value that cannot be served."""
+        return CheckpointDirectoryError(
+            f"{self._label(key)} is {str(self.fields.get(key))[:60]!r}, expected {expected}; {UNSUPPORTED}"
+        )
+
+
+def read(path: Path) -> Config | None:
+    """The object of a JSON file; None if there is no such file. Raises `CheckpointDirectoryError`, `OSError`."""
+    try:
+        size = path.stat().st_size
+        if size > _MAX_BYTES:
+            raise CheckpointDirectoryError(f"{path} has {size:,} bytes, expected at most {_MAX_BYTES:,}")
+        return Config(path, msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
+    except FileNotFoundError:
+        return None
+    except DECODE_ERRORS as error:
+        raise CheckpointDirectoryError(f"{path} is not a JSON object ({error}); fetch the file again") from None

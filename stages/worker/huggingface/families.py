@@ -1,0 +1,139 @@
+"""The model classes of `transformers` that can be read: their architecture, tensor names, and how values differ.
+
+A class's tensors are those of the GGUF architecture under other names, and some are stored in another form, which
+llama.cpp's converter changes too (https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py):
+
+    permuted      q and k of classes whose GGUF graph rotates neighbours (2i, 2i+1): the files have the two halves of
+                  a head one after the other
+    plus_one      norms that the model adds 1 to
+    transposed    matrices that are stored as (inputs, outputs)
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_QK_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+_POST_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_OLMO2 = {name: part for name, part in _LAYER.items() if name != "input_layernorm"} | {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_PHI3 = _LAYER | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
+_STARCODER2 = _LAYER | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
+_GPT2 = {
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+_TOP = {"embed_tokens": "token_embd", "norm": "output_norm"}
+_SILU = ("silu", "swish")
+_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+
+
+class Family(NamedTuple):
+    """One model class. `layer` and `top`: names without layer number, `.weight` and `.bias`, to those of the GGUF."""
+
+    architecture: str
+    layer: dict[str, str] = _LAYER
+    top: dict[str, str] = _TOP
+    prefix: str = "model."
+    layers: str = "layers."
+    activations: tuple[str, ...] = _SILU
+    activation_key: str = "hidden_act"
+    norm_key: str = "rms_norm_eps"
+    permuted: tuple[str, ...] = ()
+    plus_one: bool = False
+    transposed: tuple[str, ...] = ()
+    is_tied: bool = False  # the default of tie_word_embeddings
+    rotated_part: float = 1.0  # the default of partial_rotary_factor
+    context: int | None = None  # the defaults of sizes that published files leave out
+    kv_heads: int | None = None
+    head_dim: int | None = None
+
+
+_LLAMA = Family("llama", permuted=("attn_q", "attn_k"))
+_GEMMA = Family(
+    "gemma",
+    activations=(*_GELU, "gelu"),
+    activation_key="hidden_activation",
+    plus_one=True,
+    is_tied=True,
+    context=8192,
+    head_dim=256,
+)
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": Family("qwen2"),
+    "Qwen3ForCausalLM": Family("qwen3", _LAYER | _QK_NORMS),
+    "GemmaForCausalLM": _GEMMA,
+    "Gemma2ForCausalLM": _GEMMA._replace(architecture="gemma2", layer=_LAYER | _POST_NORMS),
+    "Gemma3ForCausalLM": _GEMMA._replace(architecture="gemma3", layer=_LAYER | _POST_NORMS | _QK_NORMS, context=131072),
+    "Phi3ForCausalLM": Family("phi3", _PHI3),
+    "GraniteForCausalLM": Family("granite", permuted=("attn_q", "attn_k")),
+    "Olmo2ForCausalLM": Family("olmo2", _OLMO2 | _QK_NORMS),
+    "StableLmForCausalLM": Family("stablelm", norm_key="layer_norm_eps", rotated_part=0.25),
+    "Starcoder2ForCausalLM": Family(
+        "starcoder2", _STARCODER2, norm_key="norm_epsilon", activations=_GELU, is_tied=True
+    ),
+    "GPT2LMHeadModel": Family(
+        "gpt2",
+        _GPT2,
+        {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm"},
+        prefix="transformer.",
+        layers="h.",
+        activations=_GELU,
+        activation_key="activation_function",
+        norm_key="layer_norm_epsilon",
+        transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
+        is_tied=True,
+    ),
+}
+
+# Tensors that hold no weights: tables that the graph computes itself.
+_COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
+
+
+def gguf_name(family: Family, name: str) -> str:
+    """The GGUF name of a tensor; "" for one that is no weight; its own name if the graph has no such tensor."""
+    if _COMPUTED.fullmatch(name):
+        return ""
+    body, _, kind = name.rpartition(".")
+    if kind not in ("weight", "bias"):
+        return name
+    if body == "lm_head":
+        return f"output.{kind}"
+    body = body.removeprefix(family.prefix)
+    if body in family.top:
+        return f"{family.top[body]}.{kind}"
+    if body.startswith(family.layers):
+        number, _, part = body.removeprefix(family.layers).partition(".")
+        if number.isdecimal() and part in family.layer:
+            return f"blk.{int(number)}.{family.layer[part]}.{kind}"
+    return name
+
+
+def part_of(name: str) -> str:
+    """The part of a GGUF name that is neither layer nor kind: "attn_q" of "blk.3.attn_q.bias"."""
+    return name.rsplit(".", 2)[-2]

@@ -1,0 +1,227 @@
+"""The hyper-parameters of `config.json` as the keys that GGUF files have, and the RoPE factors as their tensors.
+
+Bounds are checked where GGUF files are checked (stages/worker/checkpoint/hyperparameters.py).  Here, what the graph
+could not express is refused: an activation, a scaling of positions, or a switch that would be ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from stages.worker.checkpoint.architectures import ARCHITECTURES
+from stages.worker.huggingface.config import Config
+from stages.worker.huggingface.families import FAMILIES, Family
+
+Metadata = dict[str, Any]
+
+
+def family_of(config: Config) -> tuple[str, Family]:
+    """The model class that the configuration names. Raises `CheckpointDirectoryError`."""
+    names = config.items("architectures", [])
+    name = str(names[0]) if names else ""
+    if name not in FAMILIES:
+        raise config.refuse("architectures", f"one of {', '.join(FAMILIES)}")
+    return name, FAMILIES[name]
+
+
+def hyper_parameters(config: Config, family: Family) -> tuple[Metadata, dict[str, np.ndarray]]:
+    """GGUF metadata, and the tensors of RoPE factors, f32. Raises `CheckpointDirectoryError`."""
+    arch = family.architecture
+    if config.has("quantization_config"):
+        method = config.table("quantization_config").text("quant_method", "unknown")
+        raise config.refuse("quantization_config", f"none (unquantized F32, F16 or BF16 weights), found {method!r}")
+    activation = config.text(family.activation_key, "") or config.text("hidden_act", family.activations[0])
+    if activation not in family.activations:
+        raise config.refuse(
+            family.activation_key if config.has(family.activation_key) else "hidden_act",
+            f"one of {', '.join(family.activations)}",
+        )
+    sizes = _gpt2_sizes(config) if arch == "gpt2" else _sizes(config, family)
+    norm = "attention.layer_norm_epsilon" if ARCHITECTURES[arch].norm == "layer" else "attention.layer_norm_rms_epsilon"
+    keys: Metadata = {**sizes, norm: config.number(family.norm_key, 1e-5 if arch == "starcoder2" else None)}
+    tensors: dict[str, np.ndarray] = {}
+    if arch != "gpt2":
+        keys |= _switches(config, family, keys)
+        positions, tensors = _positions(config, family, keys)
+        keys |= positions
+    return {f"{arch}.{key}": value for key, value in keys.items()}, tensors
+
+
+def _sizes(config: Config, family: Family) -> Metadata:
+    width, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    default = family.head_dim or (width // heads if heads > 0 else None)
+    head_dim = config.integer("head_dim", default)
+    return {
+        "context_length": config.integer("max_position_embeddings", family.context),
+        "embedding_length": width,
+        "block_count": config.integer("num_hidden_layers"),
+        "feed_forward_length": config.integer("intermediate_size"),
+        "attention.head_count": heads,
+        "attention.head_count_kv": config.integer("num_key_value_heads", heads),
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+    }
+
+
+def _gpt2_sizes(config: Config) -> Metadata:
+    for key, expected in (("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
+        if config.flag(key, expected) != expected:
+            raise config.refuse(key, str(expected).lower())
+    width = config.integer("n_embd")
+    return {
+        "context_length": config.integer("n_positions"),
+        "embedding_length": width,
+        "block_count": config.integer("n_layer"),
+        "feed_forward_length": config.integer("n_inner", 4 * width),
+        "attention.head_count": config.integer("n_head"),
+    }
+
+
+def _switches(config: Config, family: Family, sizes: Metadata) -> Metadata:
+    """What only some architectures have."""
+    arch, keys = family.architecture, Metadata()
+    window = config.has("sliding_window") and config.flag("use_sliding_window", True)
+    if arch == "qwen2" or arch == "qwen3":
+        window = window and config.flag("use_sliding_window", False)
+    if window:
+        keys["attention.sliding_window"] = config.integer("sliding_window")
+    if arch == "granite":
+        keys["embedding_scale"] = config.number("embedding_multiplier", 1.0)
+        keys["residual_scale"] = config.number("residual_multiplier", 1.0)
+        keys["attention.scale"] = config.number("attention_multiplier", 1.0)
+        keys["logit_scale"] = config.number("logits_scaling", 1.0)
+    if arch == "stablelm":
+        for key in ("use_parallel_residual", "qk_layernorm"):
+            if config.flag(key, False):
+                raise config.refuse(key, "false")
+    if arch in ("gemma2", "gemma3"):
+        keys |= _gemma(config, family, sizes)
+    return keys
+
+
+def _gemma(config: Config, family: Family, sizes: Metadata) -> Metadata:
+    keys = Metadata()
+    for key, to in (
+        ("attn_logit_softcapping", "attn_logit_softcapping"),
+        ("final_logit_softcapping", "final_logit_softcapping"),
+    ):
+        if config.has(key):
+            keys[to] = config.number(key)
+        elif family.architecture == "gemma2":
+            keys[to] = 0.0
+    if family.architecture == "gemma3" and config.has("attn_logit_softcapping"):
+        raise config.refuse("attn_logit_softcapping", "null")
+    heads, head_dim = sizes["attention.head_count"], sizes["attention.key_length"]
+    is_wide = sizes["block_count"] == ARCHITECTURES[family.architecture].wide_scale_layers
+    expected = sizes["embedding_length"] // heads if is_wide else head_dim
+    if config.number("query_pre_attn_scalar", expected) != expected:
+        raise config.refuse("query_pre_attn_scalar", str(expected))
+    if config.has("layer_types"):
+        local = [kind == "sliding_attention" for kind in config.items("layer_types")]
+        keys["attention.sliding_window_pattern"] = np.array(local, np.bool_)
+    elif family.architecture == "gemma3" and config.has("sliding_window_pattern"):
+        keys["attention.sliding_window_pattern"] = config.integer("sliding_window_pattern")
+    return keys
+
+
+# ------------------------------------------------------------------ positions
+
+
+def _positions(config: Config, family: Family, sizes: Metadata) -> tuple[Metadata, dict[str, np.ndarray]]:
+    head_dim = sizes["attention.key_length"]
+    rope, local = _rope_tables(config)
+    part = config.number("partial_rotary_factor", rope.number("partial_rotary_factor", family.rotated_part))
+    n_rot = int(head_dim * part)
+    base = rope.number("rope_theta", config.number("rope_theta", 1e6 if family.architecture == "gemma3" else 10000.0))
+    keys: Metadata = {"rope.dimension_count": n_rot, "rope.freq_base": base}
+    if family.architecture == "gemma3":
+        keys["rope.freq_base_swa"] = local.number("rope_theta", config.number("rope_local_base_freq", 10000.0))
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    tensors: dict[str, np.ndarray] = {}
+    match kind:
+        case "default":
+            pass
+        case "linear":
+            keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope.number("factor")}
+        case "llama3":
+            tensors["rope_freqs.weight"] = _llama3_factors(config, rope, base, n_rot)
+        case "yarn":
+            keys |= _yarn(config, rope, sizes["context_length"])
+        case "longrope" | "su":
+            original = config.integer(
+                "original_max_position_embeddings",
+                rope.integer("original_max_position_embeddings", sizes["context_length"]),
+            )
+            tensors = {
+                f"rope_factors_{length}.weight": _factors(rope, f"{length}_factor", n_rot)
+                for length in ("long", "short")
+            }
+            ratio = sizes["context_length"] / original if original > 0 else 1.0
+            magnitude = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 and original > 1 else 1.0
+            keys |= {
+                "rope.scaling.type": "longrope",
+                "rope.scaling.original_context_length": original,
+                "rope.scaling.attn_factor": rope.number("attention_factor", magnitude),
+            }
+        case _:
+            raise rope.refuse(
+                "rope_type" if rope.has("rope_type") else "type", "default, linear, llama3, yarn or longrope"
+            )
+    return keys, tensors
+
+
+def _rope_tables(config: Config) -> tuple[Config, Config]:
+    """The settings of positions: of layers that see all positions, and of those with a window."""
+    for key in ("rope_parameters", "rope_scaling"):  # transformers 5 and 4
+        if config.has(key):
+            table = config.table(key)
+            if table.has("full_attention"):
+                return table.table("full_attention"), table.table("sliding_attention")
+            return table, Config(config.path, {})
+    return Config(config.path, {}), Config(config.path, {})
+
+
+def _yarn(config: Config, rope: Config, context: int) -> Metadata:
+    factor = rope.number("factor")
+    for key in ("mscale", "mscale_all_dim"):
+        if rope.has(key):
+            raise rope.refuse(key, "none")
+    usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    if abs(rope.number("attention_factor", usual) - usual) > 1e-6:
+        raise rope.refuse("attention_factor", f"{usual:g}")
+    if not rope.flag("truncate", True):
+        raise rope.refuse("truncate", "true")
+    original = rope.integer("original_max_position_embeddings", context)
+    return {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": factor,
+        "rope.scaling.original_context_length": original,
+        "rope.scaling.yarn_beta_fast": rope.number("beta_fast", 32.0),
+        "rope.scaling.yarn_beta_slow": rope.number("beta_slow", 1.0),
+    }
+
+
+def _llama3_factors(config: Config, rope: Config, base: float, n_rot: int) -> np.ndarray:
+    """The divisors of the frequencies by Llama 3.1: long waves are stretched, short ones stay."""
+    factor, low, high = rope.number("factor"), rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    original = rope.integer("original_max_position_embeddings")
+    if not 0 < low < high:
+        raise rope.refuse("high_freq_factor", f"more than low_freq_factor ({low:g}), which is more than 0")
+    if factor <= 0 or base <= 0 or original <= 0:
+        raise rope.refuse("factor", "positive factors")
+    divisors = []
+    for i in range(0, n_rot, 2):
+        wavelength = 2 * math.pi * base ** (i / n_rot)
+        smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
+        divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(divisors, np.float32)
+
+
+def _factors(rope: Config, key: str, n_rot: int) -> np.ndarray:
+    values = rope.items(key)
+    if len(values) != n_rot // 2 or not all(isinstance(one, (int, float)) for one in values):
+        raise rope.refuse(key, f"{n_rot // 2} numbers")
+    return np.array(values, np.float32)

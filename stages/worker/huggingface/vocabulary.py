@@ -1,0 +1,258 @@
+"""The vocabulary of a checkpoint directory as the `tokenizer.*` keys of a GGUF file.
+
+`tokenizer.json` (the `tokenizers` library's file) comes first, otherwise `tokenizer.model` (SentencePiece's).  A
+byte-level vocabulary needs the name of its pre-tokenizer, which pretokenizer_match.py finds.  In a SentencePiece
+vocabulary of `tokenizer.json` the order of merges takes the place of scores: the score of a token is minus the rank of
+the first merge that makes it, so that the best pair of both is the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from pipeline.models.vocabularies import (
+    BYTE,
+    BYTE_LEVEL,
+    CONTROL,
+    NORMAL,
+    SENTENCEPIECE,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    byte_name,
+)
+from stages.worker.huggingface import config as json_files
+from stages.worker.huggingface import sentencepiece_model
+from stages.worker.huggingface.config import CheckpointDirectoryError, Config
+from stages.worker.huggingface.pretokenizer_match import find_pretokenizer
+
+_SPECIALS = ("bos", "eos", "unk", "pad")
+_GGUF_NAMES = {"unk": "unknown", "pad": "padding"}
+_SPACE = "▁"
+
+
+def read_vocabulary(directory: Path, config: Config, rows: int, pretokenizer: str = "") -> dict[str, Any]:
+    """The keys. Raises `CheckpointDirectoryError`, `OSError`.
+
+    rows: of the embedding; ids without a token get an unused one.  pretokenizer: its name, if it need not be found.
+    """
+    settings = json_files.read(directory / "tokenizer_config.json") or Config(directory / "tokenizer_config.json", {})
+    file = json_files.read(directory / "tokenizer.json")
+    if file is not None:
+        keys = _TokenizerJson(file, rows).keys(settings, pretokenizer)
+    elif (directory / "tokenizer.model").is_file():
+        keys = _sentencepiece_keys(directory, settings, rows)
+    else:
+        raise CheckpointDirectoryError(
+            f"{directory} has neither tokenizer.json nor tokenizer.model; fetch one of them too"
+        )
+    ids = {token: i for i, token in reversed(list(enumerate(keys["tokenizer.ggml.tokens"])))}
+    keys |= _special_ids(directory, config, settings, ids, keys)
+    template = _chat_template(directory, settings)
+    if template:
+        keys["tokenizer.chat_template"] = template
+    return keys
+
+
+def _special_ids(
+    directory: Path, config: Config, settings: Config, ids: dict[str, int], keys: dict[str, Any]
+) -> dict[str, int]:
+    """Ids of the special tokens: by name, then by number."""
+    special_map = json_files.read(directory / "special_tokens_map.json")
+    generation = json_files.read(directory / "generation_config.json")
+    found: dict[str, int] = {}
+    for name in _SPECIALS:
+        to = f"tokenizer.ggml.{_GGUF_NAMES.get(name, name)}_token_id"
+        for source in (settings, special_map):
+            token = source.fields.get(f"{name}_token") if source is not None else None
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str) and text in ids:
+                found.setdefault(to, ids[text])
+        for source in (generation, config):
+            for number in _numbers(source, f"{name}_token_id"):
+                if 0 <= number < len(ids):
+                    found.setdefault(to, number)
+    # A model may end its answers with several tokens.
+    eos = found.get("tokenizer.ggml.eos_token_id", -1)
+    ends = [one for one in _numbers(generation, "eos_token_id") if one != eos and 0 <= one < len(ids)]
+    if ends:
+        found["tokenizer.ggml.eot_token_id"] = ends[-1]
+    unknown = "tokenizer.ggml.unknown_token_id"
+    if unknown in keys:
+        found[unknown] = keys[unknown]
+    return found
+
+
+def _numbers(source: Config | None, key: str) -> list[int]:
+    value = source.fields.get(key) if source is not None else None
+    values = value if isinstance(value, list) else [value]
+    return [one for one in values if isinstance(one, int) and not isinstance(one, bool)]
+
+
+def _chat_template(directory: Path, settings: Config) -> str:
+    """The template of a file of its own, otherwise the one in the tokenizer's settings."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text("utf-8")
+        except UnicodeDecodeError:
+            raise CheckpointDirectoryError(f"{path} is not UTF-8; fetch it again") from None
+    own = json_files.read(directory / "chat_template.json")
+    for source in (own, settings):
+        value = source.fields.get("chat_template") if source is not None else None
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list):  # several by name
+            named = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
+            if isinstance(named.get("default"), str):
+                return str(named["default"])
+    return ""
+
+
+# ------------------------------------------------------------------ tokenizer.json
+
+
+class _TokenizerJson:
+    def __init__(self, file: Config, rows: int) -> None:
+        self._file, self._rows = file, rows
+        self._model = model = file.table("model")
+        if model.text("type", "BPE") != "BPE":
+            raise model.refuse("type", "'BPE'")
+        if model.has("dropout") and model.number("dropout") > 0:
+            raise model.refuse("dropout", "none")
+        for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+            if model.text(key, ""):
+                raise model.refuse(key, "none")
+        self.tokens = [f"[PAD{i}]" for i in range(rows)]
+        self.types = [UNUSED] * rows
+        self._vocab = model.table("vocab").fields
+        for text, token in self._vocab.items():
+            self._place(text, token, NORMAL)
+        self._is_byte_level = _has_type(file.fields.get("pre_tokenizer"), "ByteLevel") or _has_type(
+            file.fields.get("decoder"), "ByteLevel"
+        )
+        for added in file.items("added_tokens", []):
+            if not isinstance(added, dict) or not isinstance(added.get("content"), str):
+                raise CheckpointDirectoryError(f"{file.path}: added_tokens has an entry without content")
+            self._place(added["content"], added.get("id"), CONTROL if added.get("special") else USER_DEFINED)
+        self._tokenizer = _load(file.path)
+
+    def _place(self, text: str, token: Any, kind: int) -> None:
+        if not isinstance(token, int) or not 0 <= token < self._rows:
+            raise CheckpointDirectoryError(
+                f"{self._file.path}: token {text[:60]!r} has id {str(token)[:20]}, expected 0 to {self._rows - 1} "
+                f"(rows of the embedding)"
+            )
+        self.tokens[token], self.types[token] = text, kind
+
+    def keys(self, settings: Config, pretokenizer: str) -> dict[str, Any]:
+        keys: dict[str, Any] = {"tokenizer.ggml.tokens": self.tokens}
+        pairs = [self._pair(entry) for entry in self._model.items("merges", [])]
+        if self._is_byte_level:
+            keys["tokenizer.ggml.model"] = BYTE_LEVEL
+            keys["tokenizer.ggml.pre"] = pretokenizer or find_pretokenizer(
+                self._file.path, self._tokenizer, self._model.flag("ignore_merges", False)
+            )
+            keys["tokenizer.ggml.merges"] = [" ".join(pair) for pair in pairs]
+        else:
+            keys |= self._sentencepiece(pairs)
+        keys["tokenizer.ggml.token_type"] = np.array(self.types, np.int32)
+        with_added = self._tokenizer.encode("a").ids
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        starts = with_added[: len(with_added) - len(plain)] if with_added[-len(plain) :] == plain else with_added[:1]
+        keys["tokenizer.ggml.add_bos_token"] = settings.flag("add_bos_token", bool(starts) and with_added != plain)
+        if keys["tokenizer.ggml.add_bos_token"] and starts and with_added != plain:
+            keys["tokenizer.ggml.bos_token_id"] = starts[0]
+        keys["tokenizer.ggml.add_eos_token"] = settings.flag("add_eos_token", False)
+        return keys
+
+    def _pair(self, entry: Any) -> tuple[str, str]:
+        parts = entry.split(" ") if isinstance(entry, str) else entry
+        if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, str) for part in parts):
+            raise CheckpointDirectoryError(
+                f"{self._file.path}: merge {str(entry)[:60]!r} is not a pair of tokens; fetch the file again"
+            )
+        return parts[0], parts[1]
+
+    def _sentencepiece(self, pairs: list[tuple[str, str]]) -> dict[str, Any]:
+        if not self._model.flag("byte_fallback", False):
+            raise self._model.refuse("byte_fallback", "true, or a ByteLevel pre-tokenizer")
+        names = {byte_name(byte) for byte in range(256)}
+        for text, token in self._vocab.items():
+            if text in names:
+                self.types[token] = BYTE
+        ranks: dict[str, int] = {}
+        for rank, (left, right) in enumerate(pairs):
+            ranks.setdefault(left + right, rank)
+        unmerged = float(-len(pairs) - 1)
+        scores = [-float(ranks[text]) if text in ranks else unmerged for text in self.tokens]
+        first = self._tokenizer.encode("a", add_special_tokens=False).tokens[:1]
+        keys: dict[str, Any] = {
+            "tokenizer.ggml.model": SENTENCEPIECE,
+            "tokenizer.ggml.scores": np.array(scores, np.float32),
+            "tokenizer.ggml.add_space_prefix": bool(first) and first[0].startswith(_SPACE),
+        }
+        unknown = self._model.text("unk_token", "")
+        if unknown in self._vocab:
+            self.types[self._vocab[unknown]] = UNKNOWN
+            keys["tokenizer.ggml.unknown_token_id"] = self._vocab[unknown]
+        return keys
+
+
+def _has_type(value: Any, name: str) -> bool:
+    """Whether an object of this `type` is within a JSON value."""
+    if isinstance(value, dict):
+        return value.get("type") == name or any(_has_type(one, name) for one in value.values())
+    return isinstance(value, list) and any(_has_type(one, name) for one in value)
+
+
+def _load(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no class of its own for this
+        raise CheckpointDirectoryError(f"{path} cannot be read: {str(error)[:200]}; fetch the file again") from None
+
+
+# ------------------------------------------------------------------ tokenizer.model
+
+
+def _sentencepiece_keys(directory: Path, settings: Config, rows: int) -> dict[str, Any]:
+    path = directory / "tokenizer.model"
+    model = sentencepiece_model.read(path)
+    if len(model.pieces) > rows:
+        raise CheckpointDirectoryError(
+            f"{path} has {len(model.pieces)} pieces, expected at most {rows} (rows of the embedding)"
+        )
+    tokens, types, scores = [f"[PAD{i}]" for i in range(rows)], [UNUSED] * rows, [-10000.0] * rows
+    for i, piece in enumerate(model.pieces):
+        tokens[i], types[i], scores[i] = piece.text, piece.kind, piece.score
+    added = json_files.read(directory / "added_tokens.json")
+    for text, token in (added.fields if added is not None else {}).items():
+        if not isinstance(token, int) or not 0 <= token < rows:
+            raise CheckpointDirectoryError(
+                f"{directory / 'added_tokens.json'}: {text[:60]!r} has id {str(token)[:20]}, expected 0 to {rows - 1}"
+            )
+        if token >= len(model.pieces):
+            tokens[token], types[token] = text, USER_DEFINED
+    for number, entry in settings.table("added_tokens_decoder").fields.items():
+        is_special = isinstance(entry, dict) and entry.get("special") and isinstance(entry.get("content"), str)
+        if is_special and number.isdecimal() and int(number) < rows and types[int(number)] in (UNUSED, USER_DEFINED):
+            tokens[int(number)], types[int(number)] = entry["content"], CONTROL
+    keys: dict[str, Any] = {
+        "tokenizer.ggml.model": SENTENCEPIECE,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(types, np.int32),
+        "tokenizer.ggml.scores": np.array(scores, np.float32),
+        "tokenizer.ggml.add_space_prefix": model.adds_space,
+        "tokenizer.ggml.add_bos_token": settings.flag("add_bos_token", True),
+        "tokenizer.ggml.add_eos_token": settings.flag("add_eos_token", False),
+    }
+    for i, kind in enumerate(types):
+        if kind == UNKNOWN:
+            keys["tokenizer.ggml.unknown_token_id"] = i
+            break
+    return keys

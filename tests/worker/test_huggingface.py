@@ -1,0 +1,260 @@
+"""A Hugging Face directory gives the checkpoint that a GGUF file with the same weights gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import msgspec
+import numpy as np
+import pytest
+
+from pipeline.errors import ConfigError
+from shm.checkpoint import Index, bin_path
+from stages.worker.checkpoint.prepare_source import prepare_source
+from tools.tiny_gguf import SHAPES
+from tools.tiny_hf import CLASSES, write_directory, write_safetensors
+
+# `Hyper` and tokenizer may differ in what the graph does not use.
+FAMILIES = [shape for shape in SHAPES if shape != "llama-1b"]
+
+
+def folder_of(tmp_path: Path) -> Path:
+    folder = tmp_path / "models"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def written(folder: Path, index: Index) -> bytes:
+    return bin_path(folder / f"{index.digest}.idx").read_bytes()
+
+
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_the_same_weights_give_the_same_checkpoint(tiny_gguf, tmp_path: Path, shape: str) -> None:  # type: ignore[no-untyped-def]
+    """Norms of Gemma are within a factor of 2 of 1, so that taking 1 away is exact."""
+    source = tiny_gguf(shape, "F16")
+    directory = write_directory(source, tmp_path / "hf", shards=3)
+    folder = folder_of(tmp_path)
+    expected, found = prepare_source(source, folder), prepare_source(directory, folder)
+    assert found.architecture == expected.architecture == SHAPES[shape].architecture
+    assert found.hyper == expected.hyper
+    assert found.tensors == expected.tensors
+    assert written(folder, found) == written(folder, expected)
+    assert found.digest != expected.digest
+    ours, theirs = found.tokenizer, expected.tokenizer
+    assert msgspec.structs.replace(ours, revision=0) == msgspec.structs.replace(theirs, revision=0)
+
+
+def test_every_architecture_is_tried() -> None:
+    assert {SHAPES[shape].architecture for shape in FAMILIES} == set(CLASSES)
+
+
+# ------------------------------------------------------------------ weight types
+
+MIX = {  # what --quant means: of matrices, of the head
+    "f16": ("F16", "F16"),
+    "q8_0": ("Q8_0", "Q8_0"),
+    "q4_0": ("Q4_0", "Q8_0"),
+    "q4_1": ("Q4_1", "Q8_0"),
+}
+
+
+def quantized_gguf(source: Path, path: Path, matrices: str, head: str) -> Path:
+    """A copy of a GGUF whose matrices the `gguf` package has quantized."""
+    reader = gguf.GGUFReader(source)
+    names = {tensor.name for tensor in reader.tensors}
+    head_name = "output.weight" if "output.weight" in names else "token_embd.weight"
+    writer = gguf.GGUFWriter(path, "llama")
+    for tensor in reader.tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(tensor.shape[::-1].tolist())
+        if values.ndim < 2:
+            writer.add_tensor(tensor.name, values)
+        else:
+            kind = gguf.GGMLQuantizationType[head if tensor.name == head_name else matrices]
+            writer.add_tensor(tensor.name, gguf.quantize(values.astype(np.float32), kind), raw_dtype=kind)
+    writer.add_name("replaced")
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.name"):
+            continue
+        kinds = field.types
+        writer.add_key_value(name, field.contents(), kinds[0], kinds[-1] if len(kinds) > 1 else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("quant", list(MIX))
+@pytest.mark.parametrize("shape", ["odd", "small"])
+def test_quantized_weights_are_those_of_the_gguf_package(tiny_gguf, tmp_path: Path, shape: str, quant: str) -> None:  # type: ignore[no-untyped-def]
+    source = tiny_gguf(shape, "BF16" if shape == "odd" else "F32")
+    folder = folder_of(tmp_path)
+    directory = write_directory(source, tmp_path / "hf")
+    expected = prepare_source(quantized_gguf(source, tmp_path / "q.gguf", *MIX[quant]), folder)
+    found, from_gguf = prepare_source(directory, folder, quant), prepare_source(source, folder, quant)
+    assert written(folder, found) == written(folder, from_gguf) == written(folder, expected)
+    assert found.tensors == expected.tensors
+    assert len({found.digest, from_gguf.digest, expected.digest}) == 3
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_weights_keep_their_type(tiny_gguf, tmp_path: Path, dtype: str) -> None:  # type: ignore[no-untyped-def]
+    directory = write_directory(tiny_gguf("odd", "F32"), tmp_path / "hf", dtype=dtype)
+    index = prepare_source(directory, folder_of(tmp_path))
+    assert {tensor.format for tensor in index.tensors if tensor.layout == "groups"} == {dtype}
+
+
+def test_a_quantized_file_is_not_quantized_again(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    message = r"tensor 'token_embd.weight' is Q4_1, expected F32, F16 or BF16 for --quant; leave --quant out"
+    with pytest.raises(ConfigError, match=message):
+        prepare_source(tiny_gguf("small", "Q4_1"), folder_of(tmp_path), "q8_0")
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.fixture
+def llama(tiny_gguf, tmp_path: Path) -> Path:  # type: ignore[no-untyped-def]
+    return write_directory(tiny_gguf("odd", "F16"), tmp_path / "hf")
+
+
+def change(path: Path, **fields: object) -> None:
+    """Replace fields of a JSON file; None removes one."""
+    values = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+
+
+def refusal(directory: Path, quant: str = "") -> str:
+    folder = directory.parent / "models"
+    folder.mkdir(exist_ok=True)
+    with pytest.raises(ConfigError) as caught:
+        prepare_source(directory, folder, quant)
+    assert not list(folder.glob("*.bin")) and not list(folder.glob("*.idx"))
+    return caught.value.message
+
+
+def replace_weights(directory: Path, **changes: tuple[str, np.ndarray] | None) -> None:
+    """Write the weights again with some tensors changed or (None) left out; `__` stands for a dot."""
+    from stages.worker.huggingface.safetensors import SafetensorsFile
+
+    path = directory / "model.safetensors"
+    kinds = {"F16": "<f2", "F32": "<f4", "BF16": "<u2"}
+    tensors = {
+        name: (
+            stored.dtype,
+            np.ascontiguousarray(stored.data).reshape(-1).view(kinds[stored.dtype]).reshape(stored.shape),
+        )
+        for name, stored in SafetensorsFile(path).tensors.items()
+    }
+    for name, value in changes.items():
+        tensors.pop(name.replace("__", "."), None)
+        if value is not None:
+            tensors[name.replace("__", ".")] = value
+    path.unlink()  # the map of the old file stays as it is
+    write_safetensors(path, tensors)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickled_weights_are_refused_by_name(llama: Path, name: str) -> None:
+    (llama / "model.safetensors").rename(llama / name)
+    assert f"{name} holds pickled weights, which can run any code" in refusal(llama)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["BloomForCausalLM"]}, "architectures is \"['BloomForCausalLM']\", expected one of Llama"),
+        ({"hidden_size": None}, "config.json: hidden_size is missing, expected a whole number"),
+        ({"hidden_size": "96"}, "config.json: hidden_size is '96', expected a whole number"),
+        ({"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu', expected one of silu, swish"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "expected none (unquantized F32, F16 or BF16 weights), found",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_scaling.rope_type is 'dynamic', expected default",
+        ),
+        ({"num_key_value_heads": 2}, "llama.attention.head_count is 3, expected a multiple of head_count_kv (2)"),
+        (
+            {"vocab_size": 9, "num_hidden_layers": 4},
+            "'model.layers.3.input_layernorm.weight' (blk.3.attn_norm.weight) is missing",
+        ),
+        (
+            {"intermediate_size": 96},
+            "'model.layers.0.mlp.gate_proj.weight' (blk.0.ffn_gate.weight) has shape [160, 96]",
+        ),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(llama: Path, fields: dict[str, object], message: str) -> None:
+    change(llama / "config.json", **fields)
+    assert message in refusal(llama)
+
+
+def test_tensors_that_do_not_fit_are_refused(llama: Path) -> None:
+    replace_weights(llama, model__extra__weight=("F16", np.zeros((2, 2), np.float16)))
+    assert "tensor 'model.extra.weight' (model.extra.weight) is not part of this architecture's graph" in refusal(llama)
+    replace_weights(llama, model__extra__weight=None, lm_head__weight=None)
+    assert "tensor 'lm_head.weight' is missing, and" in refusal(llama)
+    change(llama / "config.json", tie_word_embeddings=True)
+    index = prepare_source(llama, llama.parent / "models")
+    assert index.head_name == "token_embd.weight"
+
+
+def test_weights_of_other_types_are_refused(llama: Path) -> None:
+    replace_weights(llama, model__norm__weight=("I64", np.zeros(96, np.int64)))
+    assert "tensor 'model.norm.weight' is I64, expected F32, F16, BF16; use an unquantized checkpoint" in refusal(llama)
+
+
+def test_weights_beyond_a_type_are_refused(llama: Path) -> None:
+    large = np.full((96, 96), 1e6, np.float32)
+    replace_weights(llama, model__layers__0__self_attn__o_proj__weight=("F32", large))
+    message = (
+        "tensor 'model.layers.0.self_attn.o_proj.weight' (blk.0.attn_output.weight), rows 0 to 95: 1e+06, beyond F16"
+    )
+    assert message in refusal(llama, "f16")
+    large[:] = np.nan
+    replace_weights(llama, model__layers__0__self_attn__o_proj__weight=("F32", large))
+    assert "rows 0 to 95: a value that is not finite; expected finite weights" in refusal(llama, "q8_0")
+
+
+def test_damaged_files_are_refused(llama: Path) -> None:
+    path = llama / "model.safetensors"
+    raw = path.read_bytes()
+    for damaged, message in (
+        (b"", "file size is 0 bytes, expected at least 10"),
+        (raw[:5000], "needs bytes"),
+        (b"\xff" * 8 + raw[8:], "header length is 18446744073709551615, expected at most"),
+        (raw[:8] + b"[" + raw[9:], "header is not JSON"),
+    ):
+        path.write_bytes(damaged)
+        assert message in refusal(llama)
+
+
+def test_shards_must_be_complete(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    directory = write_directory(tiny_gguf("odd", "F16"), tmp_path / "hf", shards=2)
+    index = directory / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    (directory / "model-00002-of-00002.safetensors").rename(tmp_path / "aside")
+    assert "model-00002-of-00002.safetensors is missing, and model.safetensors.index.json lists it" in refusal(
+        directory
+    )
+    (tmp_path / "aside").rename(directory / "model-00002-of-00002.safetensors")
+    index.write_text(json.dumps({"weight_map": listed["weight_map"] | {"lm_head.weight": "../model.safetensors"}}))
+    assert "weight_map names '../model.safetensors', expected a .safetensors file of the directory" in refusal(
+        directory
+    )
+    index.unlink()
+    assert "has 2 safetensors files and no model.safetensors.index.json" in refusal(directory)
+
+
+def test_a_changed_file_is_another_model(llama: Path) -> None:
+    folder = llama.parent / "models"
+    folder.mkdir()
+    first = prepare_source(llama, folder)
+    change(llama / "config.json", rope_theta=20000.0)
+    second = prepare_source(llama, folder)
+    assert first.digest != second.digest and second.hyper.rope_base == 20000.0
+    assert prepare_source(llama, folder).digest == second.digest
