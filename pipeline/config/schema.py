@@ -216,6 +216,14 @@ class MetricsConfig(Section, frozen=True, kw_only=True):
     endpoint: str = "/metrics"
 
 
+class TracingConfig(Section, frozen=True, kw_only=True):
+    """Timelines of requests, for `starling trace` and the log of slow requests."""
+
+    buffer_mb: Annotated[int, Meta(ge=0, le=4096)] = 4  # of ended requests, in memory; 0: none is kept
+    tenant_buffer_mb: Annotated[int, Meta(ge=1, le=4096)] = 1  # of one tenant
+    slow_request_ms: MillisecondsOrNone = 60_000  # a request that takes longer is logged; 0: none is
+
+
 class AgentConfig(Section, frozen=True, kw_only=True):
     """`starling agent`: the process that runs engines on a host of a fleet."""
 
@@ -288,6 +296,7 @@ class Config(Section, frozen=True, kw_only=True):
     performance: PerformanceConfig = PerformanceConfig()
     logging: LoggingConfig = LoggingConfig()
     metrics: MetricsConfig = MetricsConfig()
+    tracing: TracingConfig = TracingConfig()
     fleet: FleetConfig = FleetConfig()
     registry: RegistryConfig = RegistryConfig()
     edges: dict[str, str] = {}  # edge name (pipeline/protocol/topology.py) -> tcp:// or ipc:// address

@@ -280,6 +280,20 @@ class SequenceTokens(Frame):
     accepted: int = 0  # draft tokens accepted so far
 
 
+class SequenceEvent(Frame):
+    """What happened to a sequence, for the timeline of its request. Lost events cost only their lines in it.
+
+    name: "queued", "admitted" (it has a row and pages), "prefill" (a chunk of its prompt is computed), "preempted",
+    "reattached" (a new gateway continues it); without a sequence, "lost" or "started": the model's worker group.
+    """
+
+    sequence: str  # "": all of the model
+    name: str
+    at: float  # s, of the clock of `Tokens.at`; 0.0: that time
+    pid: int = 0  # of the worker's rank 0; 0: the scheduler
+    facts: dict[str, int | float | str] = {}
+
+
 class Tokens(Frame, tag="T"):
     """New tokens of all sequences of one step; sent without tokens for sequences that have left the queue."""
 
@@ -287,6 +301,8 @@ class Tokens(Frame, tag="T"):
     step: int
     sequences: list[SequenceTokens]
     started: tuple[str, ...] = ()  # have pages, and their prompts are computed from now on: no bound refuses them
+    events: tuple[SequenceEvent, ...] = ()
+    at: float = 0.0  # s, by the scheduler's monotonic clock: when the frame was made. Set with events
 
 
 class Rejected(Frame, tag="R"):

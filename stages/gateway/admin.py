@@ -1,4 +1,4 @@
-"""Operations for the operator: `state`, `drain`, `resume`, `load`, `reload`, `unload`.
+"""Operations for the operator: `state`, `drain`, `resume`, `load`, `reload`, `unload`, `trace`.
 
 They come over the control socket, or over HTTP with an admin's key (the same fields in the body, the op in the path):
 
@@ -8,12 +8,13 @@ They come over the control socket, or over HTTP with an admin's key (the same fi
     {"op": "load", "target": model, "path": file, "kv_cache_mb": 512, "timeout_s": 600.0, "change": id, "wait": true}
     {"op": "reload", "target": model, "path": file, "timeout_s": 600.0, "change": id, "wait": true}
     {"op": "unload", "target": model, "timeout_s": 30.0, "change": id, "wait": true}
+    {"op": "trace", "request": id}  only over the control socket: answered by the request's timeline
 
-Every answer is the state after the operation. The answers to the last three also have `change`, which contains `done`
-and the outcome or the progress. With `wait` false they return at once. Repeating an operation with the same `change`
-(an id that the client chooses) starts nothing and returns the progress. Drains survive a restart of the gateway in a
-small file beside the arenas, which is removed when the whole server stops; the table of loaded models is in the run
-directory.
+Every other answer is the state after the operation. The answers to `load`, `reload` and `unload` also have `change`,
+which contains `done` and the outcome or the progress. With `wait` false they return at once. Repeating an operation
+with the same `change` (an id that the client chooses) starts nothing and returns the progress. Drains survive a restart
+of the gateway in a small file beside the arenas, which is removed when the whole server stops; the table of loaded
+models is in the run directory.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ MAX_TIMEOUT_S = 86_400.0
 POLL_S = 0.05  # how often to check whether a change has ended
 LOAD_TIMEOUT_S, UNLOAD_TIMEOUT_S = 600.0, 30.0  # defaults of timeout_s
 MAX_KV_CACHE_MB = 16_777_216
+MAX_NAME = 256  # characters of a request's name
 FIELDS = {
     "state": (),
     "drain": ("target", "timeout_s", "keep"),
@@ -45,6 +47,7 @@ FIELDS = {
     "load": ("target", "path", "kv_cache_mb", "timeout_s", "change", "wait"),
     "reload": ("target", "path", "timeout_s", "change", "wait"),
     "unload": ("target", "timeout_s", "change", "wait"),
+    "trace": ("request",),
 }
 
 
@@ -68,6 +71,8 @@ class Admin:
             if name != "op" and name not in FIELDS[op]:
                 known = ", ".join(FIELDS[op]) or "none"
                 raise InvalidRequest(f"{op} has no field {name[:100]!r}; its fields: {known}", name[:100])
+        if op == "trace":
+            return {"trace": self._service.timelines.find(_text(request, "request", MAX_NAME))}
         if op == "drain":
             self._drain(request)
         elif op == "resume":

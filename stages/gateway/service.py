@@ -14,6 +14,7 @@
     embedder    prompts that are embedded                                   requests/embedder.py
     recovery    journal, replay buffer, keys                                requests/recovery.py
     readers     sinks that read the same request                            requests/readers.py
+    timelines   what happened to each request                               tracing/recorder.py
     resumer     finds a request and attaches a reader to it                 requests/resume.py
     loader      loads, reloads and unloads models                           versions/loader.py
 
@@ -57,6 +58,7 @@ from stages.gateway.requests.sessions import Sessions
 from stages.gateway.requests.state_writer import StateWriter
 from stages.gateway.requests.stored_responses import StoredResponses
 from stages.gateway.tokenizer_client import RETRY_AFTER_S, TokenizerClient
+from stages.gateway.tracing.recorder import Recorder
 from stages.gateway.versions.catalog import VersionCatalog
 from stages.gateway.versions.load_steps import MeasureMemory
 from stages.gateway.versions.loaded_versions import LoadedVersions
@@ -99,6 +101,7 @@ class Service:
         )
         self.catalog = catalog or VersionCatalog(config, initial(config), lambda version_table: None)
         self.tokenizer = TokenizerClient(send_tokenizer)
+        self.timelines = Recorder(config.tracing, clock, wall)
         self.relay = Relay(
             send_scheduler,
             clock,
@@ -116,7 +119,7 @@ class Service:
             clock, server.idempotency_ttl_s, server.idempotency_tenant_mb << 20, server.idempotency_mb << 20
         )
         writer = state_writer or StateWriter(None)
-        self.recovery = Recovery(self.relay, self.readers, writer, clock, steady, timeout_s, keys)
+        self.recovery = Recovery(self.relay, self.readers, writer, clock, steady, timeout_s, keys, self.timelines)
         self.resumer = Resumer(self.recovery, self.readers, self.relay.vocabularies)
         changes = ChangeSignal()
         self.loaded = LoadedVersions(config, self.catalog, self.relay.vocabularies, self.tokenizer, changes.notify)
@@ -142,6 +145,7 @@ class Service:
             clock,
             self.embedder,
             self.responses,
+            self.timelines,
         )
         self.admission = Admission(
             config,
@@ -156,6 +160,7 @@ class Service:
             wall,
             steady,
             draw_seed,
+            self.timelines,
         )
         self.loader = Loader(
             config,
@@ -184,6 +189,8 @@ class Service:
         """A frame from the scheduler."""
         match frame:
             case m.Tokens():
+                if frame.events:
+                    self.timelines.on_frame(frame, self.relay.request_of)
                 self.relay.on_tokens(frame)
             case m.Rejected():
                 if not self.embedder.on_rejected(frame):
@@ -198,16 +205,19 @@ class Service:
     def on_tokenizer_up(self, hello: m.Hello) -> None:
         """A new tokenizer process: it is sent every open request again."""
         self.readiness.tokenizer.up()
+        self.timelines.stage_up("tokenizer", hello)
         self.tokenizer.on_up()
         self.readiness.notify()
 
     def on_tokenizer_down(self, hello: m.Hello) -> None:
         """The tokenizer has exited."""
         self.readiness.tokenizer.down()
+        self.timelines.stage_down("tokenizer", hello)
 
     def on_scheduler_up(self, hello: m.Hello) -> None:
         """A new scheduler process: it is sent every sequence again."""
         self.readiness.scheduler.up()
+        self.timelines.stage_up("scheduler", hello)
         self.loaded.states.clear()
         self.relay.on_scheduler_up()
         self.embedder.on_scheduler_up()
@@ -216,16 +226,19 @@ class Service:
     def on_scheduler_down(self, hello: m.Hello) -> None:
         """The scheduler has exited."""
         self.readiness.scheduler.down()
+        self.timelines.stage_down("scheduler", hello)
         self.loaded.states.clear()
 
     def on_kv_up(self, hello: m.Hello) -> None:
         """A new KV manager process."""
         self.readiness.kv.up()
+        self.timelines.stage_up("kv", hello)
         self.sessions.on_up(hello)
 
     def on_kv_down(self, hello: m.Hello) -> None:
         """The KV manager has exited."""
         self.readiness.kv.down()
+        self.timelines.stage_down("kv", hello)
         self.sessions.on_down(hello)
 
     # ---------------------------------------------------------------- time

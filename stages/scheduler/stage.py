@@ -230,12 +230,8 @@ class SchedulerStage:
                 self.kv.send(frame)
             engine.leases.frames.clear()
         outbox = engine.outbox
-        if outbox.tokens or outbox.started:
-            started, outbox.started = outbox.started, {}
-            tokens, outbox.tokens = outbox.tokens, {}
-            for gateway in tokens | started:
-                names = tuple(started.get(gateway, ()))
-                self._send_gateway(gateway, m.Tokens(runner.name, engine.stats.steps, tokens.get(gateway, []), names))
+        if outbox.tokens or outbox.started or outbox.flush_events:
+            self._send_tokens(runner)
         if outbox.rejected:
             for gateway, rejected in outbox.rejected:
                 self._send_gateway(gateway, rejected)
@@ -244,6 +240,27 @@ class SchedulerStage:
             for gateway, pooled in outbox.pooled:
                 self._send_gateway(gateway, pooled)
             outbox.pooled.clear()
+
+    def _send_tokens(self, runner: VersionRunner) -> None:
+        outbox, step = runner.engine.outbox, runner.engine.stats.steps
+        started, outbox.started = outbox.started, {}
+        tokens, outbox.tokens = outbox.tokens, {}
+        if not outbox.events:
+            for gateway in tokens | started if started else tokens:
+                names = tuple(started.get(gateway, ()))
+                self._send_gateway(gateway, m.Tokens(runner.name, step, tokens.get(gateway, []), names))
+            return
+        events, outbox.events, outbox.flush_events = outbox.events, {}, False
+        for gateway in tokens | started | events:
+            frame = m.Tokens(
+                runner.name,
+                step,
+                tokens.get(gateway, []),
+                tuple(started.get(gateway, ())),
+                tuple(events.get(gateway, ())),
+                self._clock(),
+            )
+            self._send_gateway(gateway, frame)
 
     def _send_gateway(self, gateway: bytes, frame: m.Frame) -> None:
         """Frames to a gateway keep their order. Those that it does not read are kept, up to a bound."""
@@ -270,6 +287,8 @@ class SchedulerStage:
                 del self._unsent[gateway]
         for runner in self.runners.values():
             runner.tick(now)
+            outbox = runner.engine.outbox
+            outbox.flush_events = bool(outbox.events)
         self.helpers.tick(now)
         self._update_readiness(now)
         if now >= self._next_export:
@@ -370,6 +389,7 @@ class SchedulerStage:
         if runner is None:
             return  # a late answer for an unloaded version
         if isinstance(frame, m.Granted):
+            runner.engine.outbox.now = self._clock()
             runner.engine.pages.granted(frame)
         elif isinstance(frame, m.Denied):
             runner.engine.pages.denied(frame)

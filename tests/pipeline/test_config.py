@@ -362,6 +362,7 @@ RECEIVERS = {
     "FleetConfig": "fleet",
     "OrchestratorConfig": "orchestrator|bounds",
     "RegistryConfig": "registry",
+    "TracingConfig": "tracing|config",
     "Config": "config|self|c",
 }
 

@@ -43,8 +43,12 @@ from stages.gateway.tokenizer_client import RETRY_AFTER_S, TokenizerClient
 from stages.gateway.tool_calls.call_grammar import call_constraint
 from stages.gateway.tool_calls.formats import GENERIC
 from stages.gateway.tool_calls.tool_fields import answer_salt
+from stages.gateway.tracing.recorder import Recorder
+from stages.gateway.tracing.timeline import Fact, RequestTrace, ms
 from stages.gateway.versions.catalog import VersionCatalog
 from stages.gateway.versions.loaded_versions import LoadedVersions
+
+NOTABLE_S = 0.001  # a shorter wait for a model is not in the timeline
 
 
 class _Call(NamedTuple):
@@ -54,6 +58,7 @@ class _Call(NamedTuple):
     started_at: float  # s, monotonic
     client_id: str  # X-Request-Id
     name: RequestName  # of the request that it becomes
+    trace: RequestTrace | None  # its timeline
 
 
 class Admission:
@@ -76,7 +81,9 @@ class Admission:
         wall: Callable[[], float],
         steady: Callable[[], float],
         draw_seed: Callable[[], int],
+        timelines: Recorder,
     ) -> None:
+        self._timelines = timelines
         self._received = points.fault_point("gateway", "received")
         self._config = config
         self._catalog = catalog
@@ -133,7 +140,20 @@ class Admission:
         """The request, ready to be started. Raises `StarlingError`. The caller holds a `slot`."""
         self._received.count()
         model = self._catalog.resolve(generation.model)
-        call = _Call(caller, started_at, client_id, name or RequestName(f"req-{secrets.token_hex(12)}"))
+        name = name or RequestName(f"req-{secrets.token_hex(12)}")
+        trace = self._timelines.begin(
+            name.id, started_at, tenant=caller.tenant, model=model, client_id=client_id or name.id
+        )
+        try:
+            state = await self._admit(model, generation, _Call(caller, started_at, client_id, name, trace))
+        except BaseException:
+            self._timelines.withdraw(trace)
+            raise
+        self._timelines.attach(state, trace)
+        return state
+
+    async def _admit(self, model: str, generation: GenerationRequest, call: _Call) -> RequestState:
+        started_at = call.started_at
         if call.name.salt:
             salted = call.name.salted(generation.cache_salt)
             generation = msgspec.structs.replace(generation, cache_salt=salted)
@@ -141,7 +161,9 @@ class Admission:
             raise refusal
         with self._in_flight.admitting(model):
             left_s = started_at + self._timeout_s - self._clock()
+            began = self._clock()
             await self._readiness.wait_ready(model, min(READY_WAIT_S, left_s))
+            self._record(call.trace, "model ready", began, NOTABLE_S)
             try:
                 async with asyncio.timeout(started_at + self._timeout_s - self._clock()):
                     with self.serving_version(model) as version:
@@ -169,7 +191,9 @@ class Admission:
             )
         if generation.session_ttl_s is None:
             generation = msgspec.structs.replace(generation, session_ttl_s=self._config.cache.session_ttl_s)
+        began = self._clock()
         generation, held = await self._sessions.begin(version.name, caller.tenant, generation, salt, version.id)
+        self._record(call.trace, "session", began, stage="kv", facts={"tokens": len(held)})
         try:
             return await self._build(version, generation, held, call)
         except BaseException:
@@ -189,9 +213,11 @@ class Admission:
         self._check_constraint(generation)
         check_text_count(max(1, len(generation.prompts)), generation.n, self._config, version.settings)
         bounds = self._loaded.bounds(version)
+        began = self._clock()
         prompts = await tokenize_prompts(
             generation, version, described, self._tokenizer, bounds, len(held), call.name.id
         )
+        self._record(call.trace, "tokenized", began, stage="tokenizer", facts={"tokens": sum(map(len, prompts))})
         check_ids(generation, prompts, described.vocab_size)
         if held:
             prompts = [held + prompt for prompt in prompts]
@@ -208,6 +234,22 @@ class Admission:
         ]
         self.charge_tokens(call.caller, sum(map(len, prompts)))
         return self._state(version, described, generation, prompts, budgets, echoes, created, call)
+
+    def _record(
+        self,
+        trace: RequestTrace | None,
+        name: str,
+        began: float,
+        least_s: float = 0.0,
+        *,
+        stage: str = "gateway",
+        facts: dict[str, Fact] | None = None,
+    ) -> None:
+        """Add a part of the admission that has just ended to the timeline, if it took `least_s`."""
+        now = self._clock()
+        if trace is not None and now - began >= least_s:
+            pid = -1 if stage == "gateway" else self._timelines.pid(stage)
+            trace.add(now, name, {"ms": ms(now - began), **(facts or {})}, stage=stage, pid=pid)
 
     def _check_constraint(self, generation: GenerationRequest) -> None:
         bound = self._config.scheduler.constraints.max_bytes

@@ -158,17 +158,18 @@ async def _serve(request: web.Request, service: Service, state: RequestState) ->
     formatter = _formatter(service, state)
     if state.spec.generation.is_in_background and not state.spec.generation.stream:
         state.sink = FanOutSink()
-        with service.in_flight.using(state.spec.version):
+        with service.in_flight.using(state.spec.version), service.timelines.responding(state):
             await service.lifecycle.start(state)
         return await send_body(request, formatter.whole_response())
     sink = _stream_sink(request, state, formatter) if state.spec.generation.stream else WholeResponse()
     state.sink = sink
-    with service.in_flight.using(state.spec.version):
-        await service.lifecycle.start(state)
-    try:
-        return await _respond(request, sink, formatter)
-    finally:
-        service.readers.leave(state, sink)  # no effect unless the client has disconnected
+    with service.timelines.responding(state):
+        with service.in_flight.using(state.spec.version):
+            await service.lifecycle.start(state)
+        try:
+            return await _respond(request, sink, formatter)
+        finally:
+            service.readers.leave(state, sink)  # no effect unless the client has disconnected
 
 
 async def get_request(request: web.Request) -> web.StreamResponse:
@@ -227,7 +228,7 @@ async def _resume(
             whole.failed(state.error)
         return whole
 
-    with service.in_flight.counted(request[PRINCIPAL]):
+    with service.in_flight.counted(request[PRINCIPAL]), service.timelines.responding(state, is_resumed=True):
         sink = await service.resumer.resume(state, cursor, make_sink)
         try:
             return await _respond(request, sink, formatter)

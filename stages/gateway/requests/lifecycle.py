@@ -23,6 +23,7 @@ from stages.gateway.requests.response_cache import BYPASS, HIT, MISS, ResponseCa
 from stages.gateway.requests.responses import Responses
 from stages.gateway.requests.sessions import Sessions
 from stages.gateway.requests.state import Outcome, RequestState
+from stages.gateway.tracing.recorder import Recorder
 from stages.gateway.versions.catalog import VersionCatalog
 
 
@@ -42,8 +43,10 @@ class RequestLifecycle:
         clock: Callable[[], float],
         embedder: Embedder,
         responses: Responses,
+        timelines: Recorder,
     ) -> None:
         """`clock` is monotonic."""
+        self._timelines = timelines
         self._responses = responses
         self._admitted = points.fault_point("gateway", "admitted")
         self._journaled = points.fault_point("gateway", "journaled")
@@ -68,12 +71,16 @@ class RequestLifecycle:
         self._sessions.bind(request)
         if self._recovery.journal.has_journal:
             await self._write_record(request)
+            if request.trace is not None:
+                request.trace.add(self._clock(), "journaled")
         self._recovery.keys.run(request.spec)  # from here on another attempt finds the request
         self._journaled.count("", request.id)
         outputs = self._cached_answer(request)
         if outputs is None:
             self._relay.open(request)
         else:
+            if request.trace is not None:
+                request.trace.add(self._clock(), "answered from the cache")
             self._relay.open_answered(request, outputs)
 
     async def _write_record(self, request: RequestState) -> None:
@@ -101,6 +108,7 @@ class RequestLifecycle:
     def _withdraw(self, request: RequestState) -> None:
         """The client has left, or the time is over, before the request was submitted."""
         spec = request.spec
+        self._timelines.withdraw(request.trace)
         self._recovery.record_withdrawal(spec)
         if spec.generation.turn is not None:
             self._sessions.abort(spec.model, spec.tenant, spec.generation.turn)
@@ -130,6 +138,7 @@ class RequestLifecycle:
         if not request.is_charged:
             self._quotas.charge_output(request.spec.tenant, request.completion_tokens, request.spec.api_key_id)
         self._metrics.ended(request)
+        self._timelines.ended(request)
         self._readers.forget(request.id)
         self._recovery.record_end(request)
         self._sessions.ended(request)

@@ -27,6 +27,7 @@ from stages.gateway.requests.replay_buffer import ReplayBuffer
 from stages.gateway.requests.spec import RequestSpec
 from stages.gateway.requests.state import Outcome, RequestState, SequencePhase
 from stages.gateway.requests.state_writer import StateWriter
+from stages.gateway.tracing.recorder import Recorder
 from stages.gateway.versions.catalog import VersionCatalog
 
 log = logging.getLogger("starling.gateway.recovery")
@@ -44,7 +45,9 @@ class Recovery:
         wall: Callable[[], float],
         timeout_s: float,
         keys: IdempotencyKeys | None = None,
+        timelines: Recorder | None = None,
     ) -> None:
+        self._timelines = timelines
         self.journal = journal
         self.keys = keys or IdempotencyKeys(clock, KEEP_S, 1 << 20, 1 << 20)
         self.keys.on_drop = self._drop
@@ -61,7 +64,7 @@ class Recovery:
             if entry.end is not None:
                 self._dormant[entry.spec.id] = entry
             else:
-                self._waiting[entry.spec.id] = self._recovered(entry.spec)
+                self._waiting[entry.spec.id] = self._traced(self._recovered(entry.spec))
                 self.keys.run(entry.spec)
         self._restore_keys()
         if self._waiting:
@@ -213,6 +216,8 @@ class Recovery:
         for sequence in request.sequences:
             sequence.move(SequencePhase.FAILED)
         self._readers.forget(request.id)
+        if self._timelines is not None:
+            self._timelines.ended(request)
         self.record_end(request)
         if request.sink is not None:
             request.sink.failed(error)
@@ -241,7 +246,13 @@ class Recovery:
         request = self._recovered(spec)
         request.is_charged = True
         self.journal.open(spec)  # its answer can be generated again from the old record as well: nothing waits for it
-        self._waiting[spec.id] = request
+        self._waiting[spec.id] = self._traced(request)
+        return request
+
+    def _traced(self, request: RequestState) -> RequestState:
+        """Begin the timeline of a request that is to be computed again; it was received before this process began."""
+        if self._timelines is not None:
+            self._timelines.recover(request, self._wall() - (request.spec.deadline - self._timeout_s))
         return request
 
     def _recovered(self, spec: RequestSpec) -> RequestState:

@@ -35,11 +35,13 @@ from stages.gateway.requests.state import (
 )
 from stages.gateway.requests.text_decoder import StreamDecoder
 from stages.gateway.requests.token_bytes import TokenBytes
+from stages.gateway.tracing.timeline import Fact, Phase, RequestTrace, ms
 
 log = logging.getLogger("starling.gateway.relay")
 
 RESUBMIT_AFTER_S = 1.0  # shortest time between two submissions of a sequence because of a gap
 MAX_TEXT_PARTS = 512  # of a sequence; one string for each token would take ten times the memory of its characters
+MEASURED = 8  # one frame in so many is timed for the timelines, and counts for all of them
 OVERTIME_S = 0.3  # the gateway ends a request so long after its deadline; the scheduler normally ends it before
 
 
@@ -80,6 +82,7 @@ class Relay:
         self._unsubmitted: dict[str, SequenceState] = {}
         self._described: set[str] = set()  # versions whose vocabularies the scheduler has, for constraints
         self._tokens = self._late = self._gaps = self._resubmitted = 0
+        self._frames = 0
 
     @property
     def counts(self) -> Counts:
@@ -92,9 +95,18 @@ class Relay:
         """Register a request that has its sink, and submit its sequences."""
         self._register(request)
         request.n_open = len(request.sequences)
+        if (trace := request.trace) is not None:
+            now = self._clock()
+            trace.add(now, "submitted", {"sequences": len(request.sequences)})
+            trace.enter(Phase.QUEUE, now)
         for sequence in request.sequences:
             self.sequences[sequence.id] = sequence
             self._submit(sequence)
+
+    def request_of(self, sequence_id: str) -> RequestState | None:
+        """The request in flight that a sequence belongs to."""
+        sequence = self.sequences.get(sequence_id)
+        return sequence.request if sequence is not None else None
 
     def _register(self, request: RequestState) -> None:
         self.requests[request.id] = request
@@ -177,16 +189,33 @@ class Relay:
                 moved[sequence.id] = sequence
         if frame.started:
             self._start(frame.started)
+        self._frames += 1
+        is_measured = not self._frames % MEASURED
         touched: dict[str, RequestState] = {}
         for sequence in moved.values():
             # A later entry of the same frame may have ended the request.
             if sequence.id in self.sequences and not sequence.is_over:
                 request = sequence.request
                 touched[request.id] = request
-                self._emit_text(sequence)
+                if is_measured:
+                    self._emit_measured(sequence)
+                else:
+                    self._emit_text(sequence)
         for request in touched.values():
             if request.sink is not None:
-                request.sink.flush()
+                if is_measured and request.trace is not None:
+                    began = self._clock()
+                    request.sink.flush()
+                    request.trace.write_s += (self._clock() - began) * MEASURED
+                else:
+                    request.sink.flush()
+
+    def _emit_measured(self, sequence: SequenceState) -> None:
+        trace = sequence.request.trace
+        began = self._clock()
+        self._emit_text(sequence)
+        if trace is not None:
+            trace.detokenize_s += (self._clock() - began) * MEASURED
 
     def _start(self, ids: tuple[str, ...]) -> None:
         """Sequences have left the scheduler's queue."""
@@ -210,7 +239,7 @@ class Relay:
         fresh = new.tokens[have - new.start :] if new.start < have else new.tokens
         if fresh:
             if not have:
-                sequence.first_token_at = self._clock()
+                self._on_first_token(sequence)
             tokens.extend(fresh)
             self._tokens += len(fresh)
             if new.logprobs:
@@ -220,7 +249,17 @@ class Relay:
         if sequence.phase is SequencePhase.PENDING and tokens:
             sequence.move(SequencePhase.DECODING)
         sequence.finish_reason = new.finish
+        if new.finish:
+            sequence.accepted = new.accepted
         return bool(fresh) or bool(new.finish)
+
+    def _on_first_token(self, sequence: SequenceState) -> None:
+        now = sequence.first_token_at = self._clock()
+        trace = sequence.request.trace
+        if trace is not None:
+            trace.add(now, "first token", choice=-1 if trace.is_single else sequence.index)
+            if trace.phase is not Phase.DECODE:
+                trace.advance(Phase.DECODE, now)
 
     def _on_bad_finish(self, sequence: SequenceState, new: SequenceTokens) -> None:
         if new.finish == "cancelled" and (sequence.n_resubmitted or not sequence.is_submitted):
@@ -289,7 +328,8 @@ class Relay:
             if request.sink is not None:
                 request.sink.flush()
             return
-        frame = submission(sequence, array("i", tokens).tobytes(), self._clock())
+        now = self._clock()
+        frame = submission(sequence, array("i", tokens).tobytes(), now)
         is_ready = frame.constraint is None or self._send_vocabulary(sequence.request)
         if frame.sampling.dry_multiplier:
             vocabulary = self.vocabularies.get(sequence.request.spec.vocabulary)
@@ -300,6 +340,11 @@ class Relay:
         sequence.is_submitted = is_ready and self._send_scheduler(frame)
         if sequence.is_submitted:
             self._unsubmitted.pop(sequence.id, None)
+            trace = sequence.request.trace
+            if trace is not None and sequence.n_resubmitted:
+                facts: dict[str, Fact] = {"tokens": len(tokens)}
+                trace.add(now, "resubmitted", facts, choice=-1 if trace.is_single else sequence.index)
+                trace.advance(Phase.QUEUE, now)
         else:
             self._unsubmitted[sequence.id] = sequence
 
@@ -367,11 +412,24 @@ class Relay:
         sink = request.sink
         sequence.n_used = used
         sequence.move(SequencePhase.FINISHED)
+        if request.trace is not None:
+            self._record_decoding(request.trace, sequence)
         if sink is not None:
             sink.ended(sequence)
         request.n_open -= 1
         if request.n_open == 0 and not self._on_text_complete(request):
             self.complete(request)
+
+    def _record_decoding(self, trace: RequestTrace, sequence: SequenceState) -> None:
+        """The summary of a sequence's output: tokens, and the time from the first to the last."""
+        now = self._clock()
+        seconds = now - sequence.first_token_at if sequence.first_token_at else 0.0
+        facts: dict[str, Fact] = {"tokens": sequence.n_used, "ms": ms(seconds), "reason": sequence.finish_reason}
+        if seconds and sequence.n_used > 1:
+            facts["tokens_per_s"] = round((sequence.n_used - 1) / seconds, 1)
+        if sequence.accepted:
+            facts["accepted_drafts"] = sequence.accepted
+        trace.add(now, "decoded", facts, choice=-1 if trace.is_single else sequence.index)
 
     # ---------------------------------------------------------------- time
 

@@ -23,6 +23,7 @@ from pipeline.errors import StarlingError
 from pipeline.protocol.messages import Logprob, Submit
 from stages.gateway.requests.spec import RequestSpec, ResponseKey, SequenceSpec
 from stages.gateway.requests.text_decoder import StreamDecoder
+from stages.gateway.tracing.timeline import RequestTrace
 
 
 class IllegalTransitionError(RuntimeError):
@@ -73,6 +74,7 @@ class SequenceState:
     """Tokens of one sequence and their text. A plain class with slots, because it is touched for every token."""
 
     __slots__ = (
+        "accepted",
         "cached_tokens",
         "decoder",
         "finish_reason",
@@ -109,6 +111,7 @@ class SequenceState:
         self.logprobs: list[Logprob] = []  # one for each token, if the client asked for them
         self.finish_reason = ""  # once set, no more tokens follow
         self.cached_tokens = 0  # prompt tokens that came from the KV cache
+        self.accepted = 0  # draft tokens, once it has its finish reason
         self.first_token_at = 0.0  # s, monotonic; 0.0: no token yet
         # Submission to the scheduler.
         self.is_submitted = False
@@ -160,6 +163,7 @@ class RequestState:
         self.is_recovered = False  # from the journal of the gateway's predecessor
         self.response_cache = ""  # hit, miss or bypass; "": the cache is off
         self.response_key: ResponseKey | None = None  # to store the answer under
+        self.trace: RequestTrace | None = None  # its timeline, if one is recorded
 
     @property
     def id(self) -> str:
@@ -169,6 +173,8 @@ class RequestState:
     def place_on(self, version: str, tokenizer: str) -> None:
         """Continue on another loaded version of the same file, and so with the same answer."""
         self.spec = msgspec.structs.replace(self.spec, version=version, tokenizer=tokenizer)
+        if self.trace is not None:
+            self.trace.version = version
 
     def set_key(self, key: str, body_digest: bytes) -> None:
         """Set the idempotency key that the client sent; before the request starts."""

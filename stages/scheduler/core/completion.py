@@ -60,7 +60,7 @@ class StepCompletion:
         if step.pooled:
             self._add_pooled(step, ring)
         known = self._stats.generated
-        self._complete_requests(step, ring, sampled)
+        self._complete_requests(step, ring, sampled, took_us, now)
         self._proposer.record_step(step.entries, self._stats.generated - known, now)
 
     def _complete_drafts(self, step: Step, sampled: Sequence[int], took_s: float) -> None:
@@ -69,7 +69,7 @@ class StepCompletion:
             self._drafts.complete(entry, sampled[base] if entry.samples else 0, took_s / len(step.draft_entries))
             base += entry.samples
 
-    def _complete_requests(self, step: Step, ring: Ring, sampled: Sequence[int]) -> None:
+    def _complete_requests(self, step: Step, ring: Ring, sampled: Sequence[int], took_us: float, now: float) -> None:
         base = 0
         is_commit_due = False
         for entry in step.entries:
@@ -83,6 +83,8 @@ class StepCompletion:
                     self._table.release(sequence)
             else:
                 was_prompt = sequence.phase is Phase.PREFILLING
+                if was_prompt:
+                    self._record_chunk(step, entry, took_us, now)
                 if run.computed < sequence.prompt_len:
                     self._stats.prompt_computed += min(entry.count, sequence.prompt_len - run.computed)
                 if entry.samples:
@@ -103,6 +105,21 @@ class StepCompletion:
             base += entry.samples
         if is_commit_due:
             self._commit_outputs()
+
+    def _record_chunk(self, step: Step, entry: StepEntry[SequenceState], took_us: float, now: float) -> None:
+        """For the timeline of the request: a chunk of its prompt is computed."""
+        self._outbox.add_event(
+            entry.sequence,
+            "prefill",
+            now,
+            of_worker=True,
+            begin=entry.start,
+            end=entry.start + entry.count,
+            ms=took_us / 1000,
+            step=step.number,
+            batch=len(step.entries),
+            samples=entry.samples,
+        )
 
     def _add_pooled(self, step: Step, ring: Ring) -> None:
         """Add the sums of a step to their sequences', before one of these ends or is preempted."""

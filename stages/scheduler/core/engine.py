@@ -135,6 +135,11 @@ class Engine:
         self._quarantine.update(self.table.scheduled)
         self.halt(now)
 
+    def record_worker(self, name: str, now: float) -> None:
+        """For the timelines of the model's requests: its worker group is "lost", or has "started"."""
+        gateways = {sequence.gateway for sequence in self.table.live.values() if sequence.gateway}
+        self.outbox.add_worker_event(gateways, name, now)
+
     # -------------------------------------------------------------- kv's life
 
     def kv_ready(self, frame: KvReady) -> bool:

@@ -5,7 +5,7 @@ Every terminal event of a sequence passes through here: as the `finish` of its l
 
 from __future__ import annotations
 
-from pipeline.protocol.messages import Logprob, Pooled, Rejected, SequenceTokens
+from pipeline.protocol.messages import Logprob, Pooled, Rejected, SequenceEvent, SequenceTokens
 from stages.scheduler.core.sequence import SequenceState
 from stages.scheduler.policy.admission import Refusal
 
@@ -18,6 +18,11 @@ class Outbox:
         self.started: dict[bytes, list[str]] = {}  # by gateway: sequences that have left the queue
         self.rejected: list[tuple[bytes, Rejected]] = []  # (gateway, frame)
         self.pooled: list[tuple[bytes, Pooled]] = []  # likewise
+        # By gateway, for the timelines of requests. They leave with the next tokens, or when `flush_events` is set.
+        self.events: dict[bytes, list[SequenceEvent]] = {}
+        self.flush_events = False
+        self.now = 0.0  # s: when the current frame or round began, for events
+        self.worker_pid = 0  # of rank 0 of the attached group
 
     def add_tokens(
         self,
@@ -47,6 +52,26 @@ class Outbox:
         if sequence.gateway:
             self.started.setdefault(sequence.gateway, []).append(sequence.id)
 
+    def add_event(
+        self,
+        sequence: SequenceState,
+        name: str,
+        at: float = 0.0,
+        *,
+        of_worker: bool = False,
+        **facts: int | float | str,
+    ) -> None:
+        """What happened to a sequence `at` (0.0: `now`), by the engine's clock."""
+        if sequence.gateway and sequence.pooled is None:
+            pid = self.worker_pid if of_worker else 0
+            event = SequenceEvent(sequence.id, name, at or self.now, pid, facts)
+            self.events.setdefault(sequence.gateway, []).append(event)
+
+    def add_worker_event(self, gateways: set[bytes], name: str, at: float) -> None:
+        """What happened to the worker group of the model, for the gateways that have sequences of it."""
+        for gateway in gateways:
+            self.events.setdefault(gateway, []).append(SequenceEvent("", name, at, self.worker_pid))
+
     def add_pooled(self, sequence: SequenceState, vector: bytes) -> None:
         """The vector of a sequence that generates nothing, which ends with it."""
         if sequence.gateway:
@@ -61,6 +86,7 @@ class Outbox:
         """The gateway is disconnected: forget what it has not received."""
         self.tokens.pop(gateway, None)
         self.started.pop(gateway, None)
+        self.events.pop(gateway, None)
         self.rejected = [(to, frame) for to, frame in self.rejected if to != gateway]
         self.pooled = [(to, frame) for to, frame in self.pooled if to != gateway]
 

@@ -84,6 +84,7 @@ class SequenceTable:
         """The scheduled sequence has its first pages."""
         sequence.enter_phase(Phase.PREFILLING)
         self._outbox.add_started(sequence)
+        self._outbox.add_event(sequence, "admitted", cached_tokens=sequence.run.computed)
 
     # -------------------------------------------------------------- ending
 
@@ -168,6 +169,7 @@ class SequenceTable:
         if sequence.run.inflight:
             return
         self.release(sequence)
+        self._outbox.add_event(sequence, "preempted", tokens=sequence.outputs)
         sequence.reset()
         if sequence.phase is not Phase.PENDING:
             sequence.enter_phase(Phase.PENDING)
@@ -200,6 +202,7 @@ class SequenceTable:
             return False
         sequence.gateway = gateway
         sequence.has_emitted = False
+        self._outbox.add_event(sequence, "reattached", tokens=sequence.outputs)
         if sequence.phase is not Phase.PENDING:
             self._outbox.add_started(sequence)
         if received < sequence.outputs:

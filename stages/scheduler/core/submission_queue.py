@@ -57,6 +57,7 @@ class SubmissionQueue:
     def submit(self, gateway: bytes, frame: Submit, now: float) -> None:
         """Queue a sequence, or answer with `Rejected`."""
         table = self._table
+        self._outbox.now = now
         refusal = check_frame(frame)
         if refusal is None and frame.sequence in table.live:
             if table.reattach(gateway, frame):
@@ -85,6 +86,7 @@ class SubmissionQueue:
         elif sequence.run.length >= sequence.run.end:
             table.finish(sequence, "length")
         else:
+            self._outbox.add_event(sequence, "queued", now, ahead=self._queues.depth)
             self._queues.push(sequence)
             self._phases.queued(sequence)
 

@@ -119,6 +119,7 @@ class VersionRunner:
         requests = sorted({sequence.request for sequence in self.engine.table.scheduled})
         facts = {"model": self.name, "reason": why, "request_ids": requests[:MAX_LOGGED]}
         log.warning("worker group is fenced", extra=facts)
+        self.engine.record_worker("lost", now)
         self._fence = Fence(self._pids)
         self._fence.wait(FENCE_WAIT_S)
         self._advance(now)
@@ -179,6 +180,8 @@ class VersionRunner:
         self._last_progress = (-1, now)
         self._backoff.record_attached(now)
         self.reason = ""
+        self.engine.outbox.worker_pid = self._pids[0][0] if self._pids else 0
+        self.engine.record_worker("started", now)
         self.engine.attach(self._context(ready), ready.vocab_size)
         log.info("worker attached", extra={"model": self.name, "ranks": ready.ranks, "next_step": next_step})
 
@@ -235,6 +238,7 @@ class VersionRunner:
     def run_round(self, now: float) -> None:
         """Complete and publish steps; ring the doorbell if the worker sleeps."""
         ring = self.engine.worker.ring
+        self.engine.outbox.now = now
         if self.engine.steps.run_round(now) and ring is not None and ring.worker_sleeps:
             self._to_worker(self.peer, m.StepPublished(self._generation, ring.head))
 
