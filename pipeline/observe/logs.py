@@ -10,7 +10,7 @@ rotated at `logging.max_size_mb`, with `logging.max_files` files.  Every stage h
 starts when it has forked its ranks, and its lines wait until then.
 
 Each event has a budget: `BURST` lines at once, then `PER_SECOND`.  The next line that passes reports how many
-were suppressed.
+were suppressed; if none comes within `REPORT_S`, a line of its own does.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.observe.background_file import BackgroundFile
 from pipeline.observe.log_format import JsonFormatter, PrettyFormatter
+from pipeline.observe.log_levels import LEVELS
 from pipeline.observe.log_output import Output, RotatingFile
 
 BURST = 100
 PER_SECOND = 20.0
 MAX_EVENTS = 512  # events with a budget of their own; all others share one
 MAX_LINE_BYTES = 16_384
-
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+REPORT_S = 10.0  # after the last suppressed line of an event
 
 
 def setup(
@@ -59,12 +59,13 @@ def setup(
     for old in [handler for handler in root.handlers if isinstance(handler, LineHandler)]:
         root.removeHandler(old)
         old.close()
-    budget = Budget()
+    global _budget
+    budget = _budget = Budget()
     for handler in handlers:
         handler.addFilter(budget.admits)
         root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    logging.getLogger("starling").setLevel(_LEVELS[config.logging.level])
+    logging.getLogger("starling").setLevel(LEVELS[config.logging.level])
     logging.captureWarnings(True)
 
 
@@ -78,12 +79,16 @@ def start_writing() -> None:
 # ------------------------------------------------------------------ budgets
 
 
+_Event = tuple[str, int, str]  # logger, level, message
+
+
 class Budget:
     """A token bucket per event (logger, level, message without its arguments)."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._buckets: dict[object, list[float]] = {}  # tokens, last time, suppressed
+        self._buckets: dict[_Event | None, list[float]] = {}  # tokens, last time, suppressed; None: all others
+        self._suppressing: set[_Event | None] = set()  # events with suppressed lines
 
     def admits(self, record: logging.LogRecord) -> bool:
         """The filter of every handler; decides once per record, and sets its `suppressed`."""
@@ -94,7 +99,7 @@ class Budget:
         return decided
 
     def _decide(self, record: logging.LogRecord) -> bool:
-        key: object = (record.name, record.levelno, record.msg if isinstance(record.msg, str) else "")
+        key: _Event | None = (record.name, record.levelno, record.msg if isinstance(record.msg, str) else "")
         if key not in self._buckets and len(self._buckets) >= MAX_EVENTS:
             key = None
         now = self._clock()
@@ -103,11 +108,31 @@ class Budget:
         bucket[1] = now
         if bucket[0] < 1:
             bucket[2] += 1
+            self._suppressing.add(key)
             return False
         bucket[0] -= 1
         record.suppressed = int(bucket[2])
         bucket[2] = 0
+        self._suppressing.discard(key)
         return True
+
+    def report(self) -> None:
+        """Log how many lines of each event were suppressed, if no line of it has said so for `REPORT_S`."""
+        now = self._clock()
+        for key in [key for key in self._suppressing if now >= self._buckets[key][1] + REPORT_S]:
+            self._suppressing.discard(key)
+            lines, self._buckets[key][2] = int(self._buckets[key][2]), 0
+            name, level, event = key if key is not None else ("starling.logs", logging.WARNING, "other events")
+            logging.getLogger(name).log(level, "log lines suppressed", extra={"of": event, "lines": lines})
+
+
+_budget: Budget | None = None  # of this process
+
+
+def tick() -> None:
+    """Call now and then: reports what was suppressed."""
+    if _budget is not None:
+        _budget.report()
 
 
 # ------------------------------------------------------------------ the handler

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline.files import replace_file
+from pipeline.observe import log_levels
 from pipeline.protocol.messages import Heartbeat
 from pipeline.runtime.process import process_epoch
 from shm.arena import process_ticks
@@ -41,6 +42,7 @@ class StageStatus(msgspec.Struct, frozen=True):
     parent: int = 0  # pid: the supervisor, if there is one
     alive: bool = True  # set by `read_all`: the process exists
     progressed: float = 0.0  # s since 1970: the last time that `progress` grew; 0.0: never
+    log_level: str = ""
 
 
 class StatusFile:
@@ -62,9 +64,10 @@ class StatusFile:
         now = self._clock()
         if heartbeat.progress != self._progress:
             self._progress, self._progressed = heartbeat.progress, round(time.time(), 3)
-        urgent = (heartbeat.ready, heartbeat.reason)
+        level = log_levels.current()
+        urgent = (heartbeat.ready, heartbeat.reason, level)
         state = (*urgent, heartbeat.busy, heartbeat.progress)
-        if state == self._last or (now < self._next and (urgent == self._last[:2] or self._has_failed)):
+        if state == self._last or (now < self._next and (urgent == self._last[:3] or self._has_failed)):
             return
         self._next = now + INTERVAL_S
         record = StageStatus(
@@ -81,6 +84,7 @@ class StatusFile:
             int(os.environ.get("STARLING_RESTARTS", "0")),
             os.getppid(),
             progressed=self._progressed,
+            log_level=level,
         )
         try:
             replace_file(self.path, msgspec.json.encode(record))

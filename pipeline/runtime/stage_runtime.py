@@ -23,6 +23,8 @@ from pipeline.faults import points
 from pipeline.ipc import edge_keys
 from pipeline.ipc.edge_keys import EdgeKeys
 from pipeline.ipc.endpoint import Hub, Link
+from pipeline.observe import logs
+from pipeline.observe.log_levels import LogLevelFollower
 from pipeline.observe.metrics import Metrics
 from pipeline.observe.status import StatusFile
 from pipeline.protocol.messages import Heartbeat
@@ -91,6 +93,7 @@ class StageRuntime:
         self.metrics = Metrics(stage, arena_dir if config.metrics.enabled else None, clock=clock)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._faults = points.LivePlanFollower(run_dir)
+        self._log_levels = LogLevelFollower(run_dir, stage, config.logging.level)
         self._send_keepalive()
 
     # -------------------------------------------------------------- edges
@@ -149,6 +152,7 @@ class StageRuntime:
             self._was_ready = True
             process.sd_notify("READY=1")
         self._send_keepalive()
+        self._log_levels.poll()
         self._status.write(heartbeat)
         self.metrics.is_idle = self.is_idle
         if self.metrics.is_due:
@@ -163,6 +167,7 @@ class StageRuntime:
             self._next_watchdog = now + self._watchdog_s
             process.sd_notify("WATCHDOG=1")
         self._faults.poll()
+        logs.tick()
         for callback in self.on_tick:
             callback()
 

@@ -38,6 +38,7 @@ COMMANDS = (
     "keys",
     "kv",
     "load",
+    "log-level",
     "logs",
     "models",
     "orchestrator",
@@ -55,6 +56,7 @@ COMMANDS = (
     "supervise",
     "support-bundle",
     "top",
+    "trace",
     "unload",
     "unpublish",
     "up",
@@ -124,6 +126,10 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.reload import load
 
             return load
+        case "log-level":
+            from starling.cli.log_level import log_level
+
+            return log_level
         case "logs":
             from starling.cli.logs import logs
 
@@ -196,6 +202,10 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.top import top
 
             return top
+        case "trace":
+            from starling.cli.trace import trace
+
+            return trace
         case "unload":
             from starling.cli.reload import unload
 

@@ -16,7 +16,7 @@ from pipeline.config.schema import Config, LoggingConfig
 from pipeline.observe import logs
 from pipeline.observe.log_format import JsonFormatter, PrettyFormatter
 from pipeline.observe.log_output import Output, RotatingFile
-from pipeline.observe.logs import BURST, PER_SECOND, Budget, LineHandler
+from pipeline.observe.logs import BURST, PER_SECOND, REPORT_S, Budget, LineHandler
 
 
 def record(message: str = "page dropped", level: int = logging.INFO, **extra: Any) -> logging.LogRecord:
@@ -111,6 +111,31 @@ def test_the_number_of_budgets_is_bounded() -> None:
     budget = Budget(lambda: 0.0)
     admitted = sum(budget.admits(record(f"event {i}")) for i in range(10_000))
     assert admitted == logs.MAX_EVENTS + BURST
+
+
+def test_the_end_of_a_flood_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Also if the event never comes again."""
+    now = [0.0]
+    budget = Budget(lambda: now[0])
+    for _ in range(BURST + 7):
+        budget.admits(record())
+    with caplog.at_level(logging.INFO, "starling.kv"):
+        budget.report()
+        assert not caplog.records  # the flood may go on
+        now[0] += REPORT_S
+        budget.report()
+        budget.report()
+    (reported,) = caplog.records
+    line = json.loads(JsonFormatter("kv").format(reported))
+    assert (reported.name, line["event"], line["of"], line["lines"]) == (
+        "starling.kv",
+        "log lines suppressed",
+        "page dropped",
+        7,
+    )
+    late = record()
+    assert budget.admits(late)
+    assert "suppressed" not in json.loads(JsonFormatter("kv").format(late))
 
 
 # ------------------------------------------------------------------ where it goes

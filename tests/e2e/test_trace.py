@@ -1,0 +1,190 @@
+"""`starling trace`, the slow-request log and `starling log-level`, on real processes that are killed meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.command import starling
+from tests.e2e.conftest import share_caches
+from tests.e2e.resumable import events, wait_answering
+from tests.e2e.server import Server, wait_gone
+from tests.e2e.up_server import Up
+from tools.tiny_gguf import SHAPES, write_model
+
+pytestmark = pytest.mark.slow
+
+LONG: dict[str, Any] = {
+    "prompt": list(range(3, 60)),
+    "max_tokens": 1500,
+    "n": 6,
+    "ignore_eos": True,
+    "seed": 3,
+    "stream": True,
+}
+ATTEMPTS = 8  # to kill a stage before the end of a stream
+ROUNDING_MS = 0.01
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    home = tmp_path_factory.mktemp("trace")
+    share_caches(home)
+    model = {"name": "tiny", "path": str(write_model(home / "tiny.gguf", SHAPES["small"])), "kv_cache_mb": 16}
+    config = {
+        "models": [model],
+        "scheduler": {"max_step_tokens": 64},
+        "tracing": {"slow_request_ms": 1},
+        "logging": {"format": "json"},
+    }
+    with Up(home, config) as server:
+        yield server
+        assert server.stop() == 0
+        assert server.leftovers() == []
+
+
+def trace(server: Server, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(starling(server, "trace", name, "--json"))
+    assert sum(found["phases_ms"].values()) == pytest.approx(found["duration_ms"], abs=ROUNDING_MS)
+    times = [event["at_ms"] for event in found["events"]]
+    assert times == sorted(times)
+    return found
+
+
+def named(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return [event for event in found["events"] if event["event"] == name]
+
+
+def test_a_timeline_names_every_step_and_its_process(server: Up) -> None:
+    prompt = [5 + i % 200 for i in range(300)]
+    status, answer, headers = server.request(
+        "POST", "/v1/completions", {"model": "tiny", "prompt": prompt, "max_tokens": 9, "seed": 1, "ignore_eos": True}
+    )
+    assert status == 200
+    found = trace(server, headers["X-Starling-Request"])
+    steps = [event["event"] for event in found["events"]]
+    chunks = named(found, "prefill")
+    order = [
+        *("received", "parsed", "tokenized", "journaled", "submitted", "queued", "admitted"),
+        *["prefill"] * len(chunks),
+        *("first token", "decoded", "finished", "written"),
+    ]
+    assert [step for step in steps if step != "detokenized"] == order
+    # The chunks are the prompt, in order, in the worker; the last one samples the first token.
+    assert len(chunks) >= 300 // 64
+    assert [chunk["begin"] for chunk in chunks] == [0, *(chunk["end"] for chunk in chunks[:-1])]
+    assert chunks[-1]["end"] == 300
+    assert [chunk["samples"] for chunk in chunks] == [0] * (len(chunks) - 1) + [1]
+    pids = {stage: server.pid_of(stage) for stage in ("gateway", "tokenizer", "scheduler")}
+    pids["worker"] = server.pid_of("worker-tiny")
+    assert {event["stage"]: event["pid"] for event in found["events"]} == pids
+    assert named(found, "decoded")[0]["tokens"] == found["completion_tokens"] == 9
+    assert found["prompt_tokens"] == 300
+    assert found["outcome"] == "finished"
+    assert found["phases_ms"]["recovery"] == 0
+    assert min(found["phases_ms"][phase] for phase in ("admission", "prefill", "decode", "write")) > 0
+    # The same request is found by the id of its object; the text has a line for each event.
+    assert trace(server, answer["id"])["id"] == found["id"]
+    text = starling(server, "trace", found["id"]).splitlines()
+    assert sum(" prefill" in line and "end=" in line for line in text) == len(chunks)
+    starling(server, "trace", "req-unknown", code=2)
+
+
+def test_a_refused_request_says_how_it_ended(server: Up) -> None:
+    headers = {"X-Request-Id": "cancelled-by-client"}
+    body = {**LONG, "model": "tiny"}
+    stream = events(server, "/v1/completions", body, headers)
+    request_id = next(stream)[0].partition(":")[0]
+    assert trace(server, request_id)["outcome"] == "open"
+    assert server.request("DELETE", f"/v1/requests/{request_id}")[0] == 200
+    list(stream)
+    found = trace(server, "cancelled-by-client")
+    assert (found["id"], found["outcome"], found["error"]) == (request_id, "failed", "CONFLICT")
+
+
+@pytest.mark.parametrize("stage", ["scheduler", "worker-tiny", "gateway"])
+def test_the_death_of_a_stage_is_in_the_timeline(server: Up, stage: str) -> None:
+    """Times still add up, and the time until the stage is back is not that of the model."""
+    for _ in range(ATTEMPTS):
+        found, pids = killed_meanwhile(server, stage)
+        if found is not None:
+            break
+    else:
+        pytest.fail(f"no stream was still running {ATTEMPTS} times")
+    assert found["outcome"] == "finished"
+    assert found["completion_tokens"] == LONG["max_tokens"] * LONG["n"]
+    assert found["phases_ms"]["recovery"] > 0
+    if stage == "gateway":
+        assert [event["event"] for event in found["events"]][:2] == ["received", "recovered"]
+        assert {event["pid"] for event in found["events"] if event["stage"] == "gateway"} == {None, pids[1]}
+        return
+    name = stage.partition("-")[0]
+    assert [event["pid"] for event in named(found, "lost") if event["stage"] == name] == [pids[0]]
+    started = [event for event in named(found, "started") if event["stage"] == name]
+    assert [event["pid"] for event in started][-1] == pids[1]
+    if stage == "scheduler":
+        assert len(named(found, "resubmitted")) == LONG["n"]
+        after = [event for event in named(found, "prefill") if event["at_ms"] >= started[0]["at_ms"]]
+        assert {event["choice"] for event in after} == set(range(LONG["n"]))
+
+
+def killed_meanwhile(server: Up, stage: str) -> tuple[dict[str, Any] | None, tuple[int, int]]:
+    """Kill a stage during a stream. Returns the timeline (None: the stream had ended), and both pids."""
+    pid = server.pid_of(stage)
+    stream = events(server, "/v1/completions", {**LONG, "model": "tiny"}, {})
+    last = next(stream)[0]
+    request_id = last.partition(":")[0]
+    try:
+        os.kill(pid, signal.SIGKILL)
+        assert wait_gone(pid)
+        for last, _ in stream:  # noqa: B007 -- read after the connection has ended
+            pass
+    except (OSError, ValueError):
+        pass  # the connection ends with the gateway
+    wait_answering(server)
+    if stage == "gateway":
+        list(events(server, f"/v1/requests/{request_id}", None, {"Last-Event-ID": last}))
+    found = trace(server, request_id)
+    is_seen = bool(named(found, "recovered") or named(found, "lost"))
+    return (found if is_seen else None), (pid, server.pid_of(stage))
+
+
+def test_slow_requests_are_logged_with_where_the_time_went(server: Up) -> None:
+    headers = {"X-Request-Id": "slow-one"}
+    body = {"model": "tiny", "prompt": "a b c", "max_tokens": 40, "ignore_eos": True}
+    assert server.request("POST", "/v1/completions", body, headers)[0] == 200
+    found = trace(server, "slow-one")
+    logged = [json.loads(line) for line in starling(server, "logs", "gateway", "-n", "10000", "--json").splitlines()]
+    line = next(line for line in logged if line["event"] == "slow request" and line["request_id"] == "slow-one")
+    assert (line["model"], line["finish"], line["completion_tokens"]) == ("tiny", "finished", 40)
+    assert {name: line[f"{name}_ms"] for name in found["phases_ms"]} == found["phases_ms"]
+    assert line["duration_ms"] == found["duration_ms"]
+
+
+def test_log_levels_change_while_the_server_runs(server: Up) -> None:
+    """Every stage follows, the restart of a stage included."""
+
+    def levels(*words: str) -> dict[str, str]:
+        found: dict[str, str] = json.loads(starling(server, "log-level", *words, "--json"))
+        return found
+
+    stages = {"gateway", "kv", "scheduler", "tokenizer", "worker-tiny"}
+    assert levels() == dict.fromkeys(stages, "info")
+    assert levels("kv", "debug") == {"kv": "debug"}
+    pid = server.pid_of("kv")
+    os.kill(pid, signal.SIGKILL)
+    assert wait_gone(pid)
+    assert server.pid_of("kv") != pid
+    assert levels() == {**dict.fromkeys(stages, "info"), "kv": "debug"}
+    assert levels("debug") == dict.fromkeys(stages, "debug")
+    assert server.request("GET", "/v1/models", headers={"X-Request-Id": "routine"})[0] == 200
+    server.wait_for('"request_id": ?"routine"')  # a line of level debug
+    assert levels("worker", "error") == {"worker-tiny": "error"}
+    assert levels("reset") == dict.fromkeys(stages, "info")
+    starling(server, "log-level", "kvv", "debug", code=2)
+    starling(server, "log-level", "kv", "loud", code=2)
