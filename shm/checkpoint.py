@@ -87,6 +87,11 @@ class Hyper(msgspec.Struct, array_like=True, frozen=True):
     residual_scale: float = 1.0  # of what a layer adds to the residual stream
     windows: tuple[int, ...] = ()  # positions that each layer attends to, 0: all; empty: all layers to all
     has_local_rope: bool = False  # layers with a window have RoPE tables of their own
+    # A mixture of experts; `ffn_width` is that of one expert.
+    n_experts: int = 0  # of each layer; 0: the FFN is plain
+    n_experts_used: int = 0  # that a token is given to
+    normalizes_experts: bool = False  # their weights are divided by their sum
+    shared_ffn_width: int = 0  # of the expert for all tokens; 0: there is none
 
 
 class TokenizerData(msgspec.Struct, array_like=True, frozen=True):
@@ -181,10 +186,13 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def decode_bytes(self) -> int:
-        """Bytes of the weights that a decode step reads: all but tables by position and an untied embedding."""
-        is_tied = self.head_name == "token_embd.weight"
+        """Bytes of the weights that a token's decode step reads.
+
+        That is all but tables by position, an untied embedding, and experts that the token is not given to.
+        """
+        is_tied, h = self.head_name == "token_embd.weight", self.hyper
         return sum(
-            t.nbytes
+            t.nbytes * h.n_experts_used // h.n_experts if "_exps." in t.name else t.nbytes
             for t in self.tensors
             if not t.name.startswith(("rope.", "position_embd")) and (is_tied or t.name != "token_embd.weight")
         )

@@ -22,7 +22,7 @@ from shm import words
 from shm.checkpoint import Checkpoint
 from shm.pages import KvGeometry, create_kv
 from stages.worker import activations_arena as act
-from stages.worker.kernels import build
+from stages.worker.kernels import build, stored_code
 from stages.worker.model import Arenas, Model
 from starling.worker_group import WorkerGroup
 
@@ -80,9 +80,9 @@ class StepRunner:
 
         Compiles kernels that are not in the cache.
         """
-        build.build(kv_type)
         self.model = Model(Checkpoint(index_path))
         h = self.model.hyper
+        build.build(kv_type, extra=stored_code.extra_entries(h))
         max_tokens = max_tokens or h.context_length
         row_pages = -(-max_tokens // page_tokens)
         n_pages = max_rows * row_pages

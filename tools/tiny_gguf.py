@@ -44,6 +44,9 @@ class Shape(NamedTuple):
     n_rot: int = 0  # values of a head that RoPE rotates; 0: all
     window: int = 0  # of layers with a sliding window; 0: the key is missing
     rope_scaling: str = ""  # "linear", "yarn" or "longrope", each by 4
+    n_experts: int = 0  # `hidden` is the width of one; 0: no mixture of experts
+    n_experts_used: int = 0
+    shared_hidden: int = 0  # width of the shared expert; 0: there is none
 
 
 SHAPES = {
@@ -70,6 +73,15 @@ SHAPES = {
     "stablelm": Shape(2, 128, 4, 4, 32, 192, 271, tied=False, architecture="stablelm", n_rot=8),
     "starcoder2": Shape(2, 128, 4, 2, 32, 256, 271, architecture="starcoder2"),
     "gpt2": Shape(2, 128, 4, 4, 32, 256, 271, context_length=640, architecture="gpt2"),
+    "mixtral": Shape(2, 64, 2, 1, 32, 96, 271, tied=False, n_experts=8, n_experts_used=2),
+    "qwen2moe": Shape(
+        2, 128, 4, 2, 32, 96, 271, False, architecture="qwen2moe", n_experts=12, n_experts_used=4, shared_hidden=160
+    ),
+    "qwen3moe": Shape(2, 128, 4, 2, 64, 64, 277, False, architecture="qwen3moe", n_experts=40, n_experts_used=8),
+    "granitemoe": Shape(
+        2, 128, 4, 2, 32, 96, 271, architecture="granitemoe", n_experts=8, n_experts_used=3, shared_hidden=64
+    ),
+    "olmoe": Shape(2, 128, 4, 4, 32, 64, 271, tied=False, architecture="olmoe", n_experts=16, n_experts_used=5),
     "llama-1b": Shape(16, 2048, 32, 8, 64, 8192, 128256, True, 131072, 500000.0, True),
 }
 
@@ -85,6 +97,9 @@ RECIPES = {
         "attn_output": Type.F16,
         "token_embd": Type.Q8_0,
         "output": Type.BF16,
+        "ffn_up_exps": Type.F16,
+        "ffn_down_exps": Type.Q5_1,
+        "ffn_down_shexp": Type.BF16,
     },
     "Q4_1_M": {"": Type.Q4_1, "token_embd": Type.Q6_K, "output": Type.Q6_K},
 }
@@ -172,7 +187,10 @@ def random_tensor(kind: Type, rows: int, columns: int, rng: np.random.Generator,
 
 
 def tensor_plan(shape: Shape, recipe: str) -> list[tuple[str, Type, int, int]]:
-    """(name, format, rows, columns) of every tensor in the file's order; rows 0 for a vector."""
+    """(name, format, rows, columns) of every tensor in the file's order; rows 0 for a vector.
+
+    The rows of a layer's experts are counted together.
+    """
     formats = RECIPES[recipe]
 
     def matrix(name: str, rows: int, columns: int) -> tuple[str, Type, int, int]:
@@ -195,6 +213,17 @@ def tensor_plan(shape: Shape, recipe: str) -> list[tuple[str, Type, int, int]]:
         biases = [bias(name, n) for name, n in rows.items()] if has_bias else []
         return [*(matrix(name, n, columns) for name, n in rows.items()), *biases]
 
+    def experts(block: str) -> list[tuple[str, Type, int, int]]:
+        n, shared = shape.n_experts, shape.shared_hidden
+        router = (f"{block}ffn_gate_inp.weight", Type.F32, n, width)
+        found = [router, *(matrix(f"{block}ffn_{name}_exps", n * hidden, width) for name in ("gate", "up"))]
+        found.append(matrix(f"{block}ffn_down_exps", n * width, hidden))
+        if shared:
+            found += [vector(f"{block}ffn_gate_inp_shexp", width)] if arch == "qwen2moe" else []
+            found += [matrix(f"{block}ffn_{name}_shexp", shared, width) for name in ("gate", "up")]
+            found.append(matrix(f"{block}ffn_down_shexp", width, shared))
+        return found
+
     arch, width, hidden = shape.architecture, shape.width, shape.hidden
     q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     all_biases = arch in ("starcoder2", "gpt2")
@@ -215,16 +244,19 @@ def tensor_plan(shape: Shape, recipe: str) -> list[tuple[str, Type, int, int]]:
         else:
             up = {f"{block}ffn_up": hidden} if all_biases else {f"{block}ffn_gate": hidden, f"{block}ffn_up": hidden}
         plan += norm(f"{block}attn_norm") if arch != "olmo2" else []
-        plan += linear(qkv, width, all_biases or arch in ("qwen2", "stablelm"))
-        if arch in ("qwen3", "gemma3", "olmo2"):
-            sizes = (q, kv) if arch == "olmo2" else (shape.head_dim, shape.head_dim)
+        plan += linear(qkv, width, all_biases or arch in ("qwen2", "qwen2moe", "stablelm"))
+        if arch in ("qwen3", "qwen3moe", "gemma3", "olmo2", "olmoe"):
+            sizes = (q, kv) if arch.startswith("olmo") else (shape.head_dim, shape.head_dim)
             plan += [vector(f"{block}attn_{x}_norm", n) for x, n in zip("qk", sizes, strict=True)]
         plan += linear({f"{block}attn_output": width}, q, all_biases)
         has_post_norms = arch in ("gemma2", "gemma3", "olmo2")
         plan += [vector(f"{block}post_attention_norm", width)] if has_post_norms else []
         plan += norm(f"{block}ffn_norm") if arch != "olmo2" else []
-        plan += linear(up, width, all_biases)
-        plan += linear({f"{block}ffn_down": width}, hidden, all_biases)
+        if shape.n_experts:
+            plan += experts(block)
+        else:
+            plan += linear(up, width, all_biases)
+            plan += linear({f"{block}ffn_down": width}, hidden, all_biases)
         plan += [vector(f"{block}post_ffw_norm", width)] if has_post_norms else []
     plan += norm("output_norm")
     return plan if shape.tied else [*plan, matrix("output", shape.vocab_size, width)]
@@ -270,7 +302,14 @@ def _add_switches(writer: gguf.GGUFWriter, shape: Shape) -> None:
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(2.0)  # small: so that caps change these scores and logits
         writer.add_final_logit_softcapping(8.0)
-    if arch == "granite":
+    if shape.n_experts:
+        writer.add_expert_count(shape.n_experts)
+        writer.add_expert_used_count(shape.n_experts_used)
+        if arch in ("qwen2moe", "qwen3moe"):
+            writer.add_expert_feed_forward_length(shape.hidden)
+        if shape.shared_hidden:
+            writer.add_expert_shared_feed_forward_length(shape.shared_hidden)
+    if arch in ("granite", "granitemoe"):
         writer.add_embedding_scale(12.0)
         writer.add_residual_scale(0.22)
         writer.add_attention_scale(0.125)
@@ -331,7 +370,9 @@ def write_model(
     plan = tensor_plan(shape, recipe)
     for name, kind, rows, columns in plan:
         values, size = gguf.GGML_QUANT_SIZES[kind]
-        dims = (rows, columns) if rows else (columns,)
+        dims: tuple[int, ...] = (rows, columns) if rows else (columns,)
+        if "_exps" in name:
+            dims = (shape.n_experts, rows // shape.n_experts, columns)
         writer.add_tensor_info(name, dims, np.dtype(np.float32), max(rows, 1) * columns // values * size, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -351,7 +392,8 @@ def write_model(
             data = rng.uniform(0.8, 1.2, columns).astype(np.float32)
         else:
             # Logits of a few units make some tokens likelier than others; activations stay near 1.
-            gain = 3.0 if name in ("token_embd.weight", "output.weight") else 1.0
+            # Routers choose clearly: what is nearly a tie, another engine's roundings decide otherwise.
+            gain = 3.0 if name in ("token_embd.weight", "output.weight") or "ffn_gate_inp" in name else 1.0
             data = random_tensor(kind, rows, columns, rng, gain / math.sqrt(columns))
             if is_idle and name.endswith(("attn_output.weight", "ffn_down.weight")):
                 data = np.zeros_like(data)

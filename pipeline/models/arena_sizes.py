@@ -83,6 +83,12 @@ def _activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int) -> 
     samples, heads = steps.max_samples, h.n_heads * h.head_dim
     positions = min(steps.max_tokens, h.context_length)
     splits = max(2048, -(-positions // KV_SPLIT) * h.n_heads)
+    pairs = tokens * max(1, h.n_experts_used)  # of a token and an expert
+    experts = (
+        tokens * 4 * (2 * h.n_experts_used + 1),
+        4 * tokens * h.shared_ffn_width,
+        tokens * _row_bytes(h.shared_ffn_width),
+    )
     buffers = (
         8 * (8 + 11 * steps.max_entries + 3 * tokens + 3 * samples),  # the plan
         4 * steps.max_pages * steps.max_entries,
@@ -94,11 +100,12 @@ def _activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int) -> 
         tokens * align(4 * (heads + 2 * h.n_kv_heads * h.head_dim)),
         tokens * 4 * heads,
         tokens * _row_bytes(heads),
-        4 * tokens * h.ffn_width,
-        tokens * _row_bytes(h.ffn_width),
+        4 * pairs * h.ffn_width,
+        pairs * _row_bytes(h.ffn_width),
         tokens * (2 if h.has_local_rope else 1) * 2 * align(2 * h.n_rot),
         samples * 4 * align(h.vocab_size),
         4 * (h.head_dim + 16) * splits,
+        *(experts if h.n_experts else ()),
     )
     at = align(8 * (64 + 8 * MAX_RANKS))
     for size in buffers:

@@ -26,7 +26,7 @@ from shm.checkpoint import Hyper
 from shm.pages import KV_SPLIT
 from shm.step_ring import MAX_RANKS, StepsGeometry
 from stages.worker.kernels import parameter_block as c
-from stages.worker.kernels.buffer_sizes import SPLIT_UNITS, plan_words, row_bytes
+from stages.worker.kernels.buffer_sizes import SPLIT_UNITS, plan_words, route_bytes, row_bytes
 
 KIND = "activations"
 LAYOUT = 1
@@ -92,6 +92,7 @@ def strides(h: Hyper) -> dict[int, int]:
         c.ATTN_OUT_STRIDE: 4 * heads,
         c.ATTN_OUT_Q_STRIDE: row_bytes(heads),
         c.HIDDEN_Q_STRIDE: row_bytes(h.ffn_width),
+        c.SHARED_HIDDEN_Q_STRIDE: row_bytes(h.shared_ffn_width),
         c.ROPE_STRIDE: (2 if h.has_local_rope else 1) * 2 * align(2 * h.n_rot),
         c.SINES: align(2 * h.n_rot),
         c.LOGITS_STRIDE: 4 * align(h.vocab_size),
@@ -102,7 +103,8 @@ def _sizes(g: ActivationsGeometry, h: Hyper) -> dict[int, int]:
     """Bytes of each buffer, by the word of the parameter block that holds its address; in the order of the file."""
     s = strides(h)
     rows = max(g.step_tokens, g.step_samples)
-    return {
+    pairs = g.step_tokens * max(1, h.n_experts_used)  # of a token and an expert
+    sizes = {
         c.PLAN: 8 * plan_words(g.max_entries, g.step_tokens, g.step_samples),
         c.PLAN_TABLES: 4 * g.max_pages * g.max_entries,
         c.SPLITS_DONE: 64 * SPLIT_UNITS,
@@ -113,12 +115,19 @@ def _sizes(g: ActivationsGeometry, h: Hyper) -> dict[int, int]:
         c.QKV: g.step_tokens * s[c.QKV_STRIDE],
         c.ATTN_OUT: g.step_tokens * s[c.ATTN_OUT_STRIDE],
         c.ATTN_OUT_Q: g.step_tokens * s[c.ATTN_OUT_Q_STRIDE],
-        c.HIDDEN: 4 * g.step_tokens * h.ffn_width,
-        c.HIDDEN_Q: g.step_tokens * s[c.HIDDEN_Q_STRIDE],
+        c.HIDDEN: 4 * pairs * h.ffn_width,
+        c.HIDDEN_Q: pairs * s[c.HIDDEN_Q_STRIDE],
         c.ROPE: g.step_tokens * s[c.ROPE_STRIDE],
         c.LOGITS: g.step_samples * s[c.LOGITS_STRIDE],
         c.SPLIT_RESULTS: 4 * (h.head_dim + 16) * n_split_results(g, h),
     }
+    if h.n_experts:
+        sizes |= {
+            c.ROUTES: g.step_tokens * route_bytes(h.n_experts_used),
+            c.SHARED_HIDDEN: 4 * g.step_tokens * h.shared_ffn_width,
+            c.SHARED_HIDDEN_Q: g.step_tokens * s[c.SHARED_HIDDEN_Q_STRIDE],
+        }
+    return sizes
 
 
 def offsets(g: ActivationsGeometry, h: Hyper) -> tuple[dict[int, int], int]:

@@ -17,7 +17,7 @@ from shm.pages import KV_TYPES, KvArena, KvGeometry
 from shm.step_ring import PROGRESS, Steps, StepsGeometry
 from stages.worker import activations_arena as act
 from stages.worker.kernels import buffer_sizes as bs
-from stages.worker.kernels import compiled
+from stages.worker.kernels import compiled, stored_code
 from stages.worker.kernels import parameter_block as c
 from stages.worker.kernels.formats import FORMATS
 
@@ -29,6 +29,14 @@ _MATRICES = (
     ("ffn_gate", c.GATE, c.GATE_FORMAT),
     ("ffn_up", c.UP, c.UP_FORMAT),
     ("ffn_down", c.DOWN, c.DOWN_FORMAT),
+    ("ffn_gate_inp", c.ROUTER, c.ROUTER_FORMAT),
+    ("ffn_gate_exps", c.GATE_EXPERTS, c.GATE_EXPERTS_FORMAT),
+    ("ffn_up_exps", c.UP_EXPERTS, c.UP_EXPERTS_FORMAT),
+    ("ffn_down_exps", c.DOWN_EXPERTS, c.DOWN_EXPERTS_FORMAT),
+    ("ffn_gate_inp_shexp", c.SHARED_ROUTER, c.SHARED_ROUTER_FORMAT),
+    ("ffn_gate_shexp", c.SHARED_GATE, c.SHARED_GATE_FORMAT),
+    ("ffn_up_shexp", c.SHARED_UP, c.SHARED_UP_FORMAT),
+    ("ffn_down_shexp", c.SHARED_DOWN, c.SHARED_DOWN_FORMAT),
 )
 _VECTORS = (
     ("attn_norm.weight", c.ATTN_NORM),
@@ -113,6 +121,10 @@ class Model:
             c.RESIDUAL_SCALE: _bits(h.residual_scale),
             c.LOGIT_SCALE: _bits(h.logit_scale),
             c.LOGIT_CAP: _bits(h.logit_cap),
+            c.N_EXPERTS: h.n_experts,
+            c.EXPERTS_USED: h.n_experts_used,
+            c.NORMALIZE_ROUTES: int(h.normalizes_experts),
+            c.SHARED_FFN: h.shared_ffn_width,
             c.LAYERS: self.layers.ctypes.data,
             c.FINAL_NORM: self._address("output_norm.weight"),
             c.FINAL_NORM_BIAS: self._address("output_norm.bias"),
@@ -195,7 +207,7 @@ class RankTable:
             c.PHASES: self.phases.ctypes.data if profile else 0,
         }
         words |= self._scratch(model.hyper, g)
-        words |= compiled.addresses(kv.kv_type)
+        words |= compiled.addresses(kv.kv_type, stored_code.extra_entries(model.hyper))
         self.table = np.zeros(c.WORDS, np.int64)
         for word, value in words.items():
             self.table[word] = value
@@ -249,6 +261,16 @@ class RankTable:
             c.SAMPLER: bs.sampler_bytes(h.vocab_size, g.max_positions),
             c.MULTIPLY: bs.MATMUL_BYTES,
         }
+        if h.n_experts:
+            rows, pairs = bs.GATHERED_ROWS, g.step_tokens * h.n_experts_used
+            sizes |= {
+                c.OWN_ROUTES: c.FEW * bs.route_bytes(h.n_experts_used),
+                c.ROUTER_LOGITS: bs.ROUTED_AT_ONCE * bs.router_logits_bytes(h.n_experts),
+                c.PAIR_ENDS: 8 * (h.n_experts + 1),
+                c.PAIRS: bs.PAIR_BYTES * pairs,
+                c.GATHERED: 4 * rows * h.width,
+                c.GATHERED_Q: rows * act.strides(h)[c.NORM_Q_STRIDE],
+            }
         addresses = {}
         for name, size in sizes.items():
             buffer = np.zeros(size + 128, np.uint8)

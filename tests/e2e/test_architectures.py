@@ -21,8 +21,8 @@ from tools.tiny_hf import write_directory
 
 pytestmark = pytest.mark.slow
 
-# Together they use every switch: windows and tables of their own, caps, fused tensors, learned positions.
-MODELS = ("gemma2", "gemma3", "phi3", "gpt2")
+# Together they use every switch: windows and tables of their own, caps, fused tensors, learned positions, experts.
+MODELS = ("gemma2", "gemma3", "phi3", "gpt2", "qwen2moe")
 DIRECTORY = "qwen3"  # a Hugging Face directory, which has a name and no GGUF file
 CORES = sorted(os.sched_getaffinity(0))
 

@@ -39,6 +39,11 @@ LENGTHS = {
     "stablelm": 20,
     "starcoder2": 20,
     "gpt2": 20,
+    "mixtral": 40,
+    "qwen2moe": 70,
+    "qwen3moe": 40,
+    "granitemoe": 20,
+    "olmoe": 20,
 }
 RECIPE = "Q4_0_M"  # seven formats; of the output projection and the head unquantized ones
 

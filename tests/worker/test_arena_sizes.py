@@ -38,6 +38,7 @@ def hyper(heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, contex
     drafts=st.booleans(),
     page_tokens=st.sampled_from([16, 32, 256]),
     local_rope=st.booleans(),
+    experts=st.sampled_from([(0, 0, 0), (8, 2, 0), (60, 4, 5632), (128, 8, 0)]),
 )
 def test_steps_and_activations_have_the_computed_size(
     heads: int,
@@ -51,8 +52,15 @@ def test_steps_and_activations_have_the_computed_size(
     drafts: bool,
     page_tokens: int,
     local_rope: bool,
+    experts: tuple[int, int, int],
 ) -> None:
-    h = msgspec.structs.replace(hyper(heads, kv_heads, head_dim, ffn, vocab, context), has_local_rope=local_rope)
+    h = msgspec.structs.replace(
+        hyper(heads, kv_heads, head_dim, ffn, vocab, context),
+        has_local_rope=local_rope,
+        n_experts=experts[0],
+        n_experts_used=experts[1],
+        shared_ffn_width=experts[2],
+    )
     models = [{"name": "m", "path": "p", "max_batch_size": batch, "page_tokens": page_tokens, "kv_cache_mb": 64}]
     if drafts:
         models.append({"name": "target", "path": "q", "draft_model": "m", "max_batch_size": 1})

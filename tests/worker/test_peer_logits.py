@@ -40,6 +40,11 @@ PROMPTS = {
     "stablelm": 40,
     "starcoder2": 40,
     "gpt2": 40,
+    "mixtral": 40,
+    "qwen2moe": 40,
+    "qwen3moe": 40,
+    "granitemoe": 40,
+    "olmoe": 40,
 }
 
 

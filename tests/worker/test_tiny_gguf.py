@@ -30,6 +30,14 @@ def test_every_tensor_has_the_format_of_the_plan(tmp_path: Path, recipe: str) ->
     assert found == expected
 
 
+def test_the_experts_of_a_layer_are_one_tensor(tmp_path: Path) -> None:
+    reader = GGUFReader(write_model(tmp_path / "m.gguf", SHAPES["qwen2moe"], "Q4_1"))
+    shapes = {t.name.removeprefix("blk.1."): t.shape.tolist() for t in reader.tensors}
+    assert shapes["ffn_gate_exps.weight"] == shapes["ffn_up_exps.weight"] == [128, 96, 12]
+    assert shapes["ffn_down_exps.weight"] == [96, 128, 12]
+    assert (shapes["ffn_gate_inp.weight"], shapes["ffn_gate_inp_shexp.weight"]) == ([128, 12], [128])
+
+
 def test_merges_build_every_token_from_earlier_ones() -> None:
     tokens, types, merges = vocabulary(1000)
     assert len(tokens) == len(set(tokens)) == len(types) == 1000

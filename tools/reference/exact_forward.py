@@ -164,6 +164,20 @@ def _segment(
     return largest, lane_sum(weights), out
 
 
+def routes(logits: np.ndarray, used: int, normalized: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The experts of each row of router logits (n, experts), and their weights f32: (n, used) each."""
+    chosen = np.argsort(-logits, axis=1, kind="stable")[:, :used]
+    largest = np.take_along_axis(logits, chosen[:, :1], axis=1)
+    weights = exp(np.take_along_axis(logits, chosen, axis=1) - largest)
+    if normalized:
+        total = np.zeros(len(logits), np.float32)
+        for i in range(used):
+            total = total + weights[:, i]
+    else:
+        total = lane_sum(exp(logits - largest))
+    return chosen, weights / total[:, None]
+
+
 class ExactModel:
     """A model's tensors, unpacked when first used and kept (one byte for a quantized value)."""
 
@@ -246,8 +260,34 @@ class ExactSequence:
         scale = self.model.hyper.residual_scale
         return x + y if scale == 1 else fma(y, scale, x)
 
+    def _mixture(self, block: str, y: np.ndarray) -> np.ndarray:
+        """The weighted sum over the experts of each row, ascending, and the shared one."""
+        m, h = self.model, self.model.hyper
+        logits = m.matmul(f"{block}.ffn_gate_inp.weight", y)
+        chosen, weights = routes(logits, h.n_experts_used, h.normalizes_experts)
+        total = np.zeros_like(y)
+        for e in range(h.n_experts):
+            rows, places = np.nonzero(chosen == e)
+            if len(rows):
+                out = self._expert(block, "_exps", f"[{e}]", y[rows])
+                total[rows] = fma(out, weights[rows, places][:, None], total[rows])
+        if f"{block}.ffn_up_shexp.weight" not in m.source:
+            return total
+        weight = np.ones((len(y), 1), np.float32)
+        if f"{block}.ffn_gate_inp_shexp.weight" in m.source:
+            gate = m.matmul(f"{block}.ffn_gate_inp_shexp.weight", y)
+            weight = np.float32(1) / (np.float32(1) + exp(-gate))
+        return fma(self._expert(block, "_shexp", "", y), weight, total)
+
+    def _expert(self, block: str, kind: str, number: str, y: np.ndarray) -> np.ndarray:
+        gate, up, down = (f"{block}.ffn_{part}{kind}.weight{number}" for part in ("gate", "up", "down"))
+        m = self.model
+        return m.matmul(down, silu(m.matmul(gate, y)) * m.matmul(up, y))
+
     def _feed_forward(self, block: str, y: np.ndarray) -> np.ndarray:
         m = self.model
+        if m.hyper.n_experts:
+            return self._mixture(block, y)
         up = m.linear(f"{block}.ffn_up", y)
         act = gelu if m.hyper.gelu else silu
         if f"{block}.ffn_gate.weight" not in m.source:

@@ -61,7 +61,30 @@ class FloatModel:
         y = (wide / np.sqrt(mean)).astype(np.float32) * self.source.values(f"{name}.weight")
         return y + self.source.values(f"{name}.bias") if has_bias else y
 
+    def _mixture(self, block: str, y: np.ndarray) -> np.ndarray:
+        h, out = self.source.hyper, np.zeros_like(y)
+        logits = y @ self.source.values(f"{block}.ffn_gate_inp.weight").T
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        weights[logits < np.sort(logits, axis=1)[:, -h.n_experts_used, None]] *= 0 if h.normalizes_experts else 1
+        weights /= weights.sum(axis=1, keepdims=True)
+        for row, chosen in enumerate(np.argsort(-logits, axis=1)[:, : h.n_experts_used]):
+            for e in chosen:
+                out[row] += weights[row, e] * self._expert(block, "_exps", f"[{e}]", y[row])
+        if f"{block}.ffn_up_shexp.weight" in self.source:
+            gate = f"{block}.ffn_gate_inp_shexp.weight"
+            weight = 1 / (1 + np.exp(-(y @ self.source.values(gate)))) if gate in self.source else np.ones(len(y))
+            out += weight[:, None].astype(np.float32) * self._expert(block, "_shexp", "", y)
+        return out
+
+    def _expert(self, block: str, kind: str, number: str, y: np.ndarray) -> np.ndarray:
+        gate, up, down = (
+            self.source.values(f"{block}.ffn_{part}{kind}.weight{number}").T for part in ("gate", "up", "down")
+        )
+        return (self._activation(y @ gate) * (y @ up)) @ down
+
     def _feed_forward(self, block: str, y: np.ndarray) -> np.ndarray:
+        if self.source.hyper.n_experts:
+            return self._mixture(block, y)
         up = self._linear(f"{block}.ffn_up", y)
         if f"{block}.ffn_gate.weight" not in self.source:
             return self._linear(f"{block}.ffn_down", self._activation(up))

@@ -25,6 +25,7 @@ class Graph(NamedTuple):
     wide_layers: int = 0  # with so many layers, scores are scaled by the width of a head of `width`
     caps: tuple[float, float] = (0.0, 0.0)  # defaults for scores and logits
     window: int = 0  # default
+    normalizes_experts: bool = True  # their weights are divided by their sum
     full_every: int = 0  # so many layers make a period, and its last one has no window; 0: all have one
 
 
@@ -32,13 +33,17 @@ _GEMMA = Graph(gelu=True, scales_embedding=True)
 _GRAPHS = {
     "llama": Graph("neighbours"),
     "qwen2": Graph(),
+    "qwen2moe": Graph(normalizes_experts=False),
     "qwen3": Graph(),
+    "qwen3moe": Graph(),
     "gemma": _GEMMA,
     "gemma2": _GEMMA._replace(wide_layers=46, caps=(50.0, 30.0), window=4096, full_every=2),
     "gemma3": _GEMMA._replace(wide_layers=62, full_every=6),
     "phi3": Graph(),
     "granite": Graph("neighbours"),
+    "granitemoe": Graph("neighbours"),
     "olmo2": Graph(),
+    "olmoe": Graph(normalizes_experts=False),
     "stablelm": Graph(),
     "starcoder2": Graph(gelu=True),
     "gpt2": Graph(gelu=True),
@@ -66,6 +71,9 @@ class Hyper(NamedTuple):
     embedding_scale: np.float32
     residual_scale: np.float32
     windows: tuple[int, ...]  # of each layer; 0: all positions
+    n_experts: int  # 0: the FFN is plain
+    n_experts_used: int
+    normalizes_experts: bool
 
 
 class Rope(NamedTuple):
@@ -142,6 +150,9 @@ class Source:
                 window if 0 < window < context and not (every and layer % every == every - 1) else 0
                 for layer in range(n_layers)
             ),
+            n_experts=self._number("expert_count", 0),
+            n_experts_used=self._number("expert_used_count", 0),
+            normalizes_experts=graph.normalizes_experts,
         )
 
     def _value(self, key: str, default: Any = None) -> Any:
@@ -179,8 +190,11 @@ class Source:
 
     # -------------------------------------------------------------- tensors
 
-    def _find(self, name: str) -> tuple[Any, slice] | None:
+    def _find(self, name: str) -> tuple[Any, slice | int] | None:
         """A tensor and its rows (q, k and v, or gate and up, may be one tensor of the file); None if it is missing."""
+        if name.endswith("]"):
+            name, expert = name[:-1].split("[")
+            return self._tensors[name], int(expert)
         if name.startswith("blk."):
             h, (_, layer, part, kind) = self.hyper, name.split(".")
             q, kv, ffn = h.n_heads * h.head_dim, h.n_kv_heads * h.head_dim, h.ffn_width
@@ -193,7 +207,7 @@ class Source:
                 return self._tensors[fused], slice(*rows[part])
         return (self._tensors[name], slice(None)) if name in self._tensors else None
 
-    def _tensor(self, name: str) -> tuple[Any, slice]:
+    def _tensor(self, name: str) -> tuple[Any, slice | int]:
         found = self._find(name)
         if found is None:
             raise KeyError(name)
@@ -208,7 +222,7 @@ class Source:
         return "output.weight" if "output.weight" in self else "token_embd.weight"
 
     def values(self, name: str) -> np.ndarray:
-        """A tensor dequantized: f32, rows first."""
+        """A tensor dequantized: f32, rows first. A name as in `matrix`."""
         tensor, rows = self._tensor(name)
         return gguf.dequantize(tensor.data[rows], tensor.tensor_type).astype(np.float32)
 
@@ -218,6 +232,9 @@ class Source:
         return gguf.dequantize(tensor.data[rows], tensor.tensor_type).astype(np.float32)
 
     def matrix(self, name: str) -> Matrix | np.ndarray:
-        """A matrix as its blocks' integers and scales, or (rows, K) f32 for unquantized formats."""
+        """A matrix as its blocks' integers and scales, or (rows, K) f32 for unquantized formats.
+
+        `NAME_exps.weight[5]` is the matrix of expert 5.
+        """
         tensor, rows = self._tensor(name)
-        return unpack(tensor.data[rows], tensor.tensor_type)
+        return unpack(np.atleast_2d(tensor.data[rows]), tensor.tensor_type)

@@ -7,6 +7,8 @@ All share one forward pass (kernels/forward.py), which is a llama graph with swi
                 x += residual_scale * after(W_down (act(W_gate before(x)) * (W_up before(x))))
     logits = cap(logit_scale * (W_head norm(x)))
 
+In a mixture of experts the FFN is a sum over experts that a token is given to and a shared one: kernels/experts.py.
+
 `tensors` lists what a file must have; ingest compares names and shapes before anything is written, and the worker maps
 what it finds in the checkpoint's index (stages/worker/model.py).  Names are those of the GGUF files of llama.cpp:
 https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py
@@ -21,6 +23,16 @@ NEIGHBOURS, HALVES, LEARNED = "neighbours", "halves", "learned"
 RMS, LAYER = "rms", "layer"
 EACH_HEAD, ALL_HEADS = "each head", "all heads"
 EVERY_LAYER = 0  # a `window_period`
+GATED, PLAIN = "gated", "plain"
+
+
+class Experts(NamedTuple):
+    """How an architecture mixes experts."""
+
+    is_optional: bool = False  # a file without `expert_count` is of the plain graph
+    normalized: bool = True  # the weights of the chosen experts are divided by their sum
+    has_own_width: bool = False  # the key expert_feed_forward_length; else feed_forward_length is that of an expert
+    shared: str = ""  # an expert for all tokens: GATED by a weight from 0 to 1, PLAIN where the file has one, "": none
 
 
 class Architecture(NamedTuple):
@@ -44,15 +56,20 @@ class Architecture(NamedTuple):
     window: int = 0  # default of attention.sliding_window; 0: none
     window_period: int | None = None  # every so many-th layer sees all positions; None: a window is refused
     local_rope_base: float = 0.0  # default of rope.freq_base_swa, for layers with a window; 0: as the others
+    experts: Experts | None = None  # None: a mixture of experts is refused
 
 
 _MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down")
 _GEMMA = Architecture(activation="gelu", scaled_embedding=True)
+_GRANITE = Architecture(NEIGHBOURS, scales=True)
 
 ARCHITECTURES = {
-    "llama": Architecture(NEIGHBOURS, window_period=EVERY_LAYER),  # Mistral, SmolLM, TinyLlama and Yi, too
+    # Mistral, Mixtral, SmolLM, TinyLlama and Yi, too
+    "llama": Architecture(NEIGHBOURS, window_period=EVERY_LAYER, experts=Experts(is_optional=True)),
     "qwen2": Architecture(),
+    "qwen2moe": Architecture(experts=Experts(normalized=False, has_own_width=True, shared=GATED)),
     "qwen3": Architecture(qk_norm=EACH_HEAD),
+    "qwen3moe": Architecture(qk_norm=EACH_HEAD, experts=Experts(has_own_width=True)),
     "gemma": _GEMMA,
     "gemma2": _GEMMA._replace(
         norms_after=True,
@@ -72,8 +89,10 @@ ARCHITECTURES = {
         local_rope_base=10000.0,
     ),
     "phi3": Architecture(fused=("attn_qkv", "ffn_up"), window_period=EVERY_LAYER),
-    "granite": Architecture(NEIGHBOURS, scales=True),
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE._replace(experts=Experts(shared=PLAIN)),
     "olmo2": Architecture(norms_before=False, norms_after=True, qk_norm=ALL_HEADS),
+    "olmoe": Architecture(qk_norm=ALL_HEADS, experts=Experts(normalized=False)),
     "stablelm": Architecture(norm=LAYER, biases=("attn_norm", "ffn_norm", "output_norm")),
     "starcoder2": Architecture(
         norm=LAYER,
@@ -101,9 +120,11 @@ class Sizes(NamedTuple):
     q: int  # values of all query heads
     kv: int  # of all kv heads
     head_dim: int
-    ffn: int
+    ffn: int  # of one expert, in a mixture of experts
     vocab: int
     context: int
+    experts: int = 0
+    shared: int = 0  # values of the shared expert's FFN; 0: there is none
 
 
 class Needed(NamedTuple):
@@ -115,6 +136,7 @@ class Needed(NamedTuple):
     first     its row (a vector: value) at which they begin
     of        rows (values) of the file's tensor
     optional  the file may lack it
+    in_file   the shape of the file's tensor, where it is not (`of`, columns)
     """
 
     name: str
@@ -123,6 +145,12 @@ class Needed(NamedTuple):
     first: int
     of: int
     optional: bool = False
+    in_file: tuple[int, ...] = ()
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """The shape that the file's tensor must have."""
+        return self.in_file or (self.of, *self.shape[1:])
 
 
 def window_of(layer: int, window: int, period: int | None) -> int:
@@ -173,11 +201,29 @@ def _layer(arch: Architecture, s: Sizes, in_file: frozenset[str], prefix: str) -
         yield _whole(f"{prefix}post_attention_norm.weight", (s.width,))
     if arch.norms_before:
         yield from _norm(arch, "ffn_norm", s.width, prefix)
-    up = {"ffn_gate": s.ffn, "ffn_up": s.ffn} if arch.gated else {"ffn_up": s.ffn}
-    yield from _matrices(arch, prefix, up, s.width, "ffn_up" if "ffn_up" in arch.fused else "")
-    yield from _matrices(arch, prefix, {"ffn_down": s.width}, s.ffn)
+    if s.experts:
+        yield from _experts(arch, s, prefix)
+    else:
+        up = {"ffn_gate": s.ffn, "ffn_up": s.ffn} if arch.gated else {"ffn_up": s.ffn}
+        yield from _matrices(arch, prefix, up, s.width, "ffn_up" if "ffn_up" in arch.fused else "")
+        yield from _matrices(arch, prefix, {"ffn_down": s.width}, s.ffn)
     if arch.norms_after:
         yield _whole(f"{prefix}post_ffw_norm.weight", (s.width,))
+
+
+def _experts(arch: Architecture, s: Sizes, prefix: str) -> Iterator[Needed]:
+    """The router; the matrices of all experts, one below the other; the shared expert and its gate."""
+    assert arch.experts is not None
+    yield _whole(f"{prefix}ffn_gate_inp.weight", (s.experts, s.width))
+    for name, rows, columns in (("gate", s.ffn, s.width), ("up", s.ffn, s.width), ("down", s.width, s.ffn)):
+        all_rows = _whole(f"{prefix}ffn_{name}_exps.weight", (s.experts * rows, columns))
+        yield all_rows._replace(in_file=(s.experts, rows, columns))
+    if s.shared:
+        if arch.experts.shared == GATED:
+            yield _whole(f"{prefix}ffn_gate_inp_shexp.weight", (1, s.width))._replace(in_file=(s.width,))
+        yield _whole(f"{prefix}ffn_gate_shexp.weight", (s.shared, s.width))
+        yield _whole(f"{prefix}ffn_up_shexp.weight", (s.shared, s.width))
+        yield _whole(f"{prefix}ffn_down_shexp.weight", (s.width, s.shared))
 
 
 def _matrices(arch: Architecture, prefix: str, rows: dict[str, int], columns: int, fused: str = "") -> Iterator[Needed]:

@@ -12,6 +12,7 @@ import numpy as np
 from shm.checkpoint import Hyper
 from stages.worker.checkpoint.architectures import (
     ARCHITECTURES,
+    GATED,
     LAYER,
     LEARNED,
     Architecture,
@@ -27,6 +28,8 @@ _MAX_DIMENSION = 1 << 24
 _MAX_CONTEXT = 1 << 20  # as `max_sequence_length`; step arena and RoPE tables grow with it
 _MAX_SCALE = 1e6
 _POOLINGS = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's LLAMA_POOLING_TYPE_*
+_MAX_EXPERTS = 1024
+_SOFTMAX = 1  # llama.cpp's LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX
 MAX_GROUP = 24  # query heads of a KV head: `ROWS` of kernels/attention.py, which would import numba
 
 
@@ -36,6 +39,15 @@ class _Rope(NamedTuple):
     scale: float
     yarn: Yarn | None
     magnitude: float
+
+
+class _Mixture(NamedTuple):
+    """The experts of a layer: their number, those that a token is given to, the widths of one's FFN and the shared."""
+
+    n: int
+    used: int
+    width: int
+    shared_width: int
 
 
 class HyperReader:
@@ -94,11 +106,7 @@ class HyperReader:
     def hyper(self) -> Hyper:
         """The hyper-parameters. Raises `GgufError`."""
         path, arch, row = self.file.path, self.architecture, self.row
-        experts = self._int("expert_count", 0, default=0)
-        if experts:
-            raise GgufError(
-                f"{path}: {arch}.expert_count is {experts}, expected 0 (no mixture of experts); {UNSUPPORTED}"
-            )
+        mixture = self._mixture()
         width = self._int("embedding_length", 32)
         n_layers = self._int("block_count", 1, 4096)
         n_heads = self._int("attention.head_count", 1, 4096)
@@ -120,9 +128,10 @@ class HyperReader:
             )
         learned = row.positions == LEARNED
         n_rot = 0 if learned else self._int("rope.dimension_count", 2, head_dim, default=head_dim)
-        ffn_width = self._int("feed_forward_length", 32)
+        ffn_width = mixture.width or self._int("feed_forward_length", 32)
         self._multiple("embedding_length", width, 32)
         self._multiple("feed_forward_length", ffn_width, 32)
+        self._multiple("expert_shared_feed_forward_length", mixture.shared_width, 32)
         self._multiple("attention.key_length", head_dim, 16)
         self._multiple("rope.dimension_count", n_rot, 2)
         if (n_heads * head_dim) % 32:
@@ -164,7 +173,35 @@ class HyperReader:
             residual_scale=self._scale("residual_scale"),
             windows=windows,
             has_local_rope=bool(row.local_rope_base) and any(windows),
+            n_experts=mixture.n,
+            n_experts_used=mixture.used,
+            normalizes_experts=mixture.n > 0 and row.experts is not None and row.experts.normalized,
+            shared_ffn_width=mixture.shared_width,
         )
+
+    def _mixture(self) -> _Mixture:
+        """The experts; all 0 for a plain graph."""
+        experts, count = self.row.experts, self._int("expert_count", 0, _MAX_EXPERTS, default=0)
+        if experts is None:
+            if count:
+                raise self._refuse("expert_count", count, "0 (no mixture of experts)")
+            return _Mixture(0, 0, 0, 0)
+        if not count:
+            if not experts.is_optional:
+                raise self._refuse("expert_count", count, f"1 to {_MAX_EXPERTS}")
+            return _Mixture(0, 0, 0, 0)
+        for key, expected in (("expert_gating_func", _SOFTMAX), ("expert_weights_scale", 1.0)):
+            value = self._get(f"{self.architecture}.{key}", float, expected)
+            if value not in (0, expected):
+                raise self._refuse(key, value, f"{expected:g}")
+        used = self._int("expert_used_count", 1, count)
+        ffn = self._int("feed_forward_length", 32)
+        width = self._int("expert_feed_forward_length", 32, default=ffn // used) if experts.has_own_width else ffn
+        shared = 0
+        if experts.shared:
+            default = ffn if experts.shared == GATED else 0
+            shared = self._int("expert_shared_feed_forward_length", 32 if default else 0, default=default)
+        return _Mixture(count, used, width, shared)
 
     def pooling(self) -> str:
         """How the file says to pool hidden states into an embedding; "": it does not, or not in a way of the engine."""

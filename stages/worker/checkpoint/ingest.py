@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import os
 import shutil
 import threading
@@ -295,16 +296,27 @@ class Part(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return self.info.nbytes // self.info.shape[0] * self.shape[0]
+        return self.info.nbytes * math.prod(self.shape) // math.prod(self.info.shape)
 
 
 def _plan(file: Source, reader: HyperReader, h: Hyper) -> Iterator[Part]:
     q, kv = h.n_heads * h.head_dim, h.n_kv_heads * h.head_dim
-    sizes = Sizes(h.n_layers, h.width, q, kv, h.head_dim, h.ffn_width, h.vocab_size, h.context_length)
+    sizes = Sizes(
+        h.n_layers,
+        h.width,
+        q,
+        kv,
+        h.head_dim,
+        h.ffn_width,
+        h.vocab_size,
+        h.context_length,
+        h.n_experts,
+        h.shared_ffn_width,
+    )
     known = set(ROPE_TENSORS)
     for needed in tensors(reader.row, sizes, frozenset(file.tensors)):
         known.add(needed.source)
-        shape = (needed.of, *needed.shape[1:])
+        shape = needed.source_shape
         info, label = file.tensors.get(needed.source), file.label(needed.source)
         if info is None:
             if not needed.optional:

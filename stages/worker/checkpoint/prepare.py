@@ -18,6 +18,7 @@ from shm.checkpoint import VERSION, Checkpoint, CheckpointError, load_index
 from stages.worker.checkpoint.ingest import SourceChanged, check_source, ingest
 from stages.worker.checkpoint.verify import migrate, verify, verify_once
 from stages.worker.checkpoint.weights_memory import read_weights
+from stages.worker.kernels import stored_code
 from stages.worker.kernels.background_build import BackgroundBuild
 
 log = logging.getLogger("starling.checkpoint")
@@ -100,6 +101,9 @@ def prepare(
     """
     with BackgroundBuild(model.kv_type) as kernels:
         index_path = prepare_checkpoint(model, models_dir, progress, digest)
+        kernels.wait(progress)
+    # What the model's graph needs besides is known only now.
+    with BackgroundBuild(model.kv_type, extra=stored_code.extra_entries(load_index(index_path).hyper)) as kernels:
         kernels.wait(progress)
     return index_path
 

@@ -20,10 +20,13 @@ REPORT_S = 0.2  # between two calls of `progress`
 
 
 class BackgroundBuild:
-    """One build for a type of KV cache; nothing if its kernels are in the cache. A context manager."""
+    """One build for a type of KV cache; nothing if its kernels are in the cache. A context manager.
 
-    def __init__(self, kv_type: str, jobs: int = 0) -> None:
-        self._kv_type, self._jobs = kv_type, jobs
+    `extra`: entries of `stored_code.EXTRA_ENTRIES` that are needed as well.
+    """
+
+    def __init__(self, kv_type: str, jobs: int = 0, extra: tuple[str, ...] = ()) -> None:
+        self._kv_type, self._jobs, self._extra = kv_type, jobs, extra
         self._done = 0  # entries that are in the cache
         self._error: Exception | None = None
         self._cancel = -1  # an eventfd
@@ -31,7 +34,7 @@ class BackgroundBuild:
         self.took_s = 0.0  # from the start to the last kernel
 
     def __enter__(self) -> Self:
-        if not stored_code.is_compiled(self._kv_type):
+        if not stored_code.is_compiled(self._kv_type, self._extra):
             self._cancel = os.eventfd(0, os.EFD_CLOEXEC)
             self._thread = threading.Thread(target=self._run, name="compile kernels", daemon=True)
             self._thread.start()
@@ -47,7 +50,7 @@ class BackgroundBuild:
     def _run(self) -> None:
         begun = time.monotonic()
         try:
-            build.build(self._kv_type, self._jobs, self._on_entry, self._cancel)
+            build.build(self._kv_type, self._jobs, self._on_entry, self._cancel, self._extra)
         except Exception as error:
             self._error = error
         self.took_s = time.monotonic() - begun
@@ -59,9 +62,10 @@ class BackgroundBuild:
         """Wait for the last kernel. `progress` is called in this thread. Raises what `build` raises."""
         if self._thread is None:
             return
+        n = len(stored_code.ENTRIES) + len(self._extra)
         while self._thread.is_alive():
-            progress("compile kernels", self._done, len(stored_code.ENTRIES))
+            progress("compile kernels", self._done, n)
             self._thread.join(REPORT_S)
         if self._error is not None:
             raise self._error
-        progress("compile kernels", len(stored_code.ENTRIES), len(stored_code.ENTRIES))
+        progress("compile kernels", n, n)

@@ -82,6 +82,23 @@ def gated_bytes(max_tokens: int) -> int:
     return 2 * max(GATED_BYTES, max_tokens * MIN_CHUNK * GROUP * 4)
 
 
+# ------------------------------------------------------------------ experts.py
+
+ROUTED_AT_ONCE = 32  # tokens whose router logits are computed at once
+GATHERED_ROWS = 128  # rows of activations that are copied together for an expert: about what the L2 cache holds
+PAIR_BYTES = 8  # a token and an expert's weight for it
+
+
+def route_bytes(used: int) -> int:
+    """Of a token: the numbers of its experts, then their weights and that of the shared one."""
+    return 4 * (2 * used + 1)
+
+
+def router_logits_bytes(n_experts: int) -> int:
+    """Of a token: whole row groups of the router, and one of the shared expert's gate."""
+    return 4 * GROUP * (-(-n_experts // GROUP) + 1)
+
+
 # ------------------------------------------------------------------ sampler_vocabulary.py
 
 SUM_BLOCK = 1024  # ids of which the weights are summed apart

@@ -63,13 +63,21 @@ class _Compiler:
         self._words.close()
 
 
-def build(kv_type: str, jobs: int = 0, progress: Progress = lambda name, done, of: None, cancel_fd: int = -1) -> None:
+def build(
+    kv_type: str,
+    jobs: int = 0,
+    progress: Progress = lambda name, done, of: None,
+    cancel_fd: int = -1,
+    extra: tuple[str, ...] = (),
+) -> None:
     """Compile the entries that the cache lacks in `jobs` processes (0: one a CPU). Ends when `cancel_fd` is readable.
 
-    Raises `RuntimeError` with the end of a compiler's stderr when one fails.
+    `extra`: entries of `EXTRA_ENTRIES` that are needed as well.  Raises `RuntimeError` with the end of a compiler's
+    stderr when one fails.
     """
-    waiting = [name for name in ENTRIES if not stored_code.symbol_path(name, kv_type).exists()]
-    done = len(ENTRIES) - len(waiting)
+    needed = (*ENTRIES, *extra)
+    waiting = [name for name in needed if not stored_code.symbol_path(name, kv_type).exists()]
+    done = len(needed) - len(waiting)
     jobs = min(len(waiting), jobs or len(os.sched_getaffinity(0)))
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as busy:
         for _ in range(jobs):
@@ -79,14 +87,14 @@ def build(kv_type: str, jobs: int = 0, progress: Progress = lambda name, done, o
             busy.register(compiler.answers, selectors.EVENT_READ, compiler)
         if cancel_fd >= 0:
             busy.register(cancel_fd, selectors.EVENT_READ)
-        while done < len(ENTRIES):
+        while done < len(needed):
             for key, _ in busy.select():
                 compiler = key.data
                 if compiler is None:
                     return
                 compiler.finish()
                 done += 1
-                progress(compiler.entry, done, len(ENTRIES))
+                progress(compiler.entry, done, len(needed))
                 if waiting:
                     compiler.begin(waiting.pop(0))
                 else:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.runtime import process
-from stages.worker.kernels import attention, dequantize_row, matmul, rank_loop, sampler, stored_code
+from stages.worker.kernels import attention, dequantize_row, experts, matmul, rank_loop, sampler, stored_code
 from stages.worker.kernels.entries import entry_object
 
 # By name: the jitted function for a type of KV cache, and the number of its arguments.
@@ -24,8 +24,9 @@ FUNCTIONS: dict[str, tuple[Callable[[str], Any], int]] = {
     "draw": (lambda kv_type: sampler.draw, sampler.ENTRY_ARGUMENTS),
     "embed": (lambda kv_type: dequantize_row.dequantize_row, dequantize_row.ENTRY_ARGUMENTS),
     "head": (lambda kv_type: rank_loop.wait_for_head, rank_loop.HEAD_ARGUMENTS),
+    "experts": (lambda kv_type: experts.mix_experts, experts.ENTRY_ARGUMENTS),
 }
-assert FUNCTIONS.keys() == stored_code.ENTRIES.keys()
+assert FUNCTIONS.keys() == stored_code.ENTRIES.keys() | stored_code.EXTRA_ENTRIES.keys()
 
 
 def compile_entry(name: str, kv_type: str) -> None:

@@ -23,23 +23,25 @@ def _load(name: str, stored_type: str) -> tuple[ObjectCode, int]:
     return stored_code.load(name, stored_type)
 
 
-def _addresses(kv_type: str) -> dict[str, int]:
-    return {name: _load(name, stored_code.stored_type(name, kv_type))[1] for name in stored_code.ENTRIES}
+def _addresses(kv_type: str, names: tuple[str, ...]) -> dict[str, int]:
+    return {name: _load(name, stored_code.stored_type(name, kv_type))[1] for name in names}
 
 
-def addresses(kv_type: str) -> dict[int, int]:
-    """The entries' addresses in this process, by word of the parameter block.
+def addresses(kv_type: str, extra: tuple[str, ...] = ()) -> dict[int, int]:
+    """The addresses in this process of the entries, and of those of `EXTRA_ENTRIES` named in `extra`, by word of the
+    parameter block.
 
     Compiles entries that are missing or damaged. Raises `RuntimeError` if that fails.
     """
-    if not stored_code.is_compiled(kv_type):
-        build.build(kv_type)
+    words = stored_code.ENTRIES | {name: stored_code.EXTRA_ENTRIES[name] for name in extra}
+    if not stored_code.is_compiled(kv_type, extra):
+        build.build(kv_type, extra=extra)
     try:
-        by_name = _addresses(kv_type)
+        by_name = _addresses(kv_type, tuple(words))
     except ObjectCodeError:  # `load` has removed the damaged entry
-        build.build(kv_type)
-        by_name = _addresses(kv_type)
-    return {word: by_name[name] for name, word in stored_code.ENTRIES.items() if word >= 0}
+        build.build(kv_type, extra=extra)
+        by_name = _addresses(kv_type, tuple(words))
+    return {word: by_name[name] for name, word in words.items() if word >= 0}
 
 
 class _Function:

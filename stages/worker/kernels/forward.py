@@ -191,17 +191,20 @@ def _run_layer(params, index, tokens, chunks):
     kind, w = param(layer, pb.GATE_FORMAT), param(layer, pb.GATE)
     if w == 0:
         kind, w = param(layer, pb.UP_FORMAT), param(layer, pb.UP)
-    wait_prefetching(params, kind, w, width, hidden_share(params), 0)
+    wait_prefetching(params, kind, w, width, hidden_share(params, ffn), 0)
     now = phase_begin(params)
     norm_and_quantize(params, param(layer, pb.FFN_NORM), param(layer, pb.FFN_NORM_BIAS), tokens, False)
     now = phase_end(params, NORM, now)
-    project_gate_up(params, layer, tokens)
-    phase_end(params, GATE_UP, now)
-    groups = share(params, width // GROUP)
-    wait_prefetching(params, param(layer, pb.DOWN_FORMAT), param(layer, pb.DOWN), ffn, groups, 0)
-    now = phase_begin(params)
-    project_down(params, layer, tokens)
-    phase_end(params, DOWN, now)
+    if param(layer, pb.ROUTER):
+        run_entry(param(params, pb.EXPERTS), (params, layer, tokens))
+    else:
+        project_gate_up(params, layer, tokens)
+        phase_end(params, GATE_UP, now)
+        groups = share(params, width // GROUP)
+        wait_prefetching(params, param(layer, pb.DOWN_FORMAT), param(layer, pb.DOWN), ffn, groups, 0)
+        now = phase_begin(params)
+        project_down(params, layer, tokens)
+        phase_end(params, DOWN, now)
     if index + 1 < param(params, pb.N_LAYERS):
         layer += 8 * pb.LAYER_WORDS
         groups = share(params, param(params, pb.N_HEADS) * param(params, pb.HEAD_DIM) // GROUP)

@@ -123,7 +123,7 @@ PAGES, PAGE_BYTES, N_PAGES, PAGE_TOKENS, HEAD_BYTES, KV_WIDTH = range(64, 70)
     PHASES,
 ) = range(100, 111)
 
-# Entries (entries.py): addresses
+# Entries (entries.py): addresses; EXPERTS is below
 MATMUL, EMBED_ROW, ATTEND, DRAW = range(112, 116)
 
 # Scales as f32 bits (1: none), a soft cap (0: none), and the tables for layers with RoPE of their own (addresses)
@@ -138,7 +138,27 @@ MATMUL, EMBED_ROW, ATTEND, DRAW = range(112, 116)
     LOCAL_SIN_HI,
 ) = range(116, 124)
 
-WORDS = 128
+# A mixture of experts (experts.py, which draws the buffers): the entry; counts, 0 in a plain graph; NORMALIZE_ROUTES:
+# the weights of the chosen experts are divided by their sum; buffers of the activations arena; this rank's scratch
+(
+    EXPERTS,
+    N_EXPERTS,
+    EXPERTS_USED,
+    NORMALIZE_ROUTES,
+    SHARED_FFN,
+    ROUTES,
+    SHARED_HIDDEN,
+    SHARED_HIDDEN_Q,
+    SHARED_HIDDEN_Q_STRIDE,
+    OWN_ROUTES,
+    ROUTER_LOGITS,
+    PAIR_ENDS,
+    PAIRS,
+    GATHERED,
+    GATHERED_Q,
+) = range(124, 139)
+
+WORDS = 144
 
 # Words of a layer's row at LAYERS: addresses and formats; 0: the layer has no such tensor.  NORM_ALL_HEADS: q and k
 # have one norm for all heads.  WINDOW: positions that a query sees, 0 for all.  ANGLES: bytes from a token's place at
@@ -176,7 +196,23 @@ WORDS = 128
     POST_FFN_NORM,
     WINDOW,
     ANGLES,
-) = range(32)
-LAYER_WORDS = 32
+    ROUTER,
+    ROUTER_FORMAT,
+    GATE_EXPERTS,
+    GATE_EXPERTS_FORMAT,
+    UP_EXPERTS,
+    UP_EXPERTS_FORMAT,
+    DOWN_EXPERTS,
+    DOWN_EXPERTS_FORMAT,
+    SHARED_ROUTER,
+    SHARED_ROUTER_FORMAT,
+    SHARED_GATE,
+    SHARED_GATE_FORMAT,
+    SHARED_UP,
+    SHARED_UP_FORMAT,
+    SHARED_DOWN,
+    SHARED_DOWN_FORMAT,
+) = range(48)
+LAYER_WORDS = 48
 
 FEW = 4  # up to so many tokens every rank norms and quantizes all of them itself, which saves a barrier

@@ -171,54 +171,77 @@ def _add_bias(rows, stride, bias, first, groups, tokens):
 @njit(**MERGED)
 def project_gate_up(params, layer, tokens):
     """HIDDEN of this rank's rows: act(W_gate x) * (W_up x), without a gate act(W_up x); and its records."""
-    width, ffn = param(params, pb.WIDTH), param(params, pb.FFN)
-    floats, records, stride = normed(params, tokens), normed_q(params, tokens), param(params, pb.NORM_Q_STRIDE)
-    first, end = hidden_share(params)
+    gate_up(
+        params,
+        (param(layer, pb.GATE_FORMAT), param(layer, pb.GATE), param(layer, pb.GATE_BIAS)),
+        (param(layer, pb.UP_FORMAT), param(layer, pb.UP), param(layer, pb.UP_BIAS)),
+        0,
+        param(params, pb.FFN),
+        (normed(params, tokens), normed_q(params, tokens)),
+        tokens,
+        trait(param(layer, pb.DOWN_FORMAT), IS_DENSE) != 0,
+        (param(params, pb.HIDDEN), param(params, pb.HIDDEN_Q), param(params, pb.HIDDEN_Q_STRIDE)),
+    )
+
+
+@njit(**MERGED)
+def gate_up(params, gate_matrix, up_matrix, skipped, ffn, x, tokens, keep, hidden):
+    """act(W_gate x) * (W_up x) of this rank's of `ffn` rows, for `tokens` rows x of the residual stream's width.
+
+    gate_matrix, up_matrix  format, address and bias; the gate's address is 0 where there is none
+    skipped                 row groups of both matrices before the first row
+    x                       addresses of the f32 rows, and of their records, which are NORM_Q_STRIDE bytes apart
+    keep                    whether the result is needed in f32 (for a dense matrix), not as records
+    hidden                  addresses of the result: f32 rows of `ffn`, records; and bytes between rows of these
+    """
+    width = param(params, pb.WIDTH)
+    floats, records, stride = x[0], x[1], param(params, pb.NORM_Q_STRIDE)
+    first, end = hidden_share(params, ffn)
     at_once = max(MIN_CHUNK, GATED_BYTES // (64 * tokens) // MIN_CHUNK * MIN_CHUNK)
     gate = param(params, pb.GATED)
-    keep = trait(param(layer, pb.DOWN_FORMAT), IS_DENSE) != 0
-    is_gated = param(layer, pb.GATE) != 0
+    is_gated = gate_matrix[1] != 0
     while first < end:
         n = min(at_once, end - first)
         up = gate + 64 * tokens * n
+        at = skipped + first
         # matmul writes group g at 64 * g: let the first one land at the start.
         if is_gated:
             project(
                 params,
-                param(layer, pb.GATE_FORMAT),
-                param(layer, pb.GATE),
+                gate_matrix[0],
+                gate_matrix[1],
                 width,
                 ffn,
                 floats,
                 records,
                 stride,
                 tokens,
-                gate - 64 * first,
+                gate - 64 * at,
                 64 * n,
-                first,
-                first + n,
+                at,
+                at + n,
             )
-            _add_bias(gate, 64 * n, param(layer, pb.GATE_BIAS), first, n, tokens)
+            _add_bias(gate, 64 * n, gate_matrix[2], first, n, tokens)
         project(
             params,
-            param(layer, pb.UP_FORMAT),
-            param(layer, pb.UP),
+            up_matrix[0],
+            up_matrix[1],
             width,
             ffn,
             floats,
             records,
             stride,
             tokens,
-            up - 64 * first,
+            up - 64 * at,
             64 * n,
-            first,
-            first + n,
+            at,
+            at + n,
         )
-        _add_bias(up, 64 * n, param(layer, pb.UP_BIAS), first, n, tokens)
+        _add_bias(up, 64 * n, up_matrix[2], first, n, tokens)
         for t in range(tokens):
             y = up + t * 64 * n
             if keep:
-                y = param(params, pb.HIDDEN) + 4 * t * ffn + 64 * first
+                y = hidden[0] + 4 * t * ffn + 64 * first
             if not is_gated:
                 ew.gelu(up + t * 64 * n, y, GROUP * n)
             elif param(params, pb.GELU):
@@ -226,8 +249,7 @@ def project_gate_up(params, layer, tokens):
             else:
                 ew.silu_times(gate + t * 64 * n, up + t * 64 * n, y, GROUP * n)
             if not keep:
-                to = param(params, pb.HIDDEN_Q) + t * param(params, pb.HIDDEN_Q_STRIDE) + first // 2 * RECORD
-                quantize_row(y, GROUP * n, to)
+                quantize_row(y, GROUP * n, hidden[1] + t * hidden[2] + first // 2 * RECORD)
         first += n
 
 

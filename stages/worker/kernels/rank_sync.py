@@ -26,9 +26,9 @@ def share(params, n):
 
 
 @njit(**INNER)
-def hidden_share(params):
-    """This rank's groups of rows of gate and up: whole records of what comes out."""
-    first, end = share(params, param(params, pb.FFN) // (MIN_CHUNK * GROUP))
+def hidden_share(params, ffn):
+    """This rank's groups of `ffn` rows of gate and up: whole records of what comes out."""
+    first, end = share(params, ffn // (MIN_CHUNK * GROUP))
     return first * MIN_CHUNK, end * MIN_CHUNK
 
 

@@ -13,6 +13,7 @@ import hashlib
 import os
 from pathlib import Path
 
+from shm.checkpoint import Hyper
 from stages.worker.kernels import features
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels.object_code import ObjectCode, ObjectCodeError
@@ -20,6 +21,12 @@ from stages.worker.kernels.object_code import ObjectCode, ObjectCodeError
 # By name: the word of the parameter block that holds the address; -1: called from Python.
 # Those that take longest to compile come first.
 ENTRIES = {"matmul": pb.MATMUL, "attend": pb.ATTEND, "steps": -1, "draw": pb.DRAW, "embed": pb.EMBED_ROW, "head": -1}
+EXTRA_ENTRIES = {"experts": pb.EXPERTS}  # that only some models need
+
+
+def extra_entries(hyper: Hyper) -> tuple[str, ...]:
+    """The names in `EXTRA_ENTRIES` that a model needs."""
+    return ("experts",) if hyper.n_experts else ()
 
 
 def stored_type(name: str, kv_type: str) -> str:
@@ -36,9 +43,9 @@ def symbol_path(name: str, kv_type: str) -> Path:
     return _path(name, kv_type, "symbol")
 
 
-def is_compiled(kv_type: str) -> bool:
-    """Whether all entries for a type of KV cache are stored."""
-    return all(symbol_path(name, kv_type).exists() for name in ENTRIES)
+def is_compiled(kv_type: str, extra: tuple[str, ...] = ()) -> bool:
+    """Whether all entries for a type of KV cache are stored, and those of `EXTRA_ENTRIES` named in `extra`."""
+    return all(symbol_path(name, kv_type).exists() for name in (*ENTRIES, *extra))
 
 
 def store(name: str, kv_type: str, code: bytes, symbol: str) -> None:
