@@ -18,6 +18,7 @@ from pipeline.errors import ConfigError
 from shm.checkpoint import Checkpoint, load_index
 from stages.worker.checkpoint.ingest import ingest
 from stages.worker.checkpoint.layout import unpack
+from stages.worker.checkpoint.prepare_source import prepare_source
 from stages.worker.kernels.formats import FORMATS
 from tests.worker.conftest import Ingested, TinyGguf
 from tests.worker.kernel_logits import kernel_logits, same_bytes
@@ -112,6 +113,15 @@ def test_no_value_of_an_expert_changes(tiny_gguf: TinyGguf, ingested: Ingested, 
             compared += 1
     assert compared == matrices * 2
     assert model.index.parameters == sum(t.size for t in tensors.values())
+
+
+def test_routers_are_not_quantized(tiny_gguf: TinyGguf, tmp_path: Path) -> None:
+    index = prepare_source(tiny_gguf("qwen2moe", "F16"), tmp_path, "q4_0")
+    formats = {t.name.removeprefix("blk.1."): t.format for t in index.tensors}
+    assert (
+        formats["ffn_gate_exps.weight"] == formats["ffn_down_exps.weight"] == formats["ffn_up_shexp.weight"] == "Q4_0"
+    )
+    assert formats["ffn_gate_inp.weight"] == "F32"
 
 
 def test_the_mixture_comes_from_the_file(tiny_gguf: TinyGguf, ingested: Ingested) -> None:

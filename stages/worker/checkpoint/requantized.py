@@ -6,8 +6,8 @@
     q4_0        Q4_0            Q8_0
     q4_1        Q4_1            Q8_0
 
-Vectors stay F32, and embeddings of positions keep their type.  A matrix whose rows are no multiple of the type's block
-becomes F16.  Tensors must be F32, F16 or BF16: quantizing twice would add the errors of both.
+Vectors stay F32; embeddings of positions and routers of experts keep their type.  A matrix whose rows are no multiple
+of the type's block becomes F16.  Tensors must be F32, F16 or BF16: quantizing twice would add the errors of both.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Requantized:
         self.tensors = {name: self._converted(info) for name, info in source.tensors.items()}
 
     def _converted(self, info: TensorInfo) -> TensorInfo:
-        if len(info.shape) < 2 or info.name.startswith("position_embd"):
+        if len(info.shape) < 2 or info.name.startswith("position_embd") or ".ffn_gate_inp." in info.name:
             return info
         if not info.format.dense:
             raise ConfigError(
