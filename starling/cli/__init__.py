@@ -23,6 +23,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 COMMANDS = (
     "agent",
+    "bench",
     "catalog",
     "chaos",
     "chat",
@@ -74,6 +75,10 @@ def load_command(name: str) -> click.Command | None:
             from starling.cli.agent import agent
 
             return agent
+        case "bench":
+            from starling.cli.bench import bench
+
+            return bench
         case "catalog":
             from starling.cli.publish import catalog
 

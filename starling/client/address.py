@@ -61,20 +61,20 @@ def of_config(config: Config) -> ServerAddress:
     return ServerAddress("http", listen_fd.reachable(config.server.host), config.server.port)
 
 
-def parse(text: str) -> ServerAddress:
-    """Read an address. Raises `InvalidRequest`."""
+def parse(text: str, option: str = "--url") -> ServerAddress:
+    """Read an address. Raises `InvalidRequest` that names the option."""
     if text.startswith("unix:"):
         path = text.removeprefix("unix:").removeprefix("//")
         if not path.startswith("/"):
-            raise InvalidRequest(f"--url {text!r}: {EXPECTED}", "url")
+            raise InvalidRequest(f"{option} {text!r}: {EXPECTED}", "url")
         return ServerAddress("unix", path=path)
     try:
         url = urlsplit(text)
         port = url.port
     except ValueError as error:
-        raise InvalidRequest(f"--url {text!r}: {error}; {EXPECTED}", "url") from None
+        raise InvalidRequest(f"{option} {text!r}: {error}; {EXPECTED}", "url") from None
     if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment or url.username:
-        raise InvalidRequest(f"--url {text!r}: {EXPECTED}", "url")
+        raise InvalidRequest(f"{option} {text!r}: {EXPECTED}", "url")
     path = url.path.rstrip("/").removesuffix("/v1")  # the base URL of OpenAI's clients ends with /v1
     return ServerAddress(url.scheme, url.hostname, port or (443 if url.scheme == "https" else 80), path)
 

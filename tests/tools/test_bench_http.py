@@ -15,12 +15,14 @@ from click.testing import CliRunner
 from pipeline.config.schema import DEMO_MODEL, ModelConfig
 from stages.scheduler.core.settings import Settings
 from stages.worker.checkpoint.prepare import prepare_checkpoint
+from starling.bench.figures import percentile
+from starling.bench.load import Run, drive
+from starling.bench.response import ClientRequest, Response
 from tools.bench import disturbance
 from tools.bench.http import baseline
-from tools.bench.http.client import ClientRequest, Response, Run, drive
 from tools.bench.http.command import main
 from tools.bench.http.scenarios import repeated
-from tools.bench.http.workload import WORKS, Prompts, Row, ServerFigures, Work, order, outcome, percentile, table
+from tools.bench.http.workload import WORKS, Prompts, Row, ServerFigures, Work, order, outcome, table
 from tools.bench.simulated import fit
 from tools.simulate import Machine, Simulation, arrivals, poisson
 
@@ -109,6 +111,7 @@ def test_refusals_and_errors_count_as_failed(address: tuple[str, int]) -> None:
 def _response(tenant: str, first: float) -> Response:
     response = Response(ClientRequest({}, tenant=tenant), 0.0)
     response.times = [first, first + 1]
+    response.ended = first + 1
     return response
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tools.bench.http.client import ClientRequest, Response
+from starling.bench.response import ClientRequest, Response
 from tools.bench.kv.command import main
 from tools.bench.kv.over_http import first_ms, ratio, spread
 
 
 def test_a_first_token_is_the_first_bytes_of_its_stream() -> None:
     response = Response(ClientRequest({}), 10.0)
-    response.parts = [(10.25, b"HTTP/1.1 200 OK\r\n"), (11.0, b"more")]
+    response.head_at = 10.25
     assert first_ms(response) == pytest.approx(250.0)
 
 

@@ -22,12 +22,14 @@ from pipeline.config import paths
 from pipeline.config.schema import DEMO_MODEL, ModelConfig
 from stages.scheduler.core.settings import Settings
 from stages.worker.checkpoint.prepare import prepare
+from starling.bench.figures import percentile
+from starling.bench.load import Run, drive
+from starling.bench.response import ClientRequest
 from tools.bench.disturbance import Watch
-from tools.bench.http.client import ClientRequest, Run, drive
 from tools.bench.http.command import describe
 from tools.bench.http.scenarios import StepWatch
 from tools.bench.http.server_under_test import ServerUnderTest
-from tools.bench.http.workload import Prompts, body, percentile
+from tools.bench.http.workload import Prompts, body
 from tools.bench.offline.results import machine
 from tools.simulate import Machine, Simulation, arrivals, closed_loop, poisson, report
 

@@ -25,10 +25,10 @@ from pipeline.config import paths
 from pipeline.config.schema import DEMO_MODEL, ModelConfig
 from pipeline.models import store
 from stages.worker.checkpoint.prepare import prepare
+from starling.bench.load import drive
 from tools.bench.disturbance import Watch
 from tools.bench.http import scenarios
 from tools.bench.http.baseline import FLASH_ATTENTION, BaselineMissing, BaselineServer
-from tools.bench.http.client import drive
 from tools.bench.http.server_under_test import ServerUnderTest
 from tools.bench.http.workload import TENANTS, WORKS, Outcome, Prompts, Row, ServerFigures, Work, body, outcome, table
 from tools.bench.offline.results import machine

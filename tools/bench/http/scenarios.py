@@ -15,9 +15,11 @@ from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig, ServerConfig
 from shm import step_ring as sh
 from shm.step_ring import attach_steps
-from tools.bench.http.client import ClientRequest, Run, drive
+from starling.bench.figures import percentile
+from starling.bench.load import Run, drive
+from starling.bench.response import ClientRequest
 from tools.bench.http.server_under_test import CONTROL_PLANE, ServerUnderTest
-from tools.bench.http.workload import OUTPUT, Prompts, body, percentile
+from tools.bench.http.workload import OUTPUT, Prompts, body
 
 LONG_PROMPT = 4000
 GAP_MS = 25.0  # longest gap of running streams that a long prompt may cause, or

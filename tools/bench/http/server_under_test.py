@@ -27,7 +27,7 @@ from pipeline import procfs
 from pipeline.config import paths
 from pipeline.observe.status import read_all
 from pipeline.runtime.process import die_with_parent
-from tools.bench.http.client import ClientRequest
+from starling.bench.response import ClientRequest
 
 ROOT = Path(__file__).parents[3]
 START_S = 300.0  # kernels may have to be compiled

@@ -12,35 +12,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from stages.tokenizer.opened_models import ModelSource, open_model
-from tools.bench.http.client import ClientRequest, Response, Run
+from starling.bench.figures import percentile
+from starling.bench.load import Run
+from starling.bench.response import ClientRequest, Response
+from starling.bench.words import WORDS
 
 OUTPUT = 64  # tokens of every response
 TENANTS = ("a", "b", "c", "d")  # of the workload that queues; the first one sends as much as the others together
-
-# Prompts use those of these words that are a single token of the model's vocabulary.
-WORDS = """
-the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one you
-were all her she there would their we him been has when who will no more if out so up said what its about than into
-them can only other time new some could these two may first then do any like my now over such our man me even most
-made after also did many off before must well back through years where much your way down should because long each
-just state those people too mr how little good world make very year still see own work men day get here old life both
-between under last right move go such high place against always school another home small found water house number
-part night point light city never earth father head stood page country answer study learn plant cover food sun four
-keep eye let thought cross farm hard start might story saw far sea draw left late run while press close real few north
-open seem together next white children begin got walk example ease paper group music often letter until mile river car
-feet care second book carry took science eat room friend began idea fish mountain stop once base hear horse cut sure
-watch color face wood main enough plain girl usual young ready above ever red list though feel talk bird soon body dog
-family direct pose leave song measure door product black short class wind question happen complete ship area half rock
-order fire south problem piece told knew pass since top whole king space heard best hour better true during hundred
-five remember step early hold west ground interest reach fast verb sing listen six table travel less morning ten
-simple several vowel toward war lay pattern slow center love person money serve appear road map rain rule govern pull
-cold notice voice unit power town fine certain fly fall lead cry dark machine note wait plan figure star box noun
-field rest correct able pound done beauty drive stood contain front teach week final gave green oh quick develop ocean
-warm free minute strong special mind behind clear tail produce fact street inch multiply nothing course stay wheel
-full force blue object decide surface deep moon island foot system busy test record boat common gold possible plane
-stead dry wonder laugh thousand ago ran check game shape hot miss brought heat snow tire bring yes distant fill east
-paint language among
-"""
 
 
 class Work(NamedTuple):
@@ -73,8 +51,7 @@ class Prompts:
 
     def __init__(self, index_path: Path, seed: int) -> None:
         vocabulary = open_model(ModelSource(index_path)).vocabulary
-        words = dict.fromkeys(WORDS.split())
-        self.words = [word for word in words if len(vocabulary.encode(" " + word, False)) == 1]
+        self.words = [word for word in WORDS if len(vocabulary.encode(" " + word, False)) == 1]
         if len(self.words) < 32:
             raise RuntimeError("the model's vocabulary has too few whole words: measure another model over HTTP")
         with_bos = vocabulary.encode("", False, add_bos=True)
@@ -128,12 +105,6 @@ class Outcome(msgspec.Struct):
     prompt_tokens: int  # of the median request
     order: dict[str, float] | None = None  # of a workload that queues
     errors: list[str] = []  # messages of failed requests, without repetition
-
-
-def percentile(values: list[float], part: float) -> float:
-    """The nearest-rank percentile; 0.0 without values."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else 0.0
 
 
 def outcome(work: Work, run: Run) -> Outcome:

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.http.client import ClientRequest, Response, drive
+from starling.bench.load import drive
+from starling.bench.response import ClientRequest, Response
 from tools.bench.http.server_under_test import ServerUnderTest
 
 USERS = 16
@@ -61,7 +62,7 @@ class Cached:
 
 def first_ms(response: Response) -> float:
     """Time to the first bytes: the head of a stream is sent with its first token, which may have no text."""
-    return 1e3 * (response.parts[0][0] - response.sent)
+    return 1e3 * (response.head_at - response.sent)
 
 
 def spread(values: list[float]) -> dict[str, float]:
