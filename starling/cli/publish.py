@@ -49,7 +49,7 @@ def publish(file: str, name: str | None, replace: bool, as_json: bool) -> None:
     config = load()
     model = _model(config, file, name)
     with nullcontext(store.no_progress) if as_json else shown(model.name) as progress:
-        index_path = prepare_checkpoint(model, paths.models_dir(), progress)
+        index_path = prepare_checkpoint(model, paths.models_dir(), progress, allowed=config.registry.sources)
         source = store.gguf_path(model, paths.models_dir()).name
         done = asyncio.run(_publish(config, index_path, model.name, source, progress, replace))
     if as_json:
@@ -66,7 +66,7 @@ def publish_configured(config: Config, model: ModelConfig) -> None:
     if model.path.startswith("catalog:"):
         return
     with shown(model.name) as progress:
-        index_path = prepare_checkpoint(model, paths.models_dir(), progress)
+        index_path = prepare_checkpoint(model, paths.models_dir(), progress, allowed=config.registry.sources)
         source = store.gguf_path(model, paths.models_dir()).name
         asyncio.run(_publish(config, index_path, model.name, source, progress, replace=False))
 
@@ -97,7 +97,7 @@ def _model(config: Config, file: str, name: str | None) -> ModelConfig:
     if model.path or chosen == model.name:
         return msgspec.structs.replace(model, name=chosen)
     # The demo model is known by its own name only; under another one it is the file.
-    located = store.fetch(model, paths.models_dir())
+    located = store.fetch(model, paths.models_dir(), allowed=config.registry.sources)
     return msgspec.structs.replace(model, name=chosen, path=str(located.path))
 
 

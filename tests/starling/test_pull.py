@@ -149,6 +149,9 @@ def test_the_allow_list_holds_for_redirects(home: Path, gguf: Path) -> None:
         done = pull(home, files.url, code=78, STARLING_REGISTRY__SOURCES=allowed)
         assert f"{inside.url} is not allowed: registry.sources allows {files.url}" in done.stderr
         done = pull(home, str(gguf), code=78, STARLING_REGISTRY__SOURCES=allowed)
+        configured = {"STARLING_MODELS__0__NAME": "m", "STARLING_MODELS__0__PATH": files.url}
+        done = pull(home, "m", code=78, STARLING_REGISTRY__SOURCES=allowed, **configured)
+        assert f"{inside.url} is not allowed" in done.stderr
         assert inside.ranges == []
 
 

@@ -7,6 +7,7 @@ prepared already costs one read of its index.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,32 +26,37 @@ log = logging.getLogger("starling.checkpoint")
 
 
 def prepare_checkpoint(
-    model: ModelConfig, models_dir: Path, progress: store.Progress = store.no_progress, digest: str = ""
+    model: ModelConfig,
+    models_dir: Path,
+    progress: store.Progress = store.no_progress,
+    digest: str = "",
+    allowed: Sequence[str] = ("*",),
 ) -> Path:
     """Fetch and ingest the model as far as necessary; returns its `.idx`.
 
     digest: SHA-256 of the file that the checkpoint must be of, if one exists already; the configured file may have
         changed since.
+    allowed: the patterns of sources that may be fetched (`registry.sources`).
 
     Raises `StarlingError`, which says what is wrong and what to do.
     """
     if digest and _make_usable(index_path := models_dir / f"{digest}.idx", models_dir, progress):
         return index_path
     try:
-        return _ingest_if_missing(model, models_dir, progress)
+        return _ingest_if_missing(model, models_dir, progress, allowed)
     except SourceChanged as error:
         # The file is not what its recorded digest says: perhaps another program has just written it.
         log.warning("model file has changed, reading it again", extra={"model": model.name, "reason": str(error)})
         digests.forget(store.gguf_path(model, models_dir), models_dir)
-        return _ingest_if_missing(model, models_dir, progress)
+        return _ingest_if_missing(model, models_dir, progress, allowed)
 
 
-def _ingest_if_missing(model: ModelConfig, models_dir: Path, progress: store.Progress) -> Path:
+def _ingest_if_missing(model: ModelConfig, models_dir: Path, progress: store.Progress, allowed: Sequence[str]) -> Path:
     source = store.gguf_path(model, models_dir)
     is_checkpoint = store.is_checkpoint(model, models_dir)
     if not is_checkpoint and source.is_file() and store.find_index(model, models_dir) is None:
         _check_source(source, model)  # before all of it is hashed
-    located = store.fetch(model, models_dir, progress)
+    located = store.fetch(model, models_dir, progress, allowed)
     index_path = models_dir / f"{located.digest}.idx"
     if not _make_usable(index_path, models_dir, progress):
         if is_checkpoint:
@@ -93,14 +99,18 @@ def open_verified(index_path: Path, progress: store.Progress = store.no_progress
 
 
 def prepare(
-    model: ModelConfig, models_dir: Path, progress: store.Progress = store.no_progress, digest: str = ""
+    model: ModelConfig,
+    models_dir: Path,
+    progress: store.Progress = store.no_progress,
+    digest: str = "",
+    allowed: Sequence[str] = ("*",),
 ) -> Path:
     """As `prepare_checkpoint`; meanwhile compile the kernels of the model's KV type into the cache.
 
     Raises `StarlingError`, or `RuntimeError` with the compiler's last output.
     """
     with BackgroundBuild(model.kv_type) as kernels:
-        index_path = prepare_checkpoint(model, models_dir, progress, digest)
+        index_path = prepare_checkpoint(model, models_dir, progress, digest, allowed)
         kernels.wait(progress)
     # What the model's graph needs besides is known only now.
     with BackgroundBuild(model.kv_type, extra=stored_code.extra_entries(load_index(index_path).hyper)) as kernels:
