@@ -18,7 +18,7 @@ from typing import IO
 
 import msgspec
 
-from shm.checkpoint import CHECKSUM_CHUNK, Checksum, Tensor
+from shm.checkpoint import CHECKSUM_CHUNK, Tensor, TensorChecksum
 from shm.decoding import DECODE_ERRORS
 
 
@@ -83,8 +83,8 @@ class PartialCheckpoint:
 
 def _checksum(file: IO[bytes], tensor: Tensor) -> str:
     file.seek(tensor.offset)
-    digest, left = Checksum(), tensor.nbytes
+    digest, left = TensorChecksum(), tensor.nbytes
     while left > 0 and (chunk := file.read(min(CHECKSUM_CHUNK, left))):
         digest.update(chunk)
         left -= len(chunk)
-    return digest.hexdigest() if not left else ""
+    return digest.text if not left else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.errors import ConfigError
+from pipeline.models import digests
 from shm.checkpoint import Index, bin_path
 from stages.worker.checkpoint import ingest as ingest_module
 from stages.worker.checkpoint.prepare_source import prepare_source
@@ -110,6 +113,35 @@ def test_a_killed_conversion_goes_on(directory: Path, tmp_path: Path, converted:
     left_out = {"none": n_skipped, "torn": n_skipped, "flipped": n_skipped - 1, "other": 0}[damage]
     assert len(converted) == n_all - left_out
     assert n_skipped > n_all // 4
+
+
+def test_a_killed_conversion_of_a_file_goes_on(tiny_gguf, tmp_path: Path, converted: list[str]) -> None:  # type: ignore[no-untyped-def]
+    """Its digest is not known before the end."""
+    source, folder = tiny_gguf("super", "Q4_K_M"), tmp_path / "killed"
+    kill_halfway(source, folder)
+    found = prepare_source(source, folder)
+    assert 0 < len(converted) < len(found.tensors) // 2 + 1
+    assert found.digest == hashlib.sha256(source.read_bytes()).hexdigest()
+    (tmp_path / "whole").mkdir()
+    expected = ingest_module.ingest(source, tmp_path / "whole" / f"{found.digest}.idx", found.digest)
+    assert found == expected and written(folder, found) == written(tmp_path / "whole", expected)
+    assert prepare_source(source, folder) == found  # its digest is known now
+
+
+def test_a_file_that_is_written_meanwhile_is_refused(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    source, folder = tmp_path / "m.gguf", tmp_path / "models"
+    source.write_bytes(tiny_gguf("small", "Q8_0").read_bytes())
+    folder.mkdir()
+
+    def write(phase: str, done: int, total: int) -> None:
+        if done == total:
+            with source.open("r+b") as file:
+                file.write(b"GGUF")
+
+    with pytest.raises(ConfigError, match="was changed while it was read"):
+        prepare_source(source, folder, progress=write)
+    assert not list(folder.glob("*.idx")) and not list(folder.glob("*.bin"))
+    assert digests.read_all(folder) == {}
 
 
 def test_an_error_leaves_nothing(directory: Path, tmp_path: Path) -> None:

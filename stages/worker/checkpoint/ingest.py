@@ -30,16 +30,16 @@ from pipeline.errors import ConfigError, ResourceError
 from shm.checkpoint import CheckpointWriter, Hyper, Index, TokenizerData
 from shm.partial_checkpoint import PartialCheckpoint
 from stages.worker.checkpoint.architectures import Sizes, tensors
+from stages.worker.checkpoint.bit_program import pack_rows
 from stages.worker.checkpoint.gguf import AGAIN, GgufError, GgufFile
 from stages.worker.checkpoint.hyperparameters import ROPE_TENSORS, HyperReader
-from stages.worker.checkpoint.layout import pack
 from stages.worker.checkpoint.source import Rows, Source, TensorInfo, vector
 from stages.worker.checkpoint.vocabulary import read_vocabulary
 from stages.worker.kernels.formats import GROUP, Format
 
 Progress = Callable[[str, int, int], None]  # phase, done, total (bytes)
 _HASHED_BYTES = 1 << 20  # at a time
-_CONVERTED_VALUES = 1 << 17  # at a time: what fits into a core's cache as f32
+_CONVERTED_VALUES = 1 << 19  # at a time: some 100 KB to 1 MB
 _REPORTED_BYTES = 8 << 20  # between two calls of `progress` within a tensor
 
 
@@ -76,7 +76,7 @@ def ingest(
     """
     with _reported(source, index_path):
         file = GgufFile(source)
-        return _convert(file, index_path, digest, progress, pretokenizer, None, _SourceCheck(file, digest))
+        return _convert(file, index_path, progress, pretokenizer, None, _SourceCheck(file, digest))
 
 
 def convert(
@@ -94,7 +94,24 @@ def convert(
     Raises as `ingest` does.
     """
     with _reported(source.path, index_path):
-        return _convert(source, index_path, digest, progress, pretokenizer, partial, _IdentityCheck(source))
+        return _convert(source, index_path, progress, pretokenizer, partial, _IdentityCheck(source, digest))
+
+
+def convert_and_hash(
+    file: GgufFile,
+    folder: Path,
+    progress: Progress,
+    pretokenizer: str,
+    partial: PartialCheckpoint,
+    on_digest: Callable[[str], None],
+) -> Index:
+    """Write the checkpoint of a file of unknown digest to `folder`: the file is read once.
+
+    on_digest: called with the file's SHA-256 (hex) before the checkpoint is placed.  Raises as `ingest` does.
+    """
+    with _reported(file.path, folder / "checkpoint"):
+        check = _SourceCheck(file, "", on_digest)
+        return _convert(file, folder / "checkpoint.idx", progress, pretokenizer, partial, check)
 
 
 @contextmanager
@@ -122,7 +139,6 @@ def _read_head(file: Source, pretokenizer: str) -> tuple[_Reader, Hyper, Tokeniz
 def _convert(
     file: Source,
     index_path: Path,
-    digest: str,
     progress: Progress,
     pretokenizer: str,
     partial: PartialCheckpoint | None,
@@ -145,7 +161,8 @@ def _convert(
                 _write(writer, file, part, pool, report)
                 file.release(part.info)
             report.finish_part(part.nbytes)
-        check.finish()
+        digest = check.finish()
+        writer.index_path = index_path if check.is_expected else index_path.with_name(f"{digest}.idx")
         return writer.finish(
             digest=digest,
             architecture=reader.architecture,
@@ -219,14 +236,16 @@ class _Pool:
 
 
 def _pack(rows: Rows, chunk: slice, fmt: Format) -> list[np.ndarray]:
-    return list(pack(rows[chunk], fmt))
+    return pack_rows(rows[chunk], fmt)
 
 
 class _IdentityCheck:
     """Checks that the opened files did not change while they were read."""
 
-    def __init__(self, source: Source) -> None:
-        self._source, self._identity = source, source.identity()
+    is_expected = True  # the digest is known
+
+    def __init__(self, source: Source, digest: str) -> None:
+        self._source, self._identity, self._digest = source, source.identity(), digest
 
     def __enter__(self) -> Self:
         return self
@@ -234,19 +253,21 @@ class _IdentityCheck:
     def __exit__(self, *exception: object) -> None:
         return
 
-    def finish(self) -> None:
-        """Raises `SourceChanged`."""
+    def finish(self) -> str:
+        """The digest. Raises `SourceChanged`."""
         if self._source.identity() != self._identity:
             raise SourceChanged(
                 f"{self._source.path} was changed while it was read; run this again when it is complete", "model"
             )
+        return self._digest
 
 
 class _SourceCheck:
-    """Hashes an opened file in a thread, while it is ingested."""
+    """Hashes an opened file in a thread, while it is ingested. `digest`: as expected; "": any."""
 
-    def __init__(self, file: GgufFile, digest: str) -> None:
-        self._file, self._expected = file, digest
+    def __init__(self, file: GgufFile, digest: str, on_digest: Callable[[str], None] = lambda digest: None) -> None:
+        self._file, self._expected, self._on_digest = file, digest, on_digest
+        self.is_expected = bool(digest)
         self._identity = file.identity()
         self._found = ""
         self._is_abandoned = False
@@ -268,18 +289,20 @@ class _SourceCheck:
             sha256.update(self._file.read(at, _HASHED_BYTES))
         self._found = sha256.hexdigest()
 
-    def finish(self) -> None:
+    def finish(self) -> str:
         """Wait for the digest. Raises `SourceChanged`."""
         self._thread.join()
         path = self._file.path
         if self._file.identity() != self._identity:
             raise SourceChanged(f"{path} was changed while it was read; run this again when it is complete", "model")
-        if self._found != self._expected:
+        if self._expected and self._found != self._expected:
             raise SourceChanged(
                 f"{path}: the bytes that were read have SHA-256 {self._found}, expected {self._expected}: the file has "
                 f"changed since it was hashed; run this again, or fetch the file again",
                 "model",
             )
+        self._on_digest(self._found)
+        return self._found
 
 
 # ------------------------------------------------------------------ tensors

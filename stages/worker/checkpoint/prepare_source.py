@@ -21,7 +21,7 @@ from pipeline.models.locks import lock
 from shm.checkpoint import Index, TokenizerData, load_index
 from shm.partial_checkpoint import PartialCheckpoint
 from stages.worker.checkpoint.gguf import GgufError, GgufFile
-from stages.worker.checkpoint.ingest import check_head, convert
+from stages.worker.checkpoint.ingest import check_head, convert, convert_and_hash
 from stages.worker.checkpoint.prepare import is_usable
 from stages.worker.checkpoint.requantized import Requantized
 from stages.worker.checkpoint.source import Source
@@ -53,11 +53,13 @@ def prepare_source(
         tokenizer = check_head(source, pretokenizer)
         if path.is_dir():
             check_vocabulary(tokenizer, path)
+        if isinstance(source, GgufFile):
+            return _prepare_file(source, models_dir, pretokenizer, progress)
         identity = source.identity()
         hashed = _hash_files(source, models_dir, progress)
         if source.identity() != identity:
             raise ConfigError(f"{path} was changed while it was hashed; run this again when it is complete", "model")
-        digest = _digest(source, hashed, quant, tokenizer)
+        digest = _digest(hashed, quant, tokenizer)
         index_path = models_dir / f"{digest}.idx"
         tag = f"ingest-{digest[:16]}"
         if not is_usable(index_path):
@@ -67,6 +69,28 @@ def prepare_source(
                     _check_space(source, models_dir, partial)
                     convert(source, index_path, digest, progress, pretokenizer, partial)
         return load_index(index_path)
+
+
+def _prepare_file(file: GgufFile, models_dir: Path, pretokenizer: str, progress: store.Progress) -> Index:
+    """Of a GGUF file whose weights stay as they are: it is hashed while it is converted, unless its digest is known."""
+    info = file.path.stat()
+    known = digests.read_all(models_dir).get(os.path.realpath(file.path))
+    if known is not None and digests.identity_of(known) == digests.identity(info):
+        index_path = models_dir / f"{known.sha256}.idx"
+        if is_usable(index_path):
+            return load_index(index_path)
+    identity = f"{os.path.realpath(file.path)} {digests.identity(info)} {pretokenizer}"
+    tag = f"ingest-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+
+    def remember(digest: str) -> None:
+        if file.identity() != digests.identity(info)[:2]:
+            return  # the path names another file by now
+        digests.remember(file.path.name, file.path, digests.Stamp(*digests.identity(info), digest), models_dir)
+
+    with lock(models_dir, tag):
+        partial = PartialCheckpoint(models_dir / ".fetch" / tag, f"{identity} {REVISION}")
+        _check_space(file, models_dir, partial)
+        return convert_and_hash(file, models_dir, progress, pretokenizer, partial, remember)
 
 
 def _open(path: Path, quant: str, pretokenizer: str) -> Source:
@@ -117,10 +141,7 @@ def _hash_files(source: Source, models_dir: Path, progress: store.Progress) -> d
         return {path.name: digest for path, digest in zip(paths, pool.map(compute, paths), strict=True)}
 
 
-def _digest(source: Source, files: dict[str, str], quant: str, tokenizer: TokenizerData) -> str:
-    is_file = not source.path.is_dir()
-    if is_file and not quant:
-        return next(iter(files.values()))
+def _digest(files: dict[str, str], quant: str, tokenizer: TokenizerData) -> str:
     described = {"revision": REVISION, "files": dict(sorted(files.items())), "quant": quant, "pre": tokenizer.pre}
     return hashlib.sha256(msgspec.json.encode(described)).hexdigest()
 

@@ -23,6 +23,7 @@ from stages.worker.checkpoint.quantize import NotFinite, quantize
 from stages.worker.checkpoint.source import Rows, Source, TensorInfo, dense_values
 from stages.worker.kernels.formats import FORMATS, Format
 
+_QUANTIZED_BYTES = 1 << 17  # at a time: as f32 they fit into a core's cache
 _HEAD = ("output.weight", "token_embd.weight")
 
 
@@ -105,9 +106,14 @@ class _QuantizedRows:
         return (self.rows.shape[0], columns // self.format.unit * self.format.source_bytes)
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        values = dense_values(np.ascontiguousarray(self.rows[rows]), self.source_format.name)
+        raw = np.ascontiguousarray(self.rows[rows])
+        out = np.empty((raw.shape[0], self.shape[1]), np.uint8)
+        step = max(1, _QUANTIZED_BYTES // raw.shape[1])
         try:
-            return quantize(values, self.format.name)
+            for first in range(0, raw.shape[0], step):
+                values = dense_values(raw[first : first + step], self.source_format.name)
+                out[first : first + step] = quantize(values, self.format.name)
+            return out
         except NotFinite as error:
             raise ConfigError(
                 f"tensor {self.label}, rows {rows.start} to {rows.stop - 1}: {error}; expected finite weights: fetch "

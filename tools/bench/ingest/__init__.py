@@ -1,0 +1,1 @@
+"""Measures ingest: `python -m tools.bench.ingest`."""
