@@ -36,7 +36,7 @@ def test_a_failed_compiler_is_reported_by_wait(cache: Path, monkeypatch: pytest.
     monkeypatch.setattr(build, "COMPILER", {"STARLING_ISA": "abacus"})
     monkeypatch.delenv("STARLING_ISA", raising=False)
     seen = []
-    failed = pytest.raises(RuntimeError, match=r"(?s)compiling kernel 'matmul' failed \(1\).*'abacus'")
+    failed = pytest.raises(RuntimeError, match=r"(?s)compiling kernel 'steps' failed \(1\).*'abacus'")
     with failed, BackgroundBuild("f16", jobs=1) as kernels:
         kernels.wait(lambda phase, done, of: seen.append((phase, done, of)))
     assert set(seen) <= {("compile kernels", 0, len(stored_code.ENTRIES))}

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.runtime import process
-from stages.worker.kernels import attention, dequantize_row, experts, matmul, rank_loop, sampler, stored_code
-from stages.worker.kernels.entries import entry_object
+from stages.worker.kernels import attention, dequantize_row, experts, link_once, matmul, rank_loop, sampler, stored_code
 
 # By name: the jitted function for a type of KV cache, and the number of its arguments.
 FUNCTIONS: dict[str, tuple[Callable[[str], Any], int]] = {
@@ -32,7 +31,7 @@ assert FUNCTIONS.keys() == stored_code.ENTRIES.keys() | stored_code.EXTRA_ENTRIE
 def compile_entry(name: str, kv_type: str) -> None:
     """Compile one entry and store its object code."""
     function, arguments = FUNCTIONS[name]
-    code, symbol = entry_object(function(kv_type), arguments)
+    code, symbol = link_once.entry_object(function(kv_type), arguments)
     stored_code.store(name, kv_type, code, symbol)
 
 
@@ -41,6 +40,7 @@ def main(arguments: list[str]) -> None:
     kv_type, parent = arguments
     process.die_with_parent(int(parent))
     gc.disable()
+    link_once.install()
     for line in sys.stdin:
         compile_entry(line.strip(), kv_type)
         print(line.strip(), flush=True)

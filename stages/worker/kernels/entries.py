@@ -1,8 +1,8 @@
 """Entries: jitted functions that are called by address, so that each is compiled apart, once.
 
-Numba copies a callee's code into its caller and optimizes both again, at every level.  A large function (a matrix
-product, attention, the sampler) is therefore an entry: compiled apart, in parallel with others, stored as object code
-(stored_code.py), and called through the word of the parameter block that holds its address.
+A large function (a matrix product, attention, the sampler) is an entry: compiled apart (link_once.py), in parallel with
+others, stored as object code (stored_code.py), and called through the word of the parameter block that holds its
+address.
 
     run_entry(address, (a, b, c))       an entry of three int64
     call_entry(address, (a, b, c))      one that returns an int64
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from stages.worker.kernels.simd import JIT
@@ -48,17 +48,3 @@ def _caller(result: Any) -> Any:
 
 call_entry = _caller(types.int64)
 run_entry = _caller(types.none)
-
-
-def entry_object(function: Any, n: int) -> tuple[bytes, str]:
-    """Compile a jitted function for n int64 arguments; returns its object code, and its name in that.
-
-    Raises `TypeError` when it returns anything but an int64 or nothing.
-    """
-    signature = (types.int64,) * n
-    uncached = njit(**INNER)(function.py_func)  # numba gives away the object code of what it finds in its own cache
-    uncached.compile(signature)
-    result = uncached.overloads[signature]
-    if result.signature.return_type not in (types.int64, types.none):
-        raise TypeError(f"{function.__name__} returns {result.signature.return_type}, not int64 or nothing")
-    return bytes(result.library._get_compiled_object()), result.fndesc.llvm_func_name

@@ -8,8 +8,7 @@ needs little: its sections are copied into anonymous memory, addresses are writt
 memory of code becomes executable.  Children of a `fork` share it.
 
 LLVM emits code for a JIT in the large code model, so that the only relocation is a 64-bit address (R_X86_64_64).
-Anything else is refused.  Symbols that the object does not define are libc's.  Numba's wrappers for calls from Python
-stay in the object without being usable: what they call is left at address 0.
+Anything else is refused.  Symbols that the object does not define are libc's.
 
 Sources: System V ABI, chapters 4 and 5; its AMD64 supplement, section 4.4.
 """
@@ -33,7 +32,6 @@ _UNDEFINED, _ABSOLUTE, _COMMON = 0, 0xFFF1, 0xFFF2
 _FUNCTION = 2
 _ADDRESS64 = 1  # R_X86_64_64
 _PAGE = mmap.PAGESIZE
-_WRAPPERS = ("_ZN7cpython", "cfunc.")  # Numba's prefixes of functions that Python calls
 _FRAMES = ".eh_frame"
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -132,11 +130,11 @@ class ObjectCode:
                 raise ObjectCodeError(f"relocation type {kind} is not supported, only {_ADDRESS64} (R_X86_64_64)")
             if at + 8 > size:
                 raise ValueError(f"a relocation at {at} exceeds its section of {size} bytes")
-            address = self._resolve(symbol, section.info, at)
-            struct.pack_into("<Q", self._memory, place + at, (address + addend if address else 0) & 0xFFFFFFFFFFFFFFFF)
+            address = self._resolve(symbol)
+            struct.pack_into("<Q", self._memory, place + at, (address + addend) & 0xFFFFFFFFFFFFFFFF)
 
-    def _resolve(self, number: int, user: int, at: int) -> int:
-        """Address of a symbol that is used at byte `at` of section `user`; 0: only Numba's wrappers need it."""
+    def _resolve(self, number: int) -> int:
+        """Address of a symbol."""
         symbol = self._symbols[number]
         if symbol.section == _COMMON:
             return self._commons[number]
@@ -146,20 +144,10 @@ class ObjectCode:
             if symbol.section not in self._begins:
                 raise ObjectCodeError(f"symbol {symbol.name!r} is in a section that is not loaded")
             return self._begins[symbol.section] + symbol.value
-        if self._function_at(user, at).startswith(_WRAPPERS):
-            return 0
         try:
             return ctypes.cast(getattr(_libc, symbol.name), ctypes.c_void_p).value or 0
         except AttributeError:
             raise ObjectCodeError(f"symbol {symbol.name!r} is not defined") from None
-
-    def _function_at(self, section: int, at: int) -> str:
-        """Name of the function that byte `at` of a section belongs to; "" if none does."""
-        for symbol in self._symbols:
-            in_section = symbol.type == _FUNCTION and symbol.section == section
-            if in_section and symbol.value <= at < symbol.value + symbol.size:
-                return symbol.name
-        return ""
 
 
 def _align(n: int, to: int) -> int:

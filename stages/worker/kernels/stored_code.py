@@ -20,7 +20,7 @@ from stages.worker.kernels.object_code import ObjectCode, ObjectCodeError
 
 # By name: the word of the parameter block that holds the address; -1: called from Python.
 # Those that take longest to compile come first.
-ENTRIES = {"matmul": pb.MATMUL, "attend": pb.ATTEND, "steps": -1, "draw": pb.DRAW, "embed": pb.EMBED_ROW, "head": -1}
+ENTRIES = {"steps": -1, "draw": pb.DRAW, "attend": pb.ATTEND, "matmul": pb.MATMUL, "embed": pb.EMBED_ROW, "head": -1}
 EXTRA_ENTRIES = {"experts": pb.EXPERTS}  # that only some models need
 
 

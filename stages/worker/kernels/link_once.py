@@ -1,0 +1,86 @@
+"""How an entry becomes an object file: all its functions are linked, optimized and turned into machine code once.
+
+    install()                      in a process that only compiles entries (compile_entries.py), before the first one
+    entry_object(function, n)      an entry's object code
+
+Numba's own libraries serve a process that calls what it compiles: each jitted function is optimized and becomes machine
+code as soon as it is compiled, and again in each of its callers, into which it has been copied.  Here only the entry
+is called, so the libraries of its callees wait, unoptimized, until the entry links them.  LLVM then sees the same
+functions with the same attributes.
+
+Uses names of numba.core.codegen that are not part of Numba's interface; the tests fail if they change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from numba import njit, types
+from numba.core import caching, codegen, registry
+
+from stages.worker.kernels.entries import INNER
+
+_UNWRAPPED = {**INNER, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # Python calls none of them
+
+
+class _Waiting(codegen.JITCodeLibrary):
+    """The LLVM module of one function, and the libraries of those that it calls."""
+
+    def _optimize_functions(self, module: Any) -> None:
+        module.data_layout = self._codegen._data_layout
+
+    def finalize(self) -> None:
+        """Add nothing more. Neither links nor optimizes."""
+        self._raise_if_finalized()
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        """0: there is no machine code."""
+        return 0
+
+    def emit_entry(self) -> bytes:
+        """The object code of this function and of all that it calls. Once only: it changes the module."""
+        for library in self._callers_first():
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        self._optimize_final_module()
+        self._final_module.verify()
+        return bytes(self._codegen._tm.emit_object(self._final_module))
+
+    def _callers_first(self) -> Iterator[Any]:
+        """The libraries of all callees, each after those that call it: LLVM links only functions that are missing."""
+        finished: dict[int, Any] = {}
+
+        def visit(library: Any) -> None:
+            for callee in library._linking_libraries:
+                if id(callee) not in finished:
+                    visit(callee)
+            finished[id(library)] = library
+
+        visit(self)
+        del finished[id(self)]
+        return reversed(finished.values())
+
+
+def install() -> None:
+    """From now on, jitted functions are compiled for `entry_object` alone: this process can call none of them."""
+    generator = registry.cpu_target.target_context.codegen()
+    generator._library_class = _Waiting
+    generator.set_env = lambda name, environment: None  # a variable of machine code, of which there is none
+    # Numba's own cache holds machine code.
+    caching.FunctionCache.load_overload = lambda self, signature, context: None
+    caching.FunctionCache.save_overload = lambda self, signature, data: None
+
+
+def entry_object(function: Any, n: int) -> tuple[bytes, str]:
+    """Compile a jitted function for n int64 arguments; returns its object code, and its name in that.
+
+    Raises `TypeError` when it returns anything but an int64 or nothing.
+    """
+    signature = (types.int64,) * n
+    entry = njit(**_UNWRAPPED)(function.py_func)
+    entry.compile(signature)
+    result = entry.overloads[signature]
+    if result.signature.return_type not in (types.int64, types.none):
+        raise TypeError(f"{function.__name__} returns {result.signature.return_type}, not int64 or nothing")
+    return result.library.emit_entry(), result.fndesc.llvm_func_name
