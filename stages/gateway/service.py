@@ -32,7 +32,7 @@ from pathlib import Path
 from pipeline.api.fair_shares import FairShares
 from pipeline.api.keys import Keys
 from pipeline.api.quotas import Quotas
-from pipeline.config import paths
+from pipeline.config import addresses, paths
 from pipeline.config.schema import Config
 from pipeline.errors import StarlingError
 from pipeline.models import capacity
@@ -101,7 +101,8 @@ class Service:
         )
         self.catalog = catalog or VersionCatalog(config, initial(config), lambda version_table: None)
         self.tokenizer = TokenizerClient(send_tokenizer)
-        self.timelines = Recorder(config.tracing, clock, wall)
+        is_remote = not addresses.edge_address(config, "gateway-scheduler").startswith("ipc://")
+        self.timelines = Recorder(config.tracing, clock, wall, is_remote=is_remote)
         self.relay = Relay(
             send_scheduler,
             clock,

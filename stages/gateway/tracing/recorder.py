@@ -26,7 +26,10 @@ OFFSET_S = 60.0  # how long the difference between two processes' clocks counts 
 class Recorder:
     """One per gateway. `clock` is monotonic, `wall` is s since 1970."""
 
-    def __init__(self, config: TracingConfig, clock: Callable[[], float], wall: Callable[[], float]) -> None:
+    def __init__(
+        self, config: TracingConfig, clock: Callable[[], float], wall: Callable[[], float], *, is_remote: bool = False
+    ) -> None:
+        """`is_remote`: the scheduler may be on another machine, whose monotonic clock is another one."""
         self._clock = clock
         self._wall = wall
         self._slow_s = config.slow_request_ms / 1000
@@ -35,6 +38,7 @@ class Recorder:
         self._open: dict[str, RequestTrace] = {}
         self._pid = os.getpid()
         self._pids: dict[str, int] = {}  # of the stages that are connected
+        self._is_remote = is_remote
         self._offset_s = 0.0  # of this process's clock from the scheduler's
         self._measured_until = float("-inf")
 
@@ -172,9 +176,8 @@ class Recorder:
     def on_frame(self, frame: Tokens, find: Callable[[str], RequestState | None]) -> None:
         """The events of a frame. `find(sequence id)`: its request. Those of requests that have ended are dropped."""
         now = self._clock()
-        offset_s = now - frame.at
-        if offset_s < self._offset_s or now >= self._measured_until:  # the frame with the least delay counts
-            self._offset_s, self._measured_until = offset_s, now + OFFSET_S
+        if self._is_remote:
+            self._measure_offset(now, now - frame.at)
         for event in frame.events:
             at = min(now, (event.at or frame.at) + self._offset_s)
             if not event.sequence:
@@ -185,6 +188,11 @@ class Recorder:
             request = find(event.sequence)
             if request is not None and request.trace is not None:
                 self._on_sequence(request.trace, event, at)
+
+    def _measure_offset(self, now: float, offset_s: float) -> None:
+        """The frame with the least delay counts."""
+        if offset_s < self._offset_s or now >= self._measured_until:
+            self._offset_s, self._measured_until = offset_s, now + OFFSET_S
 
     def _on_worker(self, trace: RequestTrace, event: SequenceEvent, at: float) -> None:
         trace.add(at, event.name, dict(event.facts), stage="worker", pid=event.pid)
@@ -197,6 +205,7 @@ class Recorder:
         name = event.name
         stage, pid = ("worker", event.pid) if event.pid else ("scheduler", self.pid("scheduler"))
         choice = -1 if trace.is_single else int(event.sequence.rpartition("/")[2])
+        at = trace.latest = max(at, trace.latest)  # in the scheduler's order, whatever was measured of its clock
         trace.add(at, name, dict(event.facts), stage=stage, pid=pid, choice=choice)
         if name in ("queued", "preempted"):
             trace.advance(Phase.QUEUE, at)

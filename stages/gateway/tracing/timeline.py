@@ -82,6 +82,7 @@ class RequestTrace:
         "events",
         "id",
         "is_single",
+        "latest",
         "model",
         "n_readers",
         "omitted",
@@ -117,6 +118,7 @@ class RequestTrace:
         self.received = received
         self.pid = pid
         self.is_single = True  # it has one sequence
+        self.latest = 0.0  # time of the last event of the scheduler
         self.n_readers = 0  # HTTP responses that are being sent
         self.detokenize_s = 0.0  # parts of DECODE and WRITE, measured by the relay
         self.write_s = 0.0

@@ -1,0 +1,43 @@
+"""Whose prefixes begin at a root hash: the tenant's salt of each root that sequences have come with.
+
+A root depends on the tenant's salt and on the request's own `cache_salt`, so it does not show its tenant. The owners of
+roots without a request's salt are always known; others are learned as sequences arrive, and forgotten with the process
+or when there are too many. Pages of a forgotten root count as everybody's where they are dropped.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+from stages.kv.pool.prefix_hash import PageHash, RootHasher
+
+MAX_ROOTS = 16_384
+
+
+def owner_of(salt: str) -> str:
+    """The tenant's part of a sequence's salt; "": its pages are shared (`Caller.salted`)."""
+    tenant, separator, _ = salt.partition("\0")
+    return tenant if separator else ""
+
+
+class RootOwners:
+    """The owners that one process has learned, for one arena."""
+
+    def __init__(self) -> None:
+        self._owners: OrderedDict[PageHash, str] = OrderedDict()  # longest unused first
+
+    def learn(self, root: PageHash, salt: str) -> None:
+        """A sequence with this salt has come; its chain begins at `root`."""
+        if root in self._owners:
+            self._owners.move_to_end(root)
+            return
+        self._owners[root] = owner_of(salt)
+        if len(self._owners) > MAX_ROOTS:
+            self._owners.popitem(last=False)
+
+    def others(self, owner: str, root_hash_of: RootHasher, owners: Collection[str]) -> frozenset[PageHash]:
+        """The roots that are certainly not of `owner`. `owners`: all that are configured."""
+        known = {root for root, one in self._owners.items() if one != owner}
+        known.update(root_hash_of(f"{one}\0" if one else "") for one in (*owners, "") if one != owner)
+        return frozenset(known)

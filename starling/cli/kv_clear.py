@@ -1,0 +1,78 @@
+"""`starling kv clear`: drop cached prefixes that no sequence uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from pipeline.config import paths
+from pipeline.config.load import load
+from pipeline.ipc import control
+from pipeline.runtime.process import EXIT_FATAL, EXIT_OK
+from starling.cli.drain import admission
+from starling.cli.options import exit_codes, json_option, timeout_option
+
+TIMEOUT_S = 120.0
+POLL_S = 0.05
+
+
+@click.command(
+    epilog=exit_codes(
+        {
+            0: "every unused page is dropped",
+            1: "no kv stage answers, another clearing is under way, or it has not ended within --timeout",
+            2: "no such model",
+        }
+    )
+)
+@click.option("--model", default="", metavar="MODEL", help="Only this model.")
+@click.option("--tenant", default="", metavar="TENANT", help="Only what may be this tenant's.")
+@timeout_option(TIMEOUT_S, "How long it may take.")
+@json_option()
+def clear(model: str, tenant: str, timeout: float, as_json: bool) -> int:
+    """Drop cached prefixes, in memory and on disk.
+
+    Pages that running sequences hold stay, and no answer changes: what is dropped is computed again when it is needed.
+    Spilled pages and those saved in the state directory are dropped as well; conversations of sessions stay.
+
+    With --tenant, pages are dropped that are certainly not of other tenants. Prefixes that the tenant shares with
+    others (share_cache, or no API keys) have no tenant: they stay.
+    """
+    config = load()
+    run_dir = paths.run_dir(config)
+    if model:
+        model = admission(config, model)
+    report = cleared(run_dir, {"op": "clear", "model": model, "tenant": tenant}, timeout)
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(report)).decode())
+    else:
+        for one in report["models"]:
+            megabytes = (one["arena"] + one["disk"]) * one["page_bytes"] / (1 << 20)
+            click.echo(
+                f"{one['model']}: dropped {one['arena']} pages in memory and {one['disk']} on disk "
+                f"({megabytes:.1f} MB); {one['in_use']} in use stay"
+            )
+        if not report["done"]:
+            click.echo(f"starling: not complete within {timeout:g} s; it goes on", err=True)
+    return EXIT_OK if report["done"] else EXIT_FATAL
+
+
+def cleared(
+    run_dir: Path,
+    request: dict[str, Any],
+    timeout_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+) -> dict[str, Any]:
+    """Start the clearing and wait for its end, at most `timeout_s`. Returns the last report."""
+    deadline = clock() + timeout_s
+    report = control.call(run_dir, "kv", request)
+    while not report["done"] and clock() < deadline:
+        pause(POLL_S)
+        report = control.call(run_dir, "kv", {"op": "clear_progress"})
+    return report
