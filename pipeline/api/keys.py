@@ -127,16 +127,24 @@ class Keys:
         return share
 
     def _caller_of(self, key: StoredKey) -> Caller:
-        is_configured = key.tenant in self._config.tenants
         return Caller(
             key.tenant,
             key.priority,
             ADMIN in key.scopes,
-            self._config.tenant_salt(key.tenant) if is_configured else f"\x01{key.tenant}",
+            tenant_salt(self._config, key.tenant, has_key_file=True),
             key.id,
             key.scopes,
             key.limits.max_concurrent is not None,
         )
+
+
+def tenant_salt(config: Config, tenant: str, *, has_key_file: bool) -> str:
+    """The salt that separates a tenant's cached pages; "": they are shared."""
+    if tenant in config.tenants:
+        return config.tenant_salt(tenant)
+    if not config.tenants and not has_key_file:
+        return ""
+    return f"\x01{tenant}"
 
 
 def is_key(principal: str) -> bool:

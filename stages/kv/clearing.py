@@ -50,10 +50,9 @@ class Clearing:
         """Do a bounded amount of work. Returns whether there is more that waits for no thread."""
         if self.is_done:
             return False
-        for progressed in self._work:
-            return progressed
-        self.is_done = True
-        return False
+        progressed = next(self._work, None)
+        self.is_done = progressed is None
+        return bool(progressed)
 
     def _run(self, models: list[ModelPages], owner: str | None, owners: frozenset[str]) -> Iterator[bool]:
         for pages in models:

@@ -35,6 +35,7 @@ from stages.kv.pool.page_headers import PageCounts, PageIdentity, checksum
 from stages.kv.pool.page_pool import PagePool
 from stages.kv.pool.page_table import UNCLAIMED
 from stages.kv.pool.prefix_hash import PageHash, RootHasher, page_hashes
+from stages.kv.pool.root_owners import RootOwners
 
 # (row, serial, begin, end) -> tokens (end - begin,) int32; None when the row belongs to another sequence.
 ReadTokens = Callable[[int, int, int, int], np.ndarray | None]
@@ -104,7 +105,8 @@ class Manager:
         self.is_reconciled = is_reconciled
         self.leases: dict[str, Lease] = {}
         self._table = pool.table
-        self._root_hash_of = root_hash_of
+        self.root_hash_of = root_hash_of
+        self.owners = RootOwners()
         self._read_tokens = read_tokens
         self._caching = caching
 
@@ -129,7 +131,8 @@ class Manager:
         """
         pool, table = self.pool, self._table
         known = self.leases.get(sequence)
-        root = self._root_hash_of(salt)
+        root = self.root_hash_of(salt)
+        self.owners.learn(root, salt)
         hashes = page_hashes(root, tokens, self.page_tokens) if self._caching else []
         if known is not None:
             if (
@@ -165,7 +168,7 @@ class Manager:
 
     def pages_outside(self, tokens: np.ndarray, salt: str = "") -> list[PageHash]:
         """The pages that `acquire` would fetch from a source for these tokens (n,) int32."""
-        hashes = page_hashes(self._root_hash_of(salt), tokens, self.page_tokens) if self._caching else []
+        hashes = page_hashes(self.root_hash_of(salt), tokens, self.page_tokens) if self._caching else []
         return self.pool.find(hashes[: max(0, len(tokens) - 1) // self.page_tokens])[1]
 
     def extend(self, sequence: str, want_tokens: int) -> Grant | Denial:
@@ -275,7 +278,7 @@ class Manager:
         if lease is None:
             last = claim.pages[-1] if claim.pages else -1
             own = [page for page in dict.fromkeys(claim.pages) if self._may_hold(page, last)]
-            lease = Lease(claim.sequence, claim.row, 0, self._root_hash_of(""), own, [], 0, 0, 0, claim.n_tokens, True)
+            lease = Lease(claim.sequence, claim.row, 0, self.root_hash_of(""), own, [], 0, 0, 0, claim.n_tokens, True)
         for page in lease.pages:
             self._table.claim(page)
         self.leases[claim.sequence] = lease

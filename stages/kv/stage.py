@@ -2,7 +2,7 @@
 
     scheduler  one peer: attaches to a model, acquires, extends, commits and releases leases
     gateways   begin, commit, abort and close turns of sessions
-    control    `starling kv check` requests an audit of the page tables
+    control    `starling kv check` requests an audit of the page tables, `starling kv clear` drops cached pages
 
 `pipeline/protocol/messages.py` defines the frames.  After a start of the scheduler or of this stage, the scheduler
 attaches, receives `KvReady` with reconciled = False, and sends `Reconcile` with its leases.  It receives that `KvReady`
@@ -20,7 +20,7 @@ import msgspec
 
 from pipeline.config import paths
 from pipeline.config.schema import Config
-from pipeline.errors import InvalidRequest
+from pipeline.errors import Conflict, InvalidRequest
 from pipeline.ipc.control_poll import PollControlServer
 from pipeline.ipc.liveness import IDLE_INTERVALS
 from pipeline.ipc.poll_loop import PollLoop
@@ -31,6 +31,7 @@ from pipeline.runtime.malloc_trim import MallocTrimmer
 from shm.arena import ArenaError
 from stages.kv.audit import audit
 from stages.kv.cache_metrics import measure
+from stages.kv.clearing import Clearing
 from stages.kv.loaded_versions import MAX_STALL_S, LoadedVersion, LoadedVersions
 from stages.kv.manager import Denial, Grant, LeaseClaim, Manager
 from stages.kv.sessions.model_sessions import answer
@@ -60,6 +61,7 @@ class KvStage:
         self.gateways.on_down = self._on_gateway_down
         self.control = PollControlServer(paths.run_dir(config), self.loop, self._on_command)
         self.loop.on_tick += [self._tick, MallocTrimmer(self.loop.clock).tick]
+        self.clearing: Clearing | None = None  # the last one
         self._next_chores = self._pushed_at = float("-inf")
 
     def run(self) -> int:
@@ -89,6 +91,9 @@ class KvStage:
         if now >= self._next_chores:
             more = self.versions.do_chores()
             self._next_chores = now + (CHORES_S / 10 if more else CHORES_S)
+        if self.clearing is not None and not self.clearing.is_done and self.clearing.step():
+            self.loop.mark_active()
+            return 0.0
         page_in_due = min((one.page_ins.next_due for one in self.versions.by_id.values()), default=float("inf"))
         if self.loop.is_idle and not missing and not more and page_in_due == float("inf"):
             return None
@@ -272,12 +277,46 @@ class KvStage:
     # -------------------------------------------------------------- commands
 
     def _on_command(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The control socket's handler: `{"op": "audit"}`, for `starling kv check`."""
+        """The control socket's handler.
+
+        `{"op": "audit"}` for `starling kv check`; `{"op": "clear", "model", "tenant"}` and `{"op": "clear_progress"}`
+        for `starling kv clear`, where "" stands for all.
+        """
+        if request.get("op") == "clear":
+            self._clear(str(request.get("model", "")), str(request.get("tenant", "")))
+            return self._clearing_report()
+        if request == {"op": "clear_progress"}:
+            return self._clearing_report()
         if request != {"op": "audit"}:
             raise InvalidRequest(f"unknown request {str(request)[:100]}, expected {{'op': 'audit'}}", "op")
         with self.loop.allow_stall(MAX_STALL_S):
             audits = [audit(pages) for pages in self.versions.pages()]
         return {"models": [msgspec.to_builtins(one) for one in audits if one is not None]}
+
+    def _clear(self, model: str, tenant: str) -> None:
+        if self.clearing is not None and not self.clearing.is_done:
+            raise Conflict("cached pages are being cleared already; try again when that has ended")
+        # Imported here: what checks keys is needed by this command only, and brings `ssl`.
+        from pipeline.api.key_file import KeyFile, key_path
+        from pipeline.api.keys import tenant_salt
+
+        keys = KeyFile(key_path(paths.state_dir(self.config)))
+        keys.refresh()
+        tenants = {*self.config.tenants, *(key.tenant for key in keys.keys.values())}
+        owners = frozenset(tenant_salt(self.config, one, has_key_file=keys.exists) for one in tenants)
+        owner = tenant_salt(self.config, tenant, has_key_file=keys.exists) if tenant else None
+        if owner == "":
+            raise Conflict(f"tenant {tenant!r} shares its cached pages with others; leave out --tenant to drop them")
+        chosen = [one.pages for one in self.versions.by_id.values() if model in ("", one.version.name)]
+        self.clearing = Clearing(chosen, owner, owners)
+        self.loop.mark_active()
+        log.info("cached pages are cleared by an operator", extra={"model": model, "tenant": tenant})
+
+    def _clearing_report(self) -> dict[str, Any]:
+        if self.clearing is None:
+            raise Conflict("nothing was cleared since this process started; the kv stage may have been restarted")
+        reports = [msgspec.to_builtins(one) for one in self.clearing.reports]
+        return {"done": self.clearing.is_done, "models": reports}
 
     # -------------------------------------------------------------- states and metrics
 

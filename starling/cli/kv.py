@@ -8,6 +8,7 @@ from rich.console import Console
 
 from pipeline.config.load import load
 from pipeline.runtime.process import EXIT_FATAL, EXIT_OK
+from starling.cli.kv_clear import clear
 from starling.cli.kv_warm import warm
 from starling.cli.options import exit_codes, json_option
 
@@ -44,6 +45,7 @@ def check(context: click.Context, as_json: bool) -> int:
     return _report(as_json or bool(context.obj), check=True)
 
 
+kv.add_command(clear)
 kv.add_command(warm)
 
 

@@ -12,9 +12,10 @@ import msgspec
 
 from pipeline.config import paths
 from pipeline.config.load import load
+from pipeline.errors import ModelNotFound
 from pipeline.ipc import control
+from pipeline.models import versions
 from pipeline.runtime.process import EXIT_FATAL, EXIT_OK
-from starling.cli.drain import admission
 from starling.cli.options import exit_codes, json_option, timeout_option
 
 TIMEOUT_S = 120.0
@@ -45,8 +46,9 @@ def clear(model: str, tenant: str, timeout: float, as_json: bool) -> int:
     """
     config = load()
     run_dir = paths.run_dir(config)
-    if model:
-        model = admission(config, model)
+    names = sorted({version.name for version in versions.read(config).versions})
+    if model and model not in names:
+        raise ModelNotFound(f"there is no model {model!r}; there are {', '.join(names)}")
     report = cleared(run_dir, {"op": "clear", "model": model, "tenant": tenant}, timeout)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(report)).decode())

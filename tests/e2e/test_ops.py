@@ -173,6 +173,45 @@ def test_a_drain_ends_late_requests_with_an_error(server: Up) -> None:
     assert server.post("/v1/generate", prompt=[1], max_tokens=1)["choices"]
 
 
+def by_choice(events: list[dict[str, Any]]) -> dict[int, list[int]]:
+    """The tokens of each choice."""
+    found: dict[int, list[int]] = {}
+    for event in events:
+        assert "error" not in event, event
+        if "tokens" in event:
+            found.setdefault(event["index"], []).extend(event["tokens"])
+    return found
+
+
+def test_clearing_the_cache_changes_no_byte(server: Up) -> None:
+    """Neither of streams that run meanwhile, nor of those that find nothing cached afterwards."""
+    prompt = list(range(3, 170))
+    request = {**ENDLESS, "prompt": prompt, "max_tokens": 1500}
+    undisturbed = by_choice(list(server.stream("/v1/generate", **request)))
+    for _ in range(8):
+        stream = server.stream("/v1/generate", **request)
+        begun = [next(stream)]
+        (cleared,) = json.loads(starling(server, "kv", "clear", "--json"))["models"]
+        assert by_choice(begun + list(stream)) == undisturbed
+        if cleared["in_use"]:  # the stream was still running
+            break
+    else:
+        pytest.fail("no stream was still running")
+
+    def cached() -> int:
+        usage = server.post("/v1/completions", model="tiny", prompt=prompt, max_tokens=1)["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    cached()
+    assert cached() > 0
+    assert "tiny: dropped" in starling(server, "kv", "clear", "--model", "tiny")
+    assert cached() == 0
+    assert by_choice(list(server.stream("/v1/generate", **request))) == undisturbed
+    starling(server, "kv", "clear", "--model", "unknown", code=2)
+    starling(server, "kv", "clear", "--tenant", "default", code=1)  # without keys all share their pages
+    starling(server, "kv", "check")
+
+
 def test_unknown_targets_are_refused(server: Up) -> None:
     starling(server, "drain", "unknown", code=2)
     starling(server, "restart", "unknown", code=2)

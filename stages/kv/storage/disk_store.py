@@ -160,6 +160,20 @@ class DiskPageStore:
         """All pages, longest unused first."""
         return list(self._cell_of)
 
+    def matching(self, wants: Callable[[bytes], bool] | None) -> list[PageHash]:
+        """The pages whose records `wants` accepts (None: all). Reads every record; a record that fails is accepted."""
+        if wants is None:
+            return self.hashes()
+        found = []
+        for page_hash, cell in self._cell_of.items():
+            try:
+                if not wants(self._file.record(cell)):
+                    continue
+            except OSError as error:
+                log.warning("%s: the record of cell %d cannot be read: %s", self.path, cell, error)
+            found.append(page_hash)
+        return found
+
     def touch(self, page_hash: PageHash) -> None:
         """Count a use: the page is replaced last."""
         self._cell_of.move_to_end(page_hash)

@@ -31,17 +31,20 @@ QUEUED_BYTES = 64 << 20  # of pages that wait to be written
 STAGED_BYTES = 256 << 20  # of pages that were read ahead, or are about to be
 MAX_JOBS = 4096  # of all kinds
 
+_NO_HASH = PageHash(b"")
 _file_locks: dict[Path, threading.Lock] = {}  # held by the thread of each file that is open in this process
 
 
 class _Result(NamedTuple):
     """A finished job."""
 
-    kind: Literal["read", "write", "remove"]
+    kind: Literal["read", "write", "remove", "list"]
     page_hash: PageHash
     is_written: bool = False
     identity: PageIdentity | None = None  # of a page that was read; None: it is missing or damaged
     content: np.ndarray | None = None  # (page_bytes,) u8
+    hashes: list[PageHash] | None = None  # of a list
+    on_listed: Callable[[list[PageHash]], object] | None = None
 
 
 class ThreadedPageStore:
@@ -208,6 +211,30 @@ class ThreadedPageStore:
 
         self._jobs.put(remove)
 
+    @property
+    def is_removing(self) -> bool:
+        """Whether the thread has yet to remove pages."""
+        return bool(self._removed) and self.error is None and not self._is_closing
+
+    def list_pages(self, wants: Callable[[bytes], bool] | None, on_listed: Callable[[list[PageHash]], object]) -> bool:
+        """Have the thread list the pages whose records it `wants` (None: all); `poll` calls `on_listed` with them.
+
+        False: the file is not open.
+        """
+        if not self.is_open or self._is_closing:
+            return False
+
+        def list_them() -> None:
+            found: list[PageHash] = []
+            try:
+                if not self._is_closing:
+                    found = self._store.matching(wants)
+            finally:
+                self._finish(_Result("list", _NO_HASH, hashes=found, on_listed=on_listed))
+
+        self._jobs.put(list_them)
+        return True
+
     def compact(self, limit: int) -> bool:
         """Queue moving at most `limit` pages into holes. Whether more remained after the last time."""
         if self.is_open and not self._is_compacting and self._has_room and self._store.has_excess_holes:
@@ -295,6 +322,8 @@ class ThreadedPageStore:
                 self._removed[page_hash] -= 1
                 if not self._removed[page_hash]:
                     del self._removed[page_hash]
+            elif result.on_listed is not None:
+                result.on_listed(result.hashes or [])
             else:
                 self._n_queued -= 1
                 self._unwritten.pop(page_hash, None)
