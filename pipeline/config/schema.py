@@ -214,6 +214,7 @@ class MetricsConfig(Section, frozen=True, kw_only=True):
 
     enabled: bool = True
     endpoint: str = "/metrics"
+    aliases: tuple[Literal["vllm", "llama-server"], ...] = ()  # whose names are exported as well
 
 
 class TracingConfig(Section, frozen=True, kw_only=True):

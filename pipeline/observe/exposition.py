@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.observe import process_use, status
+from pipeline.observe.aliases import ALIASES, Alias
 from pipeline.observe.metric_families import FAMILIES, Family
 from pipeline.observe.metrics import Metrics, Series, Snapshot, fits, read_snapshot
 from shm.arena import process_ticks
@@ -40,7 +41,8 @@ def render(config: Config, own: Metrics | None = None, shows_tenants: bool = Tru
         for snapshot in snapshots:
             _hide_tenants(snapshot)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_MergedCollector(merge(snapshots)))
+    aliases = [alias for name in dict.fromkeys(config.metrics.aliases) for alias in ALIASES[name]]
+    registry.register(_MergedCollector(merge(snapshots), aliases))
     return generate_latest(registry)
 
 
@@ -107,8 +109,9 @@ def _stage_families(run_dir: Path) -> Snapshot:
 class _MergedCollector(Collector):
     """Passes merged series to prometheus_client, which writes the text format."""
 
-    def __init__(self, merged: dict[str, dict[tuple[str, ...], Series]]) -> None:
+    def __init__(self, merged: dict[str, dict[tuple[str, ...], Series]], aliases: Iterable[Alias] = ()) -> None:
         self._merged = merged
+        self._aliases = aliases
 
     def collect(self) -> Iterator[Metric]:
         """Every family, in the order of the table; counters without labels are 0 before the first event."""
@@ -117,6 +120,8 @@ class _MergedCollector(Collector):
             if not several and not family.labels and family.kind != "gauge":
                 several = {(): Series((), 0.0, [0] * (len(family.bounds) + 1) if family.bounds else [])}
             yield _metric(family, several.values())
+        for alias in self._aliases:
+            yield _metric(alias.family, alias.make(self._merged))
 
 
 def _metric(family: Family, several: Iterable[Series]) -> Metric:
