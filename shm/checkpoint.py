@@ -31,14 +31,13 @@ import xxhash
 
 from shm.arena import align
 from shm.decoding import DECODE_ERRORS
+from shm.tensor_checksum import TensorChecksum, has_checksum
 
 VERSION = 2  # of the index; grows when its layout changes
 VERSION_WITHOUT_PIECES = 1  # still read, and migrated; files of other versions are ingested again
 VOCABULARY_REVISION = 1  # of `TokenizerData`; since 1, None says that a file does not state a flag
 ALIGNMENT = 64
 PIECE_BYTES = 8 << 20  # of the `.bin`, for each checksum
-CHECKSUM_CHUNK = 1 << 20  # read at a time
-XXH3 = "xxh3:"  # begins a tensor's checksum
 
 
 class CheckpointError(RuntimeError):
@@ -337,27 +336,7 @@ class Checkpoint:
     def is_damaged(self, tensor: Tensor) -> bool:
         """Whether a tensor's bytes differ from its checksum."""
         data = self.data[tensor.offset : tensor.offset + tensor.nbytes]
-        if not tensor.checksum.startswith(XXH3):
-            return hashlib.blake2b(data.data, digest_size=16).hexdigest() != tensor.checksum
-        found = TensorChecksum()
-        found.update(data.data)
-        return found.text != tensor.checksum
-
-
-class TensorChecksum:
-    """Computes `Tensor.checksum`: XXH3-128, at the speed of memory."""
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_128()
-
-    def update(self, data: Any) -> None:
-        """The next bytes, a buffer. Releases the interpreter lock."""
-        self._state.update(data)
-
-    @property
-    def text(self) -> str:
-        """Of all bytes so far."""
-        return f"{XXH3}{self._state.hexdigest()}"
+        return not has_checksum(data.data, tensor.checksum)
 
 
 def _sync_directory(directory: Path) -> None:

@@ -18,8 +18,11 @@ from typing import IO
 
 import msgspec
 
-from shm.checkpoint import CHECKSUM_CHUNK, Tensor, TensorChecksum
+from shm.checkpoint import Tensor
 from shm.decoding import DECODE_ERRORS
+from shm.tensor_checksum import TensorChecksum
+
+_CHUNK = 1 << 20  # bytes read at a time
 
 
 class PartialCheckpoint:
@@ -84,7 +87,7 @@ class PartialCheckpoint:
 def _checksum(file: IO[bytes], tensor: Tensor) -> str:
     file.seek(tensor.offset)
     digest, left = TensorChecksum(), tensor.nbytes
-    while left > 0 and (chunk := file.read(min(CHECKSUM_CHUNK, left))):
+    while left > 0 and (chunk := file.read(min(_CHUNK, left))):
         digest.update(chunk)
         left -= len(chunk)
     return digest.text if not left else ""

@@ -19,7 +19,7 @@ from starling.cli.options import exit_codes, json_option
 from starling.cli.progress import shown
 from starling.model_facts import quantization_of_index
 
-QUANTS = ("q4_0", "q4_1", "q8_0", "f16")  # a test compares them with those of the worker
+QUANTS = ("q4_0", "q4_1", "q4_k_m", "q8_0", "f16")  # a test compares them with those of the worker
 
 
 @click.command(

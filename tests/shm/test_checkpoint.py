@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from shm.checkpoint import (
     piece_checksum,
     write_index,
 )
+from shm.tensor_checksum import TensorChecksum, has_checksum
 from tests.shm.checkpoints import HYPER, TOKENIZER, finish
 
 PIECE = 5000  # bytes, in tests of pieces
@@ -158,3 +160,14 @@ def test_damaged_tokenizer_data_is_an_error_where_it_is_used(tmp_path: Path, raw
     for name in ("tokenizer", "vocabulary_digest"):
         with pytest.raises(CheckpointError, match="bad tokenizer data"):
             getattr(index, name)
+
+
+def test_checksums_of_older_releases_are_understood() -> None:
+    data = bytes(range(256)) * 9
+    new = TensorChecksum()
+    new.update(data[:100])
+    new.update(data[100:])
+    assert new.text.startswith("xxh3:")
+    for expected in (new.text, hashlib.blake2b(data, digest_size=16).hexdigest()):
+        assert has_checksum(data, expected)
+        assert not has_checksum(data[:-1] + b"\0", expected)

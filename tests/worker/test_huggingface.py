@@ -99,6 +99,18 @@ def test_quantized_weights_are_those_of_the_gguf_package(tiny_gguf, tmp_path: Pa
     assert len({found.digest, from_gguf.digest, expected.digest}) == 3
 
 
+@pytest.mark.parametrize(("shape", "usual", "finer"), [("super", "Q4_K", "Q6_K"), ("odd", "Q5_0", "Q8_0")])
+def test_the_mix_of_q4_k_m(tiny_gguf, tmp_path: Path, shape: str, usual: str, finer: str) -> None:  # type: ignore[no-untyped-def]
+    source = tiny_gguf(shape, "F16")
+    index = prepare_source(write_directory(source, tmp_path / "hf"), folder_of(tmp_path), "q4_k_m")
+    found = {tensor.name: tensor.format for tensor in index.tensors if tensor.layout == "groups"}
+    last = f"blk.{SHAPES[shape].n_layers - 1}"
+    better = {"output.weight", f"{last}.attn_v.weight", f"{last}.ffn_down.weight"}
+    better |= {f"blk.2.{name}.weight" for name in ("attn_v", "ffn_down") if shape == "odd"}
+    assert {name for name, kind in found.items() if kind == finer} == better
+    assert {kind for name, kind in found.items() if name not in better} == {usual}
+
+
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
 def test_weights_keep_their_type(tiny_gguf, tmp_path: Path, dtype: str) -> None:  # type: ignore[no-untyped-def]
     directory = write_directory(tiny_gguf("odd", "F32"), tmp_path / "hf", dtype=dtype)

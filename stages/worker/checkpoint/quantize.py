@@ -1,4 +1,4 @@
-"""Quantizes rows of f32 to GGUF blocks of the simple types. The bytes are those of the `gguf` package's `quants`.
+"""Quantizes rows of f32 to GGUF blocks. The bytes of the simple types are those of the `gguf` package's `quants`.
 
 A block of 32 values x has a scale d (and a minimum m where the type has one), both f16, and codes q:
 
@@ -6,7 +6,7 @@ A block of 32 values x has a scale d (and a minimum m where the type has one), b
     Q4_1, Q5_1    m = the least value, d = (greatest - least) / 15 (31); q = (x - m) / d, likewise
     Q8_0          d = the largest magnitude / 127; q = x / d, rounded half away from zero
 
-Divisions are multiplications with the f32 reciprocal of the unrounded f32 scale.
+Divisions are multiplications with the f32 reciprocal of the unrounded f32 scale.  quantize_k.py has the K-quants.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+
+from stages.worker.checkpoint.quantize_k import SUPER, quantize_q4_k, quantize_q6_k
 
 BLOCK = 32
 _HALF = np.float32(0.5)
@@ -40,7 +42,17 @@ def quantize(values: np.ndarray, format_name: str) -> np.ndarray:
             raise NotFinite(f"{float(np.abs(values).max()):g}, beyond F16's range of 65504")
         return halves.view(np.uint8).reshape(rows, -1)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        if format_name in _SUPER_BLOCKS:
+            return _super_blocks(values.reshape(-1, SUPER), format_name).reshape(rows, -1)
         return _QUANTIZERS[format_name](values.reshape(-1, BLOCK)).reshape(rows, -1)
+
+
+def _super_blocks(values: np.ndarray, format_name: str) -> np.ndarray:
+    quantizer, most = _SUPER_BLOCKS[format_name]
+    greatest = float(np.abs(values).max(initial=0.0))
+    if greatest > most:
+        raise NotFinite(f"{greatest:g}, beyond {format_name}'s range of {most:g}")
+    return quantizer(values)
 
 
 def _reciprocal(d: np.ndarray) -> np.ndarray:
@@ -113,4 +125,9 @@ _QUANTIZERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,
+}
+# With the greatest value whose scales f16 holds, whatever the others are, and whose squares f32 holds.
+_SUPER_BLOCKS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], float]] = {
+    "Q4_K": (quantize_q4_k, 1e6),
+    "Q6_K": (quantize_q6_k, 1e6),
 }

@@ -5,9 +5,14 @@
     q8_0        Q8_0            Q8_0
     q4_0        Q4_0            Q8_0
     q4_1        Q4_1            Q8_0
+    q4_k_m      Q4_K            Q6_K
+
+With q4_k_m, ffn_down and attn_v (or the fused attn_qkv) of half the layers are Q6_K too: of the first and the last
+eighth, and of every third one in between.
 
 Vectors stay F32; embeddings of positions and routers of experts keep their type.  A matrix whose rows are no multiple
-of the type's block becomes F16.  Tensors must be F32, F16 or BF16: quantizing twice would add the errors of both.
+of 256 values becomes Q5_0 instead of Q4_K, and Q8_0 instead of Q6_K.  Tensors must be F32, F16 or BF16: quantizing
+twice would add the errors of both.
 """
 
 from __future__ import annotations
@@ -24,6 +29,8 @@ from stages.worker.checkpoint.source import Rows, Source, TensorInfo, dense_valu
 from stages.worker.kernels.formats import FORMATS, Format
 
 _QUANTIZED_BYTES = 1 << 17  # at a time: as f32 they fit into a core's cache
+_FINER = ("attn_v.weight", "attn_qkv.weight", "ffn_down.weight", "ffn_down_exps.weight")
+_NARROW = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # for rows that are no multiple of 256 values
 _HEAD = ("output.weight", "token_embd.weight")
 
 
@@ -32,6 +39,7 @@ class Mix(NamedTuple):
 
     matrices: str
     head: str
+    finer: str = ""  # of `_FINER` in half the layers
 
 
 QUANTS = {
@@ -39,6 +47,7 @@ QUANTS = {
     "q8_0": Mix("Q8_0", "Q8_0"),
     "q4_0": Mix("Q4_0", "Q8_0"),
     "q4_1": Mix("Q4_1", "Q8_0"),
+    "q4_k_m": Mix("Q4_K", "Q6_K", "Q6_K"),
 }
 
 
@@ -51,6 +60,8 @@ class Requantized:
         self.path: Path = source.path
         self.metadata: dict[str, Any] = source.metadata
         self.size = source.size
+        n_layers = source.metadata.get(f"{source.metadata.get('general.architecture')}.block_count")
+        self._n_layers = n_layers if isinstance(n_layers, int) else 0
         self._head = next((name for name in _HEAD if name in source.tensors), "")
         self.tensors = {name: self._converted(info) for name, info in source.tensors.items()}
 
@@ -63,12 +74,22 @@ class Requantized:
                 f"--quant; leave --quant out, or take the unquantized file",
                 "quant",
             )
-        name = self._mix.head if info.name == self._head else self._mix.matrices
-        fmt = FORMATS[name]
+        fmt = FORMATS[self._type_of(info.name)]
+        if info.shape[-1] % fmt.unit:
+            fmt = FORMATS[_NARROW.get(fmt.name, "F16")]
         if info.shape[-1] % fmt.unit:
             fmt = FORMATS["F16"]
         nbytes = int(np.prod(info.shape, dtype=np.int64)) // fmt.unit * fmt.source_bytes
         return info._replace(format=fmt, nbytes=nbytes)
+
+    def _type_of(self, name: str) -> str:
+        if name == self._head:
+            return self._mix.head
+        _, _, rest = name.partition("blk.")
+        layer, _, part = rest.partition(".")
+        if self._mix.finer and part in _FINER and layer.isdecimal() and _is_finer(int(layer), self._n_layers):
+            return self._mix.finer
+        return self._mix.matrices
 
     def rows(self, info: TensorInfo) -> Rows:
         """The rows in their new type."""
@@ -89,6 +110,11 @@ class Requantized:
     def identity(self) -> tuple[int, ...]:
         """As `Source.identity`."""
         return self.source.identity()
+
+
+def _is_finer(layer: int, n_layers: int) -> bool:
+    eighth = n_layers // 8
+    return layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2
 
 
 @dataclass(frozen=True)
