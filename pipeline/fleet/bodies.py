@@ -109,6 +109,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""  # SHA-256 of the GGUF file
     kv_type: str = ""
     numerics: int = 0  # 0: the engine does not promise equal bytes
+    can_continue: bool = False  # it names its output tokens, and goes on from those of another engine
     running: int = 0  # sequences
     vllm_queue_length: int = 0  # sequences that wait
     kv_cache_hit_rate: float = 0.0  # of pages, since the engine started

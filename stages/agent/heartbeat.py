@@ -108,6 +108,7 @@ class Reporter:
             digest=entry.digest,
             kv_type=promises.kv_type,
             numerics=promises.numerics,
+            can_continue=promises.can_continue,
             running=placement.queue.running,
             vllm_queue_length=placement.queue.waiting,
             kv_cache_hit_rate=placement.queue.hit_rate,

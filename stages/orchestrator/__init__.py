@@ -14,6 +14,7 @@ request_ids.py  ids from which every orchestrator derives the same
 relay.py        forwards requests, and moves them when an engine dies
 forward.py      a request on its way, and what was tried
 event_cutter.py whole events of a stream, none lost and none twice
+output_record.py  the output tokens of a stream, from which another engine continues
 cold_loads.py   loads that requests wait for, one for each model
 placement.py    the loads that placements need
 upstream.py     the interface of the HTTP client

@@ -7,13 +7,16 @@ dropped, choice by choice; while the engine is behind with one, the ids that it 
 has.
 
 An event is a block of lines that ends with an empty line.  A block without data is a comment or a reconnection delay:
-it is forwarded, but not counted.
+it is forwarded, but not counted.  Comments that name output tokens are for the orchestrator alone.
 """
 
 from __future__ import annotations
 
 import math
 import re
+
+from pipeline.api.output_tokens import COMMENT
+from stages.orchestrator.output_record import OutputRecord
 
 END = b"\n\n"
 DONE = b"data: [DONE]"  # the last event of OpenAI's API
@@ -32,10 +35,14 @@ class EventTooLargeError(Exception):
 
 
 class EventCutter:
-    """The state of one stream, across engines. `last_id`: of the last event that the client has received."""
+    """The state of one stream, across engines.
 
-    def __init__(self, last_id: bytes = b"") -> None:
+    last_id: of the last event that the client has received. output: the record of its tokens
+    """
+
+    def __init__(self, last_id: bytes = b"", output: OutputRecord | None = None) -> None:
         self.last_id = last_id
+        self.output = output or OutputRecord()
         self.n_events = 0  # forwarded
         self.is_over = False  # the last event was forwarded
         self.error = b""  # an error event, which was not forwarded
@@ -78,6 +85,9 @@ class EventCutter:
     def _take(self, block: bytes) -> bytes:
         """The block as it is to be forwarded; b"" if it is not."""
         at = block.find(b"data: ") if not block.startswith(b":") else -1
+        if block.startswith(COMMENT):
+            self.output.read(block)
+            return b""
         if at < 0 or (at and block[at - 1] != 10):
             return block if block.startswith(b":") or not self.has_begun else b""
         if block.startswith(ERRORS, at):

@@ -146,6 +146,7 @@ class FleetApi:
         health = [one.health for one in self._registry.health()]
         for state in ("READY", "SUSPECT", "UNKNOWN"):
             metrics.set("starling_fleet_agents", health.count(state), state.lower())
+        metrics.set("starling_fleet_continued_tokens_total", self._relay.continued_tokens)
         for cause, count in self._relay.moves.items():
             metrics.set("starling_fleet_moves_total", count, cause)
         metrics.set("starling_fleet_cold_waiting", self._cold.n_waiting)

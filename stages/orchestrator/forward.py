@@ -11,13 +11,14 @@ import msgspec
 from pipeline.errors import StarlingError
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.interfaces import RoutedRequest
+from stages.orchestrator.output_record import OutputRecord
 
 # Errors with which an engine refuses a request that another engine may serve.
 MOVABLE = frozenset({"DRAINING", "MODEL_UNAVAILABLE", "OVERLOADED", "MODEL_NOT_FOUND", "INVALID_API_KEY"})
 # And errors in the middle of a stream after which another engine may continue it.
 MOVABLE_IN_STREAM = frozenset({"DRAINING", "MODEL_UNAVAILABLE", "INTERNAL"})
 KEPT_S = 120.0  # how long a request can be sent again after its client has left
-KEPT_BYTES = 32 << 20  # of their bodies
+KEPT_BYTES = 32 << 20  # of their bodies and tokens
 KEPT_COUNT = 4096
 
 
@@ -42,6 +43,11 @@ class Forward(msgspec.Struct, frozen=True, kw_only=True):
     def can_replay(self) -> bool:
         """Whether another engine gives the same answer from its beginning."""
         return self.method == "POST" and not self.is_bound
+
+    @property
+    def outlives_client(self) -> bool:
+        """Whether an engine finishes it although its client has left, because the client will repeat it."""
+        return "Idempotency-Key" in self.headers
 
 
 class Refusal(Exception):
@@ -130,6 +136,11 @@ class _Kept(msgspec.Struct):
     forward: Forward
     agent_id: str
     until: float  # inf while its client is connected
+    record: OutputRecord | None = None  # what its client may continue from
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.forward.body) + (self.record.nbytes if self.record is not None else 0)
 
 
 class KeptRequests:
@@ -151,14 +162,23 @@ class KeptRequests:
             return
         self._kept[forward.id] = _Kept(forward, agent_id, float("inf"))
         self.nbytes += len(forward.body)
-        while self._kept and (self.nbytes > KEPT_BYTES or len(self._kept) > KEPT_COUNT):
-            self._drop(next(iter(self._kept)))
+        self._trim()
 
-    def left(self, request_id: str) -> None:
-        """Its client has left, or has everything."""
+    def left(self, request_id: str, record: OutputRecord | None = None) -> None:
+        """Its client has left, or has everything. `record`: of the output so far."""
         known = self._kept.get(request_id)
         if known is not None:
             known.until = self._clock() + KEPT_S
+            if record is not None:
+                self.nbytes -= known.nbytes
+                known.record = record
+                self.nbytes += known.nbytes
+                self._trim()
+
+    def record(self, forward: Forward) -> OutputRecord:
+        """What a client that continues its stream has left; else a new one."""
+        known = self._kept.get(forward.id) if forward.last_id else None
+        return known.record if known is not None and known.record is not None else OutputRecord()
 
     def find(self, request_id: str) -> tuple[Forward, str] | None:
         """The request, and the agent that it was sent to last."""
@@ -171,5 +191,9 @@ class KeptRequests:
         for name in [name for name, kept in self._kept.items() if kept.until <= now]:
             self._drop(name)
 
+    def _trim(self) -> None:
+        while self._kept and (self.nbytes > KEPT_BYTES or len(self._kept) > KEPT_COUNT):
+            self._drop(next(iter(self._kept)))
+
     def _drop(self, request_id: str) -> None:
-        self.nbytes -= len(self._kept.pop(request_id).forward.body)
+        self.nbytes -= self._kept.pop(request_id).nbytes

@@ -19,6 +19,7 @@ import msgspec
 from pipeline.api.fair_shares import FairShares
 from pipeline.api.fair_shares import Refusal as Bound
 from pipeline.api.keys import Caller, Keys
+from pipeline.api.output_tokens import RELAY
 from pipeline.api.quotas import Quotas
 from pipeline.config.schema import Config
 from pipeline.errors import InvalidRequest, NotFound, Overloaded, Unauthenticated
@@ -147,7 +148,8 @@ class Front:
         is_bound = read.session is not None
         if read.session:
             agent = self._sessions.get((caller.tenant, read.session), agent)
-        sent = {**headers, "X-Starling-Request": self._ids.name(request_id, is_keyed=bool(key), salt=caller.salt)}
+        name = self._ids.name(request_id, is_keyed=bool(key), salt=caller.salt)
+        sent = {**headers, "X-Starling-Request": name, RELAY: "1"}
         if key:
             sent["Idempotency-Key"] = hashlib.sha256(f"{caller.tenant}\0{key}".encode()).hexdigest()
         routed = RoutedRequest(
@@ -188,26 +190,25 @@ class Front:
             forward, agent = kept
             routed = msgspec.structs.replace(forward.routed, pinned=agent)
             return Ticket(msgspec.structs.replace(forward, routed=routed, last_id=last_id), caller.tenant)
-        for view in self._router.table:
-            for model in view.details.loaded_models:
-                if model.model_state == "READY":
-                    found = await self._head(request_id, model.engine_url, model.engine_key)
-                    if found is not None:
-                        routed = RoutedRequest(request_id=request_id, model=model.model_id, pinned=view.agent_id)
-                        path = f"/v1/requests/{request_id}"
-                        is_stream = "event-stream" in found
-                        return Ticket(
-                            Forward(
-                                routed=routed,
-                                path=path,
-                                body=b"",
-                                headers={},
-                                method="GET",
-                                is_stream=is_stream,
-                                last_id=last_id,
-                            ),
-                            caller.tenant,
-                        )
+        engines = [
+            (view.agent_id, one)
+            for view in self._router.table
+            for one in view.details.loaded_models
+            if one.model_state == "READY"
+        ]
+        answers = await asyncio.gather(*(self._head(request_id, one.engine_url, one.engine_key) for _, one in engines))
+        for (agent_id, one), found in zip(engines, answers):
+            if found is not None:
+                forward = Forward(
+                    routed=RoutedRequest(request_id=request_id, model=one.model_id, pinned=agent_id),
+                    path=f"/v1/requests/{request_id}",
+                    body=b"",
+                    headers={RELAY: "1"},
+                    method="GET",
+                    is_stream="event-stream" in found,
+                    last_id=last_id,
+                )
+                return Ticket(forward, caller.tenant)
         raise NotFound(f"there is no request {request_id}; answers of ended requests are stored for a short time only")
 
     async def _read(self, caller: Caller, body: bytes, headers: Mapping[str, str]) -> ReadBody:

@@ -4,8 +4,9 @@ A request is sent with everything that its answer depends on (request_ids.py), s
 gives the same answer.  Until an answer is complete:
 
     the engine or agent dies     the request goes to another agent, or to the restarted engine
-    a stream has begun           the successor computes it again, and what was delivered is dropped (event_cutter.py);
-                                 an engine that has the request still continues after the last event
+    a stream has begun           the successor goes on from the output tokens (output_record.py), or computes them
+                                 again, and what was delivered is dropped (event_cutter.py); an engine that has the
+                                 request still continues after the last event
     no agent has the model       it is loaded, once for all who wait; streams get comments meanwhile
     no agent can serve it        the request waits for one, up to the bound, and then gets the error
 
@@ -19,12 +20,13 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from pipeline.api import sse
 from pipeline.api.error_response import error_event
+from pipeline.api.output_tokens import OUTPUT, RELAY
 from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.event_cutter import EventCutter, EventTooLargeError
@@ -38,7 +40,36 @@ log = logging.getLogger("starling.orchestrator")
 
 COMMENT_S = 2.0  # between two comments in a stream that waits
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.05, 1.0  # between attempts while no agent can serve a request
+RELEASE_S = 5.0  # for an engine to end a request that no client reads
+MAX_RELEASES = 1000  # at once; engines end further ones when no one has read them for a minute
+NOT_TAKEN = (400, 403, 413)  # answers to output tokens that an engine does not continue from
 MAX_LOST = 8  # engines in a row that may die under a request: one that kills engines must not kill them all
+
+
+class _Abortable(Protocol):
+    def abort(self, reason: str) -> None:
+        """End it: who waits for it gets `Unreachable`."""
+
+
+class _Opening:
+    """A request whose answer has not begun."""
+
+    def __init__(self, task: asyncio.Task[Answer]) -> None:
+        self._task = task
+        self._reason = ""
+
+    def abort(self, reason: str) -> None:
+        self._reason = reason
+        self._task.cancel()
+
+    async def answer(self) -> Answer:
+        try:
+            return await self._task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if self._reason and current is not None and not current.cancelling():
+                raise Unreachable(self._reason) from None
+            raise
 
 
 class Bounds(NamedTuple):
@@ -64,6 +95,7 @@ class Relay:
     ) -> None:
         self.kept = KeptRequests(clock)
         self.moves: Counter[str] = Counter()  # by cause
+        self.continued_tokens = 0  # output tokens from which another engine went on
         self._client = client
         self._router = router
         self._registry = registry
@@ -72,14 +104,16 @@ class Relay:
         self._clock = clock
         self._next_change = next_change
         self._progress_of = progress_of
-        self._answers: dict[str, dict[Answer, Forward]] = {}  # by agent
+        self._answers: dict[str, dict[_Abortable, Forward]] = {}  # by agent
+        self._releases: set[asyncio.Task[None]] = set()
 
     # ---------------------------------------------------------------- streams
 
     async def stream(self, forward: Forward, out: Out) -> int:
         """Forward a streamed request; the number of events. Raises `StarlingError` or `Refusal` before it has begun."""
-        cutter = EventCutter(forward.last_id.encode())
+        cutter = EventCutter(forward.last_id.encode(), self.kept.record(forward))
         tries = Tries(self._clock)
+        tries.version = cutter.output.version
         try:
             while True:
                 route = await self._route(forward, tries, out)
@@ -98,7 +132,7 @@ class Relay:
             await out.write(sse.event(error_event(shown, [0])))
             return cutter.n_events
         finally:
-            self.kept.left(forward.id)
+            self.kept.left(forward.id, cutter.output)
 
     async def _stream_from(self, route: Route, forward: Forward, cutter: EventCutter, tries: Tries, out: Out) -> None:
         """Forward the events of one engine, up to the last one. Raises `Unreachable`, `Refusal`."""
@@ -116,9 +150,10 @@ class Relay:
                         is_first = False
                         self._router.first_token(route, forward.routed, self._clock() - begun)
                     events = cutter.feed(data)
+                    if not tries.version and (events or cutter.output.n_tokens):
+                        tries.version = cutter.output.version = self._version(route)
                     if events:
                         tries.advanced()
-                        tries.version = tries.version or self._version(route)
                         await out.write(events)
                     if cutter.error:
                         await self._on_error_event(cutter.error, out)
@@ -138,7 +173,13 @@ class Relay:
         if cutter.has_begun and not forward.can_replay:
             raise Unreachable("the engine does not have the request any longer, and no other one can repeat it")
         cutter.restart(is_replay=True)
-        answer = await self._send(route, forward, {})
+        output = cutter.output.encode() if route.engine is not None and route.engine.can_continue else b""
+        answer = await self._send(route, forward, {}, output=output)
+        if output and answer.status == 200:
+            self.continued_tokens += cutter.output.n_tokens
+        elif output and answer.status in NOT_TAKEN:
+            await self._discard(answer)
+            answer = await self._send(route, forward, {})
         if answer.status == 409 and route.agent_id in tries.visited:
             await self._discard(answer)  # the engine has it from an earlier attempt, of which nothing was delivered
             return await self._send(route, forward, {}, method="GET", path=f"/v1/requests/{forward.id}")
@@ -281,7 +322,13 @@ class Relay:
     # ---------------------------------------------------------------- connections
 
     async def _send(
-        self, route: Route, forward: Forward, extra: dict[str, str], method: str = "", path: str = ""
+        self,
+        route: Route,
+        forward: Forward,
+        extra: dict[str, str],
+        method: str = "",
+        path: str = "",
+        output: bytes = b"",
     ) -> Answer:
         assert route.engine is not None
         headers = {**forward.headers, **extra}
@@ -289,9 +336,15 @@ class Relay:
             headers["Authorization"] = f"Bearer {route.engine.engine_key}"
         method = method or forward.method
         body = forward.body if method == "POST" else b""
+        if output:
+            headers[OUTPUT] = str(len(output))
         if forward.id:
             self.kept.put(forward, route.agent_id)
-        return await self._client.open(method, route.engine.engine_url + (path or forward.path), headers, body)
+        url = route.engine.engine_url + (path or forward.path)
+        task = asyncio.ensure_future(self._client.open(method, url, headers, body + output))
+        opening = _Opening(task)
+        with self._registered(route, forward, opening):
+            return await opening.answer()
 
     @staticmethod
     async def _check(answer: Answer) -> None:
@@ -321,15 +374,54 @@ class Relay:
     @contextmanager
     def _watched(self, route: Route, forward: Forward, answer: Answer) -> Iterator[None]:
         """The answer ends early if its agent is lost."""
+        try:
+            with self._registered(route, forward, answer):
+                yield
+        finally:
+            answer.close()
+
+    @contextmanager
+    def _registered(self, route: Route, forward: Forward, exchange: _Abortable) -> Iterator[None]:
         answers = self._answers.setdefault(route.agent_id, {})
-        answers[answer] = forward
+        answers[exchange] = forward
         try:
             yield
+        except (asyncio.CancelledError, ConnectionError):  # the client has left
+            if not forward.outlives_client:
+                self._release(route, forward)
+            raise
+        except Unreachable:
+            self._release(route, forward)
+            raise
         finally:
-            del answers[answer]
-            if not answers:
-                self._answers.pop(route.agent_id, None)
+            del answers[exchange]
+            if not answers and self._answers.get(route.agent_id) is answers:
+                del self._answers[route.agent_id]
+
+    def _release(self, route: Route, forward: Forward) -> None:
+        """The engine, if it lives, need not wait for another reader of the request."""
+        if RELAY not in forward.headers or route.engine is None or len(self._releases) >= MAX_RELEASES:
+            return
+        key = route.engine.engine_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        url = f"{route.engine.engine_url}/v1/requests/{forward.id}?unread=true"
+
+        async def release() -> None:
+            try:
+                answer = await self._client.open("DELETE", url, headers, b"", RELEASE_S)
+            except Unreachable:
+                return
             answer.close()
+
+        task = asyncio.get_running_loop().create_task(release())
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def close(self) -> None:
+        """Cancel what is still being sent."""
+        for task in self._releases:
+            task.cancel()
+        await asyncio.gather(*self._releases, return_exceptions=True)
 
     def lose_agent(self, agent_id: str, reason: str) -> int:
         """The agent is gone or silent: what it serves goes on elsewhere. The number of requests."""

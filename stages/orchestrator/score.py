@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pipeline.api.output_tokens import version_name
 from pipeline.fleet.bodies import CacheLevel, HeartbeatResponse, LoadedModel
 from stages.orchestrator.rates import DISK_BYTES_PER_S, NET_BYTES_PER_S, EngineRates
 
@@ -66,7 +67,7 @@ def version_of(model: LoadedModel) -> str:
     """The name of a version: streams continue only where it is the same. "": the engine promises no equal bytes."""
     if not model.numerics or not model.digest:
         return ""
-    return f"{model.digest}-{model.kv_type}-{model.numerics}"
+    return version_name(model.digest, model.kv_type, model.numerics)
 
 
 def residence(details: HeartbeatResponse, model: str, digest: str, nbytes: int) -> Residence:

@@ -216,6 +216,7 @@ class OrchestratorStage:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.cold.close()
             await runner.cleanup()
+            await self.relay.close()
             await self.client.close()
             await self._store.close()
             await self._blobs.close()

@@ -24,6 +24,7 @@ from pipeline.coordination.interface import Change
 from pipeline.coordination.sqlite_store import SqliteStore
 from pipeline.fleet import bodies, token
 from pipeline.fleet.records import AgentRecord, agent_key, encode
+from shm.pages import NUMERICS
 from tests.gateway.http_client import HttpClient
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
@@ -94,7 +95,8 @@ class TestAgent:
                 engine_incarnation=str(engine.port),
                 digest=DIGEST,
                 kv_type="f16",
-                numerics=1,
+                numerics=NUMERICS,
+                can_continue=True,
             )
             for model, engine in list(self.engines.items())
         ]

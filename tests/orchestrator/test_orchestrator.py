@@ -67,6 +67,7 @@ def running(engines: list[Server]) -> Iterator[None]:
     while CONNECTIONS:
         CONNECTIONS.pop().close()
     for engine in engines:
+        engine.peers.generator.is_starting = True
         hold(engine, False)
 
 
@@ -123,7 +124,11 @@ def test_a_stream_outlives_its_engine(fleet: Fleet, engines: list[Server], path:
     hold(victim, False)
     victim.wait_ready()
     assert plain(received) == plain(undisturbed)
-    # What the successor has is the whole answer, under the same id.
+    # The successor has computed none of the tokens again.
+    forced = [frame.forced for frame in successor.peers.generator.submitted if frame.request == request_id]
+    assert forced and all(forced)
+    assert b"starling_fleet_continued_tokens_total 0" not in fleet.get("/metrics").body
+    # What it has is the whole answer, under the same id.
     assert successor.get(f"/v1/requests/{request_id}").status == 200
 
 
@@ -147,23 +152,37 @@ def test_a_whole_answer_outlives_its_engine(fleet: Fleet, engines: list[Server])
     assert answers[0].status == 200 and plain(answers[0].body) == plain(undisturbed.body)
 
 
-def test_a_stream_leaves_an_agent_whose_lease_has_ended(fleet: Fleet, engines: list[Server]) -> None:
+@pytest.mark.parametrize("n_tokens", [0, 3])
+def test_a_stream_leaves_an_agent_whose_lease_has_ended(fleet: Fleet, engines: list[Server], n_tokens: int) -> None:
     fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
     undisturbed = engines[0].post("/v1/generate", {**BODY, "stream": True}).body
     for engine in engines:
         hold(engine)
+        # Without tokens: while its prompt waits, so that its response has not begun.
+        engine.peers.generator.is_starting = bool(n_tokens)
     connection = opened(fleet)
     headers = {"Content-Type": "application/json", **MINE}
     connection.request("POST", "/v1/generate", json.dumps({**BODY, "stream": True}).encode(), headers)
-    response = connection.getresponse()
-    first = engine_of(fleet, engines, response.headers["X-Starling-Request"])
-    step(engines[first], 3)
-    name = ("one", "two")[first]
-    received = response.read1(1 << 16)
+    received = b""
+    state = fleet.wait(lambda state: any(one["under_way"] for one in state["agents"]))
+    name = next(one["agent_id"] for one in state["agents"] if one["under_way"])
+    first = ["one", "two"].index(name)
+    if n_tokens:
+        response = connection.getresponse()
+        step(engines[first], n_tokens)
+        received = response.read1(1 << 16)
+    else:
+        while not engines[first].peers.generator.running:
+            pass
     fleet.write(f"agents/{name}", None)
     fleet.wait(lambda state: [one["agent_id"] for one in state["agents"]] == [("one", "two")[1 - first]])
     hold(engines[1 - first], False)
+    if not n_tokens:
+        response = connection.getresponse()
     received += response.read()
+    # The engine that was left stops computing.
+    while engines[first].peers.generator.running:
+        pass
     hold(engines[first], False)
     fleet.register(fleet.agents[name])
     assert plain(received) == plain(undisturbed)

@@ -22,6 +22,7 @@ class Capabilities(NamedTuple):
 
     kv_type: str = ""
     numerics: int = 0  # version of the arithmetic: equal ones give equal bytes; 0: no promise
+    can_continue: bool = False  # from the output tokens of another engine of the same version
 
 
 class Queue(NamedTuple):

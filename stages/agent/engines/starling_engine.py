@@ -63,7 +63,7 @@ class StarlingEngine(Engine):
 
         free_port: a port that no process listens on now.
         """
-        self.capabilities = Capabilities(model.kv_type, NUMERICS)
+        self.capabilities = Capabilities(model.kv_type, NUMERICS, can_continue=True)
         self._config = config
         self._model = msgspec.structs.replace(model, path=str(home / "models" / f"{digest}.idx"), sha256="")
         self._home = home

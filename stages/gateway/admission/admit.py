@@ -23,6 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipeline.api.keys import Caller
+from pipeline.api.output_tokens import Output, version_name
 from pipeline.api.quotas import Quotas
 from pipeline.config.schema import Config
 from pipeline.errors import InvalidRequest, ModelUnavailable, StarlingError
@@ -34,6 +35,7 @@ from stages.gateway.admission.in_flight import InFlight
 from stages.gateway.admission.lengths import check_text_count, output_budget
 from stages.gateway.admission.prompts import check_ids, prompt_field, tokenize_prompts
 from stages.gateway.admission.server_readiness import READY_WAIT_S, ServerReadiness
+from stages.gateway.requests.continued import force_output
 from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.request_name import RequestName
 from stages.gateway.requests.sessions import Sessions
@@ -174,6 +176,13 @@ class Admission:
                     f"not begun after {self._timeout_s:.1f} s, the time a request may take "
                     f"(server.request_timeout_ms); try again when it is less busy",
                 ) from None
+
+    def force_output(self, request: RequestState, output: Output) -> None:
+        """The answer goes on from another server's tokens. Raises `InvalidRequest`, `ModelUnavailable`."""
+        described, version = self._loaded.described[request.spec.version], self._catalog.get(request.spec.version)
+        kv_type = version.settings.kv_type if version is not None else ""
+        name = version_name(described.digest, kv_type, NUMERICS)
+        force_output(request, output, name, described.vocab_size, self._clock())
 
     async def _admit_to(self, version: ModelVersion, generation: GenerationRequest, call: _Call) -> RequestState:
         """Begin the session's turn, if there is one, and abort it if the request is not admitted."""

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.keys import Caller
+from pipeline.api.output_tokens import Output
 from stages.gateway.http.connection_gate import ConnectionGate
 from stages.gateway.http.parser_pool import ParserPool
 from stages.gateway.http.stream_backlogs import StreamBacklogs
@@ -28,6 +29,7 @@ PRINCIPAL = web.RequestKey("principal", str)  # whom bounds apply to: the tenant
 CLIENT_ID = web.RequestKey("client_id", str)  # a valid X-Request-Id, or ""
 STARTED_AT = web.RequestKey("started_at", float)  # of the service's clock
 # Set by a handler of text.
+CONTINUED = web.RequestKey("continued", Output)  # what another server has computed of the answer
 STATE = web.RequestKey("state", RequestState)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -8,10 +8,11 @@ from typing import Any
 
 from aiohttp import web
 
+from pipeline.api.output_tokens import OUTPUT, decode_output, output_length
 from pipeline.config.schema import Config
 from pipeline.errors import StarlingError, TooLarge
 from stages.gateway.endpoints.body_readers import Body
-from stages.gateway.http.context import BODY_TURN, PARSERS, PRINCIPAL, SERVICE
+from stages.gateway.http.context import BODY_TURN, CONTINUED, PARSERS, PRINCIPAL, SERVICE
 from stages.gateway.http.held_bytes import HeldBytes
 
 BODY_TIMEOUT_S = 30.0  # from a request's head to the end of its body
@@ -29,17 +30,23 @@ async def read_body(
     Raises `TooLarge`, `InvalidRequest`, a 408 for a body that is late, or `Overloaded` if too many bytes of bodies are
     held for the client or in all. Bodies for administration are not counted.
     """
-    if (request.content_length or 0) > config.server.max_body_mb << 20:
+    n_output = output_length(request.headers.get(OUTPUT))
+    if (request.content_length or 0) - n_output > config.server.max_body_mb << 20:
         raise body_too_large(config)
     bounds = request.app[SERVICE].body_bytes if is_counted else None
     with HeldBytes(bounds, request[PRINCIPAL], "of request bodies are being received (server.body_buffer_mb)") as held:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await _receive(request, config, held, on_part)
+                body = await _receive(request, config, held, None if n_output else on_part, n_output)
         except TimeoutError:
             raise StarlingError(
                 "INVALID_REQUEST", f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s", status=408
             ) from None
+        if n_output:
+            request[CONTINUED] = decode_output(bytes(body[-n_output:]))
+            del body[-n_output:]
+            if on_part is not None:
+                on_part(bytes(body))
         headers = request.headers
         received = Body(
             body,
@@ -52,9 +59,12 @@ async def read_body(
 
 
 async def _receive(
-    request: web.Request, config: Config, held: HeldBytes, on_part: Callable[[bytes], object] | None
+    request: web.Request, config: Config, held: HeldBytes, on_part: Callable[[bytes], object] | None, n_output: int
 ) -> bytearray:
-    """Return the body's bytes. Of all bodies with several parts, one adds a part in each turn of the event loop."""
+    """Return the body's bytes, `n_output` of which may be beyond its bound.
+
+    Of all bodies with several parts, one adds a part in each turn of the event loop.
+    """
     content, turn = request.content, request.app[BODY_TURN]
     body = bytearray()
     while part := await content.readany():
@@ -62,7 +72,7 @@ async def _receive(
         body += part
         if on_part is not None:
             on_part(part)
-        if len(body) > config.server.max_body_mb << 20:
+        if len(body) - n_output > config.server.max_body_mb << 20:
             raise body_too_large(config)
         if not content.at_eof():
             async with turn:  # meanwhile the connection fills its buffer, and is then not read

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 
-from pipeline.api import sse
+from pipeline.api import output_tokens, sse
 from pipeline.api.error_response import error_event
 from pipeline.errors import StarlingError
 from stages.gateway.endpoints.response_formatter import ResponseFormatter
@@ -79,6 +79,14 @@ class StreamSink(abc.ABC):
         self._is_open = False
         self._id = f"{request.id}:".encode()
         self._places = ["0"] * len(request.sequences)
+        # Output tokens of each sequence that comments have named; None: the reader does not ask for them.
+        self._named: list[int] | None = None
+        self._sequences = request.sequences
+
+    def name_tokens(self) -> None:
+        """Send a comment for the tokens of each step, for a reader that may continue the stream elsewhere."""
+        if all(sequence.spec.sampling.logprobs < 0 for sequence in self._sequences):
+            self._named = [0] * len(self._sequences)
 
     # ---------------------------------------------------------------- from the relay
 
@@ -118,6 +126,8 @@ class StreamSink(abc.ABC):
         """Write the pending events in one piece. Drops the connection if the client reads too slowly."""
         if self._transport is None or not self._pending or self._is_dropped:
             return
+        if self._named is not None:
+            self._add_comments(self._named)
         data = b"".join(self._pending)
         self._pending.clear()
         self.bytes_sent += len(data)
@@ -128,6 +138,18 @@ class StreamSink(abc.ABC):
         backlog = transport.get_write_buffer_size()
         if backlog > self._max_backlog:
             self.drop(f"the client reads too slowly: {backlog} bytes wait for it, the limit is {self._max_backlog}")
+
+    def _add_comments(self, named: list[int]) -> None:
+        """Add comments for the tokens that none has named, if an event would not be cut by them."""
+        if self.over.done() or not self._pending[-1].endswith(b"\n\n"):
+            return
+        for sequence in self._sequences:
+            tokens, first = sequence.tokens, named[sequence.index]
+            if len(tokens) > first:
+                self._pending.append(
+                    output_tokens.comment(sequence.index, first, sequence.cached_tokens, tokens[first:])
+                )
+                named[sequence.index] = len(tokens)
 
     @property
     def backlog(self) -> int:

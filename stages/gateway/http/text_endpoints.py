@@ -19,8 +19,9 @@ from aiohttp.hdrs import METH_HEAD
 
 from pipeline.api import sse
 from pipeline.api.json_body import CONTENT_TYPE
+from pipeline.api.output_tokens import OUTPUT, RELAY
 from pipeline.config.schema import Config
-from pipeline.errors import Conflict, InvalidRequest, NotFound, StarlingError
+from pipeline.errors import Conflict, Forbidden, InvalidRequest, NotFound, StarlingError
 from pipeline.ipc.tcp_transport import reset
 from stages.gateway.endpoints import chat_tools, completions, generate
 from stages.gateway.endpoints.message_formatter import MessageFormatter
@@ -31,6 +32,7 @@ from stages.gateway.http.context import (
     BACKLOGS,
     CALLER,
     CLIENT_ID,
+    CONTINUED,
     PRINCIPAL,
     SERVICE,
     STARTED_AT,
@@ -86,6 +88,7 @@ def text_handler(endpoint: TextEndpoint, config: Config, service: Service) -> Ha
     """Return the handler of `endpoint`; with a `Last-Event-ID` it resumes a request instead of starting one."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
+        _check_relay(request, service)
         if cursor := _last_event_id(request):
             state = service.resumer.find(cursor.request, request[CALLER].tenant, cursor)
             if state.spec.generation.endpoint != endpoint.name:
@@ -149,12 +152,19 @@ async def _admit(
     request: web.Request, service: Service, generation: GenerationRequest, name: RequestName | None
 ) -> RequestState:
     generation = await service.responses.join(generation, request[CALLER].tenant)
-    return await service.admission.admit(generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID], name)
+    output = request.get(CONTINUED)
+    if output is not None and (name is None or generation.session_id is not None):
+        raise InvalidRequest(f"{OUTPUT} needs {NAME} and a request without a session", OUTPUT)
+    state = await service.admission.admit(generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID], name)
+    if output is not None:
+        service.admission.force_output(state, output)
+    return state
 
 
 async def _serve(request: web.Request, service: Service, state: RequestState) -> web.StreamResponse:
     """Start an admitted request and send its response."""
     request[STATE] = state
+    state.is_relayed = RELAY in request.headers
     formatter = _formatter(service, state)
     if state.spec.generation.is_in_background and not state.spec.generation.stream:
         state.sink = FanOutSink()
@@ -175,6 +185,7 @@ async def _serve(request: web.Request, service: Service, state: RequestState) ->
 async def get_request(request: web.Request) -> web.StreamResponse:
     """GET /v1/requests/ID: the response of an earlier request, a stream from `Last-Event-ID` on."""
     service = request.app[SERVICE]
+    _check_relay(request, service)
     cursor = _last_event_id(request)
     name = request.match_info["id"]
     if request.method == METH_HEAD:
@@ -187,13 +198,28 @@ async def get_request(request: web.Request) -> web.StreamResponse:
 
 
 async def cancel_request(request: web.Request) -> web.Response:
-    """DELETE /v1/requests/ID: cancel a request in flight. Its readers get an error."""
-    relay, name = request.app[SERVICE].relay, request.match_info["id"]
+    """DELETE /v1/requests/ID: cancel a request in flight. Its readers get an error.
+
+    With `?unread=true`, it ends when it has no reader: now, or with its last one.
+    """
+    service, name = request.app[SERVICE], request.match_info["id"]
+    relay = service.relay
     state = relay.requests.get(name)
     if state is None or state.spec.tenant != request[CALLER].tenant:
         raise NotFound(f"there is no request {name[:80]!r} in flight")
+    if (unread := request.query.get("unread")) is not None:
+        if unread != "true":
+            raise InvalidRequest(f"unread is {unread[:40]!r}; send true, or leave it out", "unread")
+        return json_response({"id": state.id, "cancelled": service.readers.release(state)})
     relay.fail(state, Conflict("the request was cancelled by its client"))
     return json_response({"id": state.id, "cancelled": True})
+
+
+def _check_relay(request: web.Request, service: Service) -> None:
+    """Raises `Forbidden` for the headers of an orchestrator that has no administrator's key."""
+    for header in (RELAY, OUTPUT):
+        if header in request.headers and service.api_keys and not request[CALLER].is_admin:
+            raise Forbidden(f"{header} needs an API key with the scope admin; leave it out")
 
 
 def _last_event_id(request: web.Request) -> EventCursor | None:
@@ -214,6 +240,7 @@ async def _resume(
 ) -> web.StreamResponse:
     """Add a sink to a request, from `cursor` on. A request that was not streamed has one whole response."""
     request[STATE] = state
+    state.is_relayed |= RELAY in request.headers
     formatter = formatter or _formatter(service, state)
 
     def make_sink(received: list[int]) -> StreamSink | WholeResponse:
@@ -255,7 +282,10 @@ def _stream_sink(request: web.Request, state: RequestState, formatter: Any) -> S
         if request.transport is not None:
             reset(request.transport)
 
-    return _endpoint(state).stream(state, formatter, drop)
+    sink = _endpoint(state).stream(state, formatter, drop)
+    if RELAY in request.headers:
+        sink.name_tokens()
+    return sink
 
 
 async def _respond(

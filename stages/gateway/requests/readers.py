@@ -1,8 +1,9 @@
 """The readers of a request: one HTTP connection at first, several after a client has resumed the stream elsewhere.
 
 The request of a client that disconnects is cancelled, unless it has another reader. A request that was recovered from
-the journal lost its client without the client's doing, and the client of one with an idempotency key will repeat it:
-they wait `CLAIM_S` for a reader before they are cancelled.
+the journal lost its client without the client's doing, the client of one with an idempotency key will repeat it, and
+that of one that is relayed may reach it through another orchestrator: they wait `CLAIM_S` for a reader before they are
+cancelled.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ log = logging.getLogger("starling.gateway.recovery")
 
 CLAIM_S = 60.0  # how long a request that may be resumed waits for a reader
 MAX_UNCLAIMED = 16  # requests of a tenant with idempotency keys that wait for a reader; the oldest are cancelled
+MAX_RELAYED = 256  # the same for requests that are relayed: an orchestrator forwards those of many clients
 MAX_READERS = 8  # of one request
 
 
@@ -132,13 +134,22 @@ class Readers:
             self.expect(request)
         elif request.spec.generation.is_in_background:
             request.sink = FanOutSink()
-        elif request.spec.idempotency_key:
+        elif request.spec.idempotency_key or request.is_relayed:
             request.sink = FanOutSink()
             self.expect(request)
             self._limit(request.spec.tenant)
         else:
             self._relay.abandon(request)
             request.sink = None
+
+    def release(self, request: RequestState) -> bool:
+        """Who forwards the request needs it no longer: it ends with its last reader. True: it has ended."""
+        request.is_relayed = False
+        fan_out = request.sink
+        if request.id in self._unclaimed or (isinstance(fan_out, FanOutSink) and not fan_out.sinks):
+            self._unclaimed.pop(request.id, None)
+            self._relay.abandon(request)
+        return request.outcome is not Outcome.OPEN
 
     def expect(self, request: RequestState) -> None:
         """Cancel a request unless a reader joins it within `CLAIM_S`; one in the background needs no reader."""
@@ -152,7 +163,8 @@ class Readers:
         """Cancel the oldest unclaimed requests of a tenant: they count against no bound of requests in flight."""
         requests = [self._relay.requests.get(request_id) for request_id in self._unclaimed]
         mine = [r for r in requests if r is not None and r.spec.tenant == tenant and not r.is_recovered]
-        for request in mine[:-MAX_UNCLAIMED]:
+        keyed, relayed = [r for r in mine if not r.is_relayed], [r for r in mine if r.is_relayed]
+        for request in (*keyed[:-MAX_UNCLAIMED], *relayed[:-MAX_RELAYED]):
             self._cancel(request)
 
     def _cancel(self, request: RequestState) -> None:

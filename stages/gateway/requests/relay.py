@@ -92,16 +92,21 @@ class Relay:
     # ---------------------------------------------------------------- beginning and ending
 
     def open(self, request: RequestState) -> None:
-        """Register a request that has its sink, and submit its sequences."""
+        """Register a request that has its sink, and submit its sequences, after the tokens that they have already."""
         self._register(request)
         request.n_open = len(request.sequences)
         if (trace := request.trace) is not None:
             now = self._clock()
             trace.add(now, "submitted", {"sequences": len(request.sequences)})
             trace.enter(Phase.QUEUE, now)
+        self.sequences.update((sequence.id, sequence) for sequence in request.sequences)
         for sequence in request.sequences:
-            self.sequences[sequence.id] = sequence
-            self._submit(sequence)
+            if request.outcome is Outcome.OPEN:
+                if sequence.tokens and not _is_complete(sequence):  # of another server
+                    sequence.move(SequencePhase.DECODING)
+                    self._emit_text(sequence)
+                if not sequence.is_over:
+                    self._submit(sequence)
 
     def request_of(self, sequence_id: str) -> RequestState | None:
         """The request in flight that a sequence belongs to."""
@@ -319,7 +324,7 @@ class Relay:
 
     def _submit(self, sequence: SequenceState) -> None:
         tokens = sequence.tokens
-        if tokens and (len(tokens) >= sequence.spec.max_tokens or tokens[-1] in sequence.spec.stop_ids):
+        if _is_complete(sequence):
             # The finish reason was lost with the scheduler; the tokens determine it.
             sequence.finish_reason = "stop" if tokens[-1] in sequence.spec.stop_ids else "length"
             self._unsubmitted.pop(sequence.id, None)
@@ -441,6 +446,12 @@ class Relay:
         for sequence in [s for s in self._unsubmitted.values() if now >= s.not_before]:
             if not sequence.is_over:
                 self._submit(sequence)
+
+
+def _is_complete(sequence: SequenceState) -> bool:
+    """Whether its tokens say that no more follow."""
+    tokens = sequence.tokens
+    return bool(tokens) and (len(tokens) >= sequence.spec.max_tokens or tokens[-1] in sequence.spec.stop_ids)
 
 
 def _emit(sequence: SequenceState, sink: Sink, text: str, end: int) -> None:

@@ -1,0 +1,49 @@
+"""The output tokens of one stream so far, as its engines have named them (pipeline/api/output_tokens.py).
+
+With them another engine of the same version continues the stream instead of computing it again.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from pipeline.api.output_tokens import encode_output, read_comment
+
+MAX_CHOICES = 1024
+MAX_TOKENS = 1 << 20  # of all choices; of a longer answer another engine computes the rest again
+
+
+class OutputRecord:
+    """Of one request. It is kept with the request while its client may read it again."""
+
+    def __init__(self) -> None:
+        self.version = ""  # of the engines that have begun it
+        self.n_tokens = 0
+        self._choices: list[array[int]] = []
+        self._cached: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens."""
+        return 4 * self.n_tokens
+
+    def read(self, block: bytes) -> None:
+        """Add the tokens of a comment. What does not follow the known tokens is left out."""
+        found = read_comment(block)
+        if found is None or found.choice >= MAX_CHOICES:
+            return
+        choice, first, cached, tokens = found
+        while len(self._choices) <= choice:
+            self._choices.append(array("i"))
+            self._cached.append(0)
+        known = self._choices[choice]
+        if not known:
+            self._cached[choice] = cached
+        fresh = tokens[len(known) - first :] if first <= len(known) else []
+        if fresh and max(fresh) < 1 << 31 and self.n_tokens + len(fresh) <= MAX_TOKENS:
+            known.extend(fresh)
+            self.n_tokens += len(fresh)
+
+    def encode(self) -> bytes:
+        """What another engine of the version is sent after the body; b"" if there is nothing."""
+        return encode_output(self.version, self._choices, self._cached) if self.version and self.n_tokens else b""
