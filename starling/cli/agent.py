@@ -8,6 +8,7 @@ import click
 
 from pipeline.config.load import load
 from pipeline.observe import logs
+from pipeline.runtime import process
 from starling.cli.options import exit_codes
 
 
@@ -43,3 +44,4 @@ def agent(join: str | None, agent_id: str | None, port: int | None) -> int:
 
 def _announce(agent_id: str, url: str) -> None:
     click.echo(f"Agent {agent_id} is ready at {url}")
+    process.sd_notify("READY=1")

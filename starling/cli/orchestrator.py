@@ -8,6 +8,7 @@ import click
 
 from pipeline.config.load import load
 from pipeline.observe import logs
+from pipeline.runtime import process
 from starling.cli.options import exit_codes
 
 
@@ -37,5 +38,8 @@ def orchestrator(join: str | None, port: int | None) -> int:
     logs.setup("orchestrator", config, in_background=True)
     from stages.orchestrator import stage
 
-    host = config.fleet.orchestrator.host
-    return stage.main(config, lambda port: click.echo(f"Orchestrator is ready at http://{host}:{port}"))
+    def announce(port: int) -> None:
+        click.echo(f"Orchestrator is ready at http://{config.fleet.orchestrator.host}:{port}")
+        process.sd_notify("READY=1")
+
+    return stage.main(config, announce)
