@@ -1,6 +1,9 @@
 """Files of a model hub's repositories: which there are, which one to take, and its download by `huggingface_hub`.
 
 The library honours HF_ENDPOINT, HF_TOKEN and the token of `hf auth login`.  It is imported when it is used.
+
+Where `registry.sources` bounds what may be fetched, the library sends requests to the hub itself, to the hosts of files
+of the public hub, and to what a pattern allows; a redirect elsewhere is refused.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from pipeline.errors import ConfigError, InvalidRequest, ModelUnavailable, ResourceError
-from pipeline.models.sources import HubSource
+from pipeline.models.sources import HubSource, check_allowed
 
 # By use: what fits most machines at little loss comes first.
 _FIRST = ("Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q6_K", "Q8_0")
@@ -23,6 +27,10 @@ _QUANTIZATION = re.compile(r"(?<![A-Za-z0-9])(IQ[1-4]_[A-Z0-9_]+|Q[2-8](?:_[0-9K
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 Progress = Callable[[str, int, int], None]
+
+ANY = ("*",)
+PUBLIC_HUB = "https://huggingface.co"
+PUBLIC_FILES = ("https://*.hf.co/*", "https://*.huggingface.co/*")  # where it redirects to
 
 
 class HubFile(NamedTuple):
@@ -104,11 +112,11 @@ def _without_gguf(repository: Repository) -> str:
 # ------------------------------------------------------------------ the hub
 
 
-def look_up(source: HubSource) -> Repository:
-    """The files of the repository. Raises `ConfigError`, `ModelUnavailable`."""
+def look_up(source: HubSource, allowed: Sequence[str] = ANY) -> Repository:
+    """The files of the repository. `allowed`: `registry.sources`. Raises `ConfigError`, `ModelUnavailable`."""
     from huggingface_hub import HfApi
 
-    with _errors(source):
+    with _errors(source), _bounded(allowed):
         info = HfApi().model_info(source.repository, revision=source.revision or None, files_metadata=True)
     files = [
         HubFile(one.rfilename, one.size or 0, (one.lfs.sha256 or "") if one.lfs else "") for one in info.siblings or ()
@@ -116,12 +124,14 @@ def look_up(source: HubSource) -> Repository:
     return Repository(source.repository, info.sha or source.revision or "main", tuple(files))
 
 
-def fetch(repository: Repository, file: HubFile, folder: Path, progress: Progress) -> Path:
+def fetch(
+    repository: Repository, file: HubFile, folder: Path, progress: Progress, allowed: Sequence[str] = ANY
+) -> Path:
     """Download the file below `folder`, which keeps the received bytes when this raises; its path there."""
     from huggingface_hub import hf_hub_download
 
     source = HubSource(repository.name, file.name, repository.commit)
-    with _errors(source):
+    with _errors(source), _bounded(allowed):
         path = hf_hub_download(
             repository.name,
             file.name,
@@ -150,12 +160,42 @@ def _reporter(progress: Progress, total: int) -> Any:
     return Reporter
 
 
+def _endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT") or PUBLIC_HUB
+
+
+@contextlib.contextmanager
+def _bounded(allowed: Sequence[str]) -> Iterator[None]:
+    """Within this, every request of the library, redirected ones included, is checked before it is sent."""
+    if "*" in allowed:
+        yield
+        return
+    from huggingface_hub import constants, get_session
+
+    endpoint = urlsplit(_endpoint())
+    own = f"{endpoint.scheme}://{endpoint.netloc}/*"
+    patterns = (*allowed, own, *(PUBLIC_FILES if _endpoint() == PUBLIC_HUB else ()))
+
+    def check(request: Any) -> None:
+        check_allowed(str(request.url), patterns)
+
+    session, uses_xet = get_session(), constants.HF_HUB_DISABLE_XET
+    hooks = session.event_hooks
+    session.event_hooks = {**hooks, "request": [*hooks["request"], check]}
+    constants.HF_HUB_DISABLE_XET = True  # a client of its own, whose requests no hook sees
+    try:
+        yield
+    finally:
+        session.event_hooks = hooks
+        constants.HF_HUB_DISABLE_XET = uses_xet
+
+
 @contextlib.contextmanager
 def _errors(source: HubSource) -> Iterator[None]:
     """Translate the library's exceptions."""
     from huggingface_hub import errors
 
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    endpoint = _endpoint()
     try:
         yield
     except errors.GatedRepoError:

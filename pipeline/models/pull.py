@@ -125,10 +125,10 @@ def _fetch(
             digest = download(source.url, part, progress, source.url, lambda url: check_allowed(url, allowed))
             return Fetched(part, digest, source.url)
         case HubSource():
-            repository = hub.look_up(source)
+            repository = hub.look_up(source, allowed)
             file = hub.choose(repository, source.file, quantization)
             _check_space(file.nbytes - _size(folder), folder, str(source))
-            part = hub.fetch(repository, file, folder, progress)
+            part = hub.fetch(repository, file, folder, progress, allowed)
             digest = digests.compute(part, progress).sha256
             return Fetched(part, digest, file.name, repository.commit, file.sha256)
         case PackageSource():

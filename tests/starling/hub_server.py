@@ -26,6 +26,7 @@ class Hub(http.server.ThreadingHTTPServer):
         self.substituted: dict[str, bytes] = {}  # contents that are sent in place of the announced ones
         self.cuts = 0  # bodies of files that end early
         self.requests: list[tuple[str, str]] = []
+        self.redirect = ""  # where files are
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client may close the connection early; that is no error here."""
@@ -99,6 +100,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         announced = hashlib.sha256(files[name]).hexdigest()
         data = self.server.substituted.get(name, files[name])
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{announced}"', "Accept-Ranges": "bytes"}
+        if self.server.redirect:
+            size = {"X-Linked-Size": str(len(data)), "X-Linked-Etag": headers["ETag"]}
+            self.answer(302, b"", {**headers, **size, "Location": self.server.redirect})
+            return
         found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if found and int(found[1]):
             begin = int(found[1])

@@ -190,6 +190,24 @@ def test_what_a_hub_lacks(home: Path, hub: Hub, source: str, code: int, message:
     assert message in pull(home, source, code=code, HF_ENDPOINT=hub.url).stderr
 
 
+def test_the_allow_list_holds_for_the_redirects_of_a_hub(home: Path, hub: Hub, gguf: Path) -> None:
+    with FileServer(gguf.read_bytes()) as inside:
+        hub.redirect = inside.url
+        try:
+            settings = {"HF_ENDPOINT": hub.url, "STARLING_REGISTRY__SOURCES": json.dumps(["hf:org/*"])}
+            done = pull(home, "hf:org/tiny", code=78, **settings)
+            assert f"{inside.url} is not allowed: registry.sources allows hf:org/*" in done.stderr
+            assert inside.ranges == []
+            settings["STARLING_REGISTRY__SOURCES"] = json.dumps(["hf:org/*", inside.url])
+            assert pulled(home, "hf:org/tiny", **settings)["digest"] == sha256(gguf.read_bytes())
+            assert inside.ranges
+        finally:
+            hub.redirect = ""
+        settings["STARLING_REGISTRY__SOURCES"] = json.dumps(["hf:org/*"])
+        done = pull(home, "hf:other/tiny", code=78, **settings)
+        assert "hf:other/tiny is not allowed" in done.stderr
+
+
 def test_a_token_opens_a_private_repository(home: Path, hub: Hub, other: bytes) -> None:
     record = pulled(home, "hf:org/secret", HF_ENDPOINT=hub.url, HF_TOKEN=Hub.TOKEN)
     assert record["digest"] == sha256(other)
