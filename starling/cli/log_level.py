@@ -17,7 +17,7 @@ from pipeline.observe.status import StageStatus, read_all
 from pipeline.runtime.process import EXIT_FATAL, EXIT_OK
 from starling.cli.options import exit_codes, json_option, timeout_option
 
-TIMEOUT_S = 15.0
+TIMEOUT_S = 60.0
 POLL_S = 0.05
 RESET = "reset"
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from starling.cli.kv_clear import cleared
 from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import ROOT, Server, wait_gone
@@ -191,9 +192,9 @@ def test_clearing_the_cache_changes_no_byte(server: Up) -> None:
     for _ in range(8):
         stream = server.stream("/v1/generate", **request)
         begun = [next(stream)]
-        (cleared,) = json.loads(starling(server, "kv", "clear", "--json"))["models"]
+        (report,) = cleared(server.home / "run", {"op": "clear"}, 60)["models"]
         assert by_choice(begun + list(stream)) == undisturbed
-        if cleared["in_use"]:  # the stream was still running
+        if report["in_use"]:  # the stream was still running
             break
     else:
         pytest.fail("no stream was still running")

@@ -41,7 +41,7 @@ log = logging.getLogger("starling.gateway.relay")
 
 RESUBMIT_AFTER_S = 1.0  # shortest time between two submissions of a sequence because of a gap
 MAX_TEXT_PARTS = 512  # of a sequence; one string for each token would take ten times the memory of its characters
-MEASURED = 8  # one frame in so many is timed for the timelines, and counts for all of them
+MEASURED = 16  # one frame in so many is timed for the timelines, and counts for all of them
 OVERTIME_S = 0.3  # the gateway ends a request so long after its deadline; the scheduler normally ends it before
 
 
