@@ -270,3 +270,18 @@ def test_a_changed_file_is_another_model(llama: Path) -> None:
     second = prepare_source(llama, folder)
     assert first.digest != second.digest and second.hyper.rope_base == 20000.0
     assert prepare_source(llama, folder).digest == second.digest
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_theta": 10**400}, "rope_theta is 1000000"),
+        ({"rms_norm_eps": -1.0}, "attention.layer_norm_rms_epsilon is -1.0, expected 0 to below 1"),
+        ({"head_dim": 1 << 30}, "head_dim is '1073741824', expected 1 to 4096 rotated values"),
+        ({"num_attention_heads": 0}, "llama.attention.head_count is 0, expected 1 to 4096"),
+        ({"max_position_embeddings": 1 << 62}, "max_position_embeddings is 4611686018427387904, expected at most"),
+    ],
+)
+def test_numbers_beyond_their_bounds_are_refused(llama: Path, fields: dict[str, object], message: str) -> None:
+    change(llama / "config.json", **fields)
+    assert message in refusal(llama)

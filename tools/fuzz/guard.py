@@ -45,6 +45,7 @@ class Guard:
     """Checks inputs of one target. Between `arm` and `disarm` the timer's signal is in use."""
 
     def __init__(self, target: Target, cpu_s: float = CPU_S) -> None:
+        gc.collect()  # files that earlier code left in cycles would be closed while an input runs
         self.target = target
         self.inputs = 0  # so far
         self._cpu_s = cpu_s

@@ -10,6 +10,7 @@ import msgspec
 from shm.decoding import DECODE_ERRORS
 
 _MAX_BYTES = 1 << 28  # of a JSON file; the largest tokenizer.json published has 34 MB
+_MAX_INTEGER, _MAX_NUMBER = 1 << 40, 1e30  # closer bounds are those of the graph
 UNSUPPORTED = "this model cannot be served; use another one"
 
 
@@ -40,13 +41,18 @@ class Config:
             raise CheckpointDirectoryError(f"{self._label(key)} is {str(value)[:60]!r}, expected {shown}")
         return value
 
+    def _bounded(self, key: str, value: Any, most: float) -> Any:
+        if not -most <= value <= most:
+            raise CheckpointDirectoryError(f"{self._label(key)} is {str(value)[:60]}, expected at most {most:g}")
+        return value
+
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number."""
-        return int(self._get(key, int, "a whole number", default))
+        return int(self._bounded(key, self._get(key, int, "a whole number", default), _MAX_INTEGER))
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number."""
-        return float(self._get(key, float, "a number", default))
+        return float(self._bounded(key, self._get(key, float, "a number", default), _MAX_NUMBER))
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false."""

@@ -16,6 +16,7 @@ from stages.worker.huggingface.config import Config
 from stages.worker.huggingface.families import FAMILIES, Family
 
 Metadata = dict[str, Any]
+_MAX_ROTATED = 4096  # values of a head; more than the graph allows
 
 
 def family_of(config: Config) -> tuple[str, Family]:
@@ -135,6 +136,8 @@ def _positions(config: Config, family: Family, sizes: Metadata) -> tuple[Metadat
     rope, local = _rope_tables(config)
     part = config.number("partial_rotary_factor", rope.number("partial_rotary_factor", family.rotated_part))
     n_rot = int(head_dim * part)
+    if not 0 < n_rot <= _MAX_ROTATED:
+        raise config.refuse("head_dim", f"1 to {_MAX_ROTATED} rotated values, found {n_rot}")
     base = rope.number("rope_theta", config.number("rope_theta", 1e6 if family.architecture == "gemma3" else 10000.0))
     keys: Metadata = {"rope.dimension_count": n_rot, "rope.freq_base": base}
     if family.architecture == "gemma3":
@@ -222,6 +225,6 @@ def _llama3_factors(config: Config, rope: Config, base: float, n_rot: int) -> np
 
 def _factors(rope: Config, key: str, n_rot: int) -> np.ndarray:
     values = rope.items(key)
-    if len(values) != n_rot // 2 or not all(isinstance(one, (int, float)) for one in values):
+    if len(values) != n_rot // 2 or not all(isinstance(one, (int, float)) and 0 <= one < 1e30 for one in values):
         raise rope.refuse(key, f"{n_rot // 2} numbers")
     return np.array(values, np.float32)

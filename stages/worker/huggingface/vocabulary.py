@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from pipeline.models.vocabularies import (
     BYTE,
@@ -161,14 +161,22 @@ class _TokenizerJson:
         else:
             keys |= self._sentencepiece(pairs)
         keys["tokenizer.ggml.token_type"] = np.array(self.types, np.int32)
-        with_added = self._tokenizer.encode("a").ids
-        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        with_added = self._encode("a", True).ids
+        plain = self._encode("a", False).ids
         starts = with_added[: len(with_added) - len(plain)] if with_added[-len(plain) :] == plain else with_added[:1]
         keys["tokenizer.ggml.add_bos_token"] = settings.flag("add_bos_token", bool(starts) and with_added != plain)
         if keys["tokenizer.ggml.add_bos_token"] and starts and with_added != plain:
             keys["tokenizer.ggml.bos_token_id"] = starts[0]
         keys["tokenizer.ggml.add_eos_token"] = settings.flag("add_eos_token", False)
         return keys
+
+    def _encode(self, text: str, with_special: bool) -> Encoding:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=with_special)
+        except Exception as error:
+            raise CheckpointDirectoryError(
+                f"{self._file.path} cannot encode {text!r}: {str(error)[:200]}; fetch the file again"
+            ) from None
 
     def _pair(self, entry: Any) -> tuple[str, str]:
         parts = entry.split(" ") if isinstance(entry, str) else entry
@@ -190,7 +198,7 @@ class _TokenizerJson:
             ranks.setdefault(left + right, rank)
         unmerged = float(-len(pairs) - 1)
         scores = [-float(ranks[text]) if text in ranks else unmerged for text in self.tokens]
-        first = self._tokenizer.encode("a", add_special_tokens=False).tokens[:1]
+        first = self._encode("a", False).tokens[:1]
         keys: dict[str, Any] = {
             "tokenizer.ggml.model": SENTENCEPIECE,
             "tokenizer.ggml.scores": np.array(scores, np.float32),
