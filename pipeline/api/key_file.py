@@ -286,6 +286,7 @@ def edited(state_dir: Path) -> Iterator[list[StoredKey]]:
         raw = msgspec.json.format(msgspec.json.encode(_Contents(1, contents_digest(keys), keys)), indent=1) + b"\n"
         parse(raw, str(path))  # what cannot be read is not written
         try:
+            points.DiskPoints("keys").write.hit()
             replace_file(path, raw, durable=True, mode=0o600)
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}", "server.state_dir") from None
