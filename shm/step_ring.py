@@ -33,6 +33,9 @@ A row whose output is constrained has token masks.  The mask for the token after
 the row, and valid when `mask_ready` has the tag (epoch, n) of the entry that samples the token.  It is written while
 the step computes; a sample whose mask does not come in time is NO_MASK and is computed again in a later step.
 
+A sample before OUTPUT_START, in a row with SCORED, draws nothing: the token after it is known.  It is *scored*: its
+outputs are the token's rank, its log probability and the SCORED - 1 highest ones.
+
 A *pooled* entry samples nothing: the final hidden states of some of its positions are summed up, for embeddings.  Its
 SAMPLE_BASE is its place in `pooled`, which no other entry of the step has.  Sums are of fixed-point numbers, so that
 the sum over a prompt is the same however steps divide it.
@@ -49,7 +52,7 @@ from shm.arena import Arena, ArenaError, align
 from shm.sampler_steps import DEFAULT_ORDER, SAMPLER_STEPS
 
 KIND = "steps"
-LAYOUT = 5
+LAYOUT = 6
 SLOTS = 16  # twice the steps that may be unacknowledged, so that an observer still finds finished ones
 MAX_TOP = 20  # top logprobs of a sample
 MAX_BIAS = 300  # logit_bias entries of a sequence
@@ -85,6 +88,7 @@ SLOT_WORDS = 8
 (SEED, CHOICE, OUTPUT_START, TOP_K, LOGPROBS, MIN_TOKENS, IGNORE_EOS, N_BIAS, N_MASK, ORDER) = range(10)
 SERIAL = 10
 (DRY_ALLOWED, DRY_LAST_N, HAS_BREAKERS) = range(11, 14)
+SCORED = 14
 ROW_INTS = 16
 
 # Columns of `row_floats` (f32)
@@ -120,13 +124,15 @@ class Steps(NamedTuple):
                 verification of draft tokens); sample_base: index of their first output;
                 flags: the epoch of the row's token masks, 0: its samples need none;
                 pool_first, pool_count: the computed positions that are pooled, counted from `start`
-    out_token   (SLOTS, max_samples) i32   -1 where the logits were not finite, or NO_MASK
+    out_token   (SLOTS, max_samples) i32   -1 where the logits were not finite, or NO_MASK; the rank of a scored
+                token, from 1
     out_logprob (SLOTS, max_samples) f32
     out_top_id  (SLOTS, max_samples, MAX_TOP) i32
     out_top_lp  (SLOTS, max_samples, MAX_TOP) f32
     timing      (SLOTS, 4) i64             CLOCK_MONOTONIC ns: seen, begun, finished; spare
     row_ints    (max_rows, ROW_INTS) i64   ORDER: sampler steps, 4 bits each, lowest first, 0 ends;
-                SERIAL: identifies the row's sequence uniquely (see above)
+                SERIAL: identifies the row's sequence uniquely (see above); SCORED: 0: prompt tokens are not
+                scored, n: they are, with n - 1 top logprobs
     row_floats  (max_rows, ROW_FLOATS) f32
     mask_ids    (max_rows, MAX_MASK) i32   stop ids (masked while min_tokens or ignore_eos applies)
     bias_ids    (max_rows, MAX_BIAS) i32

@@ -38,6 +38,7 @@ _COLUMNS = {
     "ignore_eos": sh.IGNORE_EOS,
     "dry_allowed": sh.DRY_ALLOWED,
     "dry_last_n": sh.DRY_LAST_N,
+    "scored": sh.SCORED,
 }
 _FLOAT_COLUMNS = {
     "temperature": sh.TEMPERATURE,

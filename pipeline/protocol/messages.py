@@ -222,7 +222,7 @@ class Submit(Frame, tag="S"):
     model: str
     tenant: str
     prompt: bytes  # int32 little-endian token ids
-    max_tokens: int  # output tokens, forced ones included
+    max_tokens: int  # output tokens, forced ones included; 0: with `prompt_logprobs`, or nothing is computed
     sampling: Sampling
     choice: int = 0
     forced: bytes = b""  # int32 little-endian
@@ -234,6 +234,10 @@ class Submit(Frame, tag="S"):
     constraint: Constraint | None = None
     pooling: str = ""  # one of POOLINGS: `Pooled` answers, and no token is generated; max_tokens is 1
     breakers: bytes = b""  # with `dry_multiplier`: u32 little-endian, a bit for each token that breaks repetitions
+    prompt_logprobs: int = (
+        -1
+    )  # n: the prompt's tokens are scored, with the n highest log probabilities; -1: they are not
+    scored: int = 1  # leading tokens of the prompt whose scores the gateway has, or that have none: the first one
 
 
 class Cancel(Frame, tag="C"):
@@ -278,6 +282,8 @@ class SequenceTokens(Frame):
     message: str = ""
     cached_tokens: int = 0  # with the first tokens: prompt tokens that came from the cache
     accepted: int = 0  # draft tokens accepted so far
+    score_start: int = 0  # index in the prompt of the first token in `scores`
+    scores: bytes = b""  # of prompt tokens, as stages/gateway/requests/prompt_scores.py reads them
 
 
 class SequenceEvent(Frame):
@@ -363,6 +369,7 @@ class Acquire(Frame, tag="a"):
     n_tokens: int  # known tokens in the row
     want_tokens: int
     salt: str = ""
+    sharable: int = -1  # leading positions that may be shared; -1: as many as match
 
 
 class Extend(Frame, tag="x"):

@@ -124,9 +124,11 @@ class Manager:
         row: int = -1,
         serial: int = 0,
         salt: str = "",
+        sharable: int = -1,
     ) -> Grant | Denial:
         """Grant pages to a sequence whose known tokens are `tokens` (n,) int32, a copy of its row.
 
+        `sharable`: only pages within so many leading positions are shared; -1: all that may be.
         Idempotent: the same request with the same tokens, after a lost answer, gets the same grant.
         """
         pool, table = self.pool, self._table
@@ -134,9 +136,11 @@ class Manager:
         root = self.root_hash_of(salt)
         self.owners.learn(root, salt)
         hashes = page_hashes(root, tokens, self.page_tokens) if self._caching else []
+        n_sharable = self._n_sharable(tokens, hashes, sharable)
         if known is not None:
             if (
-                (known.row, known.serial, known.root) == (row, serial, root)
+                known.n_shared <= n_sharable
+                and (known.row, known.serial, known.root) == (row, serial, root)
                 and known.hashes == hashes
                 and known.n_final == known.n_shared
             ):
@@ -149,7 +153,6 @@ class Manager:
             return self._denial(self.pages_for(want_tokens))
 
         now = pool.clock_ns()
-        n_sharable = min(len(hashes), max(0, len(tokens) - 1) // self.page_tokens)
         found, outside = pool.find(hashes[:n_sharable])
         needed = max(self.pages_for(want_tokens), len(found) + len(outside))
         table.acquire_ref(found)  # before make_room, which could evict them
@@ -166,10 +169,15 @@ class Manager:
         self.leases[sequence] = Lease(sequence, row, serial, root, pages, hashes, n_shared, n_shared, now, len(tokens))
         return Grant(tuple(pages), n_shared * self.page_tokens)
 
-    def pages_outside(self, tokens: np.ndarray, salt: str = "") -> list[PageHash]:
+    def _n_sharable(self, tokens: np.ndarray, hashes: list[PageHash], sharable: int) -> int:
+        """How many of the leading pages may be shared."""
+        most = max(0, len(tokens) - 1) if sharable < 0 else min(sharable, max(0, len(tokens) - 1))
+        return min(len(hashes), most // self.page_tokens)
+
+    def pages_outside(self, tokens: np.ndarray, salt: str = "", sharable: int = -1) -> list[PageHash]:
         """The pages that `acquire` would fetch from a source for these tokens (n,) int32."""
         hashes = page_hashes(self.root_hash_of(salt), tokens, self.page_tokens) if self._caching else []
-        return self.pool.find(hashes[: max(0, len(tokens) - 1) // self.page_tokens])[1]
+        return self.pool.find(hashes[: self._n_sharable(tokens, hashes, sharable)])[1]
 
     def extend(self, sequence: str, want_tokens: int) -> Grant | Denial:
         """Add new pages at the end of a lease. An unknown sequence is denied: it must acquire again."""

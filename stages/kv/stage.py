@@ -240,7 +240,7 @@ class KvStage:
             log.error("row out of bounds", extra={"row": frame.row, **_of(frame)})
             return Denial(False, 0, manager.pool.free + manager.pool.cached, manager.pool.total)
         tokens, serial = known
-        return manager.acquire(frame.sequence, tokens, frame.want_tokens, frame.row, serial, frame.salt)
+        return manager.acquire(frame.sequence, tokens, frame.want_tokens, frame.row, serial, frame.salt, frame.sharable)
 
     def _answer(self, peer: bytes, request: m.Acquire | m.Extend, answer: Grant | Denial) -> None:
         # If `send` fails, the scheduler is gone and its successor reconciles; or it sends the request again.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime
@@ -161,6 +162,7 @@ class Generator:
         self.steps = 0
         self.is_starting = False  # whether sequences leave the queue before their first token
         self._expected: dict[str, list[int]] = {}
+        self._scored: dict[str, int] = {}  # prompt tokens whose scores were sent
         self.refuse: Callable[[m.Submit], m.Rejected | None] = lambda frame: None
 
     def receive(self, frame: m.Frame) -> None:
@@ -177,6 +179,8 @@ class Generator:
                     self.most_pooling = max(self.most_pooling, len(self.pooling))
                     return
                 self.running[frame.sequence] = (frame, len(frame.forced) // 4)
+                if frame.prompt_logprobs >= 0:
+                    self._scored[frame.sequence] = frame.scored
                 if self.is_starting:
                     self.outbox.append(m.Tokens(MODEL, self.steps, [], (frame.sequence,)))
             case m.Cancel():
@@ -197,11 +201,14 @@ class Generator:
         for sequence, (frame, sent) in list(self.running.items()):
             everything = self._expected.get(sequence) or expected_tokens(frame)
             self._expected[sequence] = everything
+            if frame.prompt_logprobs >= 0 and (scores := self._scores(frame, 4 * n)) is not None:
+                moved.append(scores)
+                continue
             if sent:
                 assert array("i", frame.forced).tolist() == everything[: len(frame.forced) // 4]
             new = tuple(everything[sent : sent + n])
             over = sent + len(new) == len(everything)
-            finish = ("stop" if everything[-1] == EOS else "length") if over else ""
+            finish = ("stop" if everything[-1:] == [EOS] else "length") if over else ""
             logprobs = ()
             top = frame.sampling.logprobs
             if top >= 0:
@@ -210,11 +217,27 @@ class Generator:
             moved.append(m.SequenceTokens(sequence, sent, new, logprobs, finish, cached_tokens=cached))
             if over:
                 del self.running[sequence]
-                del self._expected[sequence]
+                self._expected.pop(sequence, None)
             else:
                 self.running[sequence] = (frame, sent + len(new))
         if moved:
             self.outbox.append(m.Tokens(MODEL, self.steps, moved))
+
+    def _scores(self, frame: m.Submit, n: int) -> m.SequenceTokens | None:
+        """The next `n` scores of the prompt; None: all were sent."""
+        first, end = self._scored[frame.sequence], len(frame.prompt) // 4
+        if first >= end:
+            return None
+        last = self._scored[frame.sequence] = min(end, first + n)
+        scores = b"".join(score_words(frame.prompt, index, frame.prompt_logprobs) for index in range(first, last))
+        return m.SequenceTokens(frame.sequence, 0, (), score_start=first, scores=scores)
+
+
+def score_words(prompt: bytes, index: int, top: int) -> bytes:
+    """The score of a token of a prompt."""
+    rank = 1 + hashlib.sha256(prompt + bytes([index % 251])).digest()[0]
+    others = ((65 + i, -0.25 * (i + rank)) for i in range(top))
+    return struct.pack("<" + "if" * (1 + top), rank, -0.5 * rank, *(value for pair in others for value in pair))
 
 
 def hidden(prompt: bytes, pooling: str) -> NDArray[np.float32]:
@@ -224,6 +247,8 @@ def hidden(prompt: bytes, pooling: str) -> NDArray[np.float32]:
 
 
 def expected_tokens(frame: m.Submit) -> list[int]:
+    if not frame.max_tokens:
+        return []
     return output(frame.prompt, frame.sampling.seed, frame.choice, frame.max_tokens, frame.stop_ids)
 
 

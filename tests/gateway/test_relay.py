@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from pipeline.protocol import messages as m
 from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.relay import OVERTIME_S, RESUBMIT_AFTER_S, Relay
 from stages.gateway.requests.state import Outcome, RequestState, SequencePhase, SequenceState
-from tests.gateway.peers import EOS, MODEL, Generator, make_token_bytes, output, text_of
+from tests.gateway.peers import EOS, MODEL, Generator, make_token_bytes, output, score_words, text_of
 from tests.gateway.request_states import make_state
 
 VOCABULARY = make_token_bytes()
@@ -38,6 +39,7 @@ class Recorder:
     def text(self, sequence: SequenceState, new: str, begin: int, end: int) -> None:
         assert not self.terminal
         assert sequence.index not in self.over
+        assert not sequence.request.waits_for_scores
         assert begin == self.ends.get(sequence.index, 0)
         assert end >= begin
         self.pieces.setdefault(sequence.index, []).append(new)
@@ -84,8 +86,11 @@ class World:
         max_tokens: int = 40,
         logprobs: int = -1,
         deadline: float = 1e9,
+        scores: int | msgspec.UnsetType = msgspec.UNSET,
     ) -> RequestState:
-        ask = GenerationRequest(endpoint="generate", model=MODEL, n=n, stop=stop, logprobs=logprobs >= 0)
+        ask = GenerationRequest(
+            endpoint="generate", model=MODEL, n=n, stop=stop, logprobs=logprobs >= 0, prompt_logprobs=scores
+        )
         request = make_state(
             name,
             ask,
@@ -176,8 +181,8 @@ ACTIONS = [
 def expected(request: RequestState, sequence: SequenceState) -> tuple[str, str]:
     stop = request.spec.generation.stop[0] if request.spec.generation.stop else ""
     spec = sequence.spec
-    tokens = output(request.spec.prompt_of(spec), 7, spec.choice, spec.max_tokens, (EOS,))
-    stopped = tokens[-1] == EOS or bool(stop and stop in text_of(tokens))
+    tokens = output(request.spec.prompt_of(spec), 7, spec.choice, spec.max_tokens, (EOS,)) if spec.max_tokens else []
+    stopped = tokens[-1:] == [EOS] or bool(stop and stop in text_of(tokens))
     return text_of(tokens, stop), "stop" if stopped else "length"
 
 
@@ -203,6 +208,9 @@ def test_recoveries_in_any_order_change_no_character(actions: list[int], max_tok
         world.request("three", n=3, max_tokens=max_tokens),
         world.request("stopped", stop=("一只",), max_tokens=max_tokens),
         world.request("logprobs", logprobs=2, max_tokens=max_tokens),
+        world.request("scored thrice", n=3, max_tokens=max_tokens, scores=1),
+        world.request("only scored", max_tokens=0, scores=0),
+        world.request("1", max_tokens=max_tokens, scores=2),
     ]
     for action in actions:
         ACTIONS[action](world)
@@ -213,6 +221,10 @@ def test_recoveries_in_any_order_change_no_character(actions: list[int], max_tok
     assert not world.relay.sequences
     logged = requests[3].sequences[0]
     assert len(logged.logprobs) == len(logged.tokens)
+    for request in requests[4:]:
+        prompt, scores = request.spec.prompts[0], request.scores[0]
+        words = [score_words(prompt, index, scores.top) for index in range(1, len(prompt) // 4)]
+        assert bytes(scores.data) == b"".join(words)
 
 
 @settings(max_examples=100, deadline=None)

@@ -322,3 +322,23 @@ def test_a_repeated_acquire_gets_the_same_grant() -> None:
     assert isinstance(w.m.acquire("b", np.array(tokens, np.int32), 40, row, other), Grant)
     w.m.check()
     assert w.counts()[2] == 3
+
+
+@pytest.mark.parametrize(("sharable", "pages"), [(-1, 3), (0, 0), (PAGE_TOKENS - 1, 0), (2 * PAGE_TOKENS, 2), (999, 3)])
+def test_no_more_positions_are_shared_than_the_scheduler_allows(sharable: int, pages: int) -> None:
+    world = World(n_pages=12)
+    tokens = words(1, 2, 3)
+    first = world.acquire("a", tokens)
+    assert isinstance(first, Grant)
+    world.m.commit("a", len(tokens))
+    row, prompt = len(world.tokens), np.array(tokens, np.int32)
+    serial = world.rows.take(row, tokens)
+    for _ in range(2):  # an answer may be lost
+        grant = world.m.acquire("b", prompt, len(tokens), row, serial, sharable=sharable)
+        assert isinstance(grant, Grant)
+        assert grant.cached_tokens == pages * PAGE_TOKENS
+        assert grant.pages[:pages] == first.pages[:pages]
+        assert not set(grant.pages[pages:]) & set(first.pages)
+    again = world.m.acquire("b", prompt, len(tokens), row, serial, sharable=0)
+    assert isinstance(again, Grant)
+    assert again.cached_tokens == 0

@@ -58,6 +58,8 @@ def reference(frame: Submit, period: int = 0) -> tuple[list[int], str]:
     for token in tokens:
         state = mix(state, token)
     output: list[int] = []
+    if not frame.max_tokens:
+        return output, "length"
     while True:
         echo = tokens[len(tokens) - period] if 0 < period <= len(tokens) else -1
         token = sample(state, frame.sampling.seed, len(output), echo)
@@ -114,6 +116,26 @@ def reference_vector(frame: Submit) -> bytes:
         total, n = states[-1 if frame.pooling == "last" else 0], 1
     assert isinstance(total, np.ndarray)
     return (total.astype(np.float64) / (n * 2.0**sh.POOL_SCALE)).astype("<f4").tobytes()
+
+
+def score(state: int, token: int, top: int) -> list[int]:
+    """The words of a prompt token's score after the given state; the floats as their bits."""
+    rank = 1 + mix(state, token) % 90
+    words = [rank, int(np.float32(-rank).view(np.int32))]
+    for i in range(top):
+        words += [mix(state, i) % VOCAB, int(np.float32(-i).view(np.int32))]
+    return words
+
+
+def reference_scores(frame: Submit) -> bytes:
+    """The scores of all tokens of a prompt but those that the frame does not want."""
+    state, words = 0, []
+    tokens = array("i", frame.prompt)
+    for i, token in enumerate(tokens):
+        if i >= frame.scored:
+            words += score(state, token, frame.prompt_logprobs)
+        state = mix(state, token)
+    return np.array(words, "<i4").tobytes()
 
 
 class Pages:
@@ -227,7 +249,15 @@ class Worker:
             state = mix(state, int(tokens[p]))
             self.pages.states[table[p // size], p % size] = state
             behind = start + count - 1 - p
-            if behind < samples:
+            n_top = int(self.s.row_ints[row, sh.SCORED]) - 1
+            if behind < samples and n_top >= 0 and p + 1 < output_start:
+                assert not epoch
+                words = np.array(score(state, int(tokens[p + 1]), n_top), np.int32)
+                at = (slot, base + samples - 1 - behind)
+                self.s.out_token[at], self.s.out_logprob[at] = words[0], words[1:2].view(np.float32)[0]
+                self.s.out_top_id[at][:n_top] = words[2::2]
+                self.s.out_top_lp[at][:n_top] = words[3::2].view(np.float32)
+            elif behind < samples:
                 i = samples - 1 - behind
                 echo = int(tokens[p + 1 - self.period]) if 0 < self.period <= p + 1 else -1
                 token = sample(state, seed, p + 1 - output_start, echo)
@@ -322,7 +352,8 @@ class Kv:
         self.rows[frame.sequence] = (frame.row, int(self.s.row_ints[frame.row, sh.SERIAL]))
         tokens = self.s.tokens[frame.row, : frame.n_tokens].tolist()
         pages: list[int] = []
-        while self.cache and (len(pages) + 1) * size < frame.n_tokens:
+        most = frame.n_tokens - 1 if frame.sharable < 0 else frame.sharable
+        while self.cache and (len(pages) + 1) * size <= most:
             page = self.index.get((frame.salt, *tokens[: (len(pages) + 1) * size]))
             if page is None:
                 break

@@ -20,7 +20,7 @@ from .peers import submission
         ({"sampling": Sampling(logprobs=21)}, "logprobs"),
         ({"sampling": Sampling(order=("mask", "mask"))}, "order"),
         ({"sampling": Sampling(order=("magic",))}, "order"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"prompt": b"abc"}, "prompt"),
         ({"forced": b"abc"}, "forced"),
     ],

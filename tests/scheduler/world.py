@@ -18,7 +18,7 @@ from stages.scheduler.core.sequence import Phase
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.recovery.quarantine import DEATH
 
-from .peers import VOCAB, WIDTH, Kv, Pages, Poisoned, Worker, reference, reference_vector
+from .peers import VOCAB, WIDTH, Kv, Pages, Poisoned, Worker, reference, reference_scores, reference_vector
 
 GATEWAY = b"gateway"
 
@@ -62,6 +62,7 @@ class World:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
         self.vectors: dict[str, bytes] = {}  # of pooled sequences
+        self.scores: dict[str, bytes] = {}  # of prompt tokens
         self.errors: dict[str, str] = {}
         self.cancelled: set[str] = set()
         self.attach()
@@ -168,6 +169,12 @@ class World:
                 assert name not in self.ends, f"{name} has output after its end"
                 forced = len(self.submitted[name].forced) // 4
                 assert part.start == forced + len(self.tokens[name]) or not part.tokens
+                if part.scores:
+                    frame = self.submitted[name]
+                    known = self.scores.get(name, b"")
+                    assert part.score_start == frame.scored + len(known) // (8 * (1 + frame.prompt_logprobs))
+                    assert not self.tokens[name], "scores come before tokens"
+                    self.scores[name] = known + part.scores
                 self.tokens[name].extend(part.tokens)
                 if part.logprobs:
                     assert [round(lp.logprob) for lp in part.logprobs] == [-t for t in part.tokens]
@@ -259,6 +266,8 @@ class World:
             expected = expected[len(forced) :]
             if end in ("stop", "length"):
                 assert (got, end) == (expected, finish), name
+                if frame.prompt_logprobs >= 0:
+                    assert self.scores.get(name, b"") == reference_scores(frame), name
             else:
                 assert got == expected[: len(got)], name
                 assert end in ("rejected", "timeout", "error") or name in self.cancelled

@@ -32,7 +32,7 @@ from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from shm.pages import NUMERICS
 from stages.gateway.admission.in_flight import InFlight
-from stages.gateway.admission.lengths import check_text_count, output_budget
+from stages.gateway.admission.lengths import check_prompt_logprobs, check_text_count, output_budget
 from stages.gateway.admission.prompts import check_ids, prompt_field, tokenize_prompts
 from stages.gateway.admission.server_readiness import READY_WAIT_S, ServerReadiness
 from stages.gateway.requests.continued import force_output
@@ -236,6 +236,10 @@ class Admission:
             )
             for index, prompt in enumerate(prompts)
         ]
+        if (top := generation.prompt_logprobs) is not msgspec.UNSET:
+            is_echo = generation.echo and not generation.shows_prompt_logprobs
+            field = "logprobs" if is_echo else "prompt_logprobs"
+            check_prompt_logprobs(generation.n * sum(map(len, prompts)), top, field)
         await self._check_breakers(generation.sampling, described.tokenizer or version.id)
         echoes = [
             given if isinstance(given, str) else await self._tokenizer.decode(version.id, given)

@@ -8,6 +8,7 @@ from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import InvalidRequest
 
 CONTEXT_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
+MAX_PROMPT_LOGPROBS = 1 << 18  # values of a request; 2 MB, and as JSON about 10 MB
 
 
 class Bounds(NamedTuple):
@@ -64,6 +65,16 @@ def output_budget(n_prompt: int, max_tokens: int | None, bounds: Bounds, prompt_
             code=CONTEXT_EXCEEDED,
         )
     return max_tokens
+
+
+def check_prompt_logprobs(n_tokens: int, top: int, field: str) -> None:
+    """Raise `InvalidRequest` for too many log probabilities of prompts of `n_tokens` tokens, each with `top` others."""
+    if n_tokens * (1 + top) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"{field} asks for {1 + top} values of each of {n_tokens} prompt tokens; at most {MAX_PROMPT_LOGPROBS} "
+            f"values are allowed in a request: ask for fewer, or send several requests",
+            field,
+        )
 
 
 def check_text_count(n_prompts: int, n: int, config: Config, model: ModelConfig) -> None:

@@ -7,6 +7,7 @@ message_formatter.py      and its responses
 generate.py               the server's own text endpoint
 response_formatter.py     the interface of their formatters
 openai_formatter.py       what the formatters of chat and completions have in common
+prompt_logprobs.py        the log probabilities of prompts, in each API's form
 tokenize.py               /v1/tokenize and /v1/detokenize
 session_close.py          /v1/session/close
 body_readers.py           the table of readers, and the way from bytes to their results

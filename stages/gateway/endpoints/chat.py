@@ -30,7 +30,9 @@ from pipeline.api.generation_fields import (
 from pipeline.api.json_schema import Schema, any_of, array_of, described
 from pipeline.errors import InvalidRequest
 from shm.step_ring import MAX_TOP
+from stages.gateway.endpoints import prompt_logprobs
 from stages.gateway.endpoints.openai_formatter import OpenAIFormatter
+from stages.gateway.endpoints.prompt_logprobs import scored_prompt
 from stages.gateway.endpoints.response_formatter import finite_logprob, token_text
 from stages.gateway.endpoints.template_fields import TEMPLATE_FIELDS, template_arguments
 from stages.gateway.requests.generation_request import (
@@ -197,6 +199,7 @@ FIELDS: dict[str, Reader] = {
     "logprobs": flag,
     "top_logprobs": integer(0, MAX_TOP),
     "stream_options": read_stream_options,
+    "prompt_logprobs": prompt_logprobs.READER,
     "template_date": read_template_date,
     "tools": read_tools,
     "tool_choice": read_tool_choice,
@@ -221,6 +224,8 @@ def read(body: dict[str, Any]) -> GenerationRequest:
         )
     if "stream_options" in values and not values.get("stream"):
         raise InvalidRequest("stream_options is given and stream is not true; leave it out", "stream_options")
+    if "prompt_logprobs" in values and values.get("stream"):
+        raise InvalidRequest("prompt_logprobs is given and stream is true; leave one out", "prompt_logprobs")
     has_logprobs = values.get("logprobs", False)
     if "top_logprobs" in values and not has_logprobs:
         raise InvalidRequest("top_logprobs is given and logprobs is not true; set logprobs", "top_logprobs")
@@ -238,6 +243,7 @@ def read(body: dict[str, Any]) -> GenerationRequest:
         include_usage=values.get("stream_options", {}).get("include_usage", False),
         logprobs=has_logprobs,
         top_logprobs=top,
+        prompt_logprobs=values.get("prompt_logprobs", msgspec.UNSET),
         template_date=values.get("template_date", msgspec.UNSET),
         template=template_arguments(values, tools.definitions if tools else None),
         tools=tools.use if tools else msgspec.UNSET,
@@ -268,6 +274,10 @@ class ChatFormatter(OpenAIFormatter):
     def _whole_part(self, sequence: SequenceState) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(sequence.text), "refusal": None}
         return {"index": sequence.index, "message": message}
+
+    def _whole_extra(self) -> dict[str, Any]:
+        prompt = scored_prompt(self._request, self._request.sequences[0], self._vocabulary)
+        return {} if prompt is None else {"prompt_logprobs": prompt.vllm()}
 
     def _logprobs(self, sequence: SequenceState, begin: int, end: int) -> dict[str, Any]:
         content = []

@@ -18,9 +18,12 @@ from pipeline.api.generation_fields import (
     MAX_OUTPUT_TOKENS,
     read_stream_options,
 )
+from pipeline.api.json_body import to_json
 from pipeline.errors import InvalidRequest
+from stages.gateway.endpoints import prompt_logprobs
 from stages.gateway.endpoints.openai_formatter import OpenAIFormatter
 from stages.gateway.endpoints.prompt_field import read_prompts
+from stages.gateway.endpoints.prompt_logprobs import TOKENS_PER_EVENT, scored_prompt
 from stages.gateway.endpoints.response_formatter import finite_logprob, token_key
 from stages.gateway.requests.generation_request import (
     GenerationRequest,
@@ -43,10 +46,11 @@ UNSUPPORTED = {
 FIELDS: dict[str, Reader] = {
     **COMMON_FIELDS,
     "prompt": read_prompts,
-    "max_tokens": integer(1, MAX_OUTPUT_TOKENS),
+    "max_tokens": integer(0, MAX_OUTPUT_TOKENS, hint="0 generates nothing"),
     "logprobs": integer(0, 5),
     "echo": flag,
     "best_of": integer(1, 20),
+    "prompt_logprobs": prompt_logprobs.READER,
     "stream_options": read_stream_options,
     **HINT_FIELDS,
 }
@@ -70,12 +74,17 @@ def read(body: dict[str, Any]) -> GenerationRequest:
     if "stream_options" in values and not values.get("stream"):
         raise InvalidRequest("stream_options is given and stream is not true; leave it out", "stream_options")
     has_logprobs = "logprobs" in values
-    if has_logprobs and values.get("echo"):
-        raise InvalidRequest(
-            "echo with logprobs is not supported by this server, which computes no logprobs of prompts; leave one out",
-            "echo",
-        )
     top = values.get("logprobs", 0)
+    prompt_top = [values["prompt_logprobs"]] if "prompt_logprobs" in values else []
+    if prompt_top and values.get("stream"):
+        raise InvalidRequest(
+            "prompt_logprobs is given and stream is true; leave stream out, or send echo with logprobs",
+            "prompt_logprobs",
+        )
+    if has_logprobs and values.get("echo"):
+        prompt_top.append(top)
+    if prompt_top:
+        arguments |= {"prompt_logprobs": max(prompt_top), "shows_prompt_logprobs": "prompt_logprobs" in values}
     if has_logprobs or best_of > n:
         arguments["sampling"] = with_logprobs(arguments["sampling"], top)
     if best_of > n:
@@ -104,7 +113,22 @@ class CompletionFormatter(OpenAIFormatter):
 
     def __init__(self, request: RequestState, vocabulary: TokenBytes) -> None:
         super().__init__(request, vocabulary)
-        self._offsets = [0] * len(request.sequences)  # characters of the tokens so far, for text_offset
+        # Characters of the tokens so far, for text_offset.
+        self._offsets = [len(self._echo(sequence)) for sequence in request.sequences]
+
+    def opening_events(self) -> list[bytes]:
+        """See `ResponseFormatter`. A prompt with logprobs has several events; the first one has its text."""
+        generation = self._request.spec.generation
+        if not (generation.echo and generation.logprobs):
+            return super().opening_events()
+        events = []
+        for sequence in self._request.sequences:
+            lists = self._echo_logprobs(sequence)
+            for begin in range(0, len(lists["tokens"]), TOKENS_PER_EVENT):
+                part = self._text_part(sequence, "" if begin else self._echo(sequence))
+                logprobs = {name: values[begin : begin + TOKENS_PER_EVENT] for name, values in lists.items()}
+                events.append(to_json(self._event(part, logprobs)))
+        return events
 
     def _opening_part(self, sequence: SequenceState) -> dict[str, Any] | None:
         return self._text_part(sequence, self._echo(sequence)) if self._request.spec.generation.echo else None
@@ -116,7 +140,24 @@ class CompletionFormatter(OpenAIFormatter):
         return self._text_part(sequence, "")
 
     def _whole_part(self, sequence: SequenceState) -> dict[str, Any]:
-        return self._text_part(sequence, self._echo(sequence) + "".join(sequence.text))
+        part = self._text_part(sequence, self._echo(sequence) + "".join(sequence.text))
+        generation = self._request.spec.generation
+        prompt = scored_prompt(self._request, sequence, self._vocabulary) if generation.shows_prompt_logprobs else None
+        return part if prompt is None else {**part, "prompt_logprobs": prompt.vllm()}
+
+    def _whole_logprobs(self, sequence: SequenceState) -> dict[str, Any]:
+        if not self._request.spec.generation.echo:
+            return self._logprobs(sequence, 0, sequence.n_emitted)
+        echo, output = self._echo_logprobs(sequence), self._logprobs(sequence, 0, sequence.n_emitted)
+        return {name: values + output[name] for name, values in echo.items()}
+
+    def _echo_logprobs(self, sequence: SequenceState) -> dict[str, list[Any]]:
+        prompt = scored_prompt(self._request, sequence, self._vocabulary)
+        if prompt is None:
+            return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        tokens, values, tops = prompt.openai(0, len(prompt), self._request.spec.generation.top_logprobs)
+        offsets = prompt.offsets(self._echo(sequence))
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _echo(self, sequence: SequenceState) -> str:
         return self._request.spec.echoes[sequence.spec.prompt_index] if self._request.spec.generation.echo else ""

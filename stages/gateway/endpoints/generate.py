@@ -4,7 +4,7 @@ Request:
     {"model": "...",                     default: the first model
      "prompt": "text" | [ids],           required; the model's BOS token is added to a text, not to ids
                                          or an array of up to 64 of them: each has its choices
-     "max_tokens": 100,                  default: as many as the context leaves
+     "max_tokens": 100,                  default: as many as the context leaves; 0: none
      "temperature": 1, "top_k": 0, "top_p": 1, "repetition_penalty": 1, "frequency_penalty": 0,
      "presence_penalty": 0, "logit_bias": {"id": bias}, "order": ["mask", ...], "seed": 7,
      "min_p": 0, "typical_p": 1, "top_n_sigma": 0, "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2,
@@ -13,6 +13,7 @@ Request:
      "cache_salt": "...",                cached prompts are shared only with the same salt
      "speculate": 4,                     the most draft tokens in a step, 0: none; does not change the text
      "n": 1, "logprobs": 5,              of the sampled token and of the 5 most likely
+     "prompt_logprobs": 5,               of each token of the prompt, and of the 5 most likely in its place
      "skip_special_tokens": true, "stream": false,
      "session_id": "...",                the prompt continues this session; "": a new session
      "create_session": false,            creates the session if it does not exist
@@ -21,11 +22,13 @@ Request:
 Response:
     {"id": "req-...", "object": "generation", "created": 1, "model": "...", "seed": 7,
      "choices": [{"index": 0, "text": "...", "tokens": [ids], "finish_reason": "stop" | "length",
-                  "stop_string": "..." | null, "logprobs": [...] | null}],
+                  "stop_string": "..." | null, "logprobs": [...] | null,
+                  "prompt_logprobs": [...]}],      with that parameter
      "session_id": "...",                if the request has a session
      "usage": {...}}
 
 Stream:
+    {"index", "prompt_logprobs", "start"}                with prompt_logprobs, for each 256 tokens of each prompt
     {"index", "text", "tokens", "start", "logprobs"?}    for each piece of text; start: output index of its first token
     {"index", "finish_reason", "stop_string"}            for each choice
     {"id", "object", "created", "model", "seed", "session_id"?, "usage"}
@@ -55,7 +58,9 @@ from pipeline.api.json_body import to_json
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import MAX_SESSION_ID
 from shm.step_ring import MAX_TOP
+from stages.gateway.endpoints import prompt_logprobs
 from stages.gateway.endpoints.prompt_field import read_prompts
+from stages.gateway.endpoints.prompt_logprobs import scored_prompt
 from stages.gateway.endpoints.response_formatter import ResponseFormatter, finite_logprob, token_text, usage
 from stages.gateway.requests.generation_request import (
     GenerationRequest,
@@ -77,8 +82,9 @@ UNSUPPORTED = {
 FIELDS: dict[str, Reader] = {
     **COMMON_FIELDS,
     "prompt": read_prompts,
-    "max_tokens": integer(1, MAX_OUTPUT_TOKENS),
+    "max_tokens": integer(0, MAX_OUTPUT_TOKENS, hint="0 generates nothing"),
     "logprobs": integer(0, MAX_TOP),
+    "prompt_logprobs": prompt_logprobs.READER,
     **HINT_FIELDS,
     "session_id": text(MAX_SESSION_ID),
     "create_session": flag,
@@ -96,6 +102,8 @@ def read(body: dict[str, Any]) -> GenerationRequest:
     has_logprobs = "logprobs" in values
     if has_logprobs:
         arguments["sampling"] = with_logprobs(arguments["sampling"], values["logprobs"])
+    if "prompt_logprobs" in values:
+        arguments["prompt_logprobs"] = values["prompt_logprobs"]
     request = GenerationRequest(
         endpoint="generate",
         prompts=values["prompt"],
@@ -105,6 +113,11 @@ def read(body: dict[str, Any]) -> GenerationRequest:
         **_session_arguments(values),
         **arguments,
     )
+    if request.session_id is not None and "prompt_logprobs" in values:
+        raise InvalidRequest(
+            "prompt_logprobs is given with a session, whose earlier text is not computed again; leave one out",
+            "prompt_logprobs",
+        )
     if request.session_id is not None and len(request.prompts) > 1:
         raise InvalidRequest(
             f"prompt has {len(request.prompts)} prompts; a session continues with one: send one", "prompt"
@@ -150,8 +163,16 @@ class GenerateFormatter(ResponseFormatter):
             self._header["session_id"] = request.spec.generation.turn.session
 
     def opening_events(self) -> list[bytes]:
-        """See `ResponseFormatter`."""
-        return []
+        """See `ResponseFormatter`. With `prompt_logprobs` they have the prompts."""
+        events = []
+        for sequence in self._request.sequences:
+            prompt = scored_prompt(self._request, sequence, self._vocabulary)
+            if prompt is None:
+                continue
+            for begin, end in prompt.spans():
+                part = {"index": sequence.index, "prompt_logprobs": prompt.entries(begin, end), "start": begin}
+                events.append(to_json(part))
+        return events
 
     def text_event(self, sequence: SequenceState, new: str, begin: int, end: int) -> bytes | None:
         """See `ResponseFormatter`."""
@@ -192,10 +213,15 @@ class GenerateFormatter(ResponseFormatter):
                 "finish_reason": s.finish_reason,
                 "stop_string": s.stop_string or None,
                 "logprobs": self._logprobs(s, 0, s.n_emitted) if request.spec.generation.logprobs else None,
+                **self._prompt_part(s),
             }
             for s in request.sequences
         ]
         return to_json({**self._header, "choices": choices, "usage": usage(request)})
+
+    def _prompt_part(self, sequence: SequenceState) -> dict[str, Any]:
+        prompt = scored_prompt(self._request, sequence, self._vocabulary)
+        return {} if prompt is None else {"prompt_logprobs": prompt.entries(0, len(prompt))}
 
     def _logprobs(self, sequence: SequenceState, begin: int, end: int) -> list[dict[str, Any]]:
         entries = []

@@ -63,6 +63,14 @@ class OpenAIFormatter(ResponseFormatter):
     def _logprobs(self, sequence: SequenceState, begin: int, end: int) -> Any:
         """Return the `logprobs` of the output tokens [begin, end)."""
 
+    def _whole_logprobs(self, sequence: SequenceState) -> Any:
+        """Return the `logprobs` of a choice of a whole response."""
+        return self._logprobs(sequence, 0, sequence.n_emitted)
+
+    def _whole_extra(self) -> dict[str, Any]:
+        """Return more fields of a whole response."""
+        return {}
+
     def _finish_reason(self, sequence: SequenceState) -> str:
         return sequence.finish_reason
 
@@ -102,13 +110,13 @@ class OpenAIFormatter(ResponseFormatter):
             {
                 **self._whole_part(s),
                 "index": index,
-                "logprobs": self._logprobs(s, 0, s.n_emitted) if request.spec.generation.logprobs else None,
+                "logprobs": self._whole_logprobs(s) if request.spec.generation.logprobs else None,
                 "finish_reason": self._finish_reason(s),
             }
             for index, s in enumerate(best_sequences(request))
         ]
         header = {**self._header, "object": self.WHOLE_OBJECT, "seed": request.spec.seed}
-        return to_json({**header, "choices": choices, "usage": usage(request)})
+        return to_json({**header, "choices": choices, "usage": usage(request), **self._whole_extra()})
 
     def _event(self, part: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
         choice = {**part, "logprobs": logprobs, "finish_reason": finish}

@@ -85,7 +85,7 @@ class StreamSink(abc.ABC):
 
     def name_tokens(self) -> None:
         """Send a comment for the tokens of each step, for a reader that may continue the stream elsewhere."""
-        if all(sequence.spec.sampling.logprobs < 0 for sequence in self._sequences):
+        if all(sequence.spec.sampling.logprobs < 0 and sequence.scores is None for sequence in self._sequences):
             self._named = [0] * len(self._sequences)
 
     # ---------------------------------------------------------------- from the relay
@@ -225,6 +225,8 @@ class StreamSink(abc.ABC):
         self._is_open = True
         self._pending.append(sse.retry_field())
         self._add_opening_events()
+        if self._transport is not None:  # a client need not read a whole prompt at once
+            self._max_backlog += sum(map(len, self._pending))
         if not self.begun.done():
             self.begun.set_result(None)
 

@@ -271,7 +271,8 @@ def _formatter(service: Service, state: RequestState) -> Any:
     """Return the formatter of a request. Raises `Conflict` if the vocabulary that its logprobs need is gone."""
     endpoint = _endpoint(state)
     vocabulary = service.relay.vocabularies.setdefault(state.spec.vocabulary, TokenBytes())
-    if not vocabulary and state.outcome is Outcome.FINISHED and any(s.logprobs for s in state.sequences):
+    has_logprobs = bool(state.scores) or any(s.logprobs for s in state.sequences)
+    if not vocabulary and state.outcome is Outcome.FINISHED and has_logprobs:
         raise Conflict(f"the logprobs of {state.id} cannot be formatted: its vocabulary is no longer loaded")
     return endpoint.formatter(state, vocabulary)
 
@@ -294,6 +295,8 @@ async def _respond(
     """Send what the sink collects, until its end."""
     if isinstance(sink, WholeResponse):
         await sink.over
+        if request[STATE].scores:  # a large answer: other streams go on meanwhile
+            return await send_body(request, await asyncio.to_thread(formatter.whole_response))
         return await send_body(request, formatter.whole_response())
     await sink.begun  # raises an error of a request that was not started, for a response with its status
     response = web.StreamResponse(headers=sse.HEADERS)

@@ -4,6 +4,7 @@ generation_request.py   a validated body, the same for all endpoints
 spec.py                 what an admitted request asks for; what the journal stores
 state.py                what changes while it is in flight: tokens, text, outcome; the interface of sinks
 output.py               the output of an ended sequence; what replay buffer and response cache store
+prompt_scores.py        the log probabilities of a prompt's tokens
 lifecycle.py            start and end of a request
 relay.py                requests in flight: submits them to the scheduler and turns tokens into text
 text_decoder.py         tokens to text, with stop strings

@@ -1,7 +1,8 @@
 """Requests that another server has begun: their output so far is forced, and the rest is computed here.
 
 The tokens are stored in the new state as if the scheduler had sent them, and go to it with the submission, as after a
-restart of the scheduler.  A request with logprobs is computed from its beginning: its tokens alone do not have them.
+restart of the scheduler.  A request with logprobs, of its output or its prompts, is computed from its beginning: its
+tokens alone do not have them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def force_output(request: RequestState, output: Output, version: str, vocab_size
         raise InvalidRequest(
             f"the output has {len(output.tokens)} sequences, the request {len(request.sequences)}", OUTPUT
         )
-    if any(sequence.spec.sampling.logprobs >= 0 for sequence in request.sequences):
+    if request.scores or any(sequence.spec.sampling.logprobs >= 0 for sequence in request.sequences):
         return
     for sequence, data in zip(request.sequences, output.tokens):
         tokens = array("i")

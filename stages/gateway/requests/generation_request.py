@@ -85,6 +85,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     response: ResponseFields | msgspec.UnsetType = msgspec.UNSET  # of a request for /v1/responses
     n_returned: int | msgspec.UnsetType = msgspec.UNSET  # of each prompt, the most likely ones of `n`; UNSET: all
     tools: ToolUse | msgspec.UnsetType = msgspec.UNSET  # that an answer may call; UNSET: no call is looked for
+    # Of each token of the prompts, its log probability and the n highest ones; UNSET: none.
+    prompt_logprobs: int | msgspec.UnsetType = msgspec.UNSET
+    shows_prompt_logprobs: bool | msgspec.UnsetType = msgspec.UNSET  # in a field of their own; UNSET: no
 
     @property
     def kept_control(self) -> frozenset[bytes]:

@@ -22,6 +22,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     n_prompt: int = 0
     cached_tokens: int = 0
     first_token_at: float = 0.0  # of the gateway's monotonic clock, s
+    scores: bytes = b""  # of its prompt, see requests/prompt_scores.py
 
 
 def output_of(sequence: SequenceState) -> SequenceOutput:
@@ -36,6 +37,7 @@ def output_of(sequence: SequenceState) -> SequenceOutput:
         sequence.n_prompt,
         sequence.cached_tokens,
         sequence.first_token_at,
+        bytes(sequence.scores.data) if sequence.scores is not None else b"",
     )
 
 
@@ -50,4 +52,7 @@ def restore_output(sequence: SequenceState, output: SequenceOutput) -> None:
     sequence.first_token_at = output.first_token_at
     sequence.finish_reason, sequence.stop_string = output.finish_reason, output.stop_string
     sequence.is_flushed = bool(output.finish_reason)
+    if sequence.scores is not None:
+        sequence.scores.add(1, output.scores)
+        sequence.request.update_scores()
     sequence.move(SequencePhase.FINISHED if output.finish_reason else SequencePhase.FAILED)

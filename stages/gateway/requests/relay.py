@@ -192,6 +192,8 @@ class Relay:
                 continue
             if self._append(sequence, new):
                 moved[sequence.id] = sequence
+                if new.scores and not sequence.request.waits_for_scores:
+                    moved.update((other.id, other) for other in sequence.request.sequences)
         if frame.started:
             self._start(frame.started)
         self._frames += 1
@@ -237,7 +239,12 @@ class Relay:
             return False
         tokens = sequence.tokens
         have = len(tokens)
-        if new.start > have:
+        scores = sequence.scores
+        has_gap = new.start > have
+        if scores is not None:  # they come before the first token
+            has_gap = has_gap or not scores.add(new.score_start, new.scores)
+            has_gap = has_gap or bool((new.tokens or new.finish) and not scores.is_complete)
+        if has_gap:
             self._gaps += 1
             self._resubmit(sequence)
             return False
@@ -256,7 +263,8 @@ class Relay:
         sequence.finish_reason = new.finish
         if new.finish:
             sequence.accepted = new.accepted
-        return bool(fresh) or bool(new.finish)
+        is_scored = bool(new.scores) and sequence.request.update_scores()
+        return bool(fresh) or bool(new.finish) or is_scored
 
     def _on_first_token(self, sequence: SequenceState) -> None:
         now = sequence.first_token_at = self._clock()
@@ -369,6 +377,8 @@ class Relay:
         """Decode the tokens that have no text yet and pass it to the sink, one call for each token."""
         request = sequence.request
         sink = request.sink
+        if request.waits_for_scores:
+            return
         if sink is None:
             raise IllegalTransitionError(f"{request.id} has no sink")
         vocabulary = self.vocabularies.get(request.spec.vocabulary)

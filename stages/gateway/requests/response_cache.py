@@ -58,6 +58,7 @@ def key_of(spec: RequestSpec, kv_type: str) -> ResponseKey:
         (generation.skip_special, bool(generation.kept_control)),
         generation.stop,
         sequences,
+        *(() if generation.prompt_logprobs is msgspec.UNSET else ("scores", generation.prompt_logprobs)),
         *((generation.constraint.kind, generation.constraint.text) if generation.constraint else ()),
     )
     return ResponseKey(hashlib.sha256(msgspec.msgpack.encode(parts)).digest())

@@ -76,11 +76,12 @@ class RequestSpec(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         return self.prompts[sequence.prompt] if self.prompts else b""
 
     def without_prompts(self) -> RequestSpec:
-        """The part that readers of an ended request need: no prompts and no sampling parameters."""
+        """The part that readers of an ended request need: no prompts unless it shows them, no sampling parameters."""
+        has_scores = self.generation.prompt_logprobs is not msgspec.UNSET
         sequences = tuple(
             msgspec.structs.replace(sequence, sampling=_NO_SAMPLING, stop_ids=()) for sequence in self.sequences
         )
-        return msgspec.structs.replace(self, prompts=(), sequences=sequences)
+        return msgspec.structs.replace(self, prompts=self.prompts if has_scores else (), sequences=sequences)
 
 
 _NO_SAMPLING = Sampling()

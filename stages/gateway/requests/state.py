@@ -21,6 +21,7 @@ import msgspec
 
 from pipeline.errors import StarlingError
 from pipeline.protocol.messages import Logprob, Submit
+from stages.gateway.requests.prompt_scores import PromptScores
 from stages.gateway.requests.spec import RequestSpec, ResponseKey, SequenceSpec
 from stages.gateway.requests.text_decoder import StreamDecoder
 from stages.gateway.tracing.timeline import RequestTrace
@@ -92,6 +93,7 @@ class SequenceState:
         "not_before",
         "phase",
         "request",
+        "scores",
         "spec",
         "stop_string",
         "text",
@@ -109,6 +111,7 @@ class SequenceState:
         # From the scheduler.
         self.tokens: list[int] = []
         self.logprobs: list[Logprob] = []  # one for each token, if the client asked for them
+        self.scores: PromptScores | None = None  # of the prompt, of the one sequence that computes them
         self.finish_reason = ""  # once set, no more tokens follow
         self.cached_tokens = 0  # prompt tokens that came from the KV cache
         self.accepted = 0  # draft tokens, once it has its finish reason
@@ -157,6 +160,9 @@ class RequestState:
         self.sink: Sink | None = None
         self.outcome = Outcome.OPEN
         self.error: StarlingError | None = None
+        self.scores = self._prompt_scores()
+        self.waits_for_scores = False  # no text goes to the sink before all prompts are scored
+        self.update_scores()
         self.n_open = 0  # sequences that have not ended
         self.is_charged = False  # quotas were charged before: the answer is generated again for a reader
         self.is_probe = False  # of the self-test: not charged, counted or journaled
@@ -165,6 +171,20 @@ class RequestState:
         self.response_cache = ""  # hit, miss or bypass; "": the cache is off
         self.response_key: ResponseKey | None = None  # to store the answer under
         self.trace: RequestTrace | None = None  # its timeline, if one is recorded
+
+    def _prompt_scores(self) -> dict[int, PromptScores]:
+        """By index in `RequestSpec.prompts`; the first sequence of a prompt computes them. Empty: none are wanted."""
+        top, scores = self.spec.generation.prompt_logprobs, dict[int, PromptScores]()
+        if top is not msgspec.UNSET:
+            for sequence in self.sequences:
+                if sequence.spec.prompt not in scores:
+                    sequence.scores = scores[sequence.spec.prompt] = PromptScores(top, sequence.n_prompt)
+        return scores
+
+    def update_scores(self) -> bool:
+        """Call when scores have come. Returns whether all prompts are scored."""
+        self.waits_for_scores = not all(scores.is_complete for scores in self.scores.values())
+        return not self.waits_for_scores
 
     @property
     def id(self) -> str:
@@ -238,4 +258,6 @@ def submission(sequence: SequenceState, forced: bytes, now: float) -> Submit:
         cache_salt=generation.cache_salt,
         speculate=generation.speculate,
         constraint=generation.constraint or None,
+        prompt_logprobs=sequence.scores.top if sequence.scores is not None else -1,
+        scored=sequence.scores.known if sequence.scores is not None else 1,
     )

@@ -89,6 +89,9 @@ class StepCompletion:
                     self._stats.prompt_computed += min(entry.count, sequence.prompt_len - run.computed)
                 if entry.samples:
                     self._append_samples(entry, ring, step.number, base, sampled)
+                elif entry.scored:
+                    run.computed = entry.start + entry.count
+                    self._send_scores(entry, ring, step.number, base)
                 else:
                     run.computed = entry.start + entry.count
                     if sequence.pooled is not None and run.computed == sequence.prompt_len:
@@ -102,7 +105,7 @@ class StepCompletion:
                         self._leases.commit(run)  # at once: prompts with the same prefix wait for it
                     if sequence.is_preempting and not run.inflight:
                         self._table.preempt(sequence)
-            base += entry.samples
+            base += entry.scored + entry.samples
         if is_commit_due:
             self._commit_outputs()
 
@@ -120,6 +123,21 @@ class StepCompletion:
             batch=len(step.entries),
             samples=entry.samples,
         )
+
+    def _send_scores(self, entry: StepEntry[SequenceState], ring: Ring, step: int, base: int) -> None:
+        """Send the scores of prompt tokens of one entry, whose first output is `base`."""
+        sequence, scores = entry.sequence, entry.sequence.scores
+        assert scores is not None
+        packed = ring.scores(step, base, entry.scored, scores.top)
+        if packed is None:
+            self._table.fail(sequence, "INFERENCE", "the model computed logits that are not finite")
+            return
+        first = scores.part(entry.start, entry.count)[0] + 1
+        scores.scored = first + entry.scored
+        self._outbox.add_scores(sequence, first, packed)
+        if scores.is_complete and not sequence.max_tokens:
+            self._phases.finishing(sequence)
+            self._table.finish(sequence, "length")
 
     def _add_pooled(self, step: Step, ring: Ring) -> None:
         """Add the sums of a step to their sequences', before one of these ends or is preempted."""

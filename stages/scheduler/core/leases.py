@@ -61,11 +61,14 @@ class Leases:
 
     # -------------------------------------------------------------- requests
 
-    def acquire(self, run: RunState, salt: str) -> None:
-        """First pages, for all known tokens and a stride more. The tokens must be in the row."""
+    def acquire(self, run: RunState, salt: str, sharable: int = -1) -> None:
+        """First pages, for all known tokens and a stride more. The tokens must be in the row.
+
+        `sharable`: as in `Acquire`.
+        """
         want = min(run.length + self.stride * self.page_tokens, run.end - 1)
         self._last_id += 1
-        self._request(run, Acquire(self._last_id, self.model, run.lease_id, run.row, run.length, want, salt))
+        self._request(run, Acquire(self._last_id, self.model, run.lease_id, run.row, run.length, want, salt, sharable))
 
     def extend(self, run: RunState) -> None:
         """A stride of more pages, up to the sequence's limit."""

@@ -47,6 +47,16 @@ class Outbox:
         else:
             parts.append(part)
 
+    def add_scores(self, sequence: SequenceState, start: int, scores: bytes) -> None:
+        """Scores of prompt tokens, from the one with index `start` in the prompt."""
+        if sequence.gateway:
+            cached = 0 if sequence.has_emitted else sequence.cached_tokens
+            sequence.has_emitted = True
+            part = SequenceTokens(
+                sequence.id, sequence.outputs, (), cached_tokens=cached, score_start=start, scores=scores
+            )
+            self.tokens.setdefault(sequence.gateway, []).append(part)
+
     def add_started(self, sequence: SequenceState) -> None:
         """The sequence has its pages: its prompt is computed from now on."""
         if sequence.gateway:

@@ -100,10 +100,11 @@ class Ring:
         choice: int,
         stop_ids: Sequence[int],
         breakers: bytes = b"",
+        prompt_logprobs: int = -1,
     ) -> None:
         """Write a sequence's parameters and known tokens. Must precede every frame and step that names the row.
 
-        `breakers`: as in `Submit`, of the size of a token mask.
+        `breakers`: as in `Submit`, of the size of a token mask. `prompt_logprobs`: likewise.
         """
         s = self._steps
         ints, floats = s.row_ints[row], s.row_floats[row]
@@ -137,6 +138,7 @@ class Ring:
         ints[sh.DRY_ALLOWED] = sampling.dry_allowed_length
         ints[sh.DRY_LAST_N] = sampling.dry_penalty_last_n
         ints[sh.HAS_BREAKERS] = bool(breakers)
+        ints[sh.SCORED] = prompt_logprobs + 1
         if breakers:
             s.breakers[row] = np.frombuffer(breakers, "<u4")
         for i, token in enumerate(sorted(stop_ids)):
@@ -214,6 +216,20 @@ class Ring:
             return Logprob(value)
         ids = s.out_top_id[slot, sample, :top].tolist()
         return Logprob(value, tuple(zip(ids, s.out_top_lp[slot, sample, :top].tolist(), strict=True)))
+
+    def scores(self, number: int, sample: int, count: int, top: int) -> bytes | None:
+        """The scores of `count` prompt tokens of an acknowledged step, from output `sample` on; None: not valid.
+
+        4-byte words of each, little-endian: rank (i32), log probability (f32), then `top` times id (i32) and log
+        probability (f32).
+        """
+        s, at = self._steps, (number % sh.SLOTS, slice(sample, sample + count))
+        words = np.empty((count, 2 + 2 * top), "<i4")
+        words[:, 0] = s.out_token[at]
+        words[:, 1] = s.out_logprob[at].view(np.int32)
+        words[:, 2::2] = s.out_top_id[at][:, :top]
+        words[:, 3::2] = s.out_top_lp[at].view(np.int32)[:, :top]
+        return words.tobytes() if count and int(words[:, 0].min()) > 0 else None
 
     def took_us(self, number: int) -> float:
         """Time that the worker took for an acknowledged step; 0: not measured."""

@@ -76,14 +76,17 @@ class RowScheduler:
             sequence.choice,
             stop_ids,
             sequence.breakers,
+            sequence.scores.top if sequence.scores is not None else -1,
         )
         self._constraints.restart(sequence)
         # A sequence that continues after a recovery had its prompt computed: kv has the pages, no leader is needed.
+        # Neither has one whose positions are all computed, to be scored.
         may_follow = self._settings.prefix_cache and not sequence.outputs and sequence.pooled is None
+        may_follow = may_follow and sequence.sharable < 0
         if may_follow and prefix_dedup.assign_leader(sequence, self._table.scheduled, self._leases.page_tokens):
             self._has_followers = True
         else:
-            self._leases.acquire(run, sequence.salt)
+            self._leases.acquire(run, sequence.salt, sequence.sharable)
 
     def _acquire_for_followers(self) -> None:
         """Request pages for sequences whose leader has computed the common prefix, or will not."""
@@ -91,7 +94,7 @@ class RowScheduler:
         for sequence in followers:
             if prefix_dedup.is_over(sequence):
                 sequence.dedup_leader = None
-                self._leases.acquire(sequence.run, sequence.salt)
+                self._leases.acquire(sequence.run, sequence.salt, sequence.sharable)
         self._has_followers = bool(followers)
 
     def batch_wait_s(self, now: float) -> float:

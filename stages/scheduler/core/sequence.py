@@ -17,6 +17,7 @@ from array import array
 from pipeline.protocol.messages import Sampling, Submit
 from stages.scheduler.constraints.mask_state import Masks
 from stages.scheduler.core.pooled_prompt import SALT, PooledPrompt
+from stages.scheduler.core.prompt_scores import PromptScores
 from stages.scheduler.core.run_state import RunState
 from stages.scheduler.draft.draft_state import DraftState
 from stages.scheduler.policy.priority import head_start_s
@@ -83,6 +84,7 @@ class SequenceState:
         "run",
         "salt",
         "sampling",
+        "scores",
         "started",
         "stop_ids",
         "suspect_count",
@@ -95,7 +97,7 @@ class SequenceState:
         tokens.frombytes(frame.prompt)
         self.prompt_len = len(tokens)
         tokens.frombytes(frame.forced)
-        self.run = RunState(frame.sequence, tokens, self.prompt_len + frame.max_tokens)
+        self.run = RunState(frame.sequence, tokens, self.prompt_len + max(1, frame.max_tokens))
         self.id: str = frame.sequence
         self.request: str = frame.request
         self.gateway = gateway  # connection of the gateway that receives the output, b"": none does
@@ -113,6 +115,9 @@ class SequenceState:
         if frame.pooling:
             self.pooled, self.salt = PooledPrompt(frame.pooling, self.prompt_len), SALT
             self.run.valid_end = 0
+        self.scores: PromptScores | None = None  # of a prompt whose tokens are scored
+        if frame.prompt_logprobs >= 0:
+            self.scores = PromptScores(frame.prompt_logprobs, self.prompt_len, frame.scored)
         self.deadline = now + frame.deadline_ms / 1000 if frame.deadline_ms > 0 else math.inf
         self.arrived = now
         self.started = 0.0  # when its first step was published
@@ -145,6 +150,15 @@ class SequenceState:
         if phase not in LEGAL[self.phase]:
             raise IllegalTransitionError(f"{self.id}: {self.phase.value} -> {phase.value}")
         self.phase = phase
+
+    @property
+    def sharable(self) -> int:
+        """Leading positions that kv may share with other sequences; -1: all but the last."""
+        return -1 if self.scores is None or self.scores.is_complete else self.scores.sharable
+
+    def is_scoring(self, start: int, count: int) -> bool:
+        """Whether positions start .. start + count - 1 score tokens of the prompt."""
+        return self.scores is not None and self.scores.part(start, count)[1] > 0
 
     @property
     def outputs(self) -> int:

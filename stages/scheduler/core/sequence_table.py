@@ -181,7 +181,7 @@ class SequenceTable:
         """A live id is submitted again: True if the running sequence serves the submission, from now on to `gateway`.
 
         A gateway that restarts thus loses nothing that was computed meanwhile.  It must be the same request, its
-        forced tokens must agree with the known output, and it must not want logprobs (they are not kept).
+        forced tokens must agree with the known output, and it must not want logprobs or scores (they are not kept).
         """
         sequence = self.live[frame.sequence]
         tokens, split = sequence.run.tokens, sequence.prompt_len
@@ -190,6 +190,7 @@ class SequenceTable:
         received = len(forced)
         if (
             frame.sampling.logprobs >= 0
+            or (frame.prompt_logprobs >= 0 and frame.scored < sequence.prompt_len)
             or tokens[:split].tobytes() != frame.prompt
             or sequence.sampling != frame.sampling
             or sequence.constraint != frame.constraint

@@ -20,13 +20,17 @@ def attention_positions(start: int, count: int) -> int:
 
 @dataclass(slots=True)
 class StepEntry(Generic[AnySequence]):
-    """Positions [start, start + count) of a sequence in a step; the last `samples` of them are sampled."""
+    """Positions [start, start + count) of a sequence in a step; the last `samples` of them are sampled.
+
+    Or the last `scored` of them score the prompt's token that follows each.
+    """
 
     sequence: AnySequence
     start: int
     count: int
     samples: int
     draft_tokens: tuple[int, ...] = ()  # for the positions after `start`, to be verified
+    scored: int = 0
 
     @property
     def positions(self) -> int:

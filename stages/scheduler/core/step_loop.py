@@ -205,9 +205,11 @@ class StepLoop:
             tenant = sequence.tenant
             tenant.served += count * tenant.inverse
             tenant.computed += count
-            samples += entry.samples
+            n_samples = entry.samples + entry.scored
+            samples += n_samples
             masks = sequence.masks
-            rows.append((run.row, start, count, entry.samples, masks.epoch if masks is not None else 0))
+            epoch = masks.epoch if masks is not None and not entry.scored else 0
+            rows.append((run.row, start, count, n_samples, epoch))
             if run.planned > run.extend_at and not run.pending_id:
                 self._leases.extend(run)
                 is_growing = True

@@ -83,7 +83,7 @@ class SubmissionQueue:
                 table.reject(sequence, refusal)
         elif sequence.outputs and sequence.run.tokens[-1] in sequence.stop_ids:
             table.finish(sequence, "stop")
-        elif sequence.run.length >= sequence.run.end:
+        elif sequence.outputs >= sequence.max_tokens and (sequence.scores is None or sequence.scores.is_complete):
             table.finish(sequence, "length")
         else:
             self._outbox.add_event(sequence, "queued", now, ahead=self._queues.depth)

@@ -46,8 +46,13 @@ def check_frame(frame: Submit) -> Refusal | None:
         return Refusal("INVALID_REQUEST", "prompt has no tokens: give at least one", "prompt")
     if frame.pooling not in ("", *POOLINGS) or (frame.pooling and (frame.max_tokens != 1 or frame.forced)):
         return Refusal("INVALID_REQUEST", f"pooling is {frame.pooling!r}, which is not one of {', '.join(POOLINGS)}")
-    if frame.max_tokens < 1:
-        return Refusal("INVALID_REQUEST", f"max_tokens is {frame.max_tokens}, must be at least 1", "max_tokens")
+    if frame.max_tokens < 0:
+        return Refusal("INVALID_REQUEST", f"max_tokens is {frame.max_tokens}, must not be negative", "max_tokens")
+    if frame.prompt_logprobs > MAX_TOP:
+        n = frame.prompt_logprobs
+        return Refusal("INVALID_REQUEST", f"prompt_logprobs is {n}, must be at most {MAX_TOP}", "prompt_logprobs")
+    if frame.prompt_logprobs >= 0 and frame.forced and 4 * frame.scored < len(frame.prompt):
+        return Refusal("INVALID_REQUEST", f"{frame.scored} prompt tokens are scored, and output is forced", "forced")
     if len(frame.stop_ids) > MAX_MASK:
         return Refusal(
             "INVALID_REQUEST", f"{len(frame.stop_ids)} stop token ids, at most {MAX_MASK} are allowed", "stop_token_ids"

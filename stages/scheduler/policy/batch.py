@@ -36,6 +36,11 @@ class Budget(NamedTuple):
     max_samples: int
     pacing: PacingPolicy = PacingPolicy()
 
+    @property
+    def spare_samples(self) -> int:
+        """Samples beyond one for each entry: for prompt tokens that are scored."""
+        return self.max_samples - self.max_entries
+
 
 class DraftSource(Protocol):
     """Proposes draft tokens; implemented by `Proposer`."""
@@ -75,8 +80,9 @@ def compose(
             continue
         todo = known - planned
         if todo == 1 and sequence.pooled is None:
-            streams.append(sequence)
-            positions += planned + 1
+            if sequence.max_tokens:  # otherwise all positions that score are planned
+                streams.append(sequence)
+                positions += planned + 1
         elif todo > 0:
             prompts.append(sequence)
     if prompts or len(streams) > budget.max_entries:
@@ -152,6 +158,7 @@ def _share(
     else:
         prompt_us = budget.pacing.prefill_us - cost.fixed_us
     prompt_tokens = budget.max_tokens - n_streams
+    spare_samples = budget.spare_samples
 
     queue = [(tenant.served, i, tenant, 0) for i, tenant in enumerate(lines)]
     heapq.heapify(queue)
@@ -188,6 +195,8 @@ def _share(
             count = 1
         else:
             most = min(todo, run.leased - start, prompt_tokens)
+            if sequence.scores is not None:
+                most = min(most, sequence.scores.longest(start, spare_samples))
             left_us = prompt_us + quiet_us if tenant is quiet else prompt_us
             count = cost.chunk(left_us, start, most)
             if count < most and count >= CHUNK_GRAIN:
@@ -201,15 +210,29 @@ def _share(
             prompt_us -= cost.token_us * count + cost.position_us * count * (start + 0.5 * count)
             prompt_tokens -= count
             has_chunk = True
-        sampled = 1 if count == todo and not is_pooled else 0
+        entry = _chunk(sequence, start, count, todo)
         n_pooled += is_pooled
-        entries.append(StepEntry(sequence, start, count, sampled))
+        entries.append(entry)
+        count = entry.count
         tokens += count
-        samples += sampled
+        samples += entry.samples + entry.scored
+        spare_samples -= entry.scored
         positions += attention_positions(start, count)
         if place + 1 < len(line):
             heapq.heappush(queue, (served + count * tenant.inverse, i, tenant, place + 1))
     return Batch(entries, tokens, positions, unscheduled)
+
+
+def _chunk(sequence: SequenceState, start: int, count: int, todo: int) -> StepEntry[SequenceState]:
+    """`count` of the `todo` positions that a sequence has yet to compute; the last one of them is sampled.
+
+    An entry samples or scores: the position that is sampled follows those that score in another step.
+    """
+    samples = 1 if count == todo and sequence.pooled is None else 0
+    scored = sequence.scores.part(start, count)[1] if sequence.scores is not None else 0
+    if scored and samples:
+        count, samples = count - 1, 0
+    return StepEntry(sequence, start, count, samples, (), scored)
 
 
 def _prompt_step(sequence: SequenceState, budget: Budget, cost: CostModel) -> StepEntry[SequenceState] | None:
@@ -219,8 +242,11 @@ def _prompt_step(sequence: SequenceState, budget: Budget, cost: CostModel) -> St
     the time that the streams' tokens would have taken.
     """
     run = sequence.run
-    entry = StepEntry(sequence, run.planned, run.known - run.planned, 1 if sequence.pooled is None else 0)
-    if not 1 < entry.count <= min(run.leased - run.planned, budget.max_tokens):
+    todo = run.known - run.planned
+    if not 1 < todo <= min(run.leased - run.planned, budget.max_tokens):
+        return None
+    entry = _chunk(sequence, run.planned, todo, todo)
+    if entry.scored > budget.spare_samples:
         return None
     return entry if cost.predict(entry.count, entry.positions) <= budget.pacing.quiet_us else None
 
@@ -231,5 +257,7 @@ def compose_alone(sequence: SequenceState, budget: Budget) -> Batch[SequenceStat
     start = run.planned
     todo = run.known - start
     count = min(todo, run.leased - start, budget.max_tokens)
-    entry = StepEntry(sequence, start, count, 1 if count == todo and sequence.pooled is None else 0)
-    return Batch([entry], count, entry.positions)
+    if sequence.scores is not None:
+        count = min(count, sequence.scores.longest(start, budget.spare_samples))
+    entry = _chunk(sequence, start, count, todo)
+    return Batch([entry], entry.count, entry.positions)

@@ -58,6 +58,7 @@ from stages.worker.kernels.rank_sync import (
 from stages.worker.kernels.simd import get_f32, get_i64, put_i32
 
 _OUTPUT_START, _MAX_TOP = 8 * step_ring.OUTPUT_START, step_ring.MAX_TOP
+_SCORED = 8 * step_ring.SCORED
 _ROW_INTS, _ROW_FLOATS, _MAX_MASK = 8 * step_ring.ROW_INTS, 4 * step_ring.ROW_FLOATS, 4 * step_ring.MAX_MASK
 _MAX_BIAS = 4 * step_ring.MAX_BIAS
 _NO_MASK, _MASK_SLOTS = step_ring.NO_MASK, step_ring.MASK_SLOTS
@@ -125,6 +126,7 @@ def _wait_for_mask(params, row, known, epoch, deadline):
 def _sample(params, index, deadline):
     """Draw one sample; write its outputs to the slot and, for an entry with one sample, the row's next token.
 
+    A token of the prompt is scored instead.
     `deadline`, ns: when a token mask, if it needs one, counts as missing.
     """
     slot = param(param(params, pb.PLAN), p.SLOT)
@@ -161,7 +163,8 @@ def _sample(params, index, deadline):
             ),
         )
     put_i32(param(params, pb.OUT_TOKEN) + out, token)
-    if samples == 1:
+    is_scored = get_i64(ints + _SCORED) > 0 and known < get_i64(ints + _OUTPUT_START)
+    if samples == 1 and not is_scored:
         put_i32(tokens + 4 * known, token)
 
 

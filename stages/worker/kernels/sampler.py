@@ -22,6 +22,7 @@ from stages.worker.kernels.sampler_vocabulary import (
     is_finite,
     largest,
     padded,
+    rank_of,
     weigh_vocabulary,
 )
 from stages.worker.kernels.simd import (
@@ -61,6 +62,7 @@ _MIN_P, _TYPICAL_P, _TOP_N_SIGMA = 4 * step_ring.MIN_P, 4 * step_ring.TYPICAL_P,
 _DRY_MULTIPLIER, _DRY_BASE = 4 * step_ring.DRY_MULTIPLIER, 4 * step_ring.DRY_BASE
 _DRY_ALLOWED, _DRY_LAST_N = 8 * step_ring.DRY_ALLOWED, 8 * step_ring.DRY_LAST_N
 _HAS_BREAKERS = 8 * step_ring.HAS_BREAKERS
+_SCORED = 8 * step_ring.SCORED
 _XTC_PROBABILITY, _XTC_THRESHOLD = 4 * step_ring.XTC_PROBABILITY, 4 * step_ring.XTC_THRESHOLD
 
 
@@ -352,6 +354,18 @@ def logprobs(logits, vocab, token, n_top, out, top_ids, top_logprobs, scratch):
             put_f32(top_logprobs + 4 * i, _F(value))
 
 
+@numba.njit(**INNER)
+def score(logits, vocab, token, n_top, out, top_ids, top_logprobs, scratch):
+    """The rank of the known `token`, from 1, and its logprobs as above; NOT_FINITE without them.
+
+    Its rank is its place among the ids by (logit descending, id ascending).
+    """
+    if not is_finite(logits, vocab) or token < 0 or token >= vocab:
+        return NOT_FINITE
+    logprobs(logits, vocab, token, n_top, out, top_ids, top_logprobs, scratch)
+    return rank_of(logits, vocab, token)
+
+
 @numba.njit(**JIT)
 def draw(
     logits,
@@ -371,7 +385,14 @@ def draw(
     top_ids,
     top_logprobs,
 ):
-    """Entry: `sample`, then `logprobs` when the row wants them. Returns the id, or NOT_FINITE."""
+    """Entry: `sample`, then `logprobs` when the row wants them. Returns the id, or NOT_FINITE.
+
+    For a token of a prompt that is scored: `score`.
+    """
+    n_scored = min(get_i64(ints + _SCORED), _MAX_TOP + 1)
+    if n_scored > 0 and n_tokens < output_start:
+        token = get_i32(tokens + 4 * n_tokens)
+        return score(logits, vocab, token, n_scored - 1, out, top_ids, top_logprobs, scratch)
     token = sample(
         logits, vocab, tokens, n_tokens, output_start, ints, floats, mask_ids, bias_ids, bias, mask, breakers, scratch
     )

@@ -109,6 +109,29 @@ def first_largest(x, n):
 
 
 @numba.njit(**INNER)
+def _count_bits(bits):
+    """Set bits of a number below 2^16."""
+    bits -= (bits >> 1) & 0x5555
+    bits = (bits & 0x3333) + ((bits >> 2) & 0x3333)
+    bits = (bits + (bits >> 4)) & 0x0F0F
+    return (bits + (bits >> 8)) & 0x1F
+
+
+@numba.njit(**INNER)
+def rank_of(x, n, index):
+    """1 + the number of n f32 that come before the one at `index`: larger ones, and equal ones before it."""
+    pivot = splat_f32(get_f32(x + 4 * index))
+    before = 0
+    for i in range(0, n, LANES):
+        part = load_f32_part(x + 4 * i, min(n - i, LANES), _F(-np.inf))
+        before += _count_bits(lanes_set(part > pivot))
+        if i <= index:
+            equal = lanes_set(part == pivot)
+            before += _count_bits(equal & ((1 << min(index - i, LANES)) - 1))
+    return before + 1
+
+
+@numba.njit(**INNER)
 def weigh_vocabulary(x, w, sums, n, top):
     """w = exp(x - top) over n f32, f64 sums of blocks at `sums`; returns the sequential sum of these."""
     m = splat_f32(top)
