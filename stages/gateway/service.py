@@ -264,8 +264,7 @@ class Service:
             self.readers.tick()
         self.response_cache.expire()
         self.sample()
-        if self.readiness.tokenizer.is_up and not self.readiness.tokenizer.problem:
-            self.loaded.describe_missing()
+        self.readiness.describe_missing()
 
     def sample(self) -> None:
         """Update the metrics that are read from state."""

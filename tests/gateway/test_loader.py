@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from array import array
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipeline.config.load import resolve
-from pipeline.errors import InvalidRequest
+from pipeline.errors import InvalidRequest, ModelUnavailable
 from pipeline.models import versions
+from pipeline.protocol import messages as m
 from stages.gateway.service import Service
+from stages.gateway.versions import load_steps
 from stages.gateway.versions.catalog import VersionCatalog
 from stages.gateway.versions.loader import Loader
 
@@ -20,13 +25,18 @@ NAME = "model"
 SECONDS = 60.0
 
 
-def make_loader(home: Path, path: str, names: tuple[str, ...] = (NAME,)) -> Loader:
+def make_loader(
+    home: Path,
+    path: str,
+    names: tuple[str, ...] = (NAME,),
+    send_tokenizer: Callable[[m.Frame], bool] = lambda frame: True,
+) -> Loader:
     """Return the loader of a gateway without peers, whose models are configured with `path`."""
     (home / "run").mkdir(mode=0o700)
     models = [{"name": name, "path": path} for name in names]
     config = resolve({"models": models, "server": {"run_dir": str(home / "run")}}, {})
     instances = VersionCatalog(config, versions.read(config), lambda fresh: versions.write(config, fresh))
-    return Service(config, lambda frame: True, lambda frame: True, catalog=instances).loader
+    return Service(config, lambda frame: True, send_tokenizer, catalog=instances).loader
 
 
 @pytest.fixture
@@ -114,3 +124,44 @@ def test_two_models_with_the_same_file_names_are_not_loaded_together(tmp_path: P
             loader.report("c3")
 
     asyncio.run(load_both())
+
+
+def test_a_load_goes_on_when_a_stage_reports(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a tick nor the next check for failures is awaited between the worker's report and the self-test."""
+    monkeypatch.setattr(load_steps, "READY_POLL_S", 3600.0)
+    asked: list[str] = []  # the ids of requests to the tokenizer
+
+    def send_tokenizer(frame: m.Frame) -> bool:
+        asked.append(frame.id)  # type: ignore[attr-defined]
+        return True
+
+    loader = make_loader(tmp_path, str(file), send_tokenizer=send_tokenizer)
+    loaded, readiness = loader._loaded, loader._readiness
+    readiness.tokenizer.up()
+    readiness.tokenizer.observe(m.Heartbeat("tokenizer", 1, 0, False, True))
+
+    async def reached(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(SECONDS):
+            while not condition():
+                await asyncio.sleep(0)
+
+    async def load() -> None:
+        loader.load("other", str(file), "change", SECONDS)
+        await reached(lambda: bool(loader._catalog.loading("other")))
+        (new,) = loader._catalog.loading("other")
+        describe = f"describe/{new.id}"
+        await reached(lambda: asked.count(describe) == 1)
+        # The tokenizer needs the digest, which the worker finds.
+        loaded._tokenizer.on_reply(describe, ModelUnavailable("not prepared yet"))
+        state = m.ModelState(new.id, "d" * 64, False, "attaching", 0, 0, 4)
+        await reached(lambda: new.id in loaded.refused)
+        loaded.on_scheduler_state(m.SchedulerState([state]))
+        await reached(lambda: loader._catalog.loading("other")[0].digest == state.digest)
+        await reached(lambda: asked.count(describe) == 2)
+        loaded.on_scheduler_state(m.SchedulerState([msgspec.structs.replace(state, ready=True, reason="")]))
+        ends = array("I", [1]).tobytes()
+        described = m.Described(describe, new.id, state.digest, 1, 64, (0,), False, pieces=b"a", piece_ends=ends)
+        loaded._tokenizer.on_reply(describe, described)
+        await reached(lambda: loader.report("change")["phase"] == "self-test")
+
+    asyncio.run(load())

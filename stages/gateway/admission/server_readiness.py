@@ -78,6 +78,11 @@ class ServerReadiness:
         """Readiness may have changed: wake the requests that wait for it."""
         self._changes.notify()
 
+    def describe_missing(self) -> None:
+        """Ask the tokenizer, if it is ready, for the description of every version that has none."""
+        if not self.tokenizer.problem:
+            self._loaded.describe_missing()
+
     def observe(self, tokenizer: m.Heartbeat | None, scheduler: m.Heartbeat | None, kv: m.Heartbeat | None) -> None:
         """At every tick: the last heartbeat of each stage, which may have stopped."""
         for health, heartbeat in ((self.tokenizer, tokenizer), (self.scheduler, scheduler), (self.kv, kv)):
@@ -170,6 +175,10 @@ class ServerReadiness:
         }
 
     # ---------------------------------------------------------------- waiting
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Return when readiness may have changed, or after `timeout_s`."""
+        await self._changes.wait(timeout_s)
 
     async def wait_ready(self, model: str, wait_s: float = READY_WAIT_S) -> None:
         """Wait until the model can take a request. Raises `ModelUnavailable` with the reason, or a refusal."""

@@ -27,7 +27,7 @@ from stages.gateway.versions.self_test import SelfTest
 
 log = logging.getLogger("starling.gateway.loader")
 
-READY_POLL_S = 0.05
+READY_POLL_S = 0.05  # between two checks for a stage's failure; readiness itself wakes the load
 RETRY_S = 0.2  # between two checks of the free memory, and between two self-tests
 SELF_TEST_RETRY_S = 60.0  # the self-test is not repeated after that time
 TRANSIENT = ("MODEL_UNAVAILABLE", "OVERLOADED")  # errors after which the self-test is repeated
@@ -142,7 +142,8 @@ class LoadSteps:
             self._report_phase(new.change, f"loading: {reason or 'its vocabulary is being loaded'}")
             if self._wall() >= new.until:
                 raise _timed_out(new, reason)
-            await asyncio.sleep(READY_POLL_S)
+            self._readiness.describe_missing()  # at once: a digest that has just become known allows it
+            await self._readiness.wait_for_change(READY_POLL_S)
 
     def _digest_of(self, version: ModelVersion) -> str:
         current = self._catalog.get(version.id)

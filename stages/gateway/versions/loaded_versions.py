@@ -71,7 +71,7 @@ class LoadedVersions:
                 continue  # it has just been unloaded
             known = self.states.get(state.model)
             self.states[state.model] = state
-            if known is None or known.ready != state.ready:
+            if known is None or (known.ready, known.digest) != (state.ready, state.digest):
                 self._on_change()
 
     # ---------------------------------------------------------------- from the tokenizer
