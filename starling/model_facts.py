@@ -29,7 +29,9 @@ _FILE_TYPES = {
     17: "Q5_K_M",
     18: "Q6_K",
     25: "IQ4_NL",
+    30: "IQ4_XS",
     32: "BF16",
+    38: "MXFP4_MOE",
 }
 
 

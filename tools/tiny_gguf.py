@@ -175,8 +175,11 @@ def random_tensor(kind: Type, rows: int, columns: int, rng: np.random.Generator,
     raw = np.frombuffer(rng.bytes(blocks * size), np.uint8).reshape(blocks, size).copy()
     vary = rng.uniform(0.5, 1.5, (2, blocks))
     # Uniform codes of n steps have deviation n / sqrt(12); of sub-scales up to s, about s / sqrt(3).
-    _, steps, sub_scale, d_at, m_at, _ = BLOCKS[kind]
+    _, steps, sub_scale, d_at, m_at, _, has_exponent = BLOCKS[kind]
     d = spread * math.sqrt(12) / steps / sub_scale * vary[0]
+    if has_exponent:
+        raw[:, d_at] = np.clip(np.rint(np.log2(d)) + 128, 0, 255)
+        return raw.reshape(rows, -1)
     raw[:, d_at : d_at + 2] = d.astype(np.float16).view(np.uint8).reshape(-1, 2)
     if m_at is not None:
         # The middle of the codes becomes about zero; K-quants subtract their minimums.

@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError, InvalidRequest, ModelUnavailable, Resou
 from pipeline.models.sources import HubSource, check_allowed
 
 # By use: what fits most machines at little loss comes first.
-_FIRST = ("Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q6_K", "Q8_0")
+_FIRST = ("Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q6_K", "Q8_0")
 PREFERRED = (*_FIRST, "Q3_K_M", "Q3_K_L", "Q3_K_S", "Q2_K", "F16", "BF16", "F32")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _QUANTIZATION = re.compile(r"(?<![A-Za-z0-9])(IQ[1-4]_[A-Z0-9_]+|Q[2-8](?:_[0-9KSML]+)*|BF16|F16|F32|FP16|FP32)", re.I)

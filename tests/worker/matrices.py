@@ -104,7 +104,7 @@ def fill_codes(m: Packed) -> None:
     blocks = m.stream.reshape(-1, fmt.unit_bytes)[:, fmt.scales.head_bytes :]
     for block in range(fmt.blocks):
         at = block * fmt.block_bytes
-        blocks[:, at : at + (fmt.block_bytes if fmt.scales.sub else fmt.codes.nbytes)] = 255
+        blocks[:, at : at + (fmt.block_bytes if fmt.scales.is_sub else fmt.codes.nbytes)] = 255
 
 
 def digest_of_products() -> str:

@@ -25,6 +25,25 @@ def test_unpacking_gives_what_gguf_dequantizes(name: str) -> None:
             assert unpack(m.stream, m.fmt, rows, m.columns).tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("name", ["IQ4_XS", "MXFP4"])
+def test_every_scale_and_every_code(name: str) -> None:
+    """Bytes of all values at all places: 256 exponents and 64 sub-scales among them, also those no quantizer writes."""
+    fmt, kind = FORMATS[name], gguf.GGMLQuantizationType[name]
+    raw = np.resize(np.arange(256, dtype=np.uint8), (17 * 64, fmt.source_bytes)).copy()
+    raw[:, 0] = np.arange(17 * 64) % 256  # an exponent; of IQ4_XS the low byte of d, which stays finite
+    raw[:, 1] = raw[:, 1] & 0x3F if name == "IQ4_XS" else raw[:, 1]
+    raw = raw.reshape(17, -1)
+    columns = raw.shape[1] // fmt.source_bytes * fmt.unit
+    stream = np.concatenate([piece.reshape(-1) for piece in pack(raw, fmt)])
+    with np.errstate(over="ignore"):  # the largest exponents
+        expected = gguf.dequantize(raw, kind).astype(np.float32)
+        assert unpack(stream, fmt, 17, columns).tobytes() == expected.tobytes()
+    row = np.empty(columns, np.float32)
+    for r in (0, 5, 16):
+        dequantize_row(fmt.id, stream.ctypes.data, columns, r, row.ctypes.data)
+        assert row.tobytes() == expected[r].tobytes()
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_row_is_found_again(name: str) -> None:
     rng = np.random.default_rng(2)

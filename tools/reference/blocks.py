@@ -51,6 +51,7 @@ class BlockFormat(NamedTuple):
     sub_scale    the root mean square of uniformly drawn sub-scales; 1 without them
     d_at, m_at   bytes of a block at which the f16 scale and the f16 minimum are; None without minimums
     narrow       what llama.cpp's quantizer takes instead where K is no multiple of a super-block
+    has_exponent the scale is 2^(e - 128), e the byte at `d_at`
     """
 
     read: Callable[[np.ndarray], Parts]
@@ -59,6 +60,7 @@ class BlockFormat(NamedTuple):
     d_at: int = 0
     m_at: int | None = None
     narrow: Type | None = None
+    has_exponent: bool = False
 
 
 # ------------------------------------------------------------------ fields
@@ -110,9 +112,16 @@ def _q5_1(raw: np.ndarray) -> Parts:
     return Parts(_nibbles(raw[..., 8:24]) | _fifth_bits(raw[..., 4:8]), _f16(raw, 0), _f16(raw, 2))
 
 
+_UNEVEN = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+_TWICE_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+
+
 def _iq4_nl(raw: np.ndarray) -> Parts:
-    steps = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
-    return Parts(np.array(steps, np.int8)[_nibbles(raw[..., 2:18])], _f16(raw, 0))
+    return Parts(_UNEVEN[_nibbles(raw[..., 2:18])], _f16(raw, 0))
+
+
+def _mxfp4(raw: np.ndarray) -> Parts:
+    return Parts(_TWICE_E2M1[_nibbles(raw[..., 1:17])], np.ldexp(np.float32(1), raw[..., :1].astype(np.int32) - 128))
 
 
 def _q8_0(raw: np.ndarray) -> Parts:
@@ -165,6 +174,17 @@ def _q6_k(raw: np.ndarray) -> Parts:
     return Parts(_signed(codes, 32).reshape(rows, n, 256), scales)
 
 
+def _iq4_xs(raw: np.ndarray) -> Parts:
+    """The scale of run i of 32 is 6 bits: nibble i of 4 bytes, and above it bit pair i of a u16."""
+    blocks = raw.shape[:2]
+    low = np.stack([raw[..., 4:8] & 15, raw[..., 4:8] >> 4], axis=-1).reshape(*blocks, 8)
+    pairs = np.ascontiguousarray(raw[..., 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    scales = _signed(low | pairs.astype(np.uint8) << 4, 32).astype(np.float32)
+    return Parts(
+        _UNEVEN[_nibbles(raw[..., 8:136].reshape(*blocks, 8, 16))].reshape(*blocks, 256), _f16(raw, 0) * scales
+    )
+
+
 BLOCKS: dict[Type, BlockFormat] = {
     Type.Q4_0: BlockFormat(_q4_0, 16),
     Type.Q4_1: BlockFormat(_q4_1, 16, m_at=2),
@@ -172,6 +192,8 @@ BLOCKS: dict[Type, BlockFormat] = {
     Type.Q5_1: BlockFormat(_q5_1, 32, m_at=2),
     Type.Q8_0: BlockFormat(_q8_0, 256),
     Type.IQ4_NL: BlockFormat(_iq4_nl, 256),
+    Type.MXFP4: BlockFormat(_mxfp4, 20, has_exponent=True),
+    Type.IQ4_XS: BlockFormat(_iq4_xs, 256, 32 / math.sqrt(3), narrow=Type.IQ4_NL),
     Type.Q2_K: BlockFormat(_q2_k, 4, 15 / math.sqrt(3), d_at=80, m_at=82, narrow=Type.IQ4_NL),
     Type.Q3_K: BlockFormat(_q3_k, 8, 32 / math.sqrt(3), d_at=108, narrow=Type.IQ4_NL),
     Type.Q4_K: BlockFormat(_q4_k, 16, 63 / math.sqrt(3), m_at=2, narrow=Type.Q5_0),

@@ -54,7 +54,7 @@ def _pack_quantized(by_row: np.ndarray, fmt: QuantizedFormat) -> np.ndarray:
     codes = fields.codes.reshape(*by_row.shape[:3], fmt.blocks, BLOCK).swapaxes(2, 3)
     f16 = [_flat(part) for part in (fields.d, fields.m) if part is not None]
     packed = fmt.codes.pack(codes)  # (groups, units, blocks, bytes)
-    if not fmt.scales.sub:
+    if not fmt.scales.is_sub:
         return np.concatenate([packed[:, :, 0], *f16], axis=-1)
     sub = [_by_block(part, fmt) for part in (fields.sub_scales, fields.sub_minimums) if part is not None]
     if fmt.scales.sub == "u4":
@@ -106,6 +106,10 @@ def _scales(head: np.ndarray, stored: np.ndarray, fmt: QuantizedFormat) -> tuple
     """D and M of all blocks: (groups, units, blocks, parts, 16) f32 each."""
     scales = fmt.scales
     shape = (*stored.shape[:-1], -1, GROUP)
+    if scales.sub == "e8m0":
+        e = stored.astype(np.uint32)
+        bits = np.where(e < 2, np.uint32(1 << 21) << e, (e - np.uint32(1)) << np.uint32(23))
+        return bits.view(np.float32).reshape(shape), None
     if not scales.sub:
         f16 = stored.view(np.float16).astype(np.float32).reshape(shape)
         return f16[..., :1, :], f16[..., 1:, :] if scales.minimum else None

@@ -178,7 +178,7 @@ class _CodeReader:
 
 def _emit_head(builder: Builder, rows: _Rows, fmt: QuantizedFormat, unit: Any) -> list[Any]:
     """d (less the step of codes) and -dmin of a unit."""
-    if not fmt.scales.sub:
+    if not fmt.scales.is_sub:
         return []
     head = [rows.f16(builder, unit)]
     if fmt.codes.step != 1:
@@ -192,9 +192,19 @@ def _number(kind: ir.Type, value: float) -> ir.Constant:
     return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
 
 
+def _emit_power(builder: Builder, rows: _Rows, e: Any) -> Any:
+    """2^(e - 128) of i32 from 0 to 255: the exponent of an f32; 2^-128 and 2^-127 have none of their own."""
+    tiny = builder.shl(_number(e.type, 1 << 21), e)
+    normal = builder.shl(builder.sub(e, _number(e.type, 1)), _number(e.type, 23))
+    is_tiny = builder.icmp_signed("<", e, _number(e.type, 2))
+    return builder.bitcast(builder.select(is_tiny, tiny, normal), rows.float_type)
+
+
 def _emit_scales(builder: Builder, rows: _Rows, fmt: QuantizedFormat, w: Any, head: list[Any]) -> tuple[list[Any], ...]:
     """D of each part of the block at w, and M of each part (none without minimums)."""
     scales, at = fmt.scales, fmt.codes.nbytes
+    if scales.sub == "e8m0":
+        return [_emit_power(builder, rows, rows.integer(builder, _offset(builder, w, at), False))], []
     if not scales.sub:
         f16 = [rows.f16(builder, _offset(builder, w, at + 2 * GROUP * i)) for i in range(1 + scales.minimum)]
         return f16[:1], f16[1:]

@@ -6,8 +6,8 @@ A record (32 values, 64 bytes = one cache line, 64-byte aligned):
     32  scale    f32
     36  ssum     f32    scale * f32(h0 + h1)
     40  start4   i32    -8 (h0 + h1): the start of integer sums for codes with zero point 8 (Q4_0)
-    44  start5   i32    -16 (h0 + h1), for zero point 16 (Q5_0)
-    48  start8   i32    -128 (h0 + h1), for zero point 128 (Q8_0, IQ4_NL); 0 where dots.py subtracts it
+    44  start5   i32    -16 (h0 + h1), for zero point 16 (Q5_0, MXFP4)
+    48  start8   i32    -128 (h0 + h1), for zero point 128 (Q8_0, IQ4_NL, IQ4_XS); 0 where dots.py subtracts it
     52  start6   i32    -32 h0 and, at 56, -32 h1, for zero point 32 and two scales a block (Q6_K, Q3_K)
     60  zero     i32    0, for all other codes
 

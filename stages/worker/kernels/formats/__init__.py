@@ -11,6 +11,8 @@ from stages.worker.kernels.formats.description import BLOCK, GROUP, DenseFormat,
 from stages.worker.kernels.formats.f16 import F16
 from stages.worker.kernels.formats.f32 import F32
 from stages.worker.kernels.formats.iq4_nl import IQ4_NL
+from stages.worker.kernels.formats.iq4_xs import IQ4_XS
+from stages.worker.kernels.formats.mxfp4 import MXFP4
 from stages.worker.kernels.formats.q2_k import Q2_K
 from stages.worker.kernels.formats.q3_k import Q3_K
 from stages.worker.kernels.formats.q4_0 import Q4_0
@@ -47,6 +49,8 @@ QUANTIZED: tuple[QuantizedFormat, ...] = (
     IQ4_NL,
     Q2_K,
     Q3_K,
+    IQ4_XS,
+    MXFP4,
 )
 FORMATS: dict[str, Format] = {f.name: f for f in (*DENSE, *QUANTIZED)}
 BY_ID: dict[int, Format] = {f.id: f for f in FORMATS.values()}

@@ -126,7 +126,8 @@ class Scales:
     sub       "": D = d and M = m, f16 of the block itself, after its codes;
               "u8", "s8", "u4": D = d * scale and M = -(dmin * minimum), d and dmin f16 in the unit's head, scale and
               minimum integers of the block: u8 or s8 x 16 rows each, first all scales, then all minimums; "u4": in one
-              byte, the scale low
+              byte, the scale low;
+              "e8m0": D = 2^(e - 128), e a u8 of the block itself, after its codes
     minimum   whether there is an M
     halves    whether each half of 16 values has a D (and M) of its own
     """
@@ -143,11 +144,18 @@ class Scales:
     @property
     def head_bytes(self) -> int:
         """Bytes of d and dmin at the head of a unit of 16 rows; 0 without sub-scales."""
-        return 2 * GROUP * (1 + self.minimum) if self.sub else 0
+        return 2 * GROUP * (1 + self.minimum) if self.is_sub else 0
+
+    @property
+    def is_sub(self) -> bool:
+        """Whether D is a product of a number of the unit and one of the block."""
+        return self.sub in ("u8", "s8", "u4")
 
     @property
     def nbytes(self) -> int:
         """Of a block."""
+        if self.sub == "e8m0":
+            return GROUP
         if not self.sub:
             return 2 * GROUP * (1 + self.minimum)
         return GROUP * self.parts * (1 + (self.minimum and self.sub != "u4"))
@@ -157,8 +165,8 @@ class GgufFields(NamedTuple):
     """The fields of GGUF blocks: (..., n) u8 each.
 
     codes          n = values of a unit; times `Codes.step`
-    d, m           n = 2: f16; m None without minimums (d and dmin of a super-block)
-    sub_scales     n = scales of a unit, by ascending k; None where `Scales.sub` is ""
+    d, m           n = 2: f16 (n = 1: an exponent); m None without minimums (d and dmin of a super-block)
+    sub_scales     n = scales of a unit, by ascending k; None unless `Scales.is_sub`
     sub_minimums   the same
     """
 

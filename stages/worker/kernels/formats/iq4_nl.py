@@ -15,5 +15,5 @@ def _gguf(raw: np.ndarray) -> GgufFields:
     return GgufFields(nibbles(raw[..., 2:18]), raw[..., :2])
 
 
-_CODES = Codes(NIBBLES, zero=128, table=tuple(step + 128 for step in _STEPS))
-IQ4_NL = QuantizedFormat(20, "IQ4_NL", 32, 18, _CODES, Scales(), _gguf)
+UNEVEN = Codes(NIBBLES, zero=128, table=tuple(step + 128 for step in _STEPS))
+IQ4_NL = QuantizedFormat(20, "IQ4_NL", 32, 18, UNEVEN, Scales(), _gguf)
