@@ -90,6 +90,7 @@ class Hyper(msgspec.Struct, array_like=True, frozen=True):
     n_experts_used: int = 0  # that a token is given to
     normalizes_experts: bool = False  # their weights are divided by their sum
     shared_ffn_width: int = 0  # of the expert for all tokens; 0: there is none
+    is_causal: bool = True  # a position attends to none behind it; else a model has embeddings alone
 
 
 class TokenizerData(msgspec.Struct, array_like=True, frozen=True):

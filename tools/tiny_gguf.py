@@ -23,6 +23,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
+from pipeline.models.vocabularies import SPACE
 from tools.reference.blocks import BLOCKS, DENSE
 
 
@@ -82,6 +83,8 @@ SHAPES = {
         2, 128, 4, 2, 32, 96, 271, architecture="granitemoe", n_experts=8, n_experts_used=3, shared_hidden=64
     ),
     "olmoe": Shape(2, 128, 4, 4, 32, 64, 271, tied=False, architecture="olmoe", n_experts=16, n_experts_used=5),
+    "bert": Shape(2, 128, 4, 4, 32, 192, 290, context_length=512, architecture="bert"),
+    "nomic-bert": Shape(2, 96, 3, 3, 32, 160, 290, rope_base=1000.0, architecture="nomic-bert"),
     "llama-1b": Shape(16, 2048, 32, 8, 64, 8192, 128256, True, 131072, 500000.0, True),
 }
 
@@ -103,6 +106,8 @@ RECIPES = {
     },
     "Q4_1_M": {"": Type.Q4_1, "token_embd": Type.Q6_K, "output": Type.Q6_K},
 }
+BERTS = ("bert", "nomic-bert")
+WORDPIECE_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']"
@@ -209,7 +214,7 @@ def tensor_plan(shape: Shape, recipe: str) -> list[tuple[str, Type, int, int]]:
         return f"{name}.bias", Type.F32, 0, columns
 
     def norm(name: str) -> list[tuple[str, Type, int, int]]:
-        layer_norm = arch in ("stablelm", "starcoder2", "gpt2")
+        layer_norm = arch in ("stablelm", "starcoder2", "gpt2", *BERTS)
         return [vector(name, width), *([bias(name, width)] if layer_norm else ())]
 
     def linear(rows: dict[str, int], columns: int, has_bias: bool) -> list[tuple[str, Type, int, int]]:
@@ -229,9 +234,11 @@ def tensor_plan(shape: Shape, recipe: str) -> list[tuple[str, Type, int, int]]:
 
     arch, width, hidden = shape.architecture, shape.width, shape.hidden
     q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-    all_biases = arch in ("starcoder2", "gpt2")
+    all_biases, is_bert = arch in ("starcoder2", "gpt2", "bert"), arch in BERTS
     plan = [matrix("token_embd", shape.vocab_size, width)]
-    if arch == "gpt2":
+    if is_bert:
+        plan += [("token_types.weight", Type.F32, 2, width), *norm("token_embd_norm")]
+    if arch in ("gpt2", "bert"):
         plan.append(matrix("position_embd", shape.context_length, width))
     if shape.long_context:
         plan.append(vector("rope_freqs", shape.head_dim // 2))
@@ -240,13 +247,13 @@ def tensor_plan(shape: Shape, recipe: str) -> list[tuple[str, Type, int, int]]:
     for layer in range(shape.n_layers):
         block = f"blk.{layer}."
         qkv = {f"{block}attn_q": q, f"{block}attn_k": kv, f"{block}attn_v": kv}
-        if arch in ("phi3", "gpt2"):
+        if arch in ("phi3", "gpt2", "nomic-bert"):
             qkv = {f"{block}attn_qkv": q + 2 * kv}
         if arch == "phi3":
             up = {f"{block}ffn_up": 2 * hidden}
         else:
             up = {f"{block}ffn_up": hidden} if all_biases else {f"{block}ffn_gate": hidden, f"{block}ffn_up": hidden}
-        plan += norm(f"{block}attn_norm") if arch != "olmo2" else []
+        plan += norm(f"{block}attn_norm") if arch != "olmo2" and not is_bert else []
         plan += linear(qkv, width, all_biases or arch in ("qwen2", "qwen2moe", "stablelm"))
         if arch in ("qwen3", "qwen3moe", "gemma3", "olmo2", "olmoe"):
             sizes = (q, kv) if arch.startswith("olmo") else (shape.head_dim, shape.head_dim)
@@ -254,14 +261,16 @@ def tensor_plan(shape: Shape, recipe: str) -> list[tuple[str, Type, int, int]]:
         plan += linear({f"{block}attn_output": width}, q, all_biases)
         has_post_norms = arch in ("gemma2", "gemma3", "olmo2")
         plan += [vector(f"{block}post_attention_norm", width)] if has_post_norms else []
-        plan += norm(f"{block}ffn_norm") if arch != "olmo2" else []
+        plan += norm(f"{block}attn_output_norm") if is_bert else []
+        plan += norm(f"{block}ffn_norm") if arch != "olmo2" and not is_bert else []
         if shape.n_experts:
             plan += experts(block)
         else:
             plan += linear(up, width, all_biases)
             plan += linear({f"{block}ffn_down": width}, hidden, all_biases)
         plan += [vector(f"{block}post_ffw_norm", width)] if has_post_norms else []
-    plan += norm("output_norm")
+        plan += norm(f"{block}layer_output_norm") if is_bert else []
+    plan += norm("output_norm") if not is_bert else []
     return plan if shape.tied else [*plan, matrix("output", shape.vocab_size, width)]
 
 
@@ -280,7 +289,7 @@ def rope_factors(shape: Shape) -> np.ndarray:
 
 
 def _add_positions(writer: gguf.GGUFWriter, shape: Shape) -> None:
-    if shape.architecture == "gpt2":
+    if shape.architecture in ("gpt2", "bert"):
         return
     writer.add_rope_dimension_count(shape.n_rot or shape.head_dim)
     writer.add_rope_freq_base(shape.rope_base)
@@ -296,7 +305,11 @@ def _add_positions(writer: gguf.GGUFWriter, shape: Shape) -> None:
 def _add_switches(writer: gguf.GGUFWriter, shape: Shape) -> None:
     """The metadata that only some architectures have."""
     arch = shape.architecture
-    if arch in ("stablelm", "starcoder2", "gpt2"):
+    if arch in BERTS:
+        writer.add_causal_attention(False)
+        writer.add_pooling_type(gguf.PoolingType.MEAN)
+        writer.add_token_type_count(2)
+    if arch in ("stablelm", "starcoder2", "gpt2", *BERTS):
         writer.add_layer_norm_eps(1e-5)
     else:
         writer.add_layer_norm_rms_eps(1e-5)
@@ -336,6 +349,44 @@ def add_byte_level_vocabulary(writer: gguf.GGUFWriter, size: int, seed: int) -> 
     writer.add_chat_template(_CHAT_TEMPLATE)
 
 
+def wordpiece_tokens(size: int) -> list[str]:
+    """The special tokens of BERT; letters, marks and digits, within a word and at its beginning; then parts of words.
+
+    Raises `ValueError` when there are fewer than `size`.
+    """
+    characters = [chr(code) for code in range(0x21, 0x7F) if not chr(code).isupper()]
+    tokens = [
+        *WORDPIECE_SPECIALS,
+        *(f"{SPACE}{c}" for c in characters),
+        *characters,
+        f"{SPACE}\u00df",
+        f"{SPACE}\u65e5",
+    ]
+    words = dict.fromkeys(_TEXT.split())
+    parts = [part for word in words for part in (SPACE + word, SPACE + word[:3], word[-3:], word[1:])]
+    tokens = list(dict.fromkeys([*tokens, *parts]))
+    if len(tokens) < size:
+        raise ValueError(f"size is {size}, expected at most {len(tokens)}")
+    return tokens[:size]
+
+
+def add_wordpiece_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+    """Add `wordpiece_tokens` to a file."""
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list(wordpiece_tokens(size))
+    n = len(WORDPIECE_SPECIALS)
+    writer.add_token_types([int(gguf.TokenType.CONTROL)] * n + [int(gguf.TokenType.NORMAL)] * (size - n))
+    for add, name in (
+        (writer.add_bos_token_id, "[CLS]"),
+        (writer.add_eos_token_id, "[SEP]"),
+        (writer.add_sep_token_id, "[SEP]"),
+        (writer.add_unk_token_id, "[UNK]"),
+        (writer.add_pad_token_id, "[PAD]"),
+        (writer.add_mask_token_id, "[MASK]"),
+    ):
+        add(WORDPIECE_SPECIALS.index(name))
+
+
 def write_model(
     path: Path,
     shape: Shape,
@@ -346,7 +397,7 @@ def write_model(
 ) -> Path:
     """Write a model; tensors go to the file one by one. Returns `path`.
 
-    `add_vocabulary`: adds the `tokenizer.*` keys; None: those of `vocabulary`, a byte-level one.
+    `add_vocabulary`: adds the `tokenizer.*` keys; None: those of `vocabulary`, a byte-level one, or of WordPiece.
 
     `real_layers`: those beyond the first so many add nothing (0: all add something). Such a model says what the
     same one with only its first layers says, and takes longer for it.
@@ -365,10 +416,12 @@ def write_model(
     _add_switches(writer, shape)
     writer.add_vocab_size(shape.vocab_size)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    if add_vocabulary is None:
-        add_byte_level_vocabulary(writer, shape.vocab_size, seed)
-    else:
+    if add_vocabulary is not None:
         add_vocabulary(writer)
+    elif shape.architecture in BERTS:
+        add_wordpiece_vocabulary(writer, shape.vocab_size)
+    else:
+        add_byte_level_vocabulary(writer, shape.vocab_size, seed)
 
     plan = tensor_plan(shape, recipe)
     for name, kind, rows, columns in plan:

@@ -35,6 +35,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, spec: TokenizerSpec) -> None:
         (writer.add_bos_token_id, spec.bos),
         (writer.add_eos_token_id, spec.eos),
         (writer.add_unk_token_id, spec.unknown),
+        (writer.add_sep_token_id, spec.eos if spec.model == "bert" else -1),
     ):
         if value >= 0:
             add(value)

@@ -9,9 +9,10 @@ from typing import Protocol
 from pipeline.models.pretokenizers import PRETOKENIZERS
 from shm.checkpoint import VOCABULARY_REVISION
 
-BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
-KINDS = {BYTE_LEVEL: "byte-level BPE", SENTENCEPIECE: "SentencePiece BPE"}  # values of tokenizer.ggml.model
-SPACE = "\u2581"  # stands for a space in the tokens of SentencePiece
+BYTE_LEVEL, SENTENCEPIECE, WORDPIECE = "gpt2", "llama", "bert"
+# Values of tokenizer.ggml.model.
+KINDS = {BYTE_LEVEL: "byte-level BPE", SENTENCEPIECE: "SentencePiece BPE", WORDPIECE: "WordPiece"}
+SPACE = "\u2581"  # stands for a space in the tokens of SentencePiece, and begins a word in those of WordPiece
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type (GGUF specification)
 
 # Names of tokens that end a turn. Many files give only the token that ends a text, and chats end with these.
@@ -68,7 +69,20 @@ def vocabulary_problem(data: VocabularyData, pretokenizer: str = "") -> str:
             f"tokenizer.ggml.token_type has {len(data.types)} entries for {len(data.tokens)} tokens; fetch or convert "
             f"the file again"
         )
+    if data.model == WORDPIECE:
+        return _wordpiece_problem(data)
     return _byte_level_problem(data, pretokenizer) if data.model == BYTE_LEVEL else _sentencepiece_problem(data)
+
+
+def _wordpiece_problem(data: VocabularyData) -> str:
+    if not any(text.startswith(SPACE) for text in data.tokens):
+        return (
+            f"tokenizer.ggml.tokens has no token that begins with {SPACE!r}, as those of the beginnings of words do; "
+            f"convert the file again"
+        )
+    if not 0 <= data.unknown < len(data.tokens):
+        return "tokenizer.ggml.unknown_token_id names no token for unknown words; fetch or convert the file again"
+    return ""
 
 
 def _byte_level_problem(data: VocabularyData, pretokenizer: str) -> str:

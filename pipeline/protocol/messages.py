@@ -192,6 +192,7 @@ class Described(Frame, tag="M"):
     pooling: str = ""  # of embeddings: one of POOLINGS; "": the file does not say
     width: int = 0  # values of an embedding
     end_id: int = -1  # token that ends a text to be embedded; -1: none
+    generates: bool = True  # it generates text; False: it has embeddings alone
 
 
 class TokenizerFailed(Frame, tag="X"):
@@ -583,6 +584,7 @@ class WorkerReady(Frame, tag="w"):
     vocabulary: str = ""  # digest of the vocabulary, set where draft models must match it
     error: str = ""
     width: int = 0  # values of a hidden state
+    is_causal: bool = True  # False: prompts are pooled alone, each in one step
 
 
 class Attach(Frame, tag="A"):

@@ -170,7 +170,7 @@ class Service:
             self.readiness,
             self.in_flight,
             self.lifecycle,
-            SelfTest(self.loaded, self.tokenizer, self.relay, clock),
+            SelfTest(self.loaded, self.tokenizer, self.relay, self.embedder, clock),
             measure,
             steady,
         )

@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import ModelUnavailable, StarlingError
+from pipeline.models.vocabularies import WORDPIECE
 from pipeline.protocol import messages as m
 from shm.checkpoint import CheckpointError, Index, TokenizerData, load_index
 from stages.tokenizer.fallback_templates import fallback_template
@@ -133,7 +134,8 @@ def _build(source: ModelSource, index: Index) -> TokenizerModel:
         tool_format=template.tool_format if template is not None else "",
         pooling=index.pooling,
         width=index.hyper.width,
-        end_id=t.eos if index.adds_eos else -1,
+        end_id=t.eos if index.adds_eos or t.model == WORDPIECE else -1,
+        generates=index.hyper.is_causal,
     )
     return TokenizerModel(vocabulary, template, described)
 
@@ -150,6 +152,8 @@ def _template_text(source: ModelSource, index: Index, t: TokenizerData) -> str:
                 f"models[].chat_template is {source.chat_template[:200]!r}, a file that cannot be read ({error}); "
                 f"name a file of UTF-8 text, or give the template itself"
             ) from None
+    if not index.hyper.is_causal:
+        return ""
     if source.chat_template or t.chat_template:
         return source.chat_template or t.chat_template
     found = fallback_template(index.architecture, t)

@@ -1,8 +1,8 @@
 """A vocabulary of a GGUF file: from text to token ids, and from ids to bytes.
 
 Common to all kinds of vocabularies: names of special tokens, the BOS token, limits, the bytes of tokens.  How the text
-between special tokens is encoded is up to the kind's encoder (`byte_level.py`, `sentencepiece.py`).  Independent of
-requests, streams and templates.
+between special tokens is encoded is up to the kind's encoder (`byte_level.py`, `sentencepiece.py`, `wordpiece.py`).
+Independent of requests, streams and templates.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pipeline.models.vocabularies import (
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
+    WORDPIECE,
     turn_ends,
     vocabulary_problem,
 )
@@ -31,6 +32,7 @@ from stages.tokenizer.byte_level import ByteLevelEncoder
 from stages.tokenizer.chunked_encode import WINDOW, MarkedTokenFinder, SpecialTokenFinder
 from stages.tokenizer.sentencepiece import SentencePieceEncoder
 from stages.tokenizer.token_lower_bound import TokenLowerBound, min_tokens
+from stages.tokenizer.wordpiece import WordPieceEncoder
 
 
 class TooManyTokens(Exception):
@@ -100,13 +102,16 @@ class Vocabulary:
             elif kind == USER_DEFINED and text:
                 always.setdefault(text, i)
         self._encoder: Encoder
-        if spec.model == SENTENCEPIECE:
+        if spec.model == WORDPIECE:
+            self._encoder = WordPieceEncoder(spec.tokens, types, spec.unknown)
+        elif spec.model == SENTENCEPIECE:
             prefix = spec.add_space_prefix is not False
             self._encoder = SentencePieceEncoder(spec.tokens, types, spec.scores, spec.unknown, prefix)
         else:
             self._encoder = ByteLevelEncoder(spec.tokens, types, spec.merges, PRETOKENIZERS[spec.pre])
         self.bos, self.eos = spec.bos, spec.eos
-        self.add_bos = (self._encoder.adds_bos if spec.add_bos is None else spec.add_bos) and spec.bos >= 0
+        is_stated = spec.add_bos is not None and spec.model != WORDPIECE  # whose texts are always enclosed
+        self.add_bos = bool(spec.add_bos if is_stated else self._encoder.adds_bos) and spec.bos >= 0
         ends = {spec.eos, spec.eot, *turn_ends(spec.tokens, types)}
         self.eos_ids: tuple[int, ...] = tuple(sorted(i for i in ends if 0 <= i < self.size))
         self._bytes, self.holes = self._encoder.token_bytes, self._encoder.holes
@@ -193,8 +198,12 @@ class Vocabulary:
         names = self._names(parse_special)
         n_added = 0
         if len(tokens) and tokens[0] == self.bos:
-            first = names.find(text, 0, 1)
-            n_added = 0 if first is not None and first[2] == self.bos else 1
+            # In WordPiece white space and control characters before a name are no tokens.
+            is_wordpiece = isinstance(self._encoder, WordPieceEncoder)
+            first = names.find(text, 0, len(text) if is_wordpiece else 1)
+            before = text[: first[0]] if first is not None else ""
+            is_written = first is not None and first[2] == self.bos
+            n_added = 0 if is_written and not (before and self._encoder.lengths(names, before, ids).any()) else 1
         lengths = np.zeros(len(ids), np.int64)
         lengths[n_added:] = self._encoder.lengths(names, text, ids[n_added:])
         ends = np.cumsum(lengths)

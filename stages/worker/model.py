@@ -54,6 +54,10 @@ _VECTORS = (
     ("ffn_up.bias", c.UP_BIAS),
     ("ffn_down.bias", c.DOWN_BIAS),
     ("post_ffw_norm.weight", c.POST_FFN_NORM),
+    ("attn_output_norm.weight", c.ATTN_OUTPUT_NORM),
+    ("attn_output_norm.bias", c.ATTN_OUTPUT_NORM_BIAS),
+    ("layer_output_norm.weight", c.LAYER_OUTPUT_NORM),
+    ("layer_output_norm.bias", c.LAYER_OUTPUT_NORM_BIAS),
 )
 
 
@@ -125,6 +129,10 @@ class Model:
             c.EXPERTS_USED: h.n_experts_used,
             c.NORMALIZE_ROUTES: int(h.normalizes_experts),
             c.SHARED_FFN: h.shared_ffn_width,
+            c.EMBEDDING_NORM: self._address("token_embd_norm.weight"),
+            c.EMBEDDING_NORM_BIAS: self._address("token_embd_norm.bias"),
+            c.TOKEN_TYPE: self._address("token_types.weight"),
+            c.ATTENDS_ALL: int(not h.is_causal),
             c.LAYERS: self.layers.ctypes.data,
             c.FINAL_NORM: self._address("output_norm.weight"),
             c.FINAL_NORM_BIAS: self._address("output_norm.bias"),

@@ -127,6 +127,7 @@ class WorkerStage:
                 self._vocabulary,
                 error,
                 h.width,
+                h.is_causal,
             )
         )
 

@@ -166,6 +166,8 @@ class Worker:
         self.differs = 0  # one in so many samples differs from `reference`; 0: none
         self.poison: set[int] = set()  # prompt tokens whose computation kills the worker
         self.in_batch: list[int] = []  # entries of each step done
+        self.is_causal = True
+        self.whole: dict[int, int] = {}  # unless it is causal: the length of a prompt by its first token
 
     def attach(self, generation: int) -> None:
         """Compute the steps of this generation from now on."""
@@ -201,6 +203,7 @@ class Worker:
             assert base == (n_pooled if pooled else used)
             assert not (pooled and samples)
             n_pooled += pooled > 0
+            assert self.is_causal or (pooled and start == 0 and count == self.whole[int(self.s.tokens[row, 0])])
             assert 0 <= samples <= count
             assert count >= 1
             used += samples

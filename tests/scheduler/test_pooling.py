@@ -65,6 +65,45 @@ def test_deaths_and_preemptions_change_no_vector_and_no_token(events, prompts, p
     assert all(world.errors[name] == "INFERENCE" for name, end in world.ends.items() if end == "error")
 
 
+@given(
+    st.lists(st.sampled_from(EVENTS), max_size=40),
+    st.lists(st.tuples(st.sampled_from(POOLINGS), st.integers(1, 64)), min_size=1, max_size=12),
+    st.integers(5, 64),
+)
+def test_prompts_of_a_model_that_is_not_causal_are_computed_in_one_step(events, prompts, pages):
+    world = World(pages=pages, max_step_tokens=64, is_causal=False)
+    world.worker.whole = {1 + i: n for i, (_, n) in enumerate(prompts)}  # the worker compares
+    for i, (pooling, n) in enumerate(prompts):
+        world.submit(pooled(f"p{i}", [1 + i] * n, pooling))
+    for event in events:
+        match event:
+            case "worker" | "half":
+                world.kill_worker(half_way=event == "half")
+            case "kv":
+                world.restart_kv()
+            case "lost lease":
+                if world.engine.table.scheduled:
+                    world.engine.pages._lost_lease(world.engine.table.scheduled[-1].run.lease_id)
+            case "step":
+                world.compute_step()
+        world.run_round()
+        world.exchange_with_kv()
+        world.collect()
+    world.run_until_idle()
+    world.check_all()
+    assert len(world.ends) == len(prompts)
+    assert set(world.ends.values()) <= {"pooled", "error"}
+
+
+def test_a_model_that_is_not_causal_refuses_text_and_longer_prompts():
+    world = World(max_step_tokens=64, is_causal=False)
+    world.submit(submission("text", [1], 4))
+    world.submit(pooled("long", [2] * 65))
+    world.run_until_idle()
+    assert world.ends == {"text": "rejected", "long": "rejected"}
+    assert world.errors == {"text": "INVALID_REQUEST", "long": "CONTEXT_LENGTH_EXCEEDED"}
+
+
 def test_pooled_prompts_use_and_fill_no_cache():
     world = World()
     prompt = list(range(1, 80))

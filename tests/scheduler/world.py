@@ -38,6 +38,7 @@ class World:
         weights: dict[str, float] | None = None,
         vetting: Vetting | None = None,
         mask_words: int = 0,
+        is_causal: bool = True,
         **settings,
     ) -> None:
         self.now = 0.0
@@ -54,6 +55,7 @@ class World:
         self.kv = Kv(self.steps, self.pages, cache=cache)
         self.worker = Worker(self.steps, self.geometry, self.pages)
         self.worker.period = self.period = period
+        self.worker.is_causal = is_causal
         self.context = context
         self.generation = 0
         self.to_kv: deque[Frame] = deque()
@@ -83,7 +85,7 @@ class World:
         self.generation += 1
         self.ring.start(self.generation)
         self.worker.attach(self.generation)
-        self.engine.attach(self.context, VOCAB)
+        self.engine.attach(self.context, VOCAB, self.worker.is_causal)
 
     def kv_up(self) -> None:
         """kv reports its arena."""

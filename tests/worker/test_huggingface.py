@@ -13,11 +13,12 @@ import pytest
 from pipeline.errors import ConfigError
 from shm.checkpoint import Index, bin_path
 from stages.worker.checkpoint.prepare_source import prepare_source
-from tools.tiny_gguf import SHAPES
+from tools.tiny_gguf import BERTS, SHAPES
 from tools.tiny_hf import CLASSES, write_directory, write_safetensors
 
-# Mixtures of experts are read from GGUF files alone.
-FAMILIES = [name for name, shape in SHAPES.items() if name != "llama-1b" and not shape.n_experts]
+# Mixtures of experts and models of embeddings are read from GGUF files alone.
+OTHERS = ("llama-1b", *BERTS)
+FAMILIES = [name for name, shape in SHAPES.items() if name not in OTHERS and not shape.n_experts]
 
 
 def folder_of(tmp_path: Path) -> Path:

@@ -245,14 +245,19 @@ class ExactSequence:
         x = m.source.rows("token_embd.weight", np.asarray(tokens, np.int64))
         if h.embedding_scale != 1:
             x = x * h.embedding_scale
+        if "token_types.weight" in m.source:
+            x = x + m.source.rows("token_types.weight", np.zeros(1, np.int64))
         if not turns:
             x = x + m.source.rows("position_embd.weight", positions)
+        x = m.norm("token_embd_norm", x)
         for layer in range(h.n_layers):
             block = f"blk.{layer}"
             y = self._attention(layer, m.norm(f"{block}.attn_norm", x), turns)
             x = self._added(x, m.norm(f"{block}.post_attention_norm", y))
+            x = m.norm(f"{block}.attn_output_norm", x)
             y = self._feed_forward(block, m.norm(f"{block}.ffn_norm", x))
             x = self._added(x, m.norm(f"{block}.post_ffw_norm", y))
+            x = m.norm(f"{block}.layer_output_norm", x)
         self.length += len(tokens)
         return x
 
@@ -307,5 +312,9 @@ class ExactSequence:
         self.keys[layer] = np.concatenate([self.keys[layer], stored(k, self.kv_type)])
         self.values[layer] = np.concatenate([self.values[layer], stored(v, self.kv_type)])
         scores = Scores(h.score_scale, h.score_cap, window)
-        mixed = attention(q, self.keys[layer], self.values[layer], self.length, scores)
+        keys, values = self.keys[layer], self.values[layer]
+        if h.is_causal:
+            mixed = attention(q, keys, values, self.length, scores)
+        else:  # all positions are those of this call, and each query is like the last one
+            mixed = np.concatenate([attention(one[None], keys, values, len(keys) - 1, scores) for one in q])
         return m.linear(f"{block}.attn_output", mixed)

@@ -30,22 +30,32 @@ class FloatModel:
     def logits(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Logits of all positions of one sequence: (len(tokens), vocab) f32."""
         source, h = self.source, self.source.hyper
+        y = self.hidden(tokens)
+        return _capped(y @ source.values(source.head_name).T * h.logit_scale, h.logit_cap)
+
+    def hidden(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Final hidden states of all positions of one sequence: (len(tokens), width) f32."""
+        source, h = self.source, self.source.hyper
         positions = np.arange(len(tokens))
         turns = []
         for rope in self._rope:
             angles = positions[:, None] * np.array([f / (1 << FRACTION_BITS) for f in rope.frequencies])
             turns.append([(rope.largest * part(angles))[:, None, :].astype(np.float32) for part in (np.cos, np.sin)])
         x: np.ndarray = source.rows("token_embd.weight", np.asarray(tokens, np.int64)) * h.embedding_scale
+        if "token_types.weight" in source:
+            x = x + source.rows("token_types.weight", np.zeros(1, np.int64))
         if not turns:
             x = x + source.rows("position_embd.weight", positions)
+        x = self._norm("token_embd_norm", x)
         for layer in range(h.n_layers):
             block = f"blk.{layer}"
             y = self._attention(layer, self._norm(f"{block}.attn_norm", x), turns)
             x = x + self._norm(f"{block}.post_attention_norm", y) * h.residual_scale
+            x = self._norm(f"{block}.attn_output_norm", x)
             y = self._feed_forward(block, self._norm(f"{block}.ffn_norm", x))
             x = x + self._norm(f"{block}.post_ffw_norm", y) * h.residual_scale
-        y = self._norm("output_norm", x)
-        return _capped(y @ source.values(source.head_name).T * h.logit_scale, h.logit_cap)
+            x = self._norm(f"{block}.layer_output_norm", x)
+        return self._norm("output_norm", x)
 
     def _linear(self, name: str, x: np.ndarray) -> np.ndarray:
         y = x @ self.source.values(f"{name}.weight").T
@@ -114,6 +124,7 @@ class FloatModel:
         q = q.reshape(n, h.n_kv_heads, -1, h.head_dim)  # heads that share a kv head are neighbours
         scores = _capped(np.einsum("ighd,jgd->ghij", q, k, optimize=True) * h.score_scale, h.score_cap)
         visible = np.tri(n, dtype=bool) & ~np.tri(n, k=-window if window else -n, dtype=bool)
+        visible |= not h.is_causal
         scores = np.where(visible, scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)

@@ -26,6 +26,7 @@ class Graph(NamedTuple):
     caps: tuple[float, float] = (0.0, 0.0)  # defaults for scores and logits
     window: int = 0  # default
     normalizes_experts: bool = True  # their weights are divided by their sum
+    is_causal: bool = True
     full_every: int = 0  # so many layers make a period, and its last one has no window; 0: all have one
 
 
@@ -47,6 +48,8 @@ _GRAPHS = {
     "stablelm": Graph(),
     "starcoder2": Graph(gelu=True),
     "gpt2": Graph(gelu=True),
+    "bert": Graph(gelu=True, is_causal=False),
+    "nomic-bert": Graph(is_causal=False),
 }
 
 
@@ -74,6 +77,7 @@ class Hyper(NamedTuple):
     n_experts: int  # 0: the FFN is plain
     n_experts_used: int
     normalizes_experts: bool
+    is_causal: bool
 
 
 class Rope(NamedTuple):
@@ -153,6 +157,9 @@ class Source:
             n_experts=self._number("expert_count", 0),
             n_experts_used=self._number("expert_used_count", 0),
             normalizes_experts=graph.normalizes_experts,
+            is_causal=self._fields[f"{arch}.attention.causal"].contents()
+            if f"{arch}.attention.causal" in self._fields
+            else graph.is_causal,
         )
 
     def _value(self, key: str, default: Any = None) -> Any:

@@ -215,6 +215,12 @@ class Admission:
     ) -> RequestState:
         """Check everything that depends on the model. `held`: the tokens of the session before the prompt."""
         described = self._loaded.described[version.id]
+        if not described.generates:
+            raise InvalidRequest(
+                f"model {version.name!r} has embeddings alone and generates no text: send it to /v1/embeddings, "
+                f"/v1/rerank or /v1/score, or use another model",
+                "model",
+            )
         created = call.name.created or int(self._wall())
         if generation.messages is not None and not generation.template_date:
             local = datetime.fromtimestamp(created).isoformat()

@@ -156,14 +156,19 @@ async def _tokenize(
     """The token ids of each input, i32 little-endian. A text begins and ends with the tokens that the model wants."""
     bounds = service.loaded.bounds(version)
     longest = min(bounds.context, bounds.max_prompt_tokens or bounds.context, MAX_POOLED_POSITIONS)
+    bound = "the model's context, or scheduler.max_prompt_tokens"
+    if not described.generates:
+        scheduler = service.config.scheduler
+        in_one_step = max(scheduler.max_step_tokens, service.config.max_batch_size(version.settings))
+        if in_one_step < longest:
+            longest, bound = in_one_step, "which the model computes in one step: scheduler.max_step_tokens"
 
     def checked(tokens: Sequence[int], n: int, index: int, is_exact: bool = True) -> bytes:
         name, field = names[index], names[index].partition("[")[0]
         if n > longest:
             count = n if is_exact else f"at least {n}"
             raise InvalidRequest(
-                f"{name} has {count} tokens; at most {longest} are allowed (the model's context, or "
-                f"scheduler.max_prompt_tokens): shorten it",
+                f"{name} has {count} tokens; at most {longest} are allowed ({bound}): shorten it",
                 field,
                 code=CONTEXT_EXCEEDED,
             )

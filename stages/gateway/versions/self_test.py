@@ -1,7 +1,7 @@
 """The self-test of a version, before requests are sent to it.
 
-The stages that will serve it tokenize a fixed text and generate from it.  If the serving version is of the same file,
-its tokens must be equal.
+The stages that will serve it tokenize a fixed text and generate from it, or embed it.  If the serving version is of the
+same file, its tokens (or its vector) must be equal.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pipeline.models.versions import ModelVersion
 from pipeline.protocol.messages import Sampling
 from shm.pages import NUMERICS
 from stages.gateway.http.sinks import WholeResponse
+from stages.gateway.requests.embedder import Embedder, EmbeddingCall
 from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.spec import RequestSpec, SequenceSpec
@@ -34,11 +35,17 @@ class SelfTest:
     """One per gateway. `clock` is monotonic."""
 
     def __init__(
-        self, loaded: LoadedVersions, tokenizer: TokenizerClient, relay: Relay, clock: Callable[[], float]
+        self,
+        loaded: LoadedVersions,
+        tokenizer: TokenizerClient,
+        relay: Relay,
+        embedder: Embedder,
+        clock: Callable[[], float],
     ) -> None:
         self._loaded = loaded
         self._tokenizer = tokenizer
         self._relay = relay
+        self._embedder = embedder
         self._clock = clock
 
     async def check(self, version: ModelVersion, reference: ModelVersion | None = None) -> None:
@@ -46,18 +53,32 @@ class SelfTest:
 
         reference: the serving version; compared if it has the same file and KV type.
         """
-        tokens = await self._generate(version)
+        tokens = await self._answer(version)
         if reference is None or not self._loaded.is_ready(reference):
             return
         new, old = self._loaded.described[version.id], self._loaded.described[reference.id]
         if (new.digest, version.settings.kv_type) != (old.digest, reference.settings.kv_type):
             return
-        expected = await self._generate(reference)
+        expected = await self._answer(reference)
         if tokens != expected:
             raise InferenceError(
-                f"the self-test of {version.id} generated {tokens}, and {reference.id}, which is of the same file, "
-                f"generated {expected}"
+                f"the self-test of {version.id} gave {tokens}, and {reference.id}, which is of the same file, "
+                f"gave {expected}"
             )
+
+    async def _answer(self, version: ModelVersion) -> tuple[float, ...]:
+        generates = self._loaded.described[version.id].generates
+        return await (self._generate(version) if generates else self._embed(version))
+
+    async def _embed(self, version: ModelVersion) -> tuple[float, ...]:
+        prompt = (await self._tokenizer.encode(version.id, TEXT)).tokens[:MAX_TOKENS] or (0,)
+        deadline = self._clock() + TIMEOUT_S
+        call = EmbeddingCall(version.name, version.id, "", PRIORITY, "mean", deadline)
+        (vector,) = await self._embedder.pool(call, [array("i", prompt).tobytes()])
+        values = tuple(array("f", vector))
+        if not values or not all(map(math.isfinite, values)):
+            raise InferenceError(f"the self-test of {version.id} got a vector with values that are not finite")
+        return values
 
     async def _generate(self, version: ModelVersion) -> tuple[int, ...]:
         described, bounds = self._loaded.described[version.id], self._loaded.bounds(version)

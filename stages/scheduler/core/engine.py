@@ -91,9 +91,10 @@ class Engine:
 
     # -------------------------------------------------------------- the worker's life
 
-    def attach(self, context_length: int, vocab_size: int) -> None:
+    def attach(self, context_length: int, vocab_size: int, is_causal: bool = True) -> None:
         """The worker has let go of everything before and reads the ring from now on."""
         self._limits.context_length, self._limits.vocab_size = context_length, vocab_size
+        self._limits.whole_prompt_tokens = 0 if is_causal else self.steps.budget.max_tokens
         self.worker.is_attached = True
         self.cost.start_worker()
 

@@ -16,11 +16,12 @@ SALT = "\0\0pooled"  # of no client: pages of prompts that are only pooled are n
 class PooledPrompt:
     """`kind`: one of POOLINGS; `n_tokens`: of the prompt."""
 
-    __slots__ = ("_n", "_sum", "kind", "n_tokens")
+    __slots__ = ("_n", "_sum", "is_whole", "kind", "n_tokens")
 
     def __init__(self, kind: str, n_tokens: int) -> None:
         self.kind = kind
         self.n_tokens = n_tokens
+        self.is_whole = False  # all positions are computed in one step: they attend to those behind them
         self._sum: np.ndarray | None = None
         self._n = 0  # positions in it
 

@@ -66,6 +66,8 @@ class RowScheduler:
     def _allocate(self, sequence: SequenceState) -> None:
         ring, run = self._worker.ring, sequence.run
         assert ring is not None
+        if sequence.pooled is not None:
+            sequence.pooled.is_whole = self._limits.whole_prompt_tokens > 0
         self._table.allocate_row(sequence)
         stop_ids = tuple(sequence.stop_ids)
         ring.write_row(

@@ -34,6 +34,7 @@ class Limits:
     vocab_size: int = 0
     kv_positions: int = 0  # of the whole KV arena
     page_tokens: int = 0
+    whole_prompt_tokens: int = 0  # above 0 prompts are only pooled, each in one step of so many; 0: a causal model
 
 
 def check_frame(frame: Submit) -> Refusal | None:
@@ -76,6 +77,16 @@ def check_limits(sequence: SequenceState, limits: Limits) -> Refusal | None:
         if prompt > MAX_POOLED_POSITIONS:
             most = f"at most {MAX_POOLED_POSITIONS} can be pooled"
             return Refusal("CONTEXT_LENGTH_EXCEEDED", f"prompt has {prompt} tokens, {most}", "prompt")
+    if whole := limits.whole_prompt_tokens:
+        if not is_pooled:
+            return Refusal("INVALID_REQUEST", "this model generates no text: it has embeddings alone", "model")
+        if prompt > whole:
+            return Refusal(
+                "CONTEXT_LENGTH_EXCEEDED",
+                f"prompt has {prompt} tokens; this model computes an input in one step, of at most {whole} "
+                f"(scheduler.max_step_tokens): shorten it",
+                "prompt",
+            )
     if limits.max_prompt_tokens and prompt > limits.max_prompt_tokens:
         return Refusal(
             "INVALID_REQUEST",

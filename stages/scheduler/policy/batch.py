@@ -9,6 +9,8 @@ long one takes.
 The budget is time (pacing.py): predicted cost (cost.py) of tokens and attention positions against the gap between
 tokens that running streams may have.  At least one prompt advances by `MIN_CHUNK` in every step, whatever the budget.
 Batches are ragged and nothing is padded, so sequences of different lengths cost each other nothing.
+
+The prompts of a model whose positions attend to those behind them are not cut: each is computed in one step.
 """
 
 from __future__ import annotations
@@ -204,6 +206,8 @@ def _share(
             if count < MIN_CHUNK and count < most:
                 # The first prompt of a step always advances; the others wait for a step with more time.
                 count = 0 if has_chunk else min(MIN_CHUNK, most)
+            if sequence.pooled is not None and sequence.pooled.is_whole and count < todo:
+                count = 0 if has_chunk or most < todo else todo
             if count <= 0:
                 unscheduled.append(tenant)
                 continue

@@ -7,6 +7,8 @@ All share one forward pass (kernels/forward.py), which is a llama graph with swi
                 x += residual_scale * after(W_down (act(W_gate before(x)) * (W_up before(x))))
     logits = cap(logit_scale * (W_head norm(x)))
 
+    with `norms_residual`: x = norm(embedding + token type 0 + position), then x = norm(x + ...) twice a layer
+
 In a mixture of experts the FFN is a sum over experts that a token is given to and a shared one: kernels/experts.py.
 
 `tensors` lists what a file must have; ingest compares names and shapes before anything is written, and the worker maps
@@ -44,6 +46,7 @@ class Architecture(NamedTuple):
     gated: bool = True  # FFN: act(gate) * up; else act(up)
     norms_before: bool = True  # of the inputs of attention and FFN
     norms_after: bool = False  # of their outputs: post_attention_norm, post_ffw_norm
+    norms_residual: bool = False  # of the residual stream behind both, and of the embedding: no norm at the end
     qk_norm: str = ""  # RMS norm of q and k before RoPE: over EACH_HEAD or ALL_HEADS
     fused: tuple[str, ...] = ()  # of "attn_qkv" (rows of q, then k, then v) and "ffn_up" (gate, then up)
     biases: tuple[str, ...] = ()  # matrices and norms that must have one; others may
@@ -57,9 +60,17 @@ class Architecture(NamedTuple):
     window_period: int | None = None  # every so many-th layer sees all positions; None: a window is refused
     local_rope_base: float = 0.0  # default of rope.freq_base_swa, for layers with a window; 0: as the others
     experts: Experts | None = None  # None: a mixture of experts is refused
+    is_causal: bool = True  # default of attention.causal: a position attends to none behind it
 
 
 _MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down")
+_BERT = Architecture(
+    norm=LAYER,
+    norms_before=False,
+    norms_residual=True,
+    biases=("token_embd_norm", "attn_output_norm", "layer_output_norm"),
+    is_causal=False,
+)
 _GEMMA = Architecture(activation="gelu", scaled_embedding=True)
 _GRANITE = Architecture(NEIGHBOURS, scales=True)
 
@@ -109,6 +120,10 @@ ARCHITECTURES = {
         fused=("attn_qkv",),
         biases=("attn_norm", *_MATRICES[:4], "ffn_norm", *_MATRICES[4:], "output_norm"),
     ),
+    "bert": _BERT._replace(
+        positions=LEARNED, activation="gelu", gated=False, fused=("attn_qkv",), biases=(*_BERT.biases, *_MATRICES)
+    ),
+    "nomic-bert": _BERT._replace(fused=("attn_qkv",)),
 }
 
 
@@ -125,6 +140,7 @@ class Sizes(NamedTuple):
     context: int
     experts: int = 0
     shared: int = 0  # values of the shared expert's FFN; 0: there is none
+    token_types: int = 0  # kinds of texts that the embedding tells apart; 0: none
 
 
 class Needed(NamedTuple):
@@ -163,14 +179,21 @@ def window_of(layer: int, window: int, period: int | None) -> int:
 def tensors(arch: Architecture, s: Sizes, in_file: frozenset[str]) -> Iterator[Needed]:
     """Every tensor of the graph, in the order of use. `in_file`: names of the file's tensors."""
     yield _whole("token_embd.weight", (s.vocab, s.width))
+    if s.token_types:
+        # The first row: of texts that stand alone.
+        yield _whole("token_types.weight", (s.width,))._replace(in_file=(s.token_types, s.width))
     if arch.positions == LEARNED:
         yield _whole("position_embd.weight", (s.context, s.width))
+    if arch.norms_residual:
+        yield from _norm(arch, "token_embd_norm", s.width)
     for layer in range(s.n_layers):
         for part in _layer(arch, s, in_file, f"blk.{layer}."):
             # Tensors that the first layer has or lacks, all layers have or lack.
             first = part.source.replace(f"blk.{layer}.", "blk.0.", 1)
             if not part.optional or first in in_file:
                 yield part._replace(optional=False)
+    if arch.norms_residual:
+        return
     yield from _norm(arch, "output_norm", s.width)
     yield _whole("output.weight", (s.vocab, s.width))._replace(optional=True)
 
@@ -199,6 +222,8 @@ def _layer(arch: Architecture, s: Sizes, in_file: frozenset[str], prefix: str) -
     yield from _matrices(arch, prefix, {"attn_output": s.width}, s.q)
     if arch.norms_after:
         yield _whole(f"{prefix}post_attention_norm.weight", (s.width,))
+    if arch.norms_residual:
+        yield from _norm(arch, "attn_output_norm", s.width, prefix)
     if arch.norms_before:
         yield from _norm(arch, "ffn_norm", s.width, prefix)
     if s.experts:
@@ -209,6 +234,8 @@ def _layer(arch: Architecture, s: Sizes, in_file: frozenset[str], prefix: str) -
         yield from _matrices(arch, prefix, {"ffn_down": s.width}, s.ffn)
     if arch.norms_after:
         yield _whole(f"{prefix}post_ffw_norm.weight", (s.width,))
+    if arch.norms_residual:
+        yield from _norm(arch, "layer_output_norm", s.width, prefix)
 
 
 def _experts(arch: Architecture, s: Sizes, prefix: str) -> Iterator[Needed]:

@@ -177,7 +177,21 @@ class HyperReader:
             n_experts_used=mixture.used,
             normalizes_experts=mixture.n > 0 and row.experts is not None and row.experts.normalized,
             shared_ffn_width=mixture.shared_width,
+            is_causal=self._is_causal(any(windows)),
         )
+
+    def _is_causal(self, has_windows: bool) -> bool:
+        is_causal = bool(self._get(f"{self.architecture}.attention.causal", bool, self.row.is_causal))
+        if is_causal and not self.row.is_causal:
+            raise self._refuse("attention.causal", is_causal, "false")
+        if not is_causal and has_windows:
+            raise self._refuse("attention.causal", is_causal, "true where layers have a sliding window")
+        return is_causal
+
+    def token_types(self) -> int:
+        """The kinds of texts that the embedding tells apart; 0: none."""
+        table = self.file.tensors.get("token_types.weight")
+        return table.shape[0] if table is not None and self.row.norms_residual else 0
 
     def _mixture(self) -> _Mixture:
         """The experts; all 0 for a plain graph."""

@@ -335,6 +335,7 @@ def _plan(file: Source, reader: HyperReader, h: Hyper) -> Iterator[Part]:
         h.context_length,
         h.n_experts,
         h.shared_ffn_width,
+        reader.token_types(),
     )
     known = set(ROPE_TENSORS)
     for needed in tensors(reader.row, sizes, frozenset(file.tensors)):
@@ -350,7 +351,7 @@ def _plan(file: Source, reader: HyperReader, h: Hyper) -> Iterator[Part]:
                 f"{file.path}: tensor {label} has shape {list(info.shape)}, expected {list(shape)} (rows "
                 f"first); {AGAIN}"
             )
-        if len(shape) == 1 and not info.format.dense:
+        if min(len(shape), len(needed.shape)) == 1 and not info.format.dense:
             raise GgufError(f"{file.path}: tensor {label} is {info.format.name}, expected F32, F16 or BF16; {AGAIN}")
         yield Part(needed.name, needed.shape, info, needed.first)
     extra = sorted(file.tensors.keys() - known)

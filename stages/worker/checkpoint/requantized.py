@@ -66,7 +66,11 @@ class Requantized:
         self.tensors = {name: self._converted(info) for name, info in source.tensors.items()}
 
     def _converted(self, info: TensorInfo) -> TensorInfo:
-        if len(info.shape) < 2 or info.name.startswith("position_embd") or ".ffn_gate_inp." in info.name:
+        if (
+            len(info.shape) < 2
+            or info.name.startswith(("position_embd", "token_types"))
+            or ".ffn_gate_inp." in info.name
+        ):
             return info
         if not info.format.dense:
             raise ConfigError(

@@ -6,15 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.models.vocabularies import BYTE_LEVEL, SENTENCEPIECE, vocabulary_problem
+from pipeline.models.vocabularies import BYTE_LEVEL, SENTENCEPIECE, WORDPIECE, vocabulary_problem
 from shm.checkpoint import VOCABULARY_REVISION, TokenizerData
 from stages.worker.checkpoint.gguf import AGAIN, GgufError
 from stages.worker.checkpoint.source import Source
 
 _NONE = 0xFFFFFFFF  # published files write "none" as -1 or as its unsigned form
 _IDS = ("bos", "eos", "eot", "unknown", "padding")
-# SentencePiece's own ids, where a file does not give them.
-_SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
+# Each kind's own ids, where a file does not give them.
+_OWN_IDS = {
+    SENTENCEPIECE: {"unknown": 0, "bos": 1, "eos": 2},
+    WORDPIECE: {"unknown": 100, "bos": 101, "eos": 102, "padding": 0},
+}
+# Other names of the keys in files of WordPiece: a text is between these two ("seperator" is the key's spelling).
+_WORDPIECE_KEYS = {"bos": "cls", "eos": "seperator"}
 
 
 def read_vocabulary(file: Source, pretokenizer: str = "") -> TokenizerData:
@@ -26,8 +31,10 @@ def read_vocabulary(file: Source, pretokenizer: str = "") -> TokenizerData:
     kind = reader.get("model", str, "none")
     tokens = reader.texts("tokens")
     reader.check_count("tokens", len(tokens))
-    defaults = _SENTENCEPIECE_IDS if kind == SENTENCEPIECE else {}
-    ids = {name: reader.token_id(name, defaults.get(name, -1)) for name in _IDS}
+    own = _OWN_IDS.get(kind, {})
+    ids = {name: reader.token_id(name, own.get(name, -1)) for name in _IDS}
+    if kind == WORDPIECE:
+        ids |= {name: reader.token_id(key, ids[name]) for name, key in _WORDPIECE_KEYS.items()}
     data = TokenizerData(
         model=kind,
         pre=reader.get("pre", str, "default"),

@@ -222,6 +222,41 @@ def attend_queries(params, layer, entry, token, first, queries, kv_head, head_at
         quantize_attn_out(params, t, kv_head)
 
 
+@njit(**INNER)
+def attend_all(params, layer, entry, token, last, queries, kv_head, head_at):
+    """A block of queries that attend to all positions up to `last`, the entry's last one.
+
+    To the entry of attention they are heads of one query at that position.
+    """
+    dim, group = param(params, pb.HEAD_DIM), param(params, pb.N_HEADS) // param(params, pb.N_KV_HEADS)
+    scratch = param(params, pb.ATTENTION)
+    _pack_queries(params, layer, token, queries, kv_head, scratch)
+    run_entry(
+        param(params, pb.ATTEND),
+        (
+            scratch,
+            param(params, pb.PAGES),
+            head_at,
+            param(params, pb.PAGE_BYTES),
+            _table(params, entry),
+            last,
+            1,
+            queries * group,
+            dim,
+            param(params, pb.PAGE_TOKENS),
+            params + 8 * pb.SCORE_SCALE,
+            scratch,  # the place of the queries, which have been read
+            0,
+            -1,
+            param(layer, pb.WINDOW),
+        ),
+    )
+    for i in range(queries):
+        out = param(params, pb.ATTN_OUT) + (token + i) * param(params, pb.ATTN_OUT_STRIDE) + 4 * kv_head * group * dim
+        split_combine.copy(scratch + 4 * i * group * dim, out, group * dim)
+        quantize_attn_out(params, token + i, kv_head)
+
+
 @njit(**MERGED)
 def attend(params, layer, number):
     """This rank's units of a layer, which is row `number` of LAYERS."""
@@ -264,7 +299,10 @@ def attend(params, layer, number):
                         else:
                             set_next_unit(params, number, entry, head, -1)
                     queries = min(block, count - begin)
-                    attend_queries(params, layer, entry, token + begin, start + begin, queries, head, head_at)
+                    if param(params, pb.ATTENDS_ALL):
+                        attend_all(params, layer, entry, token + begin, start + count - 1, queries, head, head_at)
+                    else:
+                        attend_queries(params, layer, entry, token + begin, start + begin, queries, head, head_at)
                 unit += 1
 
 

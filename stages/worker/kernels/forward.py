@@ -29,6 +29,7 @@ from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.pooling import pool_entries
 from stages.worker.kernels.projections import (
     norm_and_quantize,
+    norm_row,
     project_down,
     project_gate_up,
     project_head,
@@ -95,10 +96,15 @@ def _embed(params, tokens):
         factor = get_f32(params + 8 * pb.EMBEDDING_SCALE)
         if factor != np.float32(1.0):
             ew.scale(x, factor, width)
+        if param(params, pb.TOKEN_TYPE):
+            ew.add(x, param(params, pb.TOKEN_TYPE), width)
         if param(params, pb.POSITIONS):
             kind, w, y = param(params, pb.POSITIONS_FORMAT), param(params, pb.POSITIONS), param(params, pb.Y)
             run_entry(param(params, pb.EMBED_ROW), (kind, w, width, position, y + 4 * t * width))
             ew.add(x, y + 4 * t * width, width)
+        if param(params, pb.EMBEDDING_NORM):
+            norm_row(params, x, param(params, pb.EMBEDDING_NORM), param(params, pb.EMBEDDING_NORM_BIAS), x)
+        if param(params, pb.POSITIONS):
             continue
         angles = param(params, pb.ROPE) + t * param(params, pb.ROPE_STRIDE)
         _angles(params, pb.COS_LO, position, pairs, angles)

@@ -158,6 +158,10 @@ MATMUL, EMBED_ROW, ATTEND, DRAW = range(112, 116)
     GATHERED_Q,
 ) = range(124, 139)
 
+# The norm of the embedding, and what is added to it before (addresses, 0: none); whether positions attend to those
+# behind them
+EMBEDDING_NORM, EMBEDDING_NORM_BIAS, TOKEN_TYPE, ATTENDS_ALL = range(139, 143)
+
 WORDS = 144
 
 # Words of a layer's row at LAYERS: addresses and formats; 0: the layer has no such tensor.  NORM_ALL_HEADS: q and k
@@ -212,7 +216,11 @@ WORDS = 144
     SHARED_UP_FORMAT,
     SHARED_DOWN,
     SHARED_DOWN_FORMAT,
-) = range(48)
-LAYER_WORDS = 48
+    ATTN_OUTPUT_NORM,
+    ATTN_OUTPUT_NORM_BIAS,
+    LAYER_OUTPUT_NORM,
+    LAYER_OUTPUT_NORM_BIAS,
+) = range(52)
+LAYER_WORDS = 56
 
 FEW = 4  # up to so many tokens every rank norms and quantizes all of them itself, which saves a barrier

@@ -126,6 +126,8 @@ def project_output(params, layer, tokens):
         param(layer, pb.O),
         param(layer, pb.O_BIAS),
         param(layer, pb.POST_ATTENTION_NORM),
+        param(layer, pb.ATTN_OUTPUT_NORM),
+        param(layer, pb.ATTN_OUTPUT_NORM_BIAS),
         columns,
         param(params, pb.ATTN_OUT),
         param(params, pb.ATTN_OUT_Q),
@@ -135,8 +137,11 @@ def project_output(params, layer, tokens):
 
 
 @njit(**INNER)
-def residual(params, kind, w, bias, norm, columns, floats, records, records_stride, tokens):
-    """X += W y + bias, this rank's rows. With the weights of a `norm`: X += norm(W y + bias), this rank's tokens."""
+def residual(params, kind, w, bias, norm, closing, closing_bias, columns, floats, records, records_stride, tokens):
+    """X += W y + bias, this rank's rows. With the weights of a `norm`: X += norm(W y + bias), this rank's tokens.
+
+    With those of a `closing` norm: then X = norm(X).
+    """
     width = param(params, pb.WIDTH)
     first, end = share(params, width // GROUP)
     x, y = param(params, pb.X), param(params, pb.Y)
@@ -158,6 +163,11 @@ def residual(params, kind, w, bias, norm, columns, floats, records, records_stri
             at = 4 * t * width
             ew.rms_norm(y + at, norm, y + at, width, get_f32(params + 8 * pb.EPS))
             ew.add(x + at, y + at, width)
+    if closing:
+        wait_for_ranks(params)
+        first, end = share(params, tokens)
+        for t in range(first, end):
+            norm_row(params, x + 4 * t * width, closing, closing_bias, x + 4 * t * width)
 
 
 @njit(**INNER)
@@ -262,6 +272,8 @@ def project_down(params, layer, tokens):
         param(layer, pb.DOWN),
         param(layer, pb.DOWN_BIAS),
         param(layer, pb.POST_FFN_NORM),
+        param(layer, pb.LAYER_OUTPUT_NORM),
+        param(layer, pb.LAYER_OUTPUT_NORM_BIAS),
         param(params, pb.FFN),
         param(params, pb.HIDDEN),
         param(params, pb.HIDDEN_Q),

@@ -1,0 +1,96 @@
+"""Models of embeddings alone behind a server: vectors are the reference's, and endpoints for text refuse by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shm.step_ring import POOL_SCALE
+from stages.gateway.endpoints.embeddings import unit_vector
+from tests.e2e.conftest import share_caches
+from tests.e2e.server import Server
+from tools.reference.exact_forward import ExactModel, ExactSequence
+from tools.tiny_gguf import SHAPES, WORDPIECE_SPECIALS, write_model
+
+pytestmark = pytest.mark.slow
+
+MODELS = ("bert", "nomic-bert")
+STEP_TOKENS = 64
+CORES = sorted(os.sched_getaffinity(0))
+CLS, SEP = (WORDPIECE_SPECIALS.index(name) for name in ("[CLS]", "[SEP]"))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    return {name: write_model(directory / f"{name}.gguf", SHAPES[name], "Q4_0", seed=2) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, files: dict[str, Path]) -> Iterator[Server]:
+    home = tmp_path_factory.mktemp("bert")
+    share_caches(home)
+    models = [
+        {"name": name, "path": str(path), "kv_cache_mb": 32, "cpus": CORES[i % len(CORES) :][:1], "max_batch_size": 4}
+        for i, (name, path) in enumerate(files.items())
+    ]
+    with Server(home, {"models": models, "scheduler": {"max_step_tokens": STEP_TOKENS}}) as server:
+        yield server
+        server.stop()
+        assert server.leftovers() == []
+
+
+def expected(path: Path, tokens: list[int]) -> list[float]:
+    """The embedding by the reference: the mean of all positions."""
+    hidden = ExactSequence(ExactModel(path)).hidden(tokens).astype(np.float64)
+    total = np.rint(hidden * 2.0**POOL_SCALE).astype(np.int64).sum(axis=0)
+    vector = (total.astype(np.float64) / (len(tokens) * 2.0**POOL_SCALE)).astype("<f4")
+    return list(unit_vector(vector.tobytes()))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_embeddings_are_what_the_reference_computes(server: Server, files: dict[str, Path], model: str) -> None:
+    texts = ["The quick brown fox", "jumps over the lazy dog!", "a"]
+    answer = server.post("/v1/embeddings", model=model, input=texts)
+    for text, found in zip(texts, answer["data"], strict=True):
+        tokens = server.post("/v1/tokenize", model=model, text=text)["tokens"]
+        ids = tokens if tokens[:1] == [CLS] else [CLS, *tokens]
+        assert found["embedding"] == pytest.approx(expected(files[model], [*ids, SEP]), abs=0)
+    alone = server.post("/v1/embeddings", model=model, input=texts[1])["data"][0]["embedding"]
+    assert alone == answer["data"][1]["embedding"]
+
+
+def test_rerank_orders_by_the_vectors(server: Server) -> None:
+    documents = ["the warm sun of the afternoon", "the quick fox", "one two three"]
+    ranked = server.post("/v1/rerank", model="bert", query="the quick fox", documents=documents)["results"]
+    assert (ranked[0]["index"], len(ranked)) == (1, 3)
+
+
+TEXTS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/generate": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
+    "/v1/responses": {"input": "a"},
+}
+
+
+@pytest.mark.parametrize("path", TEXTS)
+def test_endpoints_for_text_refuse(server: Server, path: str) -> None:
+    status, body, _ = server.request("POST", path, TEXTS[path] | {"model": "bert"})
+    assert status == 400
+    assert "model 'bert' has embeddings alone and generates no text" in str(body)
+
+
+def test_an_input_must_fit_in_one_step(server: Server) -> None:
+    longest = {"model": "bert", "input": [5] * STEP_TOKENS}
+    assert len(server.post("/v1/embeddings", **longest)["data"]) == 1
+    status, body, _ = server.request("POST", "/v1/embeddings", longest | {"input": [5] * (STEP_TOKENS + 1)})
+    assert status == 400
+    bound = "at most 64 are allowed (which the model computes in one step: scheduler.max_step_tokens)"
+    assert f"input has 65 tokens; {bound}" in str(body)
