@@ -263,7 +263,7 @@ def test_waiting_for_a_model_is_bounded_by_the_request_timeout(make_server: Make
     for stream in (False, True):
         begun = time.monotonic()
         refused = server.post("/v1/generate", {"prompt": "x", "stream": stream})
-        assert 0.6 <= time.monotonic() - begun < 5.0
+        assert 0.6 <= time.monotonic() - begun < 30.0
         assert (refused.status, refused.error["code"]) == (503, "MODEL_UNAVAILABLE")
         assert int(refused.headers["Retry-After"]) >= 1
         assert "its worker is compiling" in refused.error["message"]
@@ -277,7 +277,7 @@ def test_waiting_for_the_tokenizer_is_bounded_by_the_request_timeout(
     server.peers.do(lambda: setattr(server.peers.tokenizer, "reply", lambda frame: None))
     begun = time.monotonic()
     late = server.post("/v1/generate", {"prompt": "x"})
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < 30.0
     assert (late.status, late.error["code"]) == (503, "TIMEOUT")
     assert "request_timeout_ms" in late.error["message"]
     assert not server.peers.generator.submitted
