@@ -82,12 +82,12 @@ async def test_a_slow_client_is_dropped_once() -> None:
     stream, request, dropped = make()
     transport = Transport()
     stream.attach(transport, is_chunked=True)  # type: ignore[arg-type]
-    transport.backlog = MAX_BACKLOG_BYTES + 1
+    transport.backlog = MAX_BACKLOG_BYTES + 1000  # the opening events, some 200 bytes, do not count
     for end in range(5):
         stream.text(request.sequences[0], "x", end, end + 1)
         stream.flush()
     (reason,) = dropped
-    assert str(MAX_BACKLOG_BYTES) in reason
+    assert "reads too slowly" in reason
     assert len(transport.writes) == 1
 
 
