@@ -73,7 +73,7 @@ def test_the_stages_do_not_outlive_up(tmp_path: Path, config: dict[str, object])
 def test_a_stream_finishes_while_all_stages_are_stopping(
     tmp_path: Path, config: dict[str, object], number: signal.Signals
 ) -> None:
-    request = {"prompt": [1, 2, 3], "max_tokens": 1500, "seed": 3, "ignore_eos": True}
+    request = {"prompt": [1, 2, 3], "max_tokens": 600, "seed": 3, "ignore_eos": True}
     server = Up(tmp_path, config).start()
     try:
         server.wait_ready()
