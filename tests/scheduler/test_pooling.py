@@ -46,19 +46,7 @@ def test_deaths_and_preemptions_change_no_vector_and_no_token(events, prompts, p
         world.submit(pooled(f"p{i}", [1 + i] * n, pooling))
         world.submit(submission(f"s{i}", [1 + i] * n, 9, seed=i))
     for event in events:
-        match event:
-            case "worker" | "half":
-                world.kill_worker(half_way=event == "half")
-            case "kv":
-                world.restart_kv()
-            case "lost lease":
-                if world.engine.table.scheduled:
-                    world.engine.pages._lost_lease(world.engine.table.scheduled[-1].run.lease_id)
-            case "step":
-                world.compute_step()
-        world.run_round()
-        world.exchange_with_kv()
-        world.collect()
+        world.strike(event)
     world.run_until_idle()
     world.check_all()
     assert {end for name, end in world.ends.items() if name.startswith("p")} <= {"pooled", "error"}
@@ -76,19 +64,7 @@ def test_prompts_of_a_model_that_is_not_causal_are_computed_in_one_step(events, 
     for i, (pooling, n) in enumerate(prompts):
         world.submit(pooled(f"p{i}", [1 + i] * n, pooling))
     for event in events:
-        match event:
-            case "worker" | "half":
-                world.kill_worker(half_way=event == "half")
-            case "kv":
-                world.restart_kv()
-            case "lost lease":
-                if world.engine.table.scheduled:
-                    world.engine.pages._lost_lease(world.engine.table.scheduled[-1].run.lease_id)
-            case "step":
-                world.compute_step()
-        world.run_round()
-        world.exchange_with_kv()
-        world.collect()
+        world.strike(event)
     world.run_until_idle()
     world.check_all()
     assert len(world.ends) == len(prompts)

@@ -62,19 +62,7 @@ def test_deaths_and_preemptions_change_no_score_and_no_token(events, prompts, pa
         world.submit(scored(f"p{i}", [1 + i] * n, max_tokens, top, seed=i))
         world.submit(submission(f"s{i}", [1 + i] * n, 9, seed=i))
     for event in events:
-        match event:
-            case "worker" | "half":
-                world.kill_worker(half_way=event == "half")
-            case "kv":
-                world.restart_kv()
-            case "lost lease":
-                if world.engine.table.scheduled:
-                    world.engine.pages._lost_lease(world.engine.table.scheduled[-1].run.lease_id)
-            case "step":
-                world.compute_step()
-        world.run_round()
-        world.exchange_with_kv()
-        world.collect()
+        world.strike(event)
     world.run_until_idle()
     world.check_all()
     assert set(world.ends.values()) <= {"length", "error"}

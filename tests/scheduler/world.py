@@ -235,6 +235,22 @@ class World:
             if s in engine.queues:
                 assert s.phase is Phase.PENDING
 
+    def strike(self, event: str) -> None:
+        """Let one of the named events happen, and then one round."""
+        match event:
+            case "worker" | "half":
+                self.kill_worker(half_way=event == "half")
+            case "kv":
+                self.restart_kv()
+            case "lost lease":
+                if self.engine.table.scheduled:
+                    self.engine.pages._lost_lease(self.engine.table.scheduled[-1].run.lease_id)
+            case "step":
+                self.compute_step()
+        self.run_round()
+        self.exchange_with_kv()
+        self.collect()
+
     def run_until_idle(self, rounds: int = 20_000) -> None:
         """Run until the engine is idle."""
         for _ in range(rounds):
