@@ -111,6 +111,8 @@ class TokenizerData(msgspec.Struct, array_like=True, frozen=True):
     add_space_prefix: bool | None  # likewise
     chat_template: str
     revision: int = 0  # `VOCABULARY_REVISION` when it was written
+    fim: tuple[int, ...] = ()  # of fill in the middle: prefix, suffix, middle
+    fim_ends: tuple[int, ...] = ()  # tokens that end what was filled in
 
 
 class Index(msgspec.Struct, array_like=True, frozen=True):

@@ -119,6 +119,7 @@ class Encode(Frame, tag="e"):
     offsets: bool = False
     token_limit: int = 0  # above it the answer has only the token count; 0: no limit
     request: str = ""  # id of the request, for log lines
+    suffix: str = ""  # the prompt asks for what stands between `text` and this; for models that can
 
 
 class Render(Frame, tag="r"):
@@ -193,6 +194,7 @@ class Described(Frame, tag="M"):
     width: int = 0  # values of an embedding
     end_id: int = -1  # token that ends a text to be embedded; -1: none
     generates: bool = True  # it generates text; False: it has embeddings alone
+    fim_ends: tuple[int, ...] = ()  # tokens that end a text between a prompt and a `suffix`
 
 
 class TokenizerFailed(Frame, tag="X"):

@@ -105,10 +105,16 @@ class TokenizerClient:
         offsets: bool = False,
         token_limit: int = 0,
         request_id: str = "",
+        suffix: str = "",
     ) -> m.Encoded:
-        """Return the token ids of a text; for more than `token_limit` tokens (0: no limit) only their number."""
+        """Return the token ids of a text; for more than `token_limit` tokens (0: no limit) only their number.
+
+        suffix: return the ids of the prompt for what stands between the two texts.
+        """
         reply: m.Encoded = await self.request(
-            lambda key: m.Encode(key, version_id, text, parse_special, add_bos, offsets, token_limit, request_id)
+            lambda key: m.Encode(
+                key, version_id, text, parse_special, add_bos, offsets, token_limit, request_id, suffix
+            )
         )
         return reply
 

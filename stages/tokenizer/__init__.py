@@ -7,6 +7,7 @@ encode_queue.py        the queue of long texts, encoded by one thread
 vocabulary.py          a model's vocabulary
 byte_level.py          byte-level BPE (`gpt2`)
 sentencepiece.py       SentencePiece BPE with scores (`llama`)
+fill_in_middle.py      the tokens to fill in the middle of a text
 chunked_encode.py      long texts chunk by chunk
 token_lower_bound.py   a lower bound of a text's token count
 template.py            chat templates

@@ -108,6 +108,8 @@ def spec_of(data: TokenizerData, pretokenizer: str = "") -> TokenizerSpec:
         data.unknown,
         data.add_space_prefix,
         data.revision,
+        data.fim,
+        data.fim_ends,
     )
 
 
@@ -136,6 +138,7 @@ def _build(source: ModelSource, index: Index) -> TokenizerModel:
         width=index.hyper.width,
         end_id=t.eos if index.adds_eos or t.model == WORDPIECE else -1,
         generates=index.hyper.is_causal,
+        fim_ends=vocabulary.fill_in_middle.ends if vocabulary.fill_in_middle is not None else (),
     )
     return TokenizerModel(vocabulary, template, described)
 

@@ -110,6 +110,8 @@ class TokenizerService:
 
     def _encode(self, frame: m.Encode) -> Generator[None, None, m.Encoded]:
         vocabulary = self.model(frame.model).vocabulary
+        if frame.suffix:
+            return (yield from self._encode_middle(frame, vocabulary))
         text = _utf8(frame.text, "prompt")
         tokens = yield from vocabulary.encode_steps(text, frame.parse_special, frame.add_bos, frame.token_limit)
         self.tokens_encoded += len(tokens)
@@ -117,6 +119,27 @@ class TokenizerService:
         if frame.offsets:
             offsets = vocabulary.offsets(text, tokens, frame.parse_special).astype("<u4").tobytes()
         return m.Encoded(frame.id, tuple(tokens), offsets)
+
+    def _encode_middle(self, frame: m.Encode, vocabulary: Vocabulary) -> Generator[None, None, m.Encoded]:
+        """The prompt for what stands between two texts."""
+        marks = vocabulary.fill_in_middle
+        if marks is None:
+            raise InvalidRequest(
+                f"suffix is given, and model {frame.model!r} has no tokens to fill in the middle of a text; leave it "
+                "out, or use a model that has them, such as one for code",
+                "suffix",
+            )
+        limit = frame.token_limit
+        try:
+            before = yield from vocabulary.encode_steps(_utf8(frame.text, "prompt"), False, False, limit)
+            after = yield from vocabulary.encode_steps(_utf8(frame.suffix, "suffix"), False, False, limit)
+        except TooManyTokens as many:
+            raise TooManyTokens(many.count, False) from None  # of one of the two texts
+        tokens = marks.prompt(before, after, vocabulary.bos if frame.add_bos and vocabulary.add_bos else -1)
+        if 0 < limit < len(tokens):
+            raise TooManyTokens(len(tokens), True)
+        self.tokens_encoded += len(tokens)
+        return m.Encoded(frame.id, tuple(tokens))
 
     def _render(self, frame: m.Render) -> Generator[None, None, m.Encoded]:
         model = self.model(frame.model)

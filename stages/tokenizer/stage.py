@@ -161,7 +161,7 @@ class TokenizerStage:
     @staticmethod
     def _length(frame: TextRequest) -> int:
         if isinstance(frame, m.Encode):
-            return len(frame.text)
+            return len(frame.text) + len(frame.suffix)
         if isinstance(frame, m.Detokenize):
             return len(frame.tokens)
         values = [frame.tools or "", frame.documents or "", frame.template_vars or ""]

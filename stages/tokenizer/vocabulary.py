@@ -30,6 +30,7 @@ from pipeline.models.vocabularies import (
 from shm.checkpoint import VOCABULARY_REVISION
 from stages.tokenizer.byte_level import ByteLevelEncoder
 from stages.tokenizer.chunked_encode import WINDOW, MarkedTokenFinder, SpecialTokenFinder
+from stages.tokenizer.fill_in_middle import find_fill_in_middle
 from stages.tokenizer.sentencepiece import SentencePieceEncoder
 from stages.tokenizer.token_lower_bound import TokenLowerBound, min_tokens
 from stages.tokenizer.wordpiece import WordPieceEncoder
@@ -59,6 +60,8 @@ class TokenizerSpec(NamedTuple):
     unknown: int = -1
     add_space_prefix: bool | None = None
     revision: int = VOCABULARY_REVISION
+    fim: Sequence[int] = ()  # of fill in the middle: prefix, suffix, middle
+    fim_ends: Sequence[int] = ()
 
 
 class Encoder(Protocol):
@@ -114,6 +117,7 @@ class Vocabulary:
         self.add_bos = bool(spec.add_bos if is_stated else self._encoder.adds_bos) and spec.bos >= 0
         ends = {spec.eos, spec.eot, *turn_ends(spec.tokens, types)}
         self.eos_ids: tuple[int, ...] = tuple(sorted(i for i in ends if 0 <= i < self.size))
+        self.fill_in_middle = find_fill_in_middle(spec.tokens, types, spec.fim, spec.fim_ends)
         self._bytes, self.holes = self._encoder.token_bytes, self._encoder.holes
         self._always = SpecialTokenFinder(always)
         self._specials = SpecialTokenFinder(always | specials)

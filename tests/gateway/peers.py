@@ -22,6 +22,7 @@ from pipeline.errors import ModelNotFound
 from pipeline.protocol import messages as m
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.tokenizer.chat_messages import RenderedChat
+from stages.tokenizer.fill_in_middle import FillInMiddle
 from stages.tokenizer.service import TokenizerModel, TokenizerService
 from stages.tokenizer.vocabulary import TooManyTokens
 
@@ -47,6 +48,8 @@ class ByteDecoder:
 class ByteVocabulary:
     control = frozenset((EOS, BOS))
     size = VOCAB_SIZE
+    bos, add_bos = BOS, False
+    fill_in_middle = FillInMiddle(1, 2, 3, (4,))
 
     def token_bytes(self, token: int) -> bytes:
         return {EOS: b"<|end|>", BOS: b"<|begin|>"}.get(token) or bytes([token])
@@ -111,6 +114,7 @@ def make_tokenizer() -> TokenizerService:
         1_700_000_000,
         tokenizer="cd" * 32,
         width=WIDTH,
+        fim_ends=ByteVocabulary.fill_in_middle.ends,
     )
 
     def load(name: str) -> TokenizerModel:

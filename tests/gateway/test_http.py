@@ -367,3 +367,16 @@ def test_health_ready_and_metrics(server: Server) -> None:
     assert metrics.headers["Content-Type"].startswith("text/plain; version=0.0.4")
     assert b'starling_requests_total{endpoint="/v1/generate",status="200"}' in metrics.body
     assert b"starling_time_to_first_token_seconds_bucket" in metrics.body
+
+
+def test_a_suffix_is_part_of_the_prompt_and_its_ends_are_stops(server: Server) -> None:
+    server.peers.do(lambda: server.peers.generator.submitted.clear())
+    body = {"model": MODEL, "prompt": ["ab", "Käfig"], "suffix": "yz", "max_tokens": 5, "seed": 7}
+    answer = server.post("/v1/completions", body).json
+    prompts = [[1, *text.encode(), 2, *b"yz", 3] for text in ("ab", "Käfig")]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    submitted = server.peers.do(lambda: list(server.peers.generator.submitted))
+    assert sorted(array("i", frame.prompt).tolist() for frame in submitted) == sorted(prompts)
+    assert {frame.stop_ids for frame in submitted} == {(EOS, 4)}
+    plain = server.post("/v1/completions", {**body, "prompt": "ab", "suffix": ""}).json
+    assert plain["usage"]["prompt_tokens"] == 2

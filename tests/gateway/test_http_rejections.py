@@ -176,7 +176,8 @@ def test_rejected_completions(server: Server) -> None:
     for change, param in (
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
-        ({"suffix": "x"}, "suffix"),
+        ({"suffix": "x", "prompt": [1, 2]}, "suffix"),
+        ({"suffix": "x", "echo": True}, "echo"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"logprobs": 6}, "logprobs"),
         ({"prompt": ["a", [1]]}, "prompt[1]"),

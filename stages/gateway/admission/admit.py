@@ -311,7 +311,7 @@ class Admission:
         sampling = msgspec.structs.replace(generation.sampling, seed=seed, order=order)
         stops = generation.stop_token_ids
         if not sampling.ignore_eos:
-            stops = (*described.eos_ids, *stops)
+            stops = (*described.eos_ids, *(described.fim_ends if generation.suffix else ()), *stops)
         stop_ids = tuple(dict.fromkeys(stops))
         distinct: dict[bytes, int] = {}
         sequences = []
@@ -333,7 +333,7 @@ class Admission:
             digest=described.digest,
             numerics=NUMERICS,
             generation=msgspec.structs.replace(
-                generation, prompts=[], messages=None, template=msgspec.UNSET, tools=tools
+                generation, prompts=[], messages=None, template=msgspec.UNSET, tools=tools, suffix=msgspec.UNSET
             ),
             seed=seed,
             created=created,

@@ -46,7 +46,14 @@ async def tokenize_prompts(
         messages, arguments = chat_of(generation, described.tool_format)
         return [checked(await tokenizer.render(version.id, messages, arguments, limit, date, request_id))]
     prompts: list[Awaitable[m.Encoded] | tuple[int, ...]] = [
-        tokenizer.encode(version.id, prompt, add_bos=not n_held, token_limit=limit, request_id=request_id)
+        tokenizer.encode(
+            version.id,
+            prompt,
+            add_bos=not n_held,
+            token_limit=limit,
+            request_id=request_id,
+            suffix=generation.suffix or "",
+        )
         if isinstance(prompt, str)
         else prompt
         for prompt in generation.prompts

@@ -7,9 +7,9 @@ from typing import Any
 from pipeline.api.fields import (
     FieldTable,
     Reader,
-    Unsupported,
     flag,
     integer,
+    text,
 )
 from pipeline.api.generation_fields import (
     COMMON_FIELDS,
@@ -37,11 +37,8 @@ from stages.gateway.requests.token_bytes import TokenBytes
 # ------------------------------------------------------------------ request
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
+MAX_SUFFIX_CHARACTERS = 16 << 20  # in the field; the model's context is the actual bound
 
-UNSUPPORTED = {
-    **COMMON_UNSUPPORTED,
-    "suffix": Unsupported("", hint="put the whole text into the prompt"),
-}
 
 FIELDS: dict[str, Reader] = {
     **COMMON_FIELDS,
@@ -49,6 +46,7 @@ FIELDS: dict[str, Reader] = {
     "max_tokens": integer(0, MAX_OUTPUT_TOKENS, hint="0 generates nothing"),
     "logprobs": integer(0, 5),
     "echo": flag,
+    "suffix": text(MAX_SUFFIX_CHARACTERS),
     "best_of": integer(1, 20),
     "prompt_logprobs": prompt_logprobs.READER,
     "stream_options": read_stream_options,
@@ -56,7 +54,7 @@ FIELDS: dict[str, Reader] = {
 }
 
 
-BODY = FieldTable(FIELDS, ("model", "prompt"), UNSUPPORTED)
+BODY = FieldTable(FIELDS, ("model", "prompt"), COMMON_UNSUPPORTED)
 
 
 def read(body: dict[str, Any]) -> GenerationRequest:
@@ -71,6 +69,12 @@ def read(body: dict[str, Any]) -> GenerationRequest:
             f"best_of is {best_of} and n is {n}; texts are chosen when all have ended: leave out stream or best_of",
             "best_of",
         )
+    if suffix := values.get("suffix"):
+        arguments["suffix"] = suffix
+        if values.get("echo"):
+            raise InvalidRequest("echo is true and suffix is given; leave one out", "echo")
+        if not all(isinstance(prompt, str) for prompt in values["prompt"]):
+            raise InvalidRequest("suffix is given and prompt has token ids; send prompt as text", "suffix")
     if "stream_options" in values and not values.get("stream"):
         raise InvalidRequest("stream_options is given and stream is not true; leave it out", "stream_options")
     has_logprobs = "logprobs" in values

@@ -30,6 +30,7 @@ FIELD_TEXTS: dict[str, str] = {
     "stream_options": "With include_usage the stream ends with the token counts.",
     "logprobs": "The log probabilities of the tokens.",
     "top_logprobs": "How many of the likeliest tokens to report at each place.",
+    "suffix": "What follows the text: the model fills in the middle.",
     "prompt_logprobs": "The log probabilities of the prompt's tokens, and of so many of the likeliest in their places.",
     "echo": "Returns the prompt before the text.",
     "best_of": "Generates so many texts and returns the n likeliest ones.",

@@ -87,6 +87,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     tools: ToolUse | msgspec.UnsetType = msgspec.UNSET  # that an answer may call; UNSET: no call is looked for
     # Of each token of the prompts, its log probability and the n highest ones; UNSET: none.
     prompt_logprobs: int | msgspec.UnsetType = msgspec.UNSET
+    suffix: str | msgspec.UnsetType = msgspec.UNSET  # what follows the text, until the prompt is tokenized
     shows_prompt_logprobs: bool | msgspec.UnsetType = msgspec.UNSET  # in a field of their own; UNSET: no
 
     @property

@@ -13,6 +13,9 @@ from stages.worker.checkpoint.source import Source
 
 _NONE = 0xFFFFFFFF  # published files write "none" as -1 or as its unsigned form
 _IDS = ("bos", "eos", "eot", "unknown", "padding")
+# Of fill in the middle, and as older files call them.
+_FIM_IDS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
+_FIM_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 # Each kind's own ids, where a file does not give them.
 _OWN_IDS = {
     SENTENCEPIECE: {"unknown": 0, "bos": 1, "eos": 2},
@@ -35,6 +38,8 @@ def read_vocabulary(file: Source, pretokenizer: str = "") -> TokenizerData:
     ids = {name: reader.token_id(name, own.get(name, -1)) for name in _IDS}
     if kind == WORDPIECE:
         ids |= {name: reader.token_id(key, ids[name]) for name, key in _WORDPIECE_KEYS.items()}
+    fim = tuple(reader.token_id(name, reader.token_id(old, -1)) for name, old in _FIM_IDS.items())
+    fim_ends = tuple(token for name in _FIM_ENDS if (token := reader.token_id(name, -1)) >= 0)
     data = TokenizerData(
         model=kind,
         pre=reader.get("pre", str, "default"),
@@ -47,6 +52,8 @@ def read_vocabulary(file: Source, pretokenizer: str = "") -> TokenizerData:
         add_space_prefix=reader.flag("add_space_prefix"),
         chat_template=reader.template(),
         revision=VOCABULARY_REVISION,
+        fim=fim if min(fim) >= 0 else (),
+        fim_ends=fim_ends,
     )
     problem = vocabulary_problem(data, pretokenizer)
     if kind == BYTE_LEVEL and "tokenizer.ggml.merges" not in file.metadata:
