@@ -105,10 +105,10 @@ $(BIN)/llama-server: locks/requirements-peers-native.lock tools/build_llama_serv
 	@tools/build_llama_server.sh $(BIN)/python locks/requirements-peers-native.lock $@
 
 # Stamps: a lock file that is newer than its stamp is installed again.
-$(VENV)/.locked: locks/requirements.lock pyproject.toml tools/setup_venv.sh
+$(VENV)/.locked: locks/requirements.lock locks/setup.lock pyproject.toml tools/setup_venv.sh
 	@tools/setup_venv.sh $(VENV) locks/requirements.lock
 	@touch $@
 
-$(VENV)/.locked-dev: locks/requirements-dev.lock pyproject.toml tools/setup_venv.sh
+$(VENV)/.locked-dev: locks/requirements-dev.lock locks/setup.lock pyproject.toml tools/setup_venv.sh
 	@tools/setup_venv.sh $(VENV) locks/requirements-dev.lock
 	@touch $@ $(VENV)/.locked

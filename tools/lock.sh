@@ -12,12 +12,18 @@ everywhere="implementation_name == 'cpython' and sys_platform == 'linux'"
 lock() {
     local out=$1
     shift
+    resolve "$out" "$@" pyproject.toml
+}
+resolve() {
+    local out=$1
+    shift
     "$python" -m uv pip compile --quiet $upgrade --universal --python-version 3.11 --generate-hashes \
-        --no-emit-index-url --no-annotate --no-header --output-file "$out" "$@" pyproject.toml
+        --no-emit-index-url --no-annotate --no-header --output-file "$out" "$@"
     # Every line has the marker of the only supported platform: leave it out.
     { echo "$header" && sed "s/ ; $everywhere / /" "$out"; } >"$out.new"
     mv "$out.new" "$out"
 }
+resolve locks/setup.lock --group pyproject.toml:setup
 lock locks/requirements.lock --group build
 lock locks/requirements-dev.lock --constraint locks/requirements.lock --group build --group dev
 lock locks/requirements-peers.lock --constraint locks/requirements-dev.lock --group build --group peers

@@ -20,7 +20,9 @@ LOCKS = (
     "locks/requirements-peers.lock",
     "locks/requirements-peers-native.lock",
     "locks/requirements-api.lock",
+    "locks/setup.lock",
 )
+ALONE = "locks/setup.lock"  # nothing of the project is in it
 
 
 def pinned(lock: str) -> dict[str, str]:
@@ -50,10 +52,11 @@ def test_locks_contain_every_dependency() -> None:
     assert runtime <= set(pinned("locks/requirements.lock"))
     assert names(project["dependency-groups"]["dev"]) <= set(pinned("locks/requirements-dev.lock"))
     assert names(project["dependency-groups"]["peers"]) <= set(pinned("locks/requirements-peers.lock"))
+    assert names(project["dependency-groups"]["setup"]) <= set(pinned(ALONE))
     assert names(project["dependency-groups"]["api-examples"]) <= set(pinned("locks/requirements-api.lock"))
 
 
-@pytest.mark.parametrize("lock", LOCKS[1:])
+@pytest.mark.parametrize("lock", [lock for lock in LOCKS[1:] if lock != ALONE])
 def test_locks_agree(lock: str) -> None:
     assert pinned("locks/requirements.lock").items() <= pinned(lock).items()
 
@@ -67,14 +70,14 @@ def test_make_without_a_target_lists_every_target() -> None:
     assert max(len(line) for line in listing.splitlines()) <= 100
 
 
-def setup(tmp_path: Path, python: str) -> subprocess.CompletedProcess[str]:
+def setup(tmp_path: Path, python: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the set-up with the shell script `python` as its interpreter."""
     fake = tmp_path / "python"
     fake.write_text(f"#!/bin/bash\n{python}\n")
     fake.chmod(0o755)
     return subprocess.run(
         [ROOT / "tools" / "setup_venv.sh", tmp_path / "venv", "locks/requirements.lock"],
-        env={**os.environ, "PYTHON": str(fake)},
+        env={**os.environ, "PYTHON": str(fake), **environment},
         capture_output=True,
         text=True,
         timeout=60,
@@ -113,6 +116,40 @@ def test_packages_that_cannot_be_fetched(tmp_path: Path, log: str, message: str)
     assert result.returncode != 0
     assert log in result.stderr
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("configuration", "uv", "used"),
+    [
+        ("", "exit 0", ["uv", "uv"]),
+        ("", "exit 2", ["uv", "pip", "pip"]),
+        ("global.index-url='https://packages.example.org'", "exit 0", ["pip", "pip"]),
+        (":env:.no-index='1'", "exit 0", ["pip", "pip"]),
+        ("global.extra-index-url='https://packages.example.org'", "exit 0", ["uv", "uv"]),
+    ],
+)
+def test_uv_installs_unless_pip_has_an_index_of_its_own(
+    tmp_path: Path, configuration: str, uv: str, used: list[str]
+) -> None:
+    calls = tmp_path / "calls"
+    (tmp_path / "uv").write_text(f"#!/bin/bash\necho uv >>{calls}\n{uv}\n")
+    (tmp_path / "uv").chmod(0o755)
+    (tmp_path / "venv_python").write_text(
+        f"""#!/bin/bash
+        case "$*" in
+            *" config list") echo "{configuration}" ;;
+            *" install "*) echo pip >>{calls} ;;
+        esac
+        """
+    )
+    (tmp_path / "venv_python").chmod(0o755)
+    result = setup(
+        tmp_path,
+        f'if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp {tmp_path}/venv_python "$3/bin/python"; fi',
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+    )
+    assert result.returncode == 0, result.stderr
+    assert calls.read_text().split() == used
 
 
 def test_the_product_needs_its_dependencies_and_no_development_tool() -> None:
