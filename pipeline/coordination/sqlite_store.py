@@ -7,7 +7,9 @@
 
 Every call is one transaction (`BEGIN IMMEDIATE`), which first ends the leases that are over.  SQLite's lock orders the
 processes; a killed one leaves no half transaction.  After a reboot the clock starts anew, so that all leases end.  A
-watcher looks at `PRAGMA data_version`, which costs microseconds, and reads events when it has changed.
+watcher looks at `PRAGMA data_version`, which costs microseconds, and reads events when it has changed.  If the file is
+removed or replaced, every process goes on with the one that has its name: it knows no leases, and watchers get a new
+snapshot.
 """
 
 from __future__ import annotations
@@ -61,6 +63,15 @@ def boot_id() -> str:
         return ""
 
 
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of a file; None without it."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 class SqliteStore(CoordinationStore):
     """The store in the file `path`, which is created. Used in one event loop; its calls run in one other thread."""
 
@@ -76,6 +87,8 @@ class SqliteStore(CoordinationStore):
         self._clock = clock
         self._boot = boot()
         self._kept_events = kept_events
+        self._file: tuple[int, int] | None = None  # device and inode of the open file
+        self._n_opened = 0
         self._thread = ThreadPoolExecutor(1, "coordination")
         try:
             self._database = self._thread.submit(self._connect).result()
@@ -107,10 +120,17 @@ class SqliteStore(CoordinationStore):
                     database.execute("UPDATE leases SET ends = -1e300")  # their clock has started anew
                     database.execute("UPDATE meta SET value = ? WHERE name = 'boot'", (self._boot,))
                 database.execute("COMMIT")
+                self._file = _identity(self.path)
+                self._n_opened += 1
             except BaseException:
                 database.close()
                 raise
             return database
+
+    def _reopen_if_replaced(self) -> None:
+        if _identity(self.path) != self._file:
+            self._database.close()
+            self._database = self._connect()
 
     async def close(self) -> None:
         """Close the file. Idempotent."""
@@ -179,8 +199,11 @@ class SqliteStore(CoordinationStore):
     async def watch(self, prefix: str, after: int = 0) -> AsyncIterator[Update]:
         """Updates without end."""
         seen = after or None
+        n_opened = self._n_opened
         while True:
             version, ends = await self._call(self._glance)
+            if self._n_opened != n_opened:
+                n_opened, seen = self._n_opened, None
             while True:
                 update = await self._transaction(lambda db, seen=seen: self._update(db, prefix, seen))  # type: ignore[misc]
                 if update is None:
@@ -194,10 +217,11 @@ class SqliteStore(CoordinationStore):
     def _glance(self) -> tuple[int, float | None]:
         """A number that changes with the file, and when the next lease ends. Reads only."""
         with self._errors():
+            self._reopen_if_replaced()
             (version,) = self._database.execute("PRAGMA data_version").fetchone()
             (ends,) = self._database.execute("SELECT min(ends) FROM leases").fetchone()
             # `data_version` does not count this connection's own changes.
-            return version * 1_000_003 + self._database.total_changes, ends
+            return version * 1_000_003 + self._database.total_changes + self._n_opened * (1 << 40), ends
 
     def _update(self, db: sqlite3.Connection, prefix: str, seen: int | None) -> Update | None:
         """What a watcher has not seen; None if it has seen everything."""
@@ -267,6 +291,7 @@ class SqliteStore(CoordinationStore):
 
         def run() -> T:
             with self._errors():
+                self._reopen_if_replaced()
                 db = self._database
                 db.execute("BEGIN IMMEDIATE")
                 try:

@@ -148,7 +148,7 @@ class AgentLease:
             await self._sleep(self._ttl_s / RENEWALS)
             begun = self._clock()
             try:
-                async with asyncio.timeout(self._ttl_s / 2):
+                async with asyncio.timeout(self._ttl_s / 4):
                     is_renewed = await self._store.renew(term.lease)
             except (StorageUnavailable, TimeoutError):
                 self._is_store_silent = True

@@ -34,7 +34,7 @@ from stages.orchestrator.router import ScoreRouter
 from stages.orchestrator.upstream import Client, Unreachable
 
 PARSED_INLINE_BYTES = 64 << 10  # larger bodies are parsed on a thread
-LOCATE_S = 2.0  # for engines to say whether they have a request
+LOCATE_S = 10.0  # for engines to say whether they have a request
 MAX_SESSIONS = 100_000  # whose agent is remembered; of others, the agents are asked
 CHARGED_BYTES = 4  # of a prompt that the quota counts as a token: its tokens are not known here
 _KEY = re.compile(r"[!-~]{1,128}")

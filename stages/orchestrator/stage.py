@@ -1,6 +1,6 @@
 """The orchestrator's process: the listening socket, the store's watch, the agents' polls, and an orderly exit.
 
-    watch     agents, cordons and placements, as they change in the coordination store
+    follow    agents, cordons and placements, as they change in the coordination store (store_follower.py)
     poll      each agent, every `poll_ms`; one that hangs delays no other
     lead      one orchestrator of the fleet carries out placements
 
@@ -33,24 +33,25 @@ from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.coordination.address import open_store
 from pipeline.coordination.election import Election, Term
-from pipeline.coordination.interface import Change, CoordinationStore, Event, Update
-from pipeline.errors import ConfigError, Conflict, ModelUnavailable, StarlingError, StorageUnavailable
-from pipeline.fleet import records, token
+from pipeline.coordination.interface import CoordinationStore
+from pipeline.errors import ConfigError, Conflict, ModelUnavailable, StarlingError
+from pipeline.fleet import token
 from pipeline.fleet.bodies import HeartbeatRequest, HeartbeatResponse, LoadModelRequest, UnloadModelRequest
-from pipeline.fleet.records import AGENTS, AgentRecord
+from pipeline.fleet.records import AgentRecord
 from pipeline.observe import logs
 from pipeline.observe.metrics import Metrics
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.cold_loads import ColdLoads
-from stages.orchestrator.fleet_api import CORDONS, PLACEMENTS, EventLog, FleetApi, Placement
+from stages.orchestrator.fleet_api import EventLog, FleetApi
 from stages.orchestrator.forward import read_error
 from stages.orchestrator.front import Front
 from stages.orchestrator.http_app import make_app
 from stages.orchestrator.placement import missing_loads
-from stages.orchestrator.registry import Cordon, Registry
+from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Bounds, Relay
 from stages.orchestrator.router import Published, ScoreRouter
 from stages.orchestrator.score import Weights
+from stages.orchestrator.store_follower import LEADER_KEY, StoreFollower
 from stages.orchestrator.upstream import Answer, Unreachable, read_whole
 
 log = logging.getLogger("starling.orchestrator")
@@ -175,12 +176,20 @@ class OrchestratorStage:
             time.time,
             self._learn,
         )
-        self.fleet = FleetApi(
-            self.identity, self.registry, self.router, self.relay, self.cold, self._write, self.events
+        self.follower = StoreFollower(
+            self._store,
+            self.registry,
+            self.events,
+            time.monotonic,
+            self._lose_agent,
+            self._start_poll,
+            self._table_changed,
+        )
+        self.fleet = self.follower.fleet = FleetApi(
+            self.identity, self.registry, self.router, self.relay, self.cold, self.follower.write, self.events
         )
         self.fleet.published = self._published
         self.port = 0
-        self._cordons: dict[str, Cordon] = {}
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._health: dict[str, str] = {}
         self._catalog_read = -CATALOG_S
@@ -202,7 +211,8 @@ class OrchestratorStage:
         try:
             await runner.setup()
             server = await self._listen(runner)
-            tasks = [loop.create_task(work) for work in (self._watch(), self._poll(), self._lead(), self._catalog())]
+            works = (self.follower.follow(), self.follower.probe(), self._poll(), self._lead(), self._catalog())
+            tasks = [loop.create_task(work) for work in works]
             log.info("listening", extra={"host": self.config.fleet.orchestrator.host, "port": self.port})
             on_listening(self.port)
             await self._stopping.wait()
@@ -242,71 +252,6 @@ class OrchestratorStage:
         while self.front.in_flight and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
 
-    # ---------------------------------------------------------------- the store
-
-    async def _watch(self) -> None:
-        """Follow the store; while it is down, keep what is known."""
-        while True:
-            try:
-                async with contextlib.aclosing(self._store.watch("")) as updates:  # type: ignore[type-var]
-                    async for update in updates:
-                        self.fleet.is_store_up = True
-                        await self._on_update(update)
-            except (StorageUnavailable, ConfigError) as error:
-                if self.fleet.is_store_up:
-                    self.fleet.is_store_up = False
-                    self.events.add("store-down", text=error.message)
-                    log.error("the coordination store is down: %s", error.message)
-                await asyncio.sleep(STORE_RETRY_S)
-
-    async def _on_update(self, update: Update) -> None:
-        if update.is_snapshot:
-            keys = {event.key for event in update.events}
-            for record in await self.registry.discover_nodes():
-                if records.agent_key(record.agent_id) not in keys:
-                    self._leave(record.agent_id)
-            self._cordons = {}
-            self.fleet.placements = {}
-        for event in update.events:
-            try:
-                await self._on_event(event)
-            except (ConfigError, *DECODE_ERRORS) as error:
-                log.error("a value of the store is not used: %s: %s", event.key, error)
-        self.registry.set_cordons(dict(self._cordons))
-        self._table_changed()
-
-    async def _on_event(self, event: Event) -> None:
-        if event.key.startswith(AGENTS):
-            if event.value is None:
-                self._leave(event.key.removeprefix(AGENTS))
-                return
-            record = records.decode(event.key, event.value)
-            known = self.registry.find(record.agent_id)
-            if known is not None and known.incarnation != record.incarnation:
-                self.relay.lose_agent(record.agent_id, "the agent has started anew")
-            await self.registry.register_node(record)
-            if known != record:
-                self.events.add("agent-joined", agent=record.agent_id, text=record.url)
-                self._start_poll(record.agent_id)
-        elif event.key.startswith(CORDONS):
-            agent = event.key.removeprefix(CORDONS)
-            self._cordons.pop(agent, None)
-            if event.value is not None:
-                self._cordons[agent] = msgspec.json.decode(event.value, type=Cordon)
-        elif event.key.startswith(PLACEMENTS):
-            self.fleet.placements.pop(event.key, None)
-            if event.value is not None:
-                self.fleet.placements[event.key] = msgspec.json.decode(event.value, type=Placement)
-
-    def _leave(self, agent_id: str) -> None:
-        if self.registry.remove_node(agent_id):
-            self.events.add("agent-left", agent=agent_id)
-            self._health.pop(agent_id, None)
-            self.relay.lose_agent(agent_id, "the agent's lease has ended")
-
-    async def _write(self, key: str, value: bytes | None) -> None:
-        await self._store.transact((), (Change(key, value),))
-
     # ---------------------------------------------------------------- the agents
 
     async def _poll(self) -> None:
@@ -319,8 +264,13 @@ class OrchestratorStage:
                 if health.health != "READY" and health.age_s > silent_s:
                     self.relay.lose_agent(health.agent_id, f"the agent has not answered for {health.age_s:.1f} s")
                 self._move_draining(health.agent_id)
+            self.follower.settle()
             self.relay.kept.expire()
             await asyncio.sleep(interval_s)
+
+    def _lose_agent(self, agent_id: str, reason: str) -> None:
+        self._health.pop(agent_id, None)
+        self.relay.lose_agent(agent_id, reason)
 
     def _start_poll(self, agent_id: str) -> None:
         """Poll an agent unless a poll of it is under way."""
@@ -389,6 +339,10 @@ class OrchestratorStage:
         record = self.registry.find(agent_id)
         if record is None:
             raise ModelUnavailable(f"agent {agent_id} has left")
+        if not self.fleet.is_store_up:
+            raise ModelUnavailable(
+                f"{model} is not loaded now: the coordination store (fleet.store) does not answer", retry_after_s=5.0
+            )
         timeout_ms = self.config.fleet.orchestrator.load_timeout_ms
         published = self._published.get(model)
         begun = time.monotonic()
@@ -447,9 +401,14 @@ class OrchestratorStage:
 
     async def _lead(self) -> None:
         """Carry out placements while this orchestrator leads."""
-        election = Election(self._store, "orchestrators/leader", self.identity.encode(), LEADER_S)
+        election = Election(self._store, LEADER_KEY, self.identity.encode(), LEADER_S)
         while True:
-            term = await election.campaign()
+            try:
+                term = await election.campaign()
+            except ConfigError as error:
+                log.error("no leader can be elected: %s", error.message)
+                await asyncio.sleep(PLACE_S)
+                continue
             self.events.add("leader", text=self.identity)
             holding = asyncio.get_running_loop().create_task(election.hold(term))
             try:
@@ -462,7 +421,8 @@ class OrchestratorStage:
     async def _place_while(self, term: Term) -> None:
         while term.is_valid:
             self.fleet.is_leader = True
-            wanted = [(one.model, one.replicas) for one in self.fleet.placements.values()]
+            placements = self.fleet.placements.values() if self.fleet.is_store_up else ()
+            wanted = [(one.model, one.replicas) for one in placements]
             for load in missing_loads(wanted, self.router.table):
                 if load.agent_id not in self._placing:
                     task = asyncio.get_running_loop().create_task(self._place(load.agent_id, load.model))

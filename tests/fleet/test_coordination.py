@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from pipeline.coordination.etcd_store import EtcdStore
 from pipeline.coordination.interface import Change, Condition, CoordinationStore, Event, Item
 from pipeline.coordination.sqlite_store import SqliteStore
 from pipeline.errors import ConfigError, InvalidRequest, StorageUnavailable
+from pipeline.fleet import records
+from stages.agent.lease import AgentLease
 from tests.fleet.coordination_stores import LIMIT_S, Clock, Watcher, until
 from tests.fleet.peers import Etcd, compact
 
@@ -263,3 +266,52 @@ async def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError):
         SqliteStore(tmp_path / "file" / "c.db")
+
+
+async def test_processes_go_on_with_the_file_that_has_the_name(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "c.db") as one, SqliteStore(tmp_path / "c.db") as other:
+        lease = await one.grant(3600)
+        for number in range(5):
+            await one.put(f"a/{number}", b"1", lease)
+        watcher = Watcher(other, "")
+        await until(lambda: len(watcher.values) == 5)
+        for file in tmp_path.glob("c.db*"):
+            file.unlink()
+        await until(lambda: not watcher.values)
+        assert watcher.updates[-1].is_snapshot and not await one.renew(lease)
+        assert (await one.grant(3600)) and await one.put("b", b"2")
+        await until(lambda: watcher.values == {"b": b"2"})
+        assert (await other.scan(""))[0] == (await one.scan(""))[0]
+        (tmp_path / "c.db").unlink()  # beside what is left of it
+        await until(lambda: not watcher.values)
+        assert await other.put("c", b"3")
+        await until(lambda: watcher.values == {"c": b"3"})
+        await watcher.stop()
+
+
+async def test_an_agent_registers_in_a_new_file(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "c.db") as store:
+        record = records.AgentRecord(agent_id="a", url="http://h:1", incarnation="1")
+        # It renews every 10 ms.
+        lease = AgentLease(store, record, 60.0, "", clock=time.monotonic, sleep=lambda seconds: asyncio.sleep(0.01))
+        served: list[str] = []
+
+        async def begin() -> None:
+            served.append("begin")
+
+        async def end() -> None:
+            served.append("end")
+
+        tasks = [asyncio.create_task(lease.hold()), asyncio.create_task(lease.guard(begin, end))]
+        async with asyncio.timeout(LIMIT_S):
+            for _ in range(2):
+                while await store.get("agents/a") is None:
+                    await asyncio.sleep(0.01)
+                for file in tmp_path.glob("c.db*"):
+                    file.unlink()
+            while await store.get("agents/a") is None:
+                await asyncio.sleep(0.01)
+        assert lease.is_valid and "end" not in served
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

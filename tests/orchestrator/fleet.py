@@ -47,6 +47,7 @@ class TestAgent:
         self.may_load = threading.Event()
         self.loading = threading.Event()
         self.is_silent = False
+        self.is_extended = False  # the last poll asked it to serve on without the store
         agent = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -76,6 +77,7 @@ class TestAgent:
 
     def answer(self, path: str, body: bytes) -> bytes:
         if path == "/heartbeat":
+            self.is_extended = msgspec.json.decode(body, type=bodies.HeartbeatRequest).extend_lease
             return msgspec.json.encode(self.heartbeat())
         assert path == "/load_model", path
         model = msgspec.json.decode(body, type=bodies.LoadModelRequest).model_id
@@ -161,6 +163,16 @@ class Fleet(HttpClient):
                 if line.startswith("Orchestrator is ready"):
                     ready.put(line.strip())
         ready.put("")
+
+    def restart(self) -> None:
+        """Start the orchestrator again, on another port."""
+        self._reader.join()
+        self._start()
+
+    def fleet_events(self) -> list[dict[str, Any]]:
+        answer = self.get("/v1/fleet/events", token.authorization(self.secret))
+        found: list[dict[str, Any]] = answer.json["events"]
+        return found
 
     def close(self) -> int:
         """SIGTERM; the exit code."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,10 +16,8 @@ from starling.cli import cli
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 from tests.orchestrator.fleet import Fleet, TestAgent
+from tests.orchestrator.streams import BODY, MINE, OTHER, SAID, hold, plain, step
 
-MINE, OTHER = {"Authorization": "Bearer sk-mine"}, {"Authorization": "Bearer sk-other"}
-SAID = "please say the old lighthouse keeper climbed the stairs"
-BODY: dict[str, Any] = {"model": MODEL, "prompt": SAID, "max_tokens": 40, "seed": 7, "ignore_eos": True}
 CHAT: dict[str, Any] = {
     "model": MODEL,
     "messages": [{"role": "user", "content": SAID}],
@@ -34,17 +31,6 @@ REQUESTS = [
     ("/v1/chat/completions", CHAT),
     ("/v1/messages", {name: value for name, value in CHAT.items() if name != "ignore_eos"}),
 ]
-
-
-def plain(raw: bytes) -> bytes:
-    """An answer without what differs from request to request: id, time and cache hits."""
-    raw = re.sub(rb'("created|"cached_tokens|"cache_read_input_tokens)":\d+', rb'\1":0', raw)
-    raw = re.sub(rb"[0-9a-f]{24}", b"ID", raw)
-    if b'"index":1' not in raw or b"data: " not in raw:
-        return raw
-    # Events of several choices are interleaved as the tokens come: each choice's are in order.
-    data = [line for line in raw.splitlines() if line.startswith(b"data: ")]
-    return b"\n".join(sorted(data, key=lambda line: b'"index":1' in line))
 
 
 def whole(body: dict[str, Any]) -> dict[str, Any]:
@@ -88,15 +74,6 @@ def test_answers_are_the_engines(fleet: Fleet, engines: list[Server], path: str,
     answer = fleet.post(path, {**body, "stream": True}, MINE)
     assert (answer.status, plain(answer.body)) == (200, plain(streamed.body)), answer.body
     assert answer.headers["Content-Type"] == streamed.headers["Content-Type"]
-
-
-def hold(engine: Server, is_held: bool = True) -> None:
-    engine.peers.do(lambda: setattr(engine.peers, "is_stepping", not is_held))
-
-
-def step(engine: Server, times: int) -> None:
-    for _ in range(times):
-        engine.peers.do(lambda: engine.peers.generator.step(1))
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS, ids=[path for path, _ in REQUESTS])

@@ -1,0 +1,54 @@
+"""The record of output tokens: what comments name, in any grouping, each token once."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import pairwise
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.api.output_tokens import comment, decode_output
+from stages.orchestrator.event_cutter import EventCutter
+from stages.orchestrator.output_record import MAX_CHOICES, OutputRecord
+
+CHOICES = st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=30), min_size=1, max_size=3)
+
+
+@given(CHOICES, st.data())
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+def test_tokens_are_recorded_once_however_they_come(choices: list[list[int]], data: st.DataObject) -> None:
+    """Also when an engine begins again, and when a comment arrives in parts."""
+    cutter = EventCutter()
+    cutter.output.version = "v"
+    sent = b""
+    for _ in range(2):
+        for number, tokens in enumerate(choices):
+            cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(tokens) - 1)), max_size=4)) | {0, len(tokens)})
+            for begin, end in pairwise(cuts):
+                if tokens[begin:end]:
+                    sent += comment(number, begin, 3, tokens[begin:end]) + b"id: req-1:%d\ndata: {}\n\n" % end
+    at = 0
+    while at < len(sent):
+        size = data.draw(st.integers(1, 200))
+        assert b"tokens" not in cutter.feed(sent[at : at + size])
+        at += size
+    output = decode_output(cutter.output.encode())
+    assert [array("i", one).tolist() for one in output.tokens] == choices
+    assert output.cached == [3] * len(choices) and output.version == "v"
+    assert cutter.output.nbytes == 4 * sum(map(len, choices))
+
+
+def test_what_does_not_follow_is_left_out() -> None:
+    record = OutputRecord()
+    assert record.encode() == b""
+    record.read(b": tokens 0 5 0 1,2")
+    record.read(b": tokens %d 0 0 1" % MAX_CHOICES)
+    record.read(b": tokens 0 0 0 4294967296")
+    record.read(b": tokens of something else")
+    record.read(b": loading a model")
+    assert record.n_tokens == 0
+    record.version = "v"
+    assert record.encode() == b""
+    record.read(b": tokens 0 0 0 7")
+    assert decode_output(record.encode()).tokens == [array("i", [7]).tobytes()]

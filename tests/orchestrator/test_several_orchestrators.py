@@ -1,0 +1,157 @@
+"""Two orchestrators of one fleet: each continues the streams of the other, and both go on without the store."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.server import Server
+from tests.orchestrator.fleet import Fleet
+from tests.orchestrator.streams import BODY, MINE, hold, plain, step
+
+Pair = tuple[Fleet, Fleet]
+STREAM = {**BODY, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def pair(homes: Callable[[], Path], engines: list[Server]) -> Iterator[Pair]:
+    """The agents "one" and "two" belong to the first one's object."""
+    home = homes()
+    sections = {"auth": {"api_keys": [{"key": "sk-mine", "tenant": "mine"}]}}
+    first, second = (Fleet(home, sections, wait_ms=1000) for _ in range(2))
+    for name, engine in zip(("one", "two"), engines):
+        first.add_agent(name, engine)
+    yield first, second
+    for orchestrator in (second, first):
+        assert orchestrator.close() == 0, "".join(orchestrator.lines)
+
+
+@pytest.fixture(autouse=True)
+def ready(pair: Pair, engines: list[Server]) -> Iterator[None]:
+    for orchestrator in pair:
+        orchestrator.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY", "READY"])
+    yield
+    for engine in engines:
+        hold(engine, False)
+
+
+def begin(orchestrator: Fleet, body: Any, headers: dict[str, str] = MINE) -> Any:
+    connection = orchestrator.connect()
+    headers = {"Content-Type": "application/json", **headers}
+    connection.request("POST", "/v1/generate", json.dumps(body).encode(), headers)
+    return connection
+
+
+def events(raw: bytes) -> list[bytes]:
+    return [line for line in plain(raw).splitlines() if line.startswith((b"id: ", b"data: "))]
+
+
+def text(raw: bytes) -> str:
+    """What a stream says: another reader may get its tokens in other groups."""
+    data = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith(b"data: {")]
+    return "".join(one.get("text", "") for one in data)
+
+
+def serving(orchestrator: Fleet, engines: list[Server]) -> Server:
+    """The engine that has the one request under way."""
+    state = orchestrator.wait(lambda state: any(one["under_way"] for one in state["agents"]))
+    return engines[[bool(one["under_way"]) for one in state["agents"]].index(True)]
+
+
+def test_another_orchestrator_continues_the_streams_of_a_dead_one(pair: Pair, engines: list[Server]) -> None:
+    first, second = pair
+    undisturbed = engines[0].post("/v1/generate", STREAM).body
+    for engine in engines:
+        hold(engine)
+    connection = begin(first, STREAM)
+    engine = serving(first, engines)
+    response = connection.getresponse()
+    name = response.headers["X-Starling-Request"]
+    step(engine, 6)
+    received = b""
+    while received.count(b"data: ") < 3:
+        received += response.read1(1 << 16)
+    received = received[: received.rfind(b"\n\n") + 2]
+    first.process.kill()
+    first.process.wait()
+    last = received.rpartition(b"id: ")[2].partition(b"\n")[0].decode()
+    again = second.resume(f"/v1/requests/{name}", {**MINE, "Last-Event-ID": last})
+    hold(engine, False)
+    rest = again.response.read()
+    again.close()
+    connection.close()
+    assert text(received + rest) == text(undisturbed) != ""
+    # The engine has kept it: none of it was computed twice.
+    submitted = [frame for one in engines for frame in one.peers.generator.submitted if frame.request == name]
+    assert len(submitted) == 1
+    # The other one leads, and the fleet's state does not depend on which one is asked.
+    second.wait(lambda state: state["leader"])
+    first.restart()
+
+
+def test_each_answers_for_the_other(pair: Pair, engines: list[Server]) -> None:
+    first, second = pair
+    stream = first.stream("/v1/generate", BODY, MINE)
+    name = stream.response.headers["X-Starling-Request"]
+    whole = stream.response.read()
+    stream.close()
+    again = second.get(f"/v1/requests/{name}", MINE)
+    assert again.status == 200 and text(again.body) == text(whole) != ""
+    keyed = {**MINE, "Idempotency-Key": "both"}
+    unseeded = {key: value for key, value in BODY.items() if key != "seed"}
+    answers = [one.post("/v1/generate", unseeded, keyed) for one in (first, second, first)]
+    assert answers[0].status == 200 and len({answer.body for answer in answers}) == 1
+    while sum(one.state()["leader"] for one in pair) != 1:
+        pass
+
+
+@pytest.mark.parametrize("death", ["locked", "removed"])
+def test_streams_and_routing_go_on_without_the_store(pair: Pair, engines: list[Server], death: str) -> None:
+    first, second = pair
+    agent = first.agents["two"]
+    undisturbed = engines[0].post("/v1/generate", STREAM).body
+    for engine in engines:
+        hold(engine)
+    connection = begin(first, STREAM)
+    engine = serving(first, engines)
+    step(engine, 4)
+    events_before = len(first.fleet_events())
+    if death == "locked":
+        other = sqlite3.connect(first.home / "fleet.db", isolation_level=None, timeout=60.0)
+        other.execute("BEGIN IMMEDIATE")
+        for orchestrator in pair:
+            orchestrator.wait(lambda state: state["store"] == "down")
+        # Agents that the orchestrators reach are asked to serve on, and nothing is loaded.
+        while not agent.is_extended:
+            pass
+        agent.cold["cold"] = engines[1]
+        first.wait(lambda state: any(one["id"] == "cold" for one in state["models"]))
+        refused = first.post("/v1/generate", {**BODY, "model": "cold"}, MINE)
+        assert (refused.status, refused.error["code"]) == (503, "MODEL_UNAVAILABLE")
+        assert "coordination store" in refused.error["message"] and not agent.loads
+    else:
+        for file in first.home.glob("fleet.db*"):
+            file.unlink()
+    for one in engines:
+        hold(one, False)
+    answer = second.post("/v1/generate", BODY, MINE)
+    assert answer.status == 200, answer.body
+    assert events(connection.getresponse().read()) == events(undisturbed)
+    connection.close()
+    if death == "locked":
+        agent.cold.clear()
+        other.execute("ROLLBACK")
+        other.close()
+    else:
+        for one in first.agents.values():  # whose leases the new file does not have
+            first.register(one)
+    for orchestrator in pair:
+        orchestrator.wait(lambda state: state["store"] == "up" and len(state["agents"]) == 2)
+    assert not any(event["kind"] == "agent-left" for event in first.fleet_events()[events_before:])
+    while sum(one.state()["leader"] for one in pair) != 1:
+        pass
