@@ -1,8 +1,10 @@
 """How a server names its output tokens to what forwards its answers, and goes on from those of another server.
 
-    X-Starling-Relay: 1     the sender forwards the answer to a client: a stream has a comment for the tokens of each
+    X-Starling-Relay: 1; tenant=NAME; priority=N
+                            the sender forwards the answer to a client: a stream has a comment for the tokens of each
                             step, `: tokens CHOICE FIRST CACHED ID,ID,...`, and a lost connection does not cancel the
-                            request; FIRST: index of the first one, CACHED: tokens of the prompt from the KV cache
+                            request; FIRST: index of the first one, CACHED: tokens of the prompt from the KV cache.
+                            The request counts as the tenant's, with that priority, if they are given
     X-Starling-Output: N    the last N bytes of the body are an `Output`: the answer goes on from these tokens
 
 Both need an administrator's key where the server has keys.  Text and events follow from the tokens, so that the stream
@@ -25,7 +27,16 @@ RELAY = "X-Starling-Relay"
 OUTPUT = "X-Starling-Output"
 MAX_OUTPUT_BYTES = 8 << 20  # of an `Output`: two million tokens
 COMMENT = b": tokens "
+MAX_PRIORITY = 1000
+_RELAY = re.compile(r"1(?:; *tenant=([A-Za-z0-9._@-]{1,64})(?:; *priority=(-?[0-9]{1,4}))?)?")
 _COMMENT = re.compile(rb": tokens ([0-9]{1,4}) ([0-9]{1,9}) ([0-9]{1,9}) ([0-9]{1,10}(?:,[0-9]{1,10})*)")
+
+
+class Relayed(NamedTuple):
+    """For whom the sender forwards the answer."""
+
+    tenant: str = ""  # "": that of the API key
+    priority: int = 0
 
 
 class NamedTokens(NamedTuple):
@@ -51,6 +62,23 @@ _decode = msgspec.msgpack.Decoder(Output).decode
 def version_name(digest: str, kv_type: str, numerics: int) -> str:
     """The name of what determines the bytes of answers. `digest`: SHA-256 of the GGUF file."""
     return f"{digest}-{kv_type}-{numerics}"
+
+
+def relay_header(tenant: str, priority: int) -> str:
+    """The value of `X-Starling-Relay`."""
+    return f"1; tenant={tenant}; priority={priority}" if tenant else "1"
+
+
+def read_relay(given: str) -> Relayed:
+    """Read the header. Raises `InvalidRequest`."""
+    match = _RELAY.fullmatch(given)
+    if match is None:
+        raise InvalidRequest(
+            f"{RELAY} is {given[:120]!r}; expected 1, then at most ; tenant=NAME; priority=N with a name of 1 to 64 "
+            f"letters, digits and ._@- and a number up to {MAX_PRIORITY}",
+            RELAY,
+        )
+    return Relayed(match[1] or "", max(-MAX_PRIORITY, min(int(match[2] or 0), MAX_PRIORITY)))
 
 
 def comment(choice: int, first: int, cached: int, tokens: Sequence[int]) -> bytes:

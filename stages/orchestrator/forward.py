@@ -33,6 +33,7 @@ class Forward(msgspec.Struct, frozen=True, kw_only=True):
     is_stream: bool = False
     is_bound: bool = False  # to a session: no other agent can serve it
     last_id: str = ""  # the client's Last-Event-ID
+    was_sent: bool = False  # before, for a client that reads the answer again
 
     @property
     def id(self) -> str:

@@ -18,8 +18,8 @@ import msgspec
 
 from pipeline.api.fair_shares import FairShares
 from pipeline.api.fair_shares import Refusal as Bound
-from pipeline.api.keys import Caller, Keys
-from pipeline.api.output_tokens import RELAY
+from pipeline.api.keys import Caller, Keys, is_key
+from pipeline.api.output_tokens import RELAY, relay_header
 from pipeline.api.quotas import Quotas
 from pipeline.config.schema import Config
 from pipeline.errors import InvalidRequest, NotFound, Overloaded, Unauthenticated
@@ -48,6 +48,7 @@ class Ticket(NamedTuple):
     forward: Forward
     tenant: str
     session: str | None = None
+    key_id: str = ""  # of a key of the key file
 
 
 class Front:
@@ -64,12 +65,13 @@ class Front:
         clock: Callable[[], float],
         wall: Callable[[], float],
         learn: Callable[[str], Awaitable[None]],
+        keys: Keys,
     ) -> None:
         """`learn(model)`: look whether an unknown model has been published."""
         self.config = config
         self._learn = learn
-        self.keys = Keys(config)
-        self.quotas = Quotas(config.rate_limits, clock)
+        self.keys = keys
+        self.quotas = Quotas(config.rate_limits, clock, limits_of=keys.limits)
         self.metrics = metrics
         self.clock = clock
         self._ids = RequestIds(secret, wall)
@@ -79,7 +81,12 @@ class Front:
         self._client = client
         self._begun = clock()
         total = config.fleet.orchestrator.max_concurrent_requests
-        self._bounds = FairShares(total, total if len(config.tenants) == 1 else max(1, total - total // 4), total // 8)
+        share = total if len(config.tenants) == 1 else max(1, total - total // 4)
+
+        def share_of(principal: str) -> int:
+            return min(share, keys.concurrent(principal)) if is_key(principal) else share
+
+        self._bounds = FairShares(total, share, total // 8, share_of=share_of)
         self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()  # agent by tenant and session
 
     # ---------------------------------------------------------------- bounds and counts
@@ -137,19 +144,19 @@ class Front:
                 "Idempotency-Key",
             )
         read = await self._read(caller, body, headers)
-        self.quotas.take_prompt(caller.tenant, -(-read.prompt_bytes // CHARGED_BYTES))
+        self.quotas.take_prompt(caller.tenant, -(-read.prompt_bytes // CHARGED_BYTES), caller.key_id)
         agent = ""
         if last_id:
             request_id = self._ids.check(_request_of(last_id), caller.tenant)
         else:
             request_id = self._ids.of_key(caller.tenant, key) if key else self._ids.new(caller.tenant)
         if last_id or key:
-            agent = await self._locate(request_id, read.model)
+            agent = await self._locate(request_id, read.model, caller)
         is_bound = read.session is not None
         if read.session:
             agent = self._sessions.get((caller.tenant, read.session), agent)
         name = self._ids.name(request_id, is_keyed=bool(key), salt=caller.salt)
-        sent = {**headers, "X-Starling-Request": name, RELAY: "1"}
+        sent = {**headers, "X-Starling-Request": name, RELAY: relay_header(caller.tenant, caller.priority)}
         if key:
             sent["Idempotency-Key"] = hashlib.sha256(f"{caller.tenant}\0{key}".encode()).hexdigest()
         routed = RoutedRequest(
@@ -168,15 +175,16 @@ class Front:
             is_bound=is_bound,
             last_id=last_id,
         )
-        return Ticket(forward, caller.tenant, read.session)
+        return Ticket(forward, caller.tenant, read.session, caller.key_id)
 
     async def plain_ticket(self, caller: Caller, path: str, body: bytes, headers: Mapping[str, str]) -> Ticket:
         """A request that any engine of the model answers, or the one of its session. Raises `StarlingError`."""
         read = await self._read(caller, body, headers)
         agent = self._sessions.get((caller.tenant, read.session), "") if read.session else ""
         routed = RoutedRequest(request_id="", model=read.model, pinned=agent)
-        forward = Forward(routed=routed, path=path, body=body, headers=dict(headers), is_bound=read.session is not None)
-        return Ticket(forward, caller.tenant)
+        sent = {**headers, RELAY: relay_header(caller.tenant, caller.priority)}
+        forward = Forward(routed=routed, path=path, body=body, headers=sent, is_bound=read.session is not None)
+        return Ticket(forward, caller.tenant, key_id=caller.key_id)
 
     async def ticket_of(self, caller: Caller, request_id: str, last_id: str) -> Ticket:
         """A request of the tenant that was sent before. Raises `NotFound`, `InvalidRequest`."""
@@ -189,26 +197,30 @@ class Front:
         if kept is not None:
             forward, agent = kept
             routed = msgspec.structs.replace(forward.routed, pinned=agent)
-            return Ticket(msgspec.structs.replace(forward, routed=routed, last_id=last_id), caller.tenant)
+            again = msgspec.structs.replace(forward, routed=routed, last_id=last_id, was_sent=True)
+            return Ticket(again, caller.tenant, key_id=caller.key_id)
         engines = [
             (view.agent_id, one)
             for view in self._router.table
             for one in view.details.loaded_models
             if one.model_state == "READY"
         ]
-        answers = await asyncio.gather(*(self._head(request_id, one.engine_url, one.engine_key) for _, one in engines))
+        relay = relay_header(caller.tenant, caller.priority)
+        answers = await asyncio.gather(
+            *(self._head(request_id, one.engine_url, one.engine_key, relay) for _, one in engines)
+        )
         for (agent_id, one), found in zip(engines, answers):
             if found is not None:
                 forward = Forward(
                     routed=RoutedRequest(request_id=request_id, model=one.model_id, pinned=agent_id),
                     path=f"/v1/requests/{request_id}",
                     body=b"",
-                    headers={RELAY: "1"},
+                    headers={RELAY: relay_header(caller.tenant, caller.priority)},
                     method="GET",
                     is_stream="event-stream" in found,
                     last_id=last_id,
                 )
-                return Ticket(forward, caller.tenant)
+                return Ticket(forward, caller.tenant, key_id=caller.key_id)
         raise NotFound(f"there is no request {request_id}; answers of ended requests are stored for a short time only")
 
     async def _read(self, caller: Caller, body: bytes, headers: Mapping[str, str]) -> ReadBody:
@@ -228,7 +240,7 @@ class Front:
 
     # ---------------------------------------------------------------- where a request was
 
-    async def _locate(self, request_id: str, model: str) -> str:
+    async def _locate(self, request_id: str, model: str, caller: Caller) -> str:
         """The agent that has the request; "" if none has."""
         kept = self._relay.kept.find(request_id)
         if kept is not None:
@@ -241,13 +253,14 @@ class Front:
         ]
         if len(engines) < 2:
             return engines[0][0] if engines else ""
-        heads = [self._head(request_id, one.engine_url, one.engine_key) for _, one in engines]
+        relay = relay_header(caller.tenant, caller.priority)
+        heads = [self._head(request_id, one.engine_url, one.engine_key, relay) for _, one in engines]
         answers = await asyncio.gather(*heads)
         return next((agent for (agent, _), found in zip(engines, answers) if found is not None), "")
 
-    async def _head(self, request_id: str, url: str, key: str) -> str | None:
+    async def _head(self, request_id: str, url: str, key: str, relay: str) -> str | None:
         """The content type of the engine's answer to a request that it has; None if it has none."""
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {RELAY: relay, **({"Authorization": f"Bearer {key}"} if key else {})}
         try:
             answer = await self._client.open("HEAD", f"{url}/v1/requests/{request_id}", headers, b"", LOCATE_S)
         except Unreachable:
@@ -261,7 +274,7 @@ class Front:
         """Forward a streamed request. Raises `StarlingError`, `Refusal`, `Unreachable` before it has begun."""
         reader = _SessionReader(out) if ticket.session is not None else None
         events = await self._relay.stream(ticket.forward, reader or out)
-        self.quotas.charge_output(ticket.tenant, events)
+        self.quotas.charge_output(ticket.tenant, events, ticket.key_id)
         if reader is not None:
             self._remember(ticket, reader.session)
 
@@ -271,7 +284,7 @@ class Front:
         if ticket.session is not None and (match := _SESSION.search(body)):
             self._remember(ticket, match[1].decode())
         if ticket.forward.id and (used := _COMPLETION_TOKENS.search(body[-512:])):
-            self.quotas.charge_output(ticket.tenant, int(used[1]))
+            self.quotas.charge_output(ticket.tenant, int(used[1]), ticket.key_id)
         return status, headers, body
 
     def _remember(self, ticket: Ticket, session: str) -> None:

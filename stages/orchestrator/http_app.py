@@ -18,7 +18,7 @@ from pipeline.api import sse
 from pipeline.api.error_response import error_response
 from pipeline.api.fair_shares import address_principal
 from pipeline.api.json_body import CONTENT_TYPE, to_json
-from pipeline.api.keys import Caller
+from pipeline.api.keys import MODELS, Caller
 from pipeline.errors import Forbidden, ModelNotFound, NotFound, StarlingError, TooLarge
 from pipeline.observe import exposition
 from stages.orchestrator.fleet_api import FleetApi
@@ -100,7 +100,9 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
         elif request.path.startswith("/v1/"):
             await front.keys.follower.refresh()
             request[CALLER] = front.keys.caller(request.headers.get("Authorization"), request.headers.get("X-Api-Key"))
-            request[PRINCIPAL] = request[CALLER].tenant if front.keys else address_principal(request.remote or "")
+            if not request.path.startswith("/v1/fleet"):  # whose handlers require an administrator's key
+                request[CALLER].require(MODELS)
+            request[PRINCIPAL] = request[CALLER].principal if front.keys else address_principal(request.remote or "")
         response = await handler(request)
         status = response.status
         return response
@@ -215,7 +217,7 @@ class _Response:
 async def _generate(request: web.Request) -> web.StreamResponse:
     front = request.app[FRONT]
     with front.counted(request[PRINCIPAL]):
-        front.quotas.take_request(request[CALLER].tenant)
+        front.quotas.take_request(request[CALLER].tenant, request[CALLER].key_id)
         ticket = await front.ticket(
             request[CALLER],
             request.path,
@@ -253,7 +255,7 @@ async def _convert(request: web.Request) -> web.StreamResponse:
     """Tokens, counts, and the end of sessions: one engine answers."""
     front = request.app[FRONT]
     with front.counted(request[PRINCIPAL]):
-        front.quotas.take_request(request[CALLER].tenant)
+        front.quotas.take_request(request[CALLER].tenant, request[CALLER].key_id)
         ticket = await front.plain_ticket(request[CALLER], request.path, await _body(request), _headers(request))
         return await _answer(request, front, ticket)
 

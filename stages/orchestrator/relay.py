@@ -180,7 +180,7 @@ class Relay:
         elif output and answer.status in NOT_TAKEN:
             await self._discard(answer)
             answer = await self._send(route, forward, {})
-        if answer.status == 409 and route.agent_id in tries.visited:
+        if answer.status == 409 and (forward.was_sent or route.agent_id in tries.visited):
             await self._discard(answer)  # the engine has it from an earlier attempt, of which nothing was delivered
             return await self._send(route, forward, {}, method="GET", path=f"/v1/requests/{forward.id}")
         return answer
@@ -212,7 +212,7 @@ class Relay:
     async def _whole_from(self, route: Route, forward: Forward, tries: Tries) -> tuple[int, dict[str, str], bytes]:
         with self._under_way(route, forward):
             answer = await self._send(route, forward, {})
-            if answer.status == 409 and route.agent_id in tries.visited:
+            if answer.status == 409 and (forward.was_sent or route.agent_id in tries.visited):
                 await self._discard(answer)
                 answer = await self._send(route, forward, {}, method="GET", path=f"/v1/requests/{forward.id}")
             with self._watched(route, forward, answer):
@@ -403,7 +403,7 @@ class Relay:
         if RELAY not in forward.headers or route.engine is None or len(self._releases) >= MAX_RELEASES:
             return
         key = route.engine.engine_key
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {RELAY: forward.headers[RELAY], **({"Authorization": f"Bearer {key}"} if key else {})}
         url = f"{route.engine.engine_url}/v1/requests/{forward.id}?unread=true"
 
         async def release() -> None:

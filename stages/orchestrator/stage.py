@@ -26,6 +26,8 @@ import uvloop
 from aiohttp import web
 
 from pipeline.api.json_body import CONTENT_TYPE
+from pipeline.api.key_file import KeyFile, key_path
+from pipeline.api.keys import Keys
 from pipeline.blobs.address import open_store as open_blobs
 from pipeline.blobs.interface import BlobStore
 from pipeline.catalog import contents
@@ -175,6 +177,7 @@ class OrchestratorStage:
             time.monotonic,
             time.time,
             self._learn,
+            Keys(config, KeyFile(key_path(paths.state_dir(config)))),
         )
         self.follower = StoreFollower(
             self._store,

@@ -180,6 +180,19 @@ def test_outputs_that_do_not_fit_are_refused(server: Server, make_server: Any) -
         assert answer.status == status
 
 
+def test_a_relayed_request_counts_as_its_tenants(server: Server) -> None:
+    name = next(NAMES)
+    relay = {"X-Starling-Relay": "1; tenant=alice; priority=3"}
+    assert server.post("/v1/generate", BODY, named(name, **relay)).status == 200
+    (sent,) = [frame for frame in server.peers.generator.submitted if frame.request == name]
+    assert (sent.tenant, sent.priority) == ("alice", 3)
+    assert server.get(f"/v1/requests/{name}", relay).status == 200
+    assert server.get(f"/v1/requests/{name}").status == 404
+    for wrong in ("2", "1; tenant=", "1; tenant=a b", "1; priority=3", "1; tenant=a; priority=99999"):
+        refused = server.post("/v1/generate", BODY, named(next(NAMES), **{"X-Starling-Relay": wrong}))
+        assert (refused.status, refused.error["param"]) == (400, "X-Starling-Relay")
+
+
 def test_a_relayed_request_waits_for_another_reader(server: Server) -> None:
     peers = server.peers
     whole = split(server.post("/v1/generate", BODY, named(next(NAMES))).body)[0]

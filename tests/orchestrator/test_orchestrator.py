@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from pipeline.api.output_tokens import RELAY, relay_header
 from pipeline.fleet import token
 from starling.cli import cli
 from tests.gateway.peers import MODEL
@@ -106,7 +107,8 @@ def test_a_stream_outlives_its_engine(fleet: Fleet, engines: list[Server], path:
     assert forced and all(forced)
     assert b"starling_fleet_continued_tokens_total 0" not in fleet.get("/metrics").body
     # What it has is the whole answer, under the same id.
-    assert successor.get(f"/v1/requests/{request_id}").status == 200
+    relayed = {RELAY: relay_header("mine", 0)}
+    assert successor.get(f"/v1/requests/{request_id}", relayed).status == 200
 
 
 def test_a_whole_answer_outlives_its_engine(fleet: Fleet, engines: list[Server]) -> None:

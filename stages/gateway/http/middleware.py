@@ -17,9 +17,10 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from pipeline.api.fair_shares import address_principal
-from pipeline.api.keys import MODELS
+from pipeline.api.keys import MODELS, Caller
+from pipeline.api.output_tokens import RELAY, read_relay
 from pipeline.config.schema import Config
-from pipeline.errors import Overloaded, StarlingError
+from pipeline.errors import Forbidden, Overloaded, StarlingError
 from pipeline.ipc.tcp_transport import reset
 from stages.gateway.http.connection import BEGUN, Connection
 from stages.gateway.http.context import (
@@ -66,6 +67,8 @@ def make_middleware(config: Config, service: Service) -> Middleware:
                     request[CALLER] = keys.caller(
                         request.headers.get("Authorization"), request.headers.get("X-Api-Key")
                     )
+                    if (relay := request.headers.get(RELAY)) is not None:
+                        request[CALLER] = _relayed(request[CALLER], relay, has_keys=bool(keys))
                     request[PRINCIPAL] = request[CALLER].principal if keys else address_principal(request.remote or "")
                     if not request.path.startswith("/v1/admin/"):  # whose handlers require an administrator's key
                         request[CALLER].require(MODELS)
@@ -102,6 +105,14 @@ def make_middleware(config: Config, service: Service) -> Middleware:
                 _log_request(request, endpoint, status, took, error)
 
     return middleware
+
+
+def _relayed(caller: Caller, given: str, *, has_keys: bool) -> Caller:
+    """The caller for whom an orchestrator forwards a request. Raises `Forbidden`, `InvalidRequest`."""
+    if has_keys and not caller.is_admin:
+        raise Forbidden(f"{RELAY} needs an API key with the scope admin; leave it out")
+    relayed = read_relay(given)
+    return caller._replace(tenant=relayed.tenant, priority=relayed.priority) if relayed.tenant else caller
 
 
 def _report(request: web.Request, error: StarlingError) -> web.StreamResponse:

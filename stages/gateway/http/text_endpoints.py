@@ -88,7 +88,7 @@ def text_handler(endpoint: TextEndpoint, config: Config, service: Service) -> Ha
     """Return the handler of `endpoint`; with a `Last-Event-ID` it resumes a request instead of starting one."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        _check_relay(request, service)
+        _check_output(request, service)
         if cursor := _last_event_id(request):
             state = service.resumer.find(cursor.request, request[CALLER].tenant, cursor)
             if state.spec.generation.endpoint != endpoint.name:
@@ -185,7 +185,6 @@ async def _serve(request: web.Request, service: Service, state: RequestState) ->
 async def get_request(request: web.Request) -> web.StreamResponse:
     """GET /v1/requests/ID: the response of an earlier request, a stream from `Last-Event-ID` on."""
     service = request.app[SERVICE]
-    _check_relay(request, service)
     cursor = _last_event_id(request)
     name = request.match_info["id"]
     if request.method == METH_HEAD:
@@ -215,11 +214,10 @@ async def cancel_request(request: web.Request) -> web.Response:
     return json_response({"id": state.id, "cancelled": True})
 
 
-def _check_relay(request: web.Request, service: Service) -> None:
-    """Raises `Forbidden` for the headers of an orchestrator that has no administrator's key."""
-    for header in (RELAY, OUTPUT):
-        if header in request.headers and service.api_keys and not request[CALLER].is_admin:
-            raise Forbidden(f"{header} needs an API key with the scope admin; leave it out")
+def _check_output(request: web.Request, service: Service) -> None:
+    """Raises `Forbidden` for the output of a sender that has no administrator's key."""
+    if OUTPUT in request.headers and service.api_keys and not request[CALLER].is_admin:
+        raise Forbidden(f"{OUTPUT} needs an API key with the scope admin; leave it out")
 
 
 def _last_event_id(request: web.Request) -> EventCursor | None:

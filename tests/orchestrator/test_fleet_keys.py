@@ -1,0 +1,42 @@
+"""Keys of `starling keys` at the orchestrator: limits of a key, and tenant and priority at the engines."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from click.testing import CliRunner
+
+from starling.cli import cli
+from tests.gateway.server import Server
+from tests.orchestrator.fleet import Fleet
+from tests.orchestrator.streams import BODY
+
+
+def keys(fleet: Fleet, *words: str) -> Any:
+    environment = {"STARLING_HOME": str(fleet.home), "STARLING_CONFIG": str(fleet.home / "starling.yaml")}
+    done = CliRunner().invoke(cli, ["keys", *words], env=environment)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.output) if "--json" in words else None
+
+
+def test_a_key_has_its_limits_and_its_tenant(fleet: Fleet, engines: list[Server]) -> None:
+    fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
+    made = keys(fleet, "add", "alice", "--tenant", "team", "--priority", "5", "--requests-per-day", "2", "--json")
+    mine = {"Authorization": f"Bearer {made['key']}"}
+    answer = fleet.post("/v1/generate", BODY, mine)
+    assert answer.status == 200, answer.body
+    name = answer.headers["X-Starling-Request"]
+    (sent,) = [one for engine in engines for one in engine.peers.generator.submitted if one.request == name]
+    assert (sent.tenant, sent.priority) == ("team", 5)
+    assert fleet.get(f"/v1/requests/{name}", mine).body == answer.body
+    assert fleet.post("/v1/generate", BODY, mine).status == 200
+    refused = fleet.post("/v1/generate", BODY, mine)
+    assert (refused.status, refused.error["code"]) == (429, "RATE_LIMITED")
+    assert fleet.get("/v1/fleet", mine).status == 403
+    operator = keys(fleet, "add", "ops", "--scope", "admin", "--json")
+    header = {"Authorization": f"Bearer {operator['key']}"}
+    assert fleet.get("/v1/fleet", header).status == 200
+    assert fleet.post("/v1/generate", BODY, header).status == 403
+    keys(fleet, "revoke", "alice")
+    assert fleet.post("/v1/generate", BODY, mine).error["code"] == "INVALID_API_KEY"
