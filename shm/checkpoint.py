@@ -113,6 +113,18 @@ class TokenizerData(msgspec.Struct, array_like=True, frozen=True):
     revision: int = 0  # `VOCABULARY_REVISION` when it was written
     fim: tuple[int, ...] = ()  # of fill in the middle: prefix, suffix, middle
     fim_ends: tuple[int, ...] = ()  # tokens that end what was filled in
+    charsmap: bytes = b""  # of unigram vocabularies: SentencePiece's table of character replacements
+    merges_spaces: bool | None = None  # None: the file does not say
+
+    def packed(self) -> bytes:
+        """As msgpack. Later fields are left out where they say nothing, so that the digests of older releases stay."""
+        fields = list(msgspec.structs.astuple(self))
+        while len(fields) > _FIRST_FIELDS and fields[-1] in ((), b"", None):
+            fields.pop()
+        return msgspec.msgpack.encode(fields)
+
+
+_FIRST_FIELDS = 15  # of `TokenizerData`, up to `revision`
 
 
 class Index(msgspec.Struct, array_like=True, frozen=True):
@@ -463,7 +475,7 @@ class CheckpointWriter:
             source_bytes,
             bin_bytes,
             hyper,
-            msgspec.Raw(msgspec.msgpack.encode(tokenizer)),
+            msgspec.Raw(tokenizer.packed()),
             self.tensors,
             [*self._pieces, self._piece.intdigest()] if bin_bytes % PIECE_BYTES else self._pieces,
             pooling,

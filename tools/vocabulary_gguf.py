@@ -43,3 +43,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, spec: TokenizerSpec) -> None:
         writer.add_add_bos_token(spec.add_bos)
     if spec.add_space_prefix is not None:
         writer.add_add_space_prefix(spec.add_space_prefix)
+    if spec.charsmap:
+        writer.add_precompiled_charsmap(spec.charsmap)
+    if spec.merges_spaces is not None:
+        writer.add_remove_extra_whitespaces(spec.merges_spaces)

@@ -6,12 +6,18 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
+from pipeline.models.charsmap import read_charsmap
 from pipeline.models.pretokenizers import PRETOKENIZERS
 from shm.checkpoint import VOCABULARY_REVISION
 
-BYTE_LEVEL, SENTENCEPIECE, WORDPIECE = "gpt2", "llama", "bert"
+BYTE_LEVEL, SENTENCEPIECE, WORDPIECE, UNIGRAM = "gpt2", "llama", "bert", "t5"
 # Values of tokenizer.ggml.model.
-KINDS = {BYTE_LEVEL: "byte-level BPE", SENTENCEPIECE: "SentencePiece BPE", WORDPIECE: "WordPiece"}
+KINDS = {
+    BYTE_LEVEL: "byte-level BPE",
+    SENTENCEPIECE: "SentencePiece BPE",
+    WORDPIECE: "WordPiece",
+    UNIGRAM: "SentencePiece unigram",
+}
 SPACE = "\u2581"  # stands for a space in the tokens of SentencePiece, and begins a word in those of WordPiece
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type (GGUF specification)
 
@@ -52,6 +58,8 @@ class VocabularyData(Protocol):
     def unknown(self) -> int: ...  # noqa: D102
     @property
     def revision(self) -> int: ...  # noqa: D102
+    @property
+    def charsmap(self) -> bytes: ...  # noqa: D102
 
 
 def vocabulary_problem(data: VocabularyData, pretokenizer: str = "") -> str:
@@ -71,6 +79,8 @@ def vocabulary_problem(data: VocabularyData, pretokenizer: str = "") -> str:
         )
     if data.model == WORDPIECE:
         return _wordpiece_problem(data)
+    if data.model == UNIGRAM:
+        return _unigram_problem(data)
     return _byte_level_problem(data, pretokenizer) if data.model == BYTE_LEVEL else _sentencepiece_problem(data)
 
 
@@ -96,9 +106,24 @@ def _byte_level_problem(data: VocabularyData, pretokenizer: str) -> str:
     return ""
 
 
-def _sentencepiece_problem(data: VocabularyData) -> str:
-    if data.revision < VOCABULARY_REVISION:
-        return "its index was made by an older release; `starling prepare` ingests the file again"
+def _unigram_problem(data: VocabularyData) -> str:
+    problem = _scores_problem(data)
+    if problem:
+        return problem
+    if any(math.isinf(score) for score in data.scores):
+        return "tokenizer.ggml.scores has an infinite value; fetch or convert the file again"
+    if data.types and NORMAL not in data.types:
+        return "tokenizer.ggml.token_type has no normal token; fetch or convert the file again"
+    if not 0 <= data.unknown < len(data.tokens):
+        return "tokenizer.ggml.unknown_token_id names no token for unknown characters; fetch or convert the file again"
+    try:
+        read_charsmap(data.charsmap)
+    except ValueError as error:
+        return f"tokenizer.ggml.precompiled_charsmap cannot be used: {error}; fetch or convert the file again"
+    return ""
+
+
+def _scores_problem(data: VocabularyData) -> str:
     if len(data.scores) != len(data.tokens):
         return (
             f"tokenizer.ggml.scores has {len(data.scores)} entries for {len(data.tokens)} tokens; fetch or convert the "
@@ -106,6 +131,15 @@ def _sentencepiece_problem(data: VocabularyData) -> str:
         )
     if any(math.isnan(score) for score in data.scores):
         return "tokenizer.ggml.scores has a value that is not a number; fetch or convert the file again"
+    return ""
+
+
+def _sentencepiece_problem(data: VocabularyData) -> str:
+    if data.revision < VOCABULARY_REVISION:
+        return "its index was made by an older release; `starling prepare` ingests the file again"
+    problem = _scores_problem(data)
+    if problem:
+        return problem
     known = set(data.tokens)
     if SPACE not in known:
         return f"tokenizer.ggml.tokens has no {SPACE!r}, which stands for the space; fetch or convert the file again"

@@ -33,6 +33,8 @@ def byte_alphabet() -> dict[str, int]:
 class ByteLevelEncoder:
     """Implements `vocabulary.Encoder`."""
 
+    may_drop = False
+
     def __init__(self, tokens: Sequence[str], types: Sequence[int], merges: Sequence[str], pre: PreTokenizer) -> None:
         alphabet = byte_alphabet()
         self.adds_bos = pre.adds_bos

@@ -110,6 +110,8 @@ def spec_of(data: TokenizerData, pretokenizer: str = "") -> TokenizerSpec:
         data.revision,
         data.fim,
         data.fim_ends,
+        data.charsmap,
+        data.merges_spaces,
     )
 
 

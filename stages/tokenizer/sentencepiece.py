@@ -36,6 +36,7 @@ class SentencePieceEncoder:
     """Implements `vocabulary.Encoder`."""
 
     adds_bos = True
+    may_drop = False
 
     def __init__(
         self, tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], unknown: int, adds_space: bool

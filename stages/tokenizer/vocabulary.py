@@ -1,8 +1,8 @@
 """A vocabulary of a GGUF file: from text to token ids, and from ids to bytes.
 
 Common to all kinds of vocabularies: names of special tokens, the BOS token, limits, the bytes of tokens.  How the text
-between special tokens is encoded is up to the kind's encoder (`byte_level.py`, `sentencepiece.py`, `wordpiece.py`).
-Independent of requests, streams and templates.
+between special tokens is encoded is up to the kind's encoder (`byte_level.py`, `sentencepiece.py`, `unigram.py`,
+`wordpiece.py`).  Independent of requests, streams and templates.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pipeline.models.vocabularies import (
     CONTROL,
     NORMAL,
     SENTENCEPIECE,
+    UNIGRAM,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
@@ -33,6 +34,7 @@ from stages.tokenizer.chunked_encode import WINDOW, MarkedTokenFinder, SpecialTo
 from stages.tokenizer.fill_in_middle import find_fill_in_middle
 from stages.tokenizer.sentencepiece import SentencePieceEncoder
 from stages.tokenizer.token_lower_bound import TokenLowerBound, min_tokens
+from stages.tokenizer.unigram import UnigramEncoder, make_rules
 from stages.tokenizer.wordpiece import WordPieceEncoder
 
 
@@ -62,6 +64,8 @@ class TokenizerSpec(NamedTuple):
     revision: int = VOCABULARY_REVISION
     fim: Sequence[int] = ()  # of fill in the middle: prefix, suffix, middle
     fim_ends: Sequence[int] = ()
+    charsmap: bytes = b""
+    merges_spaces: bool | None = None
 
 
 class Encoder(Protocol):
@@ -70,6 +74,7 @@ class Encoder(Protocol):
     token_bytes: list[bytes]  # of each id; the name of a special token
     holes: frozenset[int]  # bytes without a token: encoding drops them
     adds_bos: bool  # unless the file says otherwise
+    may_drop: bool  # a part of a text may be in no token: white space, control characters
 
     def chunks(self, names: SpecialTokenFinder, text: str, window: int) -> Iterator[tuple[int, list[int]]]:
         """Yield (end of a chunk in the text, its token ids) from the text's start to its end."""
@@ -107,6 +112,9 @@ class Vocabulary:
         self._encoder: Encoder
         if spec.model == WORDPIECE:
             self._encoder = WordPieceEncoder(spec.tokens, types, spec.unknown)
+        elif spec.model == UNIGRAM:
+            rules = make_rules(spec.charsmap, bool(spec.add_space_prefix), bool(spec.merges_spaces))
+            self._encoder = UnigramEncoder(spec.tokens, types, spec.scores, spec.unknown, rules)
         elif spec.model == SENTENCEPIECE:
             prefix = spec.add_space_prefix is not False
             self._encoder = SentencePieceEncoder(spec.tokens, types, spec.scores, spec.unknown, prefix)
@@ -202,9 +210,7 @@ class Vocabulary:
         names = self._names(parse_special)
         n_added = 0
         if len(tokens) and tokens[0] == self.bos:
-            # In WordPiece white space and control characters before a name are no tokens.
-            is_wordpiece = isinstance(self._encoder, WordPieceEncoder)
-            first = names.find(text, 0, len(text) if is_wordpiece else 1)
+            first = names.find(text, 0, len(text) if self._encoder.may_drop else 1)
             before = text[: first[0]] if first is not None else ""
             is_written = first is not None and first[2] == self.bos
             n_added = 0 if is_written and not (before and self._encoder.lengths(names, before, ids).any()) else 1

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from pipeline.models.vocabularies import CONTROL, SPACE, UNKNOWN, USER_DEFINED
 from stages.tokenizer.chunked_encode import RunTooLong, SpecialTokenFinder
+from stages.tokenizer.covered import covered_bytes
 from stages.tokenizer.token_lower_bound import TokenLowerBound
 
 MAX_WORD = 1 << 18  # characters
@@ -67,6 +68,7 @@ class WordPieceEncoder:
     """Implements `vocabulary.Encoder`."""
 
     adds_bos = True
+    may_drop = True
 
     def __init__(self, tokens: Sequence[str], types: Sequence[int], unknown: int) -> None:
         self._unknown = unknown
@@ -136,23 +138,7 @@ class WordPieceEncoder:
 
     def lengths(self, names: SpecialTokenFinder, text: str, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """As `Encoder.lengths`: what is before a token and belongs to none counts for it, at the end for the last."""
-        ends: list[int] = []  # of each token, in characters
-        at = 0
-        while at < len(text):
-            name = names.find(text, at, len(text))
-            end = name[0] if name is not None else len(text)
-            ends += [at + n for n in self._ends(text[at:end])]
-            at = end
-            if name is not None:
-                at = name[1]
-                ends.append(at)
-        lengths = np.zeros(len(tokens), np.int64)
-        if ends:
-            ends[-1] = len(text)
-            sizes = np.fromiter((len(c.encode()) for c in text), np.int64, len(text))
-            covered = np.concatenate([[0], np.cumsum(sizes)])[[0, *ends]]
-            lengths[: len(ends)] = np.diff(covered)[: len(tokens)]
-        return lengths
+        return covered_bytes(names, text, len(tokens), self._ends)
 
     def _ends(self, text: str) -> list[int]:
         """Return where the tokens of a text without names end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,30 @@ from shm.step_ring import POOL_SCALE
 from stages.gateway.endpoints.embeddings import unit_vector
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server
+from tests.tokenizer.trained import unigram_spec
 from tools.reference.exact_forward import ExactModel, ExactSequence
 from tools.tiny_gguf import SHAPES, WORDPIECE_SPECIALS, write_model
+from tools.vocabulary_gguf import add_vocabulary
 
 pytestmark = pytest.mark.slow
 
-MODELS = ("bert", "nomic-bert")
+MODELS = ("bert", "nomic-bert", "xlm-r")
 STEP_TOKENS = 64
 CORES = sorted(os.sched_getaffinity(0))
 CLS, SEP = (WORDPIECE_SPECIALS.index(name) for name in ("[CLS]", "[SEP]"))
+UNIGRAM = unigram_spec()
+# What a text is between.
+ENDS = {"bert": (CLS, SEP), "nomic-bert": (CLS, SEP), "xlm-r": (UNIGRAM.bos, UNIGRAM.eos)}
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("models")
-    return {name: write_model(directory / f"{name}.gguf", SHAPES[name], "Q4_0", seed=2) for name in MODELS}
+    files = {name: write_model(directory / f"{name}.gguf", SHAPES[name], "Q4_0", seed=2) for name in MODELS[:2]}
+    shape = SHAPES["bert"]._replace(vocab_size=len(UNIGRAM.tokens))
+    add_keys = partial(add_vocabulary, spec=UNIGRAM)
+    files["xlm-r"] = write_model(directory / "xlm-r.gguf", shape, "Q4_0", seed=2, add_vocabulary=add_keys)
+    return files
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +69,9 @@ def test_embeddings_are_what_the_reference_computes(server: Server, files: dict[
     answer = server.post("/v1/embeddings", model=model, input=texts)
     for text, found in zip(texts, answer["data"], strict=True):
         tokens = server.post("/v1/tokenize", model=model, text=text)["tokens"]
-        ids = tokens if tokens[:1] == [CLS] else [CLS, *tokens]
-        assert found["embedding"] == pytest.approx(expected(files[model], [*ids, SEP]), abs=0)
+        first, last = ENDS[model]
+        ids = tokens if tokens[:1] == [first] else [first, *tokens]
+        assert found["embedding"] == pytest.approx(expected(files[model], [*ids, last]), abs=0)
     alone = server.post("/v1/embeddings", model=model, input=texts[1])["data"][0]["embedding"]
     assert alone == answer["data"][1]["embedding"]
 

@@ -21,7 +21,7 @@ import pytest
 from pipeline.models.pretokenizers import _GROUPS, PRETOKENIZERS
 from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary
 from tests.tokenizer.lines import make_lines
-from tests.tokenizer.trained import byte_level_spec, sentencepiece_spec
+from tests.tokenizer.trained import byte_level_spec, sentencepiece_spec, unigram_spec
 from tools.reference.peer_vocabulary import PeerVocabulary, is_installed
 from tools.vocabulary_gguf import write_vocabulary
 
@@ -34,6 +34,12 @@ SPECS: dict[str, Callable[[], TokenizerSpec]] = {
     **{name: partial(byte_level_spec, name) for name in (names.split()[0] for names in _GROUPS.values())},
     "llama": partial(sentencepiece_spec, True),
     "llama without a prefix": partial(sentencepiece_spec, False),
+    "t5": unigram_spec,
+    "t5 with all spaces": partial(unigram_spec, True, False),
+    "t5 without a prefix": partial(unigram_spec, False, False, False),
+    "t5 as by default": partial(unigram_spec, None, None),
+    "t5 with inner spaces": partial(unigram_spec, True, True, True, True),
+    "t5 with inner and all spaces": partial(unigram_spec, False, False, True, True),
 }
 
 

@@ -5,6 +5,7 @@ Merges therefore cross every place where a pre-tokenizer may split, so that a wr
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -14,6 +15,7 @@ from pipeline.models.vocabularies import SPACE, byte_name
 from stages.tokenizer.byte_level import byte_alphabet
 from stages.tokenizer.vocabulary import TokenizerSpec
 from tests.tokenizer.lines import written
+from tools.charsmap_writer import write_charsmap
 
 CONTROL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 USER_DEFINED = ("<tool>", "[INST]")
@@ -83,4 +85,76 @@ def sentencepiece_spec(add_space_prefix: bool = True) -> TokenizerSpec:
         scores=scores,
         unknown=0,
         add_space_prefix=add_space_prefix,
+    )
+
+
+# Of each sort that Unicode's table has: one character to one, to several, to none and to a space; several to one.
+REPLACED = {
+    **{chr(0xFF01 + i): chr(0x21 + i) for i in range(94)},
+    "\t": " ",
+    "\n": " ",
+    "\r": " ",
+    "\u3000": " ",
+    "\u00a0": " ",
+    "\u0085": " ",
+    "\u2003": " ",
+    "\u200b": "",
+    "\ufeff": "",
+    "\x1f": "",
+    "\x7f": "",
+    "ﬁ": "fi",
+    "½": "1\u20442",
+    "…": "...",
+    "ª": "a",
+    "²": "2",
+    "\u00b4": " \u0301",
+    "ﾊ": "ハ",
+    "ﾊﾞ": "バ",
+    "K": "K",
+    "e\u0301": "é",
+    "a\u0301": "á",
+    "e\u0301\u0323": "ẹ\u0301",
+    "x\u0301\u0323\u0301": "X",
+    "i\u0307": "i",
+}
+
+
+@cache
+def unigram_spec(
+    add_space_prefix: bool | None = True, merges_spaces: bool | None = True, charsmap: bool = True, inner: bool = False
+) -> TokenizerSpec:
+    """A unigram vocabulary without most characters, in which scores repeat and tokens overlap.
+
+    inner: with tokens that have spaces behind and between letters.
+    """
+    lines = [(" " + line).replace(" ", SPACE) for line in [*written(), "aaaaaaa      bbbbb ababab"] * 2]
+    texts = [list(part) for line in lines for part in ([line] if inner else re.findall(f"{SPACE}?[^{SPACE}]+", line))]
+    merges = _merges(texts, 500)
+    frequent = [c for c, n in Counter(c for text in texts for c in text).most_common(120) if n > 2 and c != "\n"]
+    pieces = dict.fromkeys([*frequent, *(left + right for left, right in merges), "aaa", "aa", "日本", "日本語", "バ"])
+    spaced = [piece for piece in pieces if SPACE in piece[1:]]
+    if inner:
+        spaced += [SPACE * 2, SPACE * 3, f"a{SPACE}b", f"e{SPACE}t", f"{SPACE}the{SPACE}"]
+    pieces = {piece: None for piece in pieces if SPACE not in piece[1:]} | (dict.fromkeys(spaced) if inner else {})
+    named = dict.fromkeys([*CONTROL, "<unk>", *USER_DEFINED, "<unused>", *(byte_name(byte) for byte in range(3))])
+    tokens = [*named, *(piece for piece in pieces if piece not in named)]
+    types = [3] * len(CONTROL) + [2] + [4] * len(USER_DEFINED) + [5] + [6] * 3
+    types += [1] * (len(tokens) - len(types))
+    # Near the logarithms of probabilities; several tokens have each score, and one scores as its two parts do.
+    scores = [0.0] * len(named) + [-3.0 - (i // 5) * 0.0625 for i in range(len(tokens) - len(named))]
+    scores[tokens.index("aa")] = 2 * scores[tokens.index("a")]
+    return TokenizerSpec(
+        "t5",
+        "default",
+        tokens,
+        types,
+        [],
+        bos=0,
+        eos=1,
+        add_bos=True,
+        scores=scores,
+        unknown=len(CONTROL),
+        add_space_prefix=add_space_prefix,
+        charsmap=write_charsmap(REPLACED) if charsmap else b"",
+        merges_spaces=merges_spaces,
     )

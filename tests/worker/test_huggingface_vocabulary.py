@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +22,7 @@ from stages.worker.huggingface.config import CheckpointDirectoryError, Config
 from stages.worker.huggingface.pretokenizer_match import find_pretokenizer
 from stages.worker.huggingface.vocabulary import read_vocabulary
 from starling.vocabulary_check import check_vocabulary
+from tests.tokenizer.trained import unigram_spec
 from tools.tiny_hf import write_directory
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -130,6 +133,8 @@ def vocabulary_of(keys: dict[str, Any]) -> Vocabulary:
             unknown=get("unknown_token_id"),
             add_bos=get("add_bos_token", None),
             add_space_prefix=get("add_space_prefix", None),
+            charsmap=get("precompiled_charsmap", np.zeros(0, np.uint8)).tobytes(),
+            merges_spaces=get("remove_extra_whitespaces", None),
         )
     )
 
@@ -201,10 +206,12 @@ def test_a_sentencepiece_file_gives_the_same_ids(tmp_path: Path, both: tuple[Tok
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (sentencepiece_file(model_type=1), "model_type is 1, expected 2"),
+        (sentencepiece_file(model_type=3), r"model_type is 3, expected 1 \(unigram\) or 2 \(BPE\)"),
         (sentencepiece_file()[:-3], "truncated"),
         (b"\x0b", "wire type 3"),
-        (b"", "model_type is 1"),
+        (b"", "it has no pieces"),
+        (sentencepiece_file(1) + field(2, field(35, 1)), "byte_fallback is 1, expected 0 in a unigram model"),
+        (sentencepiece_file(1) + field(3, field(2, 1)), "precompiled_charsmap is not bytes"),
         (field(2, field(3, 2)), "it has no pieces"),
         (field(1, field(1, b"a") + field(3, 9)), "piece 'a' is of type 9, expected 1 to 6"),
     ],
@@ -212,6 +219,94 @@ def test_a_sentencepiece_file_gives_the_same_ids(tmp_path: Path, both: tuple[Tok
 def test_files_that_are_no_sentencepiece_models(data: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sentencepiece_model.parse(data)
+
+
+# ------------------------------------------------------------------ unigram
+
+
+def unigram_json() -> dict[str, Any]:
+    """As the files of XLM-RoBERTa: spaces are merged, texts are between <s> and </s>."""
+    spec = unigram_spec()
+    special = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    around = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": spec.tokens[i], **special} for i in (0, 1, spec.unknown)],
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(spec.charsmap).decode()},
+                {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
+            ],
+        },
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, space]},
+        "decoder": space,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [*around, {"SpecialToken": {"id": "</s>", "type_id": 0}}],
+            "pair": [*around, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {
+                name: {"id": name, "ids": [i], "tokens": [name]} for i, name in enumerate(("<s>", "</s>"))
+            },
+        },
+        "model": {
+            "type": "Unigram",
+            "unk_id": spec.unknown,
+            "vocab": [[text, score] for text, score, kind in zip(spec.tokens, spec.scores, spec.types, strict=True)],
+            "byte_fallback": False,
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def unigrams(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Vocabulary]:
+    """The library's tokenizer and ours."""
+    directory = tmp_path_factory.mktemp("unigram")
+    (directory / "tokenizer.json").write_text(json.dumps(unigram_json()))
+    keys = read_vocabulary(directory, Config(directory / "config.json", {}), len(unigram_spec().tokens) + 3)
+    assert keys["tokenizer.ggml.add_space_prefix"] and keys["tokenizer.ggml.remove_extra_whitespaces"]
+    assert keys["tokenizer.ggml.add_bos_token"] and keys["tokenizer.ggml.add_eos_token"]
+    assert (keys["tokenizer.ggml.bos_token_id"], keys["tokenizer.ggml.eos_token_id"]) == (0, 1)
+    assert keys["tokenizer.ggml.precompiled_charsmap"].tobytes() == unigram_spec().charsmap
+    return Tokenizer.from_file(str(directory / "tokenizer.json")), vocabulary_of(keys)
+
+
+@settings(deadline=None, max_examples=300)
+@given(text=st.text(alphabet="the rnisabw  é你日本\nＡ２ﬁ…", max_size=40))
+def test_unigram_ids_are_the_librarys(unigrams: tuple[Tokenizer, Vocabulary], text: str) -> None:
+    theirs, ours = unigrams
+    assert ours.encode(text, parse_special=False) == theirs.encode(text, add_special_tokens=False).ids
+    assert [*ours.encode(text, parse_special=False, add_bos=True), 1] == theirs.encode(text).ids
+
+
+def test_unigram_files_that_cannot_be_expressed_are_refused(tmp_path: Path) -> None:
+    def read(**changes: Any) -> None:
+        file = unigram_json()
+        (tmp_path / "tokenizer.json").write_text(json.dumps(file | {"model": file["model"] | changes}))
+        read_vocabulary(tmp_path, Config(tmp_path / "config.json", {}), 5000)
+
+    read()
+    for changes, message in (
+        ({"byte_fallback": True}, "byte_fallback is 'True', expected false in a Unigram model"),
+        ({"vocab": [["a", "x"]]}, r"entry 0 of model.vocab is .* expected a text and a number"),
+        ({"unk_id": None}, "unk_id is missing|cannot be read"),
+    ):
+        with pytest.raises(CheckpointDirectoryError, match=message):
+            read(**changes)
+
+
+def test_a_unigram_file_of_sentencepiece_gives_the_same_vocabulary(tmp_path: Path) -> None:
+    spec, pieces = unigram_spec(True, True), b""
+    for text, score, kind in zip(spec.tokens, spec.scores, spec.types, strict=True):
+        pieces += field(1, field(1, text.encode()) + field(2, score) + field(3, kind))
+    rules = field(1, b"nmt_nfkc") + field(2, spec.charsmap) + field(3, 1) + field(4, 1)
+    (tmp_path / "tokenizer.model").write_bytes(pieces + field(2, field(3, 1)) + field(3, rules))
+    keys = read_vocabulary(tmp_path, Config(tmp_path / "config.json", {}), len(spec.tokens))
+    found, ours = vocabulary_of(keys), Vocabulary(spec)
+    assert keys["tokenizer.ggml.model"] == "t5"
+    for text in ("the other  there ", "ﬁ　Ａ…", "你日本 e\u0301"):
+        assert found.encode(text, parse_special=False) == ours.encode(text, parse_special=False)
 
 
 # ------------------------------------------------------------------ directories

@@ -12,12 +12,15 @@ import pytest
 from pipeline.errors import ConfigError
 from shm.checkpoint import Checkpoint
 from stages.tokenizer.opened_models import ModelSource, build_model
+from stages.tokenizer.vocabulary import Vocabulary
 from stages.worker.checkpoint.hyperparameters import MAX_GROUP
 from stages.worker.checkpoint.ingest import ingest
 from stages.worker.checkpoint.layout import unpack
 from stages.worker.kernels.formats import FORMATS
+from tests.tokenizer.trained import unigram_spec
 from tests.worker.conftest import Ingested, TinyGguf
 from tools.tiny_gguf import SHAPES, SPECIALS, Shape, add_byte_level_vocabulary, write_model
+from tools.vocabulary_gguf import add_vocabulary
 
 
 def digest_of(path: Path) -> str:
@@ -168,3 +171,22 @@ def test_how_to_pool_is_in_the_index_and_the_description(tmp_path: Path, kind: s
     described = build_model(ModelSource(tmp_path / f"{digest_of(path)}.idx")).described
     eos = SPECIALS.index("<|im_end|>") if ends_texts else -1
     assert (described.pooling, described.width, described.end_id) == (pooling, SHAPES["small"].width, eos)
+
+
+@pytest.mark.parametrize("says", [None, False])
+def test_a_unigram_vocabulary_comes_with_its_table_and_ends_texts(tmp_path: Path, says: bool | None) -> None:
+    spec = unigram_spec(True, True)
+
+    def add_keys(writer: gguf.GGUFWriter) -> None:
+        add_vocabulary(writer, spec)
+        if says is not None:
+            writer.add_add_eos_token(says)
+
+    shape = SHAPES["bert"]._replace(vocab_size=len(spec.tokens))
+    path = write_model(tmp_path / "m.gguf", shape, add_vocabulary=add_keys)
+    index = ingest(path, tmp_path / f"{digest_of(path)}.idx", digest_of(path))
+    assert (index.tokenizer.charsmap, index.tokenizer.merges_spaces) == (spec.charsmap, True)
+    assert index.adds_eos == (says is None) and index.has_current_vocabulary
+    model = build_model(ModelSource(tmp_path / f"{digest_of(path)}.idx"))
+    assert model.described.end_id == (spec.eos if says is None else -1)
+    assert model.vocabulary.encode("ﬁn  Ａ", False) == Vocabulary(spec).encode("fin A", False)

@@ -15,7 +15,7 @@ from pipeline.models import store
 from shm.checkpoint import load_index
 from stages.tokenizer.opened_models import ModelSource, UnusableModel, build_model
 from stages.worker.checkpoint.prepare import prepare_checkpoint
-from tests.tokenizer.trained import byte_level_spec, sentencepiece_spec
+from tests.tokenizer.trained import byte_level_spec, sentencepiece_spec, unigram_spec
 from tools.tiny_gguf import SHAPES, write_model
 from tools.vocabulary_gguf import add_vocabulary
 
@@ -46,6 +46,10 @@ def model(home: Path, vocabulary: Callable[[gguf.GGUFWriter], None], **settings:
             r"tokenizer.ggml.model is 'rwkv'; supported: 'gpt2' \(byte-level BPE\), 'llama' \(SentencePiece BPE\)",
         ),
         (partial(add_vocabulary, spec=SENTENCEPIECE._replace(scores=[])), "tokenizer.ggml.scores has 0 entries for"),
+        (
+            partial(add_vocabulary, spec=unigram_spec()._replace(charsmap=b"\x04\0\0\0abcd")),
+            "tokenizer.ggml.precompiled_charsmap cannot be used: its trie has 4 bytes",
+        ),
         (without_merges, "tokenizer.ggml.merges is missing"),
     ],
 )

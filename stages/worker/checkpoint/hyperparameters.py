@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipeline.models.vocabularies import UNIGRAM
 from shm.checkpoint import Hyper
 from stages.worker.checkpoint.architectures import (
     ARCHITECTURES,
@@ -222,8 +223,9 @@ class HyperReader:
         return _POOLINGS.get(self._int("pooling_type", 0, 255, default=0), "")
 
     def adds_eos(self) -> bool:
-        """Whether a text to be embedded ends with the EOS token."""
-        return bool(self._get("tokenizer.ggml.add_eos_token", bool, False))
+        """Whether a text to be embedded ends with the EOS token; by default with a unigram vocabulary."""
+        default = self.file.metadata.get("tokenizer.ggml.model") == UNIGRAM
+        return bool(self._get("tokenizer.ggml.add_eos_token", bool, default))
 
     def _scale(self, key: str) -> float:
         return self._float(key, 0.0, _MAX_SCALE, 1.0) if self.row.scales else 1.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.models.vocabularies import BYTE_LEVEL, SENTENCEPIECE, WORDPIECE, vocabulary_problem
+from pipeline.models.vocabularies import BYTE_LEVEL, SENTENCEPIECE, UNIGRAM, WORDPIECE, vocabulary_problem
 from shm.checkpoint import VOCABULARY_REVISION, TokenizerData
 from stages.worker.checkpoint.gguf import AGAIN, GgufError
 from stages.worker.checkpoint.source import Source
@@ -20,6 +20,7 @@ _FIM_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 _OWN_IDS = {
     SENTENCEPIECE: {"unknown": 0, "bos": 1, "eos": 2},
     WORDPIECE: {"unknown": 100, "bos": 101, "eos": 102, "padding": 0},
+    UNIGRAM: {"padding": 0, "eos": 1, "unknown": 2},
 }
 # Other names of the keys in files of WordPiece: a text is between these two ("seperator" is the key's spelling).
 _WORDPIECE_KEYS = {"bos": "cls", "eos": "seperator"}
@@ -47,13 +48,19 @@ def read_vocabulary(file: Source, pretokenizer: str = "") -> TokenizerData:
         types=reader.numbers("token_type", "iu"),
         merges=reader.texts("merges"),
         scores=reader.numbers("scores", "fi"),
-        **ids,
+        bos=ids["bos"],
+        eos=ids["eos"],
+        eot=ids["eot"],
+        unknown=ids["unknown"],
+        padding=ids["padding"],
         add_bos=reader.flag("add_bos_token"),
         add_space_prefix=reader.flag("add_space_prefix"),
         chat_template=reader.template(),
         revision=VOCABULARY_REVISION,
         fim=fim if min(fim) >= 0 else (),
         fim_ends=fim_ends,
+        charsmap=reader.charsmap() if kind == UNIGRAM else b"",
+        merges_spaces=reader.flag("remove_extra_whitespaces") if kind == UNIGRAM else None,
     )
     problem = vocabulary_problem(data, pretokenizer)
     if kind == BYTE_LEVEL and "tokenizer.ggml.merges" not in file.metadata:
@@ -86,6 +93,14 @@ class _Reader:
         if not isinstance(value, str):
             raise GgufError(f"{self._file.path}: tokenizer.chat_template is {str(value)[:60]!r}, expected str; {AGAIN}")
         return value
+
+    def charsmap(self) -> bytes:
+        value = self._metadata.get("tokenizer.ggml.precompiled_charsmap")
+        if value is None or (isinstance(value, (list, np.ndarray)) and not len(value)):
+            return b""
+        if not isinstance(value, np.ndarray) or value.dtype.itemsize != 1 or value.dtype.kind not in "iu":
+            raise GgufError(f"{self._file.path}: tokenizer.ggml.precompiled_charsmap is not a list of bytes; {AGAIN}")
+        return value.tobytes()
 
     def token_id(self, name: str, default: int) -> int:
         value = int(self.get(f"{name}_token_id", int, default))

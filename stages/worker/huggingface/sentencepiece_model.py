@@ -1,6 +1,6 @@
-"""Reads a SentencePiece model file: pieces with scores and kinds, and whether a space is put before a text.
+"""Reads a SentencePiece model file: pieces with scores and kinds, and how texts are normalized.
 
-The file is a protocol buffer, of which four fields of three messages are needed:
+The file is a protocol buffer, of which some fields of three messages are needed:
 https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto
 """
 
@@ -16,7 +16,9 @@ from stages.worker.huggingface.config import UNSUPPORTED, CheckpointDirectoryErr
 _MAX_BYTES = 1 << 26
 _MAX_PIECES = 1 << 21
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
-_BPE = 2  # TrainerSpec.model_type
+_UNIGRAM, _BPE = 1, 2  # TrainerSpec.model_type
+_TRAINER_TYPE, _TRAINER_SUFFIX, _TRAINER_BYTES = 3, 24, 35  # model_type, treat_whitespace_as_suffix, byte_fallback
+_CHARSMAP, _ADDS_SPACE, _MERGES_SPACES, _ESCAPES_SPACES = 2, 3, 4, 5  # of NormalizerSpec
 _KINDS = range(1, 7)  # as the token types of GGUF files
 
 
@@ -33,6 +35,9 @@ class SentencePieceModel(NamedTuple):
 
     pieces: list[Piece]
     adds_space: bool
+    is_unigram: bool = False
+    charsmap: bytes = b""
+    merges_spaces: bool = True
 
 
 def read(path: Path) -> SentencePieceModel:
@@ -49,22 +54,34 @@ def read(path: Path) -> SentencePieceModel:
 def parse(data: bytes) -> SentencePieceModel:
     """Read the message `ModelProto`. Raises `ValueError`."""
     pieces: list[Piece] = []
-    kind, adds_space = 1, True  # the defaults: a unigram model
+    trainer: dict[int, Any] = {}
+    rules: dict[int, Any] = {}
     for number, value in _fields(data):
         if number == 1 and isinstance(value, bytes):
             pieces.append(_piece(value))
             if len(pieces) > _MAX_PIECES:
                 raise ValueError(f"more than {_MAX_PIECES:,} pieces")
-        elif number == 2 and isinstance(value, bytes):
-            kind = next((one for field, one in _fields(value) if field == 3 and isinstance(one, int)), kind)
-        elif number == 3 and isinstance(value, bytes):
-            spaces = [one for field, one in _fields(value) if field == 3 and isinstance(one, int)]
-            adds_space = bool(spaces[-1]) if spaces else adds_space
-    if kind != _BPE:
-        raise ValueError(f"model_type is {kind}, expected {_BPE} (BPE); {UNSUPPORTED}")
+        elif number in (2, 3) and isinstance(value, bytes):
+            (trainer if number == 2 else rules).update(_fields(value))
+    kind = trainer.get(_TRAINER_TYPE, _UNIGRAM)
+    if kind not in (_UNIGRAM, _BPE):
+        raise ValueError(f"model_type is {kind}, expected {_UNIGRAM} (unigram) or {_BPE} (BPE); {UNSUPPORTED}")
     if not pieces:
         raise ValueError("it has no pieces; fetch the file again")
-    return SentencePieceModel(pieces, adds_space)
+    adds_space = rules.get(_ADDS_SPACE, 1) != 0
+    if kind == _BPE:
+        return SentencePieceModel(pieces, adds_space)
+    for name, value, expected in (
+        ("treat_whitespace_as_suffix", trainer.get(_TRAINER_SUFFIX, 0), 0),
+        ("byte_fallback", trainer.get(_TRAINER_BYTES, 0), 0),
+        ("escape_whitespaces", rules.get(_ESCAPES_SPACES, 1), 1),
+    ):
+        if value != expected:
+            raise ValueError(f"{name} is {value}, expected {expected} in a unigram model; {UNSUPPORTED}")
+    charsmap = rules.get(_CHARSMAP, b"")
+    if not isinstance(charsmap, bytes):
+        raise ValueError("precompiled_charsmap is not bytes; fetch the file again")
+    return SentencePieceModel(pieces, adds_space, True, charsmap, rules.get(_MERGES_SPACES, 1) != 0)
 
 
 def _piece(data: bytes) -> Piece:

@@ -3,11 +3,14 @@
 `tokenizer.json` (the `tokenizers` library's file) comes first, otherwise `tokenizer.model` (SentencePiece's).  A
 byte-level vocabulary needs the name of its pre-tokenizer, which pretokenizer_match.py finds.  In a SentencePiece
 vocabulary of `tokenizer.json` the order of merges takes the place of scores: the score of a token is minus the rank of
-the first merge that makes it, so that the best pair of both is the same.
+the first merge that makes it, so that the best pair of both is the same.  A unigram vocabulary of `tokenizer.json`
+has its scores and SentencePiece's table of character replacements; whether spaces are merged is found by encoding some.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from pipeline.models.vocabularies import (
     CONTROL,
     NORMAL,
     SENTENCEPIECE,
+    UNIGRAM,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
@@ -33,6 +37,7 @@ from stages.worker.huggingface.pretokenizer_match import find_pretokenizer
 _SPECIALS = ("bos", "eos", "unk", "pad")
 _GGUF_NAMES = {"unk": "unknown", "pad": "padding"}
 _SPACE = "▁"
+_UNUSED_SCORE = -10000.0  # as llama.cpp's converter has it
 
 
 def read_vocabulary(directory: Path, config: Config, rows: int, pretokenizer: str = "") -> dict[str, Any]:
@@ -120,8 +125,9 @@ class _TokenizerJson:
     def __init__(self, file: Config, rows: int) -> None:
         self._file, self._rows = file, rows
         self._model = model = file.table("model")
-        if model.text("type", "BPE") != "BPE":
-            raise model.refuse("type", "'BPE'")
+        self._is_unigram = model.text("type", "BPE") == "Unigram"
+        if not self._is_unigram and model.text("type", "BPE") != "BPE":
+            raise model.refuse("type", "'BPE' or 'Unigram'")
         if model.has("dropout") and model.number("dropout") > 0:
             raise model.refuse("dropout", "none")
         for key in ("continuing_subword_prefix", "end_of_word_suffix"):
@@ -129,7 +135,8 @@ class _TokenizerJson:
                 raise model.refuse(key, "none")
         self.tokens = [f"[PAD{i}]" for i in range(rows)]
         self.types = [UNUSED] * rows
-        self._vocab = model.table("vocab").fields
+        self.scores = [_UNUSED_SCORE] * rows
+        self._vocab = self._unigram_vocab() if self._is_unigram else model.table("vocab").fields
         for text, token in self._vocab.items():
             self._place(text, token, NORMAL)
         self._is_byte_level = _has_type(file.fields.get("pre_tokenizer"), "ByteLevel") or _has_type(
@@ -149,10 +156,29 @@ class _TokenizerJson:
             )
         self.tokens[token], self.types[token] = text, kind
 
+    def _unigram_vocab(self) -> dict[str, Any]:
+        """The ids of the tokens, whose scores are set too."""
+        found: dict[str, Any] = {}
+        for i, entry in enumerate(self._model.items("vocab")):
+            is_pair = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str)
+            if not is_pair or isinstance(entry[1], bool) or not _is_score(entry[1]):
+                raise CheckpointDirectoryError(
+                    f"{self._file.path}: entry {i} of model.vocab is {str(entry)[:60]!r}, expected a text and a number"
+                )
+            if i >= self._rows:
+                raise CheckpointDirectoryError(
+                    f"{self._file.path}: model.vocab has more than {self._rows} entries (rows of the embedding)"
+                )
+            self.scores[i] = float(entry[1])
+            found[entry[0]] = i
+        return found
+
     def keys(self, settings: Config, pretokenizer: str) -> dict[str, Any]:
         keys: dict[str, Any] = {"tokenizer.ggml.tokens": self.tokens}
         pairs = [self._pair(entry) for entry in self._model.items("merges", [])]
-        if self._is_byte_level:
+        if self._is_unigram:
+            keys |= self._unigram()
+        elif self._is_byte_level:
             keys["tokenizer.ggml.model"] = BYTE_LEVEL
             keys["tokenizer.ggml.pre"] = pretokenizer or find_pretokenizer(
                 self._file.path, self._tokenizer, self._model.flag("ignore_merges", False)
@@ -163,11 +189,16 @@ class _TokenizerJson:
         keys["tokenizer.ggml.token_type"] = np.array(self.types, np.int32)
         with_added = self._encode("a", True).ids
         plain = self._encode("a", False).ids
-        starts = with_added[: len(with_added) - len(plain)] if with_added[-len(plain) :] == plain else with_added[:1]
+        n = len(plain)
+        at = next((i for i in range(len(with_added) - n + 1) if with_added[i : i + n] == plain), None)
+        starts = with_added[:1] if at is None else with_added[:at]
+        ends = [] if at is None else with_added[at + n :]
         keys["tokenizer.ggml.add_bos_token"] = settings.flag("add_bos_token", bool(starts) and with_added != plain)
         if keys["tokenizer.ggml.add_bos_token"] and starts and with_added != plain:
             keys["tokenizer.ggml.bos_token_id"] = starts[0]
-        keys["tokenizer.ggml.add_eos_token"] = settings.flag("add_eos_token", False)
+        keys["tokenizer.ggml.add_eos_token"] = settings.flag("add_eos_token", self._is_unigram and bool(ends))
+        if self._is_unigram and ends:
+            keys["tokenizer.ggml.eos_token_id"] = ends[0]
         return keys
 
     def _encode(self, text: str, with_special: bool) -> Encoding:
@@ -185,6 +216,43 @@ class _TokenizerJson:
                 f"{self._file.path}: merge {str(entry)[:60]!r} is not a pair of tokens; fetch the file again"
             )
         return parts[0], parts[1]
+
+    def _unigram(self) -> dict[str, Any]:
+        model = self._model
+        if model.flag("byte_fallback", False):
+            raise model.refuse("byte_fallback", "false in a Unigram model")
+        unknown = model.integer("unk_id")
+        if not 0 <= unknown < self._rows:
+            raise model.refuse("unk_id", f"0 to {self._rows - 1}")
+        self.types[unknown] = UNKNOWN
+        first = self._encode("a", False).tokens[:1]
+        return {
+            "tokenizer.ggml.model": UNIGRAM,
+            "tokenizer.ggml.pre": "default",
+            "tokenizer.ggml.scores": np.array(self.scores, np.float32),
+            "tokenizer.ggml.unknown_token_id": unknown,
+            "tokenizer.ggml.add_space_prefix": bool(first) and first[0].startswith(_SPACE),
+            "tokenizer.ggml.remove_extra_whitespaces": self._encode("a  a", False).ids
+            == self._encode("a a", False).ids,
+            "tokenizer.ggml.precompiled_charsmap": np.frombuffer(self._charsmap(), np.uint8),
+        }
+
+    def _charsmap(self) -> bytes:
+        """The table of replacements; other normalizers only matter where ids differ, which is checked before ingest."""
+        normalizer = self._file.fields.get("normalizer")
+        parts: list[Any] = [normalizer]
+        if isinstance(normalizer, dict) and normalizer.get("type") == "Sequence":
+            listed = normalizer.get("normalizers")
+            parts = listed if isinstance(listed, list) else []
+        for part in parts:
+            if isinstance(part, dict) and part.get("type") == "Precompiled":
+                try:
+                    return base64.b64decode(part.get("precompiled_charsmap") or "", validate=True)
+                except (TypeError, ValueError, binascii.Error):
+                    raise CheckpointDirectoryError(
+                        f"{self._file.path}: normalizer.precompiled_charsmap is not Base64; fetch the file again"
+                    ) from None
+        return b""
 
     def _sentencepiece(self, pairs: list[tuple[str, str]]) -> dict[str, Any]:
         if not self._model.flag("byte_fallback", False):
@@ -211,6 +279,10 @@ class _TokenizerJson:
         return keys
 
 
+def _is_score(value: Any) -> bool:
+    return isinstance(value, (int, float)) and -1e30 <= value <= 1e30
+
+
 def _has_type(value: Any, name: str) -> bool:
     """Whether an object of this `type` is within a JSON value."""
     if isinstance(value, dict):
@@ -235,7 +307,7 @@ def _sentencepiece_keys(directory: Path, settings: Config, rows: int) -> dict[st
         raise CheckpointDirectoryError(
             f"{path} has {len(model.pieces)} pieces, expected at most {rows} (rows of the embedding)"
         )
-    tokens, types, scores = [f"[PAD{i}]" for i in range(rows)], [UNUSED] * rows, [-10000.0] * rows
+    tokens, types, scores = [f"[PAD{i}]" for i in range(rows)], [UNUSED] * rows, [_UNUSED_SCORE] * rows
     for i, piece in enumerate(model.pieces):
         tokens[i], types[i], scores[i] = piece.text, piece.kind, piece.score
     added = json_files.read(directory / "added_tokens.json")
@@ -259,6 +331,12 @@ def _sentencepiece_keys(directory: Path, settings: Config, rows: int) -> dict[st
         "tokenizer.ggml.add_bos_token": settings.flag("add_bos_token", True),
         "tokenizer.ggml.add_eos_token": settings.flag("add_eos_token", False),
     }
+    if model.is_unigram:
+        keys |= {
+            "tokenizer.ggml.model": UNIGRAM,
+            "tokenizer.ggml.precompiled_charsmap": np.frombuffer(model.charsmap, np.uint8),
+            "tokenizer.ggml.remove_extra_whitespaces": model.merges_spaces,
+        }
     for i, kind in enumerate(types):
         if kind == UNKNOWN:
             keys["tokenizer.ggml.unknown_token_id"] = i

@@ -14,6 +14,7 @@ import numpy as np
 from stages.worker.checkpoint.gguf import GgufError, GgufFile
 from stages.worker.checkpoint.ingest import _plan, _Reader
 from stages.worker.checkpoint.vocabulary import read_vocabulary
+from tools.charsmap_writer import write_charsmap
 from tools.fuzz.parts import join, split, written
 from tools.fuzz.target import Target
 
@@ -114,6 +115,12 @@ def seeds() -> Iterator[bytes]:
     )
     windowed = {**numbers, "attention.sliding_window": 8, "attention.sliding_window_pattern": 2}
     yield b"\0" + join([join(_keys("gemma3", **windowed)), join(tensors)])
+    replacements = write_charsmap({"A": "a", "e\u0301": "\u00e9"})
+    unigram = [
+        _key("tokenizer.ggml.model", 8, _text("t5")),
+        _key("tokenizer.ggml.precompiled_charsmap", 9, struct.pack("<IQ", 0, len(replacements)) + replacements),
+    ]
+    yield b"\0" + join([join([key for key in llama if b"ggml.model" not in key] + unigram), join(tensors)])
     yarn = _key("phi3.rope.scaling.type", 8, _text("yarn")), _key("phi3.rope.scaling.factor", 6, struct.pack("<f", 4.0))
     yield b"\0" + join([join([*_keys("phi3", **numbers), *yarn]), join(tensors)])
     counts = struct.pack("<QQ", len(tensors), len(llama))
@@ -125,6 +132,7 @@ TARGET = Target(
     seeds,
     errors=(GgufError,),
     modules=(
+        "pipeline.models.charsmap",
         "stages.worker.checkpoint.gguf",
         "stages.worker.checkpoint.hyperparameters",
         "stages.worker.checkpoint.ingest",
