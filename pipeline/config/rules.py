@@ -247,6 +247,7 @@ def _server(config: Config) -> Iterator[Rule]:
     server = config.server
     if not server.host or any(c.isspace() for c in server.host):
         yield Rule("server.host", repr(server.host), "expected a host name or an address to listen on")
+    yield from _tls(config)
     if server.run_dir and server.run_dir == server.state_dir:
         yield Rule("server.state_dir", repr(server.state_dir), "the run directory is emptied; use another")
     if server.body_buffer_mb < 2 * server.max_body_mb:
@@ -257,6 +258,13 @@ def _server(config: Config) -> Iterator[Rule]:
         yield Rule("metrics.endpoint", repr(endpoint), "expected a path like /metrics")
     elif any(endpoint == path or endpoint.startswith(path + "/") for path in _RESERVED_PATHS):
         yield Rule("metrics.endpoint", repr(endpoint), "this path is taken by the API")
+
+
+def _tls(config: Config) -> Iterator[Rule]:
+    server = config.server
+    if bool(server.tls_cert) != bool(server.tls_key):
+        given, missing = ("tls_cert", "tls_key") if server.tls_cert else ("tls_key", "tls_cert")
+        yield Rule(f"server.{missing}", "", f"missing; server.{given} needs it: set both, or neither for plain HTTP")
 
 
 def _fleet(config: Config) -> Iterator[Rule]:

@@ -38,6 +38,8 @@ class ServerConfig(Section, frozen=True, kw_only=True):
 
     host: str = "127.0.0.1"
     port: Port = 8080
+    tls_cert: str = ""  # PEM file: the server's certificate, then intermediate ones; "": no TLS
+    tls_key: str = ""  # PEM file: its private key
     request_timeout_ms: Milliseconds = 300_000  # of one request, including its time in queues
     max_concurrent_requests: Count = 256  # HTTP requests in flight; more get 429
     max_concurrent_per_tenant: CountOrNone = 0  # of them; without API keys, of an address; 0: three quarters

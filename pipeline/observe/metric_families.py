@@ -51,6 +51,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("starling_tenant_requests_total", "counter", "HTTP requests answered, by tenant.", ("tenant",)),
         Family("starling_requests_in_flight", "gauge", "HTTP requests being answered."),
+        Family("starling_tls_certificate_expiry_seconds", "gauge", "When the certificate expires, in s since 1970."),
         Family("starling_recoveries_total", "counter", "Sequences submitted again after a stage died."),
         Family("starling_journal_left_out_total", "counter", "Requests that the journal had no room for."),
         Family("starling_idempotency_keys", "gauge", "Idempotency keys of running and answered requests."),

@@ -69,6 +69,7 @@ def _records(run_dir: Path) -> Iterator[Path]:
     yield from run_dir.glob("*.start")
     yield from run_dir.glob("versions.json")
     yield from run_dir.glob("log-levels.json")
+    yield from run_dir.glob("gateway.pem")  # pipeline/tls/trust.py
     yield from run_dir.glob(".*.new")  # of an interrupted `replace_file`
 
 

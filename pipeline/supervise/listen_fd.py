@@ -70,7 +70,8 @@ def reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def url(config: Config) -> str:
-    """The gateway's URL on this machine."""
+def url(config: Config, port: int = 0) -> str:
+    """The gateway's URL on this machine. `port`: 0: the configured one."""
     host = reachable(config.server.host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{config.server.port}"
+    scheme = "https" if config.server.tls_cert else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port or config.server.port}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import signal
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +32,8 @@ from pipeline.observe import logs
 from pipeline.runtime.malloc_trim import MallocTrimmer
 from pipeline.runtime.steady_clock import SteadyClock, clock_path
 from pipeline.supervise import listen_fd as listening
+from pipeline.tls import certificate, trust
+from pipeline.tls.follower import CertificateFollower
 from stages.gateway.admin import MAX_TIMEOUT_S, Admin
 from stages.gateway.http.app import make_app
 from stages.gateway.http.connection import Connection
@@ -103,8 +106,10 @@ class GatewayStage:
             shutdown_timeout=FINAL_EVENTS_S,
         )
         self._was_ready = False
+        self._expiry = -1.0  # of the certificate, as in the metrics
         self._server: asyncio.Server | None = None
         self._inherited = listening.claim()  # the supervisor's listening socket
+        self._tls = _follow_certificate(config)
         self._handover_until = 0.0  # s, monotonic; 0.0: no handover is under way
         self._is_handed_over = False
 
@@ -113,7 +118,9 @@ class GatewayStage:
         try:
             await self._runner.setup()
             assert self._runner.server is not None
-            self._gate.serve(self._runner.server)
+            self._gate.serve(self._runner.server, self._tls)
+            if self._tls is not None:
+                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._tls.look_soon)
             self._server = await self._listen()
             await self.control.start()
             log.info("listening", extra={"host": self.config.server.host, "port": self.port})
@@ -216,6 +223,7 @@ class GatewayStage:
         if self._runner.server is not None:
             self._connections.sweep(cast("list[Connection]", self._runner.server.connections))
             self._gate.tick()
+            self._follow_expiry()
             self._backlogs.tick()
         endpoints.progress = service.relay.counts.tokens + service.metrics.total_requests
         # A gateway that waits for another stage is not busy, and so never counts as stuck.
@@ -225,10 +233,15 @@ class GatewayStage:
         state = service.readiness.report(service.in_flight.count)
         is_ready = bool(state["ready"])
         if is_ready and not self._was_ready:
-            log.info("ready", extra={"url": f"http://{self.config.server.host}:{self.port}"})
+            log.info("ready", extra={"url": listening.url(self.config, self.port)})
         elif self._was_ready and not is_ready:
             log.warning("not ready: %s", state["reason"])
         self._was_ready = is_ready
+
+    def _follow_expiry(self) -> None:
+        if self._tls is not None and self._tls.certificate.not_after != self._expiry:
+            self._expiry = self._tls.certificate.not_after
+            self.endpoints.metrics.set("starling_tls_certificate_expiry_seconds", self._expiry)
 
     async def _end_remaining(self) -> None:
         self.service.readiness.stop()
@@ -262,8 +275,14 @@ def _open_quotas(config: Config) -> QuotaFile | None:
         return None
 
 
+def _follow_certificate(config: Config) -> CertificateFollower | None:
+    """None without TLS. Raises `ConfigError`."""
+    files = certificate.files_of(config)
+    return CertificateFollower(files, partial(trust.publish, config)) if files is not None else None
+
+
 def main(config: Config) -> int:
-    """Run until SIGTERM. Returns the exit code. Raises `ConfigError` if it cannot listen."""
+    """Run until SIGTERM. Returns the exit code. Raises `ConfigError` if it cannot listen or has no certificate."""
     logs.setup("gateway", config, in_background=True)
 
     async def run() -> int:

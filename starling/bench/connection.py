@@ -34,7 +34,7 @@ class Target(NamedTuple):
         """The target at an address that a user gave."""
         if address.scheme == "unix":
             return cls("localhost", unix_path=address.path)
-        return cls(address.host, address.port, tls=ssl.create_default_context() if address.scheme == "https" else None)
+        return cls(address.host, address.port, tls=address.tls())
 
     @property
     def authority(self) -> str:

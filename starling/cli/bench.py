@@ -25,7 +25,7 @@ from starling.bench.plan import Plan, TraceLine, read_trace
 from starling.bench.response import ClientRequest
 from starling.cli import terminal
 from starling.cli.generation_options import Choice, choose_key, choose_model, server_for
-from starling.cli.options import Seconds, exit_codes
+from starling.cli.options import Seconds, cacert_option, exit_codes
 from starling.cli.run_command import EXIT_INTERRUPTED
 from starling.client import address as addresses
 from starling.client.address import ServerAddress
@@ -102,6 +102,7 @@ class Report(msgspec.Struct):
     )
 )
 @click.argument("url", required=False)
+@cacert_option
 @click.option("--model", metavar="NAME", help="The model; default: the server's first.")
 @click.option("--endpoint", type=click.Choice(list(PATHS)), default="chat", show_default=True, help="What is asked.")
 @click.option(
@@ -221,8 +222,8 @@ def bench(url: str | None, model: str | None, seed: int, key: str | None, **opti
         choice = Choice(model or "", {}) if url else choose_model(config, model or config.models[0].name)
         api_key = choose_key(config, key, url)
         if url:
-            addresses.parse(url, "URL")
-        with server_for(config, choice, url) as address:
+            addresses.parse(url, "URL", options["cacert"])
+        with server_for(config, choice, url, options["cacert"]) as address:
             plan = Plan(
                 choice.name or first_model(address, api_key),
                 address.target(PATHS[options["endpoint"]]),

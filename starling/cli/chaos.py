@@ -24,6 +24,7 @@ from starling.chaos.runner import run
 from starling.chaos.scenario import SCENARIOS
 from starling.chaos.traffic import Traffic
 from starling.cli.options import exit_codes, json_option
+from starling.client import address as addresses
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
@@ -124,7 +125,7 @@ async def _run(
 ) -> tuple[list[Row], UsageHistory]:
     url = listen_fd.url(config)
     timeout = aiohttp.ClientTimeout(total=CLIENT_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, ssl=addresses.of_config(config).tls() or True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         client = Client(url, session, key)
         if not await client.ready():

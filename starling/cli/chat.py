@@ -65,7 +65,7 @@ def chat(model: str | None, stats: bool, no_history: bool, **options: Any) -> in
     key = choose_key(config, options["key"], options["url"])
     history = None if no_history else paths.home() / HISTORY
     try:
-        with server_for(config, choice, options["url"]) as address:
+        with server_for(config, choice, options["url"], options["cacert"]) as address:
             if not find_model(address, choice, key).get("chat", True):
                 raise InvalidRequest(f"{name} has no chat template; `starling run {name} PROMPT` continues a text")
             conversation = Conversation(name, options["system"] or "", generation_fields(options))

@@ -10,7 +10,7 @@ import msgspec
 
 from pipeline.config.load import load
 from starling.cli.fleet_up import up
-from starling.cli.options import exit_codes, json_option
+from starling.cli.options import cacert_option, exit_codes, json_option
 from starling.cli.tables import print_table
 from starling.client.fleet import FleetClient
 
@@ -24,10 +24,20 @@ CODES = exit_codes(
 )
 
 
+_CACERT = "starling.cacert"
+
+
+def _keep_cacert(context: click.Context, parameter: click.Parameter, value: str) -> None:
+    context.meta[_CACERT] = value
+
+
 def _url(command: Any) -> Any:
-    return click.option("--url", default="", metavar="URL", help="An orchestrator; default: the configured one.")(
-        command
-    )
+    option = click.option("--url", default="", metavar="URL", help="An orchestrator; default: the configured one.")
+    return option(cacert_option(command, expose_value=False, callback=_keep_cacert))
+
+
+def _client(url: str) -> FleetClient:
+    return FleetClient(load(), url, click.get_current_context().meta[_CACERT])
 
 
 @click.group(epilog=CODES)
@@ -43,7 +53,7 @@ fleet.add_command(up)
 @_url
 def status(as_json: bool, url: str) -> None:
     """Show agents, models and what is going on."""
-    client = FleetClient(load(), url)
+    client = _client(url)
     state = client.get("/v1/fleet")
     if as_json:
         _print_json(state)
@@ -61,7 +71,7 @@ def status(as_json: bool, url: str) -> None:
 @_url
 def agents(as_json: bool, url: str) -> None:
     """List the agents."""
-    found = FleetClient(load(), url).get("/v1/fleet")["agents"]
+    found = _client(url).get("/v1/fleet")["agents"]
     _print_json(found) if as_json else _print_agents(found)
 
 
@@ -70,7 +80,7 @@ def agents(as_json: bool, url: str) -> None:
 @_url
 def models(as_json: bool, url: str) -> None:
     """List the models that requests may name."""
-    found = FleetClient(load(), url).get("/v1/fleet")["models"]
+    found = _client(url).get("/v1/fleet")["models"]
     _print_json(found) if as_json else _print_models(found)
 
 
@@ -84,12 +94,12 @@ def place(model: str, replicas: int, as_json: bool, url: str) -> None:
 
     With 0 replicas nothing is kept: the model stays where it is until another one needs its place.
     """
-    done = FleetClient(load(), url).post("/v1/fleet/place", model=model, replicas=replicas)
+    done = _client(url).post("/v1/fleet/place", model=model, replicas=replicas)
     _print_json(done) if as_json else click.echo(f"{model}: {replicas} replicas wanted, {done['ready']} ready")
 
 
 def _cordon(agent: str, as_json: bool, url: str, *, cordoned: bool, drain: bool, text: str) -> None:
-    done = FleetClient(load(), url).post("/v1/fleet/cordon", agent=agent, cordoned=cordoned, drain=drain)
+    done = _client(url).post("/v1/fleet/cordon", agent=agent, cordoned=cordoned, drain=drain)
     _print_json(done) if as_json else click.echo(f"{agent}: {text}")
 
 
@@ -129,7 +139,7 @@ def uncordon(agent: str, as_json: bool, url: str) -> None:
 @_url
 def events(after: int, as_json: bool, url: str) -> None:
     """Show what has happened, as the orchestrator has seen it."""
-    found = FleetClient(load(), url).get(f"/v1/fleet/events?after={after}")["events"]
+    found = _client(url).get(f"/v1/fleet/events?after={after}")["events"]
     if as_json:
         _print_json(found)
         return
@@ -146,7 +156,7 @@ def why(request_id: str, as_json: bool, url: str) -> None:
 
     REQUEST_ID is X-Starling-Request of the answer.
     """
-    found = FleetClient(load(), url).get(f"/v1/fleet/why/{quote(request_id, safe='')}")
+    found = _client(url).get(f"/v1/fleet/why/{quote(request_id, safe='')}")
     if as_json:
         _print_json(found)
         return

@@ -17,7 +17,7 @@ from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig
 from pipeline.errors import InvalidRequest, ModelNotFound
 from pipeline.models import sources, store
 from starling.cli import terminal
-from starling.cli.options import exit_codes
+from starling.cli.options import cacert_option, exit_codes
 from starling.cli.server_use import ServerUse, is_running
 from starling.client import address as addresses
 from starling.client.address import ServerAddress
@@ -45,13 +45,14 @@ _NUMBERS: dict[str, tuple[click.ParamType, str, str]] = {
 
 def generation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The decorator of the options of a request and of the server."""
-    decorators = [
+    decorators: list[Callable[..., Any]] = [
         click.option("--system", metavar="TEXT", help="Instructions for the model, before the first message."),
         *(
             click.option("--" + name.replace("_", "-"), type=kind, metavar=metavar, help=help)
             for name, (kind, metavar, help) in _NUMBERS.items()
         ),
         click.option("--url", metavar="URL", help="Another server: http://HOST:PORT, https://... or unix:/PATH."),
+        cacert_option,
         click.option(
             "--key",
             envvar="STARLING_API_KEY",
@@ -131,10 +132,10 @@ def choose_key(config: Config, key: str | None, url: str | None) -> str:
 
 
 @contextlib.contextmanager
-def server_for(config: Config, choice: Choice, url: str | None) -> Iterator[ServerAddress]:
+def server_for(config: Config, choice: Choice, url: str | None, cacert: str = "") -> Iterator[ServerAddress]:
     """The address of a server for the model: `url`, this home's, or one that is started and ended here."""
     if url:
-        yield addresses.parse(url)
+        yield addresses.parse(url, cacert=cacert)
         return
     with terminal.progress() as progress:
         use = ServerUse(config, choice.name, choice.environment, progress.show)

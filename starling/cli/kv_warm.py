@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from pipeline.config.load import load
-from pipeline.config.schema import Config
 from pipeline.runtime.process import EXIT_FATAL, EXIT_OK
-from pipeline.supervise import listen_fd
 from starling.cli.options import exit_codes
+from starling.client import address as addresses
+from starling.client.address import ServerAddress
 
 TIMEOUT_S = 600.0
 _SENT_FIELDS = ("model", "prompt", "messages", "cache_salt")  # of a request's body
@@ -68,12 +68,12 @@ def _request(value: Any) -> tuple[str, dict[str, Any]]:
     return ("/v1/completions" if several else "/v1/generate"), body
 
 
-def warm_one(host: str, port: int, key: str, line: int, path: str, body: dict[str, Any]) -> Warmed:
+def warm_one(address: ServerAddress, key: str, line: int, path: str, body: dict[str, Any]) -> Warmed:
     """Send one request. An error response is part of the result. Raises `OSError` if there is no server."""
-    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+    connection = address.connection(TIMEOUT_S)
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     try:
-        connection.request("POST", path, json.dumps(body), headers)
+        connection.request("POST", address.target(path), json.dumps(body), headers)
         response = connection.getresponse()
         answer = json.loads(response.read())
     except (http.client.HTTPException, json.JSONDecodeError) as error:
@@ -84,11 +84,6 @@ def warm_one(host: str, port: int, key: str, line: int, path: str, body: dict[st
         return Warmed(line, error=str(answer.get("error", {}).get("message", answer)))
     usage = answer["usage"]
     return Warmed(line, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
-
-
-def address(config: Config) -> tuple[str, int]:
-    """Host and port of this home's server."""
-    return listen_fd.reachable(config.server.host), config.server.port
 
 
 @click.command(epilog=exit_codes({0: "every prompt was computed", 1: "a prompt was refused, or no server answers"}))
@@ -112,7 +107,7 @@ def warm(file: Path, model: str, key: str) -> int:
     Each line of FILE (UTF-8) is a prompt: plain text, or JSON (a string, token ids, chat messages, or a request body).
     """
     config = load()
-    host, port = address(config)
+    address = addresses.of_config(config)
     try:
         requests = list(read_requests(file.read_text(encoding="utf-8"), model, config.models[0].name))
     except UnicodeDecodeError as error:
@@ -125,9 +120,9 @@ def warm(file: Path, model: str, key: str) -> int:
         for line, path, body in requests:
             progress.update(task, description=f"prompt {len(done) + 1} of {len(requests)}")
             try:
-                done.append(warm_one(host, port, key, line, path, body))
+                done.append(warm_one(address, key, line, path, body))
             except OSError as error:
-                raise click.ClickException(f"no server answers at {host}:{port}: {error}") from None
+                raise click.ClickException(f"no server answers at {address}: {error}") from None
     for warmed in done:
         if warmed.error:
             console.print(f"{file}:{warmed.line}: {warmed.error}", markup=False)

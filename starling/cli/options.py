@@ -37,6 +37,18 @@ def json_option(help: str = "Print JSON.") -> Callable[[Any], Any]:
     return click.option("--json", "as_json", is_flag=True, help=help)
 
 
+def cacert_option(command: Callable[..., Any], **attributes: Any) -> Callable[..., Any]:
+    """The decorator of the option `--cacert`. `attributes`: further ones of the option."""
+    return click.option(
+        "--cacert",
+        envvar="STARLING_CACERT",
+        default="",
+        metavar="FILE",
+        help="PEM file with the authority of an https:// server; default: $STARLING_CACERT, else the system's.",
+        **attributes,
+    )(command)
+
+
 def exit_codes(meanings: Mapping[int, str]) -> str:
     """The end of a help page: a line or more for each exit code, in a paragraph that click does not wrap again."""
     lines = ["Exit codes:"]

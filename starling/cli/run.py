@@ -48,7 +48,7 @@ def run(model: str, prompt: tuple[str, ...], raw: bool, stats: bool, as_json: bo
     name = choice.name
     key = choose_key(config, options["key"], options["url"])
     try:
-        with server_for(config, choice, options["url"]) as address:
+        with server_for(config, choice, options["url"], options["cacert"]) as address:
             is_chat = find_model(address, choice, key).get("chat", True) and not raw
             answer = ask(address, key, name, text, is_chat, options)
             with terminal.AnswerPrinter() as printer:

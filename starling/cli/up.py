@@ -75,6 +75,7 @@ def up(while_used: bool, with_parent: bool) -> int:
     held: ServerLocks | None = None
     try:
         check_port(config)
+        check_certificate(config)
         moved = choose_arena_dir(config)  # before a long download
         prepare_all(config)
         timeline.reached("models")
@@ -121,6 +122,15 @@ def check_port(config: Config) -> None:
             f"it or choose another port, for example STARLING_SERVER__PORT={port + 1 if port < 65535 else 8080}",
             param="server.port",
         ) from None
+
+
+def check_certificate(config: Config) -> None:
+    """Raises `ConfigError` if the server cannot use its certificate."""
+    if config.server.tls_cert:
+        from pipeline.tls.certificate import files_of, read_certificate  # OpenSSL's memory, only for TLS
+
+        if (files := files_of(config)) is not None:
+            read_certificate(files)
 
 
 def choose_arena_dir(config: Config, shm: Path = Path("/dev/shm")) -> dict[str, str]:
@@ -226,12 +236,20 @@ def _answers_ready(config: Config) -> bool:
     # By hand: the HTTP client and what it imports would stay in memory for the server's whole life.
     address = listen_fd.reachable(config.server.host), config.server.port
     try:
-        with socket.create_connection(address, timeout=1.0) as connection:
+        with socket.create_connection(address, timeout=1.0) as tcp, _secured(config, tcp) as connection:
             connection.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
             with connection.makefile("rb") as answer:
                 return answer.readline().split()[1:2] == [b"200"]
-    except OSError:
+    except (OSError, ConfigError):
         return False
+
+
+def _secured(config: Config, connection: socket.socket) -> socket.socket:
+    if not config.server.tls_cert:
+        return connection
+    from pipeline.tls import trust
+
+    return trust.own_server(config).wrap_socket(connection)
 
 
 def banner(config: Config, took_s: float) -> str:
@@ -239,9 +257,10 @@ def banner(config: Config, took_s: float) -> str:
     url = listen_fd.url(config)
     key = " \\\n    -H 'Authorization: Bearer YOUR-API-KEY'" if config.auth.api_keys else ""
     messages = '[{"role": "user", "content": "Tell me a short story."}]'
+    trusted = f"--cacert {config.server.tls_cert} " if config.server.tls_cert else ""
     return (
         f"\nStarling is ready at {url} ({took_s:.1f} s). Try it:\n\n"
-        f"  curl -N {url}/v1/chat/completions{key} \\\n"
+        f"  curl -N {trusted}{url}/v1/chat/completions{key} \\\n"
         f"    -H 'Content-Type: application/json' \\\n"
         f'    -d \'{{"model": "{config.models[0].name}", "stream": true,\n'
         f'         "messages": {messages}}}\'\n\n'

@@ -17,12 +17,14 @@ TIMEOUT_S = 30.0
 
 
 class FleetClient:
-    """`url`: of an orchestrator; "" for the one of the configuration."""
+    """`url`: of an orchestrator; "" for the one of the configuration. `cacert`: who signed its certificate."""
 
-    def __init__(self, config: Config, url: str = "") -> None:
+    def __init__(self, config: Config, url: str = "", cacert: str = "") -> None:
         """Raises `InvalidRequest`, and `ConfigError` for a token that cannot be read."""
         bounds = config.fleet.orchestrator
-        self.address = parse(url) if url else ServerAddress("http", listen_fd.reachable(bounds.host), bounds.port)
+        self.address = (
+            parse(url, cacert=cacert) if url else ServerAddress("http", listen_fd.reachable(bounds.host), bounds.port)
+        )
         self._headers = token.authorization(token.load_or_create(paths.fleet_token(config)))
 
     def get(self, path: str) -> Any:

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from pipeline.models.locks import is_locked
 from pipeline.observe import status
 from pipeline.runtime import run_dir as rundir
 from pipeline.supervise import listen_fd
+from pipeline.tls.certificate import files_of, read_certificate
 from shm.checkpoint import VERSION, CheckpointError, load_index
 from starling.doctor.finding import Finding, megabytes, ok, problem, warning
 
+LEAST_DAYS = 14  # before a certificate expires
 LEAST_DISK = 1 << 30  # bytes: logs, state and saved pages of a small server
 
 
@@ -32,6 +35,8 @@ def check_home(config: Config) -> Iterator[Finding]:
     yield from directories(config)
     yield server(config)
     yield port(config)
+    if config.server.tls_cert:
+        yield certificate(config)
     yield api_keys(config)
     for model in config.models:
         yield model_files(config, model.name)
@@ -98,6 +103,24 @@ def port(config: Config) -> Finding:
     if not has_keys and config.server.host not in ("127.0.0.1", "::1", "localhost"):
         return warning("port", f"{address} is reachable from other machines without a key", "run `starling keys add`")
     return ok("port", f"{address} is free")
+
+
+def certificate(config: Config) -> Finding:
+    """Can the server use its certificate, and for how long?"""
+    files = files_of(config)
+    assert files is not None
+    try:
+        found = read_certificate(files)
+    except ConfigError as error:
+        return problem("TLS", error.message, "the server does not start with these files, and keeps older ones")
+    assert found is not None
+    left_days = (found.not_after - time.time()) / 86_400
+    if found.outdated:
+        return problem("TLS", f"{files.cert} {found.outdated}", "put a new certificate and its key in place")
+    until = time.strftime("%Y-%m-%d", time.gmtime(found.not_after))
+    if left_days < LEAST_DAYS:
+        return warning("TLS", f"{files.cert} expires on {until}", "put a new certificate and its key in place")
+    return ok("TLS", f"{files.cert} is valid until {until}")
 
 
 def api_keys(config: Config) -> Finding:

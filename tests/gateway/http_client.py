@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -34,8 +35,11 @@ class HttpClient:
     """Requests to `port`, which a subclass sets."""
 
     port: int
+    tls: ssl.SSLContext | None = None  # what is trusted; None: plain HTTP
 
     def connect(self, timeout_s: float = 60.0) -> http.client.HTTPConnection:
+        if self.tls is not None:
+            return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=timeout_s, context=self.tls)
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
 
     def request(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:

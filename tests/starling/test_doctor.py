@@ -18,6 +18,8 @@ from starling.cli import cli
 from starling.cli.doctor import lines
 from starling.doctor import cgroup, machine
 from starling.doctor.finding import Finding
+from starling.doctor.home import certificate
+from tests.tls_files import place
 
 CONFIG = Config(models=(ModelConfig(name=DEMO_MODEL),))
 
@@ -210,3 +212,15 @@ def test_it_takes_no_second(home: Path) -> None:
     done = subprocess.run(command, env={**os.environ, "STARLING_SERVER__PORT": "0"}, capture_output=True, text=True)
     assert time.monotonic() - begun < 60
     assert done.stderr.strip() == "False"
+
+
+def test_a_certificate_is_checked_as_at_a_start(tmp_path: Path) -> None:
+    cert, key = place(tmp_path, "one")
+    config = Config(server=ServerConfig(tls_cert=str(cert), tls_key=str(key)))
+    found = certificate(config)
+    assert (found.state, found.found) == ("ok", f"{cert} is valid until 2119-01-01")
+    key.chmod(0o644)
+    assert certificate(config).state == "problem"
+    assert str(key) in certificate(config).found
+    place(tmp_path, "expired")
+    assert (certificate(config).state, certificate(config).found) == ("problem", f"{cert} has expired")

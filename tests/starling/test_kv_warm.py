@@ -89,4 +89,4 @@ def test_says_that_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "prompts").write_text("one\n")
     done = CliRunner().invoke(cli, ["kv", "warm", str(tmp_path / "prompts")])
     assert done.exit_code == 1
-    assert "no server answers at 127.0.0.1:1" in done.output
+    assert "no server answers at http://127.0.0.1:1" in done.output

@@ -13,6 +13,7 @@ import pytest
 from pipeline.config.load import resolve
 from pipeline.errors import ConfigError, ResourceError
 from starling.cli import up as up_module
+from tests.tls_files import place
 
 ROOT = Path(__file__).resolve().parents[2]
 Usage = namedtuple("Usage", "total used free")
@@ -100,3 +101,15 @@ def test_the_timeline_shows_each_phase_once_and_in_order() -> None:
     for phase, at in (("command", 1000.25), ("worker-m", 1002.5), ("kv", 1002.0), ("kv", 1009.0)):
         timeline.reached(phase, at)
     assert str(timeline) == "Started: command 0.25, kv 2.00, worker-m 2.50 s."
+
+
+def test_a_certificate_that_cannot_be_used_is_reported_before_the_start(tmp_path: Path) -> None:
+    cert, key = place(tmp_path, "one")
+    config = resolve({"server": {"tls_cert": str(cert), "tls_key": str(key)}}, {})
+    up_module.check_certificate(config)
+    assert f"curl -N --cacert {cert} https://127.0.0.1:8080/v1/" in up_module.banner(config, 1.0)
+    key.chmod(0o644)
+    with pytest.raises(ConfigError, match=str(key)):
+        up_module.check_certificate(config)
+    with pytest.raises(ConfigError, match="server.tls_key: missing; server.tls_cert needs it"):
+        resolve({"server": {"tls_cert": str(cert)}}, {})

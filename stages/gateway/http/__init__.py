@@ -19,6 +19,7 @@ stream_backlogs.py    bytes that wait for the clients of event streams
 held_bytes.py         bytes of bodies, counted for each tenant or address
 connection.py         aiohttp's protocol, with bounded heads and half-closed connections
 connection_gate.py    bounds on connections, in total and for each address
+tls_transport.py      TLS on an accepted connection
 connection_watch.py   ends connections of clients that have left or do not read
 idle_connections.py   closes connections that do not finish the head of a request
 """

@@ -2,7 +2,8 @@
 
 head        the bytes of an incomplete head are counted; over `MAX_HEAD_BYTES` the request is refused with 431
 half close  a client that has closed its sending side still gets the answers to the requests that it has sent; the
-            connection closes after the last one, or at once if there is none
+            connection closes after the last one, or at once if there is none; over TLS it closes always, since TLS
+            ends both directions together
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class Connection(RequestHandler):
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """The client has closed its sending side, or has left. True: the connection stays open for answers."""
         if self._force_close or not self.is_busy or self._is_in_body():
+            return None
+        if self.transport is None or not self.transport.can_write_eof():
             return None
         self.is_half_closed = True
         request = self._current_request

@@ -5,15 +5,18 @@
                            sends no request within `RESERVED_HEAD_S` is closed
     beyond                 503, and the connection is closed
 
-So a client that opens as many connections as it can does not keep probes and other tenants out.
+So a client that opens as many connections as it can does not keep probes and other tenants out.  With TLS a connection
+counts from before its handshake, which has `HANDSHAKE_S` (`RESERVED_HEAD_S` beyond the bounds).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from aiohttp import web
 
@@ -22,8 +25,10 @@ from pipeline.api.fair_shares import FairShares, address_principal
 from pipeline.config.schema import Config
 from pipeline.errors import Overloaded
 from pipeline.ipc.tcp_transport import tcp_state
+from pipeline.tls.follower import CertificateFollower
 from stages.gateway.http.connection import Connection
 from stages.gateway.http.connection_watch import ConnectionWatch
+from stages.gateway.http.tls_transport import HANDSHAKE_S, secure
 
 log = logging.getLogger("starling.gateway")
 
@@ -62,45 +67,94 @@ class ConnectionGate:
         self._silent: set[object] = set()  # reserved connections without a request
         self._n_refusals = 0
         self._server: web.Server | None = None
+        self._tls: CertificateFollower | None = None
+        self._handshakes: set[asyncio.Task[None]] = set()
 
-    def serve(self, server: web.Server) -> None:
-        """Use aiohttp's server for accepted connections."""
+    def serve(self, server: web.Server, tls: CertificateFollower | None = None) -> None:
+        """Use aiohttp's server for accepted connections; with `tls`, after a handshake with its certificate."""
         self._server = server
+        self._tls = tls
 
     def tick(self) -> None:
-        """Call often: ends the connections of clients that have left or do not read."""
+        """Call often: ends the connections of clients that have left or do not read; follows the certificate."""
         self._watch.tick()
+        if self._tls is not None:
+            self._tls.tick()
 
     def protocol(self) -> asyncio.Protocol:
         """The protocol of a new connection: it chooses the one that serves it once the address is known."""
         return _Arrival(self.admit)
 
-    def admit(self, transport: asyncio.Transport) -> None:
-        """Serve the connection, or refuse it."""
+    def admit(self, transport: asyncio.Transport, early: bytearray) -> None:
+        """Serve the connection, or refuse it. `early`: gets bytes that arrive before the handshake of TLS begins."""
         peer = transport.get_extra_info("peername")
         address = address_principal(str(peer[0])) if isinstance(peer, tuple) and peer else "local"
         held = next((one for one in (self._bounds, self._reserve) if one.refusal(address) is None), None)
         if held is None or self._server is None:
-            self._refuse(transport)
+            self._refuse(transport, early)
             return
         connection = Connection(self._server, self._release)
         held.take(address)
         self._held[connection] = held, address
-        self._watch.add(connection, transport)
         if held is self._reserve:
             self._silent.add(connection)
             asyncio.get_running_loop().call_later(RESERVED_HEAD_S, self._close_silent, connection)
+        if self._tls is None:
+            self._begin(connection, transport)
+        else:
+            timeout_s = RESERVED_HEAD_S if held is self._reserve else HANDSHAKE_S
+            self._run(self._begin_tls(connection, transport, early, self._tls.certificate.context, timeout_s))
+
+    def _begin(self, connection: Connection, transport: asyncio.Transport) -> None:
+        self._watch.add(connection, transport)
         transport.set_protocol(connection)
         connection.connection_made(transport)
 
-    def _refuse(self, transport: asyncio.Transport) -> None:
+    async def _begin_tls(
+        self,
+        connection: Connection,
+        tcp: asyncio.Transport,
+        early: bytearray,
+        context: ssl.SSLContext,
+        timeout_s: float,
+    ) -> None:
+        transport = None
+        try:
+            transport = await secure(tcp, early, context, timeout_s)
+        finally:
+            if transport is None:
+                self._release(connection)
+        if transport is not None:
+            self._begin(connection, transport)
+
+    def _refuse(self, transport: asyncio.Transport, early: bytearray) -> None:
         self._on_refusal()
         if self._n_refusals >= MAX_REFUSALS:
             transport.abort()
             return
         self._n_refusals += 1
+        if self._tls is None:
+            self._send_refusal(transport)
+        else:
+            self._run(self._refuse_tls(transport, early, self._tls.certificate.context))
+
+    async def _refuse_tls(self, tcp: asyncio.Transport, early: bytearray, context: ssl.SSLContext) -> None:
+        transport = None
+        try:
+            transport = await secure(tcp, early, context, RESERVED_HEAD_S)
+        finally:
+            if transport is None:
+                self._n_refusals -= 1
+        if transport is not None:
+            transport.set_protocol(asyncio.Protocol())
+            self._send_refusal(transport)
+
+    def _send_refusal(self, transport: asyncio.Transport) -> None:
         transport.write(_FULL)
-        transport.write_eof()
+        if transport.can_write_eof():
+            transport.write_eof()
+        else:
+            transport.close()
 
         def end() -> None:
             self._n_refusals -= 1
@@ -108,6 +162,11 @@ class ConnectionGate:
 
         # If it were closed at once, the kernel would discard the response as soon as unread data arrived.
         asyncio.get_running_loop().call_later(REFUSAL_S, end)
+
+    def _run(self, handshake: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(handshake)
+        self._handshakes.add(task)  # the event loop itself holds no reference
+        task.add_done_callback(self._handshakes.discard)
 
     def head_received(self, connection: object) -> None:
         """The connection has sent a request."""
@@ -133,9 +192,14 @@ class ConnectionGate:
 class _Arrival(asyncio.Protocol):
     """A connection whose address is not known yet."""
 
-    def __init__(self, admit: Callable[[asyncio.Transport], None]) -> None:
+    def __init__(self, admit: Callable[[asyncio.Transport, bytearray], None]) -> None:
         self._admit = admit
+        self._early = bytearray()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The address is known."""
-        self._admit(transport)
+        self._admit(transport, self._early)
+
+    def data_received(self, data: bytes) -> None:
+        """Keep what arrives before the handshake begins."""
+        self._early += data

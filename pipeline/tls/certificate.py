@@ -1,0 +1,201 @@
+"""A certificate and its private key, read from PEM files and checked before they are shown to a client.
+
+    server.tls_cert       the server's certificate, then the intermediate ones
+    server.tls_key        its private key, not encrypted, unreadable for other users
+    server.tls_client_ca  "", or the authorities that sign the certificates of clients: then every client needs one
+
+The check ends with a handshake in memory, so that whatever OpenSSL refuses is refused here.  Blocking: files are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import ssl
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+
+MAX_BYTES = 1 << 20  # of a file
+_EXPIRED, _NOT_YET_VALID = 10, 9  # X509_V_ERR_CERT_HAS_EXPIRED and _NOT_YET_VALID of OpenSSL
+_BEGIN, _END = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
+# The error in the handshake of a server whose certificate is outdated is one of its clients: the server can start.
+OUTDATED = {_EXPIRED: "has expired", _NOT_YET_VALID: "is not valid yet"}
+
+
+class CertificateFiles(NamedTuple):
+    """Paths. `client_ca`: "" if clients need no certificate."""
+
+    cert: str
+    key: str
+    client_ca: str = ""
+
+
+class Certificate(NamedTuple):
+    """What a server needs for its handshakes."""
+
+    context: ssl.SSLContext
+    leaf: bytes  # the server's own certificate, as PEM
+    outdated: str  # "", or why clients will not accept it now
+    not_after: float  # s since 1970; 0.0 if it is outdated
+    digest: bytes  # of the contents of all files
+
+
+def files_of(config: Config) -> CertificateFiles | None:
+    """The files of the configuration; None without TLS."""
+    server = config.server
+    if not server.tls_cert:
+        return None
+    return CertificateFiles(_absolute(server.tls_cert), _absolute(server.tls_key))
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path)) if path else ""
+
+
+def read_certificate(files: CertificateFiles, known: bytes = b"") -> Certificate | None:
+    """Read and check the files; None if their contents have the digest `known`. Raises `ConfigError`."""
+    cert = _read(files.cert, "server.tls_cert")
+    key = _read(files.key, "server.tls_key")
+    client_ca = _read(files.client_ca, "server.tls_client_ca") if files.client_ca else b""
+    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in (cert, key, client_ca))).digest()
+    if digest == known:
+        return None
+    leaf = first_certificate(cert)
+    if not leaf or not _is_certificate(leaf):
+        raise ConfigError(
+            f"server.tls_cert: {files.cert} does not begin with a valid certificate; expected one in PEM format",
+            "server.tls_cert",
+        )
+    if b"PRIVATE KEY-----" not in key:
+        raise ConfigError(
+            f"server.tls_key: {files.key} has no private key; expected one in PEM format", "server.tls_key"
+        )
+    context = _server_context(files, cert, key)
+    outdated, not_after = _try_handshake(context, leaf, files)
+    if client_ca:
+        _require_clients(context, client_ca, files.client_ca)
+    return Certificate(context, leaf, outdated, not_after, digest)
+
+
+def first_certificate(pem: bytes) -> bytes:
+    """The first certificate of a PEM file, which is the server's own; b"" if there is none."""
+    begin, end = pem.find(_BEGIN), pem.find(_END)
+    return pem[begin : end + len(_END)] + b"\n" if 0 <= begin < end else b""
+
+
+def _read(path: str, param: str) -> bytes:
+    """The contents of a file. Raises `ConfigError`, for a key also if other users can read it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            info = os.fstat(fd)
+            mode = stat.S_IMODE(info.st_mode)
+            if not stat.S_ISREG(info.st_mode):
+                raise ConfigError(f"{param}: {path} is not a regular file; name a PEM file", param)
+            if param == "server.tls_key" and mode & 0o027:
+                raise ConfigError(
+                    f"{param}: {path} has mode {mode:o}: other users can read or its group can change the private key; "
+                    f"chmod 600 it (or 640)",
+                    param,
+                )
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"{param}: {path} cannot be read: {error.strerror}; correct the path, or let user {os.getuid()} read it",
+            param,
+        ) from None
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{param}: {path} is larger than {MAX_BYTES} bytes; name a PEM file", param)
+    return data
+
+
+def _is_certificate(pem: bytes) -> bool:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii"))
+    except (ssl.SSLError, ValueError):
+        return False
+    return True
+
+
+@contextmanager
+def _as_file(data: bytes) -> Iterator[str]:
+    """A path of `data` in memory: what was checked is what OpenSSL reads."""
+    fd = os.memfd_create("tls", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, data)
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+def _server_context(files: CertificateFiles, cert: bytes, key: bytes) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
+    context.set_alpn_protocols(["http/1.1"])
+
+    def refuse_encrypted() -> str:
+        raise ConfigError(
+            f"server.tls_key: {files.key} is encrypted, and the server starts without a question; store the key "
+            f"without a passphrase (openssl pkey -in OLD -out NEW)",
+            "server.tls_key",
+        )
+
+    try:
+        with _as_file(cert) as cert_path, _as_file(key) as key_path:
+            context.load_cert_chain(cert_path, key_path, refuse_encrypted)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            message = f"{files.key} is not the key of the certificate in {files.cert}; name the files of one pair"
+            raise ConfigError(f"server.tls_key: {message}", "server.tls_key") from None
+        raise ConfigError(
+            f"server.tls_cert, server.tls_key: OpenSSL refuses {files.cert} and {files.key}: "
+            f"{error.reason or error}; `openssl x509 -in FILE -text` and `openssl pkey -in FILE -check` show the fault",
+            "server.tls_cert",
+        ) from None
+    return context
+
+
+def _try_handshake(server_context: ssl.SSLContext, leaf: bytes, files: CertificateFiles) -> tuple[str, float]:
+    """Whether the certificate is outdated and why, and until when it is valid. Raises `ConfigError`."""
+    client_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client_context.check_hostname = False
+    client_context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    client_context.load_verify_locations(cadata=leaf.decode("ascii"))
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = client_context.wrap_bio(to_client, to_server)
+    server = server_context.wrap_bio(to_server, to_client, server_side=True)
+    try:
+        for side in (client, server, client, server):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                pass
+        found = client.getpeercert()
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code in OUTDATED:
+            return OUTDATED[error.verify_code], 0.0
+        reason = error.verify_message
+    except (ssl.SSLError, ValueError) as error:
+        reason = str(error)
+    else:
+        return "", ssl.cert_time_to_seconds(str(found["notAfter"])) if found else 0.0
+    raise ConfigError(
+        f"server.tls_cert: no client can use {files.cert}: {reason}; make a certificate for a server",
+        "server.tls_cert",
+    )
+
+
+def _require_clients(context: ssl.SSLContext, authorities: bytes, path: str) -> None:
+    try:
+        context.load_verify_locations(cadata=authorities.decode("ascii"))
+    except (ssl.SSLError, ValueError):
+        raise ConfigError(
+            f"server.tls_client_ca: {path} has no certificates in PEM format", "server.tls_client_ca"
+        ) from None
+    context.verify_mode = ssl.CERT_REQUIRED

@@ -1,0 +1,105 @@
+"""Follows the certificate's files while a server runs: a thread looks at them, so that a slow disk delays no stream.
+
+New files are read once they have stood unchanged from one look to the next, since certificate and key are seldom
+replaced together.  Files that cannot be used change nothing, and are logged once: the certificate that was good stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from pipeline.errors import ConfigError
+from pipeline.tls.certificate import Certificate, CertificateFiles, read_certificate
+
+log = logging.getLogger("starling.tls")
+
+LOOK_S = 2.0  # between two looks
+
+_State = tuple[tuple[int, int, int, int] | None, ...]
+
+
+class CertificateFollower:
+    """Holds the certificate in use. Call `tick` often, in an event loop."""
+
+    def __init__(
+        self,
+        files: CertificateFiles,
+        on_change: Callable[[bytes], object] = lambda leaves: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Read the files. Raises `ConfigError`.
+
+        on_change(leaves): before a certificate is used, with it and the one before it, as PEM; first here, then in the
+        thread.
+        """
+        self._files = files
+        self._on_change = on_change
+        self._clock = clock
+        self._state = self._seen = _state(files)
+        first = read_certificate(files)
+        assert first is not None
+        self.certificate = first
+        if first.outdated:
+            log.error("the certificate %s: most clients refuse it", first.outdated, extra={"file": files.cert})
+        on_change(first.leaf)
+        self._refusal = ""  # the last one, which is logged
+        self._next_look = clock() + LOOK_S
+        self._task: asyncio.Task[None] | None = None
+
+    def tick(self) -> None:
+        """Look at the files if it is time, unless a look is under way."""
+        if self._task is None and self._clock() >= self._next_look:
+            self._task = asyncio.get_running_loop().create_task(self._look())
+
+    def look_soon(self) -> None:
+        """Let the next tick look and read the files as they are."""
+        self._next_look = 0.0
+        self._state = ()
+
+    async def _look(self) -> None:
+        try:
+            found = await asyncio.to_thread(self._read_changed)
+            if found is not None:
+                self.certificate = found
+                log.info("took a new certificate", extra={"file": self._files.cert, "not_after": found.not_after})
+        finally:
+            self._next_look = self._clock() + LOOK_S
+            self._task = None
+
+    def _read_changed(self) -> Certificate | None:
+        """In a thread: the new certificate, or None if there is none or it cannot be used."""
+        state, before = _state(self._files), self._seen
+        self._seen = state
+        is_requested = not self._state
+        if state == self._state or (state != before and not is_requested):
+            return None
+        self._state = state
+        try:
+            found = read_certificate(self._files, self.certificate.digest)
+            if found is not None and found.outdated:
+                raise ConfigError(f"server.tls_cert: {self._files.cert} {found.outdated}; the present one stays")
+        except ConfigError as error:
+            if error.message != self._refusal:
+                log.error("the certificate in use stays: %s", error.message)
+            self._refusal = error.message
+            return None
+        self._refusal = ""
+        if found is not None:
+            self._on_change(found.leaf + self.certificate.leaf)
+        return found
+
+
+def _state(files: CertificateFiles) -> _State:
+    """What changes when a file is replaced or written; links are followed."""
+    found: list[tuple[int, int, int, int] | None] = []
+    for path in filter(None, files):
+        try:
+            info = os.stat(path)
+            found.append((info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns))
+        except OSError:
+            found.append(None)
+    return tuple(found)

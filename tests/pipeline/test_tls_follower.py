@@ -1,0 +1,116 @@
+"""Following a certificate's files, with a clock of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+
+from pipeline.tls import follower as following
+from pipeline.tls.certificate import CertificateFiles
+from pipeline.tls.follower import LOOK_S, CertificateFollower
+from tests.tls_files import DATA, place
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Followed:
+    """A follower that looks when the test says so."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.clock = Clock()
+        self.published: list[bytes] = []
+        files = CertificateFiles(*map(str, place(directory, "one")))
+        self.follower = CertificateFollower(files, self.published.append, self.clock)
+
+    async def look(self) -> None:
+        self.clock.now += LOOK_S
+        self.follower.tick()
+        while (task := self.follower._task) is not None:
+            await task
+
+    @property
+    def name(self) -> str:
+        leaf = self.follower.certificate.leaf
+        return next(name for name in ("one", "two", "expired") if (DATA / f"{name}.pem").read_bytes() == leaf)
+
+
+@pytest.fixture
+def followed(tmp_path: Path) -> Followed:
+    return Followed(tmp_path)
+
+
+async def test_new_files_are_taken_when_they_have_stood_for_a_look(followed: Followed) -> None:
+    place(followed.directory, "two")
+    await followed.look()
+    assert followed.name == "one"
+    await followed.look()
+    assert followed.name == "two"
+    one, two = ((DATA / f"{name}.pem").read_bytes() for name in ("one", "two"))
+    assert followed.published == [one, two + one]
+    await followed.look()
+    assert len(followed.published) == 2
+
+
+async def test_a_request_takes_them_at_the_next_look(followed: Followed) -> None:
+    place(followed.directory, "two")
+    followed.follower.look_soon()
+    followed.follower.tick()
+    while (task := followed.follower._task) is not None:
+        await task
+    assert followed.name == "two"
+
+
+@pytest.mark.parametrize("fault", ["mismatch", "garbage", "missing", "mode", "expired"])
+async def test_a_broken_certificate_changes_nothing_and_is_logged_once(
+    followed: Followed, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "starling.tls")
+    cert, key = followed.directory / "server.pem", followed.directory / "server.key"
+    match fault:
+        case "mismatch":
+            cert.write_bytes((DATA / "two.pem").read_bytes())
+        case "garbage":
+            cert.write_bytes(b"garbage")
+        case "missing":
+            key.unlink()
+        case "mode":
+            place(followed.directory, "two")
+            key.chmod(0o644)
+        case "expired":
+            place(followed.directory, "expired")
+    for _ in range(4):
+        await followed.look()
+    for _ in range(3):  # the same again, as from a job that runs every minute
+        cert.write_bytes(cert.read_bytes())
+        await followed.look()
+        await followed.look()
+    assert followed.name == "one"
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert str(key if fault in ("mismatch", "missing", "mode") else cert) in caplog.text
+    place(followed.directory, "two")
+    for _ in range(2):
+        await followed.look()
+    assert followed.name == "two"
+
+
+async def test_one_look_at_a_time(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    monkeypatch.setattr(following, "_state", lambda files: looks.append(files) or ())
+    followed.clock.now += LOOK_S
+    followed.follower.tick()
+    task = followed.follower._task
+    followed.clock.now += 10 * LOOK_S
+    followed.follower.tick()
+    assert followed.follower._task is task is not None
+    await asyncio.gather(task)
+    assert len(looks) == 1
