@@ -58,6 +58,7 @@ def check_rules(config: Config, pulled: Collection[str] = ()) -> Iterator[Rule]:
     yield from _edges(config)
     yield from _sessions(config)
     yield from _server(config)
+    yield from _tracing(config)
     yield from _fleet(config)
 
 
@@ -265,6 +266,16 @@ def _tls(config: Config) -> Iterator[Rule]:
     if bool(server.tls_cert) != bool(server.tls_key):
         given, missing = ("tls_cert", "tls_key") if server.tls_cert else ("tls_key", "tls_cert")
         yield Rule(f"server.{missing}", "", f"missing; server.{given} needs it: set both, or neither for plain HTTP")
+
+
+def _tracing(config: Config) -> Iterator[Rule]:
+    endpoint = config.tracing.otlp.endpoint
+    if not endpoint:
+        return
+    if not endpoint.startswith(("http://", "https://")):
+        yield Rule("tracing.otlp.endpoint", "", "expected an http:// or https:// URL, as http://127.0.0.1:4318")
+    elif reason := _url_problem(endpoint):
+        yield Rule("tracing.otlp.endpoint", "", reason)
 
 
 def _fleet(config: Config) -> Iterator[Rule]:

@@ -219,12 +219,23 @@ class MetricsConfig(Section, frozen=True, kw_only=True):
     aliases: tuple[Literal["vllm", "llama-server"], ...] = ()  # whose names are exported as well
 
 
+class OtlpConfig(Section, frozen=True, kw_only=True):
+    """Traces to an OpenTelemetry collector, over HTTP. Headers and certificates: OTEL_EXPORTER_OTLP_HEADERS, ..."""
+
+    endpoint: str = ""  # http://HOST:4318; "": off
+    sample_ratio: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0  # of traces that begin here; others as their clients say
+    queue: Annotated[int, Meta(ge=1, le=65_536)] = 1024  # ended requests that wait to be sent; more are dropped
+    timeout_ms: Annotated[int, Meta(ge=100, le=60_000)] = 5_000  # of sending a batch, with its repetitions
+    service_name: Annotated[str, Meta(min_length=1, max_length=128)] = "starling"
+
+
 class TracingConfig(Section, frozen=True, kw_only=True):
     """Timelines of requests, for `starling trace` and the log of slow requests."""
 
     buffer_mb: Annotated[int, Meta(ge=0, le=4096)] = 4  # of ended requests, in memory; 0: none is kept
     tenant_buffer_mb: Annotated[int, Meta(ge=1, le=4096)] = 1  # of one tenant
     slow_request_ms: MillisecondsOrNone = 60_000  # a request that takes longer is logged; 0: none is
+    otlp: OtlpConfig = OtlpConfig()
 
 
 class AgentConfig(Section, frozen=True, kw_only=True):

@@ -54,6 +54,12 @@ FAMILIES: dict[str, Family] = {
         Family("starling_tls_certificate_expiry_seconds", "gauge", "When the certificate expires, in s since 1970."),
         Family("starling_recoveries_total", "counter", "Sequences submitted again after a stage died."),
         Family("starling_journal_left_out_total", "counter", "Requests that the journal had no room for."),
+        Family(
+            "starling_traces_total",
+            "counter",
+            "Traces for OpenTelemetry, by outcome: sent, failed (not taken by the collector), dropped (queue full).",
+            ("outcome",),
+        ),
         Family("starling_idempotency_keys", "gauge", "Idempotency keys of running and answered requests."),
         Family("starling_idempotency_bytes", "gauge", "Size of the keys and of the answers stored for them in bytes."),
         Family(

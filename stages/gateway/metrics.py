@@ -13,6 +13,7 @@ from stages.gateway.requests.idempotency import IdempotencyKeys
 from stages.gateway.requests.relay import Counts
 from stages.gateway.requests.response_cache import HIT, ResponseCache
 from stages.gateway.requests.state import RequestState
+from stages.gateway.tracing.otlp_exporter import OtlpExporter
 
 MEASURE_S = 1.0  # between two measurements of memory
 
@@ -80,6 +81,11 @@ class GatewayMetrics:
         self.numbers.set("starling_recoveries_total", counts.resubmitted)
         self.numbers.set("starling_late_frames_total", counts.late, "gateway")
         self.numbers.set("starling_token_gaps_total", counts.gaps)
+
+    def sample_traces(self, exporter: OtlpExporter) -> None:
+        """Update the metrics of OpenTelemetry's traces."""
+        for outcome, count in (("sent", exporter.sent), ("failed", exporter.failed), ("dropped", exporter.dropped)):
+            self.numbers.set("starling_traces_total", count, outcome)
 
     def sample_keys(self, keys: IdempotencyKeys) -> None:
         """Update the metrics of idempotency keys."""

@@ -15,6 +15,7 @@
     recovery    journal, replay buffer, keys                                requests/recovery.py
     readers     sinks that read the same request                            requests/readers.py
     timelines   what happened to each request                               tracing/recorder.py
+    tracer      spans for OpenTelemetry; None: off                          tracing/tracer.py
     resumer     finds a request and attaches a reader to it                 requests/resume.py
     loader      loads, reloads and unloads models                           versions/loader.py
 
@@ -59,6 +60,7 @@ from stages.gateway.requests.state_writer import StateWriter
 from stages.gateway.requests.stored_responses import StoredResponses
 from stages.gateway.tokenizer_client import RETRY_AFTER_S, TokenizerClient
 from stages.gateway.tracing.recorder import Recorder
+from stages.gateway.tracing.tracer import make_tracer
 from stages.gateway.versions.catalog import VersionCatalog
 from stages.gateway.versions.load_steps import MeasureMemory
 from stages.gateway.versions.loaded_versions import LoadedVersions
@@ -102,7 +104,9 @@ class Service:
         self.catalog = catalog or VersionCatalog(config, initial(config), lambda version_table: None)
         self.tokenizer = TokenizerClient(send_tokenizer)
         is_remote = not addresses.edge_address(config, "gateway-scheduler").startswith("ipc://")
-        self.timelines = Recorder(config.tracing, clock, wall, is_remote=is_remote)
+        self.wall = wall
+        self.tracer = make_tracer(config.tracing.otlp)
+        self.timelines = Recorder(config.tracing, clock, wall, is_remote=is_remote, tracer=self.tracer)
         self.relay = Relay(
             send_scheduler,
             clock,
@@ -271,6 +275,8 @@ class Service:
         journal = self.recovery.journal
         self.metrics.sample(self.in_flight.count, self.relay.counts, journal.left_out, journal.unreadable)
         self.metrics.sample_keys(self.recovery.keys)
+        if self.tracer is not None:
+            self.metrics.sample_traces(self.tracer.exporter)
         self.metrics.numbers.set("starling_state_file_errors_total", self.api_keys.errors, "keys")
         if self.response_cache.is_enabled:
             self.metrics.sample_responses(self.response_cache, [model.name for model in self.config.models])

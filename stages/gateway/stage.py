@@ -143,6 +143,8 @@ class GatewayStage:
             await self.control.close()
             await self._runner.cleanup()
             self.state_writer.close()
+            if self.service.tracer is not None:
+                self.service.tracer.exporter.close()
             self.service.responses.store.close()
             self.endpoints.close()
 

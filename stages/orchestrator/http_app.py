@@ -50,7 +50,14 @@ WRITE_TIMEOUT_S = 30.0  # for a client to read what is buffered for it
 BUFFERED_BYTES = 256 << 10  # written and not yet read by the client, before an engine's stream is held
 CLIENT_CLOSED = 499
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
-_PASSED_ON = ("Content-Type", "Content-Encoding", "Anthropic-Version", "Anthropic-Beta")
+_PASSED_ON = (
+    "Content-Type",
+    "Content-Encoding",
+    "Anthropic-Version",
+    "Anthropic-Beta",
+    "traceparent",
+    "tracestate",
+)
 _ANSWERED = ("content-type", "retry-after", "x-starling-cache")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

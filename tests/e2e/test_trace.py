@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -32,15 +33,30 @@ ATTEMPTS = 8  # to kill a stage before the end of a stream
 ROUNDING_MS = 0.01
 
 
+HAS_OTEL = importlib.util.find_spec("opentelemetry") is not None
+needs_otel = pytest.mark.skipif(not HAS_OTEL, reason="the extra otel is not installed")
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+def collector() -> Iterator[Any]:
+    if not HAS_OTEL:
+        yield None
+        return
+    from tests.otlp_collector import Collector
+
+    with Collector() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, collector: Any) -> Iterator[Up]:
     home = tmp_path_factory.mktemp("trace")
     share_caches(home)
     model = {"name": "tiny", "path": str(write_model(home / "tiny.gguf", SHAPES["small"])), "kv_cache_mb": 16}
     config = {
         "models": [model],
         "scheduler": {"max_step_tokens": 64},
-        "tracing": {"slow_request_ms": 1},
+        "tracing": {"slow_request_ms": 1, "otlp": {"endpoint": collector.url if collector else ""}},
         "logging": {"format": "json"},
     }
     with Up(home, config) as server:
@@ -113,8 +129,33 @@ def test_a_refused_request_says_how_it_ended(server: Up) -> None:
     assert (found["id"], found["outcome"], found["error"]) == (request_id, "failed", "CONFLICT")
 
 
+@needs_otel
+def test_a_trace_has_a_span_of_every_stage(server: Up, collector: Any) -> None:
+    from tests.otlp_collector import attributes
+
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
+    body = {"model": "tiny", "prompt": list(range(3, 300)), "max_tokens": 9, "ignore_eos": True}
+    assert server.request("POST", "/v1/completions", body, headers)[0] == 200
+    root, *others = collector.trace(trace_id)
+    pids: dict[str, set[int]] = {}
+    for span in others:
+        facts = attributes(span)
+        pids.setdefault(facts["starling.stage"], set()).update([facts["process.pid"]] if "process.pid" in facts else [])
+        assert root.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
+        assert span.end_time_unix_nano <= root.end_time_unix_nano
+    assert pids.pop("kv") == set()
+    stages = {"gateway": "gateway", "tokenizer": "tokenizer", "scheduler": "scheduler", "worker": "worker-tiny"}
+    assert pids == {stage: {server.pid_of(name)} for stage, name in stages.items()}
+    names = [span.name for span in others]
+    assert names.count("prefill step") >= 297 // 64
+    assert {
+        name: names.count(name) for name in ("admission", "tokenize", "queue", "kv pages", "prefill", "decode")
+    } == (dict.fromkeys(("admission", "tokenize", "queue", "kv pages", "prefill", "decode"), 1))
+
+
 @pytest.mark.parametrize("stage", ["scheduler", "worker-tiny", "gateway"])
-def test_the_death_of_a_stage_is_in_the_timeline(server: Up, stage: str) -> None:
+def test_the_death_of_a_stage_is_in_the_timeline(server: Up, collector: Any, stage: str) -> None:
     """Times still add up, and the time until the stage is back is not that of the model."""
     for _ in range(ATTEMPTS):
         found, pids = killed_meanwhile(server, stage)
@@ -125,6 +166,14 @@ def test_the_death_of_a_stage_is_in_the_timeline(server: Up, stage: str) -> None
     assert found["outcome"] == "finished"
     assert found["completion_tokens"] == LONG["max_tokens"] * LONG["n"]
     assert found["phases_ms"]["recovery"] > 0
+    if HAS_OTEL:
+        root, *others = collector.trace(found["trace_id"])
+        assert root.status.code == 0
+        assert all(root.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano for span in others)
+        assert sum(span.name == "recovery" for span in others) >= 1
+        lost = [span.status.message for span in others if span.status.message]
+        assert set(lost) == (set() if stage == "gateway" else {f"{stage.partition('-')[0]} lost"})
+        assert sum(span.name == "decode" and not span.status.message for span in others) == LONG["n"]
     if stage == "gateway":
         assert [event["event"] for event in found["events"]][:2] == ["received", "recovered"]
         assert {event["pid"] for event in found["events"] if event["stage"] == "gateway"} == {None, pids[1]}

@@ -363,6 +363,7 @@ RECEIVERS = {
     "OrchestratorConfig": "orchestrator|bounds",
     "RegistryConfig": "registry",
     "TracingConfig": "tracing|config",
+    "OtlpConfig": "otlp|config|_config",
     "Config": "config|self|c",
 }
 

@@ -47,6 +47,7 @@ from stages.gateway.tool_calls.formats import GENERIC
 from stages.gateway.tool_calls.tool_fields import answer_salt
 from stages.gateway.tracing.recorder import Recorder
 from stages.gateway.tracing.timeline import Fact, RequestTrace, ms
+from stages.gateway.tracing.trace_context import TraceContext
 from stages.gateway.versions.catalog import VersionCatalog
 from stages.gateway.versions.loaded_versions import LoadedVersions
 
@@ -61,6 +62,7 @@ class _Call(NamedTuple):
     client_id: str  # X-Request-Id
     name: RequestName  # of the request that it becomes
     trace: RequestTrace | None  # its timeline
+    context: TraceContext | None
 
 
 class Admission:
@@ -138,16 +140,17 @@ class Admission:
         started_at: float,
         client_id: str = "",
         name: RequestName | None = None,
+        context: TraceContext | None = None,
     ) -> RequestState:
         """The request, ready to be started. Raises `StarlingError`. The caller holds a `slot`."""
         self._received.count()
         model = self._catalog.resolve(generation.model)
         name = name or RequestName(f"req-{secrets.token_hex(12)}")
         trace = self._timelines.begin(
-            name.id, started_at, tenant=caller.tenant, model=model, client_id=client_id or name.id
+            name.id, started_at, tenant=caller.tenant, model=model, client_id=client_id or name.id, context=context
         )
         try:
-            state = await self._admit(model, generation, _Call(caller, started_at, client_id, name, trace))
+            state = await self._admit(model, generation, _Call(caller, started_at, client_id, name, trace, context))
         except BaseException:
             self._timelines.withdraw(trace)
             raise
@@ -347,5 +350,6 @@ class Admission:
             version=version.id,
             tokenizer=described.tokenizer,
             api_key_id=call.caller.key_id,
+            trace=call.context,
         )
         return RequestState(spec, deadline, call.started_at)

@@ -16,6 +16,7 @@ from stages.gateway.http.parser_pool import ParserPool
 from stages.gateway.http.stream_backlogs import StreamBacklogs
 from stages.gateway.requests.state import RequestState
 from stages.gateway.service import Service
+from stages.gateway.tracing.trace_context import TraceContext
 
 SERVICE = web.AppKey("service", Service)
 PARSERS = web.AppKey("parsers", ParserPool)
@@ -28,6 +29,7 @@ CALLER = web.RequestKey("caller", Caller)
 PRINCIPAL = web.RequestKey("principal", str)  # whom bounds apply to: the tenant, or without API keys the address
 CLIENT_ID = web.RequestKey("client_id", str)  # a valid X-Request-Id, or ""
 STARTED_AT = web.RequestKey("started_at", float)  # of the service's clock
+TRACE = web.RequestKey("trace", TraceContext)  # with tracing.otlp
 # Set by a handler of text.
 CONTINUED = web.RequestKey("continued", Output)  # what another server has computed of the answer
 STATE = web.RequestKey("state", RequestState)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -31,12 +32,16 @@ from stages.gateway.http.context import (
     SERVICE,
     STARTED_AT,
     STATE,
+    TRACE,
     Handler,
     is_anthropic,
     request_id,
 )
 from stages.gateway.http.errors import error_of, to_response
 from stages.gateway.service import Service
+from stages.gateway.tracing.spans import HttpCall
+from stages.gateway.tracing.trace_context import TRACEPARENT, TRACESTATE
+from stages.gateway.tracing.tracer import Tracer
 
 log = logging.getLogger("starling.gateway.http")
 
@@ -49,6 +54,7 @@ def make_middleware(config: Config, service: Service) -> Middleware:
     keys = service.api_keys
     has_cors = config.server.enable_cors
     logs_requests = config.logging.log_requests
+    tracer = service.tracer
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -58,6 +64,9 @@ def make_middleware(config: Config, service: Service) -> Middleware:
         status = CLIENT_CLOSED
         error: StarlingError | None = None
         request.app[GATE].head_received(request.protocol)
+        if tracer is not None and request.path.startswith("/v1/"):
+            headers = request.headers
+            request[TRACE] = tracer.begin(headers.getall(TRACEPARENT, ()), headers.getall(TRACESTATE, ()))
         try:
             if has_cors and request.method == "OPTIONS":
                 response: web.StreamResponse = web.Response(status=204)
@@ -101,6 +110,8 @@ def make_middleware(config: Config, service: Service) -> Middleware:
             caller = request.get(CALLER)
             tenant = caller.tenant if caller else ""
             service.metrics.answered(endpoint, status, took, error.code if error else "", tenant)
+            if tracer is not None and TRACE in request:
+                _report_call(request, service, tracer, status, took, error)
             if logs_requests:
                 _log_request(request, endpoint, status, took, error)
 
@@ -150,6 +161,8 @@ def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamRespo
                 response.headers["Request-Id"] = name
         if (caller := request.get(CALLER)) is not None:
             response.headers.update(request.app[SERVICE].admission.rate_limit_headers(caller))
+        if (context := request.get(TRACE)) is not None:
+            response.headers.update(context.headers)
         state = request.get(STATE)
         if state is not None:
             response.headers["X-Starling-Request"] = state.id
@@ -179,6 +192,29 @@ def _is_last(request: web.Request) -> bool:
     if isinstance(connection, Connection) and connection.is_half_closed and not connection.has_next:
         return True
     return request.app[SERVICE].readiness.is_handing_over or request.app[GATE].is_reserved(connection)
+
+
+def _report_call(
+    request: web.Request, service: Service, tracer: Tracer, status: int, took: float, error: StarlingError | None
+) -> None:
+    """Send the span of a request, unless its timeline has the same trace context and is sent when it ends."""
+    state, context = request.get(STATE), request[TRACE]
+    if state is not None and state.trace is not None and state.trace.context is context:
+        return
+    caller = request.get(CALLER)
+    call = HttpCall(
+        request.method,
+        _endpoint(request),
+        status,
+        service.wall() - took,
+        took,
+        os.getpid(),
+        caller.tenant if caller else "",
+        request[CLIENT_ID],
+        error.code if error else "",
+        state.id if state is not None else "",
+    )
+    tracer.answered(context, call)
 
 
 def _endpoint(request: web.Request) -> str:

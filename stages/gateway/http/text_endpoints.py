@@ -37,6 +37,7 @@ from stages.gateway.http.context import (
     SERVICE,
     STARTED_AT,
     STATE,
+    TRACE,
     Handler,
     json_response,
 )
@@ -155,7 +156,9 @@ async def _admit(
     output = request.get(CONTINUED)
     if output is not None and (name is None or generation.session_id is not None):
         raise InvalidRequest(f"{OUTPUT} needs {NAME} and a request without a session", OUTPUT)
-    state = await service.admission.admit(generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID], name)
+    state = await service.admission.admit(
+        generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID], name, request.get(TRACE)
+    )
     if output is not None:
         service.admission.force_output(state, output)
     return state

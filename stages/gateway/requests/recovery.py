@@ -242,7 +242,9 @@ class Recovery:
         if generation.turn is not None:  # the session has the turn already
             turn = msgspec.structs.replace(generation.turn, number=0)
             generation = msgspec.structs.replace(generation, turn=turn)
-        spec = msgspec.structs.replace(spec, deadline=self._wall() + self._timeout_s, generation=generation)
+        # Its span has been sent: the trace of this computation is its reader's.
+        deadline = self._wall() + self._timeout_s
+        spec = msgspec.structs.replace(spec, deadline=deadline, generation=generation, trace=None)
         request = self._recovered(spec)
         request.is_charged = True
         self.journal.open(spec)  # its answer can be generated again from the old record as well: nothing waits for it

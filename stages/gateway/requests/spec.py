@@ -13,6 +13,7 @@ import msgspec
 
 from pipeline.protocol.messages import Sampling
 from stages.gateway.requests.generation_request import GenerationRequest
+from stages.gateway.tracing.trace_context import TraceContext
 
 ResponseKey = NewType("ResponseKey", bytes)  # SHA-256 over everything that determines an answer's bytes
 
@@ -54,6 +55,7 @@ class RequestSpec(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     idempotency_key: str = ""  # "": the client sent none
     body_digest: bytes = b""  # SHA-256 of endpoint and body, with a key
     api_key_id: str = ""  # of the key file; "": a configured key, or none
+    trace: TraceContext | None = None  # with `tracing.otlp`
 
     @property
     def hex(self) -> str:

@@ -17,6 +17,8 @@ from pipeline.protocol.messages import Hello, SequenceEvent, Tokens
 from stages.gateway.requests.state import Outcome, RequestState
 from stages.gateway.tracing.kept import KeptTimelines
 from stages.gateway.tracing.timeline import Phase, Report, RequestTrace, Totals, described, ms
+from stages.gateway.tracing.trace_context import TraceContext
+from stages.gateway.tracing.tracer import Tracer
 
 log = logging.getLogger("starling.gateway.requests")
 
@@ -27,13 +29,23 @@ class Recorder:
     """One per gateway. `clock` is monotonic, `wall` is s since 1970."""
 
     def __init__(
-        self, config: TracingConfig, clock: Callable[[], float], wall: Callable[[], float], *, is_remote: bool = False
+        self,
+        config: TracingConfig,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        *,
+        is_remote: bool = False,
+        tracer: Tracer | None = None,
     ) -> None:
-        """`is_remote`: the scheduler may be on another machine, whose monotonic clock is another one."""
+        """`is_remote`: the scheduler may be on another machine, whose monotonic clock is another one.
+
+        `tracer`: gets the timelines of requests that have a trace context.
+        """
         self._clock = clock
         self._wall = wall
         self._slow_s = config.slow_request_ms / 1000
-        self._is_enabled = bool(config.buffer_mb or self._slow_s)
+        self._is_enabled = bool(config.buffer_mb or self._slow_s or tracer is not None)
+        self._tracer = tracer
         self._kept = KeptTimelines(config.buffer_mb << 20, config.tenant_buffer_mb << 20)
         self._open: dict[str, RequestTrace] = {}
         self._pid = os.getpid()
@@ -45,7 +57,14 @@ class Recorder:
     # ---------------------------------------------------------------- begin and end
 
     def begin(
-        self, request_id: str, started_at: float, *, tenant: str, model: str, client_id: str
+        self,
+        request_id: str,
+        started_at: float,
+        *,
+        tenant: str,
+        model: str,
+        client_id: str,
+        context: TraceContext | None = None,
     ) -> RequestTrace | None:
         """The timeline of a request whose body has been parsed; None: nothing is recorded."""
         if not self._is_enabled:
@@ -60,6 +79,7 @@ class Recorder:
             client_id=client_id,
             received=received,
             pid=self._pid,
+            context=context,
         )
         self._open[request_id] = trace
         trace.add(started_at, "received")
@@ -70,7 +90,12 @@ class Recorder:
         """Begin the timeline of a request of this process's predecessor, which was received `age_s` ago."""
         spec, now = request.spec, self._clock()
         trace = self.begin(
-            spec.id, now - max(0.0, age_s), tenant=spec.tenant, model=spec.model, client_id=spec.client_id
+            spec.id,
+            now - max(0.0, age_s),
+            tenant=spec.tenant,
+            model=spec.model,
+            client_id=spec.client_id,
+            context=spec.trace,
         )
         if trace is None:
             return
@@ -88,10 +113,16 @@ class Recorder:
             turn = request.spec.generation.turn
             trace.session_id = turn.session if turn else ""
             trace.version = request.spec.version
+            trace.endpoint = request.spec.generation.endpoint
 
     def withdraw(self, trace: RequestTrace | None) -> None:
         """The request was refused before it had a state: its log line says why."""
-        if trace is not None and self._open.get(trace.id) is trace:
+        if trace is not None:
+            self._forget(trace)
+            trace.context = None  # its HTTP call is what can be reported of it
+
+    def _forget(self, trace: RequestTrace) -> None:
+        if self._open.get(trace.id) is trace:
             del self._open[trace.id]
 
     @contextmanager
@@ -137,11 +168,13 @@ class Recorder:
 
     def _close(self, trace: RequestTrace) -> None:
         now = self._clock()
-        self.withdraw(trace)
+        self._forget(trace)
         if trace.totals is not None and trace.totals.outcome == Outcome.FINISHED.value:
             trace.add(now, "written")
         report = trace.report(now)
         self._kept.add(report)
+        if self._tracer is not None and trace.context is not None:
+            self._tracer.ended(trace.context, report, trace.endpoint)
         if self._slow_s and report.duration_s >= self._slow_s:
             _log_slow(report)
 

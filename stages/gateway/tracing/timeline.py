@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from stages.gateway.tracing.trace_context import TraceContext
+
 MAX_EVENTS = 128  # of a request; later prompt chunks are joined, other events are counted
 
 Fact = int | float | str
@@ -67,6 +69,7 @@ class Report(msgspec.Struct):
     totals: Totals
     events: list[Event]
     omitted: int  # events beyond MAX_EVENTS
+    trace_id: str = ""  # of its OpenTelemetry trace
 
 
 class RequestTrace:
@@ -78,7 +81,9 @@ class RequestTrace:
         "_since",
         "_spent",
         "client_id",
+        "context",
         "detokenize_s",
+        "endpoint",
         "events",
         "id",
         "is_single",
@@ -106,6 +111,7 @@ class RequestTrace:
         client_id: str = "",
         received: float = 0.0,
         pid: int = 0,
+        context: TraceContext | None = None,
     ) -> None:
         """`started_at`: when the request was received; `received`: the same, s since 1970. `pid`: the gateway's."""
         self.id = request_id
@@ -117,6 +123,8 @@ class RequestTrace:
         self.started_at = started_at
         self.received = received
         self.pid = pid
+        self.context = context
+        self.endpoint = ""  # GenerationRequest.endpoint
         self.is_single = True  # it has one sequence
         self.latest = 0.0  # time of the last event of the scheduler
         self.n_readers = 0  # HTTP responses that are being sent
@@ -228,6 +236,7 @@ class RequestTrace:
             self.totals or Totals(),
             events,
             self.omitted,
+            self.context.trace_id if self.context is not None else "",
         )
 
 
@@ -236,6 +245,7 @@ def described(report: Report) -> dict[str, Any]:
     return {
         "id": report.id,
         "request_id": report.request_id,
+        "trace_id": report.trace_id or None,
         "model": report.model,
         "tenant": report.tenant,
         "session_id": report.session_id or None,

@@ -44,7 +44,7 @@ class RowScheduler:
         """Allocate rows while there are free ones and pages may be available."""
         table, queues = self._table, self._queues
         if self._has_followers:
-            self._acquire_for_followers()
+            self._acquire_for_followers(now)
         if not queues.depth or not self._worker.is_attached or not self._leases.is_up or self._pages.is_short:
             return
         if self.batch_wait_s(now) > 0 or any(s.run.is_starved or s.is_preempting for s in table.scheduled):
@@ -57,13 +57,13 @@ class RowScheduler:
             sequence = queues.pop(tenant)
             refusal = check_limits(sequence, self._limits)
             if refusal is None:
-                self._allocate(sequence)
+                self._allocate(sequence, now)
             elif sequence.outputs:
                 table.fail(sequence, refusal.code, refusal.message)
             else:
                 table.reject(sequence, refusal)
 
-    def _allocate(self, sequence: SequenceState) -> None:
+    def _allocate(self, sequence: SequenceState, now: float) -> None:
         ring, run = self._worker.ring, sequence.run
         assert ring is not None
         if sequence.pooled is not None:
@@ -88,14 +88,16 @@ class RowScheduler:
         if may_follow and prefix_dedup.assign_leader(sequence, self._table.scheduled, self._leases.page_tokens):
             self._has_followers = True
         else:
+            sequence.acquired_at = now
             self._leases.acquire(run, sequence.salt, sequence.sharable)
 
-    def _acquire_for_followers(self) -> None:
+    def _acquire_for_followers(self, now: float) -> None:
         """Request pages for sequences whose leader has computed the common prefix, or will not."""
         followers = [s for s in self._table.scheduled if s.dedup_leader is not None and not s.is_done]
         for sequence in followers:
             if prefix_dedup.is_over(sequence):
                 sequence.dedup_leader = None
+                sequence.acquired_at = now
                 self._leases.acquire(sequence.run, sequence.salt, sequence.sharable)
         self._has_followers = bool(followers)
 

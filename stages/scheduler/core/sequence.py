@@ -57,6 +57,7 @@ class SequenceState:
     __slots__ = (
         "__weakref__",
         "accepted",
+        "acquired_at",
         "arrived",
         "breakers",
         "cached_tokens",
@@ -108,6 +109,7 @@ class SequenceState:
         self.breakers: bytes = frame.breakers
         self.constraint = frame.constraint
         self.masks: Masks | None = None  # of a live sequence with a constraint
+        self.acquired_at = now  # s: when pages were requested for its row
         self.lacks_mask = False  # it is not computed until its token mask is there
         self.stop_ids = frozenset(frame.stop_ids)
         self.salt: str = frame.cache_salt

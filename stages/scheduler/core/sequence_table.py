@@ -84,7 +84,8 @@ class SequenceTable:
         """The scheduled sequence has its first pages."""
         sequence.enter_phase(Phase.PREFILLING)
         self._outbox.add_started(sequence)
-        self._outbox.add_event(sequence, "admitted", cached_tokens=sequence.run.computed)
+        kv_ms = round(max(0.0, self._outbox.now - sequence.acquired_at) * 1000, 3)
+        self._outbox.add_event(sequence, "admitted", cached_tokens=sequence.run.computed, kv_ms=kv_ms)
 
     # -------------------------------------------------------------- ending
 
