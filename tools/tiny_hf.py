@@ -31,7 +31,12 @@ CLASSES = {
     "stablelm": "StableLmForCausalLM",
     "starcoder2": "Starcoder2ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "granitemoe": "GraniteMoeSharedForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
 }
+MIXTRAL = "MixtralForCausalLM"  # llama with experts
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _GPT2_TOP = {"token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f"}
 _USUAL = {
@@ -50,7 +55,22 @@ _USUAL = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_EXPERTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_QWEN_EXPERTS = {"ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate"} | {
+    f"ffn_{name}_shexp": f"mlp.shared_expert.{own}" for name, own in _EXPERTS.items()
+}
 _OWN = {
+    "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
+    "qwen2moe": _QWEN_EXPERTS,
+    "qwen3moe": _QWEN_EXPERTS,
+    "olmoe": _QWEN_EXPERTS,
+    "granitemoe": {
+        "ffn_gate_inp": "block_sparse_moe.router.layer",
+        "ffn_gate_exps": "block_sparse_moe.input_linear",
+        "ffn_down_exps": "block_sparse_moe.output_linear",
+        "ffn_gate_shexp": "shared_mlp.input_linear",
+        "ffn_down_shexp": "shared_mlp.output_linear",
+    },
     "gemma2": {"ffn_norm": "pre_feedforward_layernorm"},
     "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
@@ -80,7 +100,8 @@ def write_directory(source: Path, directory: Path, shards: int = 1, dtype: str =
     if dtype:
         tensors = {name: (dtype, _cast(*one, dtype)) if one[1].ndim > 1 else one for name, one in tensors.items()}
     config = _gpt2_config(values) if arch == "gpt2" else _config(values, arch, reader)
-    config |= {"architectures": [CLASSES[arch]], "tie_word_embeddings": "lm_head.weight" not in tensors}
+    name = MIXTRAL if arch == "llama" and f"{arch}.expert_count" in values else CLASSES[arch]
+    config |= {"architectures": [name], "tie_word_embeddings": "lm_head.weight" not in tensors}
     config["vocab_size"] = len(values["tokenizer.ggml.tokens"])
     _write_json(directory / "config.json", config)
     _write_tokenizer(directory, values)
@@ -112,14 +133,32 @@ def _tensors(
         array = array.reshape([int(n) for n in tensor.shape[::-1]])
         body, _, suffix = tensor.name.rpartition(".")
         part = body.rpartition(".")[2]
-        if arch in ("llama", "granite") and part in heads:
+        if arch in ("llama", "granite", "granitemoe") and part in heads:
             n = heads[part]
             array = array.reshape(n, array.shape[0] // n // 2, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
         if arch.startswith("gemma") and part.endswith("norm"):
             array = array - np.float32(1)
         if arch == "gpt2" and body.startswith("blk.") and array.ndim == 2:
             array = np.ascontiguousarray(array.T)
+        if part == "ffn_gate_inp_shexp":
+            array = array.reshape(1, -1)
+        if arch == "granitemoe" and part.startswith("ffn_gate_") and part != "ffn_gate_inp":
+            gates = array
+            continue
+        if arch == "granitemoe" and part.startswith("ffn_up_"):  # behind the gates
+            body, array = body.replace("ffn_up", "ffn_gate"), np.concatenate([gates, array], axis=-2)
+        elif part.endswith("_exps") and arch != "granitemoe":
+            prefix, own = f"model.layers.{body.split('.')[1]}.", part.removeprefix("ffn_").removesuffix("_exps")
+            for number, expert in enumerate(array):
+                yield f"{prefix}{_expert_name(arch, own, number)}.{suffix}", (kind, expert)
+            continue
         yield f"{_name(body, arch)}.{suffix}", (kind, array)
+
+
+def _expert_name(arch: str, part: str, number: int) -> str:
+    if arch == "llama":
+        return f"block_sparse_moe.experts.{number}.{ {'gate': 'w1', 'up': 'w3', 'down': 'w2'}[part] }"
+    return f"mlp.experts.{number}.{_EXPERTS[part]}"
 
 
 def _name(body: str, arch: str) -> str:
@@ -195,7 +234,15 @@ def _config(values: Mapping[str, Any], arch: str, reader: gguf.GGUFReader) -> di
     if arch == "gemma2":
         config["attn_logit_softcapping"] = get("attn_logit_softcapping")
         config["final_logit_softcapping"] = get("final_logit_softcapping")
-    if arch == "granite":
+    if get("expert_count"):
+        few = arch in ("llama", "granitemoe")
+        config["num_local_experts" if few else "num_experts"] = get("expert_count")
+        config["num_experts_per_tok"] = get("expert_used_count")
+        config["norm_topk_prob"] = arch == "qwen3moe"
+        config["moe_intermediate_size"] = get("expert_feed_forward_length")
+        shared = "shared_expert_intermediate_size" if arch == "qwen2moe" else "shared_intermediate_size"
+        config[shared] = get("expert_shared_feed_forward_length")
+    if arch in ("granite", "granitemoe"):
         config["embedding_multiplier"], config["residual_multiplier"] = get("embedding_scale"), get("residual_scale")
         config["attention_multiplier"], config["logits_scaling"] = get("attention.scale"), get("logit_scale")
     config["rope_scaling"] = _rope_scaling(get, reader)

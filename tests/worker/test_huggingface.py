@@ -13,12 +13,13 @@ import pytest
 from pipeline.errors import ConfigError
 from shm.checkpoint import Index, bin_path
 from stages.worker.checkpoint.prepare_source import prepare_source
+from stages.worker.huggingface.safetensors import SafetensorsFile
 from tools.tiny_gguf import BERTS, SHAPES
 from tools.tiny_hf import CLASSES, write_directory, write_safetensors
 
-# Mixtures of experts and models of embeddings are read from GGUF files alone.
+# Models of embeddings are read from GGUF files alone.
 OTHERS = ("llama-1b", *BERTS)
-FAMILIES = [name for name, shape in SHAPES.items() if name not in OTHERS and not shape.n_experts]
+FAMILIES = [name for name, shape in SHAPES.items() if name not in OTHERS]
 
 
 def folder_of(tmp_path: Path) -> Path:
@@ -49,6 +50,65 @@ def test_the_same_weights_give_the_same_checkpoint(tiny_gguf, tmp_path: Path, sh
 
 def test_every_architecture_is_tried() -> None:
     assert {SHAPES[shape].architecture for shape in FAMILIES} == set(CLASSES)
+
+
+# ------------------------------------------------------------------ mixtures of experts
+
+
+@pytest.fixture
+def experts(tiny_gguf, tmp_path: Path) -> Path:  # type: ignore[no-untyped-def]
+    return write_directory(tiny_gguf("qwen3moe", "F16"), tmp_path / "hf")
+
+
+@pytest.mark.parametrize("shape", ["mixtral", "granitemoe", "qwen2moe"])
+def test_quantized_experts_are_those_of_the_file(tiny_gguf, tmp_path: Path, shape: str) -> None:  # type: ignore[no-untyped-def]
+    source = tiny_gguf(shape, "F16")
+    folder = folder_of(tmp_path)
+    found = prepare_source(write_directory(source, tmp_path / "hf", shards=4), folder, "q8_0")
+    expected = prepare_source(source, folder, "q8_0")
+    assert found.tensors == expected.tensors and written(folder, found) == written(folder, expected)
+
+
+def test_a_router_of_another_type_becomes_f32(experts: Path) -> None:
+    name = "model__layers__0__mlp__gate__weight"
+    kind, values = stored_tensors(experts)[name.replace("__", ".")]
+    assert kind == "F32"
+    rounded, folder = values.astype(np.float16), folder_of(experts.parent)
+    replace_weights(experts, **{name: ("F16", rounded)})
+    found = prepare_source(experts, folder)
+    replace_weights(experts, **{name: ("F32", rounded.astype(np.float32))})
+    expected = prepare_source(experts, folder)
+    assert found.tensors == expected.tensors and written(folder, found) == written(folder, expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob is 'False', expected true"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers is '[0]', expected none (experts in every layer)"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is '2', expected 1"),
+        ({"moe_intermediate_size": 96}, "'model.layers.0.mlp.experts.0.gate_proj.weight' (blk.0.ffn_gate_exps.weight)"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+    ],
+)
+def test_mixtures_that_the_graph_cannot_express_are_refused(
+    experts: Path, fields: dict[str, object], message: str
+) -> None:
+    change(experts / "config.json", **fields)
+    assert message in refusal(experts)
+
+
+def test_the_experts_of_a_layer_are_complete_and_alike(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    source = tiny_gguf("mixtral", "F16")
+    directory = write_directory(source, tmp_path / "hf")
+    name = "model__layers__1__block_sparse_moe__experts__3__w1__weight"
+    good = stored_tensors(directory)[name.replace("__", ".")]
+    replace_weights(directory, **{name: None})
+    assert "that of expert 3 is missing" in refusal(directory)
+    replace_weights(directory, **{name: ("F16", good[1][:-1])})
+    assert "experts.3.w1.weight' is F16 [95, 64], expected that of" in refusal(directory)
+    replace_weights(directory, **{name: good, name.replace("__3__", "__03__"): good})
+    assert "is of an expert that has one" in refusal(directory)
 
 
 # ------------------------------------------------------------------ weight types
@@ -148,23 +208,26 @@ def refusal(directory: Path, quant: str = "") -> str:
     return caught.value.message
 
 
-def replace_weights(directory: Path, **changes: tuple[str, np.ndarray] | None) -> None:
-    """Write the weights again with some tensors changed or (None) left out; `__` stands for a dot."""
-    from stages.worker.huggingface.safetensors import SafetensorsFile
-
-    path = directory / "model.safetensors"
+def stored_tensors(directory: Path) -> dict[str, tuple[str, np.ndarray]]:
+    """The weights of a directory of one file."""
     kinds = {"F16": "<f2", "F32": "<f4", "BF16": "<u2"}
-    tensors = {
+    return {
         name: (
             stored.dtype,
             np.ascontiguousarray(stored.data).reshape(-1).view(kinds[stored.dtype]).reshape(stored.shape),
         )
-        for name, stored in SafetensorsFile(path).tensors.items()
+        for name, stored in SafetensorsFile(directory / "model.safetensors").tensors.items()
     }
+
+
+def replace_weights(directory: Path, **changes: tuple[str, np.ndarray] | None) -> None:
+    """Write the weights again with some tensors changed or (None) left out; `__` stands for a dot."""
+    tensors = stored_tensors(directory)
     for name, value in changes.items():
         tensors.pop(name.replace("__", "."), None)
         if value is not None:
             tensors[name.replace("__", ".")] = value
+    path = directory / "model.safetensors"
     path.unlink()  # the map of the old file stays as it is
     write_safetensors(path, tensors)
 

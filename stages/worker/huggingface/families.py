@@ -7,6 +7,8 @@ llama.cpp's converter changes too (https://github.com/ggml-org/llama.cpp/blob/ma
                   a head one after the other
     plus_one      norms that the model adds 1 to
     transposed    matrices that are stored as (inputs, outputs)
+    experts       a tensor for each expert, which are one below the other in a GGUF file
+    halves        a tensor of which each expert's (or all) rows are two tensors of a GGUF file, one below the other
 """
 
 from __future__ import annotations
@@ -45,6 +47,22 @@ _GPT2 = {
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
 }
+_ROUTER = "ffn_gate_inp"
+_EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+_ATTENTION = {name: part for name, part in _LAYER.items() if not name.startswith("mlp.")}
+_MIXTRAL = _ATTENTION | {"block_sparse_moe.gate": _ROUTER}
+_MOE = _ATTENTION | {"mlp.gate": _ROUTER}
+_QWEN2_MOE = _MOE | {
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
+_GRANITE_MOE = _ATTENTION | {
+    "block_sparse_moe.router.layer": _ROUTER,
+    "block_sparse_moe.output_linear": "ffn_down_exps",
+    "shared_mlp.output_linear": "ffn_down_shexp",
+}
 _TOP = {"embed_tokens": "token_embd", "norm": "output_norm"}
 _SILU = ("silu", "swish")
 _GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
@@ -69,6 +87,13 @@ class Family(NamedTuple):
     context: int | None = None  # the defaults of sizes that published files leave out
     kv_heads: int | None = None
     head_dim: int | None = None
+    # Of a mixture of experts: `experts_in` is what is before an expert's number, `experts` maps what is behind it.
+    experts_in: str = ""
+    experts: dict[str, str] = {}
+    halves: dict[str, tuple[str, str]] = {}
+    experts_key: str = "num_experts"  # how many each layer has
+    expert_width_key: str = "intermediate_size"
+    normalizes: bool | None = None  # what norm_topk_prob has to be; None: the class has no such switch
 
 
 _LLAMA = Family("llama", permuted=("attn_q", "attn_k"))
@@ -81,17 +106,54 @@ _GEMMA = Family(
     context=8192,
     head_dim=256,
 )
+_GRANITE_EXPERTS = Family(
+    "granitemoe",
+    _GRANITE_MOE,
+    permuted=("attn_q", "attn_k"),
+    halves={
+        "block_sparse_moe.input_linear": ("ffn_gate_exps", "ffn_up_exps"),
+        "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
+    },
+    experts_key="num_local_experts",
+)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
+    "MixtralForCausalLM": _LLAMA._replace(
+        layer=_MIXTRAL,
+        experts_in="block_sparse_moe.experts.",
+        experts={"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"},
+        experts_key="num_local_experts",
+    ),
     "Qwen2ForCausalLM": Family("qwen2"),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2moe",
+        _QWEN2_MOE,
+        experts_in="mlp.experts.",
+        experts=_EXPERTS,
+        expert_width_key="moe_intermediate_size",
+        normalizes=False,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3moe",
+        _MOE | _QK_NORMS,
+        experts_in="mlp.experts.",
+        experts=_EXPERTS,
+        expert_width_key="moe_intermediate_size",
+        normalizes=True,
+    ),
+    "OlmoeForCausalLM": Family(
+        "olmoe", _MOE | _QK_NORMS, experts_in="mlp.experts.", experts=_EXPERTS, normalizes=False
+    ),
     "Qwen3ForCausalLM": Family("qwen3", _LAYER | _QK_NORMS),
     "GemmaForCausalLM": _GEMMA,
     "Gemma2ForCausalLM": _GEMMA._replace(architecture="gemma2", layer=_LAYER | _POST_NORMS),
     "Gemma3ForCausalLM": _GEMMA._replace(architecture="gemma3", layer=_LAYER | _POST_NORMS | _QK_NORMS, context=131072),
     "Phi3ForCausalLM": Family("phi3", _PHI3),
     "GraniteForCausalLM": Family("granite", permuted=("attn_q", "attn_k")),
+    "GraniteMoeForCausalLM": _GRANITE_EXPERTS,
+    "GraniteMoeSharedForCausalLM": _GRANITE_EXPERTS,
     "Olmo2ForCausalLM": Family("olmo2", _OLMO2 | _QK_NORMS),
     "StableLmForCausalLM": Family("stablelm", norm_key="layer_norm_eps", rotated_part=0.25),
     "Starcoder2ForCausalLM": Family(
@@ -129,11 +191,38 @@ def gguf_name(family: Family, name: str) -> str:
         return f"{family.top[body]}.{kind}"
     if body.startswith(family.layers):
         number, _, part = body.removeprefix(family.layers).partition(".")
-        if number.isdecimal() and part in family.layer:
+        if _is_number(number) and part in family.layer:
             return f"blk.{int(number)}.{family.layer[part]}.{kind}"
     return name
 
 
+class Place(NamedTuple):
+    """Where a tensor is in the GGUF file: its name, an expert's number, and which half of the stored rows it is."""
+
+    name: str
+    expert: int = -1
+    half: int = -1
+
+
+def places(family: Family, name: str) -> list[Place]:
+    """Where a stored tensor's rows are in the GGUF file; none for one that is no weight."""
+    body, _, kind = name.removeprefix(family.prefix + family.layers).rpartition(".")
+    number, _, part = body.partition(".")
+    if name.startswith(family.prefix + family.layers) and _is_number(number) and kind == "weight":
+        if part in family.halves:
+            return [Place(f"blk.{int(number)}.{to}.weight", half=i) for i, to in enumerate(family.halves[part])]
+        expert, _, matrix = part.removeprefix(family.experts_in).partition(".")
+        if part.startswith(family.experts_in) and _is_number(expert) and matrix in family.experts:
+            return [Place(f"blk.{int(number)}.{family.experts[matrix]}.weight", int(expert))]
+    to = gguf_name(family, name)
+    return [Place(to)] if to else []
+
+
+def _is_number(text: str) -> bool:
+    """Whether a part of a name is a number, and one that a model may have."""
+    return text.isdecimal() and len(text) < 7
+
+
 def part_of(name: str) -> str:
-    """The part of a GGUF name that is neither layer nor kind: "attn_q" of "blk.3.attn_q.bias"."""
-    return name.rsplit(".", 2)[-2]
+    """The part of a GGUF name that is neither layer nor kind: "attn_q" of "blk.3.attn_q.bias"; "": there is none."""
+    return name.rpartition(".")[0].rpartition(".")[2]

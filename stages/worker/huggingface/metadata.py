@@ -85,11 +85,11 @@ def _switches(config: Config, family: Family, sizes: Metadata) -> Metadata:
     """What only some architectures have."""
     arch, keys = family.architecture, Metadata()
     window = config.has("sliding_window") and config.flag("use_sliding_window", True)
-    if arch == "qwen2" or arch == "qwen3":
+    if arch.startswith("qwen"):
         window = window and config.flag("use_sliding_window", False)
     if window:
         keys["attention.sliding_window"] = config.integer("sliding_window")
-    if arch == "granite":
+    if arch in ("granite", "granitemoe"):
         keys["embedding_scale"] = config.number("embedding_multiplier", 1.0)
         keys["residual_scale"] = config.number("residual_multiplier", 1.0)
         keys["attention.scale"] = config.number("attention_multiplier", 1.0)
@@ -100,6 +100,31 @@ def _switches(config: Config, family: Family, sizes: Metadata) -> Metadata:
                 raise config.refuse(key, "false")
     if arch in ("gemma2", "gemma3"):
         keys |= _gemma(config, family, sizes)
+    if family.experts or family.halves:
+        keys |= _mixture(config, family)
+    return keys
+
+
+def _mixture(config: Config, family: Family) -> Metadata:
+    """The experts of each layer."""
+    keys: Metadata = {
+        "expert_count": config.integer(family.experts_key),
+        "expert_used_count": config.integer("num_experts_per_tok"),
+    }
+    if family.expert_width_key != "intermediate_size":
+        keys["expert_feed_forward_length"] = config.integer(family.expert_width_key)
+    if family.architecture == "qwen2moe":
+        keys["expert_shared_feed_forward_length"] = config.integer("shared_expert_intermediate_size")
+    if family.architecture == "granitemoe" and config.integer("shared_intermediate_size", 0):
+        keys["expert_shared_feed_forward_length"] = config.integer("shared_intermediate_size")
+    if family.normalizes is not None and config.flag("norm_topk_prob", False) != family.normalizes:
+        raise config.refuse("norm_topk_prob", str(family.normalizes).lower())
+    if config.integer("decoder_sparse_step", 1) != 1:
+        raise config.refuse("decoder_sparse_step", "1 (experts in every layer)")
+    if config.items("mlp_only_layers", []):
+        raise config.refuse("mlp_only_layers", "none (experts in every layer)")
+    if config.has("clip_qkv"):
+        raise config.refuse("clip_qkv", "none")
     return keys
 
 

@@ -1,25 +1,38 @@
 """A Hugging Face directory as ingest reads it: GGUF metadata, and tensors under GGUF names in the order of GGUF rows.
 
 Matrices keep their element type (F32, F16 or BF16); vectors become F32, which is exact.  Rows are made piece by piece:
-permuted where the graph rotates neighbours, transposed where the class stores (inputs, outputs).
+permuted where the graph rotates neighbours, transposed where the class stores (inputs, outputs), gathered where each
+expert has a tensor of its own.  Routers of experts become F32, as in GGUF files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from stages.worker.checkpoint.source import TensorInfo, dense_values
+from stages.worker.checkpoint.source import Rows, TensorInfo, dense_values
 from stages.worker.huggingface.config import CheckpointDirectoryError
 from stages.worker.huggingface.directory import INDEX, Directory
-from stages.worker.huggingface.families import Family, gguf_name, part_of
+from stages.worker.huggingface.families import Family, Place, part_of, places
 from stages.worker.huggingface.metadata import family_of, hyper_parameters
 from stages.worker.huggingface.safetensors import ELEMENT_BYTES, Stored
 from stages.worker.huggingface.vocabulary import read_vocabulary
 from stages.worker.kernels.formats import F32, FORMATS
+
+_ROUTER, _SHARED_GATE = "ffn_gate_inp", "ffn_gate_inp_shexp"
+
+
+class _Origin(NamedTuple):
+    """A stored tensor that a GGUF tensor is made of."""
+
+    name: str
+    stored: Stored
+    half: int  # of each of its parts' rows, 0 or 1; -1: all rows
 
 
 class HuggingFaceSource:
@@ -33,14 +46,26 @@ class HuggingFaceSource:
         _, self._family = family_of(config)
         keys, computed = hyper_parameters(config, self._family)
         self.tensors: dict[str, TensorInfo] = {}
-        self._stored: dict[str, Stored] = {}
+        self._stored: dict[str, list[_Origin]] = {}  # several: of the experts, in order
         self._values: dict[str, np.ndarray] = {}  # of tensors that no file holds
-        self._source_names: dict[str, str] = {}
         for name, values in computed.items():
             self.tensors[name] = TensorInfo(name, values.shape, F32, 0, values.nbytes)
             self._values[name] = values
+        experts: dict[str, dict[int, _Origin]] = {}
         for name, stored in self.directory.tensors.items():
-            self._add(name, stored)
+            for place in places(self._family, name):
+                self._check(name, stored)
+                origin = _Origin(name, stored, place.half)
+                if place.expert < 0:
+                    self._add(place, origin)
+                elif place.expert in experts.setdefault(place.name, {}):
+                    raise CheckpointDirectoryError(
+                        f"{stored.file.path}: tensor {name[:120]!r} is of an expert that has one"
+                    )
+                else:
+                    experts[place.name][place.expert] = origin
+        for to, found in experts.items():
+            self._add_experts(to, found)
         self._tie()
         self.size = sum(file.size for file in self.directory.files)
         heads = keys.get(f"{self._family.architecture}.attention.head_count", 0)
@@ -59,28 +84,56 @@ class HuggingFaceSource:
         }
         self._check_permutation()
 
-    def _add(self, name: str, stored: Stored) -> None:
-        to = gguf_name(self._family, name)
-        if not to:
-            return
+    def _check(self, name: str, stored: Stored) -> None:
         if stored.dtype not in ELEMENT_BYTES:
             raise CheckpointDirectoryError(
                 f"{stored.file.path}: tensor {name!r} is {stored.dtype}, expected {', '.join(ELEMENT_BYTES)}; use an "
                 f"unquantized checkpoint"
             )
-        if to in self._stored:
-            raise CheckpointDirectoryError(
-                f"{stored.file.path}: tensors {self._source_names[to]!r} and {name!r} are the same ({to})"
-            )
         if not stored.shape or 0 in stored.shape:
             raise CheckpointDirectoryError(f"{stored.file.path}: tensor {name!r} has shape {list(stored.shape)}")
+
+    def _add(self, place: Place, origin: _Origin) -> None:
+        to, (name, stored, half) = place.name, origin
+        if to in self._stored:
+            raise CheckpointDirectoryError(
+                f"{stored.file.path}: tensors {self._stored[to][0].name!r} and {name!r} are the same ({to})"
+            )
         shape = stored.shape
         if len(shape) == 2 and self._is_transposed(to):
             shape = shape[::-1]
-        fmt = FORMATS[stored.dtype] if len(shape) > 1 else F32
-        values = stored.nbytes // ELEMENT_BYTES[stored.dtype]
-        self.tensors[to] = TensorInfo(to, shape, fmt, 0, values * fmt.source_bytes)
-        self._stored[to], self._source_names[to] = stored, name
+        if half >= 0:
+            if len(shape) < 2 or shape[-2] % 2:
+                raise CheckpointDirectoryError(
+                    f"{stored.file.path}: tensor {name!r} has shape {list(shape)}, expected an even number of rows"
+                )
+            shape = (*shape[:-2], shape[-2] // 2, shape[-1])
+        if part_of(to) == _SHARED_GATE and shape[0] == 1:
+            shape = shape[1:]
+        self._place(to, shape, [origin])
+
+    def _add_experts(self, to: str, found: dict[int, _Origin]) -> None:
+        """One tensor of those of all experts."""
+        first = next(iter(found.values()))
+        for _, (name, stored, _) in sorted(found.items()):
+            if (stored.shape, stored.dtype) != (first.stored.shape, first.stored.dtype) or len(stored.shape) != 2:
+                raise CheckpointDirectoryError(
+                    f"{stored.file.path}: tensor {name!r} is {stored.dtype} {list(stored.shape)}, expected that of "
+                    f"{first.name!r}, {first.stored.dtype} {list(first.stored.shape)}, a matrix"
+                )
+        missing = next((i for i in range(len(found)) if i not in found), None)
+        if missing is not None:
+            raise CheckpointDirectoryError(
+                f"{self.path}: {len(found)} tensors such as {first.name!r} are there, and that of expert {missing} is "
+                f"missing; fetch the checkpoint again, with {INDEX}"
+            )
+        self._place(to, (len(found), *first.stored.shape), [found[i] for i in range(len(found))])
+
+    def _place(self, to: str, shape: tuple[int, ...], origins: list[_Origin]) -> None:
+        dtype = origins[0].stored.dtype
+        fmt = FORMATS[dtype] if len(shape) > 1 and part_of(to) != _ROUTER else F32
+        self.tensors[to] = TensorInfo(to, shape, fmt, 0, prod(shape) * fmt.source_bytes)
+        self._stored[to] = origins
 
     def _is_transposed(self, name: str) -> bool:
         return name.startswith("blk.") and part_of(name) in self._family.transposed
@@ -107,34 +160,41 @@ class HuggingFaceSource:
 
     # -------------------------------------------------------------- use
 
-    def rows(self, info: TensorInfo) -> TensorRows:
+    def rows(self, info: TensorInfo) -> Rows:
         """A tensor's rows, which are made when they are asked for."""
         if info.name in self._values:
             raw = self._values[info.name].view(np.uint8).reshape(1, -1)
             return TensorRows(raw, None, "F32", False, False)
-        stored = self._stored[info.name]
+        origins = self._stored[info.name]
+        parts = [self._rows_of(info, origin) for origin in origins]
+        return parts[0] if len(parts) == 1 else StackedRows(parts)
+
+    def _rows_of(self, info: TensorInfo, origin: _Origin) -> TensorRows:
+        stored = origin.stored
         width = ELEMENT_BYTES[stored.dtype]
-        if len(info.shape) == 1:
-            raw = stored.data.reshape(-1, width)  # a row for each value, until they are in order
-        else:
-            raw = stored.data.reshape(stored.shape[0], -1)
+        is_vector = len(info.shape) == 1
+        # A vector has a row for each value, until they are in order.
+        raw = stored.data.reshape(-1, width if is_vector else stored.shape[-1] * width)
         order = None
         part = part_of(info.name)
         if info.name.startswith("blk.") and part in self._family.permuted:
             order = _neighbours(info.shape[0], self._heads[part])
+        if origin.half >= 0:
+            order = np.arange(len(raw)).reshape(-1, 2, info.shape[-2])[:, origin.half].reshape(-1)
         transposed = len(info.shape) == 2 and self._is_transposed(info.name)
-        plus_one = len(info.shape) == 1 and self._family.plus_one and info.name.endswith("norm.weight")
-        return TensorRows(raw, order, stored.dtype, transposed, plus_one, is_vector=len(info.shape) == 1)
+        plus_one = is_vector and self._family.plus_one and info.name.endswith("norm.weight")
+        is_wide = part == _ROUTER and not is_vector
+        return TensorRows(raw, order, stored.dtype, transposed, plus_one, is_vector, is_wide)
 
     def release(self, info: TensorInfo) -> None:
         """As `Source.release`."""
-        if info.name in self._stored:
-            stored = self._stored[info.name]
-            stored.file.release(stored)
+        for origin in self._stored.get(info.name, []):
+            origin.stored.file.release(origin.stored)
 
     def label(self, name: str) -> str:
         """The file's name of a tensor, and the GGUF name."""
-        own = self._source_names.get(name) or _expected_name(self._family, name)
+        origins = self._stored.get(name)
+        own = origins[0].name if origins else _expected_name(self._family, name)
         return f"{own!r} ({name})"
 
     def identity(self) -> tuple[int, ...]:
@@ -158,16 +218,19 @@ class TensorRows:
     is_transposed: bool
     plus_one: bool
     is_vector: bool = False
+    is_wide: bool = False  # a matrix that becomes F32
 
     @property
     def shape(self) -> tuple[int, ...]:
         """(rows, bytes of a row)."""
         if self.is_vector:
             return (1, self.raw.shape[0] * 4)
+        if self.is_wide:
+            return (self.raw.shape[0], self.raw.shape[1] // ELEMENT_BYTES[self.dtype] * 4)
         if self.is_transposed:
             width = ELEMENT_BYTES[self.dtype]
             return (self.raw.shape[1] // width, self.raw.shape[0] * width)
-        return self.raw.shape
+        return self.raw.shape if self.order is None else (len(self.order), self.raw.shape[1])
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         if self.is_vector:
@@ -178,7 +241,30 @@ class TensorRows:
         if self.is_transposed:
             elements = self.raw.view("<u4" if self.dtype == "F32" else "<u2")
             return np.ascontiguousarray(elements[:, rows].T).view(np.uint8)
+        if self.is_wide:
+            return dense_values(np.ascontiguousarray(self.raw[rows]), self.dtype).view(np.uint8)
         return self.raw[rows] if self.order is None else self.raw[self.order[rows]]
+
+
+class StackedRows:
+    """Implements `stages.worker.checkpoint.source.Rows`: tensors of equal shapes, one below the other."""
+
+    def __init__(self, parts: Sequence[TensorRows]) -> None:
+        self._parts = parts
+        self._each, self._row_bytes = parts[0].shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(rows, bytes of a row)."""
+        return (len(self._parts) * self._each, self._row_bytes)
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        begin, end, _ = rows.indices(self.shape[0])
+        found = []
+        for number in range(begin // self._each, -(-end // self._each)):
+            first = number * self._each
+            found.append(self._parts[number][max(begin - first, 0) : min(end - first, self._each)])
+        return np.concatenate(found) if len(found) != 1 else found[0]
 
 
 def _neighbours(rows: int, heads: int) -> np.ndarray:
@@ -196,7 +282,9 @@ def _expected_name(family: Family, name: str) -> str:
             return f"{family.prefix}{own}.{kind}"
     if body.startswith("blk."):
         _, number, part = body.split(".", 2)
-        for own, to in family.layer.items():
+        names = [*family.layer.items(), *((f"{family.experts_in}0.{own}", to) for own, to in family.experts.items())]
+        names += [(own, to) for own, halves in family.halves.items() for to in halves]
+        for own, to in names:
             if to == part:
                 return f"{family.prefix}{family.layers}{number}.{own}.{kind}"
     return name

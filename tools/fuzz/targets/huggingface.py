@@ -6,6 +6,7 @@ byte 0   0: config.json, tokenizer.json, tokenizer_config.json and the header of
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from stages.worker.checkpoint.source import vector
 from stages.worker.huggingface.config import CheckpointDirectoryError
 from stages.worker.huggingface.safetensors import SafetensorsFile
 from stages.worker.huggingface.source import HuggingFaceSource
+from tools.charsmap_writer import write_charsmap
 from tools.fuzz.parts import join, scratch, split, written
 from tools.fuzz.target import Target
 
@@ -71,8 +73,21 @@ def _shapes() -> dict[str, tuple[int, ...]]:
     }
 
 
+def _with_experts(name: str) -> dict[str, tuple[int, ...]]:
+    block = "model.layers.0.block_sparse_moe."
+    shapes = {one: shape for one, shape in _shapes().items() if ".mlp." not in one}
+    if name == "Mixtral":
+        experts = {f"{block}experts.{i}.w{n}.weight": (32, 32) for i in range(2) for n in (1, 2, 3)}
+        return shapes | {f"{block}gate.weight": (2, 32)} | experts
+    return shapes | {
+        f"{block}router.layer.weight": (2, 32),
+        f"{block}input_linear.weight": (2, 64, 32),
+        f"{block}output_linear.weight": (2, 32, 32),
+    }
+
+
 def seeds() -> Iterator[bytes]:
-    """A llama with both kinds of vocabularies, and others with scaled positions."""
+    """A llama with all kinds of vocabularies, others with scaled positions, and mixtures of experts."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 32,
@@ -104,6 +119,17 @@ def seeds() -> Iterator[bytes]:
         {"architectures": ["Gemma3ForCausalLM"], "head_dim": 16, **gemma},
     ):
         yield b"\0" + join([json.dumps(config | changes).encode(), vocabulary, settings, header])
+    table = base64.b64encode(write_charsmap({"A": "a"})).decode()
+    unigram = {
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": table},
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"},
+        "model": {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["\u2581", -1.0], ["a", -2.5]]},
+    }
+    yield b"\0" + join([json.dumps(config).encode(), json.dumps(unigram).encode(), settings, header])
+    few = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    for name in ("Mixtral", "GraniteMoe"):
+        changed = config | few | {"architectures": [f"{name}ForCausalLM"]}
+        yield b"\0" + join([json.dumps(changed).encode(), vocabulary, settings, _header(_with_experts(name))])
     piece = b"\x0a\x0a\x0a\x03\xe2\x96\x81\x15\0\0\x80\xbf"
     spm = piece + b"\x12\x02\x18\x02" + b"\x1a\x02\x18\x01"
     yield b"\1" + join([json.dumps(config).encode(), spm, settings, header])
