@@ -21,17 +21,22 @@ _TEXTS = (
 
 def check_vocabulary(data: TokenizerData, directory: Path) -> None:
     """Raise `ConfigError` unless both give the same ids for some texts, without special tokens."""
-    from tokenizers import Tokenizer
-
     from stages.tokenizer.opened_models import spec_of
     from stages.tokenizer.vocabulary import Vocabulary
+    from stages.worker.huggingface import tokenizer_library
+    from stages.worker.huggingface.config import CheckpointDirectoryError
 
     path = directory / "tokenizer.json"
     if not path.is_file():
         return
-    theirs, ours = Tokenizer.from_file(str(path)), Vocabulary(spec_of(data))
-    for text in _TEXTS:
-        expected, found = theirs.encode(text, add_special_tokens=False).ids, ours.encode(text, parse_special=False)
+    ours = Vocabulary(spec_of(data))
+    try:
+        theirs = tokenizer_library.load(path)
+        all_expected = [tokenizer_library.encode(theirs, path, text, False).ids for text in _TEXTS]
+    except CheckpointDirectoryError as error:
+        raise ConfigError(str(error), "model") from None
+    for text, expected in zip(_TEXTS, all_expected, strict=True):
+        found = ours.encode(text, parse_special=False)
         if found != expected:
             at = next((i for i, (a, b) in enumerate(zip(found, expected)) if a != b), min(len(found), len(expected)))
             raise ConfigError(

@@ -296,6 +296,17 @@ def test_unigram_files_that_cannot_be_expressed_are_refused(tmp_path: Path) -> N
             read(**changes)
 
 
+@pytest.mark.parametrize("table", ["abc", base64.b64encode(b"\x10\0\0\0" + b"\xff" * 16 + b"a\0").decode()])
+def test_a_table_that_the_library_panics_at_is_refused(tmp_path: Path, table: str) -> None:
+    file = unigram_json()
+    file["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": table}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    with pytest.raises(
+        CheckpointDirectoryError, match=r"tokenizer.json cannot (be read|encode 'a'): .*; fetch the file"
+    ):
+        read_vocabulary(tmp_path, Config(tmp_path / "config.json", {}), 5000)
+
+
 def test_a_unigram_file_of_sentencepiece_gives_the_same_vocabulary(tmp_path: Path) -> None:
     spec, pieces = unigram_spec(True, True), b""
     for text, score, kind in zip(spec.tokens, spec.scores, spec.types, strict=True):

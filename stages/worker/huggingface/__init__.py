@@ -6,6 +6,7 @@
     families.py           the model classes: names of tensors, keys of the configuration
     metadata.py           hyper-parameters and RoPE as GGUF keys
     vocabulary.py         tokenizer.json, tokenizer.model and what goes with them, as `tokenizer.*` keys
+    tokenizer_library.py  the `tokenizers` library's reading of tokenizer.json
     source.py             all of it together: what ingest reads
 
 Nothing here imports torch, transformers or safetensors: the format is a JSON header before plain arrays, and these

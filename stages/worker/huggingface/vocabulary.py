@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding
 
 from pipeline.models.vocabularies import (
     BYTE,
@@ -30,7 +30,7 @@ from pipeline.models.vocabularies import (
     byte_name,
 )
 from stages.worker.huggingface import config as json_files
-from stages.worker.huggingface import sentencepiece_model
+from stages.worker.huggingface import sentencepiece_model, tokenizer_library
 from stages.worker.huggingface.config import CheckpointDirectoryError, Config
 from stages.worker.huggingface.pretokenizer_match import find_pretokenizer
 
@@ -146,7 +146,7 @@ class _TokenizerJson:
             if not isinstance(added, dict) or not isinstance(added.get("content"), str):
                 raise CheckpointDirectoryError(f"{file.path}: added_tokens has an entry without content")
             self._place(added["content"], added.get("id"), CONTROL if added.get("special") else USER_DEFINED)
-        self._tokenizer = _load(file.path)
+        self._tokenizer = tokenizer_library.load(file.path)
 
     def _place(self, text: str, token: Any, kind: int) -> None:
         if not isinstance(token, int) or not 0 <= token < self._rows:
@@ -202,12 +202,7 @@ class _TokenizerJson:
         return keys
 
     def _encode(self, text: str, with_special: bool) -> Encoding:
-        try:
-            return self._tokenizer.encode(text, add_special_tokens=with_special)
-        except Exception as error:
-            raise CheckpointDirectoryError(
-                f"{self._file.path} cannot encode {text!r}: {str(error)[:200]}; fetch the file again"
-            ) from None
+        return tokenizer_library.encode(self._tokenizer, self._file.path, text, with_special)
 
     def _pair(self, entry: Any) -> tuple[str, str]:
         parts = entry.split(" ") if isinstance(entry, str) else entry
@@ -288,13 +283,6 @@ def _has_type(value: Any, name: str) -> bool:
     if isinstance(value, dict):
         return value.get("type") == name or any(_has_type(one, name) for one in value.values())
     return isinstance(value, list) and any(_has_type(one, name) for one in value)
-
-
-def _load(path: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library has no class of its own for this
-        raise CheckpointDirectoryError(f"{path} cannot be read: {str(error)[:200]}; fetch the file again") from None
 
 
 # ------------------------------------------------------------------ tokenizer.model
