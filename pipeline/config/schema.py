@@ -94,6 +94,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     )
     sampler_order: tuple[str, ...] = ()  # of requests that give no order; empty: the default, see docs/api.md
     chat_template: str = ""  # a Jinja template, or the path of a file with one; "": the template of the model's file
+    # Marks around the reasoning of an answer: by the chat template, none, or the two marks with a space in between.
+    reasoning: Annotated[str, Meta(pattern=r"^(auto|none|\S{1,64} \S{1,64})$")] = "auto"
 
     @property
     def slug(self) -> str:

@@ -90,6 +90,16 @@ class Sampling(Frame):
     xtc_threshold: float = 0.1
 
 
+class ReasoningPrefix(Frame):
+    """The reasoning that may stand before an answer, between two marks; ids are those of control tokens, else -1."""
+
+    begin: str
+    end: str
+    begin_id: int = -1
+    end_id: int = -1
+    is_open: bool = False  # the prompt ends in reasoning; False: the output may begin with the first mark
+
+
 class Constraint(Frame):
     """What the whole output of a sequence must match; the end token is sampled only where it does.
 
@@ -99,6 +109,7 @@ class Constraint(Frame):
     kind: str
     text: str  # json_schema: JSON; choice: a JSON array of strings; the others: in their own language
     field: str = ""
+    after: ReasoningPrefix | None = None  # the output may begin with reasoning, which need not match
 
 
 POOLINGS = ("mean", "last", "cls")  # of all positions, of the last one, of the first one
@@ -195,6 +206,8 @@ class Described(Frame, tag="M"):
     end_id: int = -1  # token that ends a text to be embedded; -1: none
     generates: bool = True  # it generates text; False: it has embeddings alone
     fim_ends: tuple[int, ...] = ()  # tokens that end a text between a prompt and a `suffix`
+    reasoning: tuple[str, ...] = ()  # marks before and after the model's reasoning; empty: it has none
+    thinking_switches: tuple[str, ...] = ()  # variables by which its chat template turns reasoning on and off
 
 
 class TokenizerFailed(Frame, tag="X"):

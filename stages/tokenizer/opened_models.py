@@ -25,11 +25,12 @@ class ModelSource(NamedTuple):
     index_path: Path
     pretokenizer: str = ""  # instead of the file's
     chat_template: str = ""  # a template, or the path of one, instead of the file's
+    reasoning: str = "auto"  # as in `ModelConfig`
 
     @classmethod
     def of(cls, index_path: Path, settings: ModelConfig) -> Self:
         """The source of a model with these settings."""
-        return cls(index_path, settings.pretokenizer, settings.chat_template)
+        return cls(index_path, settings.pretokenizer, settings.chat_template, settings.reasoning)
 
     @property
     def template_path(self) -> Path | None:
@@ -141,8 +142,17 @@ def _build(source: ModelSource, index: Index) -> TokenizerModel:
         end_id=t.eos if index.adds_eos or t.model == WORDPIECE else -1,
         generates=index.hyper.is_causal,
         fim_ends=vocabulary.fill_in_middle.ends if vocabulary.fill_in_middle is not None else (),
+        reasoning=_reasoning(source, template),
+        thinking_switches=template.thinking_switches if template is not None else (),
     )
     return TokenizerModel(vocabulary, template, described)
+
+
+def _reasoning(source: ModelSource, template: ChatTemplate | None) -> tuple[str, ...]:
+    """The marks around the model's reasoning: the configured ones, or those of its template."""
+    if template is None or source.reasoning == "none":
+        return ()
+    return template.reasoning if source.reasoning == "auto" else tuple(source.reasoning.split())
 
 
 def _template_text(source: ModelSource, index: Index, t: TokenizerData) -> str:

@@ -19,6 +19,7 @@ import msgspec
 
 from pipeline.errors import InvalidRequest
 from stages.tokenizer.chat_messages import RenderedChat, cut_at_end, fold_system_messages, mark_end
+from stages.tokenizer.reasoning_format import reasoning_marks, thinking_switches
 from stages.tokenizer.template_budget import BoundedEnvironment, RenderLimit
 from stages.tokenizer.template_marks import Marking, TemplateMarks
 from stages.tokenizer.tool_format import tool_format
@@ -59,12 +60,15 @@ class ChatTemplate:
         self._template: jinja2.Template | None = None
         self.failure = ""  # why the template cannot be used
         self.tool_format = ""  # "": it has no place for tools
+        self.reasoning: tuple[str, ...] = ()  # marks around the model's reasoning; empty: it has none
+        self.thinking_switches: tuple[str, ...] = ()  # variables that turn it on and off
         try:
             if len(source) > MAX_SOURCE:
                 raise ValueError(f"it has {len(source)} characters; at most {MAX_SOURCE} are allowed")
             self._marks = TemplateMarks(control_names or {})
             tree = Marking(self._marks).visit(self._environment.parse_bounded(source))
             self.tool_format = tool_format(tree, source)
+            self.reasoning, self.thinking_switches = reasoning_marks(source), thinking_switches(tree)
             code = self._environment.compile(tree)
             self._template = jinja2.Template.from_code(self._environment, code, dict(self._environment.globals))
             self._always = {"bos_token": self._marks.mark(bos_token), "eos_token": self._marks.mark(eos_token)}

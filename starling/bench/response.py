@@ -138,7 +138,9 @@ class Response:
             self.tokens = int(usage.get("completion_tokens") or 0)
         for choice in event.get("choices") or ():
             source = choice.get("delta") or choice
-            text = "".join(source[name] for name in TOKENS if source.get(name))
+            # Some servers send reasoning under both of its names.
+            skipped = "reasoning" if source.get("reasoning_content") else ""
+            text = "".join(source[name] for name in TOKENS if source.get(name) and name != skipped)
             if text or source.get("tool_calls"):
                 self.text += text
                 self.times.append(when)

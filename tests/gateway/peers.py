@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime
 from itertools import accumulate
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -100,7 +101,8 @@ class JoiningTemplate:
         return RenderedChat(text.replace("{arguments}", json.dumps(given)), frozenset())
 
 
-def make_tokenizer() -> TokenizerService:
+def make_tokenizer(template: JoiningTemplate | None = None, **changes: object) -> TokenizerService:
+    """`changes`: of the description."""
     described = m.Described(
         "",
         MODEL,
@@ -120,7 +122,8 @@ def make_tokenizer() -> TokenizerService:
     def load(name: str) -> TokenizerModel:
         if name != MODEL:
             raise ModelNotFound(f"there is no model {name!r}", "model")
-        return TokenizerModel(ByteVocabulary(), JoiningTemplate(), described)  # type: ignore[arg-type]
+        replaced = msgspec.structs.replace(described, **changes)
+        return TokenizerModel(ByteVocabulary(), template or JoiningTemplate(), replaced)  # type: ignore[arg-type]
 
     return TokenizerService(load)
 

@@ -20,6 +20,7 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.ipc.endpoint import Hub
 from pipeline.protocol import messages as m
+from stages.tokenizer.service import TokenizerService
 from tests.gateway.http_client import HttpClient
 from tests.gateway.peers import MODEL, Generator, make_tokenizer
 from tests.gateway.threaded import Threaded
@@ -30,11 +31,12 @@ STEP_S = 0.002
 class Peers(Threaded):
     """Tokenizer and scheduler in a thread. `do` runs a function in it, between two rounds."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tokenizer: Callable[[], TokenizerService] = make_tokenizer) -> None:
         super().__init__(config, STEP_S)
         self.generator = Generator()
         self.generator.is_starting = True
-        self.tokenizer = make_tokenizer()
+        self._make_tokenizer = tokenizer
+        self.tokenizer = tokenizer()
         self.tokens_per_step = 1
         self.step_interval_s = 0.0  # least time between two steps
         self._next_step = 0.0
@@ -47,7 +49,7 @@ class Peers(Threaded):
     # In the thread (call them through `do`).
 
     def start_tokenizer(self) -> None:
-        self.tokenizer = make_tokenizer()
+        self.tokenizer = self._make_tokenizer()
         self.tokenizer_hub = self.bind("gateway-tokenizer", "tokenizer")
 
     def start_scheduler(self) -> None:
@@ -112,7 +114,15 @@ class Peers(Threaded):
 class Server(HttpClient):
     """The gateway's process and its peers."""
 
-    def __init__(self, home: Path, *, pass_fds: tuple[int, ...] = (), preamble: str = "", **sections: Any) -> None:
+    def __init__(
+        self,
+        home: Path,
+        *,
+        pass_fds: tuple[int, ...] = (),
+        preamble: str = "",
+        tokenizer: Callable[[], TokenizerService] = make_tokenizer,
+        **sections: Any,
+    ) -> None:
         """`preamble`: Python that runs in the gateway's process before the gateway, to change a constant."""
         self.home = home
         self._preamble = preamble
@@ -127,7 +137,7 @@ class Server(HttpClient):
         (home / "run").mkdir(mode=0o700, exist_ok=True)
         self.lines: list[str] = []
         self._start(pass_fds)
-        self.peers = Peers(self.config)
+        self.peers = Peers(self.config, tokenizer)
         self.peers.start()
         self.port = int(self.wait_log("listening")["port"])
 

@@ -279,7 +279,9 @@ def test_responses_belong_to_their_tenant(make_server: Callable[..., Server]) ->
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": None}, "input", "missing"),
     ({"input": []}, "input", "empty"),
-    ({"input": [{"type": "reasoning", "summary": []}]}, "input[0].type", "function_call_output"),
+    ({"input": [{"type": "web_search_call"}]}, "input[0].type", "function_call_output"),
+    ({"input": [{"type": "reasoning", "summary": ["x"]}]}, "input[0].summary", "not supported"),
+    ({"input": [{"type": "reasoning", "content": [{"type": "text"}]}]}, "input[0].content[0].type", "reasoning_text"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", '"user"'),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
@@ -296,7 +298,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": {"type": "file_search"}}, "tool_choice", '"required"'),
     ({"conversation": "c"}, "conversation", "previous_response_id"),
     ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
-    ({"reasoning": {"effort": "low"}}, "reasoning.effort", "not supported"),
+    ({"reasoning": {"effort": "low"}}, "reasoning.effort", "template has none"),
+    ({"reasoning": {"effort": "much"}}, "reasoning.effort", '"minimal"'),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.json_schema.schema", "required"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", '"json_schema"'),
     ({"truncation": "auto"}, "truncation", "send less"),

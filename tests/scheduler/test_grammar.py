@@ -9,11 +9,13 @@ from functools import cache
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 
-from pipeline.protocol.messages import Constraint
+from pipeline.protocol.messages import Constraint, ReasoningPrefix
 from stages.scheduler.constraints import grammar
+from stages.tokenizer.reasoning_format import MARKS
 
 from . import vocabularies
 from .schemas import SCHEMAS
@@ -182,3 +184,83 @@ def test_a_vocabulary_without_an_end_is_refused() -> None:
     file.eos_ids = ()
     with pytest.raises(grammar.GrammarError, match="no end token"):
         grammar.make_tokenizer(file)
+
+
+TEXT_MARKS = ReasoningPrefix("<think>", "</think>")
+CONTROL_END = ReasoningPrefix("<think>", "<|turn|>", end_id=TURN_END)
+AFTER = [
+    msgspec.structs.replace(one, is_open=is_open) for one in (TEXT_MARKS, CONTROL_END) for is_open in (False, True)
+]
+ANSWERS = [
+    ("json_schema", '{"type": "object", "additionalProperties": false}', "{}"),
+    ("regex", " a{2}", " aa"),
+    ("choice", '[" one", "two"]', " one"),
+    ("lark", 'start: x\nx: "y" thinking\nthinking: "z"', "yz"),
+    ("gbnf", 'root ::= "a" "b"', "ab"),
+]
+
+
+def tokens_of(text: str, after: ReasoningPrefix) -> list[int]:
+    """Bytes, and the end mark where it is a control token."""
+    parts = text.split(after.end) if after.end_id >= 0 else [text]
+    return [token for index, part in enumerate(parts) for token in [*[after.end_id] * (index > 0), *part.encode()]]
+
+
+@pytest.mark.parametrize("after", AFTER, ids=str)
+@pytest.mark.parametrize(("kind", "text", "answer"), ANSWERS)
+def test_a_constraint_begins_after_reasoning(after: ReasoningPrefix, kind: str, text: str, answer: str) -> None:
+    """Reasoning is any text, with an answer in it, too. No end token is allowed before the answer is whole."""
+    constraint = Constraint(kind, text, "field", after)
+    matcher = grammar.new_matcher(tokenizer(), constraint)
+    begin = "" if after.is_open else after.begin
+    for token in tokens_of(f"{begin}\nä {answer} </thin> {after.end}{answer}", after):
+        ids = allowed(matcher)
+        assert token in ids
+        assert END not in ids
+        assert matcher.consume_token(token)
+    assert END in allowed(matcher)
+    if not after.is_open:  # the model need not think
+        bare = grammar.new_matcher(tokenizer(), constraint)
+        assert all(bare.consume_token(token) for token in answer.encode())
+        assert END in allowed(bare)
+    wrong = grammar.new_matcher(tokenizer(), constraint)
+    assert all(wrong.consume_token(token) for token in tokens_of(f"{begin}x{after.end}", after))
+    assert 0x23 not in allowed(wrong)
+
+
+@pytest.mark.parametrize(("begin", "end"), [*MARKS, (".*", "a|b)("), ('"q"', "\\\\n")])
+def test_all_marks_can_be_written_in_a_grammar(begin: str, end: str) -> None:
+    matcher = grammar.new_matcher(tokenizer(), Constraint("choice", '["x"]', "field", ReasoningPrefix(begin, end)))
+    for token in f"{begin}so {begin}".encode():
+        assert matcher.consume_token(token)
+    for token in end.encode():
+        assert len(allowed(matcher)) > 1 or token >= 128
+        assert matcher.consume_token(token)
+    assert allowed(matcher) == [ord("x")]
+
+
+@pytest.mark.parametrize("after", AFTER, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_walk_with_reasoning_ends_in_a_valid_answer(after: ReasoningPrefix, seed: int) -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    matcher = grammar.new_matcher(tokenizer(), Constraint("json_schema", json.dumps(schema), "field", after))
+    rng, begin = random.Random(seed), "" if after.is_open else after.begin
+    for token in tokens_of(begin, after):
+        assert matcher.consume_token(token)
+    for _ in range(40):
+        ids = [token for token in allowed(matcher) if token != after.end_id and PIECES[token] != b"<"]
+        assert matcher.consume_token(rng.choice(ids))
+        while not matcher.is_error() and all(128 <= token < 256 for token in allowed(matcher)):
+            assert matcher.consume_token(rng.choice(allowed(matcher)))  # the rest of a character
+    for token in tokens_of(after.end, after):
+        assert matcher.consume_token(token)
+    text, is_over = walk(matcher, seed)
+    if is_over:
+        jsonschema.validate(json.loads(text), schema)
+
+
+def test_errors_name_lines_of_the_client() -> None:
+    for after in (None, TEXT_MARKS):
+        with pytest.raises(grammar.GrammarError) as error:
+            grammar.new_matcher(tokenizer(), Constraint("lark", 'start: a\na: unknown_rule "x"', "field", after))
+        assert "unknown_rule" in str(error.value)

@@ -35,6 +35,7 @@ from stages.gateway.admission.in_flight import InFlight
 from stages.gateway.admission.lengths import check_prompt_logprobs, check_text_count, output_budget
 from stages.gateway.admission.prompts import check_ids, prompt_field, tokenize_prompts
 from stages.gateway.admission.server_readiness import READY_WAIT_S, ServerReadiness
+from stages.gateway.reasoning.switch import prefix_of, reasoning_of
 from stages.gateway.requests.continued import force_output
 from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.request_name import RequestName
@@ -329,6 +330,8 @@ class Admission:
             if tools.forced and definitions:
                 constraint = call_constraint(tools, definitions, "tool_choice")
                 generation = msgspec.structs.replace(generation, constraint=constraint)
+        if generation.messages is not None and described.reasoning:
+            generation = self._with_reasoning(generation, described, version.id, prompts[0])
         spec = RequestSpec(
             id=call.name.id,
             tenant=call.caller.tenant,
@@ -336,7 +339,13 @@ class Admission:
             digest=described.digest,
             numerics=NUMERICS,
             generation=msgspec.structs.replace(
-                generation, prompts=[], messages=None, template=msgspec.UNSET, tools=tools, suffix=msgspec.UNSET
+                generation,
+                prompts=[],
+                messages=None,
+                template=msgspec.UNSET,
+                tools=tools,
+                suffix=msgspec.UNSET,
+                thinking=msgspec.UNSET,
             ),
             seed=seed,
             created=created,
@@ -353,3 +362,18 @@ class Admission:
             trace=call.context,
         )
         return RequestState(spec, deadline, call.started_at)
+
+    def _with_reasoning(
+        self, generation: GenerationRequest, described: m.Described, version_id: str, prompt: tuple[int, ...]
+    ) -> GenerationRequest:
+        """The request with what its answer's reasoning is; a constraint begins to count after it."""
+        vocabulary, thinking = self._loaded.vocabularies[described.tokenizer or version_id], generation.thinking
+        continues = generation.template.continue_final_message if generation.template else False
+        last = str((generation.messages or [{}])[-1].get("content", ""))
+        reasoning = reasoning_of(thinking, described, prompt, vocabulary, last, continues=continues)
+        constraint = generation.constraint
+        if reasoning and constraint:
+            reasoning = msgspec.structs.replace(reasoning, keeps_space=True)
+            after = prefix_of(reasoning, thinking, prompt, vocabulary)
+            constraint = msgspec.structs.replace(constraint, after=after)
+        return msgspec.structs.replace(generation, reasoning=reasoning, constraint=constraint)

@@ -12,6 +12,7 @@ from pipeline.errors import InvalidRequest
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from stages.gateway.admission.lengths import Bounds, longest_prompt, too_long
+from stages.gateway.reasoning.switch import with_switches
 from stages.gateway.requests.generation_request import GenerationRequest, TemplateArguments
 from stages.gateway.tokenizer_client import TokenizerClient
 from stages.gateway.tool_calls.fallback_prompt import as_text, has_tools
@@ -43,7 +44,7 @@ async def tokenize_prompts(
         if not described.chat:
             raise InvalidRequest(f"model {version.name!r} has no chat template; use /v1/completions", "model")
         date = generation.template_date or ""
-        messages, arguments = chat_of(generation, described.tool_format)
+        messages, arguments = chat_of(generation, described)
         return [checked(await tokenizer.render(version.id, messages, arguments, limit, date, request_id))]
     prompts: list[Awaitable[m.Encoded] | tuple[int, ...]] = [
         tokenizer.encode(
@@ -68,9 +69,16 @@ async def tokenize_prompts(
     ]
 
 
-def chat_of(generation: GenerationRequest, tool_format: str) -> tuple[list[dict[str, Any]], TemplateArguments]:
-    """The messages and arguments for the model's template, which may have no place for tools."""
+def chat_of(generation: GenerationRequest, described: m.Described) -> tuple[list[dict[str, Any]], TemplateArguments]:
+    """The messages and arguments for the model's template, which may have no place for tools.
+
+    Raises `InvalidRequest` for a demand on reasoning that the template cannot meet.
+    """
     messages, arguments = generation.messages or [], generation.template or TemplateArguments()
+    if generation.thinking:
+        variables = with_switches(arguments.variables, generation.thinking, described)
+        arguments = msgspec.structs.replace(arguments, variables=variables)
+    tool_format = described.tool_format
     if tool_format:
         return (with_short_ids(messages) if tool_format == "mistral" else messages), arguments
     if arguments.tools or has_tools(messages):

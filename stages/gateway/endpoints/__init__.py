@@ -1,7 +1,8 @@
 """The endpoints' formats, without HTTP: from the fields of a body to a request, and from its state to JSON.
 
 chat.py, completions.py   OpenAI's text endpoints
-chat_tools.py             tool calls in the answers of chats
+chat_tools.py             tool calls and reasoning in the answers of chats
+answer_parser.py          reasoning, text and calls in a model's text
 messages.py               Anthropic's text endpoint: its requests
 message_formatter.py      and its responses
 generate.py               the server's own text endpoint

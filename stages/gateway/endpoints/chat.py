@@ -35,6 +35,7 @@ from stages.gateway.endpoints.openai_formatter import OpenAIFormatter
 from stages.gateway.endpoints.prompt_logprobs import scored_prompt
 from stages.gateway.endpoints.response_formatter import finite_logprob, token_text
 from stages.gateway.endpoints.template_fields import TEMPLATE_FIELDS, template_arguments
+from stages.gateway.reasoning.fields import REASONING_FIELDS, thinking_of
 from stages.gateway.requests.generation_request import (
     GenerationRequest,
     check_combination,
@@ -101,7 +102,13 @@ _UNSUPPORTED_CALLS = {
 
 _MESSAGE: dict[str, Reader] = {"role": _read_role, "content": _read_content}
 _MESSAGE_FIELDS: dict[str, dict[str, Reader]] = {  # by role; other roles have those of `_MESSAGE` alone
-    "assistant": {**_MESSAGE, "tool_calls": read_tool_calls, "parsed": ignored},
+    "assistant": {
+        **_MESSAGE,
+        "tool_calls": read_tool_calls,
+        "parsed": ignored,
+        "reasoning_content": text(1 << 30),
+        "reasoning": text(1 << 30),
+    },
     "tool": {**_MESSAGE, "tool_call_id": call_id, "name": tool_name},
 }
 
@@ -150,6 +157,9 @@ def _read_message(value: Any, name: str) -> dict[str, Any]:
     fields = read_fields(value, table, required=tuple(required), unsupported=unsupported, within=name)
     fields.setdefault("content", "")
     fields.pop("parsed", None)
+    # Two names of the same; templates know the first one.
+    if reasoning := fields.pop("reasoning", "") or fields.pop("reasoning_content", ""):
+        fields["reasoning_content"] = reasoning
     if not fields.get("tool_calls"):
         fields.pop("tool_calls", None)
     # "developer" is OpenAI's newer name of "system".
@@ -185,7 +195,6 @@ UNSUPPORTED = {
     "function_call": Unsupported("none", hint="use tool_choice"),
     "modalities": Unsupported(["text"], hint="this server generates text only"),
     "audio": Unsupported(hint="this server generates text only"),
-    "reasoning_effort": Unsupported(),
     "verbosity": Unsupported(),
     "web_search_options": Unsupported(),
     "store": Unsupported(False, hint="nothing is stored"),
@@ -205,6 +214,7 @@ FIELDS: dict[str, Reader] = {
     "tool_choice": read_tool_choice,
     "parallel_tool_calls": flag,
     **TEMPLATE_FIELDS,
+    **REASONING_FIELDS,
     **HINT_FIELDS,
     "prediction": read_prediction,
 }
@@ -247,6 +257,7 @@ def read(body: dict[str, Any]) -> GenerationRequest:
         template_date=values.get("template_date", msgspec.UNSET),
         template=template_arguments(values, tools.definitions if tools else None),
         tools=tools.use if tools else msgspec.UNSET,
+        thinking=thinking_of(values),
         **arguments,
     )
     return check_combination(request)

@@ -1,7 +1,10 @@
-"""The answers of chats with tools, in OpenAI's form: `tool_calls` beside `content`, whole or as deltas.
+"""The answers of chats with tools or reasoning, in OpenAI's form: fields beside `content`, whole or as deltas.
 
-An event has everything that became certain with its tokens: text, the beginnings of calls (id, type, name), and more
-of their arguments.  So each position of a stream has one event, and a client that resumes there has all before it.
+Reasoning is `reasoning_content`, as of DeepSeek's API and llama-server, and `reasoning`, as of vLLM and OpenRouter.
+
+An event has everything that became certain with its tokens: reasoning, text, the beginnings of calls (id, type, name),
+and more of their arguments.  So each position of a stream has one event, and a client that resumes there has all
+before it.
 """
 
 from __future__ import annotations
@@ -9,35 +12,31 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.api.json_body import to_json
+from stages.gateway.endpoints.answer_parser import AnswerItem, AnswerParser, ReasoningText, make_parser
 from stages.gateway.endpoints.chat import ChatFormatter
 from stages.gateway.endpoints.response_formatter import ResponseFormatter
 from stages.gateway.requests.state import RequestState, SequenceState
 from stages.gateway.requests.token_bytes import TokenBytes
-from stages.gateway.tool_calls.call_parser import Arguments, CallBegin, CallParser, Item, Text
-from stages.gateway.tool_calls.formats import format_of
-from stages.gateway.tool_calls.tool_fields import ToolUse
+from stages.gateway.tool_calls.call_parser import Arguments, CallBegin, Text
 
 ID_PREFIX = "call_"
 
 
 def make_formatter(request: RequestState, vocabulary: TokenBytes) -> ResponseFormatter:
     """Return the formatter of a chat."""
-    tools = request.spec.generation.tools
-    return ToolChatFormatter(request, vocabulary, tools) if tools else ChatFormatter(request, vocabulary)
+    parsers = [make_parser(request.spec.generation) for _ in request.sequences]
+    if parsers[0] is None:
+        return ChatFormatter(request, vocabulary)
+    return ParsedChatFormatter(request, vocabulary, parsers)
 
 
-def make_parser(tools: ToolUse) -> CallParser:
-    """Return a parser for one sequence."""
-    return CallParser(format_of(tools.format), frozenset(tools.names), tools.is_single)
+class ParsedChatFormatter(ChatFormatter):
+    """`chat.completion` and `chat.completion.chunk` of a request that has tools, or a model that thinks."""
 
-
-class ToolChatFormatter(ChatFormatter):
-    """`chat.completion` and `chat.completion.chunk` of a request that has tools."""
-
-    def __init__(self, request: RequestState, vocabulary: TokenBytes, tools: ToolUse) -> None:
+    def __init__(self, request: RequestState, vocabulary: TokenBytes, parsers: list[AnswerParser | None]) -> None:
         super().__init__(request, vocabulary)
-        self._tools = tools
-        self._parsers: list[CallParser | None] = [make_parser(tools) for _ in request.sequences]  # None: at its end
+        self._tools = request.spec.generation.tools
+        self._parsers = parsers  # None: at its end
         self._n_calls = [0] * len(request.sequences)
 
     def text_event(self, sequence: SequenceState, new: str, begin: int, end: int) -> bytes | None:
@@ -58,7 +57,7 @@ class ToolChatFormatter(ChatFormatter):
         """See `ResponseFormatter`."""
         self._deltas(sequence, self._parse(sequence, text, is_last=is_whole))
 
-    def _parse(self, sequence: SequenceState, new: str, *, is_last: bool) -> list[Item]:
+    def _parse(self, sequence: SequenceState, new: str, *, is_last: bool) -> list[AnswerItem]:
         parser = self._parsers[sequence.index]
         if parser is None:
             return []
@@ -68,14 +67,15 @@ class ToolChatFormatter(ChatFormatter):
             self._parsers[sequence.index] = None
         return items
 
-    def _delta_event(self, sequence: SequenceState, items: list[Item], logprobs: Any) -> bytes | None:
+    def _delta_event(self, sequence: SequenceState, items: list[AnswerItem], logprobs: Any) -> bytes | None:
         delta = self._deltas(sequence, items)
         if not delta:
             return None
         return to_json(self._event({"index": sequence.index, "delta": delta}, logprobs))
 
-    def _deltas(self, sequence: SequenceState, items: list[Item]) -> dict[str, Any]:
+    def _deltas(self, sequence: SequenceState, items: list[AnswerItem]) -> dict[str, Any]:
         """Return a delta with all of the items, and count the calls."""
+        reasoning = "".join(item.text for item in items if isinstance(item, ReasoningText))
         content = "".join(item.text for item in items if isinstance(item, Text))
         calls: list[dict[str, Any]] = []
         for item in items:
@@ -86,11 +86,13 @@ class ToolChatFormatter(ChatFormatter):
                 if not calls:
                     calls.append({"index": self._n_calls[sequence.index] - 1, "function": {"arguments": ""}})
                 calls[-1]["function"]["arguments"] += item.text
-        delta: dict[str, Any] = {"content": content} if content else {}
+        delta: dict[str, Any] = {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
+        if content:
+            delta["content"] = content
         return {**delta, "tool_calls": calls} if calls else delta
 
     def _call(self, sequence: SequenceState, index: int, name: str) -> dict[str, Any]:
-        name_of = self._tools.call_id(ID_PREFIX, sequence.index, index)
+        name_of = self._tools.call_id(ID_PREFIX, sequence.index, index) if self._tools else ""
         return {"index": index, "id": name_of, "type": "function", "function": {"name": name, "arguments": ""}}
 
     def _finish_reason(self, sequence: SequenceState) -> str:
@@ -98,12 +100,13 @@ class ToolChatFormatter(ChatFormatter):
         return "tool_calls" if has_calls and sequence.finish_reason == "stop" else sequence.finish_reason
 
     def _whole_part(self, sequence: SequenceState) -> dict[str, Any]:
-        parser = make_parser(self._tools)
+        parser = make_parser(self._request.spec.generation)
+        assert parser is not None
         self._n_calls[sequence.index] = 0
         delta = self._deltas(sequence, parser.feed("".join(sequence.text)) + parser.finish())
-        calls = delta.get("tool_calls", [])
+        calls = delta.pop("tool_calls", [])
         for call in calls:
             del call["index"]
-        content = delta.get("content", None if calls else "")
-        message = {"role": "assistant", "content": content, "refusal": None}
+        content = delta.pop("content", None if calls else "")
+        message = {"role": "assistant", "content": content, "refusal": None, **delta}
         return {"index": sequence.index, "message": {**message, "tool_calls": calls} if calls else message}

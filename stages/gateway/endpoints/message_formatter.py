@@ -4,6 +4,8 @@
     content_block_start, ping, content_block_delta ..., content_block_stop      for each block; a ping in the first
     message_delta, message_stop
 
+Reasoning is a `thinking` block. Its signature is a digest of it: the API has one, and no client can check it.
+
 A token can make several events, and a client may lose its connection between any two of them.  Therefore events are
 counted in *units*: a character of a delta is one, and any other event too.  The number of units after an event does not
 depend on how tokens or characters were grouped, so a stream can be continued from it.
@@ -11,6 +13,7 @@ depend on how tokens or characters were grouped, so a stream can be continued fr
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,10 +21,10 @@ import msgspec
 from pipeline.api.error_response import anthropic_error
 from pipeline.api.json_body import to_json
 from pipeline.errors import StarlingError
-from stages.gateway.endpoints.chat_tools import make_parser
+from stages.gateway.endpoints.answer_parser import AnswerItem, ReasoningText, make_parser
 from stages.gateway.requests.state import RequestState, SequenceState
 from stages.gateway.requests.token_bytes import TokenBytes
-from stages.gateway.tool_calls.call_parser import Arguments, CallBegin, CallEnd, CallParser, Item, Text
+from stages.gateway.tool_calls.call_parser import Arguments, CallBegin, CallEnd, Text
 
 ID_PREFIX, CALL_PREFIX = "msg_", "toolu_"
 
@@ -40,9 +43,10 @@ class MessageFormatter:
     def __init__(self, request: RequestState, vocabulary: TokenBytes) -> None:
         self._request = request
         self._tools = request.spec.generation.tools
-        self._parser: CallParser | None = make_parser(self._tools) if self._tools else None
+        self._parser = make_parser(request.spec.generation)
         self._is_whole = False  # all of the text has been parsed
         self._block = ""  # type of the open block; "": none is open
+        self._thinking = hashlib.sha256()  # of the reasoning so far
         self._n_blocks = 0
         self._n_calls = 0
         self._units = 0
@@ -99,6 +103,11 @@ class MessageFormatter:
                 if not content or content[-1]["type"] != "text":
                     content.append({"type": "text", "text": ""})
                 content[-1]["text"] += item.text
+            elif isinstance(item, ReasoningText):
+                if not content:
+                    content.append({"type": "thinking", "thinking": ""})
+                content[-1]["thinking"] += item.text
+                content[-1]["signature"] = self._sign(item.text)
             elif isinstance(item, CallBegin):
                 content.append(self._call_block(item.name))
             elif isinstance(item, CallEnd):
@@ -140,7 +149,12 @@ class MessageFormatter:
         self._n_calls += 1
         return {"type": "tool_use", "id": call_id, "name": name, "input": {}}
 
-    def _parse(self, new: str, *, is_last: bool) -> list[Item]:
+    def _sign(self, text: str) -> str:
+        """The signature of the reasoning up to `text`."""
+        self._thinking.update(text.encode())
+        return self._thinking.hexdigest()
+
+    def _parse(self, new: str, *, is_last: bool) -> list[AnswerItem]:
         if self._parser is None:
             return [Text(new)] if new else []
         items = self._parser.feed(new) if not self._is_whole else []
@@ -149,12 +163,17 @@ class MessageFormatter:
             items += self._parser.finish()
         return items
 
-    def _add(self, items: list[Item]) -> None:
+    def _add(self, items: list[AnswerItem]) -> None:
         for item in items:
             if isinstance(item, Text):
                 if self._block != "text":
                     self._open_block({"type": "text", "text": ""})
                 self._delta("text_delta", "text", item.text)
+            elif isinstance(item, ReasoningText):
+                if self._block != "thinking":
+                    self._open_block({"type": "thinking", "thinking": "", "signature": ""})
+                self._delta("thinking_delta", "thinking", item.text)
+                self._sign(item.text)
             elif isinstance(item, CallBegin):
                 self._open_block(self._call_block(item.name))
             elif isinstance(item, Arguments):
@@ -171,6 +190,9 @@ class MessageFormatter:
         self._n_blocks += 1
 
     def _close_block(self) -> None:
+        if self._block == "thinking":
+            delta = {"type": "signature_delta", "signature": self._sign("")}
+            self._event("content_block_delta", index=self._n_blocks - 1, delta=delta)
         if self._block:
             self._event("content_block_stop", index=self._n_blocks - 1)
         self._block = ""

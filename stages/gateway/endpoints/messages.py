@@ -28,6 +28,7 @@ from pipeline.api.generation_fields import MAX_MODEL_CHARACTERS, MAX_OUTPUT_TOKE
 from pipeline.api.json_schema import Schema, any_of, array_of, described, schema_of
 from pipeline.errors import InvalidRequest
 from stages.gateway.endpoints.chat import MAX_MESSAGES
+from stages.gateway.reasoning.fields import check_budget, read_thinking
 from stages.gateway.requests.generation_request import GenerationRequest, TemplateArguments
 from stages.gateway.tool_calls.history import call_id, check_results, template_call
 from stages.gateway.tool_calls.tool_fields import (
@@ -72,8 +73,10 @@ def _read_result_content(value: Any, name: str) -> str:
 
 
 _TEXT: dict[str, Reader] = {"text": text(1 << 30, empty=False)}
+_THINKING: dict[str, Reader] = {"thinking": text(1 << 30), "signature": text(1 << 16)}
 _BLOCKS: dict[str, tuple[dict[str, Reader], tuple[str, ...]]] = {  # by type: fields, and which are required
     "text": (_TEXT, ("text",)),
+    "thinking": (_THINKING, ("thinking",)),
     "tool_use": ({"id": call_id, "name": tool_name, "input": read_input}, ("id", "name", "input")),
     "tool_result": (
         {"tool_use_id": call_id, "content": _read_result_content, "is_error": flag},
@@ -101,7 +104,7 @@ def read_blocks(value: Any, name: str, types: tuple[str, ...], *, may_be_empty: 
 
 
 _ROLES = ("user", "assistant", "system")
-_TYPES = {"assistant": ("text", "tool_use"), "system": ("text",)}  # of content blocks, by role
+_TYPES = {"assistant": ("text", "thinking", "tool_use"), "system": ("text",)}  # of content blocks, by role
 _OTHER_TYPES = ("text", "tool_result")
 
 
@@ -179,6 +182,8 @@ def _read_message(value: Any, name: str) -> list[dict[str, Any]]:
     if role == "assistant":
         calls = [template_call(b["id"], b["name"], b["input"]) for b in blocks if b["type"] == "tool_use"]
         message = {"role": role, "content": "".join(b["text"] for b in blocks if b["type"] == "text")}
+        if reasoning := "".join(b["thinking"] for b in blocks if b["type"] == "thinking"):
+            message["reasoning_content"] = reasoning
         return [{**message, "tool_calls": calls} if calls else message]
     messages: list[dict[str, Any]] = []
     for block in blocks:
@@ -204,7 +209,10 @@ def _continues(before: dict[str, Any], message: dict[str, Any]) -> bool:
 
 def _joined(before: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
     separator = "" if message["role"] == "assistant" else "\n"
-    return {**message, "content": f"{before['content']}{separator}{message['content']}"}
+    joined = {**before, **message, "content": f"{before['content']}{separator}{message['content']}"}
+    if reasoning := before.get("reasoning_content", "") + message.get("reasoning_content", ""):
+        joined["reasoning_content"] = reasoning
+    return joined
 
 
 # ------------------------------------------------------------------ fields
@@ -298,7 +306,6 @@ def read_metadata(value: Any, name: str) -> None:
 
 
 UNSUPPORTED = {
-    "thinking": Unsupported({"type": "disabled"}, hint="leave it out"),
     "container": Unsupported(),
     "diagnostics": Unsupported(),
     "speed": Unsupported("standard"),
@@ -314,6 +321,7 @@ _PROMPT_FIELDS: dict[str, Reader] = {
     "system": read_system,
     "tools": read_tools,
     "tool_choice": read_tool_choice,
+    "thinking": read_thinking,
     "cache_control": read_cache_control,
 }
 FIELDS: dict[str, Reader] = {
@@ -337,6 +345,7 @@ COUNT_BODY = FieldTable(_PROMPT_FIELDS, ("model", "messages"), UNSUPPORTED)
 def read(body: dict[str, Any]) -> GenerationRequest:
     """Read the body of a request for a message. Raises `InvalidRequest`."""
     values = BODY.read(body)
+    check_budget(body.get("thinking"), values["max_tokens"])
     return GenerationRequest(
         endpoint="messages",
         max_tokens=values["max_tokens"],
@@ -373,6 +382,8 @@ def _prompt_arguments(values: dict[str, Any]) -> dict[str, Any]:
     }
     if tools is not None:
         arguments["tools"] = tools.use
+    if "thinking" in values:
+        arguments["thinking"] = values["thinking"]
     return arguments
 
 

@@ -4,6 +4,8 @@
     response.output_item.added, ..., response.output_item.done                          for each item; in between
         response.content_part.added, response.output_text.delta ..., response.output_text.done,
             response.content_part.done                                                  of a message
+        response.content_part.added, response.reasoning_text.delta ..., response.reasoning_text.done,
+            response.content_part.done                                                  of reasoning
         response.function_call_arguments.delta ..., response.function_call_arguments.done   of a call
     response.completed | response.incomplete | response.failed
 
@@ -20,13 +22,13 @@ import msgspec
 
 from pipeline.api.json_body import to_json
 from pipeline.errors import StarlingError
+from stages.gateway.endpoints.answer_parser import AnswerItem, ReasoningText, make_parser
 from stages.gateway.endpoints.chat_tools import ID_PREFIX as CALL_PREFIX
-from stages.gateway.endpoints.chat_tools import make_parser
 from stages.gateway.endpoints.message_formatter import BlockEvent
 from stages.gateway.requests.generation_request import ResponseFields
 from stages.gateway.requests.state import Outcome, RequestState, SequenceState
 from stages.gateway.requests.token_bytes import TokenBytes
-from stages.gateway.tool_calls.call_parser import Arguments, CallBegin, CallEnd, CallParser, Item, Text
+from stages.gateway.tool_calls.call_parser import Arguments, CallBegin, CallEnd, Text
 from stages.gateway.tool_calls.history import template_call
 
 ID_PREFIX = "resp_"
@@ -37,7 +39,7 @@ class _OutputItem:
     """An output item as it grows."""
 
     def __init__(self, kind: str, item_id: str, name: str = "", call_id: str = "") -> None:
-        self.kind = kind  # "message" or "function_call"
+        self.kind = kind  # "message", "reasoning" or "function_call"
         self.id = item_id
         self.name = name
         self.call_id = call_id
@@ -52,8 +54,11 @@ class _OutputItem:
     def shown(self, status: str, *, is_new: bool = False) -> dict[str, Any]:
         """The item as clients see it."""
         if self.kind == "message":
-            content = [] if is_new else [_part(self.text)]
+            content = [] if is_new else [self.part(self.text)]
             return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": content}
+        if self.kind == "reasoning":
+            content = [] if is_new else [self.part(self.text)]
+            return {"id": self.id, "type": "reasoning", "status": status, "summary": [], "content": content}
         return {
             "id": self.id,
             "type": "function_call",
@@ -63,9 +68,11 @@ class _OutputItem:
             "arguments": self.text,
         }
 
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def part(self, text: str) -> dict[str, Any]:
+        """The content of a message or of reasoning."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 class _Items:
@@ -80,6 +87,10 @@ class _Items:
     def message(self) -> _OutputItem:
         """Begin a message."""
         return self._add(_OutputItem("message", f"msg_{self._hex}{len(self.all):03d}"))
+
+    def reasoning(self) -> _OutputItem:
+        """Begin reasoning."""
+        return self._add(_OutputItem("reasoning", f"rs_{self._hex}{len(self.all):03d}"))
 
     def call(self, name: str) -> _OutputItem:
         """Begin a call."""
@@ -96,9 +107,8 @@ def _output_items(request: RequestState) -> list[_OutputItem]:
     """The items of the text so far."""
     (sequence,) = request.sequences
     items, text = _Items(request), "".join(sequence.text)
-    tools = request.spec.generation.tools
-    parser = make_parser(tools) if tools else None
-    found: list[Item] = parser.feed(text) if parser is not None else [Text(text)] if text else []
+    parser = make_parser(request.spec.generation)
+    found: list[AnswerItem] = parser.feed(text) if parser is not None else [Text(text)] if text else []
     if parser is not None and sequence.is_flushed:
         found += parser.finish()
     for item in found:
@@ -106,13 +116,18 @@ def _output_items(request: RequestState) -> list[_OutputItem]:
             if not items.all or items.all[-1].kind != "message":
                 items.message()
             items.all[-1].parts.append(item.text)
+        elif isinstance(item, ReasoningText):
+            if not items.all:
+                items.reasoning()
+            items.all[-1].parts.append(item.text)
         elif isinstance(item, CallBegin):
             items.call(item.name)
         elif isinstance(item, Arguments):
             items.all[-1].parts.append(item.text)
         else:
             items.all[-1].closed, items.all[-1].is_complete = item.closed, item.is_complete
-    if not items.all and sequence.is_over:
+    is_bare = not items.all or (items.all[-1].kind == "reasoning" and sequence.finish_reason == "stop")
+    if is_bare and sequence.is_over:
         items.message()  # an answer without text
     return items.all
 
@@ -139,7 +154,7 @@ def response_object(request: RequestState, status: str = "") -> dict[str, Any]:
         "output": [
             item.shown(_item_status(item.is_complete or item is not output[-1], is_over, is_cut)) for item in output
         ],
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": fields.effort or None, "summary": None},
         "seed": spec.seed,
         "service_tier": "default",
         "store": fields.is_stored,
@@ -174,7 +189,7 @@ def _usage(request: RequestState) -> dict[str, Any]:
         "input_tokens": given,
         "input_tokens_details": {"cached_tokens": request.cached_tokens},
         "output_tokens": made,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": request.reasoning_tokens},
         "total_tokens": given + made,
     }
 
@@ -186,6 +201,8 @@ def answer_message(request: RequestState) -> dict[str, Any]:
         "role": "assistant",
         "content": "".join(item.text for item in items if item.kind == "message"),
     }
+    if reasoning := "".join(item.text for item in items if item.kind == "reasoning"):
+        message["reasoning_content"] = reasoning
     made = (item for item in items if item.kind == "function_call")
     calls = [template_call(item.call_id, item.name, _arguments(item.closed)) for item in made]
     return {**message, "tool_calls": calls} if calls else message
@@ -206,8 +223,7 @@ class ResponsesFormatter:
 
     def __init__(self, request: RequestState, vocabulary: TokenBytes) -> None:
         self._request = request
-        self._tools = request.spec.generation.tools
-        self._parser: CallParser | None = make_parser(self._tools) if self._tools else None
+        self._parser = make_parser(request.spec.generation)
         self._is_parsed = False  # all of the text
         self._items = _Items(request)
         self._open: _OutputItem | None = None
@@ -236,7 +252,8 @@ class ResponsesFormatter:
     def end_events(self, sequence: SequenceState) -> list[BlockEvent]:
         """Return the events that end the last item."""
         self._add(self._parse("", is_last=True))
-        if not self._items.all:
+        if not self._items.all or (self._items.all[-1].kind == "reasoning" and sequence.finish_reason == "stop"):
+            self._close("completed")
             self._begin(self._items.message())
         self._close("incomplete" if sequence.finish_reason == "length" else "completed")
         return self._take()
@@ -277,7 +294,7 @@ class ResponsesFormatter:
 
     # ----------------------------------------------------------------
 
-    def _parse(self, new: str, *, is_last: bool) -> list[Item]:
+    def _parse(self, new: str, *, is_last: bool) -> list[AnswerItem]:
         if self._parser is None:
             return [Text(new)] if new else []
         items = self._parser.feed(new) if not self._is_parsed else []
@@ -286,13 +303,17 @@ class ResponsesFormatter:
             items += self._parser.finish()
         return items
 
-    def _add(self, items: list[Item]) -> None:
+    def _add(self, items: list[AnswerItem]) -> None:
         for item in items:
             if isinstance(item, Text):
                 if self._open is None or self._open.kind != "message":
                     self._close("completed")
                     self._begin(self._items.message())
                 self._delta("response.output_text.delta", item.text)
+            elif isinstance(item, ReasoningText):
+                if self._open is None:
+                    self._begin(self._items.reasoning())
+                self._delta("response.reasoning_text.delta", item.text)
             elif isinstance(item, CallBegin):
                 self._close("completed")
                 self._begin(self._items.call(item.name))
@@ -304,14 +325,14 @@ class ResponsesFormatter:
     def _place(self) -> dict[str, Any]:
         assert self._open is not None
         place = {"item_id": self._open.id, "output_index": len(self._items.all) - 1}
-        return {**place, "content_index": 0} if self._open.kind == "message" else place
+        return place if self._open.kind == "function_call" else {**place, "content_index": 0}
 
     def _begin(self, item: _OutputItem) -> None:
         self._open = item
         shown = item.shown("in_progress", is_new=True)
         self._event("response.output_item.added", output_index=len(self._items.all) - 1, item=shown)
-        if item.kind == "message":
-            self._event("response.content_part.added", **self._place(), part=_part(""))
+        if item.kind != "function_call":
+            self._event("response.content_part.added", **self._place(), part=item.part(""))
 
     def _close(self, status: str) -> None:
         item = self._open
@@ -320,7 +341,10 @@ class ResponsesFormatter:
         place, text = self._place(), item.text
         if item.kind == "message":
             self._event("response.output_text.done", **place, text=text, logprobs=[])
-            self._event("response.content_part.done", **place, part=_part(text))
+            self._event("response.content_part.done", **place, part=item.part(text))
+        elif item.kind == "reasoning":
+            self._event("response.reasoning_text.done", **place, text=text)
+            self._event("response.content_part.done", **place, part=item.part(text))
         else:
             self._event("response.function_call_arguments.done", **place, name=item.name, arguments=text)
         index = len(self._items.all) - 1

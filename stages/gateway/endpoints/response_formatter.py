@@ -47,11 +47,15 @@ class ResponseFormatter(Protocol):
 def usage(request: RequestState) -> dict[str, Any]:
     """Return OpenAI's `usage`. A prompt counts once, for any number of choices."""
     prompt, completion = request.prompt_tokens, request.completion_tokens
+    details: dict[str, Any] = {}
+    if request.spec.generation.reasoning:
+        details["completion_tokens_details"] = {"reasoning_tokens": request.reasoning_tokens}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": request.cached_tokens},
+        **details,
     }
 
 

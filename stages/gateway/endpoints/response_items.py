@@ -1,6 +1,7 @@
 """The items of a conversation in OpenAI's Responses API, and the messages of the chat template that they become.
 
 message                 a message; without `type`, anything with a role
+reasoning               what the model wrote before its answer, part of the assistant's message after it
 function_call           a call, part of the assistant's message
 function_call_output    its result
 """
@@ -22,10 +23,13 @@ _ITEM_ID = text(256)
 
 
 def add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Append a message. The text of an answer and its calls, which are items of their own, become one message."""
+    """Append a message. Reasoning, text and calls of an answer, which are items of their own, become one message."""
     before = messages[-1] if messages else {}
+    is_bare = not before.get("content") and not before.get("tool_calls")  # it has reasoning alone
     if message.get("tool_calls") and before.get("role") == "assistant":
         messages[-1] = {**before, "tool_calls": [*before.get("tool_calls", []), *message["tool_calls"]]}
+    elif before.get("reasoning_content") and is_bare and message["role"] == "assistant":
+        messages[-1] = {**before, **message}
     else:
         messages.append(message)
 
@@ -36,12 +40,14 @@ def _read_item(value: Any, name: str) -> dict[str, Any]:
     kind = value.get("type") or "message"
     if kind == "message":
         return _read_message(value, name)
+    if kind == "reasoning":
+        return _read_reasoning(value, name)
     if kind == "function_call":
         return _read_call(value, name)
     if kind == "function_call_output":
         return _read_result(value, name)
     raise InvalidRequest(
-        f"{name}.type is {show(kind)}; this server accepts message, function_call and function_call_output",
+        f"{name}.type is {show(kind)}; this server accepts message, reasoning, function_call and function_call_output",
         f"{name}.type",
     )
 
@@ -81,6 +87,27 @@ def read_content(value: Any, name: str) -> str:
     return "".join(texts)
 
 
+_REASONING_PART: dict[str, Reader] = {"type": one_of("reasoning_text"), "text": text(1 << 30)}
+
+
+@described(array_of(object_schema(_REASONING_PART, required=("type", "text"))))
+def _read_reasoning_parts(value: Any, name: str) -> str:
+    if not isinstance(value, list):
+        raise invalid_value(name, value, 'an array of {"type": "reasoning_text", "text": ...}')
+    texts = []
+    for index, part in enumerate(value):
+        where = f"{name}[{index}]"
+        if not isinstance(part, dict):
+            raise invalid_value(where, part, 'an object {"type": "reasoning_text", "text": ...}')
+        texts.append(read_fields(part, _REASONING_PART, required=("type", "text"), within=where)["text"])
+    return "".join(texts)
+
+
+def _read_reasoning(value: dict[str, Any], name: str) -> dict[str, Any]:
+    fields = read_fields(value, _REASONING, required=("type",), unsupported=_UNSUPPORTED_REASONING, within=name)
+    return {"role": "assistant", "content": "", "reasoning_content": fields.get("content", "")}
+
+
 def _read_call(value: dict[str, Any], name: str) -> dict[str, Any]:
     fields = read_fields(value, _CALL, required=_CALL_REQUIRED, within=name)
     call = template_call(fields["call_id"], fields["name"], fields["arguments"])
@@ -100,6 +127,13 @@ _MESSAGE: dict[str, Reader] = {
     "status": _STATUS,
 }
 _UNSUPPORTED = {"phase": Unsupported()}
+_REASONING: dict[str, Reader] = {
+    "type": one_of("reasoning"),
+    "id": _ITEM_ID,
+    "content": _read_reasoning_parts,
+    "status": _STATUS,
+}
+_UNSUPPORTED_REASONING = {"summary": Unsupported([]), "encrypted_content": Unsupported("")}
 _CALL: dict[str, Reader] = {
     "type": one_of("function_call"),
     "call_id": call_id,
@@ -120,6 +154,7 @@ _RESULT: dict[str, Reader] = {
 _RESULT_REQUIRED = ("type", "call_id", "output")
 _ITEM = any_of(
     object_schema(_MESSAGE, required=("role", "content"), unsupported=_UNSUPPORTED),
+    object_schema(_REASONING, required=("type",), unsupported=_UNSUPPORTED_REASONING),
     object_schema(_CALL, required=_CALL_REQUIRED),
     object_schema(_RESULT, required=_RESULT_REQUIRED),
 )

@@ -38,6 +38,7 @@ from pipeline.api.json_schema import any_of, array_of, described
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Constraint
 from stages.gateway.endpoints.response_items import read_input
+from stages.gateway.reasoning.fields import read_reasoning
 from stages.gateway.requests.generation_request import (
     GenerationRequest,
     ResponseFields,
@@ -136,17 +137,6 @@ def read_tool_choice(value: Any, name: str) -> str:
     return str(read_fields(value, _CHOICE, required=("type", "name"), within=name)["name"])
 
 
-_UNSUPPORTED_IN_REASONING = dict.fromkeys(("effort", "summary", "generate_summary"), Unsupported())
-
-
-@described(object_schema({}, unsupported=_UNSUPPORTED_IN_REASONING))
-def read_reasoning(value: Any, name: str) -> None:
-    """Accept `reasoning` without demands."""
-    if not isinstance(value, dict):
-        raise invalid_value(name, value, "an object")
-    read_fields(value, {}, unsupported=_UNSUPPORTED_IN_REASONING, within=name)
-
-
 UNSUPPORTED = {
     **COMMON_UNSUPPORTED,
     "conversation": Unsupported(hint="use previous_response_id"),
@@ -223,6 +213,7 @@ def read(body: dict[str, Any]) -> GenerationRequest:
         constraint=values.get("text") or msgspec.UNSET,
         template=TemplateArguments(tools=tools.definitions if tools is not None else None),
         tools=tools.use if tools is not None else msgspec.UNSET,
+        thinking=values.get("reasoning", msgspec.UNSET),
         response=ResponseFields(
             previous=values.get("previous_response_id", ""),
             is_stored=is_stored,
@@ -230,6 +221,7 @@ def read(body: dict[str, Any]) -> GenerationRequest:
             conversation=values["input"],
             n_instructions=len(instructions),
             repeated=json.dumps(repeated, ensure_ascii=False).encode(),
+            effort=values["reasoning"].effort if "reasoning" in values else "",
         ),
     )
     return check_combination(request)

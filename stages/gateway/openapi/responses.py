@@ -58,7 +58,7 @@ SCHEMAS: dict[str, Schema] = {
     "ChatCompletion": _openai_answer(
         "chat.completion",
         message=_object(
-            {"tool_calls": array_of(_TOOL_CALL)},
+            {"tool_calls": array_of(_TOOL_CALL), "reasoning_content": _STRING, "reasoning": _STRING},
             role={"const": "assistant"},
             content=_STRING_OR_NULL,
             refusal={"type": "null"},
@@ -70,7 +70,7 @@ SCHEMAS: dict[str, Schema] = {
         type={"const": "message"},
         role={"const": "assistant"},
         model=_STRING,
-        content=array_of(_object(type={"enum": ["text", "tool_use"]})),
+        content=array_of(_object(type={"enum": ["text", "thinking", "tool_use"]})),
         stop_reason=_STRING_OR_NULL,
         stop_sequence=_STRING_OR_NULL,
         usage=_object(input_tokens=_COUNT, output_tokens=_COUNT),
@@ -81,7 +81,7 @@ SCHEMAS: dict[str, Schema] = {
         created_at=_INTEGER,
         status={"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
         model=_STRING,
-        output=array_of(_object(type={"enum": ["message", "function_call"]}, id=_STRING, status=_STRING)),
+        output=array_of(_object(type={"enum": ["message", "reasoning", "function_call"]}, id=_STRING, status=_STRING)),
         error=_OBJECT_OR_NULL,
         incomplete_details=_OBJECT_OR_NULL,
         usage=_OBJECT_OR_NULL,

@@ -15,6 +15,7 @@ from pipeline.api.constraint_fields import constraint_of
 from pipeline.api.generation_fields import MAX_SEQUENCES, sampling_of
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Constraint, Sampling
+from stages.gateway.reasoning.fields import Reasoning, Thinking
 from stages.gateway.tool_calls.formats import MARKERS
 from stages.gateway.tool_calls.tool_fields import ToolUse
 
@@ -49,6 +50,7 @@ class ResponseFields(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     conversation: list[dict[str, Any]] = []  # messages without instructions; since admission also those of `previous`
     n_instructions: int = 0  # messages before the conversation
     repeated: bytes = b"{}"  # JSON, fields of the request that the answer repeats
+    effort: str = ""  # of reasoning; "": the request has none
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
@@ -89,11 +91,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     prompt_logprobs: int | msgspec.UnsetType = msgspec.UNSET
     suffix: str | msgspec.UnsetType = msgspec.UNSET  # what follows the text, until the prompt is tokenized
     shows_prompt_logprobs: bool | msgspec.UnsetType = msgspec.UNSET  # in a field of their own; UNSET: no
+    thinking: Thinking | msgspec.UnsetType = msgspec.UNSET  # of a chat, until it is rendered; UNSET: no demands
+    reasoning: Reasoning | msgspec.UnsetType = msgspec.UNSET  # set at admission; UNSET: the text is not divided
 
     @property
     def kept_control(self) -> frozenset[bytes]:
-        """Control tokens that are text, although others are left out: they show where a tool call is."""
-        return MARKERS if self.tools else _NONE
+        """Control tokens that are text, although others are left out: they show where a call or reasoning is."""
+        kept = MARKERS if self.tools else _NONE
+        return kept.union(self.reasoning.marks) if self.reasoning else kept
 
     @property
     def is_in_background(self) -> bool:

@@ -23,6 +23,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     cached_tokens: int = 0
     first_token_at: float = 0.0  # of the gateway's monotonic clock, s
     scores: bytes = b""  # of its prompt, see requests/prompt_scores.py
+    n_reasoning: int = 0
 
 
 def output_of(sequence: SequenceState) -> SequenceOutput:
@@ -38,6 +39,7 @@ def output_of(sequence: SequenceState) -> SequenceOutput:
         sequence.cached_tokens,
         sequence.first_token_at,
         bytes(sequence.scores.data) if sequence.scores is not None else b"",
+        sequence.n_reasoning,
     )
 
 
@@ -49,7 +51,7 @@ def restore_output(sequence: SequenceState, output: SequenceOutput) -> None:
     sequence.text, sequence.text_length = [output.text], len(output.text)
     sequence.n_emitted, sequence.n_used = output.n_emitted, len(tokens)
     sequence.n_prompt, sequence.cached_tokens = output.n_prompt, output.cached_tokens
-    sequence.first_token_at = output.first_token_at
+    sequence.first_token_at, sequence.n_reasoning = output.first_token_at, output.n_reasoning
     sequence.finish_reason, sequence.stop_string = output.finish_reason, output.stop_string
     sequence.is_flushed = bool(output.finish_reason)
     if sequence.scores is not None:

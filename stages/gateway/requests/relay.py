@@ -387,7 +387,8 @@ class Relay:
             return
         decoder = sequence.decoder
         if decoder is None:
-            decoder = sequence.decoder = StreamDecoder(request.spec.generation.stop)
+            generation = request.spec.generation
+            decoder = sequence.decoder = StreamDecoder(generation.stop, generation.reasoning or None)
         skip_special, kept = request.spec.generation.skip_special, request.spec.generation.kept_control
         tokens, visible = sequence.tokens, sequence.visible
         # "length" comes with the token that reached the limit. A stop token may come in a frame of its own, so the text
@@ -398,6 +399,7 @@ class Relay:
             if end == last and not decoder.stop_string:
                 text += decoder.finish()
             sequence.is_flushed = end == last or bool(decoder.stop_string)
+            sequence.n_reasoning = decoder.n_reasoning
             _emit(sequence, sink, text, end)
             if decoder.stop_string:
                 self._stop(sequence, decoder.stop_string)

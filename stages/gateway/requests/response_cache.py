@@ -55,11 +55,14 @@ def key_of(spec: RequestSpec, kv_type: str) -> ResponseKey:
         spec.digest,
         kv_type,
         generation.cache_salt,
-        (generation.skip_special, bool(generation.kept_control)),
+        (generation.skip_special, bool(generation.tools)),
         generation.stop,
         sequences,
         *(() if generation.prompt_logprobs is msgspec.UNSET else ("scores", generation.prompt_logprobs)),
         *((generation.constraint.kind, generation.constraint.text) if generation.constraint else ()),
+        # Stop strings act on the answer alone, and a constraint too.
+        *(("reasoning", generation.reasoning) if generation.reasoning else ()),
+        *(("after", generation.constraint.after) if generation.constraint and generation.constraint.after else ()),
     )
     return ResponseKey(hashlib.sha256(msgspec.msgpack.encode(parts)).digest())
 

@@ -90,7 +90,7 @@ class Resumer:
                 "Last-Event-ID",
             )
         generation = request.spec.generation
-        decoder, length = StreamDecoder(generation.stop), 0
+        decoder, length = StreamDecoder(generation.stop, generation.reasoning or None), 0
         skip_special, kept = generation.skip_special, generation.kept_control
         for at in range(0, len(tokens), TOKENS_AT_ONCE):
             for token in tokens[at : at + TOKENS_AT_ONCE]:

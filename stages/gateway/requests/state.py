@@ -88,6 +88,7 @@ class SequenceState:
         "logprobs",
         "n_emitted",
         "n_prompt",
+        "n_reasoning",
         "n_resubmitted",
         "n_used",
         "not_before",
@@ -129,6 +130,7 @@ class SequenceState:
         self.n_emitted = 0  # output tokens whose text and logprobs have gone to the sink
         self.stop_string = ""
         self.n_used = 0  # output tokens that count: up to and including a stop token
+        self.n_reasoning = 0  # of them, those of the reasoning before the answer, with its marks
 
     @property
     def is_over(self) -> bool:
@@ -231,6 +233,11 @@ class RequestState:
     def completion_tokens(self) -> int:
         """Output tokens that count, of all sequences."""
         return sum(s.n_used if s.is_over else len(s.tokens) for s in self.sequences)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Output tokens that are reasoning, of all sequences."""
+        return sum(s.n_reasoning for s in self.sequences)
 
     @property
     def first_token_at(self) -> float:

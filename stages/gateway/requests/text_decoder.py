@@ -3,6 +3,8 @@
 It holds back only what a later token can change: an incomplete UTF-8 sequence, and a tail that is the beginning of a
 stop string. It takes one token at a time, so the text and the position of the stop do not depend on how tokens were
 grouped into frames. The work for each token is bounded by the stop strings.
+
+Reasoning before an answer is part of the text, with its marks; stop strings act on the answer alone.
 """
 
 from __future__ import annotations
@@ -10,14 +12,21 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable
 
+from stages.gateway.reasoning.fields import Reasoning
+from stages.gateway.reasoning.reasoning_parser import Kind, Part, ReasoningParser
+
 _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class StreamDecoder:
     """Incremental detokenizer with stop strings."""
 
-    def __init__(self, stop: Iterable[str] = ()) -> None:
+    def __init__(self, stop: Iterable[str] = (), reasoning: Reasoning | None = None) -> None:
+        """reasoning: the text may begin with it."""
         self._utf8 = _utf8("replace")
+        self._parser = ReasoningParser(reasoning) if reasoning is not None else None  # None: the answer has begun
+        self.n_reasoning = 0  # tokens up to the end of the reasoning
+        self._n_tokens = 0  # before the answer
         self._stop = tuple(s for s in stop if s)
         self._held = ""
         self.stop_string = ""  # the stop string that was met; after that the decoder takes no more tokens
@@ -25,17 +34,36 @@ class StreamDecoder:
     def push(self, token_bytes: bytes) -> str:
         """Take the bytes of one token (b"" if it is not shown). Returns the text that is now certain."""
         text = self._utf8.decode(token_bytes)
+        if self._parser is not None:
+            return self._push_reasoning(self._parser, text)
         return self._release(text) if self._stop else text
 
     def finish(self) -> str:
         """The text that was held back; an incomplete UTF-8 sequence becomes U+FFFD."""
         text = self._utf8.decode(b"", True)
-        if not self._stop:
-            return text
-        text = self._release(text)
+        if self._parser is not None:
+            text = self._shown([*self._parser.feed(text), *self._parser.finish()])
+            self._parser = None
+        elif self._stop:
+            text = self._release(text)
         if not self.stop_string:
             text, self._held = text + self._held, ""
         return text
+
+    def _push_reasoning(self, parser: ReasoningParser, text: str) -> str:
+        self._n_tokens += 1
+        was_over = parser.n_marks == 2
+        parts = parser.feed(text)
+        if parser.n_marks and not was_over:
+            self.n_reasoning = self._n_tokens
+        if parser.is_answer:
+            self._parser = None
+        return self._shown(parts)
+
+    def _shown(self, parts: list[Part]) -> str:
+        if not self._stop:
+            return "".join(part.text for part in parts)
+        return "".join(part.text if part.kind is not Kind.ANSWER else self._release(part.text) for part in parts)
 
     def _release(self, new: str) -> str:
         text = self._held + new

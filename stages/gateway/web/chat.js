@@ -201,10 +201,11 @@ export class Chat {
     const choice = data.choices?.[0];
     if (!choice) return;
     const delta = choice.delta || {};
-    if (delta.content || delta.tool_calls || choice.logprobs) {
+    if (delta.content || delta.reasoning || delta.tool_calls || choice.logprobs) {
       message.first ??= Date.now();
       message.last = Date.now();
     }
+    if (delta.reasoning) message.reasoning = (message.reasoning || "") + delta.reasoning;
     if (delta.content) message.content += delta.content;
     for (const { index, id, function: part } of delta.tool_calls || []) {
       message.tool_calls ??= [];

@@ -36,6 +36,8 @@ export class MessageView {
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
+    this.reasoning = element("div", { class: "body" });
+    this.thought = element("details", { class: "reasoning", hidden: true }, element("summary", { text: "Reasoning" }), this.reasoning);
     this.body = element("div", { class: "body" });
     this.notes = element("p", { class: "statistics" });
     this.problem = element("p", { class: "error", hidden: true });
@@ -43,7 +45,7 @@ export class MessageView {
     this.buttons = element("div", { class: "buttons" });
     this.root = element("li", { class: `message ${message.role}` },
       element("h2", { text: NAMES[message.role] || message.role }),
-      this.body, this.calls, this.problem, this.notes, this.buttons);
+      this.thought, this.body, this.calls, this.problem, this.notes, this.buttons);
     this.update();
   }
 
@@ -52,6 +54,8 @@ export class MessageView {
     const message = this.message;
     this.root.classList.toggle("running", Boolean(message.run));
     this.showText();
+    this.thought.hidden = !message.reasoning;
+    if (message.reasoning) this.reasoning.textContent = message.reasoning;
     this.notes.textContent = message.role === "assistant" ? (message.waiting || statistics(message)) : "";
     this.problem.textContent = message.error || "";
     this.problem.hidden = !message.error;

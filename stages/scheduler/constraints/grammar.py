@@ -13,7 +13,7 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from pipeline.protocol.messages import Constraint
+from pipeline.protocol.messages import Constraint, ReasoningPrefix
 from stages.scheduler.constraints.frames import VocabularyFile
 
 # Without it, text that the grammar forces would be forced token by token, in a tokenization that need not be the
@@ -25,6 +25,7 @@ _JSON_OPTIONS = {"whitespace_pattern": r"[ ]?|\n[ \t]{0,40}", "lenient": False}
 _OWN_OPTIONS = re.compile(r"(?m)^\s*%llguidance\b")
 _LISTING = re.compile(r"<state>|\n +[0-9]+ \|")
 _POSITION = re.compile(r"^at [0-9]+\([0-9]+\): ")  # in the grammar: of use only to who wrote one
+_META = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")  # characters with a meaning in a regular expression of a grammar
 MAX_ERROR = 400  # characters of a message
 
 # A mask within the limits takes at most about 15 ms of an idle core, and compiling about 100 ms.
@@ -114,10 +115,32 @@ def to_lark(constraint: Constraint) -> str:
     raise GrammarError(f"constraints of kind {kind[:40]!r} are unknown")
 
 
+def after_reasoning(prefix: ReasoningPrefix, answer: str) -> str:
+    """The grammars of a text that may have reasoning before what the Lark grammar `answer` describes.
+
+    The reasoning ends with the first end mark, whatever the answer may contain.
+    """
+    begin = json.dumps(prefix.begin, ensure_ascii=False) if prefix.begin_id < 0 else f"<[{prefix.begin_id}]>"
+    if prefix.end_id < 0:
+        rules = f"thinking: text\ntext[lazy]: /(?s:.*){_META.sub(_escaped, prefix.end)}/"
+    else:  # the text before a control token ends by itself
+        rules = f"thinking: text <[{prefix.end_id}]>\ntext: /(?s:.*)/"
+    start = "thinking @answer" if prefix.is_open else f"({begin} thinking)? @answer"
+    whole = f"start: {start}\n{rules}{_OPTIONS}"
+    return json.dumps({"grammars": [{"lark_grammar": whole}, {"name": "answer", "lark_grammar": answer}]})
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"\\{found[0]}"
+
+
 def new_matcher(tokenizer: Any, constraint: Constraint) -> Any:
     """An `LLMatcher` before its first token; `deep_copy` it for each sequence. Raises `GrammarError`."""
     limits = llguidance.LLParserLimits(**_LIMITS)
-    matcher = llguidance.LLMatcher(tokenizer, to_lark(constraint), log_level=0, limits=limits)
+    text = to_lark(constraint)
+    if constraint.after is not None:
+        text = after_reasoning(constraint.after, text)
+    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
     try:
         check(matcher)
     except GrammarError as error:

@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
-from pipeline.protocol.messages import Constraint, Frame
+from pipeline.protocol.messages import Constraint, Frame, ReasoningPrefix
 from shm.arena import Arena
 from shm.step_ring import MASK_SLOTS, Steps, attach_steps, mask_tag
 from stages.scheduler.constraints import frames as f
 from stages.scheduler.constraints import grammar
 
-GrammarKey = tuple[str, str, str]  # version, kind, text
+GrammarKey = tuple[str, str, str, ReasoningPrefix | None]  # version, kind, text, what stands before it
 Compile = Callable[[Callable[[], Any]], "Future[Any]"]
 
 
@@ -103,10 +103,11 @@ class MaskWriter:
 
     def _open(self, frame: f.Open) -> None:
         self._close(frame.sequence)
-        key = (frame.version, frame.constraint.kind, frame.constraint.text)
+        constraint = frame.constraint
+        key = (frame.version, constraint.kind, constraint.text, constraint.after)
         known = self._grammars.get(key)
         if known is None:
-            known = self._grammars[key] = _Grammar(frame.tenant, frame.constraint)
+            known = self._grammars[key] = _Grammar(frame.tenant, constraint)
         known.users += 1
         self._grammars.move_to_end(key)
         self._sequences[frame.sequence] = _Sequence(key)

@@ -1,0 +1,123 @@
+"""The fields of a request that concern reasoning, and `Reasoning`, what is kept of them for the answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pipeline.api.fields import Reader, Unsupported, flag, integer, invalid_value, object_schema, one_of, read_fields
+from pipeline.api.generation_fields import MAX_OUTPUT_TOKENS
+from pipeline.api.json_schema import Schema, any_of, described
+from pipeline.errors import InvalidRequest
+
+EFFORTS = ("none", "minimal", "low", "medium", "high")
+MIN_BUDGET = 1024  # tokens; as in Anthropic's API
+
+
+class Thinking(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a request demands, until its prompt is rendered."""
+
+    effort: str = ""  # one of `EFFORTS`; "": as the chat template does by default
+    field: str = "reasoning_effort"  # for error messages
+    needs_switch: bool = True  # a model that always thinks is not enough
+    is_split: bool = True  # False: reasoning is part of the text
+    is_shown: bool = True  # False: the answer leaves it out
+
+
+class Reasoning(msgspec.Struct, array_like=True, frozen=True):
+    """How the answer's reasoning is found. The journal stores it: fields are only appended."""
+
+    begin: str  # mark before the reasoning
+    end: str  # and after it
+    is_open: bool = False  # the prompt ends with the first mark
+    keeps_space: bool = False  # after the second mark: a constraint says what the answer is
+    is_shown: bool = True
+
+    @property
+    def marks(self) -> tuple[bytes, bytes]:
+        """The marks, which may be control tokens."""
+        return self.begin.encode(), self.end.encode()
+
+
+read_effort = one_of(*EFFORTS)
+
+REASONING_FIELDS: dict[str, Reader] = {
+    "reasoning_effort": read_effort,
+    "include_reasoning": flag,  # vLLM's
+    "reasoning_format": one_of("auto", "deepseek", "none"),  # llama-server's
+}
+
+
+def thinking_of(values: dict[str, Any]) -> Thinking | msgspec.UnsetType:
+    """Return what the values of `REASONING_FIELDS` demand; UNSET: nothing."""
+    if not any(name in values for name in REASONING_FIELDS):
+        return msgspec.UNSET
+    return Thinking(
+        effort=values.get("reasoning_effort", ""),
+        is_split=values.get("reasoning_format") != "none",
+        is_shown=values.get("include_reasoning", True),
+    )
+
+
+# ------------------------------------------------------------------ Anthropic's API
+
+
+_BUDGET = integer(MIN_BUDGET, MAX_OUTPUT_TOKENS)
+_THINKING: dict[str, Reader] = {"type": one_of("enabled", "disabled", "adaptive"), "budget_tokens": _BUDGET}
+_UNSUPPORTED_IN_THINKING = {"display": Unsupported("summarized", hint="reasoning is shown as the model writes it")}
+
+
+def _thinking_schema(kind: str, *required: str) -> Schema:
+    fields: dict[str, Reader] = {"type": one_of(kind), **({"budget_tokens": _BUDGET} if required else {})}
+    return object_schema(fields, required=("type", *required), unsupported=_UNSUPPORTED_IN_THINKING)
+
+
+@described(any_of(_thinking_schema("enabled", "budget_tokens"), *map(_thinking_schema, ("disabled", "adaptive"))))
+def read_thinking(value: Any, name: str) -> Thinking:
+    """Read Anthropic's `thinking`."""
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object like {"type": "enabled", "budget_tokens": 4096}')
+    required = ("type", "budget_tokens") if value.get("type") == "enabled" else ("type",)
+    fields = read_fields(value, _THINKING, required=required, unsupported=_UNSUPPORTED_IN_THINKING, within=name)
+    kind = fields["type"]
+    if "budget_tokens" in fields and kind != "enabled":
+        raise InvalidRequest(
+            f'{name}.budget_tokens is given and {name}.type is {kind}, not "enabled"; leave it out',
+            f"{name}.budget_tokens",
+        )
+    if kind == "disabled":
+        return Thinking(effort="none", field=f"{name}.type")
+    if kind == "adaptive":
+        return Thinking()  # as the chat template does by default
+    return Thinking(effort="medium", field=f"{name}.type", needs_switch=False)
+
+
+def check_budget(value: Any, max_tokens: int) -> None:
+    """Check the budget of a body's `thinking` against its `max_tokens`. Raises `InvalidRequest`."""
+    budget = value.get("budget_tokens") if isinstance(value, dict) else None
+    if isinstance(budget, int) and budget >= max_tokens:
+        raise InvalidRequest(
+            f"thinking.budget_tokens is {budget} and max_tokens is {max_tokens}, which counts the reasoning, too; "
+            f"give a lower budget",
+            "thinking.budget_tokens",
+        )
+
+
+# ------------------------------------------------------------------ OpenAI's Responses API
+
+
+_REASONING: dict[str, Reader] = {"effort": read_effort}
+_UNSUPPORTED_IN_REASONING = {
+    name: Unsupported("auto", "detailed", hint="the reasoning itself is in the answer")
+    for name in ("summary", "generate_summary")
+}
+
+
+@described(object_schema(_REASONING, unsupported=_UNSUPPORTED_IN_REASONING))
+def read_reasoning(value: Any, name: str) -> Thinking:
+    """Read `reasoning` of a request for a response."""
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object like {"effort": "low"}')
+    fields = read_fields(value, _REASONING, unsupported=_UNSUPPORTED_IN_REASONING, within=name)
+    return Thinking(effort=fields.get("effort", ""), field=f"{name}.effort")
